@@ -171,11 +171,11 @@ class Race:
 
 
 def race(sides: Mapping[str, Step], rounds: int, *, warmup: int = 2, tolerance: float, repeat: int = 1,
-         seconds: float = math.inf) -> Race:
+         seconds: float = math.inf, compared: int = 0) -> Race:
     """Runs `warmup` steps of each side, whose losses must agree, then `rounds` rounds of `repeat` timed steps of each.
 
-    `tolerance`: largest relative difference of any side's loss from the first side's, in each warm-up step. `seconds`:
-    no round begins later, but the first.
+    `tolerance`: largest relative difference of any side's loss from the first side's, in each warm-up step, and
+    in those of rounds that are among the first `compared`. `seconds`: no round begins later, but the first.
     Collectives: called on all ranks of the job, if there is one. Raises: AssertionError if losses differ.
     """
     result = Race({n: [] for n in sides}, {n: [] for n in sides}, {n: [] for n in sides})
@@ -195,6 +195,9 @@ def race(sides: Mapping[str, Step], rounds: int, *, warmup: int = 2, tolerance: 
             result.wall[name].append((time.perf_counter() - wall) / repeat)
             result.cpu[name].append((time.process_time() - cpu) / repeat)
             assert loss == loss, f"{name}: the loss is NaN"
+            if len(result.losses[name]) < compared:
+                result.losses[name].append(loss)
+    check_losses(result.losses, tolerance)
     for name in names:
         result.wall[name] = over_ranks(result.wall[name], "max")
         result.cpu[name] = over_ranks(result.cpu[name], "sum")

@@ -89,7 +89,8 @@ DRAINS: dict[str, dict[str, Any]] = {
 }
 """Our schedules that drain, with their options."""
 RECORDED = 8
-"""Batches that are recorded, at least; half as many where they have four micro-batches or more each."""
+"""Batches that are recorded, at least; about as many micro-batches where they have four or eight each."""
+_FEWEST = 3
 PREDICTIONS = 5
 """Recordings of each side, in turn; their median counts."""
 
@@ -149,7 +150,8 @@ def measure_drains(shape_name: str, dtype: str, m: int, rounds: int, limit: floa
     steps = {name: OurStep(engine_config(shape, pp=size, num_microbatches=m, dtype=dtype, **options), shape,
                            ProcessGrid(pp=size)) for name, options in DRAINS.items()}
     peers = {PEERS[name].__name__: TorchPipelineStep(shape, name, m, dtype) for name in MULTI}
-    result = race({**steps, **peers}, rounds, tolerance=TOLERANCE[dtype], seconds=limit)
+    result = race({**steps, **peers}, rounds, warmup=2 if m < 8 else 1, compared=2, tolerance=TOLERANCE[dtype],
+                  seconds=limit)
     sizes = {name: step.engine.sizes for name, step in steps.items()}
     predictions: dict[str, list[float]] = {name: [] for name in steps}
     start = time.perf_counter()
@@ -157,7 +159,7 @@ def measure_drains(shape_name: str, dtype: str, m: int, rounds: int, limit: floa
         if i and over_ranks([time.perf_counter() - start], "max")[0] > limit:
             break
         for name, step in steps.items():
-            recorded = record(step, RECORDED if m < 4 else RECORDED // 2).costs
+            recorded = record(step, max(_FEWEST, RECORDED // max(m // 2, 1))).costs
             predictions[name].append(Ordering.of(step.engine.config).timeline(sizes[name], recorded).step_time(m))
     simulated = {name: statistics.median(seconds) for name, seconds in predictions.items()}
     entry = case(f"{shape_name} {dtype} pp={size} drains m={m}", result, m * shape.microbatch_tokens,

@@ -33,8 +33,8 @@ tensor parallelism), `replicas` (2bw against a synchronous step), `gradients` (t
 `slices` (2 stages of tp=2 each on a host, whose ranks send slices of what goes between stages, or all of it each; the
 result file has the bytes that each host sent over the link, by its own counters and by ours),
 `split`: 2bw with the ordinary warm-up, with backwards in two parts and whole: the gradient is on its way while W is
-computed, which hides half of W on each link; paced (`light`), and as they are (`--links far=1000:20 --shapes small
-small_4`),
+computed, which hides half of W on each link, the most that so many micro-batches in flight can; and whole with one
+more in flight (latency warm-up); paced (`light`), and as they are (`--links far=1000:20 --shapes small small_4`),
 `paced`: pipelines and replicas whose stages wait besides, as if for an accelerator, so that ranks, TCP and emulator do
 not fight for the cores: what schedule and transport do on hosts that have the CPU time to send.
 """
@@ -77,7 +77,8 @@ PIPELINES: Methods = {
     "1f1b": Method(pp=2), "gpipe": Method(pp=2, schedule="gpipe")}
 CODECS: Methods = {
     name: replace(PIPELINES["2bw, latency"], messages=name) for name in ("none", "bf16", "int8", "int4")}
-SPLIT: Methods = {"2bw, split": Method(pp=2, schedule="2bw", split=True), "2bw, depth": PIPELINES["2bw, depth"]}
+SPLIT: Methods = {"2bw, split": Method(pp=2, schedule="2bw", split=True), "2bw, depth": PIPELINES["2bw, depth"],
+                  "2bw, latency": PIPELINES["2bw, latency"]}
 TENSOR: Methods = {"2bw, latency": PIPELINES["2bw, latency"], "tensor": Method(tp=2, overlaps=False)}
 SLICES: Methods = {
     "slices": Method(tp=2, pp=2, schedule="2bw", warmup="latency"),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable, function
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+
+from hybridpar.errors import HybridparError
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,3 +38,82 @@ def backward_from(edge: GradientEdge, gradient: Tensor) -> None:
     """
     Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
         (edge,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def recomputed(function: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """`function(x, *args)`, of which autograd, where it is recording, keeps the arguments alone.
+
+    Backward runs it again, up to the last tensor that it needs.
+
+    torch.utils.checkpoint keeps more (random numbers, autocast), and imports the compiler: 1.3 s at every start.
+    Raises: HybridparError, in the backward, if it saves fewer tensors then.
+    """
+    if not torch.is_grad_enabled():
+        return function(x, *args)
+    again = _Again(function, x, args)
+    with saved_tensors_hooks(again.pack, again.unpack):
+        return function(x, *args)
+
+
+class _Saved:
+    """The place of a tensor that a function saved; `tensor` is there from when it is made again to when it is used."""
+
+    tensor: Tensor | None = None
+
+
+class _Again:
+    """A function with its arguments, and the places of what it saves, as long as autograd has them."""
+
+    def __init__(self, function: Callable[..., Any], x: Any, args: tuple[Any, ...]):
+        self._function, self._x, self._args = function, x, args
+        if isinstance(x, Tensor):  # as an operation saves it: hooks from outside see it
+            self._x = _Keep.apply(torch.empty(0, requires_grad=True), x).grad_fn  # type: ignore[no-untyped-call]
+        self._places: list[ref[_Saved]] = []
+
+    def pack(self, _: Tensor) -> _Saved:
+        place = _Saved()
+        self._places.append(ref(place))
+        return place
+
+    def unpack(self, place: _Saved) -> Tensor:
+        if place.tensor is None:
+            self._run()
+        tensor, place.tensor = place.tensor, None
+        assert tensor is not None
+        return tensor
+
+    def _run(self) -> None:
+        left = iter(self._places)
+        count = 0
+
+        def keep(x: Tensor) -> Tensor:
+            nonlocal count
+            count += 1
+            if (place := next(left)()) is not None:
+                place.tensor = x = x.detach()
+            if count == len(self._places):
+                raise _Done
+            return x
+
+        x = self._x.saved_tensors[0] if isinstance(self._x, Node) else self._x  # type: ignore[attr-defined]
+        with suppress(_Done), torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x):
+            self._function(x, *self._args)
+        if count < len(self._places):
+            raise HybridparError(
+                f"a block that is recomputed saved {len(self._places)} tensors at first, and {count} when it ran "
+                'again: what it does must be the same each time, or pipeline.recompute = "none"')
+
+
+class _Done(Exception):
+    """All that was to be made again is."""
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, empty: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return empty.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise AssertionError("nothing follows from it")

@@ -32,6 +32,7 @@ SCHEDULES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("V-Half", "1f1b", {"placement": "v", "activations": "half"}),
     ("V-Min", "1f1b", {"placement": "v", "activations": "min"}),
     ("PipeDream", "pipedream", {}), ("2BW", "2bw", {}), ("2BW, longer warm-up", "2bw", {"warmup": "latency"}),
+    ("2BW, interleaved", "2bw", {"chunks": 2}),
     ("2BW on V-Half", "2bw", {"placement": "v", "activations": "half"}),
     ("2BW on V-Min", "2bw", {"placement": "v", "activations": "min"}))
 """Name, schedule and options."""

@@ -1,9 +1,14 @@
 import contextlib
+import gc
+import io
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+
+from hybridpar.train import loop, peak
 
 with contextlib.suppress(ImportError):  # what tests a GPU does without it
     from hypothesis import settings
@@ -37,6 +42,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
+def pytest_collection_finish() -> None:
+    """What is there by now stays: no collection looks through it again, nor copies it into a fork."""
+    gc.freeze()
+
+
 def _values(item: Any) -> set[tuple[str, str]]:
     return {(name, str(value)) for name, value in item.callspec.params.items()}
 
@@ -48,6 +58,33 @@ def num_kills(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _one_thread(request: pytest.FixtureRequest):
     """Ranks are processes here; threads inside them would only fight for the cores."""
     torch.set_num_threads(1)
+    if request.node.get_closest_marker("ranks") is not None:
+        request.getfixturevalue("_warm")
+
+
+@pytest.fixture(autouse=True)
+def _little_beside_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes longer than most of the runs here, on their forked ranks, too: 200 tokens of text at the end, and a
+    peak that is measured for 0.15 s."""
+    monkeypatch.setattr(loop, "Sampling", partial(loop.Sampling, max_tokens=8))
+    monkeypatch.setattr(peak, "_PROBE_SECONDS", 0.0)
+
+
+@pytest.fixture(scope="session")
+def _warm(tmp_path_factory: pytest.TempPathFactory):
+    """Loads and sets up here, once, what each rank, a fork, would for itself: half of a short job's time."""
+    from train.runs import write_config
+
+    from hybridpar.cli import main
+
+    if torch.cuda.is_available():
+        return  # autograd with GPUs in it does not survive a fork
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert not main(["train", str(write_config(tmp_path_factory.mktemp("warm")))])
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()

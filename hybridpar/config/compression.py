@@ -104,8 +104,6 @@ class CompressionConfig:
         if config.memory.budget:
             yield (f"does not go with memory.budget = {config.memory.budget}: what a replica has not sent is needed "
                    "whole, once a batch")
-        if config.train.record_memory:
-            yield f"does not go with train.record_memory = {config.train.record_memory}"
 
 
 UNCOMPRESSED = CompressionConfig()

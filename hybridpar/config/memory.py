@@ -83,6 +83,3 @@ class MemoryConfig:
         if not config.norms_first:
             yield Problem("optim.clip_grad", optim.clip_grad, "must be above 0 with memory.host_optimizer and schedule "
                           "pipedream: the host waits for the norm", "1.0")
-        if config.train.record_memory:
-            yield Problem("train.record_memory", config.train.record_memory, "does not go with memory.host_optimizer, "
-                          "whose threads it does not see", "0")

@@ -34,8 +34,8 @@ class PipelineConfig:
     split: tuple[int, ...] = ()
     """Blocks of each stage, embedding and head included; empty: balanced by cost."""
     chunks: Count = 0
-    """interleaved, own: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 2, own: 1. placement v: an
-    even number; 0: 2. All others have one."""
+    """interleaved, 2bw, own: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 1, interleaved: 2.
+    placement v: an even number; 0: 2. All others have one."""
     recompute: str = "none"
     """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list such as '0,2-5'; or
     'stage' (every stage keeps nothing but its input), 'stage:0,2-3' (those stages); or 'selective', 'selective:0,2-5':
@@ -74,7 +74,7 @@ class PipelineConfig:
         """Stages of the model on each rank."""
         if self.placement == "v":
             return self.chunks or 2
-        return {"interleaved": self.chunks or 2, "own": self.chunks or 1}.get(self.schedule, 1)
+        return self.chunks or (2 if self.schedule == "interleaved" else 1)
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         if self.schedule == "auto":
@@ -93,8 +93,9 @@ class PipelineConfig:
                           "is of both parts of a backward", "true")
         if not self.split_backward and any(word[0] in "IW" for line in self.order for word in line.split()):
             yield Problem("pipeline.split_backward", "false", "must be true where pipeline.order has I and W", "true")
-        if self.placement == "v" and self.early_switch == "auto":
-            yield Problem("pipeline.early_switch", "auto", "pipeline.placement = v has no early switch", "off")
+        if self.num_chunks > 1 and self.early_switch == "auto":
+            rule = f"is of one stage on each rank, and each has {self.num_chunks} (pipeline.placement, pipeline.chunks)"
+            yield Problem("pipeline.early_switch", "auto", rule, "off")
         if self.activations != "full" and (self.placement != "v" or self.schedule == "own"):
             rule = "needs pipeline.placement = v and schedule 1f1b or 2bw"
             yield Problem("pipeline.activations", self.activations, rule, "full")

@@ -153,7 +153,7 @@ class Life:
         if self.born_in == self.died_in and self.born_step == self.died_step and self.died is not None:
             return Category.TEMPORARIES
         born, died = _kind(self.born_in), _kind(self.died_in)
-        if born is None or (born is Kind.F and died in (Kind.F, Kind.NORM)):  # losses
+        if born is None or (born is Kind.F and died in (Kind.F, Kind.NORM)) or self.op == _SQUARES:  # losses, norms
             return Category.OTHER
         if born is Kind.F and (died in _BACKWARDS or self.died is None):
             return Category.INPUTS if self.layer < 0 and self.op in _MESSAGES else Category.ACTIVATIONS
@@ -166,6 +166,7 @@ class Life:
 
 _COLUMNS = {category.value: category for category in Category}
 _BACKWARDS = (Kind.B, Kind.I, Kind.W)
+_SQUARES = "hybridpar::sum_squares"
 _MESSAGES = frozenset({"aten::empty", "aten::new_empty", "aten::cat"})
 
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -46,8 +45,9 @@ class Footprint:
     between the two parts of a split backward; weight_gradients: the most that the second part takes; first_backward and
     backward are then the first part's, and whole_backward is that of one that stays whole. factors: what weights'
     gradients of a micro-batch are computed from, where that waits until its batch is reduced. whole_weights,
-    whole_gradients: chunks of what replicas share (ZeRO-2 and 3), while they are there. moved: what leaves of `kept`
-    and the input where activations are offloaded.
+    whole_gradients: chunks of what replicas share (ZeRO-2 and 3), at most. moved: what leaves of `kept` and the input
+    where activations are offloaded. early, late: 1 where the first (second) part of a split backward leaves gradients
+    in chunks that replicas share, else 0.
     """
 
     weights: int
@@ -73,16 +73,21 @@ class Footprint:
     whole_weights: int = 0
     whole_gradients: int = 0
     moved: int = 0
+    early: int = 0
+    late: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
     """Number of weight versions and of gradient buffers that the schedule needs. offloads: whether activations leave,
-    for which autograd keeps them in another way."""
+    for which autograd keeps them in another way. handed: whether input and output are what the rank hands to itself,
+    as from part to part of a stage. anew: whether gradients that replicas share are made anew for every backward."""
 
     versions: int
     gradients: int
     offloads: bool = False
+    handed: tuple[bool, bool] = (False, False)
+    anew: bool = False
 
 
 def trace_stage(
@@ -100,7 +105,9 @@ def trace_stage(
         tracker.ghost_integers = True  # a forward looks into the micro-batch only
         kept, output, forward = traced.forward(batch)
         first_backward, waiting = traced.backward(first=True)
+        missing = traced.missing()
         weight_gradients, factors = traced.apply()
+        filled = missing < traced.shared, traced.missing() < missing
         traced.forward(batch)
         backward, _ = traced.backward(first=False)
         weight_gradients = max(weight_gradients, traced.apply()[0])
@@ -114,19 +121,8 @@ def trace_stage(
             **traced.static(), kept=kept, output=output, **traced.messages(), forward=forward,
             first_backward=first_backward, backward=backward, norm=traced.norm(), update=traced.update(),
             waiting=waiting, weight_gradients=weight_gradients, whole_backward=whole_backward, factors=factors,
-            whole_weights=whole_weights, whole_gradients=whole_gradients, moved=traced.moved)
-
-
-def trace_state(config: Config, blocks: Iterable[int], buffers: Buffers, device: torch.device) -> dict[str, int]:
-    """Bytes that are there all the time, by name, on a rank that holds these blocks: of its stages together, where they
-    have a weight in common."""
-    with Tracker(device) as tracker:
-        grid, policy = silent_grid(config), StatePolicy.of(config, buffers.versions, buffers.gradients)
-        stage = Stage(build_blocks(config.model, grid.tp, blocks, kernels=config.kernels,
-                                   sequence=config.parallel.sequence, dtype=policy.dtype))
-        state = RankState(stage, grid, policy, tracker.device)
-        state.allocate()
-        return state.num_bytes()
+            whole_weights=whole_weights, whole_gradients=whole_gradients, moved=traced.moved,
+            early=int(filled[0]), late=int(filled[1]))
 
 
 class TracedStage:
@@ -134,7 +130,7 @@ class TracedStage:
 
     def __init__(self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, tracker: Tracker):
         model, device = config.model, tracker.device
-        self.config, self.tracker, self._offloads = config, tracker, buffers.offloads
+        self.config, self.tracker, self._buffers = config, tracker, buffers
         grid = silent_grid(config)
         self.axis = grid.tp
         policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
@@ -145,10 +141,14 @@ class TracedStage:
         parts = cut_into_parts(config, blocks) if policy.splits_gradients else ()
         self.state = RankState(self.stage, grid, policy, device, parts=parts)
         self.state.allocate()
+        uses, shares = self.state.uses, self.state.shares
+        self.shared = frozenset(name for name in self.state.placements if shares and not uses(name).stays)
+        """Parameters of which replicas share the gradients."""
         ends = blocks, range(min(blocks.stop, model.num_blocks - 1), model.num_blocks)
         lane = Lane.of(config, grid, policy.dtype, device, ends)
         self.lane, self.next = lane.into(0), lane.into(1)
-        into, out = (partial(lane.codecs.on, first=first) for first in (blocks.start, blocks.stop))
+        into, out = (_no_codec if handed else partial(lane.codecs.on, first=first) for handed, first in zip(
+            buffers.handed, (blocks.start, blocks.stop), strict=True))
         self._codecs = {"received": into(1), "sent": out(1), "returned": out(-1), "returning": into(-1)}
         self.receives, self.sends = 0 not in blocks, model.num_blocks - 1 not in blocks
         self.moved = 0  # in the newest forward
@@ -195,12 +195,14 @@ class TracedStage:
         key = RandomKey.of(self.config.train.seed, 0, 0, device=self.tracker.device)
         notes = Notes(GHOSTS)
         leaf = self._input.leaf if isinstance(self._input, Packed) else self._input
-        with notes.noting(leaf) if self._offloads else nullcontext():
+        with notes.noting(leaf) if self._buffers.offloads else nullcontext():
             out: Any = self.stage(self._input, batch, key)
         if isinstance(out, dict):
             out = sum(out.values())
             self._loss_dtype = out.dtype
-        sent = self.next.cut(out.detach(), self._codecs["sent"] if self.sends else None)
+        sent = out.detach()
+        if not self._buffers.handed[1]:
+            sent = self.next.cut(sent, self._codecs["sent"] if self.sends else None)
         self._places += [self._places_of("sent", "returned")] if self.sends else []
         self._edge = get_gradient_edge(out)
         peak = self.tracker.read().peak - before
@@ -216,6 +218,8 @@ class TracedStage:
         gradient = self.next.whole() if self.sends else None
         if first:
             self.state.begin(0)
+        elif self._buffers.anew:
+            self.state.gradients.renew(0, self.shared)
         before = self._start()
         if gradient is None:
             gradient = torch.full((), 1.0, dtype=self._loss_dtype, device=self.tracker.device)
@@ -226,6 +230,10 @@ class TracedStage:
         del self._edge, self._input, self._places, gradient
         left = self.tracker.read()
         return left.peak - before, left.current - self._empty
+
+    def missing(self) -> frozenset[str]:
+        """Those of `shared` that have no gradient yet."""
+        return self.shared & self.state.gradients.missing(0)
 
     def apply(self) -> tuple[int, int]:
         """Executor's second part of a split backward: the most that it took, and what is left of the micro-batch."""
@@ -251,6 +259,10 @@ class TracedStage:
         """Bytes now; the peak is taken from here on."""
         self.tracker.restart_peak()
         return self.tracker.read().current
+
+
+def _no_codec(flow: int) -> None:
+    """What is handed over is whole."""
 
 
 def sample_microbatch(config: Config) -> dict[str, Tensor]:

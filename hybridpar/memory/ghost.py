@@ -148,6 +148,8 @@ class Tracker(TorchDispatchMode):
             if "device" in meta_kwargs:
                 meta_kwargs["device"] = _META
             out = func(*metas, **meta_kwargs)
+            if args and out is metas[0] and not isinstance(args[0], Ghost):
+                return args[0]  # which is real, and was written
             if key is not None:
                 self._results[key] = _map(out, _alike)  # apart from this one, which may be changed in place
         else:

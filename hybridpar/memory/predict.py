@@ -15,23 +15,28 @@ The plan says what is in flight when, so a schedule needs no rule of its own her
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from hybridpar.config import Config, ModelConfig
-from hybridpar.memory.footprint import Buffers, Footprint, trace_stage, trace_state
+from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
+from hybridpar.memory.ghost_state import StateFootprint, trace_state
 from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
 from hybridpar.pipeline.plan.offload import num_away
 from hybridpar.pipeline.plan.passes import lower
+from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
+from hybridpar.pipeline.plan.shared import SharedTiers
 from hybridpar.pipeline.run.executor import max_unfinished_sends
 from hybridpar.pipeline.run.graphs import unsupported
+from hybridpar.state import StatePolicy
+from hybridpar.state.parts import Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,53 +98,79 @@ def predict(
     need not be on this machine. On a CPU, what kernels need inside is not in it: up to some megabytes a thread.
     `trace`: one that remembers (layers.Footprints) where many configurations are asked for.
     """
-    schedule = schedule or schedule_of(config.pipeline)
-    device = device or default_device(config)
-    sizes = Sizes.of(config)
-    split = stage_split(config.model, sizes.num_ranks, config.pipeline.split, sizes.chunks, config.pipeline.placement)
-    recompute = recomputed_blocks(config.pipeline.recompute, config.model, split)
-    gather, factored = config.parallel.zero > 0, config.compression.gradients == "sbpca"
-    walked = sizes if factored else _enough(schedule, sizes)
-    replays = device.type == "cuda" and config.train.cuda_graphs and unsupported(config) is None
-    traced: dict[object, Footprint] = {}
+    pipeline = _Pipeline(config, schedule or schedule_of(config.pipeline), device or default_device(config), trace)
+    return [pipeline.memory(rank) for rank in (range(config.parallel.pp) if ranks is None else ranks)]
 
-    def footprint(stage: int, buffers: Buffers) -> Footprint:
-        blocks, again = split[stage], recompute[stage]
-        # stages of equal blocks take the same
-        ends = (0 in blocks, config.model.num_blocks - 1 in blocks)
-        alike = isinstance(config.model, ModelConfig)
-        pattern = (len(blocks) if alike else blocks, ends, tuple(number in again.blocks for number in blocks),
-                   again.whole, buffers,
-                   blocks.stop == config.model.num_blocks - 1)  # what a head alone receives is exact
-        if pattern not in traced:
-            traced[pattern] = trace(config, blocks, again, buffers, device)
-        return traced[pattern]
 
-    found = []
-    for rank in range(sizes.num_ranks) if ranks is None else ranks:
-        buffers = Buffers(schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers, offloads=num_away(
-            config.memory.num_away, schedule, sizes, rank) > 0)
-        held = {stage: footprint(stage, buffers) for stage in sizes.stages_of(rank)}
-        if rank == 0 and sizes.is_v and config.model.tie_embeddings:
-            first, *_, last = held
-            together = trace_state(config, [*split[first], *split[last]], buffers, device)
-            held[last] = replace(held[last], **{
-                name: whole - getattr(held[first], name) for name, whole in together.items()})
-        actions = lower(schedule, walked, rank, schedule.sync_steps, batches_to_peak(config), gather=gather,
-                        split=config.pipeline.split_backward, feedback=config.feeds_back,
-                        offload=config.memory.num_away)
-        memory = replace(walk(actions, held, walked), moved=sum(fp.moved for fp in held.values()) // len(held))
-        if not replays:
-            memory = replace(memory, graphs=0)
+class _Pipeline:
+    """The ranks of a pipeline, of which parts of equal blocks are traced once."""
+
+    def __init__(self, config: Config, schedule: Schedule, device: torch.device, trace: Tracer):
+        self._config, self._schedule, self._device, self._trace = config, schedule, device, trace
+        self._sizes = sizes = Sizes.of(config)
+        self._split = stage_split(
+            config.model, sizes.num_ranks, config.pipeline.split, sizes.chunks, config.pipeline.placement)
+        self._recompute = recomputed_blocks(config.pipeline.recompute, config.model, self._split)
+        self._walked = sizes if config.compression.gradients == "sbpca" else _enough(schedule, sizes)
+        self._traced: dict[object, Footprint] = {}
+
+    def memory(self, rank: int) -> StageMemory:
+        """That of a rank of the pipeline."""
+        config, schedule = self._config, self._schedule
+        buffers = Buffers(schedule.max_live_versions(self._sizes, rank), schedule.num_gradient_buffers, num_away(
+            config.memory.num_away, schedule, self._sizes, rank) > 0)
+        held = {stage: self._split[stage] for stage in self._sizes.stages_of(rank)}
+        parts = Parts.of(config, held)
+        footprints = self._footprints(parts, buffers)
+        each = [fp for of_stage in footprints.values() for fp in of_stage]
+        if parts.is_divided or (rank == 0 and self._sizes.is_v and config.model.tie_embeddings):
+            states = StatePolicy.of(config, buffers.versions, buffers.gradients)
+            first = rank * config.parallel.dp * config.parallel.tp  # of its replicas and tp ranks
+            state = trace_state(config, first, held, states, self._walked, self._device)
+        else:
+            state = together(each)
+        actions = lower(schedule, self._walked, rank, schedule.sync_steps, batches_to_peak(config),
+                        **Ordering.of(config).options, parts=state.division)
+        anew = None
+        if state.items is not None:
+            actions, anew = state.items.moved(actions), self._footprints(parts, replace(buffers, anew=True))
+        found = walk(actions, footprints, self._walked, state, anew)
+        if self._device.type != "cuda" or not config.train.cuda_graphs or parts.is_divided or unsupported(config):
+            found = replace(found, graphs=0)
+        return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)))
+
+    def _footprints(self, parts: Parts, buffers: Buffers) -> dict[int, list[Footprint]]:
+        """Those of the parts of a rank's stages."""
+        stages = parts.of_stage
+
+        def of_part(stage: int, number: int, blocks: range) -> Footprint:
+            handed = number > 0 or stage - 1 in stages, number + 1 < len(stages[stage]) or stage + 1 in stages
+            return self._footprint(blocks, self._recompute[stage], replace(buffers, handed=handed))
+
+        return {stage: [of_part(stage, number, blocks) for number, blocks in enumerate(cut)]
+                for stage, cut in stages.items()}
+
+    def _footprint(self, blocks: range, again: Recomputation, buffers: Buffers) -> Footprint:
+        model = self._config.model
+        ends = (0 in blocks, model.num_blocks - 1 in blocks)
+        pattern = (len(blocks) if isinstance(model, ModelConfig) else blocks, ends,
+                   tuple(number in again.blocks for number in blocks), again.whole, buffers,
+                   blocks.stop == model.num_blocks - 1)  # what a head alone receives is exact
+        if pattern not in self._traced:
+            self._traced[pattern] = self._trace(self._config, blocks, again, buffers, self._device)
+        return self._traced[pattern]
+
+    def _placed(self, memory: StageMemory) -> StageMemory:
+        """The same with what is in host memory or a file, and with the copy for checkpoints."""
+        config, on_gpu = self._config, self._device.type == "cuda"
         if config.saves_beside_training:
             copy = memory.weights + memory.master + memory.optimizer
-            memory = replace(memory, host=copy) if device.type == "cuda" else replace(memory, checkpoint=copy)
-        if config.memory.host_optimizer and device.type == "cuda":
+            memory = replace(memory, host=copy) if on_gpu else replace(memory, checkpoint=copy)
+        if config.memory.host_optimizer and on_gpu:
             memory = replace(memory, host=memory.host + memory.master + memory.optimizer, master=0, optimizer=0)
         if config.memory.budget:
             memory = replace(memory, file=max(memory.state - config.memory.budget, 0))
-        found.append(memory)
-    return found
+        return memory
 
 
 def default_device(config: Config) -> torch.device:
@@ -166,71 +197,151 @@ def _enough(schedule: Schedule, sizes: Sizes) -> Sizes:
 
 
 def walk(
-    actions: Iterable[Action], footprints: Mapping[int, Footprint], sizes: Sizes
+    actions: Iterable[Action], footprints: Mapping[int, Sequence[Footprint]], sizes: Sizes,
+    state: StateFootprint | None = None, anew: Mapping[int, Sequence[Footprint]] | None = None,
 ) -> StageMemory:
     """Follows what a rank holds along its actions, as pipeline.run.executor does, to where it is the most.
 
-    `footprints`: of the rank's stages, by number.
+    `footprints`: of the parts of the rank's stages, by number. `state`: of the rank; None: that of its stages. `anew`:
+    as `footprints`, where a backward makes gradients that replicas share.
     """
-    held = list(footprints.values())
+    found = _Walk(footprints, sizes, state or together(fp for parts in footprints.values() for fp in parts),
+                  anew or footprints)
+    for action in actions:
+        found.follow(action)
+    return replace(found.most, graphs=max(0, found.pool + found.beside - found.most.total + found.most.static))
+
+
+def together(footprints: Iterable[Footprint]) -> StateFootprint:
+    """The state of stages that have nothing in common."""
+    held = list(footprints)
     weights, master, gradients, optimizer, norm, update = (
         sum(getattr(fp, name) for fp in held)
         for name in ("weights", "master", "gradients", "optimizer", "norm", "update"))
-    whole_weights, whole_gradients = (
-        max(getattr(fp, name) for fp in held) for name in ("whole_weights", "whole_gradients"))
-    last = sizes.num_stages - 1
-    in_flight = kept = inputs = posted = handed = 0  # micro-batches, what they keep, inputs, and what was not yet taken
-    factors: dict[int, int] = defaultdict(int)  # by batch, until it is reduced
-    waiting: dict[Kind, int] = {}  # outputs to be sent
-    sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
-    best = StageMemory(weights, master, gradients, optimizer, 0, 0, 0, 0, 0, "")
-    pool = 0  # of micro-batches, if they are recorded
-    for action in actions:
-        kind, fp, row = action.kind, footprints[action.stage], ROWS[action.kind]
-        has_input, has_output = action.stage > 0, action.stage < last
-        from_here, to_here = action.stage - 1 in footprints, action.stage + 1 in footprints  # no link between
+    return StateFootprint(weights, master, gradients, optimizer, norm, (update,))
+
+
+class _Walk:
+    """What a rank holds, action by action, and what it held when that was the most."""
+
+    def __init__(self, footprints: Mapping[int, Sequence[Footprint]], sizes: Sizes, state: StateFootprint,
+                 anew: Mapping[int, Sequence[Footprint]]):
+        self._footprints, self._state, self._m = footprints, state, sizes.num_microbatches
+        self._anew, self._made = anew, set[tuple[int, int, int]]()  # what an I has made gradients for
+        self._filled = set[int]()  # items that have gradients
+        self._last = sizes.num_stages - 1
+        self._shared = None if state.items is None else SharedTiers(state.items)
+        self._in_flight = self._kept = self._inputs = self._posted = 0
+        self._handed = 0  # to a part or a stage of this rank, which has not taken it yet
+        self._factors: dict[int, int] = defaultdict(int)  # by batch, until it is reduced
+        self._waiting: dict[Kind, int] = {}  # outputs to be sent
+        self._sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
+        self.pool = self.beside = 0  # the most of micro-batches, and of the norm and the update
+        self.most = StageMemory(
+            state.weights, state.master, state.gradients, state.optimizer, 0, 0, 0, 0, 0, "")
+
+    def follow(self, action: Action) -> None:
+        """Goes past an action."""
+        kind, row, parts = action.kind, ROWS[action.kind], self._footprints[action.stage]
+        if self._shared is not None:
+            self._follow_shared(self._shared, action)
+            if self._is_anew(self._shared, action):
+                parts = self._anew[action.stage]
+        fp = parts[action.part] if kind in COMPUTE else parts[0 if row.flow > 0 else -1]
         if row.met_by:
-            sends.append(waiting.pop(kind))
+            self._sends.append(self._waiting.pop(kind))
         elif row.side:
-            posted += fp.received if row.flow > 0 else fp.returned
-        takes = row.receive is not None and (has_input if row.flow > 0 else has_output)
-        if takes and (from_here if row.flow > 0 else to_here):
-            handed -= footprints[action.stage - (row.flow > 0)].message
-        else:
-            posted -= takes * (fp.received if row.flow > 0 else fp.returned)
-        activations = kept + inputs + sum(factors.values())
-        whole = fp.input if kind is Kind.F else fp.message
-        communication = posted + takes * whole + handed + sum(waiting.values()) + sum(sends)
-        is_first = action.microbatch % sizes.num_microbatches == 0 or whole_gradients > 0
-        backward = fp.first_backward if is_first else fp.backward
-        whole_backward = fp.whole_backward or backward
-        transient = {Kind.F: fp.forward, Kind.B: whole_backward, Kind.I: backward, Kind.W: fp.weight_gradients,
-                     Kind.NORM: norm, Kind.UPDATE: update}.get(kind, 0)
-        transient += whole_weights * (kind in COMPUTE) + whole_gradients * row.adds
-        if kind in COMPUTE:
-            pool = max(pool, activations + transient)
-        if activations + communication + transient > best.total - best.static:
-            best = replace(best, activations=activations, communication=communication, transient=transient,
-                           in_flight=in_flight, during=str(action))
-        in_flight += row.holds
+            self._posted += fp.received if row.flow > 0 else fp.returned
+        taken = self._take(action, fp) if row.receive else 0
+        self._compare(action, fp, taken)
+        if action.part == 0:
+            self._in_flight += row.holds
         if kind in (Kind.B, Kind.W):
-            factors[action.microbatch // sizes.num_microbatches] += fp.factors
+            self._factors[action.microbatch // self._m] += fp.factors
         elif kind in (Kind.NORM, Kind.UPDATE):
-            factors.pop(action.microbatch, None)
-        if kind is Kind.F:
-            kept, inputs = kept + fp.kept, inputs + has_input * fp.input
-            if to_here:
-                handed += fp.message
-            elif has_output:
-                waiting[Kind.SEND_F] = fp.output
+            self._factors.pop(action.microbatch, None)
+        if row.of_stash:
+            self._kept += sum(part.moved for part in parts) * ((kind is Kind.RELOAD) - (kind is Kind.EVICT))
         elif kind is Kind.W:
-            kept -= fp.waiting
-        elif row.of_stash:
-            kept += fp.moved * ((kind is Kind.RELOAD) - (kind is Kind.EVICT))
+            self._kept -= fp.waiting
         elif row.receive:
-            kept, inputs = kept - fp.kept + fp.waiting * (kind is Kind.I), inputs - has_input * fp.input
-            if from_here:
-                handed += footprints[action.stage - 1].message
-            elif has_input:
-                waiting[Kind.SEND_B] = fp.returning
-    return replace(best, graphs=max(0, pool + max(norm, update) - (best.total - best.static)))
+            self._give(action, fp)
+
+    def _follow_shared(self, shared: SharedTiers, action: Action) -> None:
+        """Goes past an action: what replicas share comes and goes. What nothing was added to is not summed."""
+        if action.kind is Kind.RELEASE and action.microbatch not in self._filled:
+            fault = shared.follow(action, None)
+        else:
+            fault = shared.follow(action)
+        assert not fault, fault
+        if action.kind is Kind.RELEASE:
+            self._filled.discard(action.microbatch)
+        elif ROWS[action.kind].adds:
+            fp = self._footprints[action.stage][action.part]
+            if {Kind.I: fp.early, Kind.W: fp.late}.get(action.kind, 1):
+                self._filled.update(shared.added(action))
+
+    def _is_anew(self, shared: SharedTiers, action: Action) -> bool:
+        """Whether a backward adds to gradients that are made for it."""
+        key = action.stage, action.part, action.microbatch
+        if shared.made and action.kind is Kind.I:
+            self._made.add(key)
+        return bool(shared.made) or (action.kind is Kind.W and key in self._made)
+
+    def _beside(self, action: Action, step: int) -> tuple[bool, Footprint | None]:
+        """Whether anything comes before (after) the part of an action in the model, and what of it this rank has."""
+        part, parts = action.part + step, self._footprints[action.stage]
+        if 0 <= part < len(parts):
+            return True, parts[part]
+        there = 0 <= action.stage + step <= self._last
+        other = self._footprints.get(action.stage + step)
+        return there, other[0 if step > 0 else -1] if other else None
+
+    def _take(self, action: Action, fp: Footprint) -> int:
+        """Takes what an action computes with: bytes of it while it does."""
+        forth = ROWS[action.kind].flow > 0
+        there, own = self._beside(action, -1 if forth else 1)
+        if own is not None:
+            self._handed -= own.message if forth else fp.message
+        elif there:
+            self._posted -= fp.received if forth else fp.returned
+        return (fp.input if action.kind is Kind.F else fp.message) if there else 0
+
+    def _compare(self, action: Action, fp: Footprint, taken: int) -> None:
+        """Notes what is there while an action runs, if that is the most so far."""
+        shared = self._shared
+        activations = self._kept + self._inputs + sum(self._factors.values())
+        communication = self._posted + taken + self._handed + sum(self._waiting.values()) + sum(self._sends)
+        transient = self._transient(action, fp) + (0 if shared is None else shared.num_bytes())
+        if action.kind in COMPUTE:
+            self.pool = max(self.pool, activations + transient)
+        else:
+            self.beside = max(self.beside, transient)
+        if activations + communication + transient > self.most.total - self.most.static:
+            self.most = replace(self.most, activations=activations, communication=communication, transient=transient,
+                                in_flight=self._in_flight, during=str(action))
+
+    def _transient(self, action: Action, fp: Footprint) -> int:
+        """What an action takes on top."""
+        if action.kind is Kind.UPDATE:
+            return self._state.updates[action.part]
+        backward = fp.backward if action.microbatch % self._m else fp.first_backward
+        return {Kind.F: fp.forward, Kind.B: fp.whole_backward or backward, Kind.I: backward,
+                Kind.W: fp.weight_gradients, Kind.NORM: self._state.norm}.get(action.kind, 0)
+
+    def _give(self, action: Action, fp: Footprint) -> None:
+        """Keeps what a forward leaves, or gives it up after a backward, and the output or the input's gradient."""
+        (has_input, before), (has_output, after) = self._beside(action, -1), self._beside(action, 1)
+        if action.kind is Kind.F:
+            self._kept, self._inputs = self._kept + fp.kept, self._inputs + has_input * fp.input
+            if after is not None:
+                self._handed += fp.message
+            elif has_output:
+                self._waiting[Kind.SEND_F] = fp.output
+            return
+        self._kept += fp.waiting * (action.kind is Kind.I) - fp.kept
+        self._inputs -= has_input * fp.input
+        if before is not None:
+            self._handed += before.message
+        elif has_input:
+            self._waiting[Kind.SEND_B] = fp.returning

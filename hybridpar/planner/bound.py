@@ -25,7 +25,7 @@ def least_time(cost: StepCost) -> float:
         return max(link, _drained(cost, schedule))
     work = max(m * rank.compute + rank.update + rank.norm for rank in cost.ranks)
     reduction = max(cost.reduction(rank, r)[0] for r, rank in enumerate(cost.ranks))
-    return max(work, link, reduction, _round_trips(cost, schedule) if schedule and not schedule.activations else 0.0)
+    return max(work, link, reduction, _round_trips(cost, schedule) if schedule and chunks == 1 else 0.0)
 
 
 def _drained(cost: StepCost, schedule: Schedule) -> float:

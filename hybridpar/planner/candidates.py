@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import islice
+from itertools import islice, product
 
-from hybridpar.config import Config, OptimConfig, PipelineConfig
+from hybridpar.config import Config, ModelConfig, OptimConfig, PipelineConfig
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.memory import StageMemory
 from hybridpar.models.cost import KEPT_BYTES, even_out
@@ -152,25 +152,33 @@ def _schedules(
             own, schedule=name,  # type: ignore[arg-type]
             warmup="depth", early_switch="off", gradient_buffers=0, chunks=0,
             sync_steps=own.sync_steps if stale else 0)
+        several = [chunks for chunks in ((base.chunks,) if base.chunks else CHUNKS)
+                   if 1 < pp <= config.model.num_blocks // chunks]
         if name == INTERLEAVED:
-            for pipeline in _interleaved(base, pp, m, config.model.num_blocks):
+            for chunks in several:
+                pipeline = replace(base, chunks=chunks, num_microbatches=m, split=())
                 yield pipeline, optim
                 if request.split_backward:
                     yield replace(pipeline, zero_bubble=True, split_backward=True), optim
             continue
-        for warmup in WARMUPS if name == "2bw" and pp > 1 else (base.warmup,):
+        # without a drain they gain balance alone, and equal layers divide as well into one stage on each rank
+        looped = several if name == "2bw" and not isinstance(config.model, ModelConfig) else []
+        warmups = tuple(WARMUPS) if name == "2bw" and pp > 1 else (base.warmup,)
+        for chunks, warmup in product((0, *looped), warmups):
             switch, factor = base.early_switch, WARMUPS[warmup]
             if isinstance(switch, int):
                 least = (factor - 1) * (pp - 1)
                 if switch < least and warmup != base.warmup:
                     continue  # for more micro-batches on older weights than are asked for
                 switch = max(switch, least)
+            if chunks and switch == "auto":
+                continue
             pipeline = replace(
-                base, warmup=warmup,  # type: ignore[arg-type]
+                base, warmup=warmup, chunks=chunks,  # type: ignore[arg-type]
                 early_switch=switch, num_microbatches=m, split=(),
                 gradient_buffers=0 if factor > 1 and base.gradient_buffers == 1 else base.gradient_buffers)
             try:
-                schedule_of(pipeline).check_sizes(Sizes(pp, m))
+                schedule_of(pipeline).check_sizes(Sizes(pp, m, chunks or 1))
             except ConfigError:
                 continue
             yield pipeline, optim
@@ -179,7 +187,7 @@ def _schedules(
         v_exists = 1 < pp <= config.model.num_blocks // 2 and (
             name == "1f1b" or (name == "2bw" and base.early_switch == "off"))
         if request.split_backward and v_exists:
-            made = replace(base, placement="v", split_backward=True, warmup="depth", early_switch="off",
+            made = replace(base, placement="v", split_backward=True, warmup="depth", early_switch="off", chunks=0,
                            gradient_buffers=0, num_microbatches=m)
             yield from ((pipeline, optim) for pipeline in islice(on_v(made, pp), 1))
 
@@ -195,13 +203,6 @@ def on_v(pipeline: PipelineConfig, pp: int, than: str = "") -> Iterator[Pipeline
         except ConfigError:
             continue
         yield made
-
-
-def _interleaved(base: PipelineConfig, pp: int, m: int, num_blocks: int) -> Iterator[PipelineConfig]:
-    """With as many chunks on each rank as were asked for, or as are worth trying."""
-    for chunks in (base.chunks,) if base.chunks else CHUNKS:
-        if 1 < pp <= num_blocks // chunks:
-            yield replace(base, chunks=chunks, num_microbatches=m, split=())
 
 
 def balanced(config: Config, machine: Machine) -> Candidate:

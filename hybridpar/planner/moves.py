@@ -20,10 +20,10 @@ from hybridpar.config import Config
 from hybridpar.errors import ConfigError, Problem
 from hybridpar.models.build import DTYPES
 from hybridpar.pipeline.plan.action import Action, Kind
-from hybridpar.pipeline.plan.copies import MIB, SharedItems
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.plan.shared import MIB, SharedItems
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.planner.machine import Machine
 from hybridpar.train.ghost_rank import GhostRank

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -64,8 +65,7 @@ def search(config: Config, machine: Machine, request: Request) -> Result:
     if not found:
         raise _nothing(config, machine, request)
     search = _Search(found, machine.memory_limit, request)
-    while (candidate := search.next()) is not None:
-        search.consider(candidate)
+    search.consider_all(request.top)
     search.host_updates()
     if request.compression:
         search.compressed()
@@ -98,7 +98,11 @@ class _Search:
 
     def _push(self, candidate: Candidate) -> None:
         self._pushed += 1
-        heapq.heappush(self._queue, (_less_sure(candidate) * candidate.least_time, self._pushed, candidate))
+        least = _less_sure(candidate) * candidate.least_time
+        if not candidate.config.parallel.zero:  # of what it leads to, ZeRO-1 alone may be faster: by its update
+            update = max(rank.update for rank in candidate.cost.ranks)
+            least = min(least, (_less_sure(candidate) + _DOUBT) * (candidate.least_time - update))
+        heapq.heappush(self._queue, (least, self._pushed, candidate))
 
     def _consider_later(self, config: Config, machine: Machine) -> None:
         if config not in self._seen:
@@ -106,13 +110,14 @@ class _Search:
             self.considered += 1
             self._push(balanced(config, machine))
 
-    def next(self) -> Candidate | None:
-        """Takes the candidate with the lowest bound; None: no other can be among the best."""
-        least, _, candidate = heapq.heappop(self._queue) if self._queue else (0.0, 0, None)
-        top = self.request.top
-        return None if len(self.ranked) >= top and least >= (1 + ERROR) * _rank(self.ranked[top - 1]) else candidate
+    def consider_all(self, places: int, within: float = math.inf) -> None:
+        """Considers candidates, that with the lowest bound first, until no other can be among so many of those ranked,
+        or `within` that time."""
+        while self._queue and self._queue[0][0] < (
+                within if len(self.ranked) < places else min(within, _rank(self.ranked[places - 1]))):
+            self._consider(heapq.heappop(self._queue)[-1])
 
-    def consider(self, candidate: Candidate) -> None:
+    def _consider(self, candidate: Candidate) -> None:
         """Ranks it where it fits, as far as estimates say; else puts it back with recomputation, or gives it up."""
         fits = self.memory.fits(candidate.cost)
         self._add_sharded(candidate, only_if_worth=fits)
@@ -124,8 +129,7 @@ class _Search:
             candidate.reason = str(wrong[0])
             self.failed.append(candidate)
         else:
-            self.ranked.append(candidate)
-            self.ranked.sort(key=_rank)
+            insort(self.ranked, candidate, key=_rank)
 
     def _add_sharded(self, candidate: Candidate, *, only_if_worth: bool) -> None:
         """Also tries ZeRO-1 beside one that may gain by it, and ZeRO-2 and 3 beside one that does not fit."""
@@ -243,9 +247,13 @@ class _Search:
 
     def verified(self) -> list[Candidate]:
         """The best of those ranked, whose memory was predicted exactly (quick: until one has room, no others)."""
-        left, sure = list(self.ranked), list[Candidate]()
-        while left and (len(sure) < self.request.top or _rank(left[0]) < min(map(self._rank_with_room, sure))):
-            candidate = left.pop(0)
+        sure: list[Candidate] = []
+        while True:
+            enough = math.inf if len(sure) < self.request.top else min(map(self._rank_with_room, sure))
+            self.consider_all(1, enough)
+            if not self.ranked or _rank(self.ranked[0]) >= enough:
+                return sorted(sure, key=self._rank_with_room)
+            candidate = self.ranked.pop(0)
             if candidate.memory is None and not (self.request.quick and any(map(self._has_room, sure))):
                 self.memory.measure(candidate)
             if reason := host_shortage(candidate):
@@ -254,10 +262,9 @@ class _Search:
             elif candidate.memory is None or candidate.peak <= self.memory.limit:
                 sure.append(candidate)
             elif (again := self.memory.recomputed(candidate)) is not None:
-                left = sorted([*left, again], key=_rank)
+                insort(self.ranked, again, key=_rank)
             else:
                 self.failed.append(candidate)
-        return sorted(sure, key=self._rank_with_room)
 
     def _has_room(self, candidate: Candidate) -> bool:
         return candidate.memory is None or candidate.peak <= TIGHT * self.memory.limit

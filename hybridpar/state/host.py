@@ -131,6 +131,11 @@ class HostUpdates:
         self.num_bytes = {"to host": 0, "from host": 0}
         """Bytes copied each way so far."""
 
+    def work_here(self, here: bool) -> None:
+        """Whether all is done at once, by the thread that asks for it, as what that does is recorded."""
+        for thread in (self._to_host, self._host, self._from_host):
+            thread.is_here = here
+
     def send(self, index: int) -> None:
         """The gradients in a buffer leave, as soon as the batch before is over."""
         if self._sent:
@@ -184,9 +189,13 @@ class HostUpdates:
 
 
 class _Thread:
-    """A thread that does one thing after the other; of torch's threads it has as many as the one that makes it."""
+    """A thread that does one thing after the other; of torch's threads it has as many as the one that makes it.
+
+    is_here: whatever it is asked for is done at once, by the one that asks.
+    """
 
     def __init__(self, name: str):
+        self.is_here = False
         self._pool = ThreadPoolExecutor(1, name, torch.set_num_threads, (torch.get_num_threads(),))
 
     def submit(self, call: Callable[..., None], *args: object, after: Future[None] | None = None) -> Future[None]:
@@ -197,4 +206,13 @@ class _Thread:
             with torch.no_grad():
                 call(*args)
 
-        return self._pool.submit(task)
+        if not self.is_here:
+            return self._pool.submit(task)
+        done: Future[None] = Future()
+        try:
+            task()
+        except Exception as failure:  # raised where it is waited for, as of a thread
+            done.set_exception(failure)
+        else:
+            done.set_result(None)
+        return done

@@ -40,9 +40,9 @@ from hybridpar.pipeline.run.stash import Stash
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.device_tier import tiered_memory
 from hybridpar.state.host import HostWork
+from hybridpar.state.parts import Parts
 from hybridpar.state.shares import WholeChunks
 from hybridpar.state.tiered import ItemMemory, TieredMemory, slow_folder
-from hybridpar.train.parts import Parts
 from hybridpar.train.policy import BatchPolicy, StepResult
 from hybridpar.train.replicas import SharedChunks
 from hybridpar.train.sites import SiteTalk

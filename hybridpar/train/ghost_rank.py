@@ -6,60 +6,42 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hybridpar.config import Config
+from hybridpar.grid import place_of, sizes_of
 from hybridpar.memory.ghost import Tracker
-from hybridpar.memory.ghost_chunks import GhostChunks
+from hybridpar.memory.ghost_state import GhostState
 from hybridpar.memory.predict import default_device
-from hybridpar.memory.silent import silent_grid
-from hybridpar.models.build import build_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.copies import SharedItems
-from hybridpar.pipeline.plan.parts import Division
 from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.residency import Residency, add_residency
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
-from hybridpar.pipeline.run.codecs import with_coded_sums
-from hybridpar.pipeline.run.stage import Stage
-from hybridpar.state import RankState, StatePolicy
+from hybridpar.pipeline.plan.shared import SharedItems
+from hybridpar.state import StatePolicy
 from hybridpar.state.tiered import ItemMemory
-from hybridpar.train.parts import Parts
 from hybridpar.train.policy import BatchPolicy
-from hybridpar.train.replicas import SharedChunks
 from hybridpar.train.touches import Touches
 
 
 @dataclass(frozen=True)
 class GhostRank:
-    """A rank of a configuration's grid, as the engine would have it. stages: those that it holds."""
+    """A rank of a configuration's grid, as the engine would have it. rank: of the pipeline."""
 
     config: Config
     rank: int
-    parts: Parts
-    state: RankState
-    memory: ItemMemory | GhostChunks | None
+    ghost: GhostState
 
     @staticmethod
     def of(config: Config, rank: int) -> GhostRank:
         """A rank of the job, by its number. `config`: resolved."""
         with Tracker(default_device(config)) as tracker:
-            grid, sizes, schedule = silent_grid(config, rank), Sizes.of(config), schedule_of(config.pipeline)
-            split = stage_split(config.model, grid.pp.size, config.pipeline.split, sizes.chunks,
+            place, sizes = place_of(rank, sizes_of(config.parallel))["pp"], Sizes.of(config)
+            split = stage_split(config.model, config.parallel.pp, config.pipeline.split, sizes.chunks,
                                 config.pipeline.placement)
-            held = sizes.stages_of(grid.pp.rank)
-            policy = StatePolicy.of(
-                config, BatchPolicy(config).num_versions(grid.pp.rank), schedule.num_gradient_buffers)
-            memory: ItemMemory | GhostChunks | None = None
-            if config.memory.budget:
-                memory = ItemMemory(tracker.device)
-            elif policy.splits_gradients:
-                memory = GhostChunks(tracker.device, policy)
-            stage = Stage(with_coded_sums(build_blocks(
-                config.model, grid.tp, [number for one in held for number in split[one]], kernels=config.kernels,
-                sequence=config.parallel.sequence, dtype=policy.dtype), config))
-            parts = Parts.of(config, {one: split[one] for one in held})
-            return GhostRank(config, grid.pp.rank, parts, RankState(
-                stage, grid, policy, tracker.device, parts=parts.ranges, memory=memory), memory)
+            policy = StatePolicy.of(config, BatchPolicy(config).num_versions(place),
+                                    schedule_of(config.pipeline).num_gradient_buffers)
+            return GhostRank(config, place, GhostState.of(
+                config, rank, {stage: split[stage] for stage in sizes.stages_of(place)}, policy, tracker))
 
     @staticmethod
     def pipeline(config: Config) -> list[GhostRank]:
@@ -68,36 +50,30 @@ class GhostRank:
         return [GhostRank.of(config, rank) for rank in range(0, number, number // pp)]
 
     @property
-    def division(self) -> Division:
-        """How its plan is cut into parts."""
-        return self.parts.division(self.state)
-
-    @property
     def hosted(self) -> list[float]:
         """Number of parameters that its host updates, by group; none where there is no host."""
-        return [] if self.state.host is None else list(map(float, self.state.host.sizes))
+        return [] if (host := self.ghost.state.host) is None else list(map(float, host.sizes))
 
     def touches(self, sizes: Sizes) -> Touches:
         """What its actions touch of the items of its state; it has a budget."""
-        assert isinstance(self.memory, ItemMemory)
-        return Touches(self.memory.items, self.state, self.parts, sizes, norms=self.division.norms)
+        memory, ghost = self.ghost.memory, self.ghost
+        assert isinstance(memory, ItemMemory)
+        return Touches(memory.items, ghost.state, ghost.parts, sizes, norms=ghost.division.norms)
 
     def residency(self, sizes: Sizes) -> Residency | SharedItems | None:
         """What it moves, from a start at which all is in the slow tier, or in shares; None: it moves nothing.
 
         Raises: ConfigError where the budget is too small for any plan.
         """
-        if isinstance(self.memory, GhostChunks):
-            return SharedChunks(self.memory, self.state, self.parts, sizes).items
-        if self.memory is None:
-            return None
+        if not isinstance(self.ghost.memory, ItemMemory):
+            return self.ghost.shared_items(sizes)
         touches = self.touches(sizes)
         touches.require(self.config.memory.budget)
         return touches.residency(self.config.memory.budget)
 
     def actions(self, ordering: Ordering, sizes: Sizes, num_batches: int) -> Iterator[Action]:
         """Its list for so many batches, without what it moves. `sizes`: their micro-batches may be fewer or more."""
-        return lower(ordering.make(), sizes, self.rank, 0, num_batches, **ordering.options, parts=self.division)
+        return lower(ordering.make(), sizes, self.rank, 0, num_batches, **ordering.options, parts=self.ghost.division)
 
     def moved(self, ordering: Ordering, sizes: Sizes, num_batches: int) -> Iterator[Action]:
         """Its list with what it moves. Raises: ConfigError."""

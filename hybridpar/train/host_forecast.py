@@ -94,7 +94,7 @@ def forecast_host(config: Config, speeds: Speeds | None = None) -> HostForecast 
     largest = totals.index(max(totals))
     host, slack = HostEngines(there[largest], update[largest], back[largest], groups[largest]), schedule.slack(sizes)
     host.send(0.0)
-    needed = round(host.begin(0.0) * rate * m / slack) if slack else 0
+    needed = round(host.begin(0.0) * rate * schedule.pairs(sizes) / slack) if slack else 0
     return HostForecast(
         round(totals[largest]), 1e3 * update[largest], 1e3 * there[largest], 1e3 * back[largest], 1e3 * step,
         1e3 * exposed, tokens, needed)
@@ -103,7 +103,7 @@ def forecast_host(config: Config, speeds: Speeds | None = None) -> HostForecast 
 def _groups(config: Config) -> tuple[list[list[float]], Division]:
     """Number of parameters that each host of a pipeline updates, by group; and the parts of all stages."""
     ranks = GhostRank.pipeline(config)
-    parts = {stage: len(of_stage) for rank in ranks for stage, of_stage in rank.parts.of_stage.items()}
+    parts = {stage: len(of_stage) for rank in ranks for stage, of_stage in rank.ghost.parts.of_stage.items()}
     return [rank.hosted for rank in ranks], Division(parts)
 
 

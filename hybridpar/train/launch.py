@@ -25,7 +25,7 @@ from hybridpar.errors import HybridparError, config_error
 from hybridpar.train.errors import LostContactError
 
 T = TypeVar("T")
-_POLL_S = 0.02, 0.5
+_POLL_S = 0.002, 0.5
 """First and longest pause between two polls of the store."""
 LOOPBACK = "127.0.0.1"
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h

@@ -32,6 +32,7 @@ from hybridpar.nn.placement import partial_rows
 from hybridpar.pipeline.plan.kinds import COMPUTE
 from hybridpar.pipeline.run.stash import Stash
 from hybridpar.state import StatePolicy
+from hybridpar.state.compression.exchange import METHODS
 from hybridpar.state.shares import WholeChunk
 from hybridpar.train.engine import Actions, Engine
 from hybridpar.train.folder import MEMORY
@@ -51,7 +52,8 @@ class EngineRecorder:
             engine.train(recorder.loader(loader), ...)
         recorder.close()
 
-    Takes the memory of the optimizer's state now. Micro-batches are made unseen.
+    Takes the memory of the optimizer's state now. Micro-batches are made unseen. What the host's threads do is done by
+    this one while it is open.
     """
 
     def __init__(self, engine: Engine, write: Write):
@@ -62,6 +64,9 @@ class EngineRecorder:
         self._executor.listeners.append(self._recorder.begin)
         state, tp = engine.state, engine.grid.tp
         state.allocate()
+        self._host = state.host
+        if self._host is not None:
+            self._host.work_here(True)
         for slot in state.slots:
             partial_rows(slot.placement, tp.name, tp.rank)  # which it remembers
         for kind in state.kinds:
@@ -116,6 +121,8 @@ class EngineRecorder:
             if self._recorder.is_active:
                 self._recorder.__exit__(None, None, None)
             self._executor.listeners.remove(self._recorder.begin)
+            if self._host is not None:
+                self._host.work_here(False)
             for listeners, listener in self._told:
                 listeners.remove(listener)
             for hook in self._hooks:
@@ -265,11 +272,12 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
 
     Times have no meaning (see memory.excerpt.retimed).
     `config`: resolved. `device`: need not be on this machine; None: the one that the configuration names.
-    Raises: ConfigError with compressed gradients.
+    Raises: ConfigError with a compression.gradients that decides by the numbers what it runs.
     """
-    if config.feeds_back:
-        raise config_error("compression.gradients", config.compression.gradients, "has no predicted events of memory; "
-                           "messages depend on the numbers, and `check` predicts the peak", "none")
+    if config.feeds_back and METHODS[config.compression.gradients].looks:
+        raise config_error("compression.gradients", config.compression.gradients, "has no predicted events of memory: "
+                           "what it runs depends on the numbers (a run records it, and `check` predicts the peak)",
+                           "powersgd")
     device = device or default_device(config)
     config = replace(config, train=replace(config.train, cuda_graphs=False))
     spans: list[Span] = []

@@ -10,8 +10,8 @@ from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.residency import Mode, Residency, Touch
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.state import RankState
+from hybridpar.state.parts import Parts
 from hybridpar.state.tiered import StateItem
-from hybridpar.train.parts import Parts
 
 _Touches = tuple[Touch, ...]
 

@@ -51,7 +51,7 @@ NOTHING = Footprint(weights=0, master=0, gradients=0, optimizer=0, kept=0, input
 
 
 def walked(schedule: str, p: int, m: int, stage: int, footprint: Footprint) -> StageMemory:
-    return walk(lower(schedule, Sizes(p, m), stage, 0, 6), {stage: footprint}, Sizes(p, m))
+    return walk(lower(schedule, Sizes(p, m), stage, 0, 6), {stage: [footprint]}, Sizes(p, m))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -98,7 +98,7 @@ def test_recorded_micro_batches_keep_their_memory_from_the_update() -> None:
 
 
 def walked_footprint(footprint: Footprint) -> StageMemory:
-    return walk(lower("1f1b", Sizes(1, 2), 0, 0, 2), {0: footprint}, Sizes(1, 2))
+    return walk(lower("1f1b", Sizes(1, 2), 0, 0, 2), {0: [footprint]}, Sizes(1, 2))
 
 
 def test_messages() -> None:
@@ -344,7 +344,7 @@ def test_with_several_chunks_on_a_rank(p: int, pipeline: dict[str, Any], dtype: 
     (2, {"logits_chunk": 100}, {"recompute": "stage"}, "bf16"),
     (3, {}, {"zero_bubble": True}, "fp32"),
     (2, DROPOUT, {"schedule": "interleaved", "zero_bubble": True}, "bf16"),
-    (2, DROPOUT, {"placement": "v"}, "fp32"),
+    (2, DROPOUT, {"placement": "v"}, "fp32"), (2, DROPOUT, {"schedule": "2bw", "chunks": 2}, "fp32"),
     (3, {}, {"placement": "v", "schedule": "2bw", "activations": "half", "recompute": "stage:2,3"}, "bf16")], ids=str)
 def test_with_split_backwards(p: int, model: dict[str, Any], pipeline: dict[str, Any], dtype: str) -> None:
     agree(small(pp=p, model=model, pipeline={"split_backward": True, **pipeline}, train={"dtype": dtype}))

@@ -134,6 +134,10 @@ def test_a_split_has_equal_times_and_a_changed_model_is_noticed() -> None:
                    Request(keep={"pp": 2, "dp": 1}, schedules=("1f1b",), split_backward=False))
     assert found.ranked[0].config.pipeline.split == (4, 3), "8 and 6 units of time"
     machine = measured_machine(profile(base, kinds), 2)
+    looped = search(replace(base, parallel=ParallelConfig()), machine, Request(
+        keep={"pp": 2, "dp": 1}, schedules=("2bw",))).ranked[0]
+    assert looped.config.pipeline.chunks > 1, "7 and 7, with some waits for uneven stages"
+    assert looped.cost.step_time < 0.95 * 3 * 8.0 * base.pipeline.num_microbatches
     assert least_work(base, machine) == pytest.approx(3 * (8.0 + 6.0) / base.train.micro_batch_size)
     cost = StepCost(found.ranked[0].config, machine)
     assert [stage.compute for stage in cost.stages] == [3 * 8.0, 3 * 6.0]

@@ -127,7 +127,7 @@ def test_one_replica_has_no_feedback() -> None:
     ({"parallel": {"sites": 2}}, "does not go with parallel.sites = 2"),
     ({"memory": {"budget": 10**9}}, "does not go with memory.budget"),
     ({"compression": DCT | {"gradients_values": "int8"}}, "is of powersgd's factors, and compression.gradients is dct"),
-    ({"train": {"record_memory": 1}}, "does not go with train.record_memory = 1")], ids=str)
+], ids=str)
 def test_what_does_not_go_together_is_said(sections: dict[str, Any], said: str) -> None:
     config = from_mapping({"compression": DCT} | sections)
     found = [str(problem) for problem in problems(config, config.parallel.num_ranks)]

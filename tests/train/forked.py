@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
@@ -101,7 +101,8 @@ class Forked:
     """`subprocess.Popen` of `python -m MODULE ARGS`, as far as torch's agent and the supervisor use it."""
 
     def __init__(self, args: tuple[str, ...], env: Mapping[str, str], stdout: int | None = None, stderr: None = None,
-                 start_new_session: bool = True):
+                 start_new_session: bool = True, closed: Iterable[int] = ()):
+        """closed: descriptors of this process that the other one is not to have."""
         assert stderr is None, "goes where stdout does"
         python, m, module, *rest = (arg for arg in args if arg != "-u")
         assert (python, m) == (sys.executable, "-m")
@@ -109,6 +110,8 @@ class Forked:
         self.pid = os.fork()
         if not self.pid:
             os.setsid()
+            for file in closed:
+                os.close(file)
             for number in signal.valid_signals():
                 if callable(signal.getsignal(number)):
                     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

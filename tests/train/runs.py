@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import matplotlib.figure  # noqa: F401  # here once, else in the first rank of every job
 import pytest
 
 from hybridpar.config import Config, from_mapping, load_toml

@@ -40,8 +40,8 @@ def test_a_killed_tee_ends_neither_ranks_nor_their_supervisor(tmp_path: Path) ->
     reads, writes = os.pipe()
     tee = subprocess.Popen(["tee", str(log)], stdin=reads, stdout=subprocess.DEVNULL)
     faults = ("--inject", "slow link 0-1 at step 9 for 4 s", "kill rank 1 at step 13")
-    os.close(reads)  # which a fork would keep open
-    job = Forked((*TRAIN, str(config), "--ranks", "2", *flags, *faults), os.environ.copy(), writes)
+    job = Forked((*TRAIN, str(config), "--ranks", "2", *flags, *faults), os.environ, writes, closed=(reads,))
+    os.close(reads)
     os.close(writes)
     while job.poll() is None and "step 6/24  validation loss" not in log.read_text():
         time.sleep(0.02)
@@ -58,24 +58,26 @@ def test_a_killed_tee_ends_neither_ranks_nor_their_supervisor(tmp_path: Path) ->
     assert (run / "sample.txt").exists()
 
 
-@pytest.mark.parametrize(("streams", "why"), [
-    (">/dev/full 2>/dev/full", "No space left on device"), (">&- 2>&-", "it was closed from the start")])
-def test_a_console_that_takes_nothing_keeps_nothing_from_being_done(tmp_path: Path, streams: str, why: str) -> None:
+def test_a_console_that_takes_nothing_keeps_nothing_from_being_done(tmp_path: Path) -> None:
     config, flags = write_config(tmp_path), ("--train.num_steps", "4", "--json")
-    done = subprocess.run(["sh", "-c", f'exec "$@" {streams}', "sh", *TRAIN, str(config), *flags], timeout=120,
-                          check=False)
-    assert done.returncode == 0
-    run = tmp_path / "runs" / "run"
-    assert [note["note"] for note in notes(run)] == [f"stderr is lost ({why}); training goes on in silence"]
-    assert steps(metrics(run)) == calm(config, *flags)
-    assert (run / "sample.txt").exists()
+    full = os.open("/dev/full", os.O_WRONLY)
+    jobs = {"No space left on device": Forked((*TRAIN, str(config), *flags, "--run.name", "full"), os.environ, full),
+            "it was closed from the start": subprocess.Popen(
+                ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *TRAIN, str(config), *flags, "--run.name", "closed"])}
+    os.close(full)
+    expected = calm(config, *flags)
+    for name, (why, job) in zip(("full", "closed"), jobs.items(), strict=True):
+        assert job.wait(120.0) == 0
+        run = tmp_path / "runs" / name
+        assert [note["note"] for note in notes(run)] == [f"stderr is lost ({why}); training goes on in silence"]
+        assert steps(metrics(run)) == expected
+        assert (run / "sample.txt").exists()
 
 
 def test_a_terminal_that_is_closed_stops_the_bar_alone(tmp_path: Path) -> None:
     config, flags = write_config(tmp_path), ("--train.num_steps", "40", "--train.eval_interval", "1")
     ours, theirs = pty.openpty()
-    # a fork would keep `ours` open
-    job = subprocess.Popen([*TRAIN, str(config), *flags], stdout=theirs, stderr=theirs)
+    job = Forked((*TRAIN, str(config), *flags), os.environ, theirs, closed=(ours,))
     os.close(theirs)
     seen = b""
     while b"step 3: validation loss" not in seen:  # what a terminal holds for its reader is less than a run says
@@ -92,6 +94,6 @@ def test_a_command_whose_output_nobody_reads_ends(tmp_path: Path) -> None:
     """As ever: what it is for is its output."""
     reads, writes = os.pipe()
     os.close(reads)
-    done = subprocess.run([*TRAIN[:3], "simulate", str(write_config(tmp_path))], stdout=writes, timeout=60, check=False)
+    job = Forked((*TRAIN[:3], "simulate", str(write_config(tmp_path))), os.environ, writes)
     os.close(writes)
-    assert done.returncode == 1
+    assert job.wait(60.0) == 1

@@ -24,11 +24,6 @@ ALONE = Launch(0, 0, 1, 1)
 LONGER = {"optim": {"decay": "wsd"}, "train": {"num_steps": 30, "save_interval": 2, "eval_interval": 0}}
 
 
-@pytest.fixture(autouse=True)
-def no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_sample", lambda config, reporter: None)
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     """A run that has stood at step 4; its learning rates do not depend on where it stops."""

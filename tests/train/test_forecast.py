@@ -57,7 +57,8 @@ def test_every_stage_is_told_and_the_prediction_leaves_out_what_is_in_the_file()
     stages, whole = forecasts(config), predict(replace(config, memory=MemoryConfig()))
     assert len(stages) == 2
     for stage, without, found in zip(predict(config), whole, stages, strict=True):
-        assert without.total - stage.total == stage.file == without.state - 600_000
+        assert stage.file == without.state - 600_000
+        assert without.total - stage.total == pytest.approx(stage.file, rel=0.001)  # whose parts peak elsewhere
         assert without.state <= found.state <= without.state + 4096 * 60  # whole pages
 
 

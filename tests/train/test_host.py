@@ -315,7 +315,6 @@ def test_what_is_told_before_a_run() -> None:
     ({"memory": {"budget": 1 << 20}}, r"memory\.budget = 1048576: does not go with memory\.host_optimizer.*try 0"),
     ({"optim": {"name": "lamb"}}, r"optim\.name = 'lamb'.*norms of whole parameters.*try adamw"),
     ({"optim": {"clip_grad": 0.0}, "pipeline": {"schedule": "pipedream"}}, r"optim\.clip_grad.*try 1\.0"),
-    ({"train": {"record_memory": 3}}, r"train\.record_memory.*try 0"),
     ({"train": {"device": "cuda"}, "optim": {"name": "muon"}}, r"optim\.name = 'muon'.*works .* on CPUs.*try adamw"),
 ], ids=lambda value: "" if isinstance(value, str) else "-".join(value))
 def test_what_does_not_go_with_it(sections: dict[str, dict[str, Any]], message: str) -> None:

@@ -15,6 +15,7 @@ from train.runs import run_job, write_config
 from benchmarks.user_models import Images
 from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config, from_mapping, load_toml
+from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory import StageMemory, predict
 from hybridpar.memory.behaviour import analyse
@@ -58,6 +59,21 @@ CASES: list[tuple[dict[str, Any], ...]] = [
     ({"dp": 2, "pp": 2, "zero": 3}, {"schedule": "2bw", **SPLIT}, DROPOUT, {"dtype": "bf16"}),
     ({"pp": 3}, {"schedule": "2bw"}, {"num_layers": 3}, {}, {"memory": {"offload_activations": [2, 1, 0]}}),
     ({}, {"schedule": "gpipe"}, {}, {"dtype": "bf16"}, {"memory": {"offload_activations": 2}}),
+    ({"dp": 2}, {}, {}, {}, {"compression": {"gradients": "int8", "gradients_smallest": 100}}),
+    ({"dp": 2, "pp": 2}, {"schedule": "2bw", **SPLIT}, {}, {"dtype": "bf16"},
+     {"compression": {"gradients": "powersgd", "gradients_rank": 2, "gradients_smallest": 100}}),
+    ({}, {}, {}, {"dtype": "bf16"}, {"memory": {"host_optimizer": True}}),
+    ({"dp": 2}, {"schedule": "2bw"}, {"tie_embeddings": False}, {}, {"memory": {"host_optimizer": True}}),
+]
+SHARED: list[tuple[dict[str, Any], ...]] = [  # of which only the peak is compared
+    ({"dp": 2, "zero": 3}, {"schedule": "gpipe", **SPLIT}, {"tie_embeddings": False}, {"dtype": "bf16"}),
+    ({"dp": 2, "pp": 2, "zero": 2}, {"schedule": "1f1b"}, DROPOUT, {"dtype": "bf16"}),
+    ({"dp": 2, "pp": 2, "zero": 3}, {"schedule": "interleaved", **SPLIT, **STAGE}, {}, {}),
+    ({"dp": 2, "pp": 2, "zero": 3}, {"schedule": "2bw", "placement": "v", "activations": "half", **SPLIT}, {}, {}),
+    ({"dp": 2, "pp": 2, "zero": 3}, {"schedule": "pipedream"}, {"tie_embeddings": False}, {}),
+    ({"dp": 2, "tp": 2, "pp": 2, "zero": 3}, {"recompute": "selective"}, DROPOUT, {"dtype": "bf16"}),
+    ({"dp": 3, "zero": 3}, {**SPLIT}, {"kind": "bert", "logits_chunk": 10}, {"dtype": "bf16"}),
+    ({"dp": 2, "pp": 2, "zero": 3}, {"zero_bubble": True, **SPLIT}, {}, {}, {"memory": {"parts": 1}}),
 ]
 
 
@@ -99,18 +115,15 @@ def told(spans: list[Span]) -> tuple[list[tuple[object, ...]], set[int]]:
 _MESSAGES = ("c10d::send", "c10d::recv_")
 
 
-def assert_peak(predicted: list[Span], stage: StageMemory, *, whole: bool) -> None:
-    """The trace's peak is that of predicted memory, to the byte, apart from losses and norms. whole: chunks of replicas
-    come and go, which in so small a model are a large part."""
+def assert_peak(predicted: list[Span], stage: StageMemory, tolerance: float = 0.0) -> None:
+    """The trace's peak is that of predicted memory, to the byte, apart from losses and norms. tolerance: of messages of
+    compressed gradients the prediction has the room, and not what encoding takes."""
     numbers = {life.block for life in lives(predicted) if life.category is Category.OTHER}
     now = peak = 0
     for event in (e for span in predicted for e in span.events if e.block not in numbers):
         now += event.num_bytes * ((event.what is What.MALLOC) - (event.what is What.FREE))
         peak = max(peak, now)
-    if whole:  # the prediction has room for whole parts at the peak; there may be smaller ones, or a share besides
-        assert 0.95 * peak < stage.total - stage.checkpoint < 1.15 * peak
-    else:
-        assert peak == stage.total - stage.checkpoint
+    assert peak == pytest.approx(stage.total - stage.checkpoint, rel=tolerance, abs=0)
     assert max(life.num_bytes for life in lives(predicted) if life.block in numbers) < 100
 
 
@@ -126,7 +139,7 @@ def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_
         _, predicted = predict_trace(config, rank, steps=steps)
         if rank % (num_ranks // config.parallel.pp) == 0:
             stage = memory[rank * config.parallel.pp // num_ranks]
-            assert_peak(predicted, stage, whole=config.parallel.zero > 1)
+            assert_peak(predicted, stage, 0.03 * config.feeds_back)
         (events, freed), (expected, also) = told(measured[rank]), told(predicted)
         for i, (one, other) in enumerate(zip(events, expected, strict=False)):
             assert one == other, (rank, i)
@@ -136,6 +149,21 @@ def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_
         assert ("RELE" in moving) == (config.parallel.zero > 2)
         last = {life.block for life in lives(predicted) if life.born_step == steps}  # which may be on its way still
         assert freed <= also <= freed | last
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_what_replicas_share_peaks_where_it_is_predicted(case: tuple[dict[str, Any], ...]) -> None:
+    config = config_of(case)
+    each = config.parallel.num_ranks // config.parallel.pp
+    for rank, stage in enumerate(predict(config)):
+        assert_peak(predict_trace(config, rank * each, steps=max(3, batches_to_peak(config)))[1], stage)
+
+
+@pytest.mark.parametrize("gradients", ["dct", "sbpca"])
+def test_gradients_whose_numbers_decide_are_not_predicted(gradients: str) -> None:
+    config = config_of(({"dp": 2}, {}, {}, {}, {"compression": {"gradients": gradients}}))
+    with pytest.raises(ConfigError, match=r"depends on the numbers .*try powersgd"):
+        predict_trace(config)
 
 
 @pytest.mark.parametrize(("name", "size", "share"), [("alexnet", 63, 0.15), ("resnet18", 32, 0.25)])

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # recomputation imports it: here once, else in every rank of every test
 from ranks import run_ranks
 from torch import Tensor
 

@@ -88,7 +88,7 @@ def same(num_ranks: int, zero_bubble: bool = False, late: bool = False, **settin
 @pytest.mark.parametrize(("schedule", "options"), [
     ("naive", {}), ("gpipe", {}), ("1f1b", {}), ("1f1b", {"warmup": "latency"}), ("interleaved", {}), ("2bw", {}),
     ("2bw", {"early_switch": 1}), ("2bw", {"gradient_buffers": 1}), ("2bw", {"warmup": "bandwidth"}),
-    ("2bw", {"sync_steps": 2}), ("pipedream", {}), ("pipedream", {"sync_steps": 1}),
+    ("2bw", {"sync_steps": 2}), ("2bw", {"chunks": 2}), ("pipedream", {"sync_steps": 1}),
 ], ids=str)
 def test_on_every_schedule(schedule: str, options: dict[str, Any]) -> None:
     same(2, pp=2, model=DROPOUT, pipeline={"schedule": schedule, **options})

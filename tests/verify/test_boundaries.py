@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch._dynamo  # recomputation imports it: here once, else in every rank of every test  # noqa: F401
 from train.runs import run_job, write_config
 
 from hybridpar.config import Config, from_mapping

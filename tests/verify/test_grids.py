@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # recomputation imports it: here once, else in every rank of every test
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.verify.run import TOLERANCE, compare, run_grid, verify

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch._dynamo  # recomputation imports it: here once, else in every rank of every test  # noqa: F401
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.verify.run import verify

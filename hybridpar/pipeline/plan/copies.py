@@ -17,23 +17,19 @@ Where the host makes the new weights, gradients leave by one engine and the weig
     to host           |-- 0 --||-- 1 --|
     host                      |---- 0 ----||---- 1 ----|
     from host                              |- 0 -|      |- 1 -|
-
-Of chunks that replicas share, one row of collectives gathers weights and sums gradients, in the order of the list.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.cores import Cores
-from hybridpar.pipeline.plan.kinds import PER_ITEM, Kind
-from hybridpar.pipeline.plan.residency import FastTier, Mode, Residency, add_residency
-
-MIB = 2**20
+from hybridpar.pipeline.plan.kinds import Kind
+from hybridpar.pipeline.plan.residency import FastTier, Residency
+from hybridpar.pipeline.plan.shared import MIB
 
 
 class CopyEngines:
@@ -111,74 +107,6 @@ class StashEngines:
     def ready(self, action: Action) -> float:
         """Time at which nothing of this micro-batch is on its way."""
         return self._over.get((action.stage, action.microbatch), 0.0)
-
-
-@dataclass(frozen=True)
-class SharedItems:
-    """Items of a rank that replicas share. summed: the numbers of those that are gradients."""
-
-    weights: Residency
-    gradients: Residency
-    summed: frozenset[int]
-
-    def moved(self, actions: Iterable[Action]) -> Iterator[Action]:
-        """A rank's actions with FETCH and RELEASE of both."""
-        return add_residency(add_residency(actions, self.gradients), self.weights)
-
-
-class ReplicaEngines:
-    """The collectives of a rank's shared items, one after the other, and when these are whole.
-
-    What reads weights waits until they are gathered. What makes gradients waits for the sums that were started ahead of
-    those that were made before; NORM and UPDATE wait for all sums. fetch, release: time that a MiB takes.
-    """
-
-    def __init__(self, items: SharedItems, fetch: float, release: float):
-        self._items, self._times = items, {Kind.FETCH: fetch, Kind.RELEASE: release}
-        self._weights, self._gradients = FastTier(items.weights), FastTier(items.gradients)
-        self._free = 0.0
-        self._arrivals: dict[int, float] = {}
-        self._sums: deque[float] = deque()  # their ends, the oldest first
-        self._num_older = 0  # of them, that were started ahead of the gradients that were made last
-
-    def sizes(self, kind: Kind) -> list[float]:
-        """MiB that an action of a kind moves, by item: nobody sends weights that are dropped."""
-        return [num_bytes / MIB if kind in self._times and (item in self._items.summed) == (kind is Kind.RELEASE)
-                else 0.0 for item, num_bytes in enumerate(self._items.weights.num_bytes)]
-
-    def ready(self, action: Action) -> float:
-        """Time at which all is there that the action touches, and all is over that must be."""
-        arrivals = [self._arrivals.get(item, 0.0) for item, mode in self._items.weights.touches(action)
-                    if mode is Mode.READ]
-        return max([0.0, *arrivals, *list(self._sums)[: self._num_due(action)]])
-
-    def follow(self, action: Action, now: float) -> tuple[str, float, float]:
-        """Goes past an action: what is wrong with it, if anything is, and of a move its start and its end."""
-        if action.kind not in PER_ITEM:
-            due, makes = self._num_due(action), self._gradients.made(action)
-            for _ in range(due):
-                self._sums.popleft()
-            self._num_older = len(self._sums) if makes else max(0, self._num_older - due)
-            return self._weights.follow(action) or self._gradients.follow(action), now, now
-        item = action.microbatch
-        is_summed = item in self._items.summed
-        if fault := (self._gradients if is_summed else self._weights).follow(action):
-            return fault, now, now
-        if is_summed != (action.kind is Kind.RELEASE):  # weights are dropped
-            return "", now, now
-        start = max(now, self._free)
-        self._free = end = start + self._items.weights.num_bytes[item] / MIB * self._times[action.kind]
-        if is_summed:
-            self._sums.append(end)
-        else:
-            self._arrivals[item] = end
-        return "", start, end
-
-    def _num_due(self, action: Action) -> int:
-        """The number of sums, the oldest first, that must be over before an action."""
-        if action.kind in (Kind.NORM, Kind.UPDATE):
-            return len(self._sums)
-        return self._num_older if self._gradients.made(action) else 0
 
 
 class HostEngines:

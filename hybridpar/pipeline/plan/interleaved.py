@@ -5,6 +5,9 @@ Two ranks with two chunks each, four micro-batches; b is the second chunk, a sta
     rank 0  F0- F1- F0b F1b F2-     B0b---- F3- B1b---- F2b B0----- F3b B1-----     B2b----     B3b---- B2----- B3-----*
     rank 1      F0- F1- F0b B0b---- F1b B1b---- F2- B0----- F3- B1----- F2b B2b---- F3b B3b---- B2----- B3-----        *
 
+2bw goes on with the next batch instead, for ever: so no rank waits, and p-1-r forwards ahead in place of 2(p-1-r) are
+enough. It then gains no time of a drain, but balance where blocks differ: a rank holds stages from several places.
+
 The micro-batches of a batch go in rounds: a round's pass through the first chunks of all ranks, then through the second
 ones, and so on; backwards likewise, the last chunk first. A round of p micro-batches is what the ring has room for. So
 m // p rounds take all m of them, each of at least p and as equal as can be, the larger ones first: where p does not
@@ -20,15 +23,16 @@ p = ranks, v = chunks, m = micro-batches of a batch, r = rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import accumulate, count, islice, pairwise
 
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import INPUTS, Kind
 from hybridpar.pipeline.plan.sizes import Sizes
 
 Step = tuple[Kind, int, int]  # kind, stage, micro-batch
+SizeOf = Callable[[Sizes, int], int]  # (sizes, rank) -> a number
 
 
 def rounds(num_microbatches: int, num_ranks: int) -> list[range]:
@@ -39,35 +43,79 @@ def rounds(num_microbatches: int, num_ranks: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(stops)]
 
 
-def warmup(sizes: Sizes, rank: int) -> int:
-    """Forwards that a rank runs ahead: the last chunk of the first round then has its turn on the last rank."""
-    largest = len(rounds(sizes.num_microbatches, sizes.num_ranks)[0])
-    return 2 * (sizes.num_ranks - 1 - rank) + (sizes.chunks - 1) * largest
+def runs_ahead(factor: int) -> SizeOf:
+    """k(p-1-r) forwards, k = factor, and those of other chunks until the last chunk of the largest round has its turn.
 
+    With k = 1 a backward to the next rank comes just in time; each more puts a micro-batch more on every link, to and
+    fro, so that transfers of (k-1)/2 periods (of a chunk's forward and backward) take nobody's time.
 
-def lean_warmup(sizes: Sizes, rank: int) -> int:
-    """The same where gradients of weights fill the drain: a backward to the input comes back in half of the time, and
-    p-1-r fewer forwards are held for it."""
-    return warmup(sizes, rank) - (sizes.num_ranks - 1 - rank)
+    Source: with one chunk and k = 2, eager 1F1B, arXiv 2211.05322.
+    """
+    def ahead(sizes: Sizes, rank: int) -> int:
+        m, p = sizes.num_microbatches, sizes.num_ranks
+        largest = -(-m // max(m // p, 1))  # of the rounds
+        return factor * (p - 1 - rank) + (sizes.chunks - 1) * largest
+
+    return ahead
 
 
 def forward_order(sizes: Sizes, rank: int, num_microbatches: int) -> Iterator[tuple[int, int]]:
     """Yields stage and micro-batch of a rank's forwards, in order."""
+    if sizes.chunks == 1:
+        yield from ((rank, k) for k in range(num_microbatches))
+        return
     stages = sizes.stages_of(rank)
     for together in rounds(num_microbatches, sizes.num_ranks):
         yield from ((stage, k) for stage in stages for k in together)
 
 
-@lru_cache(maxsize=256)
-def batch_order(sizes: Sizes, rank: int, early: int) -> tuple[Step, ...]:
-    """Steps of a rank for a batch, whose micro-batches count from 0: `early` forwards ahead, then a forward and a
-    backward by turns, then the backwards that are left."""
-    ahead = list(forward_order(sizes, rank, sizes.num_microbatches))
-    first, last = sizes.stages_of(rank)[0], sizes.stages_of(rank)[-1]
-    steps_f: list[Step] = [(Kind.F, stage, k) for stage, k in ahead]
-    steps_b: list[Step] = [(Kind.B, first + last - stage, k) for stage, k in ahead]
-    by_turns = zip(steps_f[early:], steps_b, strict=False)
-    return (*steps_f[:early], *chain.from_iterable(by_turns), *steps_b[max(len(ahead) - early, 0):])
+def order(sizes: Sizes, rank: int, early: int, first_batch: int, num_batches: int | None) -> Iterator[Step]:
+    """Yields a rank's steps: `early` forwards ahead, then a forward and a backward by turns, then the backwards that
+    are left. None: batches without end."""
+    stages = sizes.stages_of(rank)
+    mirror = stages[0] + stages[-1]
+    forwards, backwards = (_endless(sizes, rank, first_batch, num_batches) for _ in range(2))
+    for stage, k in islice(forwards, early):
+        yield Kind.F, stage, k
+    for stage, k in forwards:
+        yield Kind.F, stage, k
+        stage, k = next(backwards)
+        yield Kind.B, mirror - stage, k
+    for stage, k in backwards:
+        yield Kind.B, mirror - stage, k
+
+
+def _endless(sizes: Sizes, rank: int, first: int, num: int | None) -> Iterator[tuple[int, int]]:
+    """Forwards of batches [first, first + num), or without end."""
+    m = sizes.num_microbatches
+    for batch in count(first) if num is None else range(first, first + num):
+        yield from ((stage, batch * m + k) for stage, k in forward_order(sizes, rank, m))
+
+
+@lru_cache(maxsize=8)
+def _places(sizes: Sizes) -> tuple[dict[tuple[int, int], int], list[int]]:
+    """Of a batch's forwards the place of each chunk and micro-batch, and the latest micro-batch begun until then."""
+    steps = [(stage // sizes.num_ranks, k) for stage, k in forward_order(sizes, 0, sizes.num_microbatches)]
+    return {step: place for place, step in enumerate(steps)}, list(accumulate((k for _, k in steps), max))
+
+
+def place(sizes: Sizes, kind: Kind, stage: int, microbatch: int) -> int:
+    """How many forwards, or else backwards, of a rank come before one of its own."""
+    if sizes.chunks == 1:
+        return microbatch
+    batch, k = divmod(microbatch, sizes.num_microbatches)
+    chunk = stage // sizes.num_ranks
+    places, _ = _places(sizes)
+    return batch * len(places) + places[chunk if kind is Kind.F else sizes.chunks - 1 - chunk, k]
+
+
+def begun(sizes: Sizes, place: int) -> int:
+    """The latest micro-batch that a rank has begun with its forward of that place."""
+    if sizes.chunks == 1:
+        return place
+    _, latest = _places(sizes)
+    batch, rest = divmod(place, len(latest))
+    return batch * sizes.num_microbatches + latest[rest]
 
 
 class Receives:

@@ -1,5 +1,5 @@
 """What moves a rank's state beside its work, in the simulator, and which actions wait for it: hosts that make weights,
-items that come and go, and what micro-batches keep. The engines are in copies.py."""
+items that come and go, and what micro-batches keep. The engines are in copies.py and shared.py."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from functools import partial
 
 from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.copies import (
-    BusyHost,
-    CopyEngines,
-    HostEngines,
-    ReplicaEngines,
-    SharedItems,
-    StashEngines,
-)
+from hybridpar.pipeline.plan.copies import BusyHost, CopyEngines, HostEngines, StashEngines
 from hybridpar.pipeline.plan.cores import Cores
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.kinds import BESIDE, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.parts import PartCounts
 from hybridpar.pipeline.plan.residency import Residency
+from hybridpar.pipeline.plan.shared import ReplicaEngines, SharedItems
 from hybridpar.pipeline.plan.transfers import Rank
 
 When = Callable[[Rank, Action], float | None]

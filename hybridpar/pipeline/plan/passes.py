@@ -90,7 +90,7 @@ def add_updates(
     t+1; of a host, HOST(t) does.
     """
     assert clip or not host, "the host waits for the norm"
-    m = sizes.num_microbatches
+    m, of_batch = sizes.num_microbatches, 2 * schedule.pairs(sizes)
     # of a stage they are always the same, and are asked for with every action
     update_delay = cache(partial(schedule.update_delay, sizes))
     norm_delay = cache(partial(schedule.norm_delay, sizes, gather=gather, host=host))
@@ -109,7 +109,7 @@ def add_updates(
         # where the pipeline drains all updates come first thing
         position = 0 if schedule.flush else schedule.position(sizes, action)
         early = gather and not schedule.flush and updated < reduced
-        if early and position - 2 * m * (updated + 1) >= update_delay(stage):
+        if early and position - of_batch * (updated + 1) >= update_delay(stage):
             needed = max(needed, updated + 1)
         for batch in range(updated, needed):
             yield from _update(
@@ -121,10 +121,10 @@ def add_updates(
                 normed += 1
             yield Action(Kind.HOST, stage, hosted, hosted + 1)
             hosted += 1
-        if clip and normed < reduced and position - 2 * m * reduced >= norm_delay(stage):
+        if clip and normed < reduced and position - of_batch * reduced >= norm_delay(stage):
             yield Action(Kind.NORM, stage, normed)
             normed += 1
-        if host and hosted == updated < normed and position - 2 * m * normed >= host_delay(stage):
+        if host and hosted == updated < normed and position - of_batch * normed >= host_delay(stage):
             yield Action(Kind.HOST, stage, hosted, hosted + 1)
             hosted += 1
         yield action
@@ -245,7 +245,9 @@ def lower(
         compute = delay_weight_gradients(compute, delay, sizes.num_microbatches * sizes.chunks)
     actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather, host=host,
                           feedback=feedback)
-    actions = add_communication(actions, sizes, ahead=ahead, lean=schedule.zero_bubble or bool(schedule.order))
+    apart = schedule.warmup(sizes, 0) - schedule.warmup(sizes, sizes.num_ranks - 1)
+    actions = add_communication(
+        actions, sizes, ahead=ahead, lean=bool(schedule.order) or apart < sizes.num_ranks)
     if split:
         actions = merge_backward(actions, sizes)
     if away := num_away(offload, schedule, sizes, rank):

@@ -66,9 +66,9 @@ def enough(schedule: Schedule, sizes: Sizes) -> tuple[Schedule, Sizes]:
         switch = ahead - (ranks - 1) + min(older, steady)
         return replace(schedule, early_switch=switch), replace(
             few, num_microbatches=switch + ranks - 1 + min(newer, steady))
-    if m < p and not needed:  # the pipeline is never full
+    if (m < p and not needed) or (few.chunks > 1 and m < 2 * p):  # the pipeline is never full, or has one round
         return schedule, replace(few, num_microbatches=max(min(m, 2), m * ranks // p))
-    if "chunks" in schedule.options:  # two rounds, a larger and a smaller one if there are both
+    if few.chunks > 1:  # two rounds, a larger and a smaller one if there are both
         rounds, rest = divmod(m, p)
         larger = min(-(-rest // rounds), ranks)
         return schedule, replace(few, num_microbatches=min(m, 2 * (ranks + larger) - (rest % rounds > 0)))

@@ -254,8 +254,9 @@ class FastTier:
         return self._changed.get(item, False)
 
     def made(self, action: Action) -> list[int]:
-        """The items that the action makes, which are not here before."""
-        return [item for item, _ in self._residency.touches(action) if item not in self._changed]
+        """The items that the action makes here, which are not here before."""
+        return [item for item, mode in self._residency.touches(action)
+                if item not in self._changed and mode is not Mode.RENEW]
 
     def follow(self, action: Action) -> str:
         """Goes past the action. What is wrong with it; empty if nothing is."""

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import count, islice
+from dataclasses import dataclass, replace
+from itertools import count
 
 from hybridpar.errors import config_error
 from hybridpar.pipeline.plan import interleaved, vee
 from hybridpar.pipeline.plan import order as own_order
 from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.pipeline.plan.interleaved import SizeOf
 from hybridpar.pipeline.plan.sizes import Sizes
 
-SizeOf = Callable[[Sizes, int], int]  # (sizes, rank, which is the stage but where ranks hold several) -> a number
 VersionRule = Callable[["Schedule", Sizes, int, int, int], int]  # (..., stage, microbatch, first_batch) -> version
 
 
@@ -25,8 +25,9 @@ VersionRule = Callable[["Schedule", Sizes, int, int, int], int]  # (..., stage, 
 class Schedule:
     """A pipeline schedule, as pure functions of sizes. `make_schedule` sets its options.
 
-    `warmup(sizes, stage)` is how many forwards run ahead. `early_switch`: L, where only the first p-1+L micro-batches
-    of a batch use older weights; None: all. `sync_steps`: how many batches have run before, as 1f1b.
+    `warmup(sizes, rank)` is how many forwards run ahead, counted on each chunk; on a V micro-batches. `early_switch`:
+    L, where only the first p-1+L micro-batches of a batch use older weights; None: all. `sync_steps`: how many batches
+    have run before, as 1f1b.
     `num_gradient_buffers`: batches whose gradients are alive at once. `options`: those that not every schedule has.
     """
 
@@ -56,19 +57,25 @@ class Schedule:
         state; that of the action among them. Where the pipeline drains, they would have."""
         if self.activations:
             return vee.forwards_before(sizes, self.activations, (action.kind, action.stage, action.microbatch))
-        return action.microbatch + self.warmup(sizes, action.stage)
+        place = interleaved.place(sizes, action.kind, action.stage, action.microbatch)
+        return interleaved.begun(sizes, place + self.warmup(sizes, sizes.rank_of(action.stage)))
 
     def position(self, sizes: Sizes, action: Action) -> int:
-        """Place of an F, B, I or W in an endless row of forwards and backwards by turns: the end of backward k at
+        """Place of an F, B, I or W in an endless row of forwards and backwards by turns: the k-th backward ends at
         2k + 1."""
         if self.activations:
             step = action.kind, action.stage, action.microbatch
             last = Kind.W, sizes.rank_of(action.stage), 0
             since = vee.slot_of(sizes, self.activations, step) - vee.slot_of(sizes, self.activations, last)
             return since * 2 // vee.PERIOD + 1
+        place = interleaved.place(sizes, action.kind, action.stage, action.microbatch)
         if action.kind is Kind.F:
-            return 2 * (action.microbatch - self.warmup(sizes, action.stage))
-        return 2 * action.microbatch + 1
+            return 2 * (place - self.warmup(sizes, sizes.rank_of(action.stage)))
+        return 2 * place + 1
+
+    def pairs(self, sizes: Sizes) -> int:
+        """Forward-backward pairs of a batch, as `position` and `slack` count them: of each stage; on a V of a rank."""
+        return sizes.num_microbatches * (1 if self.activations else sizes.chunks)
 
     def version(self, sizes: Sizes, stage: int, microbatch: int, first_batch: int) -> int:
         """The weight version that `stage` uses for `microbatch`, forward and backward; W(t) exists after t updates.
@@ -106,11 +113,16 @@ class Schedule:
         return self.sync_steps + sizes.num_stages + 1, self.sync_steps
 
     def slack(self, sizes: Sizes) -> int:
-        """Forward-backward pairs on stage 0 between the last backward of batch t and the first use of W(t+1).
+        """Forward-backward pairs on rank 0 between the last backward of batch t and the first use of W(t+1).
 
-        Later stages have more: they end a batch earlier, and start the next one later.
+        Later ranks have more: they end a batch earlier, and start the next one later.
         """
-        return max(self.num_stale(sizes) - self.warmup(sizes, 0), 0)
+        each = self.pairs(sizes) // sizes.num_microbatches
+        return max(self.num_stale(sizes) * each - self.warmup(sizes, 0), 0)
+
+    def _most_ahead(self, sizes: Sizes) -> int:
+        """Whole micro-batches that the first rank runs ahead."""
+        return -(-self.warmup(sizes, 0) * sizes.num_microbatches // self.pairs(sizes))
 
     def norm_delay(self, sizes: Sizes, stage: int, *, gather: bool = False, host: float = 0.0) -> int:
         """Forwards and backwards after the last of batch t before NORM(t) comes, or at UPDATE(t) if that is earlier.
@@ -146,10 +158,8 @@ class Schedule:
         if self.activations:
             ends = [vee.slot_of(sizes, self.activations, (Kind.W, rank, 0)) for rank in (0, stage)]
             return max(ends[0] - ends[1], 0) * 2 // vee.PERIOD
-        warmup = self.warmup(sizes, 0)
-        if warmup >= sizes.num_stages > 1:
-            return warmup * stage // (sizes.num_stages - 1)
-        return (4 * stage + 1) // 3
+        ahead = self.warmup(sizes, 0) - self.warmup(sizes, stage)
+        return ahead if ahead > stage else (4 * stage + 1) // 3
 
     def max_live_activations(self, sizes: Sizes, stage: int) -> int:
         """Micro-batches that have run forward and not yet backward on this stage, at most; on all stages of a rank."""
@@ -171,14 +181,18 @@ class Schedule:
             own_order.check_order(self.order, sizes)
         elif bool(self.activations) != sizes.is_v:
             raise config_error("pipeline.placement", sizes.placement, "is the order of schedules on a V alone", "loop")
-        p, m, warmup = sizes.num_stages, sizes.num_microbatches, self.warmup(sizes, 0)
-        if sizes.chunks > 1 and not self.activations and "chunks" not in self.options:
+        p, m, warmup = sizes.num_stages, sizes.num_microbatches, self._most_ahead(sizes)
+        fits = (n for n in count(m) if self._most_ahead(replace(sizes, num_microbatches=n)) <= n)
+        if sizes.is_ring and self.early_switch is not None:
+            raise config_error("pipeline.early_switch", self.early_switch, "is of one stage on each rank, and each "
+                               f"has {sizes.chunks} (pipeline.chunks)", "off")
+        if sizes.is_ring and "chunks" not in self.options:
             raise config_error("pipeline.chunks", sizes.chunks, f"schedule {self.name} has one stage on each rank", "0")
         if self.needs_full_pipeline and m < warmup:
             raise config_error(
                 "pipeline.num_microbatches", m, f"schedule {self.name} keeps two weight versions, which takes at least "
                 f"the {warmup} micro-batches in a batch that stage 0 runs ahead (parallel.pp = {sizes.num_ranks})",
-                str(warmup),
+                str(next(fits)),
             )
         if self.early_switch is None:
             return
@@ -211,39 +225,14 @@ class Schedule:
         self, sizes: Sizes, rank: int, first_batch: int, num_batches: int | None
     ) -> Iterator[tuple[Kind, int, int]]:
         m, warmup = sizes.num_microbatches, self.warmup(sizes, rank)
+        batches = count(first_batch) if num_batches is None else range(first_batch, first_batch + num_batches)
         if self.activations and not self.flush:
             num = None if num_batches is None else num_batches * m
             return vee.pattern(sizes, rank, self.activations, first_batch * m, num)
-        if self.order or self.activations or "chunks" in self.options:
-            steps = (
-                own_order.with_stages(self.order[rank], sizes, rank) if self.order else
-                vee.batch_order(sizes, rank, self.activations) if self.activations else
-                interleaved.batch_order(sizes, rank, warmup))
-            return ((kind, stage, t * m + k) for t in _count(first_batch, num_batches) for kind, stage, k in steps)
-        order: Iterator[tuple[Kind, int]]
+        if self.order or self.activations:
+            steps = (own_order.with_stages(self.order[rank], sizes, rank) if self.order else
+                     vee.batch_order(sizes, rank, self.activations))
+            return ((kind, stage, t * m + k) for t in batches for kind, stage, k in steps)
         if self.flush:
-            batches = _count(first_batch, num_batches)
-            order = (step for t in batches for step in _one_forward_one_backward(warmup, t * m, m))
-        else:
-            num_microbatches = None if num_batches is None else num_batches * m
-            order = _one_forward_one_backward(warmup, first_batch * m, num_microbatches)
-        return ((kind, rank, k) for kind, k in order)
-
-
-def _count(first: int, num: int | None) -> Iterator[int]:
-    return count(first) if num is None else iter(range(first, first + num))
-
-
-def _one_forward_one_backward(warmup: int, first: int, num: int | None) -> Iterator[tuple[Kind, int]]:
-    """`warmup` forwards, then a forward and a backward by turns, then the backwards that are left.
-
-    Micro-batches [first, first + num), or without end.
-    """
-    forwards, backwards = _count(first, num), _count(first, num)
-    for k in islice(forwards, warmup):
-        yield Kind.F, k
-    for k in forwards:
-        yield Kind.F, k
-        yield Kind.B, next(backwards)
-    for k in backwards:
-        yield Kind.B, k
+            return (step for t in batches for step in interleaved.order(sizes, rank, warmup, t, 1))
+        return interleaved.order(sizes, rank, warmup, first_batch, num_batches)

@@ -57,8 +57,8 @@ from hybridpar.config import PipelineConfig
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.pipeline.plan import interleaved, vee
 from hybridpar.pipeline.plan import order as own_order
+from hybridpar.pipeline.plan.interleaved import SizeOf
 from hybridpar.pipeline.plan.schedule import Schedule as Schedule
-from hybridpar.pipeline.plan.schedule import SizeOf
 from hybridpar.pipeline.plan.sizes import Sizes as Sizes
 
 
@@ -88,14 +88,6 @@ def _depth_below(sizes: Sizes, stage: int) -> int:
     return sizes.num_stages - 1 - stage
 
 
-def _times_depth_below(factor: int) -> SizeOf:
-    """k(p-1-r): k - 1 micro-batches on every link, to and fro, so that transfers of (k-1)/2 periods take nobody's time.
-
-    Source: with k = 2, eager 1F1B, arXiv 2211.05322.
-    """
-    return lambda sizes, stage: factor * _depth_below(sizes, stage)
-
-
 def _stashed_versions(sizes: Sizes, stage: int) -> int:
     """p-r micro-batches are in flight, and m in a row share a version."""
     return -(-_depth_below(sizes, stage) // sizes.num_microbatches) + 1
@@ -115,15 +107,15 @@ SCHEDULES: dict[str, Schedule] = {
         _synchronous("naive", "one micro-batch in the whole pipeline at a time", _constant(0)),
         _synchronous("gpipe", "GPipe, arXiv 1811.06965, figure 2", lambda sizes, stage: sizes.num_microbatches),
         _synchronous(
-            "1f1b", "PipeDream-Flush, arXiv 2006.09503, section 3.2", _depth_below, "warmup", "zero_bubble",
-            "placement"),
+            "1f1b", "PipeDream-Flush, arXiv 2006.09503, section 3.2", interleaved.runs_ahead(1), "warmup",
+            "zero_bubble", "placement"),
         _synchronous(
-            "interleaved", "interleaved 1F1B, arXiv 2104.04473, section 2.2", interleaved.warmup, "chunks",
+            "interleaved", "interleaved 1F1B, arXiv 2104.04473, section 2.2", interleaved.runs_ahead(2), "chunks",
             "zero_bubble"),
         Schedule(
-            "2bw", "PipeDream-2BW, arXiv 2006.09503, section 3.1", False, _depth_below, _double_buffered_version,
-            _constant(2), num_gradient_buffers=2, needs_full_pipeline=True,
-            options=frozenset({"warmup", "early_switch", "sync_steps", "placement"}),
+            "2bw", "PipeDream-2BW, arXiv 2006.09503, section 3.1", False, interleaved.runs_ahead(1),
+            _double_buffered_version, _constant(2), num_gradient_buffers=2, needs_full_pipeline=True,
+            options=frozenset({"warmup", "early_switch", "sync_steps", "placement", "chunks"}),
         ),
         Schedule(
             "pipedream", "PipeDream with weight stashing, arXiv 1806.03377", False, _depth_below,
@@ -157,9 +149,10 @@ def make_schedule(
     most = schedule.num_gradient_buffers
     # With fewer than it can use all stages stop at the same backward. What a longer warm-up has in flight cannot pass
     # those that have stopped where the transfers of a rank on an axis queue: check finds deadlocks from 4 stages on.
-    buffers = (0, most) if factor > 1 else range(most + 1)
-    # nor can it pass a drain, where it is long
-    warmups = [name for name, k in WARMUPS.items() if k < 3 or not schedule.flush]
+    # Nor can what the next batch has in flight where a rank holds several stages.
+    buffers = (0, most) if factor > 1 or chunks > 1 else range(most + 1)
+    # nor can it pass a drain, or what goes round, where it is long
+    warmups = [name for name, k in WARMUPS.items() if k < 3 or not (schedule.flush or chunks > 1)]
     options = {  # value, the one that changes nothing, whether it is allowed, the rule
         "warmup": (warmup, "depth", warmup in warmups, f"must be {' or '.join(warmups)} with schedule {name}"),
         "early_switch": (early_switch, None, (early_switch or 0) >= 0, "must be off or at least 0"),
@@ -194,9 +187,9 @@ def make_schedule(
     if order:
         steps = tuple(own_order.parse_order(line, rank) for rank, line in enumerate(order))
         return replace(schedule, order=steps, warmup=lambda sizes, rank: own_order.runs_ahead(steps[rank]))
-    ahead = _times_depth_below(factor) if factor > 1 else schedule.warmup
-    if zero_bubble and "chunks" in schedule.options:
-        ahead = interleaved.lean_warmup
+    ahead = interleaved.runs_ahead(factor) if factor > 1 else schedule.warmup
+    if zero_bubble and "chunks" in schedule.options:  # where a backward to the input comes back in half of the time
+        ahead = interleaved.runs_ahead(1)
     if placement == "v":
         buffered = replace(schedule, num_gradient_buffers=gradient_buffers or most, sync_steps=sync_steps)
         return _on_v(buffered, activations, chunks, warmup=warmup, early_switch=early_switch)
@@ -242,7 +235,7 @@ def schedule_of(pipeline: PipelineConfig) -> Schedule:
 
 def drained(schedule: Schedule) -> Schedule:
     """The schedule of the first sync_steps batches."""
-    return replace(SCHEDULES["1f1b"], activations=schedule.activations)
+    return replace(SCHEDULES["1f1b"], activations=schedule.activations, options=schedule.options)
 
 
 def find_schedule(schedule: str | Schedule) -> Schedule:

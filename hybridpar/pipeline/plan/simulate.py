@@ -47,13 +47,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hybridpar.pipeline.plan.action import Action, Plan
-from hybridpar.pipeline.plan.copies import BusyHost, SharedItems
+from hybridpar.pipeline.plan.copies import BusyHost
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
 from hybridpar.pipeline.plan.moved_state import Effect, Entry, MovedState, Table, When, Work
 from hybridpar.pipeline.plan.moved_state import StuckError as StuckError
 from hybridpar.pipeline.plan.parts import PartCounts
 from hybridpar.pipeline.plan.residency import Residency
+from hybridpar.pipeline.plan.shared import SharedItems
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
 from hybridpar.pipeline.plan.transfers import Channel, Exchange, Rank, Transfers

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from hybridpar.autograd import recomputed
 from hybridpar.config import ModelConfig, ModelSpec
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.models.build import Recomputation
@@ -45,7 +44,8 @@ class Stage(nn.Module):
 
     def forward(self, x: Input, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
         if self.recompute.whole:
-            return _checkpointed(self._run, x, batch, key)
+            # masks are counter-based and the weights are bound again before the backward: no state to save
+            return recomputed(self._run, x, batch, key)
         return self._run(x, batch, key)
 
     def _run(self, x: Input, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
@@ -54,15 +54,7 @@ class Stage(nn.Module):
             out = self._into.unpack(out)
         for number, block in self.blocks.items():
             if int(number) in self.recompute.blocks and not self.recompute.whole:
-                out = _checkpointed(block, out, batch, key)
+                out = recomputed(block, out, batch, key)
             else:
                 out = block(out, batch, key)
         return out if self._out is None else self._out.pack(out)
-
-
-def _checkpointed(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, of which autograd keeps the arguments only, where it is recording."""
-    if not torch.is_grad_enabled():
-        return function(*args)
-    # masks are counter-based and the weights are bound again before the backward: no state to save
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

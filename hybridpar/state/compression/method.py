@@ -66,12 +66,14 @@ class Method(ABC):
     A message has the tensors that are sent whole, then what `exchange` writes. `kernels`: backends of operators.
     `name`: the value of compression.gradients. `rounds`: how many messages follow on each other, at most. `factored`:
     it takes the factors of gradients, which are never multiplied with each other; it then has no feedback, and what it
-    learns is equal on all replicas. `scaled`: what it learns that is in the units of gradients.
+    learns is equal on all replicas. `scaled`: what it learns that is in the units of gradients. `looks`: the numbers
+    that it finds decide which operators it runs.
     """
 
     name: ClassVar[str]
     factored: ClassVar[bool] = False
     scaled: ClassVar[frozenset[str]] = frozenset()
+    looks: ClassVar[bool] = False
     rounds: int
 
     def __init__(self, entries: Sequence[Entry], axis: Axis, settings: CompressionConfig, feedback: Feedback,

@@ -68,7 +68,7 @@ class Tracked(NamedTuple):
 class StreamingPCA(LowRank):
     """For each block a message with P and one with S; with the first one go the tensors that are sent whole."""
 
-    name, factored, scaled = "sbpca", True, frozenset({_S})
+    name, factored, scaled, looks = "sbpca", True, frozenset({_S}), True
 
     @property
     def rounds(self) -> int:  # type: ignore[override]

@@ -31,7 +31,7 @@ _COUNT = torch.int32
 class Thresholds(Method):
     """Messages of as many elements as are above a threshold that each replica has of its own."""
 
-    name, rounds, scaled = "dct", 2, frozenset({_THRESHOLD})
+    name, rounds, scaled, looks = "dct", 2, frozenset({_THRESHOLD}), True
 
     @classmethod
     def learned(cls, shape: Sequence[int], settings: CompressionConfig) -> dict[str, tuple[int, ...]]:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from inspect import cleandoc
+from itertools import accumulate
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridpar.config import from_mapping
 from hybridpar.errors import ConfigError
+from hybridpar.models.cost import balanced_split, even_out
 from hybridpar.pipeline.plan import interleaved
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.check import PlanError, check
 from hybridpar.pipeline.plan.draw import draw
 from hybridpar.pipeline.plan.passes import forward_actions, make_plan
 from hybridpar.pipeline.plan.perfetto import trace_entries
-from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, make_schedule
+from hybridpar.pipeline.plan.prove import prove
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import Costs, simulate
 from hybridpar.pipeline.plan.svg import draw_svg
 from hybridpar.pipeline.run.executor import max_unfinished_sends
@@ -39,8 +43,8 @@ def test_staircase() -> None:
 def test_order_is_megatrons_where_ranks_divide_the_micro_batches() -> None:
     """Narayanan et al. 2021, figure 4: four ranks, two chunks, eight micro-batches."""
     assert [len(r) for r in interleaved.rounds(8, 4)] == [4, 4]
-    assert [interleaved.warmup(Sizes(4, 8, 2), rank) for rank in range(4)] == [10, 8, 6, 4]
-    steps = [(kind, stage, k) for kind, stage, k in interleaved.batch_order(Sizes(4, 8, 2), 3, 4) if kind is Kind.F]
+    assert [interleaved.runs_ahead(2)(Sizes(4, 8, 2), rank) for rank in range(4)] == [10, 8, 6, 4]
+    steps = [(kind, stage, k) for kind, stage, k in interleaved.order(Sizes(4, 8, 2), 3, 4, 0, 1) if kind is Kind.F]
     assert [(stage, k) for _, stage, k in steps] == [(s, 4 * r + k) for r in (0, 1) for s in (3, 7) for k in range(4)]
 
 
@@ -77,6 +81,77 @@ def test_bubble(sizes: Sizes, forward: float, backward: float) -> None:
     else:
         once = simulate(make_plan("1f1b", Sizes(p, m)), Costs(forward, backward))
         assert ideal < timeline.makespan <= once.makespan * (1 + 1e-9)
+
+
+@st.composite
+def endless(draw: st.DrawFn) -> tuple[Schedule, Sizes]:
+    """2bw with several stages on each rank, and sizes it can run on."""
+    schedule = make_schedule("2bw", chunks=2, warmup=draw(st.sampled_from(["depth", "latency"])))
+    p, v = draw(st.integers(2, 7)), draw(st.integers(2, 4))
+    ahead = schedule.warmup(Sizes(p, 1, v), 0) - (v - 1)
+    return schedule, Sizes(p, draw(st.integers(ahead, 3 * p + 3)), v)
+
+
+@settings(deadline=None, max_examples=40)
+@given(endless(), st.booleans(), st.booleans(), st.sampled_from([{}, {"gather": True}, {"clip": False}, {"host": 0.5}]))
+def test_2bw_of_several_stages_on_each_rank(made: tuple[Schedule, Sizes], whole: bool, split: bool, options) -> None:  # type: ignore[no-untyped-def]
+    """Two versions are enough from as many micro-batches on as without chunks, on whatever transport."""
+    schedule, sizes = made
+    report = check(make_plan(schedule, sizes, 0, 3, split=split, **options), sizes, schedule)
+    for rank, live in enumerate(report.peaks):
+        assert live.versions == 2
+        assert live.gradients <= 2
+        assert live.activations <= schedule.max_live_activations(sizes, rank)
+
+
+@settings(deadline=None, max_examples=30)
+@given(endless(), st.floats(0.1, 10), st.floats(1, 5))
+def test_2bw_of_several_stages_has_no_bubble(made: tuple[Schedule, Sizes], forward: float, times: float) -> None:
+    """From m = p on, whatever m is: rounds may differ. With p micro-batches of a whole rank where p divides m."""
+    schedule, sizes = made
+    backward = times * forward
+    p, m, v = sizes.num_ranks, sizes.num_microbatches, sizes.chunks
+    if m >= p:
+        took = simulate(make_plan(schedule, sizes, 0, 8), Costs(forward / v, backward / v)).step_time(m)
+        assert took == pytest.approx(m * (forward + backward))
+    if m % p == 0 and schedule.warmup(sizes, 0) < p * v:
+        assert schedule.max_live_activations(sizes, 0) == p * v
+
+
+@pytest.mark.parametrize(("warmup", "hidden"), [("depth", 0.1), ("latency", 0.25)])
+def test_2bw_of_several_stages_hides_some_of_a_links_latency(warmup: str, hidden: float) -> None:
+    """Of a stage's forward and backward: less than of one stage on each rank, as a ring posts receives late."""
+    schedule, sizes = make_schedule("2bw", chunks=2, warmup=warmup), Sizes(4, 12, 2)
+    plan = make_plan(schedule, sizes, 0, 8, split=True)
+    for share, free in ((hidden, True), (hidden + 0.15, False)):
+        took = simulate(plan, Costs(0.5, 1.0, latency=share * 1.5)).step_time(12)
+        assert (took == pytest.approx(36)) is free, share
+
+
+RESNET50 = [118, 231, 218, 218, 372, 218, 218, 218, 372, 218, 218, 218, 218, 218, 372, 218, 218, 2]
+"""Millions of multiply-adds of its blocks, of an image of 224 x 224 pixels."""
+
+
+@pytest.mark.parametrize(("chunks", "split", "period"), [
+    (1, (5, 4, 5, 4), 1.1335), (2, (3, 2, 2, 2, 2, 2, 2, 3), 1.0065)])
+def test_2bw_of_several_stages_balances_uneven_blocks(chunks: int, split: tuple[int, ...], period: float) -> None:
+    """On four ranks: the step over that of a quarter of the work, for the split that the model's would be."""
+    assert even_out(tuple(RESNET50), balanced_split(tuple(RESNET50), 4 * chunks), 4) == split
+    ends = [0, *accumulate(RESNET50)]
+    forward = [float(ends[stop] - ends[stop - size]) for size, stop in zip(split, accumulate(split), strict=True)]
+    schedule, sizes = make_schedule("2bw", chunks=chunks - 1 and chunks, warmup="latency"), Sizes(4, 8, chunks)
+    plan = make_plan(schedule, sizes, 0, 8)
+    took = simulate(plan, Costs(forward, [2 * each for each in forward])).step_time(8)
+    assert took / (8 * 3 * sum(RESNET50) / 4) == pytest.approx(period, abs=1e-3)
+
+
+@pytest.mark.parametrize(("m", "warmup"), [(400, "depth"), (19, "depth"), (38, "latency"), (401, "latency")])
+def test_large_runs_of_2bw_are_proven_by_smaller_ones(m: int, warmup: str) -> None:
+    (report,) = prove(from_mapping({
+        "model": {"num_layers": 62}, "parallel": {"pp": 20, "dp": 1},
+        "pipeline": {"schedule": "2bw", "chunks": 3, "num_microbatches": m, "warmup": warmup}}))
+    assert max(live.versions for live in report.peaks) == 2
+    assert report.sizes.num_ranks == 12
 
 
 def test_against_1f1b_in_the_steady_state() -> None:
@@ -182,7 +257,14 @@ def test_pictures() -> None:
     (lambda: make_schedule("1f1b", chunks=2), "pipeline.chunks", "0"),
     (lambda: make_schedule(NAME, chunks=1), "pipeline.chunks", "0"),
     (lambda: make_schedule(NAME, warmup="latency"), "pipeline.warmup", "depth"),
-    (lambda: SCHEDULES["2bw"].check_sizes(Sizes(2, 4, 2)), "pipeline.chunks", "0"),
+    (lambda: SCHEDULES["pipedream"].check_sizes(Sizes(2, 4, 2)), "pipeline.chunks", "0"),
+    (lambda: make_schedule("2bw", chunks=2, warmup="bandwidth"), "pipeline.warmup", "depth"),
+    (lambda: make_schedule("2bw", chunks=2, gradient_buffers=1), "pipeline.gradient_buffers", "0"),
+    (lambda: make_schedule("2bw", chunks=2, early_switch=1).check_sizes(Sizes(2, 4, 2)),
+     "pipeline.early_switch", "off"),
+    (lambda: make_schedule("2bw", chunks=2).check_sizes(Sizes(4, 2, 2)), "pipeline.num_microbatches", "3"),
+    (lambda: make_schedule("2bw", chunks=2, warmup="latency").check_sizes(Sizes(4, 4, 2)),
+     "pipeline.num_microbatches", "6"),
 ])
 def test_refused(make, field, works) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError) as error:

@@ -106,3 +106,20 @@ def test_a_split_backward_hides_latency_under_2bw(p: int, latency: float, whole:
         plan = make_plan("2bw", sizes, 0, 12, split=parts)
         ideal = 3 * sizes.num_microbatches
         assert simulate(plan, costs).step_time(sizes.num_microbatches) / ideal == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize("p", [2, 3, 6])
+@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (1, 1.2, 0.8), (1.08, 1.2, 1)])
+def test_no_order_of_as_many_micro_batches_hides_more(p: int, f: float, i: float, w: float) -> None:
+    """A micro-batch takes p(F+I) + W + 2(p-1)c until the first rank is done with it, which holds n at once: so n
+    periods are no less, whatever the order. 2bw takes just that with n = p, and with 2p-1 (warm-up for latency)
+    nothing waits."""
+    m, whole = 3 * p, f + i + w
+    for share in (0.4, 0.5, 0.6, 0.9):
+        costs = Costs(f, i + w, backward_input=i, transfer=share * w)
+        floor = (p * (f + i) + w + 2 * (p - 1) * share * w) / p
+        for warmup, period in (("depth", max(whole, floor)), ("latency", whole)):
+            schedule = make_schedule("2bw", warmup=warmup)
+            took = simulate(make_plan(schedule, Sizes(p, m), 0, 8, split=True), costs).step_time(m) / m
+            assert took == pytest.approx(period)
+            assert schedule.max_live_activations(Sizes(p, m), 0) == (p if warmup == "depth" else 2 * p - 1)

@@ -9,8 +9,8 @@ from functools import cached_property
 from hybridpar.config import Config
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.parts import WHOLE, Division
-from hybridpar.state import RankState
 from hybridpar.state.policy import cut_into_parts
+from hybridpar.state.rank import RankState
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,102 @@
+"""The state of a rank on ghosts, as the engine would build it: its bytes, its items, and what an update takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hybridpar.config import Config
+from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.ghost_chunks import GhostChunks
+from hybridpar.memory.silent import silent_grid
+from hybridpar.models.build import build_blocks
+from hybridpar.pipeline.plan.parts import WHOLE, Division
+from hybridpar.pipeline.plan.shared import SharedItems
+from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.pipeline.run.codecs import with_coded_sums
+from hybridpar.pipeline.run.stage import Stage
+from hybridpar.state import RankState, StatePolicy
+from hybridpar.state.parts import Parts
+from hybridpar.state.shared_touches import SharedTouches
+from hybridpar.state.tiered import ItemMemory
+
+
+@dataclass(frozen=True)
+class GhostState:
+    """A rank's state, its parts, and its memory where items of it come and go."""
+
+    parts: Parts
+    state: RankState
+    memory: ItemMemory | GhostChunks | None
+
+    @staticmethod
+    def of(config: Config, rank: int, held: Mapping[int, range], policy: StatePolicy, tracker: Tracker) -> GhostState:
+        """That of rank `rank` of the grid. held: blocks of its stages. `tracker`: is active."""
+        grid, parts = silent_grid(config, rank), Parts.of(config, held)
+        memory: ItemMemory | GhostChunks | None = None
+        if config.memory.budget:
+            memory = ItemMemory(tracker.device)
+        elif policy.splits_gradients:
+            memory = GhostChunks(tracker.device, policy)
+        stage = Stage(with_coded_sums(build_blocks(
+            config.model, grid.tp, [number for blocks in held.values() for number in blocks], kernels=config.kernels,
+            sequence=config.parallel.sequence, dtype=policy.dtype), config))
+        return GhostState(parts, RankState(stage, grid, policy, tracker.device, parts=parts.ranges, memory=memory),
+                          memory)
+
+    @property
+    def division(self) -> Division:
+        """How the rank's plan is cut into parts."""
+        return self.parts.division(self.state)
+
+    def shared_items(self, sizes: Sizes) -> SharedItems | None:
+        """What it shares with replicas (ZeRO-2 and 3); None: nothing."""
+        if not isinstance(self.memory, GhostChunks):
+            return None
+        return SharedTouches(self.memory.chunks, self.state, self.parts, sizes).items()
+
+
+@dataclass(frozen=True)
+class StateFootprint:
+    """Bytes that a rank's state takes all the time; the most that a norm takes, and an update, by its part.
+
+    division: how the rank's plan is cut. items: what it shares with replicas. Units: bytes.
+    """
+
+    weights: int
+    master: int
+    gradients: int
+    optimizer: int
+    norm: int
+    updates: tuple[int, ...]
+    division: Division = WHOLE
+    items: SharedItems | None = None
+
+
+def trace_state(config: Config, rank: int, held: Mapping[int, range], policy: StatePolicy, sizes: Sizes,
+                device: torch.device) -> StateFootprint:
+    """Builds the state of rank `rank` and makes an update; takes and computes nothing. held: blocks of its stages."""
+    with Tracker(device) as tracker:
+        ghost = GhostState.of(config, rank, held, policy, tracker)
+        state = ghost.state
+        state.allocate()
+        state.begin(0)
+
+        def most(start: int) -> int:
+            return tracker.read().peak - start
+
+        def now() -> int:
+            tracker.restart_peak()
+            return tracker.read().current
+
+        start = now()
+        state.square_norm(0)
+        norm, updates = most(start), []
+        for group in range(state.num_groups):
+            start = now()
+            state.update(0, lr=1.0, factor=0.5, group=group)
+            updates.append(most(start))
+        return StateFootprint(**state.num_bytes(), norm=norm, updates=tuple(updates), division=ghost.division,
+                              items=ghost.shared_items(sizes))

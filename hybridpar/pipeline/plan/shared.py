@@ -1,0 +1,157 @@
+"""Chunks that replicas share (ZeRO-2 and 3) along a plan: what is whole when, and what waits for which collective.
+
+    FETCH     gathers weights            RELEASE   drops weights, or starts to sum gradients over the replicas
+    B I W     make the gradients that they add to, if these are not here; before, older sums are over
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
+
+from hybridpar.pipeline.plan.action import Action
+from hybridpar.pipeline.plan.kinds import PER_ITEM, Kind
+from hybridpar.pipeline.plan.residency import FastTier, Mode, Residency, add_residency
+
+MIB = 2**20
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class SharedItems:
+    """Items of a rank that replicas share. summed: the numbers of those that are gradients."""
+
+    weights: Residency
+    gradients: Residency
+    summed: frozenset[int]
+
+    def moved(self, actions: Iterable[Action]) -> Iterator[Action]:
+        """A rank's actions with FETCH and RELEASE of both."""
+        return add_residency(add_residency(actions, self.gradients), self.weights)
+
+
+class Sums(Generic[_T]):
+    """Sums of gradients that are under way, the oldest first, each with whatever tells when it is over.
+
+    What makes gradients waits for the sums that were started ahead of those that were made before, and for those of
+    the same items. NORM and UPDATE wait for all.
+    """
+
+    def __init__(self) -> None:
+        self._sums: deque[tuple[int, _T]] = deque()
+        self._num_older = 0  # that were started ahead of the gradients that were made last
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def __iter__(self) -> Iterator[int]:
+        return (item for item, _ in self._sums)
+
+    def first(self, count: int) -> Iterator[_T]:
+        """What tells of the oldest ones."""
+        return (over for _, over in islice(self._sums, count))
+
+    def num_due(self, action: Action, made: Collection[int]) -> int:
+        """The number of sums, the oldest first, that must be over before an action, which makes these items."""
+        if action.kind in (Kind.NORM, Kind.UPDATE):
+            return len(self._sums)
+        if not made:
+            return 0
+        return max([self._num_older, *(i + 1 for i, (item, _) in enumerate(self._sums) if item in made)])
+
+    def start(self, item: int, over: _T) -> None:
+        """A sum is started."""
+        self._sums.append((item, over))
+
+    def complete(self) -> tuple[int, _T]:
+        """The oldest is over."""
+        self._num_older = max(self._num_older - 1, 0)
+        return self._sums.popleft()
+
+    def note_backward(self) -> None:
+        """Gradients are made, once what is due is over."""
+        self._num_older = len(self._sums)
+
+
+class SharedTiers:
+    """What is whole of a rank's shared items, followed along its list. made: of the newest action, the gradients."""
+
+    def __init__(self, items: SharedItems):
+        self._items, self._weights, self._gradients = items, FastTier(items.weights), FastTier(items.gradients)
+        self.sums: Sums[float] = Sums()
+        self.made: list[int] = []
+
+    def num_due(self, action: Action) -> int:
+        """The number of sums that must be over before an action."""
+        return self.sums.num_due(action, self._made(action))
+
+    def follow(self, action: Action, over: float | None = 0.0) -> str:
+        """Goes past an action. What is wrong with it; empty if nothing is. over: when the sum is that it starts; None:
+        there is nothing to sum."""
+        if action.kind in PER_ITEM:
+            if action.microbatch not in self._items.summed:
+                return self._weights.follow(action)
+            fault = self._gradients.follow(action)
+            if not fault and over is not None:
+                self.sums.start(action.microbatch, over)
+            return fault
+        self.made = self._made(action)
+        for _ in range(self.num_due(action)):
+            self.sums.complete()
+        if self.made:
+            self.sums.note_backward()
+        return self._weights.follow(action) or self._gradients.follow(action)
+
+    def added(self, action: Action) -> list[int]:
+        """The gradients that an action adds to."""
+        return [item for item, mode in self._items.gradients.touches(action) if mode is Mode.ADD]
+
+    def num_bytes(self) -> int:
+        """Bytes of what is whole now."""
+        sizes = self._items.gradients.num_bytes
+        return self._weights.num_bytes + self._gradients.num_bytes + sum(sizes[item] for item in self.sums)
+
+    def _made(self, action: Action) -> list[int]:
+        return self._gradients.made(action) if action.kind not in PER_ITEM else []
+
+
+class ReplicaEngines:
+    """The collectives of a rank's shared items, one after the other, and when these are whole.
+
+    What reads weights waits until they are gathered. fetch, release: time that a MiB takes.
+    """
+
+    def __init__(self, items: SharedItems, fetch: float, release: float):
+        self._items, self._times = items, {Kind.FETCH: fetch, Kind.RELEASE: release}
+        self._tiers = SharedTiers(items)
+        self._free = 0.0
+        self._arrivals: dict[int, float] = {}
+
+    def sizes(self, kind: Kind) -> list[float]:
+        """MiB that an action of a kind moves, by item: nobody sends weights that are dropped."""
+        return [num_bytes / MIB if kind in self._times and (item in self._items.summed) == (kind is Kind.RELEASE)
+                else 0.0 for item, num_bytes in enumerate(self._items.weights.num_bytes)]
+
+    def ready(self, action: Action) -> float:
+        """Time at which all is there that the action touches, and all is over that must be."""
+        arrivals = [self._arrivals.get(item, 0.0) for item, mode in self._items.weights.touches(action)
+                    if mode is Mode.READ]
+        return max([0.0, *arrivals, *self._tiers.sums.first(self._tiers.num_due(action))])
+
+    def follow(self, action: Action, now: float) -> tuple[str, float, float]:
+        """Goes past an action: what is wrong with it, if anything is, and of a move its start and its end."""
+        item = action.microbatch
+        is_summed = item in self._items.summed
+        if action.kind not in PER_ITEM or is_summed != (action.kind is Kind.RELEASE):  # weights are dropped
+            return self._tiers.follow(action), now, now
+        start = max(now, self._free)
+        end = start + self._items.weights.num_bytes[item] / MIB * self._times[action.kind]
+        if fault := self._tiers.follow(action, end):
+            return fault, now, now
+        self._free = end
+        if not is_summed:
+            self._arrivals[item] = end
+        return "", start, end

@@ -1,0 +1,75 @@
+"""Recomputation, and what importing it costs; stages that are recomputed are in pipeline/run/test_stage.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from hybridpar.autograd import recomputed
+from hybridpar.errors import HybridparError
+
+
+def test_what_is_kept_is_the_input_and_hooks_from_outside_see_it() -> None:
+    seen: list[Tensor] = []
+    runs: list[int] = []
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        runs.append(1)
+        return ((x * weight).exp() * weight).sin().sum()
+
+    def see(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x
+
+    x, weight = (torch.linspace(low, 1, 5, dtype=torch.float64, requires_grad=True) for low in (-1, 0.5))
+    expected = torch.autograd.grad(function(x, weight), (x, weight))
+    with saved_tensors_hooks(see, lambda x: x):
+        out = recomputed(function, x, weight)
+    assert [one.data_ptr() for one in seen] == [x.data_ptr()]
+    runs.clear()
+    for _ in range(2):  # a second backward makes it all again
+        found = torch.autograd.grad(out, (x, weight), retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(runs) == 2
+
+
+def test_it_runs_up_to_the_last_tensor_that_is_needed() -> None:
+    reached: list[str] = []
+
+    def function(x: Tensor) -> Tensor:
+        x = x.exp()
+        reached.append("needed")
+        x = x + 1
+        reached.append("not needed")
+        return x
+
+    x = torch.ones(3, requires_grad=True)
+    recomputed(function, x).sum().backward()
+    assert reached == ["needed", "not needed"], "exp saves its result: the backward ends there"
+    assert torch.equal(x.grad, torch.ones(3).exp())  # type: ignore[arg-type]
+
+
+def test_a_function_that_does_something_else_the_second_time_is_refused() -> None:
+    runs: list[int] = []
+
+    def function(x: Tensor) -> Tensor:
+        runs.append(1)
+        return x.exp().sin().sum() if len(runs) == 1 else x.exp().sum()
+
+    out = recomputed(function, torch.ones(3, requires_grad=True))
+    with pytest.raises(HybridparError, match="saved 2 tensors at first, and 1 when it ran again"):
+        out.backward()
+
+
+def test_neither_the_compiler_nor_sympy_is_imported() -> None:
+    """Each would take a second of every start."""
+    text = """import sys, torch; from hybridpar.autograd import backward_from, recomputed
+x = torch.ones(2, requires_grad=True)
+backward_from(torch.autograd.graph.get_gradient_edge(recomputed(torch.exp, x)), torch.ones(2))
+sys.exit(", ".join({"sympy", "torch._dynamo"} & {*sys.modules}) or 0)"""
+    subprocess.run([sys.executable, "-c", text], check=True)
