@@ -30,6 +30,7 @@ from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 from hybridpar.pipeline.run.executor import max_unfinished_sends
+from hybridpar.pipeline.run.graphs import unsupported
 from hybridpar.state import StatePolicy
 from hybridpar.state.parts import Parts
 
@@ -85,6 +86,8 @@ class _Pipeline:
         if state.items is not None:
             actions, anew = state.items.moved(actions), self._footprints(parts, replace(buffers, anew=True))
         found = walk(actions, footprints, self._walked, state, anew)
+        if self._device.type != "cuda" or not config.train.cuda_graphs or parts.is_divided or unsupported(config):
+            found = replace(found, graphs=0)
         return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)), state.whole)
 
     def _footprints(self, parts: Parts, buffers: Buffers) -> dict[int, list[Footprint]]:
