@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from torch import Tensor, nn
 
-from hybridpar.config import Config, from_mapping
+from hybridpar import SequentialSpec
+from hybridpar.config import Config, ParallelConfig, PipelineConfig, TrainConfig, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.action import Action
@@ -18,6 +22,7 @@ from hybridpar.pipeline.plan.passes import split_backward
 from hybridpar.pipeline.run.graphs import unsupported
 from hybridpar.state.audit import bit_hash
 from hybridpar.train.engine import Engine, StepResult
+from hybridpar.verify.run import verify
 
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 
@@ -147,6 +152,44 @@ def test_gradients_of_weights_may_wait_for_the_end_of_their_batch(schedule: str)
     settings = {"pp": 2, "dp": 2, "model": DROPOUT, "pipeline": {"schedule": schedule}}
     for whole, late in run_ranks(both, 4, make(False, **settings), make(True, **settings), True):
         assert late[:2] == whole[:2]
+
+
+class Again(nn.Module):
+    """A layer with one weight, used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+@dataclass(frozen=True)
+class Twice(SequentialSpec):
+    inputs = "x"
+
+    def layers(self) -> list[nn.Module]:
+        return [nn.Linear(4, 6), Again(), Again(), nn.Linear(6, 3)]
+
+    def loss(self, out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(out, batch["label"])
+
+    def sample(self, number: int, seed: int) -> dict[str, Any]:
+        random = np.random.default_rng([seed, number])
+        return {"x": random.normal(size=4).astype(np.float32), "label": random.integers(3)}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("pipeline", [
+    {"schedule": "1f1b", "zero_bubble": True}, {"schedule": "1f1b", "placement": "v"}, {"schedule": "2bw", "chunks": 2},
+], ids=str)
+def test_a_weight_that_a_stage_uses_twice(pipeline: dict[str, Any]) -> None:
+    """In a model of one's own, against one process in float64."""
+    report = verify(Config(
+        model=Twice(), parallel=ParallelConfig(pp=2, dp=1), train=TrainConfig(micro_batch_size=2),
+        pipeline=PipelineConfig(num_microbatches=3, split_backward=True, **pipeline)), {"pp": 2}, 3)
+    assert report.ok, report.first_divergence
 
 
 def test_they_are_not_recorded() -> None:

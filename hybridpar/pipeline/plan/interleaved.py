@@ -6,7 +6,8 @@ Two ranks with two chunks each, four micro-batches; b is the second chunk, a sta
     rank 1      F0- F1- F0b B0b---- F1b B1b---- F2- B0----- F3- B1----- F2b B2b---- F3b B3b---- B2----- B3-----        *
 
 2bw goes on with the next batch instead, for ever: so no rank waits, and p-1-r forwards ahead in place of 2(p-1-r) are
-enough. It then gains no time of a drain, but balance where blocks differ: a rank holds stages from several places.
+enough (where a backward takes no less than a forward). It then gains no time of a drain, but balance where blocks
+differ: a rank holds stages from several places.
 
 The micro-batches of a batch go in rounds: a round's pass through the first chunks of all ranks, then through the second
 ones, and so on; backwards likewise, the last chunk first. A round of p micro-batches is what the ring has room for. So
@@ -127,13 +128,15 @@ class Receives:
     is in the queue: all other ranks send first, and if all did, each would wait for the next one to receive.
 
     `lean`: with a lean warm-up ranks are closer together, and what goes round is back after a little more than half
-    of the ring. (The fractions were found by trying: with them no transport deadlocked for any p up to 40.)
+    of the ring. (The fractions were found by trying: with them no transport deadlocked for any p up to 40; where a
+    schedule is `endless`, up to 12.)
     """
 
-    def __init__(self, sizes: Sizes, *, lean: bool = False):
+    def __init__(self, sizes: Sizes, *, lean: bool = False, endless: bool = False):
         self.sizes = sizes
         p, stages = sizes.num_ranks, range(sizes.num_stages)
-        self._round = (7 * p // 12, p // 2) if lean else (p - 1, p - 1)  # forwards, backwards
+        back = 2 * p // 3 if endless else p // 2
+        self._round = (7 * p // 12, back) if lean else (p - 1, p - 1)  # forwards, backwards
         # stages where what comes has gone round, backwards and forwards, and those to which anything comes
         self._closing = [set() if sizes.is_v else {stage for stage in stages if sizes.rank_of(stage) == rank}
                          for rank in (p - 1, 0)]

@@ -157,7 +157,7 @@ def _needed_version(action: Action, schedule: Schedule, sizes: Sizes, first_batc
 
 
 def add_communication(
-    actions: Iterable[Action], sizes: Sizes, *, ahead: int = 1, lean: bool = False
+    actions: Iterable[Action], sizes: Sizes, *, ahead: int = 1, lean: bool = False, endless: bool = False,
 ) -> Iterator[Action]:
     """Adds to one rank's actions the receive of what each computation needs, and the send of what it makes.
 
@@ -165,10 +165,11 @@ def add_communication(
     none, does not count), that is, before the computation `ahead` places earlier starts, so the transfer overlaps with
     it (0: right before its use). More than 1 can deadlock where all transfers of a rank on one axis share a queue, as
     with NCCL: a send then stands behind a receive that its own effect must fill. `check` finds out. So it does in a
-    ring where a receive stands before any earlier send: there none is posted before these. `lean`: see Receives.
+    ring where a receive stands before any earlier send: there none is posted before these. `lean`, `endless`: see
+    Receives.
     """
     window: deque[Action] = deque()
-    receives, is_ring = Receives(sizes, lean=lean), sizes.is_ring
+    receives, is_ring = Receives(sizes, lean=lean, endless=endless), sizes.is_ring
     sent = {(kind, stage): ROWS[kind].send if sizes.peer(stage, ROWS[kind].flow) is not None else None
             for kind in INPUTS for stage in range(sizes.num_stages)}
     computing = dict.fromkeys(INPUTS, 0)  # of the window, by kind
@@ -247,7 +248,7 @@ def lower(
                           feedback=feedback)
     apart = schedule.warmup(sizes, 0) - schedule.warmup(sizes, sizes.num_ranks - 1)
     actions = add_communication(
-        actions, sizes, ahead=ahead, lean=bool(schedule.order) or apart < sizes.num_ranks)
+        actions, sizes, ahead=ahead, lean=bool(schedule.order) or apart < sizes.num_ranks, endless=not schedule.flush)
     if split:
         actions = merge_backward(actions, sizes)
     if away := num_away(offload, schedule, sizes, rank):

@@ -104,6 +104,14 @@ def test_2bw_of_several_stages_on_each_rank(made: tuple[Schedule, Sizes], whole:
         assert live.activations <= schedule.max_live_activations(sizes, rank)
 
 
+@pytest.mark.parametrize(("p", "m", "gather"), [
+    (9, 9, True), (10, 10, True), (11, 10, False), (11, 14, True), (12, 12, True), (16, 15, False)])
+def test_2bw_of_several_stages_in_deep_pipelines(p: int, m: int, gather: bool) -> None:
+    """Where few orders of receives fit: just enough micro-batches, and transfers of a rank queue."""
+    schedule, sizes = make_schedule("2bw", chunks=2), Sizes(p, m, 2)
+    check(make_plan(schedule, sizes, 0, 3, gather=gather), sizes, schedule)
+
+
 @settings(deadline=None, max_examples=30)
 @given(endless(), st.floats(0.1, 10), st.floats(1, 5))
 def test_2bw_of_several_stages_has_no_bubble(made: tuple[Schedule, Sizes], forward: float, times: float) -> None:
