@@ -26,7 +26,7 @@ from hybridpar.config import Config, ModelConfig
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.planner.candidates import Candidate, Request, balanced, batch_size, candidates, grids, on_v
-from hybridpar.planner.compressed import CHANGES_TRAINING, with_codecs
+from hybridpar.planner.compressed import loss_of_codecs, with_codecs
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.memory import TIGHT, MemoryCheck, host_shortage
@@ -222,7 +222,7 @@ class _Search:
                 smaller = Candidate(made, StepCost(made, candidate.cost.machine), tried_recomputation=True)
                 self.considered += 1
                 if smaller.cost.step_time * (1 + CODEC_GAIN) < before and self.memory.fits(smaller.cost):
-                    smaller.because = CHANGES_TRAINING
+                    smaller.because = loss_of_codecs(made)
                     self.ranked.append(smaller)
                     before = smaller.cost.step_time
         self.ranked.sort(key=_rank)

@@ -9,7 +9,7 @@ from planner import made
 
 from hybridpar.config import CompressionConfig, Config
 from hybridpar.planner.candidates import Request
-from hybridpar.planner.compressed import CHANGES_TRAINING
+from hybridpar.planner.compressed import loss_of_codecs
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.links_report import link_needs
 from hybridpar.planner.profile import CodecSpeeds
@@ -41,6 +41,11 @@ def test_replicas_get_all_compressed_messages(compression: dict[str, object], sh
     assert more == pytest.approx(num_bytes / 2e6 + 2 * num_bytes / 4e6 if compression["gradients"] == "int8" else 0)
 
 
+def test_what_a_codec_costs_in_loss_is_said() -> None:
+    config = with_codecs(made.config(pp=2), messages="int4", gradients="dct")
+    assert loss_of_codecs(config).startswith("changes training: loss +0.5 % by int4 messages, +16 % by dct gradients")
+
+
 def test_codecs_are_candidates_where_they_are_asked_for_and_it_is_said_what_they_do() -> None:
     config = made.config(pp=2, m=8, b=1)
     slow = made.link(bandwidth=2e3)
@@ -49,7 +54,7 @@ def test_codecs_are_candidates_where_they_are_asked_for_and_it_is_said_what_they
     assert all(one.config.compression == CompressionConfig() for one in search(config, on, request).ranked)
     found = search(config, on, replace(request, compression=True)).ranked
     assert found[0].config.compression.messages != "none"
-    assert found[0].because == CHANGES_TRAINING
+    assert found[0].because == loss_of_codecs(found[0].config)
     fast = made.machine(config, 2, made=made.profile(config, sizes=(1,)), memory=1e11)
     assert all(one.config.compression == CompressionConfig()
                for one in search(config, fast, replace(request, compression=True)).ranked), "nothing is gained"

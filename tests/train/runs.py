@@ -11,17 +11,19 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import matplotlib.figure  # noqa: F401  # here once, else in the first rank of every job
 import pytest
 
 from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.train.policy import BatchPolicy
+
+with suppress(ImportError):
+    import matplotlib.figure  # noqa: F401  # here once, else in the first rank of every job
 
 TOML = """
 [model]
