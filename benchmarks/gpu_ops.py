@@ -35,13 +35,16 @@ from benchmarks.common import arguments, parse, write_results
 from benchmarks.gpu_passes import Pass, able, passes
 from benchmarks.ops import DTYPES, SIZES, TOLERANCE, Operation, Size, compute, gradients_for, operations
 from hybridpar.ops import measured, registry
+from hybridpar.ops.attention import attention_class
 
 ROUGH = 0.01
 """Of torch's passes over lists: its float32 sum of 57 million squares on a CPU is 0.4% too low."""
 
 GPU_SIZES = {"345M": Size(8, 1024, 1024, 16, 50304), "1.3B": Size(4, 2048, 2048, 16, 50304),
              "6.7B": Size(2, 2048, 4096, 32, 50304), "large": Size(16, 2048, 2048, 16, 50304),
-             "one": SIZES["345M"], "tiny": SIZES["tiny"]}
+             "one": SIZES["345M"], "tiny": SIZES["tiny"]} | {
+    f"d{d}": Size(4, 2048, 16 * d, 16, 50304) for d in (64, 72, 80, 96, 256)} | {
+    f"d{d}-grouped": Size(4, 2048, 16 * d, 16, 50304, num_kv_heads=4) for d in (64, 128)}
 NAMES = {"bias + add + rms_norm": "add_norm", "bias + gelu": "gelu", "bias + swiglu": "swiglu",
          "causal attention": "attention", "cross-entropy": "cross_entropy",
          "AdamW": "optimizer", "embedding backward": "embedding"}
@@ -242,6 +245,9 @@ def write_table(cases: list[dict[str, Any]], device: str) -> None:
         settings, us = case["settings"], {side: quartiles[1] for side, quartiles in case["us"].items()}
         op = NAMES.get(settings["op"], settings["op"])
         names = {row.name for row in registry.backends(op)}
+        if op == "attention":
+            size = GPU_SIZES[settings["shape"]]
+            op = f"{op} {attention_class(size.hidden // size.num_heads, grouped=size.num_kv_heads > 0)}"
         dtype = "float32" if op == "optimizer" else str(DTYPES[settings["dtype"]]).removeprefix("torch.")
         known = times.setdefault(op, {}).setdefault(dtype, {}) if names else {}
         for side in names & us.keys():

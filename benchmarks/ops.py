@@ -39,6 +39,8 @@ class Size:
     hidden: int
     num_heads: int
     vocab: int
+    num_kv_heads: int = 0
+    """0: as many as there are heads."""
 
     @property
     def tokens(self) -> int:
@@ -89,7 +91,7 @@ def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str,
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=device).requires_grad_()
 
-    def heads() -> Tensor:
+    def heads(n: int = n) -> Tensor:
         return torch.randn(size.samples, s, n, d, dtype=dtype, device=device).transpose(1, 2).requires_grad_()
 
     labels = torch.randint(v, (t,), device=device)
@@ -114,8 +116,10 @@ def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str,
         "rotary": Operation(
             [heads()], lambda k: lambda x: ops.rotary(x, backend=k), lambda x: rotary_eager(x, *tables), 4 * t * h),
         "causal attention": Operation(
-            [heads(), heads(), heads()], lambda k: lambda q, k_, v_: ops.attention(q, k_, v_, causal=True, backend=k),
-            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), 11 * t * h, 7 * scores * d),
+            [heads(), *(heads(size.num_kv_heads or n) for _ in "kv")],
+            lambda k: lambda q, k_, v_: ops.attention(q, k_, v_, causal=True, backend=k),
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=size.num_kv_heads > 0),
+            11 * t * h, 7 * scores * d),
         "cross-entropy": Operation(
             [leaf(t, v)],
             lambda k: lambda x: vocab_parallel_cross_entropy(x, labels, Axis("tp"), backend=k).sum(),

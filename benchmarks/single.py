@@ -143,6 +143,8 @@ def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace)
     config = engine_config(shape, dtype=dtype, device=device, num_microbatches=args.microbatches)
     config = replace(config, model=replace(config.model, dropout=args.dropout))
     make: dict[str, Callable[[], Step]] = {OURS: lambda: OurStep(config, shape, ProcessGrid())}
+    if args.fp8:
+        make["with fp8"] = lambda: OurStep(replace(config, train=replace(config.train, fp8=True)), shape, ProcessGrid())
     if args.graphs:
         plain = replace(config, train=replace(config.train, cuda_graphs=False))
         make["without CUDA graphs"] = lambda: OurStep(plain, shape, ProcessGrid())
@@ -154,7 +156,7 @@ def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace)
     sides, memory = {}, {}
     for name, construct in make.items():
         sides[name], memory[name] = peak_gib(construct, device)
-    result = race(sides, args.rounds, tolerance=TOLERANCE_DROPOUT if args.dropout else TOLERANCE[dtype],
+    result = race(sides, args.rounds, tolerance=TOLERANCE_DROPOUT if args.dropout or args.fp8 else TOLERANCE[dtype],
                   repeat=REPEAT.get(shape_name, 1))
     entry = case(f"{shape_name} {dtype} {threads} thread{'s' * (threads > 1)}", result,
                  args.microbatches * shape.microbatch_tokens, shape=shape_name, dtype=dtype, threads=threads,
@@ -199,6 +201,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=[""])
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument("--fp8", action="store_true", help="also with hidden matrices in 8 bits")
     parser.add_argument("--graphs", action="store_true", help="also without CUDA graphs")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction)
     args = parse(parser)

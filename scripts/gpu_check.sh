@@ -3,10 +3,11 @@
 # Each step is a process of its own with a limit of its own, and what it has found is written at once: one that fails, or
 # is cut off, loses nothing of the others. Those that were never measured come first.
 #
-#   bash scripts/gpu_check.sh [FOLDER [STEP ..]]
+#   bash scripts/gpu_check.sh [FOLDER [STEP | CALL ..]]
 #
 #   FOLDER     where gpu_check.json, gpu_check.log and the benchmarks' reports go (default: benchmarks/results)
-#   STEP       of those below (list: prints them); default: all. `build` goes first on a machine that has no build yet
+#   STEP       of those below (list: prints them); default: all. `build` goes first where a GPU has no build yet
+#   CALL       1, 2 or 3: the steps of that number, which leave at most eight files; their report is gpu_check_CALL.json
 #   LIMIT=540  seconds for all of them; what no longer fits is left out, and said to be
 #   COMMIT=..  what the results name, where the folder is a copy whose git history does not tell
 #   WHEELS=..  folder of wheels of packages that are missing here (tyro, tomli-w and what they need); default: .whl
@@ -18,22 +19,25 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="${1:-benchmarks/results}"
 shift || true
-# name, seconds, command; in the order of what was measured least
-steps="build         150 build
-nccl          170 env WORKERS=3 bash -c 'gpu_tests tests/train/test_gpu.py -k nccl'
-graphs        100 gpu_tests tests/pipeline/run/test_graphs.py
-345M-dropout  110 single gpu_single_dropout 345M 5 --dropout 0.1
-1.3B-dropout  130 single gpu_single_1.3B_dropout 1.3B 5 --dropout 0.1
-bert-graphs    60 single gpu_single_bert bert_large 7 --graphs
-1.3B-16       150 single gpu_single_1.3B_16 1.3B 3 --microbatches 16
-gloo          150 gpu_tests tests/train/test_gpu.py -k 'not nccl'
-tests         170 gpu_tests \$(others)
-345M          110 single gpu_single 345M 9
-1.3B          130 single gpu_single_1.3B 1.3B 7
-operators      90 operators gpu_ops 1.3B 9 --table
-operators-4    80 operators gpu_ops_large large 5
-memcheck      200 sanitize memcheck
-racecheck     200 sanitize racecheck"
+# name, call, seconds, command; in the order of what was measured least
+steps="build         1 150 build
+nccl          1 170 env WORKERS=4 bash -c 'gpu_tests tests/train/test_gpu.py -k nccl'
+graphs        1 100 gpu_tests tests/pipeline/run/test_graphs.py
+moves         1 150 gpu_tests tests/train/test_gpu.py tests/train/test_planned_memory.py tests/memory/test_history.py -k 'not nccl and not grid'
+345M-dropout  2 110 single gpu_single_345M_dropout 345M 5 --dropout 0.1
+1.3B-dropout  2 130 single gpu_single_1.3B_dropout 1.3B 5 --dropout 0.1
+1.3B-fp8      2 110 single gpu_single_1.3B_fp8 1.3B 3 --fp8
+bert-graphs   2  60 single gpu_single_bert bert_large 7 --graphs
+1.3B-16       2 150 single gpu_single_1.3B_16 1.3B 3 --microbatches 16
+gloo          1 150 gpu_tests tests/train/test_gpu.py -k 'grid and not nccl'
+tests         2 170 gpu_tests \$(others)
+345M          3 110 single gpu_single 345M 9
+1.3B          3 130 single gpu_single_1.3B 1.3B 7
+operators     3  90 operators gpu_ops 1.3B 9 --table
+attention     3  90 operators gpu_ops_attention d72 5 --table --ops 'causal attention' --sizes d64 d72 d80 d96 d256 d64-grouped d128-grouped
+operators-4   3  80 operators gpu_ops_large large 5
+memcheck      3 200 sanitize memcheck
+racecheck     3 200 sanitize racecheck"
 names="$(awk '{print $1}' <<<"$steps")"
 if [ "${1:-}" = list ]; then echo "$steps"; exit; fi
 mkdir -p "$out"
@@ -79,14 +83,16 @@ build() {
 
 gpu_tests() {  # [PYTEST OPTION ..] FILE ..: side by side where pytest-xdist is there: most of their time is compilation
     local workers=() code=0
-    "$python" -c 'import xdist' 2>/dev/null && workers=(-n "${WORKERS:-$(($(nproc) < 14 ? $(nproc) : 14))}" --dist worksteal)
-    "$python" -m pytest -vv -m gpu -p no:cacheprovider --tb=short "${workers[@]}" "$@" || code=$?
+    "$python" -c 'import pytest_timeout' 2>/dev/null && workers=(--timeout 120)  # one that hangs is one that fails
+    "$python" -c 'import xdist' 2>/dev/null && workers+=(-n "${WORKERS:-$(($(nproc) < 14 ? $(nproc) : 14))}" --dist worksteal)
+    "$python" -m pytest -vv -m gpu -p no:cacheprovider --tb=short --continue-on-collection-errors \
+        "${workers[@]}" "$@" || code=$?
     [ "$code" -eq 5 ] && code=0  # none was selected
     return "$code"
 }
 
 others() {  # the files with GPU tests, but for those that have a step of their own
-    grep -rlE 'mark\.gpu|import places' tests --include='test_*.py' | grep -vE 'train/test_gpu|run/test_graphs'
+    grep -rlE 'mark\.gpu|import places' tests --include='test_*.py' | grep -vE 'train/test_|run/test_graphs|tests/memory'
 }
 
 single() {  # NAME SHAPE ROUNDS [OPTION ..]: training steps, beside the peer whose numerics are nearest
@@ -122,7 +128,7 @@ export out python gpu mode
 status=0
 : >"$out/gpu_check.log"
 found="$(mktemp)"
-report() {  # gpu_check.json, from the steps so far
+report() {  # from the steps so far
     "$python" - "$out" "$found" <<'PY'
 import json
 import os
@@ -156,13 +162,23 @@ result = {
     "status": max((abs(step["status"]) for step in steps), default=0),
     "backends": [asdict(registry.report(op, device, torch.bfloat16)) for op in registry.ops()],
 }
-(out / "gpu_check.json").write_text(json.dumps(result, indent=2) + "\n")
+Path(os.environ["report"]).write_text(json.dumps(result, indent=2) + "\n")
 PY
 }
-for name in ${*:-$names}; do
+chosen="" name=gpu_check
+for one in ${*:-$names}; do
+    of_call="$(awk -v call="$one" '$2 == call {print $1}' <<<"$steps")"
+    [ -n "$of_call" ] && name="gpu_check_$one"
+    chosen="$chosen ${of_call:-$one}"
+done
+export report="$out/$name.json"
+if [ "$mode" = cuda ] && ! grep -qw build <<<"$chosen" && ! compgen -G "hybridpar/_C_cuda*.so" >/dev/null; then
+    chosen="build $chosen"
+fi
+for name in $chosen; do
     line="$(awk -v name="$name" '$1 == name' <<<"$steps")"
     if [ -z "$line" ]; then echo "no step '$name': $(tr '\n' ' ' <<<"$names")" >&2; exit 2; fi
-    read -r _ seconds command <<<"$line"
+    read -r _ _ seconds command <<<"$line"
     seconds=$((seconds * slower)) left=$((limit - SECONDS)) begin=$SECONDS code=0
     [ "$left" -lt "$seconds" ] && seconds=$left
     printf '\n== begin %s\n' "$name" | tee -a "$out/gpu_check.log"

@@ -142,6 +142,10 @@ class TrainConfig:
     others run kernel by kernel."""
     tf32: bool = False
     """On a GPU: matrices of fp32 are multiplied in TF32, with 10 bits of mantissa, many times as fast."""
+    fp8: bool = False
+    """Hidden matrices are multiplied in factors of 8 bits (e4m3) with a scale for each row, forward and for gradients
+    of inputs; gradients of weights come in bf16, which dtype must be. Of GPUs, those of compute capability 9.0 have it,
+    where its speed has not been measured."""
     timeout_s: Annotated[float, Within(above=0, most=1e8)] = 60.0
     """Longest wait for another rank before the job is given up; faults.patience_s, where that is longer."""
     stop_signals: Annotated[tuple[str, ...], _SIGNALS] = ("INT", "TERM", "HUP")
@@ -158,6 +162,11 @@ class TrainConfig:
         if self.planned_memory and self.measure_memory and self.device == "cuda":
             yield Problem("train.measure_memory", "true", "reads torch's allocator of CUDA memory, whose place "
                           "train.planned_memory takes", "false")
+        if self.fp8 and self.dtype != "bf16":
+            yield Problem("train.fp8", "true", f"goes with train.dtype = bf16, not {self.dtype}", "false")
+        if self.fp8 and config.parallel.tp > 1:
+            yield Problem("train.fp8", "true", "has scales of whole rows, which ranks of parallel.tp = "
+                          f"{config.parallel.tp} have not", "false")
         if self.share_gpus and self.device == "cpu":
             yield Problem("train.share_gpus", "true", "needs GPUs, and train.device is cpu", "false")
 

@@ -158,7 +158,7 @@ def _bears(config: Config) -> tuple[object, ...]:
               if f.name not in ("parallel", "pipeline", "data", "run", "train"))
     replicas = parallel.dp if config.compression.replicas_differ or config.feeds_back else 1
     return (*others, replace(parallel, zero=0, pp=min(parallel.pp, 2), dp=replicas),
-            train.dtype, train.device, train.seed)
+            train.dtype, train.fp8, train.device, train.seed)
 
 
 def _unsplit(split: list[dict[str, int]] | None) -> list[dict[str, int]]:
@@ -178,5 +178,5 @@ def _what_counts(config: Config, shape: _Shape) -> Config:
         config, model=replace(config.transformer, num_layers=max(1, len(shape.again)) + (not shape.head)),
         parallel=replace(parallel, pp=min(parallel.pp, 2), dp=parallel.dp if has_dp else 1),
         pipeline=PipelineConfig(split_backward=config.pipeline.split_backward), data=DataConfig(), run=RunConfig(),
-        train=TrainConfig(
-            micro_batch_size=train.micro_batch_size, dtype=train.dtype, device=train.device, seed=train.seed))
+        train=TrainConfig(micro_batch_size=train.micro_batch_size, dtype=train.dtype, fp8=train.fp8,
+                          device=train.device, seed=train.seed))

@@ -30,6 +30,7 @@ from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 from hybridpar.pipeline.run.executor import max_unfinished_sends
+from hybridpar.pipeline.run.graphs import unsupported
 from hybridpar.state import StatePolicy
 from hybridpar.state.parts import Parts
 
@@ -71,7 +72,9 @@ class _Pipeline:
         parts = Parts.of(config, held)
         footprints = self._footprints(parts, buffers)
         each = [fp for of_stage in footprints.values() for fp in of_stage]
-        if parts.is_divided or (rank == 0 and self._sizes.is_v and config.model.tie_embeddings):
+        # stages of a rank have a tied weight in common, and what replicas share is cut where all of them end
+        common = config.parallel.zero > 0 or (rank == 0 and self._sizes.is_v and config.model.tie_embeddings)
+        if parts.is_divided or (len(held) > 1 and common):
             states = StatePolicy.of(config, buffers.versions, buffers.gradients)
             first = rank * config.parallel.dp * config.parallel.tp  # of its replicas and tp ranks
             state = trace_state(config, first, held, states, self._walked, self._device)
@@ -83,6 +86,8 @@ class _Pipeline:
         if state.items is not None:
             actions, anew = state.items.moved(actions), self._footprints(parts, replace(buffers, anew=True))
         found = walk(actions, footprints, self._walked, state, anew)
+        if self._device.type != "cuda" or not config.train.cuda_graphs or parts.is_divided or unsupported(config):
+            found = replace(found, graphs=0)
         return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)), state.whole)
 
     def _footprints(self, parts: Parts, buffers: Buffers) -> dict[int, list[Footprint]]:

@@ -21,7 +21,7 @@ from hybridpar.pipeline.plan.sizes import Sizes
 
 _COLUMNS = ("weights", "master", "gradients", "optimizer", "checkpoint", "activations", "communication", "transient",
             "total")
-_BESIDE = {"host": "in host memory", "file": "in the slow tier"}
+_BESIDE = {"graphs": "more for CUDA graphs", "host": "in host memory", "file": "in the slow tier"}
 _MIB = 2**20
 _WORTH_SAYING = 5
 """Percent of a peak."""

@@ -23,7 +23,8 @@ class StageMemory:
     in_flight: micro-batches between forward and backward then, counted on each stage of the rank. during: the action at
     the peak. host: of host memory, beside a GPU's: the copy of the state that a checkpoint is written from, and what an
     optimizer there has. file: of the state, what is in the slow tier. moved: what of a micro-batch leaves
-    where activations do, of the rank's stages on average.
+    where activations do, of the rank's stages on average. graphs: what recorded micro-batches keep from the norm and
+    the update, at whose time the allocator counts it as free: so much more than `total` a GPU needs.
     """
 
     weights: int
@@ -39,6 +40,7 @@ class StageMemory:
     host: int = 0
     file: int = 0
     moved: int = 0
+    graphs: int = 0
 
     @property
     def state(self) -> int:
@@ -73,7 +75,7 @@ def walk(
                   anew or footprints)
     for action in actions:
         found.follow(action)
-    return found.most
+    return replace(found.most, graphs=max(0, found.pool + found.beside - found.num_bytes))
 
 
 def together(footprints: Iterable[Footprint]) -> StateFootprint:
@@ -100,7 +102,8 @@ class _Walk:
         self._factors: dict[int, int] = defaultdict(int)  # by batch, until it is reduced
         self._waiting: dict[Kind, int] = {}  # outputs to be sent
         self._sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
-        self._bytes = 0  # of the most
+        self.num_bytes = 0  # of the most
+        self.pool = self.beside = 0  # of micro-batches, and of the norm and the update
         self.most = StageMemory(
             state.weights, state.master, state.gradients, state.optimizer, 0, 0, 0, 0, 0, "")
 
@@ -177,8 +180,12 @@ class _Walk:
         activations = self._kept + self._inputs + sum(self._factors.values())
         communication = self._posted + taken + self._handed + sum(self._waiting.values()) + sum(self._sends)
         transient = self._transient(action, fp) + (0 if shared is None else shared.num_bytes())
-        if activations + communication + transient > self._bytes:
-            self._bytes = activations + communication + transient
+        if action.kind in COMPUTE:
+            self.pool = max(self.pool, activations + transient)
+        else:
+            self.beside = max(self.beside, transient)
+        if activations + communication + transient > self.num_bytes:
+            self.num_bytes = activations + communication + transient
             self.most = replace(self.most, activations=activations, communication=communication, transient=transient,
                                 in_flight=self._in_flight, during=str(action))
 

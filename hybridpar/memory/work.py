@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from hybridpar.config import Config, DataConfig, ModelConfig, ModelSpec, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.memory.footprint import Buffers, TracedStage, sample_microbatch
@@ -40,9 +39,12 @@ class _Noting(TorchDispatchMode):
     """Notes the operators on ghosts; must be entered after their tracker."""
 
     def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # imports Triton, which takes 0.3 s
+
         super().__init__()
         self.ops: list[Op] = []
         self._operators: dict[int, Operator] = {}
+        self._formulas = flop_registry
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -59,7 +61,7 @@ class _Noting(TorchDispatchMode):
             return out
         use = operator.use(args, kwargs)
         touched = [*use.reads, *use.writes, *(x for x in made if not any(x is one for one in use.writes))]
-        shapes, counted = tuple(tuple(x.shape) for x in given), flop_registry.get(func.overloadpacket)
+        shapes, counted = tuple(tuple(x.shape) for x in given), self._formulas.get(func.overloadpacket)
         flops = counted(*args, **kwargs, out_val=out) if counted else _attention_flops(operator.operation, shapes)
         self.ops.append(Op(operator.name, shapes, sum(map(_num_bytes, touched)), int(flops)))
         return out

@@ -51,7 +51,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, padding_mask: Te
         if mask is not KEEP_ALL:
             raise ValueError(f"dropout needs as many queries as keys, got {_shapes(q, k, v)}")
         return attention_torch(q, k, v, causal, padding_mask, list(kv_index), mask)
-    return resolve("attention", backend, q)(q, k, v, causal, padding_mask, list(kv_index), mask)
+    code = resolve("attention", backend, q, attention_class(q.shape[3], grouped=n != n_kv))
+    return code(q, k, v, causal, padding_mask, list(kv_index), mask)
+
+
+def attention_class(head_dim: int, *, grouped: bool) -> str:
+    """The class of shapes of which one backend is the fastest."""
+    return f"d{head_dim}{' grouped' * grouped}"
 
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: Tensor | None, kv_index: list[int],

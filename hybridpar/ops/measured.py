@@ -1,9 +1,12 @@
 """Measured times of the operations' backends, for `auto`: measured.json, a table of the package.
 
-    {"NVIDIA H200": {"rotary": {"bfloat16": {"triton": 41.9, "cuda": 41.4, "torch": 702.5}}}}
+    {"NVIDIA H200": {"rotary": {"bfloat16": {"triton": 41.9, "cuda": 41.4, "torch": 702.5}},
+                     "attention d128": {"bfloat16": {"sdpa": 582.0, "cuda": 573.9}}}}
 
 By device (what torch calls a GPU; "cpu" is any CPU), operation and type: microseconds of forward and backward, or of a
-pass, summed over the shapes of the benchmark. `python -m benchmarks.gpu_ops --table` writes it.
+pass, summed over the shapes of the benchmark. Where which is fastest depends on the class of a shape, that follows the
+operation's name. `python -m benchmarks.gpu_ops --table` writes it. A GPU that is not in it has the times of the one of
+its compute capability that is.
 """
 
 from __future__ import annotations
@@ -16,14 +19,20 @@ from importlib import resources
 import torch
 
 Medians = Mapping[str, float]
+ALIKE = {(9, 0): "NVIDIA H200"}
+"""Devices of the table by compute capability: an H100 has the same multiprocessors, and two thirds of the bandwidth."""
 TABLE = resources.files("hybridpar.ops") / "measured.json"
 
 
-def medians(op: str, device_type: str | None, dtype: torch.dtype | None) -> Medians:
-    """Microseconds of each backend that was measured on such tensors; empty where none was."""
+def medians(op: str, device_type: str | None, dtype: torch.dtype | None, shape: str = "") -> Medians:
+    """Microseconds of each backend that was measured on such tensors; empty where none was. shape: their class."""
     if device_type is None or dtype is None:
         return {}
-    return _table().get(device_name(device_type), {}).get(op, {}).get(str(dtype).removeprefix("torch."), {})
+    table = _table().get(device_name(device_type))
+    if table is None and device_type == "cuda" and torch.cuda.is_available():
+        table = _table().get(ALIKE.get(torch.cuda.get_device_capability(), ""))
+    found = [(table or {}).get(name, {}).get(str(dtype).removeprefix("torch.")) for name in (f"{op} {shape}", op)]
+    return next(filter(None, found), {})
 
 
 def device_name(device_type: str) -> str:

@@ -141,17 +141,19 @@ def backends(op: str) -> tuple[Backend, ...]:
     return tuple(row for row in TABLE if row.op == op)
 
 
-def resolve(op: str, choice: str, x: Tensor) -> Callable[..., Any]:
+def resolve(op: str, choice: str, x: Tensor, shape: str = "") -> Callable[..., Any]:
     """The code that runs `op` on tensors like `x`: of the backend named, or of the one that `select` takes for 'auto'.
+    shape: its class, where the fastest one depends on it.
 
     Raises: ConfigError if the backend does not exist or cannot run.
     """
-    code, *library = [_loaded(path) for path in _path(op, choice, x.device.type, x.dtype).split()]
+    code, *library = [_loaded(path) for path in _path(op, choice, x.device.type, x.dtype, shape).split()]
     return functools.partial(code, *library) if library else code
 
 
-def select(op: str, choice: str = "auto", device_type: str | None = None, dtype: torch.dtype | None = None) -> Backend:
-    """The row that runs `op` on such tensors (None: in general, on this machine).
+def select(op: str, choice: str = "auto", device_type: str | None = None, dtype: torch.dtype | None = None,
+           shape: str = "") -> Backend:
+    """The row that runs `op` on such tensors (None: in general, on this machine), of a class of shapes.
 
     'auto': of those that can, the fastest where two or more were measured on such tensors, else the first.
 
@@ -161,7 +163,7 @@ def select(op: str, choice: str = "auto", device_type: str | None = None, dtype:
     if not rows:
         raise config_error("kernels", op, "is not an operation", ", ".join(ops()))
     if choice == "auto":
-        return _automatic(op, device_type, dtype)[0]
+        return _automatic(op, device_type, dtype, shape)[0]
     row = next((row for row in rows if row.name == choice), None)
     works = ("auto", *(row.name for row in rows if row.unsupported(device_type, dtype) is None))
     if row is None:
@@ -179,27 +181,27 @@ def report(op: str, device_type: str | None = None, dtype: torch.dtype | None = 
     return Report(op, row.name, {name: reason for name, reason in reasons.items() if reason}, by_time)
 
 
-def _automatic(op: str, device_type: str | None, dtype: torch.dtype | None) -> tuple[Backend, bool]:
+def _automatic(op: str, device_type: str | None, dtype: torch.dtype | None, shape: str = "") -> tuple[Backend, bool]:
     """The row that 'auto' takes, and whether measured times decided."""
     able = [row for row in backends(op) if row.unsupported(device_type, dtype) is None]
-    times = measured.medians(op, device_type, dtype)
+    times = measured.medians(op, device_type, dtype, shape)
     timed = [row for row in able if row.name in times]
     return (min(timed, key=lambda row: times[row.name]), True) if len(timed) > 1 else (able[0], False)
 
 
-def _path(op: str, choice: str, device_type: str, dtype: torch.dtype) -> str:
+def _path(op: str, choice: str, device_type: str, dtype: torch.dtype, shape: str) -> str:
     """The path of the selected row, whose modules are loaded: a text, as torch.compile runs this while it traces."""
-    return _selected(op, choice, device_type, dtype).path
+    return _selected(op, choice, device_type, dtype, shape).path
 
 
 constant_when_traced(_path)
 
 
 @functools.cache
-def _selected(op: str, choice: str, device_type: str, dtype: torch.dtype) -> Backend:
+def _selected(op: str, choice: str, device_type: str, dtype: torch.dtype, shape: str) -> Backend:
     """Selects once for each kind of tensor, and logs the choice."""
-    row = select(op, choice, device_type, dtype)
-    _log.info("%s on %s %s: %s backend", op, device_type, dtype, row.name)
+    row = select(op, choice, device_type, dtype, shape)
+    _log.info("%s on %s %s: %s backend", f"{op} {shape}".rstrip(), device_type, dtype, row.name)
     return row
 
 

@@ -29,7 +29,7 @@ class StatePolicy:
     defers: whether weights' gradients may be computed later than those of inputs. on_host: whether the host updates.
     ends_apart: whether embedding and head are on different ranks of a pipeline.
     outer: how sites meet, where there are several.
-    compression: of gradients; kernels: backends of its passes.
+    compression: of gradients; kernels: backends of its passes. eight_bits: whether hidden matrices are multiplied so.
     """
 
     dtype: torch.dtype
@@ -44,6 +44,7 @@ class StatePolicy:
     outer: OuterConfig = field(default_factory=OuterConfig)
     compression: CompressionConfig = UNCOMPRESSED
     kernels: KernelsConfig = AUTO
+    eight_bits: bool = False
 
     @staticmethod
     def of(config: Config, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
@@ -51,7 +52,8 @@ class StatePolicy:
         return StatePolicy(DTYPES[config.train.dtype], num_versions, num_gradient_buffers, config.optim,
                            config.parallel, config.kernels.optimizer, config.pipeline.split_backward,
                            config.pipeline.placement != "v",
-                           config.memory.host_optimizer, config.outer, config.compression, config.kernels)
+                           config.memory.host_optimizer, config.outer, config.compression, config.kernels,
+                           config.train.fp8 and config.train.dtype == "bf16")
 
     @property
     def splits_gradients(self) -> bool:

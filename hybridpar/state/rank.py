@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.grid import ProcessGrid
+from hybridpar.nn import eight_bits
 from hybridpar.nn.init import initialize
 from hybridpar.nn.matmul import FACTORED
 from hybridpar.ops.update import Weights
@@ -72,9 +73,13 @@ class RankState:
         self.compression = Compression.of(
             self.partition, self.placements, policy.compression, self.memory, policy.kernels)
         factored = self.compression.factored if self.compression is not None else frozenset()
-        for leaves in self.weights.leaves if factored else ():
+        in_8_bits = {name for name, place in self.placements.items() if policy.eight_bits and place.matrices
+                     and all(size % eight_bits.MULTIPLE == 0 for size in place.shape)}
+        for leaves in self.weights.leaves if factored or in_8_bits else ():
             for name in factored:
                 setattr(leaves[name], FACTORED, True)
+            for name in in_8_bits:
+                setattr(leaves[name], eight_bits.WANTED, True)
         self.gradients = GradientAccumulator(
             parameters.layout, self.memory, policy.num_gradient_buffers,
             chunks=cut(parameters.layout, self.uses), defers=policy.defers, factored=factored, tied=tied)

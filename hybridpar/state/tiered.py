@@ -84,6 +84,12 @@ class ItemMemory(Memory):
                 found |= layout.views(flat)
         return [found[slot.name] for slot in slots]
 
+    def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
+        return nullcontext() if self.whole is None else self.whole.viewing(chunk)
+
+    def writing(self, *views: Tensor) -> AbstractContextManager[object]:
+        return nullcontext() if self.whole is None else self.whole.writing(*views)
+
     def seal(self, allocate: Callable[[], object]) -> None:
         allocate()
 
@@ -145,12 +151,8 @@ class TieredMemory(ItemMemory):
         self._copy, stack = None, ExitStack()
         own = [view for view in views if not self._is_whole(view)]
         stack.enter_context(self.tiers.using(list(dict.fromkeys(map(self.number_of, own))), changing=True))
-        if self.whole is not None:
-            stack.enter_context(self.whole.writing(*views))
+        stack.enter_context(super().writing(*views))
         return stack
-
-    def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
-        return nullcontext() if self.whole is None else self.whole.viewing(chunk)
 
     def _is_whole(self, view: Tensor) -> bool:
         """Whether a tensor is a view of a chunk that replicas share."""

@@ -298,11 +298,8 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
                 yield action
 
         states = StatePolicy.of(config, 1, 1)
-        memory: GhostChunks | ItemMemory | None = None
-        if states.splits_gradients:
-            memory = GhostChunks(tracker.device, states)
-        elif config.memory.budget:
-            memory = ItemMemory(tracker.device)
+        whole = GhostChunks(tracker.device, states) if states.splits_gradients else None
+        memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
         engine = _GhostEngine(config, grid, tracker.device, tamper=watched, memory=memory)
         recorder = EngineRecorder(engine, spans.append)
         with recorder.active():

@@ -145,7 +145,8 @@ def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4, distur
                            f"tp = {sizes['tp']}", "none")
     parallel = replace(config.parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])
     memory = config.memory if parallel.pp == config.parallel.pp else config.memory.on_another_grid()
-    config = replace(config, parallel=parallel, train=replace(config.train, dtype="fp64", device="cpu"), memory=memory,
+    train = replace(config.train, dtype="fp64", fp8=False, device="cpu")
+    config = replace(config, parallel=parallel, train=train, memory=memory,
                      outer=replace(config.outer, precision="full"))
     run = run_grid(config, num_batches, disturbance)
     return compare(config, run, num_batches, disturbance)

@@ -85,6 +85,23 @@ def sent(part: int, whole: int) -> dict[str, int]:
     return {"input": whole, "message": whole, "received": part, "returned": part, "returning": part, "output": part}
 
 
+def test_recorded_micro_batches_keep_their_memory_from_the_update() -> None:
+    """Of a micro-batch's 25 none is the update's, which takes 7; where that takes more than all of it, all is added."""
+    footprint = replace(NOTHING, kept=5, forward=10, first_backward=20, backward=20, norm=3, update=7)
+    for update, most, graphs in ((7, 25, 7), (40, 40, 25)):
+        memory = walked_footprint(replace(footprint, update=update))
+        assert (memory.total, memory.graphs) == (most, graphs)
+    on_gpu, off = (make(train={"device": "cuda", "cuda_graphs": on}) for on in (True, False))
+    assert predict(on_gpu)[0] == replace(predict(off)[0], graphs=predict(on_gpu)[0].graphs)
+    assert predict(on_gpu)[0].graphs > 0
+    assert {predict(config)[0].graphs for config in (off, make(), make(pp=2, train={"device": "cuda"}))} == {0}
+    assert "more for CUDA graphs" in table(predict(on_gpu))
+
+
+def walked_footprint(footprint: Footprint) -> StageMemory:
+    return walk(lower("1f1b", Sizes(1, 2), 0, 0, 2), {0: [footprint]}, Sizes(1, 2))
+
+
 def test_messages() -> None:
     """Inputs count with the activations; posted receives, outputs and unfinished sends as communication."""
     found = walked("1f1b", 4, 12, 1, replace(NOTHING, **sent(1, 1), backward=1))

@@ -13,6 +13,7 @@ from hybridpar import native, ops
 from hybridpar.config import KernelsConfig
 from hybridpar.errors import ConfigError
 from hybridpar.ops import libraries, measured, registry
+from hybridpar.ops.attention import attention_class
 from hybridpar.ops.registry import Backend, report, select
 
 
@@ -101,10 +102,34 @@ def test_auto_takes_the_fastest_where_it_was_measured(monkeypatch):
 def test_the_table_names_what_there_is():
     for device, table in measured._table().items():
         for op, types in table.items():
+            names = {row.name for row in registry.backends(op.partition(" ")[0])}
             for dtype, times in types.items():
                 assert isinstance(getattr(torch, dtype), torch.dtype), (device, op, dtype)
-                assert times.keys() <= {row.name for row in registry.backends(op)}, (device, op, dtype)
+                assert times.keys() <= names, (device, op, dtype)
                 assert min(times.values()) > 0
+
+
+def test_the_class_of_a_shape_and_the_kind_of_gpu_decide(monkeypatch):
+    """An H100 has an H200's times; a head dimension that was not measured has the first row that can."""
+    monkeypatch.setattr(Backend, "unsupported", lambda row, device_type=None, dtype=None: (
+        "for CPUs" if row.device == "cpu" else None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measured, "_table", lambda: {"NVIDIA H200": {
+        "attention d128": {"bfloat16": {"sdpa": 3.0, "cuda": 2.0}}, "attention d96": {"bfloat16": {
+            "sdpa": 1.0, "triton": 2.0}}, "rotary": {"bfloat16": {"cuda": 1.0, "triton": 2.0}}}})
+
+    def chosen(op, shape, name, capability):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        return select(op, "auto", "cuda", torch.bfloat16, shape).name
+
+    for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+        assert [chosen("attention", shape, name, (9, 0)) for shape in ("d128", "d96", "d72", "d128 grouped")] == [
+            "cuda", "sdpa", "sdpa", "sdpa"]
+        assert chosen("rotary", "", name, (9, 0)) == "cuda"
+    assert chosen("attention", "d128", "NVIDIA A100-SXM4-80GB", (8, 0)) == "sdpa"
+    assert chosen("rotary", "", "NVIDIA A100-SXM4-80GB", (8, 0)) == "triton"
+    assert attention_class(128, grouped=True) == "d128 grouped"
 
 
 def test_measurements_are_added_to_the_table(monkeypatch, tmp_path):
@@ -114,9 +139,12 @@ def test_measurements_are_added_to_the_table(monkeypatch, tmp_path):
     gpu_ops.write_table([
         {"settings": {"op": "bias + gelu", "dtype": "bf16"}, "us": {"cpp": [1.0, 2.0, 3.0], "eager": [4.0, 5.0, 6.0]}},
         {"settings": {"op": "swiglu", "dtype": "fp32"}, "us": {"torch": [1.0, 3.0, 4.0]}},
+        {"settings": {"op": "causal attention", "shape": "d64-grouped", "dtype": "bf16"},
+         "us": {"sdpa": [1.0, 5.0, 6.0]}},
         {"settings": {"op": "gradient norm", "dtype": "fp32"}, "us": {"foreach": [1.0, 2.0, 3.0]}}], "cpu")
     assert json.loads(path.read_text()) == {"cpu": {
-        "gelu": {"float32": {"cpp": 1.0}, "bfloat16": {"cpp": 2.0}}, "swiglu": {"float32": {"torch": 3.0}}}}
+        "gelu": {"float32": {"cpp": 1.0}, "bfloat16": {"cpp": 2.0}}, "swiglu": {"float32": {"torch": 3.0}},
+        "attention d64 grouped": {"bfloat16": {"sdpa": 5.0}}}}
 
 
 def fake_load(path):

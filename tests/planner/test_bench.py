@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -106,32 +105,37 @@ def test_times_of_a_busy_machine_are_neither_kept_nor_taken_from_what_was_kept(
 
 
 HOGS = 2
-MEASURE = """
-import os, sys
-os.sched_setaffinity(0, {int(sys.argv[1])})
-import json
-from planner import made
-from hybridpar.config import Launch
-from hybridpar.planner.measure_machine import measure_machine
-print(json.dumps(measure_machine(made.config(), Launch(0, 0, 1, 1), quick=True, ranks=1).hardware.efficiency))
-"""
-HOG = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint(flush=True)\nwhile True: pass"
+
+
+def hog(core: int, ready: Connection) -> None:
+    os.sched_setaffinity(0, {core})
+    ready.send(None)
+    while True:
+        pass
+
+
+def measured(core: int, found: Connection) -> None:
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    bench = Bench(made.config(), 1, Axis("tp"), CPU)
+    _timed(bench, Axis("world"), Effort(0.2, 20, parts=False), own=True)
+    found.send(bench.had_core)
 
 
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system does not say who waits")
 def test_programs_that_share_the_only_core_are_noticed() -> None:
-    core = str(min(os.sched_getaffinity(0)))
-    hogs = [subprocess.Popen([sys.executable, "-c", HOG, core], stdout=subprocess.PIPE) for _ in range(HOGS)]
+    """Forks, which import nothing again."""
+    core, fork = min(os.sched_getaffinity(0)), multiprocessing.get_context("fork")
+    ends = [fork.Pipe(duplex=False) for _ in range(HOGS + 1)]
+    targets = [hog] * HOGS + [measured]
+    processes = [fork.Process(target=target, args=(core, end), daemon=True)  # type: ignore[attr-defined]
+                 for target, (_, end) in zip(targets, ends, strict=True)]
     try:
-        for hog in hogs:
-            assert hog.stdout is not None
-            hog.stdout.readline()
-        paths = os.pathsep.join(str(path) for path in (Path(__file__).parent.parent, Path.cwd()))
-        done = subprocess.run([sys.executable, "-c", MEASURE, core], capture_output=True, text=True, timeout=300,
-                              env={**os.environ, "PYTHONPATH": paths})
+        for process, (reader, _) in zip(processes, ends, strict=True):
+            process.start()
+            assert reader.poll(60.0)
+        assert ends[-1][0].recv() < 0.7, f"{HOGS} others want the same core all the time"
     finally:
-        for hog in hogs:
-            hog.kill()
-            hog.communicate()
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) < 0.7, f"{HOGS} others want the same core all the time"
+        for process in processes:
+            process.kill()
+            process.join()

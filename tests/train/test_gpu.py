@@ -259,6 +259,19 @@ def test_a_run_goes_on_in_one_process(tmp_path: Path, capfd: pytest.CaptureFixtu
             assert row[name] == pytest.approx(other[name], rel=TOLERANCE["fp32"]), row["step"]
 
 
+def test_recorded_memory_is_what_the_allocator_did(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Operators of forwards, of backwards in autograd's threads, and of updates."""
+    path = write_config(tmp_path, "1f1b")
+    assert main(["train", str(path), "--train.device", "cuda", "--train.num_steps", "4", "--train.record_memory", "3",
+                 "--train.eval_interval", "0", "--train.save_interval", "0"]) == 0
+    said = capfd.readouterr().err
+    found = re.search(r"has ([\d,]+) of ([\d,]+) recorded births and ([\d,]+) of ([\d,]+) deaths", said)
+    assert found is not None, said
+    found_births, births, found_deaths, deaths = (int(number.replace(",", "")) for number in found.groups())
+    assert found_births >= 0.99 * births > 100
+    assert found_deaths >= 0.95 * deaths > 100  # a block that a thread of autograd gave back may be told of late
+
+
 def test_commands_that_look_at_the_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_config(tmp_path)
     assert main(["doctor"]) == 0

@@ -104,6 +104,7 @@ PIPELINES = ({"schedule": "2bw"}, {"schedule": "1f1b"}, {"schedule": "gpipe"}, {
              {"schedule": "2bw", "num_microbatches": 1}, {"schedule": "2bw", "split_backward": True, "sync_steps": 1})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
 def test_the_same_bits_and_the_bytes_of_the_formula(pipeline: dict[str, Any], dtype: str) -> None:
@@ -172,20 +173,23 @@ class SlowHost(HostWork):
 
     def __init__(self, seconds: float = 0.0, fails_in: int | None = None):
         self._seconds, self._fails_in, self._num_steps = seconds, fails_in, 0
+        self.threads = set[int]()
 
     def step(self, step: Callable[[], None], numel: int) -> None:
         if self._num_steps == self._fails_in:
             raise RuntimeError("the host has lost its memory")
         self._num_steps += 1
+        self.threads.add(threading.get_ident())
         time.sleep(self._seconds * numel)
         step()
 
 
 def test_a_slow_host_is_waited_for_and_changes_nothing() -> None:
     config = hosted(make(pipeline={"schedule": "2bw"}))
-    plain, slow = build(config), build(config, SlowHost(2e-6))
+    plain, slow = build(config), build(config, work := SlowHost(2e-6))
     slow.executor.recording = Recording(HostClock())
     train(config, engine=slow).check(train(config, engine=plain))
+    assert len(work.threads - {threading.get_ident()}) == 1, "beside the launch thread"
     events = slow.executor.recording.events()
     numel = sum(owned.stop - owned.start for owned in slow.state.partition.owned)
     waited = sum(event.waited for event in events if event.action.kind is Kind.UPDATE)
@@ -224,6 +228,7 @@ def test_copies_on_streams_of_their_own_are_waited_for(schedule: str, dtype: str
     config = make(pipeline={"schedule": schedule}, train={"dtype": dtype})
     train(hosted(config), work=(work := LateCopies())).check(train(config))
     assert sorted(map(sorted, work.ways.values())) == [["from host"], ["to host"]]
+    assert work.launches not in work.ways
     assert len(work.marks) == 2 * 4, "each way of each batch is behind what was launched before it"
 
 

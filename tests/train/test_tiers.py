@@ -20,9 +20,10 @@ from hybridpar.config import Config, MemoryConfig, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError, HybridparError
 from hybridpar.grid import ProcessGrid
-from hybridpar.state import device_tier
+from hybridpar.state import StatePolicy, device_tier
 from hybridpar.state.device_tier import DeviceTieredMemory
 from hybridpar.state.pages import Region
+from hybridpar.state.shares import WholeChunks
 from hybridpar.state.store import DiskStore
 from hybridpar.state.tiered import TieredMemory
 from hybridpar.train import trace
@@ -80,8 +81,9 @@ def build(config: Config, folder: Path, share: float | None, *, on_host: bool = 
     least, most = probe.touches.least_budget(), probe.touches.most_bytes
     probe.state.memory.close()
     budget = int(least + share * (most - least))
+    whole = WholeChunks(CPU, StatePolicy.of(config, 1, 1)) if probe.whole else None
     return Engine(replace(config, memory=MemoryConfig(budget, str(folder))), grid, CPU,
-                  memory=DeviceTieredMemory(budget, CPU) if on_host else None)
+                  memory=DeviceTieredMemory(budget, CPU, whole) if on_host else None)
 
 
 def train(config: Config, folder: Path, share: float | None, stretches: tuple[int, ...] = (2, 1), *,
@@ -112,10 +114,10 @@ PIPELINES = ({"schedule": "1f1b"}, {"schedule": "gpipe"}, {"schedule": "2bw"}, {
 def test_any_budget_gives_the_same_bits(pipeline: dict[str, Any], dtype: str, tmp_path: Path) -> None:
     config = make(pipeline=pipeline, train={"dtype": dtype})
     whole = train(config, tmp_path, None)
-    runs = [train(config, tmp_path, share) for share in (0.0, 0.2, 1.0)]
-    for run in runs:
+    tight, roomy = (train(config, tmp_path, share) for share in (0.0, 0.2))
+    for run in (tight, roomy):
         run.check(whole)
-    assert runs[0].moved > runs[1].moved > runs[2].moved == 0
+    assert tight.moved > roomy.moved > 0
 
 
 @pytest.mark.parametrize(("pipeline", "dtype"), [({"schedule": "2bw"}, "bf16"), ({"schedule": "1f1b"}, "fp32")],
@@ -140,6 +142,20 @@ def test_storages_that_are_empty_while_items_are_on_the_host(pipeline: dict[str,
     run.check(train(config, tmp_path, None))
     assert run.moved > 0
     assert marks
+
+
+def on_host(config: Config, folder: Path) -> Run:
+    run = train(config, folder, 0.1, on_host=True)
+    run.check(train(config, folder, None))
+    return run
+
+
+@pytest.mark.ranks
+def test_shares_on_the_host(tmp_path: Path) -> None:
+    """As above, with chunks that replicas share."""
+    config = make({"num_layers": 2}, parallel={"dp": 2, "zero": 3}, pipeline={"schedule": "2bw"})
+    for run in run_ranks(on_host, 2, config, tmp_path):
+        assert run.moved > 0
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -167,14 +183,14 @@ def test_a_part_at_a_time_moves_weights_once_a_sweep(tmp_path: Path) -> None:
     by_part, by_microbatch = (train(make(untied, pipeline={"schedule": schedule, "num_microbatches": 4}), tmp_path, 0.0)
                               for schedule in ("gpipe", "1f1b"))
     assert by_part.moved < by_microbatch.moved / 1.5
+    assert train(make(untied), tmp_path, 1.0).moved == 0
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("parallel", "pipeline", "dtype"), [
-    ({"tp": 2, "sequence": True}, {}, "fp32"), ({"tp": 3}, {"schedule": "2bw"}, "fp32"), ({"dp": 2}, {}, "bf16"),
-    ({"dp": 2, "zero": 1}, {"schedule": "2bw"}, "fp32"), ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw"}, "bf16"),
-    ({"pp": 2}, {"schedule": "interleaved"}, "fp32"), ({"pp": 2, "tp": 2}, {"schedule": "gpipe"}, "bf16"),
-    ({"pp": 2, "tp": 2, "dp": 2, "zero": 2}, {"schedule": "2bw"}, "bf16"),
+    ({"tp": 2, "sequence": True}, {}, "fp32"), ({"dp": 2}, {}, "bf16"),
+    ({"pp": 2, "tp": 2}, {"schedule": "gpipe"}, "bf16"), ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw"}, "bf16"),
+    ({"tp": 2, "dp": 2, "zero": 2}, {"schedule": "2bw"}, "bf16"),
     ({"pp": 2, "dp": 2, "zero": 3}, {"schedule": "interleaved"}, "fp32"),
 ], ids=str)
 def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], dtype: str, tmp_path: Path) -> None:
@@ -224,20 +240,25 @@ def resumed(config: Config, folder: Path) -> tuple[list[str], int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("zero", "pipeline", "dtype", "optim"), [
-    (2, {"schedule": "1f1b"}, "bf16", {}), (2, {"schedule": "gpipe"}, "fp32", {"name": "muon"}),
-    (2, {"schedule": "pipedream"}, "fp32", {"clip_grad": 0.0}), (3, {"schedule": "2bw"}, "fp32", {}),
-    (3, {"schedule": "gpipe"}, "bf16", {}), (3, {"schedule": "1f1b", "split_backward": True}, "fp32", {}),
-    (3, {"schedule": "2bw", "recompute": "stage", "gradient_buffers": 1}, "bf16", {}),
-], ids=str)
-def test_shares_of_replicas_are_items(zero: int, pipeline: dict[str, Any], dtype: str, optim: dict[str, Any],
-                                      tmp_path: Path) -> None:
-    """Muon updates all at once, so its least budget has room for all shares."""
-    config = make({"num_layers": 2}, parallel={"dp": 2, "zero": zero}, pipeline=pipeline, optim=optim,
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
+def test_shares_of_replicas_are_items(pipeline: dict[str, Any], dtype: str, zero: int, tmp_path: Path) -> None:
+    config = make({"num_layers": 2}, parallel={"dp": 2, "zero": zero}, pipeline=pipeline,
                   train={"dtype": dtype, "num_steps": 60})
     for differs, moved in run_ranks(resumed, 2, config, tmp_path):
         assert not differs
-        assert (moved > 0) is not bool(optim.get("name"))
+        assert moved > 0
+
+
+@pytest.mark.ranks
+def test_shares_that_are_updated_at_once(tmp_path: Path) -> None:
+    """Muon's least budget has room for all shares."""
+    config = make({"num_layers": 2}, parallel={"dp": 2, "zero": 3}, optim={"name": "muon"}, train={"num_steps": 60})
+    for differs, moved in run_ranks(resumed, 2, config, tmp_path):
+        assert not differs
+        assert moved == 0
 
 
 @pytest.mark.ranks
@@ -249,19 +270,21 @@ def test_a_grid_with_a_budget_is_the_same_training(zero: int, tmp_path: Path) ->
     assert report.ok, report.first_divergence
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_saved_with_one_budget_and_gone_on_with_another(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("before", "after"), [(0.0, None), (None, 0.1), (0.3, 0.0)])
+def test_saved_with_one_budget_and_gone_on_with_another(before: float | None, after: float | None, dtype: str,
+                                                        tmp_path: Path) -> None:
     config = make(pipeline={"schedule": "2bw"}, train={"dtype": dtype, "num_steps": 10})
     whole = train(config, tmp_path, None, (2, 3))
-    for name, before, after in (("a", 0.0, None), ("b", None, 0.1), ("c", 0.3, 0.0)):
-        steps: list[tuple[float, float]] = []
-        for share, num_batches in ((before, 2), (after, 3)):
-            engine = build(config, tmp_path, share)
-            checkpoint.resume(tmp_path / name, engine, "corpus", print)
-            loader = SyntheticLoader(config.model, 2, 4)
-            engine.train(loader, num_batches, lambda result, to=steps: to.append((result.loss, result.grad_norm)))
-            checkpoint.save(tmp_path / name, engine, "corpus")
-        Run(steps, engine.evaluate(loader, 1), content(engine)).check(whole)
+    steps: list[tuple[float, float]] = []
+    for share, num_batches in ((before, 2), (after, 3)):
+        engine = build(config, tmp_path, share)
+        checkpoint.resume(tmp_path, engine, "corpus", print)
+        loader = SyntheticLoader(config.model, 2, 4)
+        engine.train(loader, num_batches, lambda result: steps.append((result.loss, result.grad_norm)))
+        checkpoint.save(tmp_path, engine, "corpus")
+    Run(steps, engine.evaluate(loader, 1), content(engine)).check(whole)
 
 
 def test_a_stop_in_the_middle(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ RESUMED = Disturbance(resume_at=2)
 
 
 @pytest.mark.parametrize(("zero", "grid", "model", "sections", "disturbance"), [
-    (2, {"dp": 2}, DROPOUT, {}, CALM),
     (2, {"pp": 2, "dp": 3}, BERT, {"optim": {"name": "lamb"}, "pipeline": {"schedule": "2bw", "early_switch": 1}},
      RESUMED),
     (3, {"tp": 2, "pp": 2, "dp": 2}, DROPOUT, {"pipeline": {"schedule": "2bw"}}, Disturbance(frozenset({1, 2}), 2)),
@@ -23,7 +22,6 @@ RESUMED = Disturbance(resume_at=2)
     (3, {"pp": 2, "dp": 2}, {}, {"pipeline": {"schedule": "interleaved", "split_backward": True}}, RESUMED),
     (3, {"pp": 2, "dp": 2}, {}, {"pipeline": {"schedule": "pipedream", "recompute": "all"}}, CALM),
     (3, {"dp": 2}, {}, {"pipeline": {"schedule": "2bw"}, "optim": {"staleness": "prediction"}}, RESUMED),
-    (3, {"tp": 2, "dp": 2}, {"tie_embeddings": False}, {"pipeline": {"schedule": "naive"}}, CALM),
 ], ids=str)
 def test_shared_gradients_and_weights(zero: int, grid: dict[str, int], model: dict[str, Any],
                                       sections: dict[str, dict[str, Any]], disturbance: Disturbance) -> None:

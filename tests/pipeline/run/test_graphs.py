@@ -42,7 +42,7 @@ def make(**sections: dict[str, Any]) -> Config:
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "bf16": {"train": {"dtype": "bf16"}},
-    "fp32": {"train": {"dtype": "fp32"}},
+    "fp32": {"train": {"dtype": "fp32"}}, "fp8": {"train": {"dtype": "bf16", "fp8": True}},
     "fp16, the scale backs off": {"train": {"dtype": "fp16"}, "optim": {"loss_scale": 2.0**24}},
     "one micro-batch": {"pipeline": {"num_microbatches": 1}, "train": {"dtype": "bf16"}},
     "2bw": {"pipeline": {"schedule": "2bw"}, "train": {"dtype": "bf16"}},
