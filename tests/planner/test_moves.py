@@ -9,7 +9,7 @@ from planner import made
 
 from hybridpar.config import Config, OptimConfig
 from hybridpar.errors import ConfigError
-from hybridpar.memory import predict
+from hybridpar.memory import Footprints, predict
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.check import PlanError, check
 from hybridpar.pipeline.plan.copies import MIB
@@ -35,8 +35,11 @@ def machine(base: Config, devices: int = 2, *, memory: float = 1e9, update: floa
     return made.machine(base, devices, made=profile, inner=made.link(bandwidth=bandwidth), memory=memory)
 
 
+TRACED = Footprints()
+
+
 def peak(config: Config) -> int:
-    return max(stage.total for stage in predict(config))
+    return max(stage.total for stage in predict(config, trace=TRACED))
 
 
 # -- costs -----------------------------------------------------------------------------------------------------------
