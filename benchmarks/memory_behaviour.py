@@ -41,8 +41,9 @@ from benchmarks.user_models import ITERATIONS, Images, alexnet, mlp, resnet, tra
 from hybridpar.config import from_mapping
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory.behaviour import Behaviour, analyse
-from hybridpar.memory.events import Category, Header, Span, header_line, lives, read_trace, span_line
+from hybridpar.memory.events import Category, Header, Span, lives
 from hybridpar.memory.swap import LINKS, swappable
+from hybridpar.memory.trace_file import header_line, read_trace, span_line
 from hybridpar.train.memory_trace import EngineRecorder, predict_trace
 from hybridpar.train.records import Records
 from hybridpar.validate import resolve

@@ -287,7 +287,8 @@ def measure_2bw(
 def record(ours: OurStep, num_batches: int) -> Measured:
     """What the actions of so many more batches cost. Collectives: called on all ranks."""
     engine = ours.engine
-    recorder = trace.Recorder(engine.executor, engine.batches_done, num_batches)
+    # of the fewest none is left out as a warm-up: they come behind a race
+    recorder = trace.Recorder(engine.executor, engine.batches_done, num_batches, skip=-(num_batches == _FEWEST))
     engine.train(ours.loader, num_batches, lambda result: recorder.after_step(result.step))
     recorder.close()
     found = measure_parts(trace.gather(recorder, engine.grid), engine.sizes, tied=False)

@@ -71,7 +71,7 @@ def numbers(name: str, options: dict[str, Any], p: int, m: int) -> tuple[float, 
     costs, work = costs_for(sizes), 3.0 * m
     report = check(plan_for(schedule, sizes, 3), sizes, schedule)
     time = simulate(plan_for(schedule, sizes, 1), costs).makespan if schedule.flush else simulate(
-        plan_for(schedule, sizes, 10), costs).step_time(m)
+        plan_for(schedule, sizes, 6), costs).step_time(m)
     sends = sum(ROWS[a.kind].met_by is not None for actions in plan_for(schedule, sizes, 1).values() for a in actions)
     return (time / work - 1, max(live.activations for live in report.peaks) / sizes.chunks,
             max(live.versions for live in report.peaks), sends / m)

@@ -14,8 +14,9 @@ from train.runs import write_config
 from hybridpar.cli import main
 from hybridpar.config import from_mapping, load_toml, to_toml
 from hybridpar.memory import predict
-from hybridpar.memory.events import Header, Span, header_line, read_trace, span_line
+from hybridpar.memory.events import Header, Span
 from hybridpar.memory.planned import Counts
+from hybridpar.memory.trace_file import header_line, read_trace, span_line
 from hybridpar.train.folder import MEMORY
 
 
@@ -118,7 +119,7 @@ def test_check_says_what_a_plan_would_make_of_it(config: Path, capsys: pytest.Ca
     assert main(["check", str(config), *flags, "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)["planned"]
     assert plain["largest_live"] <= plain["arena"] <= 1.2 * plain["largest_live"] < plain["reserved"]
-    compressed = ["--parallel.dp", "2", "--compression.gradients", "int8", *flags[2:]]
+    compressed = ["--parallel.dp", "2", "--compression.gradients", "dct", *flags[2:]]
     assert main(["check", str(config), *compressed, "--json"]) == 0
     assert "planned" not in json.loads(capsys.readouterr().out)  # no events are predicted
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hybridpar.memory.events import Header, Span
     from hybridpar.memory.knobs import Saving
     from hybridpar.memory.planned import Counts
-    from hybridpar.memory.predict import StageMemory
     from hybridpar.memory.sections import Section
+    from hybridpar.memory.walk import StageMemory
     from hybridpar.pipeline.plan.costs import Costs
 
 _TRACE, _SVG, _HTML, _PERFETTO = "trace.jsonl", "memory.svg", "memory.html", "memory.perfetto.json"
@@ -96,8 +96,8 @@ class Memory:
 
     def _recorded(self, config: Config) -> _Trace:
         from hybridpar.memory.behaviour import analyse
-        from hybridpar.memory.events import read_trace
         from hybridpar.memory.sections import ranks_section
+        from hybridpar.memory.trace_file import read_trace
 
         paths = self._paths(config)
         traces = [(_header(path, rank, config), analyse(read_trace(path)[1])) for rank, path in paths.items()]
@@ -134,8 +134,8 @@ class Memory:
 
     def _write(self, trace: _Trace, account: Account, sections: Sequence[Section]) -> None:
         from hybridpar.memory.drawing import pictures, stacked
-        from hybridpar.memory.events import header_line, span_line
         from hybridpar.memory.page import html_page, perfetto
+        from hybridpar.memory.trace_file import header_line, span_line
 
         files = {_SVG: stacked(pictures(account)), _HTML: html_page(account, sections), _PERFETTO: perfetto(account)}
         if not self.measured:
@@ -158,7 +158,7 @@ class _Trace:
 def _header(path: Path, rank: int, config: Config) -> Header:
     """Raises: DataError for a trace of another rank, or on another grid."""
     from hybridpar.grid import place_of, sizes_of
-    from hybridpar.memory.events import read_trace
+    from hybridpar.memory.trace_file import read_trace
 
     header, place = read_trace(path)[0], place_of(rank, sizes_of(config.parallel))
     if (header.rank, header.place) != (rank, place):

@@ -157,9 +157,7 @@ class _Pass:
 
     def _add(self, span: Span, event: MemoryEvent) -> None:
         if event.what is What.MALLOC:
-            life = Life(event.block, event.num_bytes, event.op, event.layer, event.name, event.time, span.action,
-                        span.step)
-            self._living[event.block] = _Block(life, self._timeline.now)
+            self._living[event.block] = _Block(Life.of(event, span), self._timeline.now)
             self._live += event.num_bytes
             again = self._live == self._best[0] and self._best[2] == self._first < span.step
             if self._live > self._best[0] or again:
@@ -168,7 +166,7 @@ class _Pass:
         elif event.what is What.FREE:
             self._note_peak()
             block = self._living.pop(event.block)
-            block.life.died, block.life.died_in, block.life.died_step = event.time, span.action, span.step
+            block.life.end(event, span)
             self._live -= event.num_bytes
             self._lifetimes[self._ended(block, self._timeline.now)].add(max(event.time - block.life.born, 0.0))
             self._distances.remove(event.block)

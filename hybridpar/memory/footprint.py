@@ -19,7 +19,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from hybridpar.autograd import backward_from
 from hybridpar.config import Config, ModelConfig
 from hybridpar.data.mapped import rehearsal
-from hybridpar.memory.ghost import GHOSTS, Tracker
+from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.ghost_chunks import GHOSTS
 from hybridpar.memory.silent import silent_grid
 from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import Recomputation, build_blocks

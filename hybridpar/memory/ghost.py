@@ -301,30 +301,6 @@ _RUN_BACKWARD = (_engine_run_backward.__code__, backward_from.__code__)
 _CALL_OPERATOR = torch._ops.OpOverload.__call__.__code__
 
 
-class _GhostBlocks:
-    """Memory of ghosts, for pipeline.run.stash.Notes."""
-
-    def key(self, tensor: Tensor) -> object:
-        return id(tensor.block) if isinstance(tensor, Ghost) else None
-
-    def num_holders(self, tensor: Tensor) -> int:
-        assert isinstance(tensor, Ghost)
-        return sys.getrefcount(tensor.block) - 1  # what asks
-
-    def num_bytes(self, tensor: Tensor) -> int:
-        return tensor.block.num_bytes if isinstance(tensor, Ghost) else 0
-
-    def content(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def resize(self, content: Tensor, num_bytes: int) -> None:
-        assert isinstance(content, Ghost)
-        content.block.resize(num_bytes)
-
-
-GHOSTS = _GhostBlocks()
-
-
 def _is_alone(tensor: Tensor) -> bool:
     """Whether no other tensor shares its memory, nor elements of it each other's."""
     if isinstance(tensor, Ghost):

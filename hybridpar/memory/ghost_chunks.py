@@ -1,6 +1,8 @@
-"""Chunks of ghosts that come and go (ZeRO-2 and 3): their memory is counted while they are here."""
+"""Memory of ghosts that comes and goes, counted while it is here: chunks of ZeRO-2 and 3, and activations."""
 
 from __future__ import annotations
+
+import sys
 
 from torch import Tensor
 
@@ -31,3 +33,27 @@ class GhostChunks(WholeChunks):
 def _ghost(tensor: Tensor) -> Ghost:
     assert isinstance(tensor, Ghost), "made while a Tracker is active"
     return tensor
+
+
+class _GhostBlocks:
+    """Memory of ghosts, for pipeline.run.stash.Notes."""
+
+    def key(self, tensor: Tensor) -> object:
+        return id(tensor.block) if isinstance(tensor, Ghost) else None
+
+    def num_holders(self, tensor: Tensor) -> int:
+        assert isinstance(tensor, Ghost)
+        return sys.getrefcount(tensor.block) - 1  # what asks
+
+    def num_bytes(self, tensor: Tensor) -> int:
+        return tensor.block.num_bytes if isinstance(tensor, Ghost) else 0
+
+    def content(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def resize(self, content: Tensor, num_bytes: int) -> None:
+        assert isinstance(content, Ghost)
+        content.block.resize(num_bytes)
+
+
+GHOSTS = _GhostBlocks()

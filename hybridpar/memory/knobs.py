@@ -15,7 +15,8 @@ import torch
 
 from hybridpar.config import Config, ModelConfig, from_mapping
 from hybridpar.memory.events import Category
-from hybridpar.memory.predict import StageMemory, predict
+from hybridpar.memory.predict import predict
+from hybridpar.memory.walk import StageMemory
 from hybridpar.pipeline.plan.action import COMPUTE, parse_action
 from hybridpar.validate import problems
 

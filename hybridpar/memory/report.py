@@ -15,7 +15,8 @@ from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory.knobs import Saving
 from hybridpar.memory.meter import CpuMeter, CudaMeter
-from hybridpar.memory.predict import StageMemory, batches_to_peak, predict
+from hybridpar.memory.predict import batches_to_peak, predict
+from hybridpar.memory.walk import StageMemory
 from hybridpar.pipeline.plan.sizes import Sizes
 
 _COLUMNS = ("weights", "master", "gradients", "optimizer", "checkpoint", "activations", "communication", "transient",

@@ -14,8 +14,8 @@ from hybridpar.memory.distribution import Distribution
 from hybridpar.memory.events import Category, Header
 from hybridpar.memory.knobs import Saving, offloading
 from hybridpar.memory.planned import Counts
-from hybridpar.memory.predict import StageMemory
 from hybridpar.memory.report import aligned, shares
+from hybridpar.memory.walk import StageMemory
 
 _MIB = 2**20
 _MOST = 8

@@ -230,7 +230,7 @@ class MemoryCheck:
         return found
 
     def _peak(self, cost: StepCost, stage: int, blocks: range, recompute: Recomputation) -> float:
-        """About what `memory.predict.walk` finds for these blocks on that stage."""
+        """About what `memory.walk.walk` finds for these blocks on that stage."""
         fp = self._rough(cost, blocks, recompute, _buffers(cost, stage))
         return float(_at_peak(np.array(_terms(cost, fp, is_first=blocks.start == 0)), _in_flight(cost, stage)))
 

@@ -3,7 +3,8 @@
     shapes   one stage on each rank | two, there and back | two, three, four in a loop    a few batches of each
     orders   1f1b, zero bubbles,    | ZB-V, V-Half, V-Min | interleaved, zero bubbles     simulated with their costs
              longer warm-up         |                     |
-    filled   and each with W's where the costs leave gaps (plan/fill.py), as an order of its own
+    filled   and each with W's where the costs leave gaps (plan/fill.py), as an order of its own: no rank keeps more
+             bytes than the fullest does without
 
 Of what fits into memory, as predicted, the simplest counts whose step takes no more than 1 % longer than the shortest:
 the list goes from simple to less so. Units: seconds, bytes.
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 import platform
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,12 +29,14 @@ from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.memory import predict
 from hybridpar.memory.layers import Footprints
 from hybridpar.memory.limit import limit_here
-from hybridpar.memory.predict import Tracer
+from hybridpar.memory.predict import Tracer, kept_by_stage
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.fill import Room, fill
+from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS
 from hybridpar.pipeline.plan.order import format_order
+from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
@@ -63,16 +67,17 @@ def find_schedule_for(config: Config, grid: ProcessGrid, device: torch.device, m
     Raises: SetupError, on all of them.
     """
     found: list[Found] = []
+    trace = Footprints()
     for shape in shapes(config):
         split = replace(shape[0], pipeline=replace(shape[0].pipeline, split_backward=True))
         trial = next((one for one in (split, shape[0]) if not problems(one, grid.world.size)), None)
         if trial is None:
             continue
         costs = gather_objects(measure(trial), grid.world)[0]
-        found += of_first_rank(partial(simulated, shape, costs), grid.world)
+        found += of_first_rank(partial(_simulated_here, shape, costs, device, trace), grid.world)
     names = gather_objects(platform.node(), grid.world)
     limit = min(gather_objects(limit_here(device.type, names.count(platform.node())), grid.world))
-    return of_first_rank(partial(choose, config, found, limit, device, Footprints()), grid.world), found[0]
+    return of_first_rank(partial(choose, config, found, limit, device, trace), grid.world), found[0]
 
 
 def of_first_rank(call: Callable[[], _T], world: Axis) -> _T:
@@ -120,8 +125,12 @@ def _divides(config: Config, chunks: int, placement: str) -> bool:
     return True
 
 
-def simulated(shape: list[Config], costs: Costs) -> list[Found]:
-    """The schedules of a shape, and what fills them, with the time of a step each."""
+def _simulated_here(shape: list[Config], costs: Costs, device: torch.device, trace: Tracer) -> list[Found]:
+    return simulated(shape, costs, kept_by_stage(shape[0], device, trace))
+
+
+def simulated(shape: list[Config], costs: Costs, kept: Sequence[float]) -> list[Found]:
+    """The schedules of a shape, and what fills them, with the time of a step each. kept: of a micro-batch, by stage."""
     found = []
     for config in shape:
         if problems(config, config.parallel.num_ranks):
@@ -130,7 +139,7 @@ def simulated(shape: list[Config], costs: Costs) -> list[Found]:
         if config.pipeline.split_backward:
             sizes = Sizes.of(config)
             if sizes.num_microbatches * sizes.chunks <= _MOST_FILLED:
-                found.append(_simulated(replace(config, pipeline=filled(config.pipeline, sizes, costs)), costs))
+                found.append(_simulated(replace(config, pipeline=filled(config.pipeline, sizes, costs, kept)), costs))
     return found
 
 
@@ -139,13 +148,14 @@ def _simulated(config: Config, costs: Costs) -> Found:
     return Found(config.pipeline, Ordering.of(config).timeline(sizes, costs).step_time(sizes.num_microbatches))
 
 
-def filled(pipeline: PipelineConfig, sizes: Sizes, costs: Costs) -> PipelineConfig:
-    """The order of a schedule that drains with W's where these costs leave gaps, as one's own: no rank holds more
-    micro-batches than the fullest does."""
+def filled(pipeline: PipelineConfig, sizes: Sizes, costs: Costs, kept: Sequence[float]) -> PipelineConfig:
+    """The order of a schedule that drains with W's where these costs leave gaps, as one's own: no rank keeps more than
+    the fullest does. kept: by a micro-batch, by stage."""
     schedule, ranks = schedule_of(pipeline), range(sizes.num_ranks)
-    orders = [[(a.kind, a.stage, a.microbatch) for a in schedule.compute_actions(sizes, rank, 0, 1)] for rank in ranks]
-    most = max(schedule.max_live_activations(sizes, rank) for rank in ranks)
-    room = Room((1,) * sizes.num_stages, (most,) * sizes.num_ranks)
+    orders = [[(a.kind, a.stage, a.microbatch) for a in lower(schedule, sizes, rank, 0, 1, split=True)
+               if a.kind in COMPUTE] for rank in ranks]
+    most = max(max(accumulate(ROWS[kind].holds * kept[stage] for kind, stage, _ in order)) for order in orders)
+    room = Room(kept, (most,) * sizes.num_ranks)
     steps = fill(orders, sizes, costs, room, swaps=not sizes.is_ring)
     return replace(
         pipeline, schedule="own", zero_bubble=False, warmup="depth", activations="full",

@@ -20,20 +20,22 @@ from hybridpar import native
 from hybridpar.config import Config, ModelConfig
 from hybridpar.data.loader import Loader
 from hybridpar.errors import config_error
-from hybridpar.memory.events import Header, Span, header_line, read_trace, span_line
+from hybridpar.memory.events import Header, Span
 from hybridpar.memory.footprint import sample_microbatch
-from hybridpar.memory.ghost import GHOSTS, Tracker
-from hybridpar.memory.ghost_chunks import GhostChunks
+from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.ghost_chunks import GHOSTS, GhostChunks
 from hybridpar.memory.history import compare
 from hybridpar.memory.predict import default_device
 from hybridpar.memory.recorder import HOST_CLOCK, DeviceClock, Recorder
 from hybridpar.memory.silent import silent_grid
+from hybridpar.memory.trace_file import header_line, read_trace, span_line
 from hybridpar.nn.placement import partial_rows
 from hybridpar.pipeline.plan.kinds import COMPUTE
 from hybridpar.pipeline.run.stash import Stash
 from hybridpar.state import StatePolicy
 from hybridpar.state.compression.exchange import METHODS
 from hybridpar.state.shares import WholeChunk
+from hybridpar.state.tiered import ItemMemory
 from hybridpar.train.engine import Actions, Engine
 from hybridpar.train.folder import MEMORY
 from hybridpar.train.records import Records
@@ -270,7 +272,7 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
                   device: torch.device | None = None) -> tuple[Header, list[Span]]:
     """The memory events of the first steps of training on a rank of the configuration's grid. Nothing is computed.
 
-    Times have no meaning (see memory.excerpt.retimed).
+    Times have no meaning (see memory.excerpt.retimed). With memory.budget all state is there.
     `config`: resolved. `device`: need not be on this machine; None: the one that the configuration names.
     Raises: ConfigError with a compression.gradients that decides by the numbers what it runs.
     """
@@ -296,7 +298,11 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
                 yield action
 
         states = StatePolicy.of(config, 1, 1)
-        memory = GhostChunks(tracker.device, states) if states.splits_gradients else None
+        memory: GhostChunks | ItemMemory | None = None
+        if states.splits_gradients:
+            memory = GhostChunks(tracker.device, states)
+        elif config.memory.budget:
+            memory = ItemMemory(tracker.device)
         engine = _GhostEngine(config, grid, tracker.device, tamper=watched, memory=memory)
         recorder = EngineRecorder(engine, spans.append)
         with recorder.active():

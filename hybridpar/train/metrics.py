@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.config import Whole, from_plain
+from hybridpar.config.typed import convert
 from hybridpar.data.loader import Loader
 from hybridpar.reading import open_regular, parse_json
 
@@ -84,7 +85,7 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
         with BufferedReader(open_regular(path)) as file:
             end = 0
             while line := file.readline(_LONGEST_LINE):
-                row = from_plain(dict[str, Any], parse_json(line), "a line")
+                row = convert(parse_json(line), dict)
                 from_plain(Whole, row.get("step"), "step")
                 end += len(line) if line.endswith(b"\n") else 0  # else nothing may follow it
                 yield row, end

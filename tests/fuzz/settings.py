@@ -13,8 +13,8 @@ from hybridpar.config import Config, load_toml, to_toml
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory.events import read_trace
 from hybridpar.memory.planned import Counts
+from hybridpar.memory.trace_file import read_trace
 from hybridpar.planner.cluster import read_cluster
 from hybridpar.planner.placement import make_workload, read_document, read_split
 from hybridpar.planner.placement.piper import is_instance, make_instance

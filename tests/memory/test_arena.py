@@ -108,14 +108,13 @@ def test_predicted_traces_come_within_a_twentieth(schedule: str, recompute: str)
 
 
 @pytest.mark.parametrize("pipeline", [
-    {"schedule": "interleaved"}, {"schedule": "1f1b", "recompute": "all"},
     {"schedule": "interleaved", "recompute": "all", "split_backward": True},
-    {"schedule": "2bw", "recompute": "0,2-4"}, {"schedule": "2bw"}, {"schedule": "pipedream"}], ids=str)
+    {"schedule": "2bw", "recompute": "0,2-4"}, {"schedule": "pipedream"}], ids=str)
 def test_few_layers_beside_large_logits(pipeline: dict[str, object]) -> None:
     config = from_mapping({
         "model": {"num_layers": 8, "hidden_size": 512, "num_heads": 8, "seq_length": 1024, "vocab_size": 8192},
         "parallel": {"pp": 4, "dp": 1}, "train": {"micro_batch_size": 8, "num_steps": 10, "device": "cpu"},
-        "pipeline": {"num_microbatches": 16, **pipeline}})
+        "pipeline": {"num_microbatches": 8, **pipeline}})
     spans = predict_trace(config, steps=2)[1]
     arena = within_a_twentieth(spans)
     assert arena.num_bytes <= replay(event for span in spans for event in span.events).reserved

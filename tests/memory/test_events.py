@@ -14,18 +14,9 @@ from hypothesis import strategies as st
 from memory.traces import Rank, random_spans
 
 from hybridpar.errors import DataError
-from hybridpar.memory import events
-from hybridpar.memory.events import (
-    Category,
-    Header,
-    MemoryEvent,
-    Span,
-    What,
-    header_line,
-    lives,
-    read_trace,
-    span_line,
-)
+from hybridpar.memory import trace_file
+from hybridpar.memory.events import Category, Header, MemoryEvent, Span, What, lives
+from hybridpar.memory.trace_file import header_line, read_trace, span_line
 
 HEADER = Header(3, "cuda", {"pp": 1, "tp": 0}, predicted=True, more={"model.kind": "gpt"})
 SPAN = Span(1, "F0@0v0", 0.5, 1.5, [MemoryEvent(What.MALLOC, 0, 8, "aten::mm", 0.5, 2),
@@ -125,7 +116,7 @@ def test_no_file_and_a_line_without_end(tmp_path: Path, monkeypatch: pytest.Monk
         read_trace(tmp_path / "none")
     with pytest.raises(DataError, match="cannot be read"):
         read_trace(tmp_path)
-    monkeypatch.setattr(events, "_LONGEST_LINE", 1000)
+    monkeypatch.setattr(trace_file, "_LONGEST_LINE", 1000)
     path = write(tmp_path / "m.jsonl", header_line(HEADER), " " * 2000)
     with pytest.raises(DataError, match=r"line 2: .*more than 1000 bytes"):
         list(read_trace(path)[1])

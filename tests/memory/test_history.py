@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybridpar.memory.events import Header, MemoryEvent, Span, What, header_line, span_line
+from hybridpar.memory.events import Header, MemoryEvent, Span, What
 from hybridpar.memory.history import Agreement, compare
 from hybridpar.memory.recorder import Recorder
+from hybridpar.memory.trace_file import header_line, span_line
 from hybridpar.train.memory_trace import AllocatorHistory
 
 M, F, R = What.MALLOC, What.FREE, What.READ

@@ -16,9 +16,10 @@ from hybridpar.memory.account import Account, examine
 from hybridpar.memory.behaviour import analyse
 from hybridpar.memory.events import Category
 from hybridpar.memory.knobs import Saving, knobs, offloading, savings
-from hybridpar.memory.predict import StageMemory, predict
+from hybridpar.memory.predict import predict
 from hybridpar.memory.report import shares, short_form
 from hybridpar.memory.sections import Section, as_json, as_text, ranks_section, report
+from hybridpar.memory.walk import StageMemory
 
 CPU = torch.device("cpu")
 STAGE = StageMemory(weights=100, master=200, gradients=100, optimizer=400, checkpoint=50, activations=700,

@@ -16,9 +16,10 @@ from ranks import run_ranks
 from hybridpar.config import UNCOMPRESSED, Config, ParallelConfig, from_mapping, load_toml
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory import MemoryWatch, StageMemory, measure, predict, table
+from hybridpar.memory import Footprints, MemoryWatch, StageMemory, measure, predict, table
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
-from hybridpar.memory.predict import default_device, walk
+from hybridpar.memory.predict import default_device
+from hybridpar.memory.walk import walk
 from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.nn import matmul
 from hybridpar.pipeline.plan.passes import lower
@@ -181,6 +182,12 @@ def test_selective_recomputation_keeps_all_but_outputs_of_norms_and_activations(
         assert after.total < before.total
 
 
+def test_equal_stages_of_which_one_recomputes_differ() -> None:
+    plain, one = (predict(make(pp=6, pipeline={"split": [1] * 6, "recompute": text}))
+                  for text in ("none", "selective:2"))
+    assert [a == b for a, b in zip(plain, one, strict=True)] == [True, True, True, False, True, True]
+
+
 def test_stages_that_are_equal_but_for_their_place_differ_by_what_is_in_flight() -> None:
     first, *middle, last = predict(make(pp=6, pipeline={"num_microbatches": 8, "split": [1, 1, 1, 1, 1, 1]}))
     assert len({stage.static for stage in middle}) == 1
@@ -193,8 +200,8 @@ def test_stages_that_are_equal_but_for_their_place_differ_by_what_is_in_flight()
 
 
 def test_many_micro_batches_and_large_models_take_no_longer() -> None:
-    """100 billion parameters, 512 micro-batches, 64 stages: nothing is allocated, and equal stages are run once."""
-    config = make(pp=64, model={"num_layers": 126, "hidden_size": 8192, "num_heads": 64, "seq_length": 2048},
+    """100 billion parameters, 512 micro-batches, 32 stages: nothing is allocated, and equal stages are run once."""
+    config = make(pp=32, model={"num_layers": 126, "hidden_size": 8192, "num_heads": 64, "seq_length": 2048},
                   pipeline={"num_microbatches": 512, "schedule": "2bw"}, train={"dtype": "bf16"})
     with measure(CPU) as meter:
         stages = predict(config)
@@ -225,6 +232,12 @@ def fast_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "_has_fast_instructions", lambda dtype: True)  # else a CPU's need copies in float32
 
 
+@pytest.fixture(scope="module")
+def footprints() -> Footprints:
+    """Remembers what few layers take."""
+    return Footprints()
+
+
 @pytest.mark.usefixtures("fast_products")
 def test_the_copy_for_checkpoints_is_not_in_a_gpus_memory() -> None:
     """GPT 2.2B on 8 V100 of 16 GB; the paper's figure 7 shows 11.3 GB for its own code."""
@@ -244,7 +257,8 @@ def test_the_copy_for_checkpoints_is_not_in_a_gpus_memory() -> None:
 @pytest.mark.parametrize(("name", "grid"), [
     ("gpt_345m", (1, 4, 2)), ("gpt_1b3", (1, 4, 2)), ("gpt_2b2", (1, 8, 1)), ("gpt_3b8", (1, 16, 4)),
     ("gpt_3b8", (4, 8, 2)), ("bert_large", (1, 4, 2))], ids=str)
-def test_our_configurations_fit_where_they_say(name: str, grid: tuple[int, int, int], paper: str) -> None:
+def test_our_configurations_fit_where_they_say(
+        name: str, grid: tuple[int, int, int], paper: str, footprints: Footprints) -> None:
     """GPUs of 16 GB, of which a context, communicators and fragments take up to 2."""
     path = CONFIGS / f"{name}{paper}.toml"
     tp, pp, dp = grid
@@ -253,7 +267,7 @@ def test_our_configurations_fit_where_they_say(name: str, grid: tuple[int, int, 
     assert "GPUs of 16 GB" in path.read_text()
     config = from_mapping(
         {"parallel": {"tp": tp, "pp": pp, "dp": dp}, "train": {"device": "cuda"}}, load_toml(path))
-    assert max(stage.total for stage in predict(config)) < 14e9
+    assert max(stage.total for stage in predict(config, trace=footprints)) < 14e9
 
 
 @pytest.mark.usefixtures("fast_products")
@@ -307,7 +321,7 @@ def test_on_one_process(kind: str, dtype: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("schedule", "p", "dtype"), [("gpipe", 2, "bf16"), ("1f1b", 3, "fp32"), ("2bw", 4, "fp32")])
+@pytest.mark.parametrize(("schedule", "p", "dtype"), [("gpipe", 2, "bf16"), ("1f1b", 3, "fp32"), ("2bw", 3, "fp32")])
 def test_on_pipelines(schedule: str, p: int, dtype: str) -> None:
     agree(small(pp=p, pipeline={"schedule": schedule}, train={"dtype": dtype}))
 
@@ -347,7 +361,7 @@ def test_activations_of_a_v_are_even_over_ranks() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("recompute", ["0,2", "stage", "selective", "selective:1"])
+@pytest.mark.parametrize("recompute", ["0,2", "stage", "selective:1"])
 def test_with_recomputation(recompute: str) -> None:
     agree(small(pp=2, model={"kind": "bert", **DROPOUT}, pipeline={"schedule": "2bw", "recompute": recompute}))
 
@@ -361,7 +375,8 @@ def test_with_tensor_and_data_parallelism(tp: int, pp: int, dp: int, dtype: str)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("tp", "pp", "model", "pipeline"), [
     (2, 1, DROPOUT, {}), (2, 2, {"kind": "bert"} | DROPOUT, {"schedule": "2bw"}),
-    (4, 1, {"logits_chunk": 100, "seq_length": 62}, {"split_backward": True})], ids=str)
+    (3, 1, {"logits_chunk": 100, "seq_length": 62, "num_heads": 3, "hidden_size": 96}, {"split_backward": True}),
+], ids=str)
 def test_with_sequence_parallelism(tp: int, pp: int, model: dict[str, Any], pipeline: dict[str, Any]) -> None:
     sections = {"model": model, "pipeline": pipeline}
     split = small(tp=tp, pp=pp, parallel={"sequence": True}, **sections)
@@ -384,12 +399,13 @@ def test_sequence_parallelism_keeps_a_part_of_what_every_rank_kept(tp: int) -> N
     assert (more.message, more.received) == (u, u // tp)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("schedule", "recompute", "tensor"), [
     ("gpipe", "none", "none"), ("2bw", "stage", "none"), ("interleaved", "none", "dct")])
 def test_where_messages_weigh(schedule: str, recompute: str, tensor: str) -> None:
     """Few weights, and large activations in slices, of full size. Gloo's threads may let go of a gathered one late."""
-    agree(make(tp=2, pp=2, model={"vocab_size": 64}, pipeline={"schedule": schedule, "recompute": recompute},
-               train={"micro_batch_size": 8}, compression={"tensor": tensor}))
+    agree(make(tp=2, pp=2, model={"vocab_size": 64, "num_layers": 2}, train={"micro_batch_size": 8},
+               pipeline={"schedule": schedule, "recompute": recompute}, compression={"tensor": tensor}))
 
 
 @pytest.mark.ranks

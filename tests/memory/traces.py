@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from hybridpar.memory.events import MemoryEvent, Span, What
+from hybridpar.memory.recorder import Recorder
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import PER_BATCH, Kind
 from hybridpar.pipeline.plan.passes import lower
@@ -166,3 +167,14 @@ def random_spans(random: Random, num_steps: int, *, num_actions: int = 4) -> Ite
                     del living[block]
             kind = random.choice(("F", "B", "UPDATE", "RECV_F"))
             yield Span(step, f"{kind}{step * num_actions + number}@0", start, clock, events)
+
+
+def recording() -> tuple[list[Span], Recorder]:
+    """A recorder, and the spans that it hands over."""
+    spans: list[Span] = []
+    return spans, Recorder(spans.append)
+
+
+def events(spans: list[Span]) -> list[MemoryEvent]:
+    """All events in order."""
+    return [event for span in spans for event in span.events]

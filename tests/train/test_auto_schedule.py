@@ -15,9 +15,10 @@ from hybridpar.config import Config, PipelineConfig, from_mapping, load_toml
 from hybridpar.errors import HybridparError
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import Footprints, predict
+from hybridpar.memory.predict import kept_by_stage
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.prove import prove
-from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.train.auto_schedule import choose, filled, of_first_rank, shapes, simulated
 from hybridpar.train.errors import SetupError
 from hybridpar.train.settle import settle
@@ -42,7 +43,8 @@ def costs_for(config: Config) -> Costs:
 def test_the_simplest_of_the_fastest_that_fit() -> None:
     """Within 1 % of the shortest step of all that fit, and the first of these; 1f1b where none fits."""
     config, trace = make(2, 4, num_layers=2), Footprints()
-    found = [one for shape in shapes(config) for one in simulated(shape, costs_for(shape[0]))]
+    found = [one for shape in shapes(config) for one in simulated(
+        shape, costs_for(shape[0]), (1,) * Sizes.of(shape[0]).num_stages)]
     assert {(one.pipeline.schedule, one.pipeline.placement, one.pipeline.num_chunks) for one in found} >= {
         ("1f1b", "loop", 1), ("own", "loop", 1), ("1f1b", "v", 2), ("own", "v", 2), ("interleaved", "loop", 2),
         ("own", "loop", 2)}
@@ -57,6 +59,20 @@ def test_the_simplest_of_the_fastest_that_fit() -> None:
         assert chosen[-1] == next(one for one in fitting if one.step_time <= longest)
     assert chosen[0].step_time < chosen[1].step_time
     assert chosen[2] == found[0]
+
+
+def test_a_filled_order_keeps_no_more_bytes_than_the_fullest_rank() -> None:
+    """Of as many micro-batches on each stage the last would keep twice as much, where each of its own takes twice."""
+    config = make(3, 8, split_backward=True, schedule="1f1b")
+    sizes, costs, kept = Sizes.of(config), Costs(1, 2, backward_input=1), (1.0, 1.0, 2.0)
+
+    def most(unit: tuple[float, ...]) -> float:
+        made = schedule_of(filled(config.pipeline, sizes, costs, unit))
+        return max(made.max_live_activations(sizes, rank) * kept[rank] for rank in range(3))
+
+    assert (most(kept), most((1.0,) * 3)) == (3.0, 6.0)
+    first, _, last = kept_by_stage(config, CPU, Footprints())
+    assert last > first > 0, "the head keeps logits"
 
 
 def settled(config: Config) -> PipelineConfig:
@@ -91,7 +107,8 @@ def test_orders_that_are_filled_train_the_same(pipeline: dict[str, Any]) -> None
     """Loss, gradients and weights are those of one process, to 1e-9 in float64."""
     config = make(2, 5, split_backward=True, **pipeline)
     found = filled(config.pipeline, Sizes.of(config), Costs([1.0, 1.4, 0.7] * 2 if "chunks" in pipeline else
-                                                           [1.0, 1.3, 0.8, 1.9], 2.0, latency=0.3))
+                                                           [1.0, 1.3, 0.8, 1.9], 2.0, latency=0.3),
+                   (1,) * Sizes.of(config).num_stages)
     config = replace(config, pipeline=found)
     prove(config)
     report = verify(config, {"pp": 2}, 3)

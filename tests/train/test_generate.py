@@ -23,7 +23,8 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.train.generate import TOGETHER, Generator, Pieces, Sampling, choose
 from hybridpar.train.loop import train
 
-GREEDY = Sampling(64, temperature=0.0)
+LENGTH = 24
+GREEDY = Sampling(LENGTH, temperature=0.0)
 PROMPTS = ("Stone", "River lamp clouding rivers. ", "", "cloud\n" * 7, "x")
 MODELS = {
     "gpt2": {"n_positions": 128, "n_embd": 48, "n_layer": 3, "n_head": 4},
@@ -68,10 +69,10 @@ def test_greedy_text_is_that_of_transformers(imported: tuple[Path, Path]) -> Non
         text = "".join(generator.generate(prompt, GREEDY))
         ids = tokenizer.encode_prompt(prompt) or [generator.end]
         suppressed = list(range(tokenizer.vocab_size, 320))  # ids that no token has
-        made = theirs.generate(torch.tensor([ids]), max_new_tokens=64, do_sample=False, pad_token_id=0,
+        made = theirs.generate(torch.tensor([ids]), max_new_tokens=LENGTH, do_sample=False, pad_token_id=0,
                                suppress_tokens=suppressed)[0, len(ids):].tolist()
         assert [token for (token,) in chosen] == made
-        assert len(made) == 64 or made[-1] == generator.end
+        assert len(made) == LENGTH or made[-1] == generator.end
         assert text == tokenizer.decode([token for token in made if token != generator.end])
 
 
@@ -85,7 +86,7 @@ def note(choose: Any, chosen: list[list[int]]) -> Any:
 
 def test_several_prompts_are_each_as_alone(imported: tuple[Path, Path]) -> None:
     generator = Generator.load(imported[1], print)
-    for sampling in (GREEDY, Sampling(64, temperature=1.0, top_k=0, top_p=0.95, seed=3)):
+    for sampling in (GREEDY, Sampling(LENGTH, temperature=1.0, top_k=0, top_p=0.95, seed=3)):
         alone = ["".join(generator.generate(prompt, sampling)) for prompt in PROMPTS]
         assert texts(generator, PROMPTS, sampling) == alone
         assert texts(generator, PROMPTS[::-1], sampling) == alone[::-1]
@@ -109,7 +110,7 @@ def texts_on_grid(folder: Path, tp: int, pp: int, sampling: Sampling) -> tuple[l
 def test_a_grid_says_the_same_and_each_rank_reads_its_part(imported: tuple[Path, Path], tp: int, pp: int) -> None:
     generator = Generator.load(imported[1], print)
     whole = sum(p.numel() for p in generator.decoder.stage.parameters())
-    for sampling in (GREEDY, Sampling(64, temperature=1.0, top_k=20, top_p=0.9, seed=5)):
+    for sampling in (GREEDY, Sampling(LENGTH, temperature=1.0, top_k=20, top_p=0.9, seed=5)):
         expected = texts(generator, PROMPTS, sampling)
         for made, numbers, calls in run_ranks(texts_on_grid, tp * pp, imported[1], tp, pp, sampling):
             assert made == expected

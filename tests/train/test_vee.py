@@ -40,7 +40,8 @@ def make(pipeline: dict[str, Any], pp: int = 2, **sections: dict[str, Any]) -> C
     (4, {}, {"activations": "full", "num_microbatches": 3, "recompute": "stage:1,4"}, {}),
     (2, {}, {"chunks": 4, "num_microbatches": 3}, {"model": DROPOUT}),
     (2, {"dp": 2}, {"activations": "full"}, {"parallel": {"zero": 1}}),
-    (2, {"tp": 2}, {"activations": "half", "schedule": "2bw", "sync_steps": 1}, {"model": DROPOUT}),
+    (2, {"tp": 2}, {"activations": "half", "schedule": "2bw", "sync_steps": 1},
+     {"model": DROPOUT, "parallel": {"sequence": True}}),
     (3, {}, {"activations": "min", "schedule": "2bw", "num_microbatches": 3}, {}),
 ], ids=str)
 def test_verify(pp: int, more: dict[str, int], pipeline: dict[str, Any], sections: dict[str, Any]) -> None:

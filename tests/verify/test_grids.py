@@ -21,12 +21,12 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "2bw", "pipedream")
 
 
 def make(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
-    """A small model with odd sizes: 6 heads of 8, vocabulary 61, 4 layers."""
+    """A small model with odd sizes: 6 heads of 8, vocabulary 61, 3 layers."""
     return from_mapping({
-        "model": {"num_layers": 4, "hidden_size": 48, "num_heads": 6, "seq_length": 14, "vocab_size": 61,
+        "model": {"num_layers": 3, "hidden_size": 48, "num_heads": 6, "seq_length": 14, "vocab_size": 61,
                   **(model or {})},
         "parallel": sections.get("parallel", {}),
-        "pipeline": {"num_microbatches": 4, **sections.get("pipeline", {})},
+        "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
         "train": {"micro_batch_size": 2, "num_steps": 10, **sections.get("train", {})},
         "optim": {"lr": 1e-2, "warmup_steps": 2, "clip_grad": 0.5, **sections.get("optim", {})},
     })
@@ -50,8 +50,7 @@ def test_models_on_grids(grid: dict[str, int], model: dict[str, Any]) -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("grid", [{"pp": 3}, {"tp": 2, "pp": 2, "dp": 2}, {"pp": 4, "dp": 2}],
-                         ids=["pp3", "2x2x2", "pp4-dp2"])
+@pytest.mark.parametrize("grid", [{"pp": 3}, {"tp": 2, "pp": 2, "dp": 2}, {"pp": 4}], ids=["pp3", "2x2x2", "pp4"])
 def test_schedules(schedule: str, grid: dict[str, int]) -> None:
     """2bw against the delayed-gradient oracle, pipedream against stage-by-stage versions; dropout on."""
     holds(grid, make(DROPOUT, pipeline={"schedule": schedule}), num_batches=4)
@@ -91,14 +90,14 @@ def test_a_position_table_that_is_longer_than_sequences(model: dict[str, Any]) -
     assert not gradient[14:].any()
 
 
-@pytest.mark.parametrize("split", [(1, 5), (5, 1), (1, 1, 1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("split", [(1, 4), (4, 1), (1, 1, 1, 1, 1)], ids=str)
 def test_uneven_layer_splits(split: tuple[int, ...]) -> None:
     """Down to a stage that holds just the embedding, or just the head."""
     holds({"pp": len(split)}, make(pipeline={"split": split, "num_microbatches": 6, "schedule": "2bw"}))
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("recompute", ["all", "0,2-3", "stage", "stage:0", "selective"])
+@pytest.mark.parametrize("recompute", ["all", "0,2", "stage", "stage:0", "selective"])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
 def test_recomputation_uses_the_version_of_the_forward(schedule: str, recompute: str) -> None:
     holds({"pp": 2}, make(DROPOUT, pipeline={"schedule": schedule, "recompute": recompute}))
@@ -118,7 +117,7 @@ def test_fewer_microbatches_than_stages(schedule: str, m: int) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
 def test_no_clipping(schedule: str) -> None:
     """pipedream then never waits for another stage's norm, and reports it later."""
-    holds({"pp": 3, "dp": 2}, make(pipeline={"schedule": schedule}, optim={"clip_grad": 0.0}), num_batches=4)
+    holds({"pp": 3}, make(pipeline={"schedule": schedule}, optim={"clip_grad": 0.0}), num_batches=4)
 
 
 def test_label_smoothing_over_a_split_vocabulary() -> None:

@@ -24,11 +24,9 @@ from itertools import product
 from math import inf
 
 from hybridpar.pipeline.plan.costs import Costs, expand
-from hybridpar.pipeline.plan.kinds import Kind
+from hybridpar.pipeline.plan.kinds import Kind, Step
 from hybridpar.pipeline.plan.sizes import Sizes
 
-Step = tuple[Kind, int, int]
-"""Kind, stage, micro-batch."""
 _WAITS, _LOOKS = (0.5, 1.0, 0.0), (1, 0, 2, 4, 8)
 _LARGE = 10_000
 """Forwards and backwards of which one way is enough: all would take seconds."""

@@ -28,10 +28,9 @@ from functools import lru_cache
 from itertools import accumulate, count, islice, pairwise
 
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.kinds import INPUTS, Kind
+from hybridpar.pipeline.plan.kinds import INPUTS, Kind, Step
 from hybridpar.pipeline.plan.sizes import Sizes
 
-Step = tuple[Kind, int, int]  # kind, stage, micro-batch
 SizeOf = Callable[[Sizes, int], int]  # (sizes, rank) -> a number
 
 

@@ -37,6 +37,10 @@ class Kind(str, Enum):
     __str__ = str.__str__
 
 
+Step = tuple[Kind, int, int]
+"""Kind, stage and micro-batch of what computes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """Properties of all actions of a kind.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import accumulate
 
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.kinds import BESIDE, ROWS, Kind
+from hybridpar.pipeline.plan.kinds import BESIDE, ROWS, Kind, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,11 @@ class Live:
             max(self.activations, other.activations), max(self.versions, other.versions),
             max(self.gradients, other.gradients),
         )
+
+
+def most_held(steps: Iterable[Step]) -> int:
+    """The most micro-batches that have run forward and not yet backward, of one rank's steps."""
+    return max(accumulate(ROWS[kind].holds for kind, _, _ in steps), default=0)
 
 
 def live_counts(actions: Sequence[Action], num_microbatches: int, keep: Collection[int] = ()) -> Iterator[Live]:

@@ -13,20 +13,22 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import takewhile
 
 from hybridpar.errors import ConfigError, config_error
-from hybridpar.pipeline.plan.kinds import ROWS, Kind
+from hybridpar.pipeline.plan.kinds import Kind, Step
 from hybridpar.pipeline.plan.sizes import Sizes
 
-Step = tuple[Kind, int, int]
-"""Kind, stage of the rank (from 0: its chunk), and micro-batch of the batch."""
 _WORD = re.compile(r"([FBIW])(\d{1,7})([a-z]?)")
 _FIELD = "pipeline.order"
 
 
 @lru_cache(maxsize=64)
 def parse_order(text: str, rank: int) -> tuple[Step, ...]:
-    """The steps that a rank's line names. Raises: ConfigError at the first word that is none."""
+    """The steps that a rank's line names; the stage of each is its chunk, from 0.
+
+    Raises: ConfigError at the first word that is none.
+    """
     steps = []
     for word in text.split():
         if (match := _WORD.fullmatch(word)) is None:
@@ -104,18 +106,4 @@ def _wrong(rank: int, steps: Sequence[Step], rule: str, works: str) -> ConfigErr
 
 def runs_ahead(steps: Sequence[Step]) -> int:
     """Forwards before the one that the first backward follows."""
-    ahead = 0
-    for kind, _, _ in steps:
-        if kind is not Kind.F:
-            break
-        ahead += 1
-    return max(ahead - 1, 0)
-
-
-def most_held(steps: Sequence[Step]) -> int:
-    """Micro-batches that have run forward and not yet backward, at most."""
-    held = most = 0
-    for kind, _, _ in steps:
-        held += ROWS[kind].holds
-        most = max(most, held)
-    return most
+    return max(sum(1 for _ in takewhile(lambda step: step[0] is Kind.F, steps)) - 1, 0)

@@ -16,6 +16,8 @@ from hybridpar.pipeline.plan import interleaved, vee
 from hybridpar.pipeline.plan import order as own_order
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.interleaved import SizeOf
+from hybridpar.pipeline.plan.kinds import Step
+from hybridpar.pipeline.plan.liveness import most_held
 from hybridpar.pipeline.plan.sizes import Sizes
 
 VersionRule = Callable[["Schedule", Sizes, int, int, int], int]  # (..., stage, microbatch, first_batch) -> version
@@ -45,7 +47,7 @@ class Schedule:
     sync_steps: int = 0
     zero_bubble: bool = False  # gradients of weights fill the drain (passes.delay_weight_gradients)
     activations: str = ""  # on a V: how much a rank may keep (vee.py)
-    order: tuple[tuple[own_order.Step, ...], ...] = ()  # one's own: what each rank computes of a batch (order.py)
+    order: tuple[tuple[Step, ...], ...] = ()  # one's own: what each rank computes of a batch (order.py)
 
     def repeats(self, sizes: Sizes) -> bool:
         """Whether a longer batch only has more of what is in a shorter one."""
@@ -164,9 +166,9 @@ class Schedule:
     def max_live_activations(self, sizes: Sizes, stage: int) -> int:
         """Micro-batches that have run forward and not yet backward on this stage, at most; on all stages of a rank."""
         if self.activations:
-            return vee.most_held(sizes, stage, self.activations, drains=self.flush)
+            return vee.most_of_rank(sizes, stage, self.activations, drains=self.flush)
         if self.order:
-            return own_order.most_held(self.order[stage])
+            return most_held(self.order[stage])
         in_flight = self.warmup(sizes, stage) + 1 + self.weight_delay(sizes, stage)
         return min(in_flight, sizes.num_microbatches * sizes.chunks) if self.flush else in_flight
 
@@ -223,7 +225,7 @@ class Schedule:
 
     def _steps(
         self, sizes: Sizes, rank: int, first_batch: int, num_batches: int | None
-    ) -> Iterator[tuple[Kind, int, int]]:
+    ) -> Iterator[Step]:
         m, warmup = sizes.num_microbatches, self.warmup(sizes, rank)
         batches = count(first_batch) if num_batches is None else range(first_batch, first_batch + num_batches)
         if self.activations and not self.flush:

@@ -27,14 +27,15 @@ p = ranks, m = micro-batches of a batch, r = rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import permutations
 from types import MappingProxyType
 
 from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.fill import Room, Step, fill, in_any_order
-from hybridpar.pipeline.plan.kinds import ROWS, Kind
+from hybridpar.pipeline.plan.fill import Room, fill, in_any_order
+from hybridpar.pipeline.plan.kinds import Kind, Step
+from hybridpar.pipeline.plan.liveness import most_held
 from hybridpar.pipeline.plan.sizes import Sizes
 
 PERIOD = 6
@@ -132,7 +133,7 @@ def _filled(sizes: Sizes, activations: str) -> tuple[tuple[Step, ...], ...]:
     fill the gaps, as if F, I and W took as long."""
     p = sizes.num_ranks
     patterns = [tuple(pattern(sizes, rank, activations, 0, sizes.num_microbatches)) for rank in range(p)]
-    return fill(patterns, sizes, Costs(1, 2), Room((1,) * sizes.num_stages, (max(map(_most_held, patterns)),) * p))
+    return fill(patterns, sizes, Costs(1, 2), Room((1,) * sizes.num_stages, (max(map(most_held, patterns)),) * p))
 
 
 @lru_cache(maxsize=256)
@@ -140,7 +141,7 @@ def room(sizes: Sizes, activations: str) -> int:
     """Micro-batches that any rank holds at most, counted on each chunk."""
     if activations == "full":
         return sizes.num_stages
-    return max(most_held(sizes, rank, activations, drains=False) for rank in range(sizes.num_ranks))
+    return max(most_of_rank(sizes, rank, activations, drains=False) for rank in range(sizes.num_ranks))
 
 
 class _Full:
@@ -187,16 +188,8 @@ class _Full:
 
 
 @lru_cache(maxsize=1 << 14)
-def most_held(sizes: Sizes, rank: int, activations: str, *, drains: bool) -> int:
+def most_of_rank(sizes: Sizes, rank: int, activations: str, *, drains: bool) -> int:
     """Micro-batches that a rank holds at most, counted on each chunk."""
     steps = batch_order(sizes, rank, activations) if drains else pattern(
         sizes, rank, activations, 0, PERIOD + sum(slots(activations, sizes.num_ranks, rank).values()) // PERIOD)
-    return _most_held(steps)
-
-
-def _most_held(steps: Iterable[Step]) -> int:
-    held = most = 0
-    for kind, _, _ in steps:
-        held += ROWS[kind].holds
-        most = max(most, held)
-    return most
+    return most_held(steps)

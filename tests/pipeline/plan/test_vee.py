@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridpar.config import from_mapping
@@ -69,6 +69,7 @@ def test_which_rank_has_which_stage() -> None:
     assert Sizes.found({stage: wave.rank_of(stage) for stage in range(12)}, 3) == wave
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(2, 9), st.integers(1, 27), st.sampled_from(ORDERS))
 def test_every_plan_is_right(p: int, m: int, activations: str) -> None:
     """Whatever m: also of less micro-batches than ranks. No rank holds more than is said."""
@@ -76,6 +77,7 @@ def test_every_plan_is_right(p: int, m: int, activations: str) -> None:
     assert peak(report) <= {"full": p, "half": p // 2 + 1, "min": p / 3 + 1.5}[activations]
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(2, 8), st.integers(0, 3), st.sampled_from(vee.ENDLESS), st.booleans())
 def test_two_versions_are_enough(p: int, more: int, activations: str, gather: bool) -> None:
     """From as many micro-batches on as are in flight; with fewer, the error names the least."""
@@ -147,6 +149,7 @@ def test_bubble_of_few_micro_batches_and_of_more_turns(p: int, v: int) -> None:
         assert max(live.activations for live in report.peaks) <= p * v
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(2, 5), st.integers(1, 11), st.sampled_from([4, 6]))
 def test_every_plan_of_more_turns_is_right(p: int, m: int, v: int) -> None:
     schedule, sizes = make_schedule("1f1b", placement="v", chunks=v), Sizes(p, m, v, "v")
@@ -245,7 +248,7 @@ def test_large_runs_are_proven_by_smaller_ones(activations: str, sync_steps: int
     config = from_mapping({
         "model": {"num_layers": 30}, "parallel": {"pp": 12, "dp": 1},
         "pipeline": {"schedule": "2bw", "placement": "v", "split_backward": True, "activations": activations,
-                     "num_microbatches": 400, "sync_steps": sync_steps}})
+                     "num_microbatches": 80, "sync_steps": sync_steps}})
     reports = prove(config)
     assert len(reports) == 1 + (sync_steps > 0)
     assert max(live.versions for live in reports[-1].peaks) == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridpar.errors import ConfigError
@@ -51,6 +51,7 @@ def test_bubble_of_a_longer_warmup(p: int) -> None:
     assert max(live.activations for live in peaks) == 2 * p - 1
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.builds(Sizes, st.integers(2, 9), st.integers(1, 27), st.integers(1, 4)), st.integers(0, 3))
 def test_every_plan_is_right(sizes: Sizes, offload: int) -> None:
     """Also where the transfers of a rank on an axis queue, and where activations leave. No rank holds more than the
@@ -111,9 +112,8 @@ def test_a_split_backward_hides_latency_under_2bw(p: int, latency: float, whole:
 @pytest.mark.parametrize("p", [2, 3, 6])
 @pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (1, 1.2, 0.8), (1.08, 1.2, 1)])
 def test_no_order_of_as_many_micro_batches_hides_more(p: int, f: float, i: float, w: float) -> None:
-    """A micro-batch takes p(F+I) + W + 2(p-1)c until the first rank is done with it, which holds n at once: so n
-    periods are no less, whatever the order. 2bw takes just that with n = p, and with 2p-1 (warm-up for latency)
-    nothing waits."""
+    """A micro-batch takes p(F+I) + W + 2(p-1)c until the first rank is done with it. That holds n at once, so n periods
+    are no less, whatever the order. 2bw takes just that with n = p; with 2p-1 (warm-up for latency) nothing waits."""
     m, whole = 3 * p, f + i + w
     for share in (0.4, 0.5, 0.6, 0.9):
         costs = Costs(f, i + w, backward_input=i, transfer=share * w)
