@@ -44,7 +44,7 @@ CONFIGS = Path(__file__).parent.parent / "scripts" / "configs"
     ({"pipeline": {"recompute": "2-4"}}, 1, "pipeline.recompute", "'all'"),
     ({"parallel": {"pp": 2}, "pipeline": {"recompute": "stage:2"}}, 2, "pipeline.recompute",
      "'stage' for all of them"),
-    ({"parallel": {"zero": 2}, "memory": {"budget": 10**9}}, 2, "parallel.zero", "1"),
+    ({"parallel": {"zero": 2}, "memory": {"host_optimizer": True}}, 2, "parallel.zero", "1"),
     ({"optim": {"lr": -1.0}}, 1, "optim.lr", "0"),
     ({"train": {"device": "cpu", "share_gpus": True}}, 1, "train.share_gpus", "false"),
     ({"optim": {"betas": [0.9, 1.0]}}, 1, "optim.betas", "[0.9, 0.999]"),

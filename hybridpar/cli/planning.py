@@ -170,7 +170,7 @@ class Plan:
 
     def _command(self, machine: Machine) -> str:
         """The command line that trains with the plan."""
-        servers = machine.servers(range(machine.num_devices))
+        servers = -(-machine.num_devices // machine.devices_per_server)
         if servers == 1:
             return f"hybridpar train {self.out} --ranks {machine.num_devices}"
         return (f"on each of the {servers} servers, R = 0 to {servers - 1}: torchrun --nnodes {servers} --node-rank R "

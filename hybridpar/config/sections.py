@@ -61,16 +61,8 @@ class ParallelConfig:
             yield Problem("parallel.tp", self.tp, f"must be at most {config.model.max_tp_rule}", str(most))
         if self.sequence and not isinstance(config.model, ModelConfig):
             yield Problem("parallel.sequence", True, "works with GPT and BERT only", "false")
-        for reason in self._against_zero(config) if self.zero > 1 else ():
-            yield Problem("parallel.zero", self.zero, reason, "1")
-
-    @staticmethod
-    def _against_zero(config: Config) -> Iterator[str]:
-        """Settings that do not go with splitting gradients."""
-        if config.memory.budget:
-            yield f"does not go with memory.budget = {config.memory.budget}"
-        if config.memory.host_optimizer:
-            yield "does not go with memory.host_optimizer = true"
+        if self.zero > 1 and config.memory.host_optimizer:
+            yield Problem("parallel.zero", self.zero, "does not go with memory.host_optimizer = true", "1")
 
 
 @dataclass(frozen=True)

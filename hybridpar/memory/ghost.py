@@ -136,7 +136,7 @@ class Tracker(TorchDispatchMode):
     def _run_on_ghosts(self, func: Any, args: Any, kwargs: Any, ghosts: list[Ghost], found: list[Tensor]) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0.0
-        if any(t.layout is not torch.strided for t in found):
+        if len(found) > len(ghosts) and any(t.layout is not torch.strided for t in found):
             return _add_nothing(func, ghosts[0])
         if _is_fused_in_place(func):  # has no meta form, and takes no memory
             return None
@@ -154,9 +154,10 @@ class Tracker(TorchDispatchMode):
                 self._results[key] = _map(out, _alike)  # apart from this one, which may be changed in place
         else:
             out = _map(out, _alike)
-        return _map(out, lambda x: self._wrap(x, ghosts))
+        sources = ghosts if key is None else ()  # whose memory it may be
+        return _map(out, lambda x: self._wrap(x, sources))
 
-    def _wrap(self, out: Any, ghosts: list[Ghost]) -> Any:
+    def _wrap(self, out: Any, ghosts: Sequence[Ghost]) -> Any:
         """Wraps the result of an operation on meta tensors: an argument itself, a view of one, or something new."""
         if not isinstance(out, Tensor):
             return out
@@ -181,8 +182,10 @@ class Tracker(TorchDispatchMode):
                 self._real.append((StorageWeakRef(storage), block))
 
     def _forget_dead(self) -> None:
-        if any(storage.expired() for storage, _ in self._real):
-            self._real = [entry for entry in self._real if not entry[0].expired()]
+        for storage, _ in self._real:
+            if storage.expired():
+                self._real = [entry for entry in self._real if not entry[0].expired()]
+                break
 
 
 def _present(device: torch.device) -> torch.device:
@@ -201,16 +204,16 @@ def _zeros(shape: tuple[int, ...]) -> Any:
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in nested tuples and lists."""
     found: list[Tensor] = []
-    _visit(value, found)
+    _visit((value,), found)
     return found
 
 
-def _visit(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _visit(item, found)
+def _visit(values: Sequence[Any], found: list[Tensor]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            _visit(value, found)
 
 
 def cast_bytes(func: Any, tensors: Sequence[Tensor]) -> int:
@@ -224,7 +227,8 @@ def cast_bytes(func: Any, tensors: Sequence[Tensor]) -> int:
 
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, (tuple, list)):
-        return type(value)(_map(item, function) for item in value)
+        return type(value)([_map(item, function) if isinstance(item, (tuple, list)) else function(item)
+                            for item in value])
     return function(value)
 
 

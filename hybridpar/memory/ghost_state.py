@@ -35,11 +35,8 @@ class GhostState:
     def of(config: Config, rank: int, held: Mapping[int, range], policy: StatePolicy, tracker: Tracker) -> GhostState:
         """That of rank `rank` of the grid. held: blocks of its stages. `tracker`: is active."""
         grid, parts = silent_grid(config, rank), Parts.of(config, held)
-        memory: ItemMemory | GhostChunks | None = None
-        if config.memory.budget:
-            memory = ItemMemory(tracker.device)
-        elif policy.splits_gradients:
-            memory = GhostChunks(tracker.device, policy)
+        whole = GhostChunks(tracker.device, policy) if policy.splits_gradients else None
+        memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
         stage = Stage(with_coded_sums(build_blocks(
             config.model, grid.tp, [number for blocks in held.values() for number in blocks], kernels=config.kernels,
             sequence=config.parallel.sequence, dtype=policy.dtype), config))
@@ -53,16 +50,17 @@ class GhostState:
 
     def shared_items(self, sizes: Sizes) -> SharedItems | None:
         """What it shares with replicas (ZeRO-2 and 3); None: nothing."""
-        if not isinstance(self.memory, GhostChunks):
-            return None
-        return SharedTouches(self.memory.chunks, self.state, self.parts, sizes).items()
+        whole, first = (self.memory.whole, len(self.memory.items)) if isinstance(self.memory, ItemMemory) else (
+            self.memory, 0)
+        return None if whole is None else SharedTouches(whole, self.state, self.parts, sizes, first).items()
 
 
 @dataclass(frozen=True)
 class StateFootprint:
     """Bytes that a rank's state takes all the time; the most that a norm takes, and an update, by its part.
 
-    division: how the rank's plan is cut. items: what it shares with replicas. Units: bytes.
+    division: how the rank's plan is cut. items: what it shares with replicas, of which so much is whole at once.
+    Units: bytes.
     """
 
     weights: int
@@ -73,6 +71,7 @@ class StateFootprint:
     updates: tuple[int, ...]
     division: Division = WHOLE
     items: SharedItems | None = None
+    whole: int = 0
 
 
 def trace_state(config: Config, rank: int, held: Mapping[int, range], policy: StatePolicy, sizes: Sizes,
@@ -98,5 +97,6 @@ def trace_state(config: Config, rank: int, held: Mapping[int, range], policy: St
             start = now()
             state.update(0, lr=1.0, factor=0.5, group=group)
             updates.append(most(start))
+        whole = ghost.memory.whole_bytes if isinstance(ghost.memory, ItemMemory) else 0
         return StateFootprint(**state.num_bytes(), norm=norm, updates=tuple(updates), division=ghost.division,
-                              items=ghost.shared_items(sizes))
+                              items=ghost.shared_items(sizes), whole=whole)

@@ -36,7 +36,8 @@ class Footprints:
         """The footprint that `trace_stage` gives."""
         if not isinstance(config.model, ModelConfig):
             parallel, b = config.parallel, config.train.micro_batch_size
-            key = _bears(config), parallel.zero and (parallel.zero, parallel.dp), b, blocks, recompute, buffers, device
+            key = (_bears(config), config.pipeline.split_backward, parallel.zero and (parallel.zero, parallel.dp), b,
+                   blocks, recompute, buffers, device)
             if key not in self._known:
                 self._known[key] = trace_stage(config, blocks, recompute, buffers, device)
             return self._known[key]
@@ -64,9 +65,11 @@ class Footprints:
         layers = range(max(blocks.start, 1), min(blocks.stop, last))
         again = (_way(recompute, layers[0]),) * _FEW if layers else ()
         ends = (blocks.start == 0, blocks.stop > last)
-        key = (_bears(config), ends, again, recompute.whole, buffers, device)
+        alike = (_bears(config), ends, again, recompute.whole, buffers, device)
+        key, split = (config.pipeline.split_backward, alike), (True, alike)
         if key not in self._lines:
-            self._lines[key] = self._line(config, _Shape(ends[0], again, ends[1], recompute.whole), buffers, device)
+            self._lines[key] = _unsplit(self._lines.get(split)) or self._line(
+                config, _Shape(ends[0], again, ends[1], recompute.whole), buffers, device)
         first, second, each = self._lines[key]
         more = len(layers) - len(again)
         one = {name: first[name] + more * each[name] for name in first}
@@ -155,7 +158,16 @@ def _bears(config: Config) -> tuple[object, ...]:
               if f.name not in ("parallel", "pipeline", "data", "run", "train"))
     replicas = parallel.dp if config.compression.replicas_differ or config.feeds_back else 1
     return (*others, replace(parallel, zero=0, pp=min(parallel.pp, 2), dp=replicas),
-            config.pipeline.split_backward, train.dtype, train.device, train.seed)
+            train.dtype, train.device, train.seed)
+
+
+def _unsplit(split: list[dict[str, int]] | None) -> list[dict[str, int]]:
+    """Footprints without split backwards, from those with them, which have a backward that stays whole; none where the
+    first of a batch takes something else, which of a whole one is not known."""
+    if split is None or any(one["first_backward"] != one["backward"] for one in split):
+        return []
+    return [one | {"first_backward": one["whole_backward"], "backward": one["whole_backward"], "whole_backward": 0,
+                   "waiting": 0, "weight_gradients": 0} for one in split]
 
 
 def _what_counts(config: Config, shape: _Shape) -> Config:

@@ -83,7 +83,7 @@ class _Pipeline:
         if state.items is not None:
             actions, anew = state.items.moved(actions), self._footprints(parts, replace(buffers, anew=True))
         found = walk(actions, footprints, self._walked, state, anew)
-        return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)))
+        return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)), state.whole)
 
     def _footprints(self, parts: Parts, buffers: Buffers) -> dict[int, list[Footprint]]:
         """Those of the parts of a rank's stages."""
@@ -106,8 +106,9 @@ class _Pipeline:
             self._traced[pattern] = self._trace(self._config, blocks, again, buffers, self._device)
         return self._traced[pattern]
 
-    def _placed(self, memory: StageMemory) -> StageMemory:
-        """The same with what is in host memory or a file, and with the copy for checkpoints."""
+    def _placed(self, memory: StageMemory, whole: int) -> StageMemory:
+        """The same with what is in host memory or a file, and with the copy for checkpoints. whole: bytes of a budget
+        that chunks of replicas have."""
         config, on_gpu = self._config, self._device.type == "cuda"
         if config.saves_beside_training:
             copy = memory.weights + memory.master + memory.optimizer
@@ -115,7 +116,7 @@ class _Pipeline:
         if config.memory.host_optimizer and on_gpu:
             memory = replace(memory, host=memory.host + memory.master + memory.optimizer, master=0, optimizer=0)
         if config.memory.budget:
-            memory = replace(memory, file=max(memory.state - config.memory.budget, 0))
+            memory = replace(memory, file=max(memory.state + whole - config.memory.budget, 0))
         return memory
 
 

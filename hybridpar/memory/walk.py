@@ -100,6 +100,7 @@ class _Walk:
         self._factors: dict[int, int] = defaultdict(int)  # by batch, until it is reduced
         self._waiting: dict[Kind, int] = {}  # outputs to be sent
         self._sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
+        self._bytes = 0  # of the most
         self.most = StageMemory(
             state.weights, state.master, state.gradients, state.optimizer, 0, 0, 0, 0, 0, "")
 
@@ -176,17 +177,22 @@ class _Walk:
         activations = self._kept + self._inputs + sum(self._factors.values())
         communication = self._posted + taken + self._handed + sum(self._waiting.values()) + sum(self._sends)
         transient = self._transient(action, fp) + (0 if shared is None else shared.num_bytes())
-        if activations + communication + transient > self.most.total - self.most.static:
+        if activations + communication + transient > self._bytes:
+            self._bytes = activations + communication + transient
             self.most = replace(self.most, activations=activations, communication=communication, transient=transient,
                                 in_flight=self._in_flight, during=str(action))
 
     def _transient(self, action: Action, fp: Footprint) -> int:
         """What an action takes on top."""
-        if action.kind is Kind.UPDATE:
+        kind = action.kind
+        if kind is Kind.F or kind is Kind.W:
+            return fp.forward if kind is Kind.F else fp.weight_gradients
+        if kind is Kind.B or kind is Kind.I:
+            backward = fp.backward if action.microbatch % self._m else fp.first_backward
+            return (fp.whole_backward if kind is Kind.B else 0) or backward
+        if kind is Kind.UPDATE:
             return self._state.updates[action.part]
-        backward = fp.backward if action.microbatch % self._m else fp.first_backward
-        return {Kind.F: fp.forward, Kind.B: fp.whole_backward or backward, Kind.I: backward,
-                Kind.W: fp.weight_gradients, Kind.NORM: self._state.norm}.get(action.kind, 0)
+        return self._state.norm if kind is Kind.NORM else 0
 
     def _give(self, action: Action, fp: Footprint) -> None:
         """Keeps what a forward leaves, or gives it up after a backward, and the output or the input's gradient."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -52,6 +53,16 @@ class Effort:
 
 QUICK = Effort(0.4, 20, parts=False)
 FULL = Effort()
+
+
+class Beside:
+    """What is done beside the blocks of a pass, by their places in it; here, nothing."""
+
+    def before(self, place: int, following: int | None, *, backward: bool) -> None:
+        """A block is to compute, and then another one (None: none)."""
+
+    def after(self, place: int, *, backward: bool) -> None:
+        """It has."""
 
 
 class Unit:
@@ -149,18 +160,19 @@ class Bench:
         self.had_core = 1.0
         """Share of the time that it had a core, when it wanted one."""
 
-    def a_pass(self, stamps: Stamps, what: str = "") -> None:
-        """All blocks forward, then backward."""
-        now, x = self.clock.now, None
-        for kind, unit in zip(self.kinds, self.units, strict=True):
-            start = now()
-            x = unit.forward(x, self.batch)
-            stamps.append((f"forward{what}", kind, start, now()))
-        gradient: Tensor | None = None
-        for kind, unit in zip(self.kinds[::-1], self.units[::-1], strict=True):
-            start = now()
-            gradient = unit.backward(gradient)
-            stamps.append((f"backward{what}", kind, start, now()))
+    def a_pass(self, beside: Beside) -> None:
+        """All blocks forward, then backward, with what is done beside them."""
+        places, x, gradient = range(len(self.units)), None, None
+        for order, backward in ((places, False), (places[::-1], True)):
+            for place, following in pairwise([*order, None]):
+                assert place is not None
+                unit = self.units[place]
+                beside.before(place, following, backward=backward)
+                if backward:
+                    gradient = unit.backward(gradient)
+                else:
+                    x = unit.forward(x, self.batch)
+                beside.after(place, backward=backward)
 
     def updates(self, stamps: Stamps) -> None:
         """Norm and update of all blocks, and what is recomputed selectively."""
@@ -178,22 +190,16 @@ class Bench:
 
     def messages(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """The collectives over tp of one forward and backward of each kind (see `as_all_reduces`)."""
-        axis = self.tp
-        x: Tensor | None = None
+        axis, kinds = self.tp, self.kinds
         found: dict[tuple[str, str], tuple[int, ...]] = {}
 
-        def note(what: str, kind: str) -> None:
-            found[what, kind] = as_all_reduces(axis.traffic, axis.size)
-            axis.traffic.clear()
+        class Noting(Beside):
+            def after(self, place: int, *, backward: bool) -> None:
+                found["backward" if backward else "forward", kinds[place]] = as_all_reduces(axis.traffic, axis.size)
+                axis.traffic.clear()
 
         axis.traffic.clear()
-        for kind, unit in zip(self.kinds, self.units, strict=True):
-            x = unit.forward(x, self.batch)
-            note("forward", kind)
-        gradient: Tensor | None = None
-        for kind, unit in zip(self.kinds[::-1], self.units[::-1], strict=True):
-            gradient = unit.backward(gradient)
-            note("backward", kind)
+        self.a_pass(Noting())
         for (what, kind), sizes in found.items():
             yield what, kind, sizes
 
@@ -257,24 +263,25 @@ def _kept(config: Config, tp: int, b: int, device: torch.device) -> dict[str, in
 def _timed(bench: Bench, world: Axis, effort: Effort, *, own: bool) -> dict[tuple[str, str], float]:
     """Seconds by what and kind of block, mean over the ranks. own: the rank's own time, else on the wall."""
     stamps: Stamps = []
+    timing = _Timing(bench, stamps)
     barrier(world)
     start = time.perf_counter()
     for _ in range(_WARMUP_PASSES):
-        bench.a_pass(stamps)
+        bench.a_pass(timing)
     bench.updates(stamps)
     took = max(gather_objects(time.perf_counter() - start, world))
     passes = int(min(effort.most_passes, max(4, effort.seconds / took)))
     stamps.clear()
     barrier(world)
     for i in range(passes):
-        bench.a_pass(stamps)
+        bench.a_pass(timing)
         if i % -(-passes // _UPDATES) == 0:
             bench.updates(stamps)
     if effort.parts and own:
         for unit in bench.units[1:]:
             unit.freeze(True)
         for _ in range(max(2, passes // 3)):
-            bench.a_pass(stamps, "_input")
+            bench.a_pass(_Timing(bench, stamps, "_input"))
         for unit in bench.units[1:]:
             unit.freeze(False)
     by_name: dict[tuple[str, str], list[float]] = {}
@@ -287,6 +294,20 @@ def _timed(bench: Bench, world: Axis, effort: Effort, *, own: bool) -> dict[tupl
     mine = {name: _typical(times) for name, times in by_name.items()}
     everyone = gather_objects(mine, world)
     return {name: fmean(rank[name] for rank in everyone) for name in mine}
+
+
+class _Timing(Beside):
+    """Stamps of a pass. what: is behind their names."""
+
+    def __init__(self, bench: Bench, stamps: Stamps, what: str = ""):
+        self._kinds, self._now, self._stamps, self._what = bench.kinds, bench.clock.now, stamps, what
+
+    def before(self, place: int, following: int | None, *, backward: bool) -> None:
+        self._start = self._now()
+
+    def after(self, place: int, *, backward: bool) -> None:
+        self._stamps.append((f"{'backward' if backward else 'forward'}{self._what}", self._kinds[place], self._start,
+                             self._now()))
 
 
 def _typical(times: Sequence[float]) -> float:

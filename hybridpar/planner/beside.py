@@ -19,7 +19,6 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
@@ -31,7 +30,7 @@ from hybridpar.errors import HybridparError
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.models.build import build_blocks
 from hybridpar.pipeline.run.stage import Stage
-from hybridpar.planner.bench import Bench
+from hybridpar.planner.bench import Bench, Beside
 from hybridpar.state import Partition, StatePolicy
 from hybridpar.state.chunks import Buffer, cut
 from hybridpar.state.pages import Region, SparePages
@@ -48,17 +47,11 @@ _ROOM = 4
 """Items that have room at a time: one in use, one that comes, and room for two."""
 
 
-class Moving:
-    """What comes and goes with the blocks of a pass, by their places in it; of this class, nothing. num_bytes: of a
-    pass, at the begin of which what its first block needs is here."""
+class Moving(Beside):
+    """What comes and goes with the blocks of a pass; of this class, nothing. num_bytes: of a pass, at the begin of
+    which what its first block needs is here."""
 
     num_bytes = 0
-
-    def before(self, place: int, following: int | None, *, backward: bool) -> None:
-        """A block is to compute, and then another one (None: none)."""
-
-    def after(self, place: int, *, backward: bool) -> None:
-        """It has."""
 
     def end(self) -> None:
         """The pass is over."""
@@ -166,24 +159,9 @@ class InFile(Moving):
         self.tiers.settle()
 
 
-def a_pass(bench: Bench, moving: Moving) -> None:
-    """All blocks forward, then backward, with what moves beside them."""
-    places, x, gradient = range(len(bench.units)), None, None
-    for order, backward in ((places, False), (places[::-1], True)):
-        for place, following in pairwise([*order, None]):
-            assert place is not None
-            unit = bench.units[place]
-            moving.before(place, following, backward=backward)
-            if backward:
-                gradient = unit.backward(gradient)
-            else:
-                x = unit.forward(x, bench.batch)
-            moving.after(place, backward=backward)
-
-
 def measure_beside(config: Config, world: Axis, folder: Path, *, quick: bool) -> dict[str, float]:
-    """Seconds of its own that a rank takes for a GiB, by what moves: 'gathers', 'sums', 'reads', 'writes'; 0: not
-    measured, as there is one rank, or no room. Collectives: on all ranks of the job."""
+    """Seconds of its own that a rank takes for a GiB, by what moves: 'gathers', 'sums', 'reads', 'writes', without what
+    is not measured, as there is one rank, or no room. Collectives: on all ranks of the job."""
     bench = Bench(config, config.train.micro_batch_size, Axis("tp"), torch.device("cpu"))
     moves = {"": Moving()}
     if world.size > 1:
@@ -222,7 +200,7 @@ def _seconds(bench: Bench, moves: dict[str, Moving], world: Axis, passes: int) -
             moving.before(0, None, backward=False)
             barrier(world)
             start, busy = _times(bench), time.process_time()
-            a_pass(bench, moving)
+            bench.a_pass(moving)
             there, mine, thread = (b - a for a, b in zip(start, _times(bench), strict=True))
             moving.end()  # what is still under way is waited for later, in training, but is work
             if i:
@@ -235,11 +213,8 @@ def _seconds(bench: Bench, moves: dict[str, Moving], world: Axis, passes: int) -
                for name, rows in taken.items()}
     everyone = gather_objects(typical, world)
     took = {name: fmean(rank[name] for rank in everyone) for name in moves}
-    found = dict.fromkeys(("gathers", "sums", "reads", "writes"), 0.0)
-    for name in moves.keys() & found.keys():
-        least = took["reads" if name == "writes" else ""]
-        found[name] = max(0.0, took[name] - least) * GIB / max(1, moves[name].num_bytes)
-    return found
+    return {name: max(0.0, took[name] - took["reads" if name == "writes" else ""]) * GIB / max(1, moving.num_bytes)
+            for name, moving in moves.items() if name}
 
 
 def _times(bench: Bench) -> tuple[float, float, float]:

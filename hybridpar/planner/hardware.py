@@ -187,10 +187,6 @@ class Joined:
             if source // size != target // size:
                 yield number, source // size, target // size
 
-    def servers(self, ranks: Sequence[int]) -> int:
-        """Number of servers that these devices are on."""
-        return len({rank // self.devices_per_server for rank in ranks})
-
     def link(self, ranks: Sequence[int]) -> Any:
         """The outermost link among these devices."""
         crossed = [link for size, link, _ in self.borders if len({rank // size for rank in ranks}) > 1]
@@ -213,11 +209,13 @@ class Joined:
         """Each link that a ring crosses (it enters and leaves a group once), and how many share it: all that pass
         through a server, and so through a group as many times as it has servers for each that the ring is on; twice as
         many where what enters and what leaves share it."""
-        found = []
+        found, servers = [], 1
         for size, link, links in self.borders:
             groups = {rank // size for rank in ranks}
+            if size == self.devices_per_server:
+                servers = len(groups)
             if len(groups) > 1:
-                through = rings * size * len(groups) / (self.devices_per_server * self.servers(ranks))
+                through = rings * size * len(groups) / (self.devices_per_server * servers)
                 found.append((link, max(through / links, 1) * (1 + link.half_duplex)))
         return found or [(self.inner, 1 + self.inner.half_duplex)]
 

@@ -20,8 +20,9 @@ from typing import Any
 from hybridpar.errors import ConfigError
 from hybridpar.ops.quantize import TILE, quantized_bytes
 from hybridpar.planner.compressed import gradient_share
-from hybridpar.planner.cost import GRADIENT_BYTES, StepCost
+from hybridpar.planner.cost import StepCost
 from hybridpar.planner.report import parts_of
+from hybridpar.planner.stage_cost import GRADIENT_BYTES
 
 CODECS = (("bf16", 2.0), *((f"int{bits}", quantized_bytes(TILE, bits) / TILE) for bits in (8, 4)))
 """Values of compression.messages, with the bytes of a number, from the most exact on."""

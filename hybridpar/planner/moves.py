@@ -77,13 +77,23 @@ class Moves:
                 costs, to_host=[_GRADIENT_BYTES * n / speeds.copied for n in numbers],
                 host=[n / speeds.updated for n in numbers], from_host=[working * n / speeds.copied for n in numbers],
                 host_shares=shares, host_works=True)
+        splits = self.config.parallel.zero > 1 and self.config.parallel.dp > 1
+        shared = self._collectives(costs, replicas, rings) if splits else None
         if memory.budget:
-            work = [seconds / 1024 if self._share_cores(costs) else 0.0 for seconds in (
-                speeds.read_work, speeds.written_work)]
-            fetch, release = (max(0.0, MIB / speed - used) for speed, used in zip(
-                (speeds.read, speeds.written), work, strict=True))
+            whole = MIB / speeds.read, MIB / speeds.written
+            if self._share_cores(costs):  # all of a time is the rank's own where it is not known how much is
+                work = [time if seconds is None else seconds / 1024 for time, seconds in zip(
+                    whole, (speeds.read_work, speeds.written_work), strict=True)]
+            else:
+                work = [0.0, 0.0]
+            fetch, release = (max(0.0, time - used) for time, used in zip(whole, work, strict=True))
             calls = {**costs.calls, **dict(zip((Kind.FETCH, Kind.RELEASE), work, strict=True))}
-            return replace(costs, calls=calls, fetch=fetch, release=release)
+            return replace(costs, calls=calls, fetch=fetch, release=release, shared=shared)
+        assert shared is not None
+        return shared
+
+    def _collectives(self, costs: Costs, replicas: Sequence[Sequence[int]], rings: int) -> Costs:
+        """Those of collectives as moves, arguments as above."""
         gathers, sums = ([self._collective(op, r, ranks, rings) for r, ranks in enumerate(replicas)]
                          for op in ("gather", "scatter"))
         calls = {**costs.calls, Kind.FETCH: [work for _, work in gathers], Kind.RELEASE: [work for _, work in sums]}
@@ -98,13 +108,13 @@ class Moves:
         items = self.ghosts[rank].residency(Sizes.of(self.config))
         assert isinstance(items, SharedItems)
         sizes = [num_bytes for item, num_bytes in enumerate(items.weights.num_bytes)
-                 if (item in items.summed) == (op == "scatter")]
+                 if num_bytes and (item in items.summed) == (op == "scatter")]
         if not sizes:
             return 0.0, 0.0
         seconds, work = self.machine.half_ring(op, usual := fmean(sizes), replicas, rings)
         hardware, speeds = self.machine.profile.hardware, self.machine.profile.state
         measured, number = hardware.devices_per_host * hardware.hosts, len(replicas)
-        beside = (speeds.gathered_work if op == "gather" else speeds.summed_work) / 1024
+        beside = ((speeds.gathered_work if op == "gather" else speeds.summed_work) or 0.0) / 1024
         if measured > 1:  # of a chunk, what other ranks have
             beside *= (1 - 1 / number) / (1 - 1 / measured)
         return seconds * MIB / usual, max(min(work, seconds) * MIB / usual, beside)

@@ -36,6 +36,7 @@ _QUIET = 0.9
 _MAX_BYTES = 64 << 20
 """Bytes of a file that is read."""
 Amount = Annotated[float, Within(0, 1e30)]
+MaybeAmount = Annotated[float | None, Within(0, 1e30)]
 Bytes = Annotated[int, Within(0, 10**30)]
 Count = Annotated[int, Within(1, 10**6)]
 
@@ -117,17 +118,17 @@ class StateSpeeds:
     updated: parameters that the optimizer updates on the host, in a second. copied: bytes to the host or from it. read,
     written: bytes from and to the file of memory.budget. read_work, written_work: what a GiB of these takes of a rank
     that computes meanwhile, seconds of its own. gathered_work, summed_work: likewise, of weights and gradients that
-    all ranks of the profile share (beside.py).
+    all ranks of the profile share (beside.py). None: not known, as 0 of these is little.
     """
 
     updated: Amount = 0.0
     copied: Amount = 0.0
     read: Amount = 0.0
     written: Amount = 0.0
-    read_work: Amount = 0.0
-    written_work: Amount = 0.0
-    gathered_work: Amount = 0.0
-    summed_work: Amount = 0.0
+    read_work: MaybeAmount = None
+    written_work: MaybeAmount = None
+    gathered_work: MaybeAmount = None
+    summed_work: MaybeAmount = None
 
 
 @dataclass(frozen=True, slots=True)

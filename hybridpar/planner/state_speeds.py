@@ -31,7 +31,7 @@ def measure_state(config: Config, world: Axis, *, quick: bool) -> StateSpeeds:
     everyone = gather_objects((*host, *file), world)
     beside = measure_beside(config, world, folder, quick=quick)
     return StateSpeeds(*(fmean(speeds) for speeds in zip(*everyone, strict=True)),
-                       *(beside[what] for what in ("reads", "writes", "gathers", "sums")))
+                       *(beside.get(what) for what in ("reads", "writes", "gathers", "sums")))
 
 
 def _file_speeds(folder: Path, num_bytes: int) -> tuple[float, float]:

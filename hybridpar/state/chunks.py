@@ -45,7 +45,9 @@ class Chunk:
 
 
 class Memory:
-    """Memory of a device, taken at once and kept."""
+    """Memory of a device, taken at once and kept. is_limited: it has not room for all state at once."""
+
+    is_limited = False
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.device = torch.device(device)

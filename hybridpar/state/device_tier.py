@@ -16,16 +16,22 @@ from torch import Tensor
 from hybridpar.config import Config
 from hybridpar.state.chunks import Chunk
 from hybridpar.state.host import HostMemory, host_work
+from hybridpar.state.policy import StatePolicy
 from hybridpar.state.region import TensorRegion, on, taken
+from hybridpar.state.shares import WholeChunks
 from hybridpar.state.store import padded
 from hybridpar.state.tiered import TieredMemory, slow_folder
 from hybridpar.state.tiers import Tiers
 
 
-def tiered_memory(config: Config, device: torch.device) -> TieredMemory:
-    """The memory of a rank on a device that a configuration with memory.budget asks for."""
-    budget = config.memory.budget
-    return TieredMemory(budget, slow_folder(config)) if device.type == "cpu" else DeviceTieredMemory(budget, device)
+def state_memory(config: Config, device: torch.device, policy: StatePolicy) -> TieredMemory | WholeChunks | None:
+    """The memory of a rank's state that a configuration asks for; None: the device's."""
+    budget, whole = config.memory.budget, WholeChunks(device, policy) if policy.splits_gradients else None
+    if not budget:
+        return whole
+    if device.type == "cpu":
+        return TieredMemory(budget, slow_folder(config), whole=whole)
+    return DeviceTieredMemory(budget, device, whole)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -96,8 +102,8 @@ class _Passed:
 class DeviceTieredMemory(TieredMemory):
     """Memory of a device, of which state takes `budget` bytes at most, and memory of the host for the rest."""
 
-    def __init__(self, budget: int, device: torch.device):
-        super().__init__(budget, Path(), device)
+    def __init__(self, budget: int, device: torch.device, whole: WholeChunks | None = None):
+        super().__init__(budget, Path(), device, whole)
         self._stream = _new_stream(device)
 
     def _region(self, num_bytes: int) -> TensorRegion:
@@ -109,13 +115,15 @@ class DeviceTieredMemory(TieredMemory):
 
     def _make_tiers(self, pinned: frozenset[int], sizes: Sequence[int]) -> Tiers:
         mark = (lambda: _Passed(self.device)) if _is_late(self.device) else None
-        tiers = Tiers(self._regions, pinned, self.budget, HostStore(sizes, self.device), DevicePages(), mark)
+        tiers = Tiers(self._regions, pinned, self.room_bytes, HostStore(sizes, self.device), DevicePages(), mark)
         for number in pinned:
             tiers.items[number].region.clear()
         return tiers
 
-    def viewing(self, chunk: Tensor) -> AbstractContextManager[None]:
+    def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
         """While in it, views of a chunk can be made. Before there are tiers its content is lost after it."""
+        if self._is_whole(chunk):
+            return super().viewing(chunk)
         region = self._regions[self.number_of(chunk)]
         assert isinstance(region, TensorRegion)
         return taken([region])

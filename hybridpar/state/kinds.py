@@ -70,7 +70,7 @@ class WeightShares(WeightVersions):
                 for name, view in store.shares[store.slot(version)].views.items()}
 
     def memory(self) -> list[Tensor]:
-        return [shares.flat for shares in self.holder.weights.shares]
+        return [tensor for shares in self.holder.weights.shares for tensor in shares.buffer.tensors]
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
         store = self.holder.weights
@@ -91,7 +91,7 @@ class Gradients(StateKind):
                 for i in range(len(gradients.buffers)) for name, view in gradients.views(i).items()}
 
     def memory(self) -> list[Tensor]:
-        own = [shares.flat for shares in self.holder.shares]
+        own = [tensor for shares in self.holder.shares for tensor in shares.buffer.tensors]
         return _kept(self.holder.gradients.buffers, self.holder.is_kept) + own
 
 

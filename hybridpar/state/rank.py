@@ -53,8 +53,8 @@ class RankState:
         self.grid, self._backend, self.memory = grid, policy.backend, memory or Memory(device)
         parameters = StageParameters(stage, policy.dtype)
         self.placements = parameters.placements
-        # shares are here all the time, so one update of all of them has no price
-        elementwise = not policy.splits_gradients and all(
+        # shares that are here all the time are updated at once: it has no price
+        elementwise = (self.memory.is_limited or not policy.splits_gradients) and all(
             divisible(policy.optim, slot) for slot in self.whole_slots.values())
         tied = frozenset(name for name, placement in self.placements.items() if placement.tied)
         self._in_both_ends = frozenset() if policy.ends_apart else tied
@@ -79,7 +79,7 @@ class RankState:
             parameters.layout, self.memory, policy.num_gradient_buffers,
             chunks=cut(parameters.layout, self.uses), defers=policy.defers, factored=factored, tied=tied)
         self.shares = Shares.of(
-            self.partition, self.gradients.buffers, self.memory, split=policy.splits_gradients)
+            self.partition, self.gradients.buffers, self.memory, "gradients", split=policy.splits_gradients)
         self.reducer = GradientReducer(self.partition, self.is_kept, self.compression)
         self.num_parts = max(len(parts), 1)
         self.num_groups = self.num_parts if elementwise else 1

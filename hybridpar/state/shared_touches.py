@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.residency import Mode, Residency, Touch
@@ -10,7 +10,7 @@ from hybridpar.pipeline.plan.shared import SharedItems
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.state.parts import Parts
 from hybridpar.state.rank import RankState
-from hybridpar.state.shares import WholeChunk, room
+from hybridpar.state.shares import WholeChunks
 
 
 class SharedTouches:
@@ -18,12 +18,15 @@ class SharedTouches:
 
     weights of a part     F B I reads                       gradients   B I W adds
     what an UPDATE makes  new shares: a whole chunk is old              REDUCE: all are in the shares
+
+    chunks: by number, of which those before `first` are items of the rank's tiers.
     """
 
-    def __init__(self, chunks: list[WholeChunk], state: RankState, parts: Parts, sizes: Sizes):
-        self._chunks, self._state, self._parts, self._m = chunks, state, parts, sizes.num_microbatches
+    def __init__(self, memory: WholeChunks, state: RankState, parts: Parts, sizes: Sizes, first: int = 0):
+        self.chunks, self._memory, self._first = dict(enumerate(memory.chunks, first)), memory, first
+        self._state, self._parts, self._m = state, parts, sizes.num_microbatches
         self._by_kind: dict[str, list[int]] = {}
-        for number, chunk in enumerate(chunks):
+        for number, chunk in self.chunks.items():
             self._by_kind.setdefault(chunk.kind, []).append(number)
 
     def of_weights(self, action: Action) -> list[Touch]:
@@ -32,7 +35,8 @@ class SharedTouches:
         if action.kind in (Kind.F, Kind.B, Kind.I):
             return self._in_part(action, f"weights/{weights.slot(action.version)}", Mode.READ)
         if action.kind is Kind.UPDATE:
-            return [Touch(i, Mode.RENEW) for i in self._by_kind.get(f"weights/{weights.slot(action.version)}", ())]
+            return [Touch(i, Mode.RENEW) for i in self._by_kind.get(f"weights/{weights.slot(action.version)}", ())
+                    if self.chunks[i].use.group == action.part]
         return []
 
     def of_gradients(self, action: Action) -> list[Touch]:
@@ -40,29 +44,27 @@ class SharedTouches:
         if action.kind in (Kind.B, Kind.I, Kind.W):
             return self._in_part(action, self._gradients(action.microbatch // self._m), Mode.ADD)
         if action.kind is Kind.REDUCE:
-            return [Touch(i, Mode.RENEW) for i in self.gradients(action.microbatch)]
+            return [Touch(i, Mode.RENEW) for i in self._by_kind.get(self._gradients(action.microbatch), ())]
         return []
 
-    def gradients(self, batch: int) -> list[int]:
-        """The chunks of a batch's gradients."""
-        return self._by_kind.get(self._gradients(batch), [])
-
-    def items(self) -> SharedItems:
+    def items(self, tiers: Residency | None = None) -> SharedItems:
         """The chunks as a plan knows them. Weights have room for two consecutive parts, so what comes next is gathered
         while a part computes; gradients have room for one, besides those that are being summed."""
-        num_bytes = [chunk.num_bytes for chunk in self._chunks]
+        num_bytes = [0] * self._first + [chunk.num_bytes for chunk in self.chunks.values()]
+        summed = frozenset(i for i, chunk in self.chunks.items() if chunk.kind.startswith("gradients/"))
 
-        def residency(kind: str, touches: Callable[[Action], list[Touch]], consecutive: int) -> Residency:
-            own = [(chunk.use, chunk.num_bytes) for chunk in self._chunks if chunk.kind == f"{kind}/0"]
-            return Residency(touches, num_bytes, room(own, consecutive))
+        def residency(kind: str, touches: Callable[[Action], list[Touch]], consecutive: int,
+                      others: Iterable[int]) -> Residency:
+            return Residency(touches, num_bytes, self._memory.room(kind, consecutive),
+                             others={*range(self._first), *others})
 
         return SharedItems(
-            residency("weights", self.of_weights, 2), residency("gradients", self.of_gradients, 1),
-            frozenset(i for i, chunk in enumerate(self._chunks) if chunk.kind.startswith("gradients/")))
+            residency("weights", self.of_weights, 2, summed),
+            residency("gradients", self.of_gradients, 1, self.chunks.keys() - summed), summed, tiers)
 
     def _gradients(self, batch: int) -> str:
         return f"gradients/{self._state.gradients.buffer_index(batch)}"
 
     def _in_part(self, action: Action, kind: str, mode: Mode) -> list[Touch]:
         part = self._parts.number(action)
-        return [Touch(i, mode) for i in self._by_kind.get(kind, ()) if part in self._chunks[i].use.parts]
+        return [Touch(i, mode) for i in self._by_kind.get(kind, ()) if part in self.chunks[i].use.parts]

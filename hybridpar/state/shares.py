@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import Works
-from hybridpar.state.chunks import Buffer, Chunk, Memory, Use
+from hybridpar.state.chunks import Buffer, Chunk, Memory, Use, cut
 from hybridpar.state.partition import Partition
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.region import TensorRegion, taken
+
+SHARES = "shares/"
+"""Begins the kind of a share, before that of what it is of."""
 
 
 class WholeChunk(TensorRegion):
@@ -62,12 +65,26 @@ class WholeChunks(Memory):
         self._kinds = ("gradients/",) * policy.splits_gradients + ("weights/",) * policy.splits_weights
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        if chunk.use.stays or not kind.startswith(self._kinds):
+        if not self.has(kind, chunk.use):
             return super().zeros(kind, chunk, dtype)
         flat = torch.empty(chunk.stop - chunk.start, dtype=dtype, device=self.device)
         self.chunks.append(self.chunk(kind, chunk.use, flat, self.listeners))
         self.chunks[-1].give_back()
         return flat
+
+    def has(self, kind: str, use: Use) -> bool:
+        """Whether chunks of a kind and a use come and go."""
+        return not use.stays and kind.startswith(self._kinds)
+
+    def room(self, kind: str, consecutive: int) -> int:
+        """As the function, of chunks of a kind, say 'weights'."""
+        return room(((chunk.use, chunk.num_bytes) for chunk in self.chunks if chunk.kind == f"{kind}/0"), consecutive)
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that is whole at once: weights of a part and the next, gradients of one and the one being summed.
+        """
+        return self.room("weights", 2) + self.room("gradients", 2)
 
     def _storage(self, view: Tensor) -> object:
         return view.untyped_storage()._cdata
@@ -77,8 +94,12 @@ class WholeChunks(Memory):
 
     def writing(self, *views: Tensor) -> AbstractContextManager[None]:
         """While in it, chunks that these are views of are here. Their content is lost after it: `Shares` keep it."""
-        storages = set(map(self._storage, views))
-        return taken(chunk for chunk in self.chunks if self._storage(chunk.tensor) in storages)
+        return taken(chunk for chunk in map(self.of, views) if chunk is not None)
+
+    def of(self, view: Tensor) -> WholeChunk | None:
+        """The chunk that a tensor is a view of, if any."""
+        storage = self._storage(view)
+        return next((chunk for chunk in self.chunks if self._storage(chunk.tensor) == storage), None)
 
 
 def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:
@@ -93,14 +114,15 @@ def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:
 class Shares:
     """What this rank owns of the chunks of `whole` that do not stay.
 
-    views: of each parameter that it owns all of, or of the part of it as a vector, by name.
+    buffer: their memory, in chunks by use. kind: of state of the whole ones. views: of each parameter that it owns all
+    of, or of the part of it as a vector, by name.
     """
 
-    def __init__(self, partition: Partition, whole: Buffer, dtype: torch.dtype, memory: Memory):
+    def __init__(self, partition: Partition, whole: Buffer, dtype: torch.dtype, memory: Memory, kind: str = ""):
         self.partition, self.whole, self.memory = partition, whole, memory
-        self.layout = partition.layout_of_owned(dtype, wanted=lambda use: not use.stays)
-        self.flat = Memory.zeros(memory, "", Chunk(0, self.layout.numel), dtype)
-        self.views = self.layout.views(self.flat)
+        layout = partition.layout_of_owned(dtype, wanted=lambda use: not use.stays)
+        self.buffer = Buffer(layout, dtype, memory, cut(layout, partition.uses), f"{SHARES}{kind}")
+        self.views = self.buffer.views()
         self._owned = {o.name: o for o in partition.owned}
         self._names: dict[Use, list[str]] = {}
         for name in partition.layout.names:
@@ -110,9 +132,10 @@ class Shares:
         self._unwatched.tensors = [tensor.data for tensor in whole.tensors]
 
     @staticmethod
-    def of(partition: Partition, buffers: Sequence[Buffer], memory: Memory, *, split: bool) -> list[Shares]:
-        """Shares of all buffers; none where replicas do not split them."""
-        return [Shares(partition, buffer, buffer.tensors[0].dtype, memory) for buffer in buffers] if split else []
+    def of(partition: Partition, buffers: Sequence[Buffer], memory: Memory, kind: str, *, split: bool) -> list[Shares]:
+        """Shares of all buffers of a kind; none where replicas do not split them."""
+        return [Shares(partition, buffer, buffer.tensors[0].dtype, memory, f"{kind}/{i}")
+                for i, buffer in enumerate(buffers) if split]
 
     def owned(self) -> list[Tensor]:
         """What this rank owns, in the order of the partition: its shares, and views of what stays."""
@@ -124,6 +147,12 @@ class Shares:
         """Copies (or adds) to the shares of some parameters what the whole chunks have."""
         for share, part in self._pairs(names):
             share.add_(part) if add else share.copy_(part)
+
+    @torch.no_grad()
+    def clear(self, names: Iterable[str]) -> None:
+        """Makes the shares of some parameters zero."""
+        for name in self.views.keys() & names:
+            self.views[name].zero_()
 
     @torch.no_grad()
     def gather(self, use: Use) -> Works:

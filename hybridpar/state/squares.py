@@ -80,6 +80,6 @@ def _home(gradients: Buffer | Shares, use: Use, start: int) -> tuple[FlatLayout,
     in the flat buffer."""
     if isinstance(gradients, Shares):
         if not use.stays:
-            return gradients.layout, 0
+            return gradients.buffer.layout, next(c.start for c in gradients.buffer.chunks if c.use == use)
         gradients = gradients.whole
     return gradients.layout, next(c.start for c in gradients.chunks if c.use == use and c.start <= start <= c.stop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from hybridpar.optim import ParameterSlot
 from hybridpar.state.chunks import Chunk, Memory, Use
 from hybridpar.state.layout import FlatLayout
 from hybridpar.state.pages import AnyRegion, Region, SparePages
+from hybridpar.state.shares import SHARES, WholeChunks
 from hybridpar.state.store import DiskStore, padded
 from hybridpar.state.tiers import Tiers
 
@@ -45,15 +46,28 @@ class StateItem:
 
 
 class ItemMemory(Memory):
-    """Memory whose chunks are told one by one: `items`, in the order in which they are taken."""
+    """Memory whose chunks are told one by one: `items`, in the order in which they are taken.
 
-    def __init__(self, device: torch.device | str = "cpu"):
+    whole: has those that replicas share, whose items are this rank's shares; None: they share none.
+    """
+
+    is_limited = True
+
+    def __init__(self, device: torch.device | str = "cpu", whole: WholeChunks | None = None):
         super().__init__(device)
+        self.whole = whole
         self.items: list[StateItem] = []
         self._uses: Callable[[str], Use]
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        return self._add(kind, chunk.use, chunk.stop - chunk.start, dtype)
+        if self.whole is not None and self.whole.has(kind, chunk.use):
+            return self.whole.zeros(kind, chunk, dtype)
+        return self._add(kind.removeprefix(SHARES), chunk.use, chunk.stop - chunk.start, dtype)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of what replicas share that is whole at once, at most."""
+        return 0 if self.whole is None else self.whole.most_bytes
 
     def for_optimizer(self, uses: Callable[[str], Use]) -> ItemMemory:
         self._uses = uses
@@ -84,16 +98,21 @@ class ItemMemory(Memory):
 class TieredMemory(ItemMemory):
     """Memory of a CPU, of which state takes `budget` bytes at most, and a file in `folder` for the rest.
 
-    From `seal` on, `tiers` moves what was taken from it.
+    From `seal` on, `tiers` moves what was taken from it, in what `whole` leaves of the budget.
     """
 
-    def __init__(self, budget: int, folder: Path, device: torch.device | str = "cpu"):
-        super().__init__(device)
+    def __init__(self, budget: int, folder: Path, device: torch.device | str = "cpu", whole: WholeChunks | None = None):
+        super().__init__(device, whole)
         self.budget, self.folder = budget, folder
         self.tiers: Tiers
         self._regions: list[AnyRegion] = []
         self._numbers: dict[int, int] = {}  # of items, by their storage
         self._copy: tuple[int, Tensor] | None = None
+
+    @property
+    def room_bytes(self) -> int:
+        """What of the budget items have."""
+        return self.budget - self.whole_bytes
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
         region = self._region(numel * dtype.itemsize)
@@ -113,7 +132,7 @@ class TieredMemory(ItemMemory):
 
     def _make_tiers(self, pinned: frozenset[int], sizes: Sequence[int]) -> Tiers:
         """The tiers, with room for these sizes in the slow one. pinned: items that always stay."""
-        return Tiers(self._regions, pinned, self.budget, DiskStore(self.folder, sizes), SparePages())
+        return Tiers(self._regions, pinned, self.room_bytes, DiskStore(self.folder, sizes), SparePages())
 
     def close(self) -> None:
         self.tiers.close()
@@ -123,8 +142,19 @@ class TieredMemory(ItemMemory):
         return self._numbers[view.untyped_storage()._cdata]
 
     def writing(self, *views: Tensor) -> AbstractContextManager[object]:
-        self._copy = None
-        return self.tiers.using(list(dict.fromkeys(map(self.number_of, views))), changing=True)
+        self._copy, stack = None, ExitStack()
+        own = [view for view in views if not self._is_whole(view)]
+        stack.enter_context(self.tiers.using(list(dict.fromkeys(map(self.number_of, own))), changing=True))
+        if self.whole is not None:
+            stack.enter_context(self.whole.writing(*views))
+        return stack
+
+    def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
+        return nullcontext() if self.whole is None else self.whole.viewing(chunk)
+
+    def _is_whole(self, view: Tensor) -> bool:
+        """Whether a tensor is a view of a chunk that replicas share."""
+        return self.whole is not None and self.whole.of(view) is not None
 
     def read(self, view: Tensor) -> Tensor:
         number = self.number_of(view)

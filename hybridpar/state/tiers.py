@@ -143,10 +143,15 @@ class Tiers:
     def create(self, number: int) -> None:
         """Takes memory for an absent item, zeros; waits until what leaves has made room."""
         item = self.items[number]
-        self._wait(lambda: item.where is Where.ABSENT and self._has_room(item))
-        with self._looking():
+
+        def has_taken() -> bool:  # in one step: what is on its way may want the same room
+            if item.where is not Where.ABSENT or not self._has_room(item):
+                return False
             self._take(item)
             item.where = Where.HERE
+            return True
+
+        self._wait(has_taken)
         item.region.clear()
 
     def is_here(self, number: int) -> bool:

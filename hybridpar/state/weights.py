@@ -59,7 +59,7 @@ class WeightStore:
         self.buffers = [Buffer(self.layout, self.dtype, memory, chunks, f"weights/{i}") for i in range(num_versions)]
         self.leaves = [{name: view.detach().requires_grad_() for name, view in buffer.views().items()}
                        for buffer in self.buffers]
-        self.shares = Shares.of(partition, self.buffers, memory, split=splits)
+        self.shares = Shares.of(partition, self.buffers, memory, "weights", split=splits)
         self._own_layout = own_layout = partition.layout_of_owned(self.master_dtype, offset_dtype=self.dtype)
         self.master = None
         if self.keeps_master or host is not None:
@@ -185,7 +185,8 @@ class WeightStore:
         owned, slot = {o.name: o for o in self.partition.owned}, self.slot(self.newest)
         for name, leaf in self.leaves[slot].items():
             master = masters.get(name)
-            with self.memory.writing(leaf, *() if master is None else (master,)):
+            share = self.shares[slot].views.get(name) if self.shares else None
+            with self.memory.writing(*(view for view in (leaf, master, share) if view is not None)):
                 if self.master is None:
                     write({name: leaf.detach()})
                 else:
@@ -224,12 +225,12 @@ class WeightStore:
 
     def _keep(self, before: int, after: int, group: int) -> None:
         """Makes a group of one buffer equal to that of another."""
-        old, new = self.buffers[before], self.buffers[after]
-        for number in new.group(group) if new is not old else ():
-            if self.is_kept(new.chunks[number].use):
-                new.take(old, number)
-        if self.shares and new is not old:
-            self.shares[after].flat.copy_(self.shares[before].flat)
+        if after == before:
+            return
+        for buffers in (self.buffers, [shares.buffer for shares in self.shares]):
+            for number in buffers[after].group(group) if buffers else ():
+                if buffers is not self.buffers or self.is_kept(buffers[after].chunks[number].use):
+                    buffers[after].take(buffers[before], number)
 
     def _write(self, slot: int, numbers: Sequence[int]) -> None:
         """Copies the master to what this rank owns of a working buffer: owned parameters by number."""
@@ -259,7 +260,7 @@ class WeightStore:
         slot = self.slot(self.newest)
         flat = self.buffers[slot]
         held = [tensor for chunk, tensor in zip(flat.chunks, flat.tensors, strict=True) if self.is_kept(chunk.use)]
-        held += [self.shares[slot].flat] if self.shares else []
+        held += self.shares[slot].buffer.tensors if self.shares else []
         predicted = [tensor.clone() for tensor in held]
         self._write(slot, range(len(self._lists[slot])))
         self.partition.gather(flat, self.is_kept).wait()

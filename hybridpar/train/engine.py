@@ -38,7 +38,7 @@ from hybridpar.pipeline.run.slow_tier import FileTier, HostTier
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.stash import Stash
 from hybridpar.state import RankState, StatePolicy
-from hybridpar.state.device_tier import tiered_memory
+from hybridpar.state.device_tier import state_memory
 from hybridpar.state.host import HostWork
 from hybridpar.state.parts import Parts
 from hybridpar.state.shares import WholeChunks
@@ -92,24 +92,23 @@ class Engine:
         stages = {stage: [Stage({n: blocks[n] for n in numbers}, again[stage], model) for numbers in parts]
                   for stage, parts in self.parts.of_stage.items()}
         self.stage = Stage(blocks)
-        if memory is None and config.memory.budget:
-            memory = tiered_memory(config, device)
+        if memory is None:
+            memory = state_memory(config, device, states)
         if config.memory.host_optimizer and config.optim.name == "muon" and device.type != "cpu":
             raise config_error("optim.name", "muon", "works with memory.host_optimizer on CPUs so far", "adamw")
-        if memory is None and states.splits_gradients:
-            memory = WholeChunks(device, states)
         self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=memory,
                                host_work=host_work)
         self._division = self.parts.division(self.state)
-        self.touches = Touches(memory.items, self.state, self.parts, self.sizes, norms=self._division.norms
+        self.touches = Touches(memory, self.state, self.parts, self.sizes, norms=self._division.norms
                                ) if isinstance(memory, ItemMemory) else None
         self.tiers = RankTiers(memory, self.touches) if self.touches and isinstance(memory, TieredMemory) else None
-        self.whole = memory if isinstance(memory, WholeChunks) else None
-        self.replicas = SharedChunks(self.whole, self.state, self.parts, self.sizes) if self.whole else None
+        self.whole = memory.whole if isinstance(memory, ItemMemory) else memory
+        self.replicas = None if self.whole is None else SharedChunks(
+            self.whole, self.state, self.parts, self.sizes, self.tiers)
         self.state.initialize(config.train.seed)
         self.executor = Executor(
             stages, self.state.weights, Lane.of(config, grid, states.dtype, device, self.split),
-            self.sizes, self.tiers or self.replicas, self._stash())
+            self.sizes, self.replicas or self.tiers, self._stash())
         by_block = config.train.record_memory or config.train.planned_memory  # a graph's pool is apart
         if config.train.cuda_graphs and device.type == "cuda" and not by_block and not self.parts.is_divided:
             self.executor.graphs = graphs.recorder(config, stages[self._held[0]][0], self.state.gradients, device)
@@ -165,7 +164,7 @@ class Engine:
 
     def _in_tiers(self, actions: Iterator[Action]) -> Iterator[Action]:
         """The plan with what it moves between the tiers of the state, or to and from replicas."""
-        moves = self.tiers or self.replicas
+        moves = self.replicas or self.tiers
         return actions if moves is None else moves.plan(actions)
 
     def _until_end(self, actions: Iterable[Action]) -> Iterator[Action]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
@@ -55,12 +55,14 @@ def forecast(config: Config, rank: int = 0) -> TierForecast:
     ghost, sizes = GhostRank.of(config, rank), Sizes.of(config)
     touches = ghost.touches(sizes)
     touches.require(config.memory.budget)
-    actions = list(ghost.actions(Ordering.of(config), sizes, _BEGUN + _STEPS + _LEFT))
+    actions: Iterable[Action] = ghost.actions(Ordering.of(config), sizes, _BEGUN + _STEPS + _LEFT)
+    if (shared := ghost.ghost.shared_items(sizes)) is not None:
+        actions = shared.moved(actions)
     read, written = moved(actions, touches, config.memory.budget, range(_BEGUN, _BEGUN + _STEPS))
-    return TierForecast(sum(touches.num_bytes), touches.least_budget(), read // _STEPS, written // _STEPS)
+    return TierForecast(touches.most_bytes, touches.least_budget(), read // _STEPS, written // _STEPS)
 
 
-def moved(actions: Sequence[Action], touches: Touches, budget: int, batches: range) -> tuple[int, int]:
+def moved(actions: Iterable[Action], touches: Touches, budget: int, batches: range) -> tuple[int, int]:
     """Bytes read and written from one update to another of these batches, of a run that starts with all in the slow
     tier."""
     residency = touches.residency(budget)
@@ -68,9 +70,10 @@ def moved(actions: Sequence[Action], touches: Touches, budget: int, batches: ran
     for action in add_residency(actions, residency):
         if action.kind is Kind.UPDATE and action.part == 0:
             counts = action.microbatch in batches
-        if counts and action.kind is Kind.FETCH:
+        counted = counts and action.microbatch < len(touches.items)
+        if counted and action.kind is Kind.FETCH:
             read += touches.num_bytes[action.microbatch]
-        elif counts and action.kind is Kind.RELEASE and fast.is_changed(action.microbatch):
+        elif counted and action.kind is Kind.RELEASE and fast.is_changed(action.microbatch):
             written += touches.num_bytes[action.microbatch]
         fast.follow(action)
     return read, written

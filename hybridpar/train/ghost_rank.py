@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridpar.config import Config
 from hybridpar.grid import place_of, sizes_of
@@ -58,18 +58,20 @@ class GhostRank:
         """What its actions touch of the items of its state; it has a budget."""
         memory, ghost = self.ghost.memory, self.ghost
         assert isinstance(memory, ItemMemory)
-        return Touches(memory.items, ghost.state, ghost.parts, sizes, norms=ghost.division.norms)
+        return Touches(memory, ghost.state, ghost.parts, sizes, norms=ghost.division.norms)
 
     def residency(self, sizes: Sizes) -> Residency | SharedItems | None:
         """What it moves, from a start at which all is in the slow tier, or in shares; None: it moves nothing.
 
         Raises: ConfigError where the budget is too small for any plan.
         """
-        if not isinstance(self.ghost.memory, ItemMemory):
-            return self.ghost.shared_items(sizes)
-        touches = self.touches(sizes)
-        touches.require(self.config.memory.budget)
-        return touches.residency(self.config.memory.budget)
+        tiers, budget = None, self.config.memory.budget
+        if isinstance(self.ghost.memory, ItemMemory):
+            touches = self.touches(sizes)
+            touches.require(budget)
+            tiers = touches.residency(budget)
+        items = self.ghost.shared_items(sizes)
+        return tiers if items is None else replace(items, tiers=tiers)
 
     def actions(self, ordering: Ordering, sizes: Sizes, num_batches: int) -> Iterator[Action]:
         """Its list for so many batches, without what it moves. `sizes`: their micro-batches may be fewer or more."""

@@ -21,19 +21,24 @@ from hybridpar.state import RankState
 from hybridpar.state.parts import Parts
 from hybridpar.state.shared_touches import SharedTouches
 from hybridpar.state.shares import WholeChunks
+from hybridpar.train.tiers import RankTiers
 
 
 class SharedChunks:
     """The chunks of a rank that come and go, along its plan: the executor's tiers.
 
-    Before a backward makes gradients, the sums that were started ahead of the backward before it are over.
+    Before a backward makes gradients, the sums that were started ahead of the backward before it are over. `tiers`:
+    have this rank's shares; None: they are always here. A share stays until what is summed into it is over.
     """
 
-    def __init__(self, memory: WholeChunks, state: RankState, parts: Parts, sizes: Sizes):
-        self._chunks, self._state = memory.chunks, state
-        self._touches, self._m = SharedTouches(memory.chunks, state, parts, sizes), sizes.num_microbatches
-        self.items = self._touches.items()
+    def __init__(self, memory: WholeChunks, state: RankState, parts: Parts, sizes: Sizes,
+                 tiers: RankTiers | None = None):
+        self._state, self._tiers, self._m = state, tiers, sizes.num_microbatches
+        self._share_of, first = ({}, 0) if tiers is None else (tiers.touches.shares, len(tiers.touches.items))
+        self._touches = SharedTouches(memory, state, parts, sizes, first)
+        self._chunks, self.items = self._touches.chunks, self._touches.items()
         """The chunks as a plan knows them."""
+        self._leaving: dict[int, Action] = {}  # of shares that are still added to, by number
         self._arriving: dict[int, Works] = {}
         self._sums: Sums[Works] = Sums()  # of gradients
         self._batches: dict[int, int] = {}  # whose gradients a chunk adds up
@@ -43,7 +48,8 @@ class SharedChunks:
         """The actions of a rank that is drained, with FETCH and RELEASE. At the start nothing is whole."""
         self._settle()
         tiers = SharedTiers(self.items)
-        for action in self.items.moved(actions):
+        moved = self.items.moved(actions)
+        for action in moved if self._tiers is None else self._tiers.plan(moved):
             if fault := tiers.follow(action):
                 raise PlanError(fault, {action.stage: [action]}, [(action.stage, 0)])
             yield action
@@ -55,8 +61,10 @@ class SharedChunks:
 
         Collectives: an all-gather, or a reduce-scatter, for each bucket of the chunk.
         """
-        number, chunk = action.microbatch, self._chunks[action.microbatch]
-        if action.kind is Kind.FETCH:
+        number = action.microbatch
+        if (chunk := self._chunks.get(number)) is None:
+            self._move_share(action)
+        elif action.kind is Kind.FETCH:
             chunk.take()
             self._arriving[number] = self._state.weights.shares[chunk.index].gather(chunk.use)
         elif chunk.kind.startswith("weights/"):
@@ -69,7 +77,8 @@ class SharedChunks:
         """Whether `touch` would not wait."""
         arriving = (self._arriving.get(item, Works()) for item, _ in self._touches.of_weights(action))
         sums = self._sums.first(self._sums.num_due(action, self._made(action)))
-        return all(works.is_done() for works in (*arriving, *sums))
+        return all(works.is_done() for works in (*arriving, *sums)) and (
+            self._tiers is None or self._is_cut_off(action) or self._tiers.are_here(action))
 
     def touch(self, action: Action) -> None:
         """Waits for weights that the action needs, for sums that must be over, and makes what it adds to."""
@@ -78,8 +87,10 @@ class SharedChunks:
                 self._await(item)
         made = self._made(action)
         self._complete(self._sums.num_due(action, made))
-        if action.kind in (Kind.NORM, Kind.UPDATE):
-            self._fill_up(action.microbatch)
+        if self._tiers is not None and not self._is_cut_off(action):
+            if not self._tiers.are_here(action):  # may wait for what is to leave
+                self._complete_leaving()
+            self._tiers.touch(action)
         if made:
             self._sums.note_backward()
         for item in made:
@@ -87,6 +98,11 @@ class SharedChunks:
             chunk.take()
             self._batches[item] = action.microbatch // self._m
             self._state.gradients.renew(chunk.index, self._state.shares[chunk.index].names(chunk.use))
+
+    def _is_cut_off(self, action: Action) -> bool:
+        """Whether it would release gradients that were not made."""
+        number = action.microbatch
+        return action.kind is Kind.RELEASE and number in self.items.summed and not self._adds_up(number)
 
     def _adds_up(self, number: int) -> bool:
         """Whether a chunk of gradients is here, and not being summed."""
@@ -104,6 +120,9 @@ class SharedChunks:
         names = shares.names(chunk.use)
         if gradients.missing(chunk.index).issuperset(names):
             chunk.give_back()
+            if self._summed.get(number) != self._batches[number]:
+                shares.clear(names)
+                self._summed[number] = self._batches[number]
             return
         gradients.settle(chunk.index, names)
         self._sums.start(number, shares.reduce_scatter(chunk.use))
@@ -118,16 +137,25 @@ class SharedChunks:
             shares.take(shares.names(chunk.use), add=self._summed.get(number) == batch)
             self._summed[number] = batch
             chunk.give_back()
+            if (action := self._leaving.pop(self._share_of.get(number, -1), None)) is not None:
+                assert self._tiers is not None
+                self._tiers.move(action)
 
-    def _fill_up(self, batch: int) -> None:
-        """Shares of what got no gradient in a batch are zero."""
-        for number in self._touches.gradients(batch):
-            if self._summed.get(number) != batch:
-                chunk = self._chunks[number]
-                shares = self._state.shares[chunk.index]
-                for name in shares.views.keys() & shares.names(chunk.use):
-                    shares.views[name].zero_()
-                self._summed[number] = batch
+    def _move_share(self, action: Action) -> None:
+        """Starts to move an item of the tiers."""
+        assert self._tiers is not None
+        item = action.microbatch
+        if action.kind is Kind.FETCH and item in self._leaving:
+            self._complete_leaving()
+        if action.kind is not Kind.FETCH and any(self._share_of.get(number) == item for number in self._sums):
+            self._leaving[item] = action
+        else:
+            self._tiers.move(action)
+
+    def _complete_leaving(self) -> None:
+        """Waits for the sums into all shares that are to leave."""
+        due = [i for i, number in enumerate(self._sums, 1) if self._share_of.get(number) in self._leaving]
+        self._complete(max(due, default=0))
 
     def _await(self, number: int) -> None:
         if (works := self._arriving.pop(number, None)) is not None:
@@ -138,6 +166,6 @@ class SharedChunks:
         for number in list(self._arriving):
             self._await(number)
         self._complete(len(self._sums))
-        for chunk in self._chunks:
+        for chunk in self._chunks.values():
             chunk.give_back()
         self._batches, self._summed = {}, {}

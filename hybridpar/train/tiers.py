@@ -15,7 +15,7 @@ class RankTiers:
     """The tiers of a rank's state, along its plan. Raises: ConfigError, where the budget is too small for any plan."""
 
     def __init__(self, memory: TieredMemory, touches: Touches):
-        self.memory, self._tiers, self._touches = memory, memory.tiers, touches
+        self.memory, self._tiers, self.touches = memory, memory.tiers, touches
         touches.require(memory.budget)
 
     @property
@@ -26,7 +26,7 @@ class RankTiers:
     def plan(self, actions: Iterator[Action]) -> Iterator[Action]:
         """The actions of a rank that is drained, with FETCH, RELEASE and DROP. Raises: ConfigError."""
         self._tiers.settle()  # what a batch that was cut off had asked for
-        touches, items = self._touches, self._tiers.items
+        touches, items = self.touches, self._tiers.items
         residency = touches.residency(
             self.memory.budget, {i: items[i].changed for i in touches.moving if self._tiers.is_here(i)})
         fast = FastTier(residency)
@@ -52,26 +52,26 @@ class RankTiers:
 
     def are_here(self, action: Action) -> bool:
         """Whether all that the action touches is in memory."""
-        return all(self._tiers.is_here(touch.item) for touch in self._touches(action))
+        return all(self._tiers.is_here(touch.item) for touch in self.touches(action))
 
     def touch(self, action: Action) -> None:
         """Waits until it is, makes room for what the action writes anew, and notes what it changes."""
-        for item, mode in self._touches(action):
+        for item, mode in self.touches(action):
             if mode is Mode.WRITE and self._tiers.is_absent(item):
                 self._tiers.create(item)
             self._tiers.await_item(item, changing=mode is not Mode.READ)
 
     def hold_gradients(self, batch: int, part: int) -> None:
         """What the last backward of a part has made final is being reduced."""
-        for i, item in self._touches.of(f"gradients/{self._touches.state.gradients.buffer_index(batch)}"):
+        for i, item in self.touches.of(f"gradients/{self.touches.state.gradients.buffer_index(batch)}"):
             if item.use.parts[0] == part:
-                self._tiers.hold(i, self._touches.state.reducer.of(item.use))
+                self._tiers.hold(i, self.touches.state.reducer.of(item.use))
 
     def hold_weights(self, version: int, group: int) -> None:
         """What a part of an update has made is being gathered from other replicas."""
-        weights = self._touches.state.weights
+        weights = self.touches.state.weights
         arriving = weights.arriving_parts(version)
         if not arriving.is_done():
-            for i, item in self._touches.of(f"weights/{weights.slot(version)}"):
+            for i, item in self.touches.of(f"weights/{weights.slot(version)}"):
                 if item.use.group == group:
                     self._tiers.hold(i, arriving)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 from hybridpar.errors import config_error
-from hybridpar.pipeline.plan.action import Action, Kind
+from hybridpar.pipeline.plan.action import PER_ITEM, Action, Kind
 from hybridpar.pipeline.plan.residency import Mode, Residency, Touch
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.state import RankState
 from hybridpar.state.parts import Parts
-from hybridpar.state.tiered import StateItem
+from hybridpar.state.tiered import ItemMemory, StateItem
 
 _Touches = tuple[Touch, ...]
 
@@ -21,12 +21,19 @@ class Touches:
 
     weights of a part     F B I             gradients   B I W, the first of a batch writes; NORM, where they are reduced
     what an UPDATE makes  all of its group: it reads gradients, changes moments and master, writes the new weights
+    of what replicas share, items are shares, and numbers behind them whole chunks (replicas.py):
+    FETCH of weights      reads the share                RELEASE of gradients   adds to it; the first B or I writes it
 
     items: of the rank's state, by number.
     """
 
-    def __init__(self, items: Sequence[StateItem], state: RankState, parts: Parts, sizes: Sizes, *, norms: bool):
-        self.items, self.state = items, state
+    def __init__(self, memory: ItemMemory, state: RankState, parts: Parts, sizes: Sizes, *, norms: bool):
+        self.items, self.state, self.whole_bytes = memory.items, state, memory.whole_bytes
+        items, chunks = memory.items, [] if memory.whole is None else memory.whole.chunks
+        self.shares = {number: i for number, chunk in enumerate(chunks, len(items))
+                       for i, item in enumerate(items) if (item.kind, item.use) == (chunk.kind, chunk.use)}
+        """Numbers of shares, by those of whole chunks."""
+        self._chunks = range(len(items), len(items) + len(chunks))
         self._parts, self._m, self._norms = parts, sizes.num_microbatches, norms
         self.pinned = frozenset(i for i, item in enumerate(items) if item.use.stays)
         self.moving = {i: item for i, item in enumerate(items) if i not in self.pinned}
@@ -40,6 +47,11 @@ class Touches:
         """Bytes by item."""
         return [item.num_bytes for item in self.items]
 
+    @property
+    def most_bytes(self) -> int:
+        """Bytes with which nothing moves between the tiers."""
+        return sum(self.num_bytes) + self.whole_bytes
+
     def least_budget(self) -> int:
         """Bytes of memory that the state needs at least."""
         state = self.state
@@ -47,9 +59,10 @@ class Touches:
         one = [self._compute(Kind.B, part, slot, buffer, False)
                for part in range(self._parts.last + 1) for slot in versions for buffer in buffers]
         one += [self._norm_touches(buffer, part) for part in range(state.num_groups) for buffer in buffers]
+        one += [self._shared(kind, number) for number in self.shares for kind in (Kind.FETCH, Kind.RELEASE)]
         one += [self._update(group, slot, state.weights.slot(slot + 1), buffer)
                 for group in range(state.num_groups) for slot in versions for buffer in buffers]
-        return sum(self.items[i].num_bytes for i in self.pinned) + max(
+        return self.whole_bytes + sum(self.items[i].num_bytes for i in self.pinned) + max(
             sum(self.items[touch.item].num_bytes for touch in touches) for touches in one)
 
     def require(self, budget: int) -> None:
@@ -63,9 +76,9 @@ class Touches:
 
         Where not all has room, two of the largest items have: one that comes while another leaves.
         """
-        num_bytes = self.num_bytes
+        num_bytes, budget = self.num_bytes, budget - self.whole_bytes
         spare = 2 * max((num_bytes[i] for i in self.moving), default=0) if sum(num_bytes) > budget else 0
-        return Residency(self, num_bytes, budget, self.pinned, resident or {}, self.void, spare)
+        return Residency(self, num_bytes, budget, self.pinned, resident or {}, self.void, spare, self._chunks)
 
     def __call__(self, action: Action) -> _Touches:
         kind, number = action.kind, action.microbatch
@@ -79,7 +92,7 @@ class Touches:
         if kind is Kind.UPDATE:
             versions = weights.slot(number), weights.slot(number + 1)
             return self._update(action.part, *versions, gradients.buffer_index(number))
-        return ()
+        return self._shared(kind, number) if kind in PER_ITEM else ()
 
     def of(self, kind: str) -> Iterator[tuple[int, StateItem]]:
         """Those of a kind of state that come and go."""
@@ -91,8 +104,15 @@ class Touches:
         for i, item in self.of(f"gradients/{buffer}") if kind is not Kind.F else ():
             if part in item.use.parts:
                 first = begins and kind is not Kind.W and part == item.use.parts[-1]
-                touches.append(Touch(i, Mode.WRITE if first else Mode.UPDATE))
+                if first or not self.state.shares:
+                    touches.append(Touch(i, Mode.WRITE if first else Mode.UPDATE))
         return tuple(touches)
+
+    def _shared(self, kind: Kind, number: int) -> _Touches:
+        """Weights are gathered from their share, and dropped; gradients that leave are added to theirs."""
+        if (share := self.shares.get(number)) is None or (share in self.void) is not (kind is Kind.RELEASE):
+            return ()
+        return (Touch(share, Mode.UPDATE if share in self.void else Mode.READ),)
 
     def _norm_touches(self, buffer: int, part: int) -> _Touches:
         """Gradients whose squares are not known since the backward."""

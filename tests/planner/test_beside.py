@@ -13,7 +13,7 @@ from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.memory.silent import silent_axis
 from hybridpar.planner.bench import Bench
-from hybridpar.planner.beside import Gathers, InFile, Shared, Sums, a_pass
+from hybridpar.planner.beside import Gathers, InFile, Shared, Sums
 from hybridpar.state.store import padded
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def test_every_blocks_chunk_is_gathered_twice_or_summed_once(
     assert all(shared.chunks)
     shared.before(0, None, backward=False)
     first = grid.dp.traffic.num_bytes[op]
-    a_pass(bench, shared)
+    bench.a_pass(shared)
     shared.end()
     moved = grid.dp.traffic.num_bytes[op]
     assert moved == times * sum(chunk.num_bytes for chunk in chunks)
@@ -52,7 +52,7 @@ def test_items_come_and_what_was_changed_leaves(bench: Bench, changed: bool, tmp
         written = traffic.written
         file.before(0, None, backward=False)
         read = traffic.read
-        a_pass(bench, file)
+        bench.a_pass(file)
         file.end()
         assert traffic.read - read == file.num_bytes
         assert traffic.written - written == (file.num_bytes + padded(sizes[0])) * changed

@@ -10,13 +10,17 @@ from planner import made
 from hybridpar.config import Config, OptimConfig
 from hybridpar.errors import ConfigError
 from hybridpar.memory import predict
+from hybridpar.pipeline.plan.action import Kind
+from hybridpar.pipeline.plan.check import PlanError, check
 from hybridpar.pipeline.plan.copies import MIB
+from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.planner import report
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import StateSpeeds
 from hybridpar.planner.search import Result, search
+from hybridpar.train.forecast import forecast
 from hybridpar.validate import problems
 
 LARGE = {"hidden_size": 128, "seq_length": 8, "tie_embeddings": False}
@@ -92,20 +96,39 @@ def test_a_budget_costs_what_does_not_hide_behind_compute() -> None:
     assert times[1] - whole <= 3 * state / 1e5 * 2  # weights twice, and the rest once, there and back
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_shares_in_a_file_cost_both_kinds_of_moves(zero: int) -> None:
+    base = made.config(dp=2, m=4, b=1, zero=zero, schedule="gpipe", **LARGE)
+    on = machine(base, bandwidth=1e6)
+    least = forecast(replace(base, memory=replace(base.memory, budget=1 << 30))).least
+    roomy, tight = (StepCost(replace(base, memory=replace(base.memory, budget=budget)), on)
+                    for budget in (1 << 30, least))
+    assert roomy.step_time == pytest.approx(StepCost(base, on).step_time, rel=0.01)  # updated in parts
+    assert tight.step_time > 1.1 * roomy.step_time
+    assert tight.moves is not None
+    (ghost,), ordering = tight.moves.ghosts, Ordering.of(base)
+    items = {0: ghost.residency(tight.sizes)}
+    plan = {0: tuple(ghost.moved(ordering, tight.sizes, 2))}
+    check(plan, tight.sizes, "gpipe", residency=items)  # type: ignore[arg-type]
+    without = [action for action in plan[0] if action.kind is not Kind.FETCH or action.microbatch > 3]
+    with pytest.raises(PlanError, match=r"item . is not in the fast tier"):
+        check({0: tuple(without)}, tight.sizes, "gpipe", residency=items)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("cores", "hides"), [(8, True), (1, False)])
 def test_cpu_time_of_a_file_is_the_ranks_own_where_cores_are_few(cores: int, hides: bool) -> None:
     base = made.config(m=4, b=1, schedule="gpipe", **LARGE)
     config = replace(base, memory=replace(base.memory, budget=int(0.7 * predict(base)[0].state)))
     on = machine(base, 1, bandwidth=1e6, cores=cores)
     times = []
-    for work in (0.0, 1000.0):  # of a second that the disk takes for a GiB
+    for work in (0.0, 1000.0, None):  # of a second that the disk takes for a GiB; None: all of it is
         state = replace(on.profile.state, read_work=work, written_work=work)
         times.append(StepCost(config, replace(on, profile=replace(on.profile, state=state))).step_time)
-    free, busy = times
+    free, busy, unknown = times
     if hides:
-        assert busy == free
+        assert unknown == busy == free
     else:
-        assert busy > free
+        assert unknown > busy > free
 
 
 @pytest.mark.parametrize(("cores", "hides", "optim"), [

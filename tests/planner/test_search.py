@@ -18,7 +18,8 @@ from hybridpar.errors import ConfigError
 from hybridpar.memory import predict
 from hybridpar.models.cost import stage_split
 from hybridpar.planner import bound, report
-from hybridpar.planner.candidates import Request, balanced, candidates, grids
+from hybridpar.planner import search as searching
+from hybridpar.planner.candidates import Candidate, Request, balanced, candidates, grids
 from hybridpar.planner.cluster import estimate, machine_of
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.hardware import Cluster, find_device, find_link
@@ -35,11 +36,18 @@ def machine(config: Config, devices: int = 4, *, memory: float = 1e9, wait: floa
     return made.machine(config, devices, made=profile, inner=made.link(latency=0.05, bandwidth=1e5), memory=memory)
 
 
+def known(monkeypatch: pytest.MonkeyPatch, config: Config, on: Machine, request: Request) -> list[Candidate]:
+    """All candidates; searches take these, so that each is simulated once."""
+    every = list(candidates(config, on, request))
+    monkeypatch.setattr(searching, "candidates", lambda *_: [Candidate(one.config, one.cost) for one in every])
+    return every
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
-def test_finds_the_fastest_of_all(schedule: str) -> None:
+def test_finds_the_fastest_of_all(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(made.config(schedule=schedule, m=16, b=1), parallel=made.ParallelConfig(dp=0))
     on = machine(config, memory=1e11)
-    every = list(candidates(config, on, Request()))
+    every = known(monkeypatch, config, on, Request())
     every += [balanced(replace(one.config, parallel=replace(one.config.parallel, zero=1)), on)
               for one in every if one.config.parallel.dp > 1]
     fastest = min(one.cost.step_time for one in every)
@@ -51,14 +59,14 @@ def test_finds_the_fastest_of_all(schedule: str) -> None:
     assert all(one.least_time <= one.cost.step_time * (1 + 1e-9) for one in every)
 
 
-@pytest.mark.parametrize("latency", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("latency", [0.1, 4.0])
 def test_round_trips_bound_and_change_nothing_else(latency: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With slow links the time that micro-batches are on their way is the best bound; the search finds the same."""
     config = replace(made.config(schedule="2bw", m=24, b=1), parallel=made.ParallelConfig(dp=0))
     profile = made.profile(config, layer=1.0, head=2.0, update=0.3, degrees=(1, 2, 4))
     on = made.machine(config, 4, made=profile, inner=made.link(latency=latency, bandwidth=1e6), memory=1e11)
     request = Request(schedules=("2bw",), top=4)
-    every = list(candidates(config, on, request))
+    every = known(monkeypatch, config, on, request)
     assert all(one.least_time <= one.cost.step_time * (1 + 1e-9) for one in every)
     slow = [one for one in every if one.cost.pp == 4 and one.is_stale and one.config.pipeline.warmup == "depth"
             and one.config.pipeline.placement == "loop"]
@@ -401,7 +409,7 @@ def test_plans_for_gpus_that_are_not_here() -> None:
     config = load_toml(CONFIGS / "gpt_2b2_paper.toml")
     cluster = Cluster(find_device("v100-16gb"), 8, 1, find_link("nvlink2"), find_link("nvlink2"))
     on = machine_of(cluster, estimate(config, cluster, (8,)))
-    request = Request(keep={"pp": 8}, micro_batches=(8,), schedules=("2bw",), top=1)
+    request = Request(keep={"pp": 8}, micro_batches=(8,), schedules=("2bw",), top=1, split_backward=False)
     (best,) = search(config, on, request).ranked
     assert best.peak <= on.memory_limit < max(stage.total + stage.host for stage in best.memory or ())
     assert not any(stage.checkpoint for stage in best.memory or ())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from hybridpar.config import Config, MemoryConfig, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
@@ -24,13 +25,15 @@ def make(budget: int, schedule: str, dtype: str, **sections: Any) -> Config:
     return resolve(from_mapping({
         "model": {"num_layers": 4, "hidden_size": 48, "num_heads": 6, "seq_length": 14, "vocab_size": 131},
         "pipeline": {"schedule": schedule, "num_microbatches": 4}, "memory": {"budget": budget},
-        "train": {"micro_batch_size": 2, "dtype": dtype, "num_steps": 30}, **sections}), 1)
+        "train": {"micro_batch_size": 2, "dtype": dtype, "num_steps": 30}, **sections}),
+        sections.get("parallel", {}).get("dp", 1))
 
 
-def moved_by_a_run(config: Config, num_batches: int, folder: Path) -> tuple[int, int]:
+def moved_by_a_run(config: Config, num_batches: int, folder: Path, grid: ProcessGrid) -> tuple[int, int]:
     memory = MemoryConfig(config.memory.budget, str(folder))
-    engine = Engine(replace(config, memory=memory), ProcessGrid(), torch.device("cpu"))
-    engine.train(SyntheticLoader(config.model, 2, 4), num_batches, lambda result: None)
+    engine = Engine(replace(config, memory=memory), grid, torch.device("cpu"))
+    loader = SyntheticLoader(config.model, 2, 4, grid.dp.rank, grid.dp.size)
+    engine.train(loader, num_batches, lambda result: None)
     assert isinstance(engine.state.memory, TieredMemory)
     tiers = engine.state.memory.tiers
     tiers.settle()
@@ -46,9 +49,27 @@ def test_bytes_of_a_step_are_those_of_a_run(schedule: str, dtype: str, share: fl
     assert (plenty.read, plenty.written) == (0, 0)
     config = make(int(plenty.least + share * (plenty.state - plenty.least)), schedule, dtype)
     found = forecast(config)
-    few, many = (moved_by_a_run(config, n, tmp_path) for n in (10, 14))
+    few, many = (moved_by_a_run(config, n, tmp_path, ProcessGrid()) for n in (10, 14))
     assert (found.read, found.written) == tuple((b - a) // 4 for a, b in zip(few, many, strict=True))
     assert (found.read > 0) is (share < 1)
+
+
+def forecast_and_moved(config: Config, folder: Path) -> tuple[tuple[int, int], ...]:
+    """Bytes of a step on this rank, that are forecast, and that a run moves."""
+    grid = ProcessGrid(dp=2)
+    found = forecast(config, grid.rank)
+    few, many = (moved_by_a_run(config, n, folder, grid) for n in (8, 10))
+    return (found.read, found.written), ((many[0] - few[0]) // 2, (many[1] - few[1]) // 2)
+
+
+@pytest.mark.ranks
+def test_shares_of_replicas(tmp_path: Path) -> None:
+    config = make(1 << 30, "1f1b", "fp32", parallel={"dp": 2, "zero": 3})
+    plenty = forecast(config)
+    config = replace(config, memory=MemoryConfig(int(0.7 * plenty.least + 0.3 * plenty.state)))
+    for forecast_bytes, moved_bytes in run_ranks(forecast_and_moved, 2, config, tmp_path):
+        assert forecast_bytes == moved_bytes
+        assert min(moved_bytes) > 0
 
 
 def test_every_stage_is_told_and_the_prediction_leaves_out_what_is_in_the_file() -> None:

@@ -27,7 +27,7 @@ from hybridpar.state.store import DiskStore
 from hybridpar.state.tiered import TieredMemory
 from hybridpar.train import trace
 from hybridpar.train.costs import describe, run_costs
-from hybridpar.train.engine import Engine
+from hybridpar.train.engine import Engine, StepResult
 from hybridpar.verify.run import verify
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def build(config: Config, folder: Path, share: float | None, *, on_host: bool = 
         return Engine(replace(config, memory=MemoryConfig(parts=config.model.num_blocks)), grid, CPU)
     probe = Engine(replace(config, memory=MemoryConfig(PLENTY, str(folder))), grid, CPU)
     assert probe.touches is not None
-    least, most = probe.touches.least_budget(), sum(probe.touches.num_bytes)
+    least, most = probe.touches.least_budget(), probe.touches.most_bytes
     probe.state.memory.close()
     budget = int(least + share * (most - least))
     return Engine(replace(config, memory=MemoryConfig(budget, str(folder))), grid, CPU,
@@ -174,6 +174,8 @@ def test_a_part_at_a_time_moves_weights_once_a_sweep(tmp_path: Path) -> None:
     ({"tp": 2, "sequence": True}, {}, "fp32"), ({"tp": 3}, {"schedule": "2bw"}, "fp32"), ({"dp": 2}, {}, "bf16"),
     ({"dp": 2, "zero": 1}, {"schedule": "2bw"}, "fp32"), ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw"}, "bf16"),
     ({"pp": 2}, {"schedule": "interleaved"}, "fp32"), ({"pp": 2, "tp": 2}, {"schedule": "gpipe"}, "bf16"),
+    ({"pp": 2, "tp": 2, "dp": 2, "zero": 2}, {"schedule": "2bw"}, "bf16"),
+    ({"pp": 2, "dp": 2, "zero": 3}, {"schedule": "interleaved"}, "fp32"),
 ], ids=str)
 def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], dtype: str, tmp_path: Path) -> None:
     config = make(parallel=parallel, pipeline=pipeline, train={"dtype": dtype})
@@ -184,10 +186,65 @@ def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], dtype: str, t
     assert any(run.moved for run in runs)
 
 
+def resumed(config: Config, folder: Path) -> tuple[list[str], int]:
+    """What differs between a run without a budget, and one that is saved with the least and goes on with more; and the
+    bytes that this one moved. Both are then asked to stop, which they do in the middle of other batches."""
+    plain, first, second = (build(config, folder, share) for share in (None, 0.0, 0.2))
+    steps: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    loader = SyntheticLoader(config.model, 2, 4, plain.grid.dp.rank, plain.grid.dp.size)
+
+    def go_on(engine: Engine, num_batches: int, *, stop: bool = False) -> None:
+        def note(result: StepResult) -> None:
+            steps[engine is plain].append((result.loss, result.grad_norm))
+            engine.stop_requested = stop
+
+        engine.train(loader, num_batches, note)
+        engine.stop_requested = False
+
+    go_on(plain, 3)
+    for engine, num_batches in ((first, 2), (second, 1)):
+        checkpoint.resume(folder / "saved", engine, "corpus", print)
+        go_on(engine, num_batches)
+        checkpoint.save(folder / "saved", engine, "corpus")
+    for engine in (plain, second):
+        go_on(engine, 50, stop=True)
+        go_on(engine, 1)
+    evaluated = [engine.evaluate(loader, 1) for engine in (plain, second)]
+    one, other = content(plain), content(second)
+    moved = 0
+    for engine in (first, second):
+        assert isinstance(engine.state.memory, TieredMemory)
+        tiers = engine.state.memory.tiers
+        assert tiers.traffic.peak <= tiers.budget < engine.state.memory.budget
+        moved += tiers.traffic.read + tiers.traffic.written
+        engine.state.memory.close()
+    differs = [key for key, tensor in one.items() if not torch.equal(tensor, other[key])]
+    same = {"steps": steps[True] == steps[False], "evaluated": evaluated[0] == evaluated[1]}
+    return differs + [what for what, equal in same.items() if not equal], moved
+
+
 @pytest.mark.ranks
-def test_a_grid_with_a_budget_is_the_same_training(tmp_path: Path) -> None:
-    config = make(memory={"budget": 800_000, "folder": str(tmp_path)}, pipeline={"schedule": "2bw"},
-                  train={"num_steps": 10})
+@pytest.mark.parametrize(("zero", "pipeline", "dtype", "optim"), [
+    (2, {"schedule": "1f1b"}, "bf16", {}), (2, {"schedule": "gpipe"}, "fp32", {"name": "muon"}),
+    (2, {"schedule": "pipedream"}, "fp32", {"clip_grad": 0.0}), (3, {"schedule": "2bw"}, "fp32", {}),
+    (3, {"schedule": "gpipe"}, "bf16", {}), (3, {"schedule": "1f1b", "split_backward": True}, "fp32", {}),
+    (3, {"schedule": "2bw", "recompute": "stage", "gradient_buffers": 1}, "bf16", {}),
+], ids=str)
+def test_shares_of_replicas_are_items(zero: int, pipeline: dict[str, Any], dtype: str, optim: dict[str, Any],
+                                      tmp_path: Path) -> None:
+    """Muon updates all at once, so its least budget has room for all shares."""
+    config = make({"num_layers": 2}, parallel={"dp": 2, "zero": zero}, pipeline=pipeline, optim=optim,
+                  train={"dtype": dtype, "num_steps": 60})
+    for differs, moved in run_ranks(resumed, 2, config, tmp_path):
+        assert not differs
+        assert (moved > 0) is not bool(optim.get("name"))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_grid_with_a_budget_is_the_same_training(zero: int, tmp_path: Path) -> None:
+    config = make(memory={"budget": 920_000 if zero else 800_000, "folder": str(tmp_path)}, parallel={"zero": zero},
+                  pipeline={"schedule": "2bw"}, train={"num_steps": 10})
     report = verify(config, {"tp": 2, "pp": 2, "dp": 2}, 3)
     assert report.ok, report.first_divergence
 

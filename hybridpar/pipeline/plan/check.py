@@ -25,6 +25,7 @@ from hybridpar.pipeline.plan.liveness import Live, live_counts
 from hybridpar.pipeline.plan.parts import PartCounts, order
 from hybridpar.pipeline.plan.residency import FastTier, Residency
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
+from hybridpar.pipeline.plan.shared import SharedItems, SharedTiers
 from hybridpar.pipeline.plan.simulate import Costs, StuckError, simulate
 
 
@@ -60,7 +61,7 @@ class CheckReport:
 
 def check(
     plan: Plan, sizes: Sizes, schedule: str | Schedule, first_batch: int | None = None, num_batches: int | None = None,
-    *, serial_links: bool = True, residency: Mapping[int, Residency] | None = None,
+    *, serial_links: bool = True, residency: Mapping[int, Residency | SharedItems] | None = None,
 ) -> CheckReport:
     """Proves that `plan` runs the given range of batches (default: the one its forwards span) by the schedule's rules.
 
@@ -220,15 +221,19 @@ def _beside(stage: int, side: int, sizes: Sizes) -> int | None:
     return stage + side if there else None
 
 
-def _check_items(plan: Plan, rank: int, residency: Residency | None) -> None:
-    """What is touched is in the fast tier, within its budget; what moves can."""
-    tier = None if residency is None else FastTier(residency)
+def _check_items(plan: Plan, rank: int, items: Residency | SharedItems | None) -> None:
+    """What is touched is in its fast tier, within that one's budget; what moves can."""
+    tiers: list[FastTier | SharedTiers] = []
+    if isinstance(items, SharedItems):
+        tiers.append(SharedTiers(items))
+    if (own := items.tiers if isinstance(items, SharedItems) else items) is not None:
+        tiers.append(FastTier(own))
     for step, action in enumerate(plan[rank]):
         fault = ""
-        if action.kind in PER_ITEM and (tier is None or action.stage != rank):
-            fault = f"{action} is on rank {rank}, {'where nothing moves' if tier is None else 'not on its own'}"
-        elif tier is not None:
-            fault = tier.follow(action)
+        if action.kind in PER_ITEM and (not tiers or action.stage != rank):
+            fault = f"{action} is on rank {rank}, {'not on its own' if tiers else 'where nothing moves'}"
+        for tier in tiers:
+            fault = fault or tier.follow(action)
         if fault:
             raise PlanError(fault, plan, [(rank, step)])
 

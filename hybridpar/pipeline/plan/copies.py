@@ -22,36 +22,39 @@ Where the host makes the new weights, gradients leave by one engine and the weig
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.cores import Cores
 from hybridpar.pipeline.plan.kinds import Kind
 from hybridpar.pipeline.plan.residency import FastTier, Residency
-from hybridpar.pipeline.plan.shared import MIB
+from hybridpar.pipeline.plan.shared import MIB, NO_CALLS, ReplicaEngines
 
 
 class CopyEngines:
     """The two engines of a rank, and the times from which its items are in the fast tier.
 
-    fetch, release: time that a MiB takes.
+    fetch, release: time that a MiB takes. calls: the rank's own of it, by kind.
     """
 
-    def __init__(self, residency: Residency, fetch: float, release: float):
-        self._residency, self._fetch, self._release = residency, fetch, release
+    def __init__(self, residency: Residency, fetch: float, release: float, calls: Mapping[Kind, float] = NO_CALLS):
+        self._residency, self._fetch, self._release, self._calls = residency, fetch, release, calls
         self._tier = FastTier(residency)
         self._arrivals: dict[int, float] = {}
         self._gone: dict[int, float] = {}  # when an item was last written back
         self._leaving: deque[tuple[float, int]] = deque()  # when that is over, and bytes, of those written last
         self._in_free = self._out_free = 0.0
 
-    def sizes(self, kind: Kind) -> list[float]:
-        """MiB that an action of a kind moves at most, by item."""
-        return [num_bytes / MIB for num_bytes in self._residency.num_bytes]
+    def work(self, kind: Kind) -> list[float]:
+        """The rank's own time that an action of a kind takes at most, by item."""
+        return [self._calls.get(kind, 0.0) * num_bytes / MIB for num_bytes in self._residency.num_bytes]
 
     def ready(self, action: Action) -> float:
         """Time at which all is there that the action touches."""
+        if self._residency.moves(action):
+            return 0.0
         arrivals = (self._arrivals.get(item, 0.0) for item, _ in self._residency.touches(action))
         return max(*arrivals, self._has_room(self._tier.made(action)), 0.0)
 
@@ -60,6 +63,8 @@ class CopyEngines:
         item, written = action.microbatch, action.kind is Kind.RELEASE and self._tier.is_changed(action.microbatch)
         while self._leaving and self._leaving[0][0] <= now:
             self._leaving.popleft()
+        if not self._residency.moves(action):
+            return self._tier.follow(action), now, now
         room = self._has_room([item]) if action.kind is Kind.FETCH else 0.0
         if fault := self._tier.follow(action):
             return fault, now, now
@@ -88,6 +93,27 @@ class CopyEngines:
             excess -= num_bytes
             found = max(found, over)
         return found
+
+
+class TieredReplicaEngines:
+    """The engines of a rank's tiers, and those of what it shares with replicas."""
+
+    def __init__(self, tiers: CopyEngines, replicas: ReplicaEngines):
+        self._both = tiers, replicas
+
+    def work(self, kind: Kind) -> list[float]:
+        """As those of each."""
+        return [sum(each) for each in zip_longest(*(engines.work(kind) for engines in self._both), fillvalue=0.0)]
+
+    def ready(self, action: Action) -> float:
+        """As those of each, the later one."""
+        return max(engines.ready(action) for engines in self._both)
+
+    def follow(self, action: Action, now: float) -> tuple[str, float, float]:
+        """As those whose move it is."""
+        (fault, *times), (other, *own) = (engines.follow(action, now) for engines in self._both)
+        start, end = max(times, own, key=lambda span: span[1])
+        return fault or other, start, end
 
 
 class StashEngines:

@@ -29,7 +29,8 @@ class Costs:
 
     fetch, release: how long a MiB occupies the engine that brings items of the rank's state into its fast tier, and
     the one that writes back what was changed (copies.py); or the collectives that gather weights from replicas, and sum
-    gradients over them. An action waits for the items that it touches.
+    gradients over them. An action waits for the items that it touches. shared: has what collectives take (fetch,
+    release, and calls of these) where a rank has both.
 
     offload, reload: how long what a micro-batch keeps on one stage occupies the engine that takes it to the slow tier,
     and the one that brings it back. An EVICT waits for the one, a backward for the other.
@@ -67,6 +68,7 @@ class Costs:
     latency: PerLink = 0.0
     fetch: PerRank = 0.0
     release: PerRank = 0.0
+    shared: Costs | None = None
     offload: PerRank = 0.0
     reload: PerRank = 0.0
     to_host: PerRank = 0.0

@@ -8,7 +8,7 @@ from functools import partial
 
 from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.copies import BusyHost, CopyEngines, HostEngines, StashEngines
+from hybridpar.pipeline.plan.copies import BusyHost, CopyEngines, HostEngines, StashEngines, TieredReplicaEngines
 from hybridpar.pipeline.plan.cores import Cores
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.kinds import BESIDE, PER_ITEM, ROWS, Kind
@@ -22,6 +22,7 @@ Effect = Callable[[Rank, Action, int], None]
 Work = Sequence[Sequence[float]]  # by stage and micro-batch
 Entry = tuple[When | None, Work, Effect | None]
 Table = dict[Kind, Entry]
+Engines = CopyEngines | ReplicaEngines | TieredReplicaEngines
 
 
 class StuckError(HybridparError):
@@ -45,13 +46,22 @@ class MovedState:
     ):
         self.ranks, self.homes, self.costs, self.parts = ranks, homes, costs, parts
         p = len(ranks)
-        fetch, release = expand(costs.fetch, p), expand(costs.release, p)
-        self.engines: dict[int, CopyEngines | ReplicaEngines] = {
-            r: CopyEngines(items, fetch[r], release[r]) if isinstance(items, Residency) else
-            ReplicaEngines(items, fetch[r], release[r]) for r, items in residency.items()}
+        self.engines: dict[int, Engines] = {r: self._engines(r, items) for r, items in residency.items()}
         offload, reload = expand(costs.offload, p), expand(costs.reload, p)
         self.stashes = {r: StashEngines(*times) for r, times in enumerate(zip(offload, reload, strict=True))}
         self.hosts: dict[int, HostEngines | BusyHost] = {}
+
+    def _engines(self, rank: int, items: Residency | SharedItems) -> Engines:
+        def times(costs: Costs) -> tuple[float, float, dict[Kind, float]]:
+            fetch, release = (expand(cost, len(self.ranks))[rank] for cost in (costs.fetch, costs.release))
+            return fetch, release, {kind: expand(cost, len(self.ranks))[rank] for kind, cost in costs.calls.items()}
+
+        if isinstance(items, Residency):
+            return CopyEngines(items, *times(self.costs))
+        replicas = ReplicaEngines(items, *times(self.costs.shared or self.costs))
+        if items.tiers is None:
+            return replicas
+        return TieredReplicaEngines(CopyEngines(items.tiers, *times(self.costs)), replicas)
 
     def add_hosts(
         self, table: Table, cores: Cores | None, reduced: Callable[[Rank, int], float],
@@ -133,7 +143,7 @@ class MovedState:
         return self._once_ready(when, self.stashes), work, effect
 
     @staticmethod
-    def _once_ready(when: When | None, engines: Mapping[int, StashEngines | CopyEngines | ReplicaEngines]) -> When:
+    def _once_ready(when: When | None, engines: Mapping[int, StashEngines | Engines]) -> When:
         """When an action can start that also waits for what its rank's engines, if it has any, bring."""
 
         def when_ready(rank: Rank, action: Action) -> float | None:
@@ -164,17 +174,11 @@ class MovedState:
                     rank.stalls[step] = start - rank.clock
 
         if kind in PER_ITEM:
-            return when, self._move_times(kind), follow
+            works = [self.engines[r].work(kind) if r in self.engines else [0.0] for r in range(len(self.ranks))]
+            return self._once_ready(when, self.engines), [works[rank] for rank in self.homes], follow
         if kind in BESIDE - {Kind.NORM}:
             return when, work, effect
         return self._once_ready(when, self.engines), work, follow
-
-    def _move_times(self, kind: Kind) -> Work:
-        """Rank's time that moving takes, by stage and item."""
-        each = expand(self.costs.calls.get(kind, 0.0), len(self.ranks))
-        of_ranks = [[seconds * mib for mib in self.engines[r].sizes(kind)] if r in self.engines else [0.0]
-                    for r, seconds in enumerate(each)]
-        return [of_ranks[rank] for rank in self.homes]
 
     def begin(self, rank: Rank, action: Action, step: int) -> None:
         rank.host_step = step

@@ -55,7 +55,8 @@ class Residency:
     touches: of an action; none of them twice. num_bytes: by item. budget: bytes of the fast tier. pinned: items that
     are always in it. resident: the others that are in it at the start, and whether they have been changed since they
     were last in the slow tier. void: items that have no content at the start, in neither tier. spare: bytes of the
-    budget that are left free where they can be, so that what comes need not wait for what leaves.
+    budget that are left free where they can be, so that what comes need not wait for what leaves. others: numbers of
+    items of another fast tier, whose moves touch items as other actions do.
     """
 
     touches: Callable[[Action], Sequence[Touch]]
@@ -65,6 +66,11 @@ class Residency:
     resident: Mapping[int, bool] = field(default_factory=dict)
     void: Collection[int] = frozenset()
     spare: int = 0
+    others: Collection[int] = frozenset()
+
+    def moves(self, action: Action) -> bool:
+        """Whether an action moves one of these items."""
+        return action.kind in PER_ITEM and action.microbatch not in self.others
 
     @property
     def start_bytes(self) -> int:
@@ -260,7 +266,8 @@ class FastTier:
 
     def follow(self, action: Action) -> str:
         """Goes past the action. What is wrong with it; empty if nothing is."""
-        fault = self._move(action.kind, action.microbatch) if action.kind in PER_ITEM else self._touch(action)
+        moves = self._residency.moves(action)
+        fault = self._move(action.kind, action.microbatch) if moves else self._touch(action)
         if fault is None and self.num_bytes > self._residency.budget:
             fault = f"{self.num_bytes} bytes are in the fast tier, of {self._residency.budget}"
         return "" if fault is None else f"{action}: {fault}"

@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from hybridpar.pipeline.plan.action import Action
@@ -17,20 +18,24 @@ from hybridpar.pipeline.plan.kinds import PER_ITEM, Kind
 from hybridpar.pipeline.plan.residency import FastTier, Mode, Residency, add_residency
 
 MIB = 2**20
+NO_CALLS: Mapping[Kind, float] = MappingProxyType({})
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class SharedItems:
-    """Items of a rank that replicas share. summed: the numbers of those that are gradients."""
+    """Items of a rank that replicas share. summed: the numbers of those that are gradients. tiers: the items of its
+    tiers, its shares among them; None: it has none."""
 
     weights: Residency
     gradients: Residency
     summed: frozenset[int]
+    tiers: Residency | None = None
 
     def moved(self, actions: Iterable[Action]) -> Iterator[Action]:
-        """A rank's actions with FETCH and RELEASE of both."""
-        return add_residency(add_residency(actions, self.gradients), self.weights)
+        """A rank's actions with FETCH and RELEASE of all."""
+        moved = add_residency(add_residency(actions, self.gradients), self.weights)
+        return moved if self.tiers is None else add_residency(moved, self.tiers)
 
 
 class Sums(Generic[_T]):
@@ -121,22 +126,26 @@ class SharedTiers:
 class ReplicaEngines:
     """The collectives of a rank's shared items, one after the other, and when these are whole.
 
-    What reads weights waits until they are gathered. fetch, release: time that a MiB takes.
+    What reads weights waits until they are gathered. fetch, release: time that a MiB takes. calls: the rank's own of
+    it, by kind.
     """
 
-    def __init__(self, items: SharedItems, fetch: float, release: float):
-        self._items, self._times = items, {Kind.FETCH: fetch, Kind.RELEASE: release}
+    def __init__(self, items: SharedItems, fetch: float, release: float, calls: Mapping[Kind, float] = NO_CALLS):
+        self._items, self._times, self._calls = items, {Kind.FETCH: fetch, Kind.RELEASE: release}, calls
         self._tiers = SharedTiers(items)
         self._free = 0.0
         self._arrivals: dict[int, float] = {}
 
-    def sizes(self, kind: Kind) -> list[float]:
-        """MiB that an action of a kind moves, by item: nobody sends weights that are dropped."""
-        return [num_bytes / MIB if kind in self._times and (item in self._items.summed) == (kind is Kind.RELEASE)
+    def work(self, kind: Kind) -> list[float]:
+        """The rank's own time that an action of a kind takes, by item: nobody sends weights that are dropped."""
+        return [self._calls.get(kind, 0.0) * num_bytes / MIB
+                if kind in self._times and (item in self._items.summed) == (kind is Kind.RELEASE)
                 else 0.0 for item, num_bytes in enumerate(self._items.weights.num_bytes)]
 
     def ready(self, action: Action) -> float:
         """Time at which all is there that the action touches, and all is over that must be."""
+        if action.kind in PER_ITEM:
+            return 0.0
         arrivals = [self._arrivals.get(item, 0.0) for item, mode in self._items.weights.touches(action)
                     if mode is Mode.READ]
         return max([0.0, *arrivals, *self._tiers.sums.first(self._tiers.num_due(action))])
@@ -145,7 +154,8 @@ class ReplicaEngines:
         """Goes past an action: what is wrong with it, if anything is, and of a move its start and its end."""
         item = action.microbatch
         is_summed = item in self._items.summed
-        if action.kind not in PER_ITEM or is_summed != (action.kind is Kind.RELEASE):  # weights are dropped
+        if action.kind not in PER_ITEM or is_summed != (action.kind is Kind.RELEASE) or (  # weights are dropped
+                not self._items.weights.num_bytes[item]):  # it is of the tiers
             return self._tiers.follow(action), now, now
         start = max(now, self._free)
         end = start + self._items.weights.num_bytes[item] / MIB * self._times[action.kind]

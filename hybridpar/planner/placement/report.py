@@ -153,8 +153,13 @@ def stage_table(plan: StagePlan) -> Table:
 
 
 def stage_lines(plan: StagePlan, others: Sequence[StagePlan]) -> list[str]:
-    """Time of Piper's plan, and of others."""
-    return [one.quality if one.fits else one.failure for one in (plan, *others)]
+    """Time of Piper's plan, and of others; and the grid that runs it, where one does."""
+    times = [one.quality if one.fits else one.failure for one in (plan, *others)]
+    sizes = {(stage.tensor, stage.data) for stage in plan.stages}
+    if len(sizes) > 1:
+        return [*times, "stages differ in replicas or tensor ranks: `hybridpar train` runs equal ones alone"]
+    return [*times, *(f"`hybridpar train` runs such stages: parallel.tp={tp} parallel.pp={len(plan.stages)} "
+                      f"parallel.dp={dp}" for tp, dp in sizes)]
 
 
 # -- for programs ------------------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ def test_pipers_instances_go_to_pipers_planner(tmp_path: Path, capsys: pytest.Ca
     assert code == 0, err
     assert "piper: 1 s a micro-batch" in said
     assert "equi: 1 s a micro-batch" in said
+    assert "runs such stages: parallel.tp=1 parallel.pp=2 parallel.dp=1" in said
     assert [stage["nodes"] for stage in json.loads(out.read_text())["stages"]] == [{"0": "vanilla"}, {"1": "vanilla"}]
     code, said, _ = run(capsys, "place", graph, "--memory-gb", 16, "--json", "--solver", "equi")
     assert code == 0
@@ -97,6 +98,11 @@ def test_pipers_instances_go_to_pipers_planner(tmp_path: Path, capsys: pytest.Ca
     code, said, _ = run(capsys, "place", graph, "--accelerators", 1)
     assert code == 1
     assert "piper: nothing fits 1 devices of 10 GB" in said
+    uneven = json.loads(json.dumps(PIPER))
+    uneven["nodes"][1]["TMPCs"]["1"][0]["timePerSample"] = 2.0
+    code, said, _ = run(capsys, "place", put(tmp_path / "u.json", uneven), "--accelerators", 3)
+    assert code == 0
+    assert "stages differ in replicas or tensor ranks" in said
 
 
 def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

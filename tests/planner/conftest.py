@@ -1,0 +1,19 @@
+"""What searches ask of memory is traced once for all tests: they ask for the same stages again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hybridpar.memory import Footprints
+from hybridpar.planner import memory, remedies
+
+
+@pytest.fixture(scope="session", autouse=True)
+def footprints() -> Iterator[Footprints]:
+    known = Footprints()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "Footprints", lambda: known)
+        patch.setattr(remedies, "Footprints", lambda: known)
+        yield known
