@@ -27,7 +27,8 @@ class CompressionConfig:
     that are farthest from zero, and a bit for each feature; zeros behind the link (after arXiv 2010.08899).
     subspace: a token's coordinates along fixed random directions, of all else nothing; then the projection is a part of
     the model, also in evaluations, which needs the same stages from then on, and is not exported. Of small models that
-    were tried int4 learns more for the same bytes than either. A head that is a stage of its own gets exact ones."""
+    were tried int4 learns more for the same bytes than either. Exact are those into a head that is a stage of its own,
+    and what a rank of a V hands over to itself."""
     messages_backward: Literal["same", "none", "bf16", "int8", "int4"] = "same"
     """Gradients between stages; same: as `messages`, with dct those of the features that were sent."""
     messages_kept: Annotated[float, Within(above=0, most=1)] = 0.1
@@ -88,10 +89,9 @@ class CompressionConfig:
         if self.tensor != "none" and config.parallel.sequence:
             yield Problem("compression.tensor", self.tensor, "does not go with parallel.sequence, with which a rank "
                           "gets its part of a sum alone", "none")
-        for name, codec in (("messages", self.messages), ("messages_backward", self.messages_backward)):
-            if config.pipeline.placement == "v" and codec not in ("none", "same"):
-                rule = "does not go with pipeline.placement = v, where a rank hands over to itself what others send"
-                yield Problem(f"compression.{name}", codec, rule, "none")
+        if config.pipeline.placement == "v" and self.both_ways[0] != "none" and "stage" in config.pipeline.recompute:
+            yield Problem("compression.messages", self.messages, "does not go with both pipeline.placement = v and "
+                          f"pipeline.recompute = {config.pipeline.recompute}", "none")
 
     @staticmethod
     def _against_gradients(config: Config) -> Iterator[str]:

@@ -108,6 +108,8 @@ def shapes(config: Config) -> Iterator[list[Config]]:
         return [replace(config, pipeline=replace(bare, **one)) for one in options]  # type: ignore[arg-type]
 
     yield made({}, _BUBBLE, _BUBBLE | {"warmup": "latency"})
+    if config.compression.both_ways != ("none", "none"):
+        return  # other stages would train differently
     if _divides(config, 2, "v"):
         there_and_back = {"placement": "v", "split_backward": True}
         yield made(*(there_and_back | {"activations": kept} for kept in ("full", "half", "min")))

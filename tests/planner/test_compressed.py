@@ -50,7 +50,7 @@ def test_codecs_are_candidates_where_they_are_asked_for_and_it_is_said_what_they
     config = made.config(pp=2, m=8, b=1)
     slow = made.link(bandwidth=2e3)
     on = made.machine(config, 2, made=made.profile(config, sizes=(1,)), inner=slow, memory=1e11)
-    request = Request(keep={"pp": 2}, top=3, split_backward=False)  # a V has no codecs
+    request = Request(keep={"pp": 2}, top=3, split_backward=False)
     assert all(one.config.compression == CompressionConfig() for one in search(config, on, request).ranked)
     found = search(config, on, replace(request, compression=True)).ranked
     assert found[0].config.compression.messages != "none"

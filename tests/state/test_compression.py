@@ -68,6 +68,7 @@ class Ran:
     sums: list[dict[str, Tensor]] = field(default_factory=list)
     kept: list[dict[str, Tensor]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
     sent: Any = None
@@ -110,6 +111,7 @@ def run(config: Config, steps: int, policy: type[BatchPolicy] = BatchPolicy) -> 
 
     def on_step(step: StepResult) -> None:
         ran.losses.append(step.loss)
+        ran.norms.append(step.grad_norm)
         ran.skipped.append(step.skipped)
 
     engine.train(loader(engine), steps, on_step,
@@ -224,6 +226,9 @@ def test_replicas_are_one_process_with_all_feedback(case: str) -> None:
     assert len(compared) >= 4 * config.model.num_layers
     assert all(any(x.any() for x in one.kept[-1].values()) for one in ran)
     assert all(0 < one.sent.elements <= one.sent.whole_elements for one in ran)
+    if config.parallel.num_ranks == config.parallel.dp:  # what is clipped by is of the sums that came out
+        squares = [sum(float(x.double().square().sum()) for x in sums.values()) for sums in ran[0].sums]
+        assert [norm**2 for norm in ran[0].norms] == pytest.approx(squares, rel=1e-5)
 
 
 @pytest.mark.ranks

@@ -22,6 +22,7 @@ from hybridpar import random
 from hybridpar.config import Config, message_shape
 from hybridpar.errors import config_error
 from hybridpar.models.build import DTYPES
+from hybridpar.models.cost import stage_split
 from hybridpar.nn.linear import ColumnParallelLinear, RowParallelLinear
 from hybridpar.ops.largest import largest, places_bytes, value_bytes
 from hybridpar.ops.quantize import dequantize_, quantize, quantized_bytes
@@ -201,11 +202,12 @@ CODECS: dict[str, Callable[[Config], Codec | None]] = {
 
 @dataclass(frozen=True)
 class Codecs:
-    """The codecs of a pipeline's messages: of activations and of their gradients. `head`: the number of that block."""
+    """The codecs of a pipeline's messages: of activations and of their gradients. `exact`: first blocks of stages that
+    get exact ones: a head alone, and on a V those that a rank hands over to itself."""
 
     forward: Codec | None = None
     backward: Codec | None = None
-    head: int = -1
+    exact: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, config: Config) -> Codecs:
@@ -217,16 +219,21 @@ class Codecs:
         for key, name, codec in zip(("messages", "messages_backward"), names, (forward, backward), strict=True):
             if codec is not None:
                 _require_fewer(config, key, name, codec)
-        return cls(forward, backward, config.model.num_blocks - 1)
+        exact = {config.model.num_blocks - 1}
+        if config.pipeline.placement == "v" and names != ("none", "none"):
+            pp, pipeline = config.parallel.pp, config.pipeline
+            split = stage_split(config.model, pp, pipeline.split, pipeline.num_chunks, "v")
+            exact |= {split[turn].start for turn in range(pp, len(split), pp)}
+        return cls(forward, backward, frozenset(exact))
 
     def on(self, flow: int, first: int, *, training: bool = True) -> Codec | None:
-        """The codec on the link into the stage that begins with block `first`; a head alone gets exact activations.
+        """The codec on the link into the stage that begins with block `first`; None: messages are exact.
 
         flow: 1 for activations, -1 for their gradients. training: else messages are exact, but for those of a subspace:
         what lies outside of it was never seen behind the link, so the projection is a part of the model.
         """
         codec = self.forward if flow > 0 else self.backward
-        return None if first == self.head or not (training or isinstance(codec, Subspace)) else codec
+        return None if first in self.exact or not (training or isinstance(codec, Subspace)) else codec
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,8 @@ def test_a_head_alone_gets_exact_activations() -> None:
     codecs = Codecs.of(from_mapping({"compression": {"messages": "int8", "messages_backward": "bf16"}}))
     assert codecs.on(1, 3) == codec_of("int8")
     assert codecs.on(-1, 3) == codec_of("bf16")
-    assert codecs.on(1, codecs.head) is codecs.on(-1, codecs.head) is None
+    (head,) = codecs.exact
+    assert codecs.on(1, head) is codecs.on(-1, head) is None
 
 
 def test_gradients_are_those_of_the_features_that_were_sent() -> None:
