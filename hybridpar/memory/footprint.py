@@ -209,7 +209,8 @@ class TracedStage:
         peak = self.tracker.read().peak - before
         del out, batch, key
         with_output, self.moved = self.tracker.read().current, notes.num_bytes()
-        del sent, notes
+        notes.forget()
+        del sent
         kept = self.tracker.read().current
         return kept - before, with_output - kept, peak
 

@@ -104,6 +104,10 @@ class Notes:
         """Bytes of all these."""
         return sum(map(self._blocks.num_bytes, self.alone()))
 
+    def forget(self) -> None:
+        """Leaves the memory to autograd, which holds these notes until the whole backward is over."""
+        self._found.clear()
+
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
@@ -178,6 +182,7 @@ class Stash:
         """Waits until what a backward needs is here, and leaves it to autograd."""
         if (kept := self._kept.pop((action.stage, action.microbatch), None)) is not None:
             kept.wait()
+            kept.notes.forget()
 
     @property
     def left(self) -> list[tuple[int, int]]:
