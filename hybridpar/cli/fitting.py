@@ -60,7 +60,7 @@ def fit_report(
     from hybridpar.memory.predict import default_device
     from hybridpar.planner.remedies import Fitting
 
-    peaks = [stage.total for stage in memory]
+    peaks = [stage.needed for stage in memory]
     most, device = max(peaks), room.machine.device if room.machine else default_device(config)
     plain: dict[str, Any] = {"memory_limit": room.limit or None}
     lines = _times(config, room, plain)

@@ -57,6 +57,11 @@ class StageMemory:
         """The peak."""
         return self.static + self.activations + self.communication + self.transient
 
+    @property
+    def needed(self) -> int:
+        """What a device must have."""
+        return self.total + self.graphs
+
     def as_json(self) -> dict[str, Any]:
         """Plain values only."""
         return asdict(self) | {"total": self.total}

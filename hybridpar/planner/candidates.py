@@ -70,7 +70,7 @@ class Candidate:
     def peak(self) -> float:
         """Bytes of the fullest stage; where some have more memory, as large a share of the least that any has."""
         least = min(self.cost.limits)
-        return max((stage.total * least / limit
+        return max((stage.needed * least / limit
                     for stage, limit in zip(self.memory or [], self.cost.limits, strict=True)), default=0.0)
 
     @property

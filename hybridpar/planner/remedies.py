@@ -56,7 +56,7 @@ class Fitting:
 
     def peak(self, config: Config) -> int:
         """Bytes of the fullest process."""
-        return max(stage.total for stage in predict(config, device=self._device, trace=self._trace))
+        return max(stage.needed for stage in predict(config, device=self._device, trace=self._trace))
 
     def remedies(self, config: Config) -> list[Remedy]:
         """What makes a resolved configuration fit, each setting alone, the fastest first (then what takes the least).
@@ -87,7 +87,7 @@ class Fitting:
     def _changes(self, config: Config) -> Iterator[tuple[Knob, Config]]:
         """Settings to try, and the configuration with them."""
         stages = predict(config, device=self._device, trace=self._trace)
-        fullest = max(range(len(stages)), key=lambda rank: stages[rank].total)
+        fullest = max(range(len(stages)), key=lambda rank: stages[rank].needed)
         more: list[dict[str, dict[str, Any]]] = []
         if config.train.dtype == "fp32":
             more.append({"train": {"dtype": "bf16"}})

@@ -304,7 +304,7 @@ def _why(candidate: Candidate, ranked: Sequence[Candidate], limit: float) -> str
     if candidate.memory is None:
         text = f"does not fit into {limit / 1e9:.1f} GB, and recomputation is not enough"
     else:
-        totals = [stage.total for stage in candidate.memory]
+        totals = [stage.needed for stage in candidate.memory]
         text = (f"{candidate.cost.sizes.rank_name} {totals.index(max(totals))} needs {max(totals) / 1e9:.1f} of "
                 f"{limit / 1e9:.1f} GB, and recomputation is not enough")
     tp, pp, _ = candidate.grid

@@ -175,7 +175,7 @@ def choose(config: Config, found: list[Found], limit: float, device: torch.devic
             prove(made)
         except PlanError:
             return False
-        return max(stage.total for stage in predict(made, device=device, trace=trace)) <= limit
+        return max(stage.needed for stage in predict(made, device=device, trace=trace)) <= limit
 
     best = next(filter(can_run, sorted(found, key=lambda one: one.step_time)), None)
     if best is None:

@@ -91,11 +91,12 @@ def test_recorded_micro_batches_keep_their_memory_from_the_update() -> None:
     for update, most, graphs in ((7, 25, 7), (40, 40, 25)):
         memory = walked_footprint(replace(footprint, update=update))
         assert (memory.total, memory.graphs) == (most, graphs)
-    on_gpu, off = (make(train={"device": "cuda", "cuda_graphs": on}) for on in (True, False))
-    assert predict(on_gpu)[0] == replace(predict(off)[0], graphs=predict(on_gpu)[0].graphs)
-    assert predict(on_gpu)[0].graphs > 0
+    on, off = (make(train={"device": "cuda", "cuda_graphs": on}) for on in (True, False))
+    recorded, plain = predict(on)[0], predict(off)[0]
+    assert recorded == replace(plain, graphs=recorded.graphs)
+    assert recorded.needed == plain.needed + recorded.graphs > plain.needed == plain.total
     assert {predict(config)[0].graphs for config in (off, make(), make(pp=2, train={"device": "cuda"}))} == {0}
-    assert "more for CUDA graphs" in table(predict(on_gpu))
+    assert "more for CUDA graphs" in table([recorded])
 
 
 def walked_footprint(footprint: Footprint) -> StageMemory:
