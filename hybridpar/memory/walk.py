@@ -133,7 +133,7 @@ class _Walk:
         elif kind in (Kind.NORM, Kind.UPDATE):
             self._factors.pop(action.microbatch, None)
         if row.of_stash:
-            self._kept += sum(part.moved for part in parts) * ((kind is Kind.RELOAD) - (kind is Kind.EVICT))
+            self._kept += self._moved(action) * ((kind is Kind.RELOAD) - (kind is Kind.EVICT))
         elif kind is Kind.W:
             self._kept -= fp.waiting
         elif row.receive:
@@ -183,6 +183,8 @@ class _Walk:
         """Notes what is there while an action runs, if that is the most so far."""
         shared = self._shared
         activations = self._kept + self._inputs + sum(self._factors.values())
+        if action.kind is Kind.RELOAD:
+            activations += self._moved(action)
         communication = self._posted + taken + self._handed + sum(self._waiting.values()) + sum(self._sends)
         transient = self._transient(action, fp) + (0 if shared is None else shared.num_bytes())
         if action.kind in COMPUTE:
@@ -205,6 +207,10 @@ class _Walk:
         if kind is Kind.UPDATE:
             return self._state.updates[action.part]
         return self._state.norm if kind is Kind.NORM else 0
+
+    def _moved(self, action: Action) -> int:
+        """What of a micro-batch leaves."""
+        return sum(part.moved for part in self._footprints[action.stage])
 
     def _give(self, action: Action, fp: Footprint) -> None:
         """Keeps what a forward leaves, or gives it up after a backward, and the output or the input's gradient."""
