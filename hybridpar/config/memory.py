@@ -75,8 +75,6 @@ class MemoryConfig:
         if self.budget:
             yield Problem("memory.budget", self.budget, "does not go with memory.host_optimizer, which keeps in memory "
                           "all that it updates", "0")
-        if config.train.device == "cuda" and optim.name == "muon":
-            yield Problem("optim.name", "muon", "works with memory.host_optimizer on CPUs so far", "adamw")
         if optim.name == "lamb":
             yield Problem("optim.name", "lamb", "does not go with memory.host_optimizer: it takes norms of whole "
                           "parameters, over ranks", "adamw")

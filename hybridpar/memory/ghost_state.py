@@ -60,6 +60,7 @@ class StateFootprint:
     """Bytes that a rank's state takes all the time; the most that a norm takes, and an update, by its part.
 
     division: how the rank's plan is cut. items: what it shares with replicas, of which so much is whole at once.
+    hosted: of master and optimizer, what a host that updates has.
     Units: bytes.
     """
 
@@ -72,6 +73,7 @@ class StateFootprint:
     division: Division = WHOLE
     items: SharedItems | None = None
     whole: int = 0
+    hosted: tuple[int, int] = (0, 0)
 
 
 def trace_state(config: Config, rank: int, held: Mapping[int, range], policy: StatePolicy, sizes: Sizes,
@@ -98,5 +100,6 @@ def trace_state(config: Config, rank: int, held: Mapping[int, range], policy: St
             state.update(0, lr=1.0, factor=0.5, group=group)
             updates.append(most(start))
         whole = ghost.memory.whole_bytes if isinstance(ghost.memory, ItemMemory) else 0
+        hosted = (0, 0) if state.host is None else state.host.held()
         return StateFootprint(**state.num_bytes(), norm=norm, updates=tuple(updates), division=ghost.division,
-                              items=ghost.shared_items(sizes), whole=whole)
+                              items=ghost.shared_items(sizes), whole=whole, hosted=hosted)

@@ -21,7 +21,7 @@ import torch
 
 from hybridpar.config import Config, ModelConfig
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
-from hybridpar.memory.ghost_state import trace_state
+from hybridpar.memory.ghost_state import StateFootprint, trace_state
 from hybridpar.memory.walk import StageMemory, together, walk
 from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
@@ -74,7 +74,7 @@ class _Pipeline:
         each = [fp for of_stage in footprints.values() for fp in of_stage]
         # stages of a rank have a tied weight in common, and what replicas share is cut where all of them end
         common = config.parallel.zero > 0 or (rank == 0 and self._sizes.is_v and config.model.tie_embeddings)
-        if parts.is_divided or (len(held) > 1 and common):
+        if parts.is_divided or (len(held) > 1 and common) or config.memory.host_optimizer:
             states = StatePolicy.of(config, buffers.versions, buffers.gradients)
             first = rank * config.parallel.dp * config.parallel.tp  # of its replicas and tp ranks
             state = trace_state(config, first, held, states, self._walked, self._device)
@@ -88,7 +88,7 @@ class _Pipeline:
         found = walk(actions, footprints, self._walked, state, anew)
         if self._device.type != "cuda" or not config.train.cuda_graphs or parts.is_divided or unsupported(config):
             found = replace(found, graphs=0)
-        return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)), state.whole)
+        return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)), state)
 
     def _footprints(self, parts: Parts, buffers: Buffers) -> dict[int, list[Footprint]]:
         """Those of the parts of a rank's stages."""
@@ -111,17 +111,18 @@ class _Pipeline:
             self._traced[pattern] = self._trace(self._config, blocks, again, buffers, self._device)
         return self._traced[pattern]
 
-    def _placed(self, memory: StageMemory, whole: int) -> StageMemory:
-        """The same with what is in host memory or a file, and with the copy for checkpoints. whole: bytes of a budget
-        that chunks of replicas have."""
+    def _placed(self, memory: StageMemory, state: StateFootprint) -> StageMemory:
+        """The same with what is in host memory or a file, and with the copy for checkpoints."""
         config, on_gpu = self._config, self._device.type == "cuda"
         if config.saves_beside_training:
             copy = memory.weights + memory.master + memory.optimizer
             memory = replace(memory, host=copy) if on_gpu else replace(memory, checkpoint=copy)
         if config.memory.host_optimizer and on_gpu:
-            memory = replace(memory, host=memory.host + memory.master + memory.optimizer, master=0, optimizer=0)
+            master, optimizer = state.hosted
+            memory = replace(memory, host=memory.host + master + optimizer, master=memory.master - master,
+                             optimizer=memory.optimizer - optimizer)
         if config.memory.budget:
-            memory = replace(memory, file=max(memory.state + whole - config.memory.budget, 0))
+            memory = replace(memory, file=max(memory.state + state.whole - config.memory.budget, 0))
         return memory
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from hybridpar.ops.update import Weights
@@ -28,11 +27,6 @@ class GroupedOptimizer:
              gradient_scale: float | Tensor = 1.0) -> None:
         """A group's part of a step, as Optimizer.step."""
         self.groups[group].step(weights, gradients, lr=lr, gradient_scale=gradient_scale)
-
-    def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        """As Optimizer.allocate."""
-        for optimizer in self.groups:
-            optimizer.allocate(device, dtype)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """As Optimizer.state_tensors."""

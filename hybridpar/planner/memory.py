@@ -25,7 +25,7 @@ from hybridpar.validate import problems
 
 TIGHT = 0.9
 """Share of the limit beyond which memory is short: fragments, or longer documents, may need the rest."""
-_MIB, _ALL = 2**20, 2**60
+_MIB = 2**20
 _HOST_SHARE = 0.9
 """Share of a host's memory, beside GPUs, that checkpoints' copies may take."""
 _SURELY = 2 / 3
@@ -37,14 +37,14 @@ _TRIES, _TIGHTER = 4, 0.96
 def largest_budget(config: Config, limit: float, device: torch.device, trace: Tracer = trace_stage) -> int:
     """The largest memory.budget with which a resolved configuration fits into `limit` bytes, with some room; 0 where
     there is none: a part of the state, or what else there is, is too much, or settings do not go with a budget."""
-    everything = replace(config, memory=replace(config.memory, budget=_ALL))
-    if device.type != "cpu" or problems(everything, config.parallel.num_ranks):
+    nothing = replace(config, memory=replace(config.memory, budget=1))  # so all that is taken is beside it
+    if device.type != "cpu" or problems(nothing, config.parallel.num_ranks):
         return 0
-    stages = predict(everything, device=device, trace=trace)
-    budget = int(TIGHT * limit - max(stage.total - stage.state for stage in stages)) // _MIB * _MIB
+    stages = predict(nothing, device=device, trace=trace)
+    budget = int(TIGHT * limit - max(stage.total for stage in stages)) // _MIB * _MIB
     if budget <= 0:
         return 0
-    cpu = replace(everything, train=replace(config.train, device="cpu"))
+    cpu = replace(nothing, train=replace(config.train, device="cpu"))
     ghosts = GhostRank.pipeline(cpu)
     return budget if all(ghost.touches(Sizes.of(cpu)).least_budget() <= budget for ghost in ghosts) else 0
 

@@ -78,7 +78,7 @@ class Fitting:
         for knob, _ in self._changes(config):
             if "budget" not in str(knob):
                 found.append((str(knob), self._most_layers(partial(from_mapping, knob.changes), config)))
-        if not config.memory.budget and not config.memory.host_optimizer and config.parallel.zero < 2:
+        if not config.memory.budget and not config.memory.host_optimizer:
             found.append(("memory.budget, as much as fits", self._most_layers(self._in_file, config)))
         return sorted(found, key=lambda one: -one[1])
 

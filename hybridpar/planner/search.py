@@ -234,16 +234,18 @@ class _Search:
         for one in sorted(self.failed, key=lambda one: one.config.train.micro_batch_size):
             config, machine = one.config, one.cost.machine
             knows = machine.device.type == "cpu" and machine.profile.state.read and machine.profile.state.written
-            if knows and config.parallel.zero < 2 and not config.memory.host_optimizer and not config.memory.budget:
+            if knows and not config.memory.host_optimizer and not config.memory.budget:
                 smallest.setdefault((one.grid, config.parallel.zero, config.pipeline.schedule), one)
+        machines = {config: one.cost.machine
+                    for one in sorted(smallest.values(), key=lambda one: one.least_time)[:_MOST_IN_FILES]
+                    for config in (one.config, *self._part_by_part(one.config))}
         found = []
-        for one in sorted(smallest.values(), key=lambda one: one.least_time)[:_MOST_IN_FILES]:
-            for config in (one.config, *self._part_by_part(one.config)):
-                self.considered += 1
-                if (made := self.memory.in_file(Candidate(config, StepCost(config, one.cost.machine)))) is not None:
-                    moved = max(stage.file for stage in made.memory or ())
-                    made.because = f"nothing fits but with state in a file, {moved / 1e9:.2f} GB of a process"
-                    found.append(made)
+        for config, machine in machines.items():
+            self.considered += 1
+            if (made := self.memory.in_file(Candidate(config, StepCost(config, machine)))) is not None:
+                moved = max(stage.file for stage in made.memory or ())
+                made.because = f"nothing fits but with state in a file, {moved / 1e9:.2f} GB of a process"
+                found.append(made)
         return sorted(found, key=_rank)
 
     def explain(self, candidate: Candidate) -> None:

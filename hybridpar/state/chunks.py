@@ -8,7 +8,7 @@ A stage that is not divided into parts has buffers of one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,11 +25,13 @@ from hybridpar.state.layout import FlatLayout
 @dataclass(frozen=True, slots=True)
 class Use:
     """What a chunk is needed for. parts: of the rank, in ascending order, that compute with it; its gradient is final
-    after the backward of the first. group: part of an UPDATE that updates it. stays: it never leaves fast memory."""
+    after the backward of the first. group: part of an UPDATE that updates it. stays: it never leaves fast memory.
+    hosted: of a master copy, the host updates it."""
 
     parts: tuple[int, ...] = (0,)
     group: int = 0
     stays: bool = False
+    hosted: bool = False
 
 
 WHOLE = Use()
@@ -119,11 +121,12 @@ class Buffer:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def views(self) -> dict[str, Tensor]:
-        """Every parameter's view, in the order of the layout."""
+    def views(self, names: Container[str] | None = None) -> dict[str, Tensor]:
+        """The views of these parameters (None: of all), in the order of the layout."""
         layout, found = self.layout, dict[str, Tensor]()
         places = [(name, shape, offset, offset + prod(shape))
-                  for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=True)]
+                  for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=True)
+                  if names is None or name in names]
         for number, inside in groupby(places, lambda place: self._number(*place[2:])):
             with self.memory.viewing(self.tensors[number]):  # once, not for each
                 found |= {name: self[start:stop].view(shape) for name, shape, start, stop in inside}

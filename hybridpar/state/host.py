@@ -5,9 +5,9 @@
     host                              |---- 0 ----||---- 1 ----|      as many threads as the launch thread has
     from host                                      |- 0 -|      |- 1 -|
 
-The master copy, the optimizer's state and room for one batch's gradients are in host memory, taken once. Each of the
-three rows is a thread. Nothing of a batch begins before the launch thread has waited for the batch before. What fails
-in a thread is raised where the launch thread waits.
+The master copy, the optimizer's state and room for one batch's gradients, of what the host updates, are in its memory,
+taken once. Each of the three rows is a thread. Nothing of a batch begins before the launch thread has waited for the
+batch before. What fails in a thread is raised where the launch thread waits.
 
 Beside a GPU the two rows of copies are streams, too: a copy begins behind what the launch thread had started when it
 asked for it, and is over before its thread goes on. Memory of the host is pinned then.
@@ -47,6 +47,17 @@ class HostMemory(Memory):
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
             self._pinned.append(tensor)
         return tensor
+
+
+class UpdatedMemory(Memory):
+    """Memory of what is updated, of a rank whose host does that: the host's, but for chunks that it does not update."""
+
+    def __init__(self, memory: Memory):
+        super().__init__()
+        self._host, self._stays = HostMemory(memory.device), memory
+
+    def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        return (self._host if chunk.use.hosted else self._stays).zeros(kind, chunk, dtype)
 
 
 def _unpin(tensors: Sequence[Tensor]) -> None:
@@ -120,8 +131,8 @@ class HostUpdates:
         self._weights, self._optimizer, self._work = weights, optimizer, work or host_work(weights.memory.device)
         self._gradients = gradients
         self.staging = weights.on_host("gradients")
-        self._grads = self.staging.views()
         self._names = [[slot.name for slot in group.slots] for group in optimizer.groups[:num_groups]]
+        self._grads = self.staging.views({name for names in self._names for name in names})
         self.sizes = [sum(self._grads[name].numel() for name in names) for names in self._names]
         """Number of parameters that the host updates, by group."""
         self._to_host, self._host, self._from_host = (_Thread(name) for name in ("to host", "host", "from host"))
@@ -130,6 +141,15 @@ class HostUpdates:
         self._later: int | None = None
         self.num_bytes = {"to host": 0, "from host": 0}
         """Bytes copied each way so far."""
+
+    def held(self) -> tuple[int, int]:
+        """Memory of the host: for the master copy; for the optimizer's state and what travels. Units: bytes."""
+        master, made = self._weights.master, self._weights.made
+        assert master is not None
+        hosted = (t for chunk, t in zip(master.chunks, master.tensors, strict=True) if chunk.use.hosted)
+        state = (t for group in self._optimizer.groups[: len(self._names)] for t in group.state_tensors().values())
+        rooms = self.staging.nbytes + (0 if made is None else made.nbytes)
+        return sum(t.nbytes for t in hosted), sum(t.nbytes for t in state) + rooms
 
     def work_here(self, here: bool) -> None:
         """Whether all is done at once, by the thread that asks for it, as what that does is recorded."""

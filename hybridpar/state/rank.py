@@ -24,7 +24,7 @@ from hybridpar.state import kinds
 from hybridpar.state.chunks import Buffer, Memory, Use, cut
 from hybridpar.state.compression import Compression
 from hybridpar.state.gradients import GradientAccumulator
-from hybridpar.state.host import HostMemory, HostUpdates, HostWork
+from hybridpar.state.host import HostUpdates, HostWork, UpdatedMemory
 from hybridpar.state.kind import Under
 from hybridpar.state.outer import OuterStep
 from hybridpar.state.parameters import StageParameters
@@ -65,11 +65,11 @@ class RankState:
             parameters.layout, make_routes(policy, self.placements, grid), uses=self.uses)
         self.slots = [ParameterSlot(o.name, self.placements[o.name], grid.place, o.part, o.shared)
                       for o in self.partition.owned]
-        self._updating = HostMemory(device) if policy.on_host else self.memory  # where updates are made
         hosted = {slot.name for slot in self.slots if policy.on_host and divisible(policy.optim, slot)}
         self.weights = WeightStore(
             parameters, self.partition, policy.num_versions, self.memory, predict=policy.predicts, uses=self.uses,
-            splits=policy.splits_weights, host=self._updating if policy.on_host else None, hosted=hosted)
+            splits=policy.splits_weights, host=UpdatedMemory(self.memory) if policy.on_host else None,
+            hosted=hosted)
         self.compression = Compression.of(
             self.partition, self.placements, policy.compression, self.memory, policy.kernels)
         factored = self.compression.factored if self.compression is not None else frozenset()
@@ -128,7 +128,10 @@ class RankState:
 
     def allocate(self) -> None:
         """Takes the memory of the optimizer's state now; else its first step does."""
-        self.optimizer.allocate(self._updating.device, self.weights.master_dtype)
+        hosts = self.num_groups if self.host is not None else 0
+        for number, optimizer in enumerate(self.optimizer.groups):
+            device = torch.device("cpu") if number < hosts else self.memory.device
+            optimizer.allocate(device, self.weights.master_dtype)
 
     # -- a batch -----------------------------------------------------------------------------------------------------
 

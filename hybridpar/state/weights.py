@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch import Tensor
 from hybridpar.comm import Works
 from hybridpar.errors import CheckpointError
 from hybridpar.ops.update import Weights
-from hybridpar.state.chunks import WHOLE, Buffer, Memory, Use, cut
+from hybridpar.state.chunks import WHOLE, Buffer, Chunk, Memory, Use, cut
 from hybridpar.state.parameters import StageParameters
 from hybridpar.state.partition import Partition
 from hybridpar.state.shares import Shares
@@ -43,8 +44,8 @@ class WeightStore:
     `partition`: which parts this rank updates, and how it gets the others. `places`: modules that hold each parameter.
     `uses`: of parameters, by name; the buffers are cut into chunks by it. An update is made group by group.
     `splits`: replicas share the weights; `shares` are then what this rank owns of each buffer.
-    `host`: memory of the host, which makes the updates of `hosted` parameters (host.py); None: there are none, all are
-    made where the weights are.
+    `host`: memory of what is updated, where the host updates `hosted` parameters (host.py); None: there are none, all
+    are updated where the weights are.
     """
 
     def __init__(self, parameters: StageParameters, partition: Partition, num_versions: int, memory: Memory, *,
@@ -63,7 +64,7 @@ class WeightStore:
         self._own_layout = own_layout = partition.layout_of_owned(self.master_dtype, offset_dtype=self.dtype)
         self.master = None
         if self.keeps_master or host is not None:
-            own_chunks = cut(own_layout, uses)
+            own_chunks = cut(own_layout, lambda name: replace(uses(name), hosted=name in hosted))
             self.master = Buffer(own_layout, self.master_dtype, host or memory, own_chunks, "master")
         self.made = self.on_host("weights", self.dtype) if self.keeps_master and host is not None else None
         """New weights on the host, in the type of the versions, where the master copy is of another."""
@@ -80,7 +81,7 @@ class WeightStore:
         else:
             self._views = [dict(zip(own_layout.names, views, strict=True)) for views in self._working]
         self._lists = [list(views.values()) for views in self._views]
-        self._made = [] if self.made is None else list(self.made.views().values())
+        self._made = {} if self.made is None else self.made.views(hosted)
         self.places = parameters.places
         self._arriving: dict[int, Works] = {}
         self._bound: int | None = None
@@ -116,10 +117,12 @@ class WeightStore:
         return {name: leaf for name, leaf in self.leaves_of(version).items() if self.is_kept(self._uses(name))}
 
     def on_host(self, kind: str, dtype: torch.dtype | None = None) -> Buffer:
-        """A new buffer in the host's memory, of what this rank owns. dtype: None, the master copy's."""
+        """A new buffer in the host's memory, of what this rank owns and the host updates. dtype: None, the master
+        copy's."""
         assert self._host is not None
         assert self.master is not None
-        return Buffer(self._own_layout, dtype or self.master_dtype, self._host, self.master.chunks, f"host/{kind}")
+        chunks = [chunk for chunk in self.master.chunks if chunk.use.hosted] or [Chunk(0, 0)]
+        return Buffer(self._own_layout, dtype or self.master_dtype, self._host, chunks, f"host/{kind}")
 
     def spans(self, group: int) -> list[tuple[int, int, int]]:
         """(start, stop, start in the master) of what this rank owns and the host updates of a group."""
@@ -127,8 +130,10 @@ class WeightStore:
 
     def update_on_host(self, group: int, *, predict: bool) -> Weights:
         """What the host's update of a group reads and writes."""
-        weights = Weights(self._lists[0], self._lists[0], self._made, self.predicts and predict)
-        return weights.only(self._indices[group, True])
+        numbers = self._indices[group, True]
+        master = [self._lists[0][i] for i in numbers]
+        made = [self._made[self._own_layout.names[i]] for i in numbers] if self._made else ()
+        return Weights(master, master, made, self.predicts and predict)
 
     def arriving(self, version: int, group: int) -> list[tuple[Tensor, Tensor]]:
         """Where a group of a version goes, and where on the host it is made."""

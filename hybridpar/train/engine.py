@@ -21,7 +21,6 @@ from hybridpar.comm import Work, all_reduce, all_reduce_async
 from hybridpar.config import Config
 from hybridpar.data import DataStart
 from hybridpar.data.loader import Loader
-from hybridpar.errors import config_error
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import build_blocks, recomputed_blocks
 from hybridpar.models.cost import stage_split
@@ -94,8 +93,6 @@ class Engine:
         self.stage = Stage(blocks)
         if memory is None:
             memory = state_memory(config, device, states)
-        if config.memory.host_optimizer and config.optim.name == "muon" and device.type != "cpu":
-            raise config_error("optim.name", "muon", "works with memory.host_optimizer on CPUs so far", "adamw")
         self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=memory,
                                host_work=host_work)
         self._division = self.parts.division(self.state)

@@ -230,6 +230,20 @@ def test_state_goes_to_a_file_only_where_nothing_fits() -> None:
     assert not found(base, without, {}).ranked
 
 
+def test_shares_go_to_a_file_where_it_is_slower_than_links() -> None:
+    """Of what replicas share each process has less in its file."""
+    base = made.config(dp=2, m=4, b=1, **LARGE)
+    on = machine(base, memory=7e6 / 0.9)
+    on = replace(on, profile=replace(on.profile, state=StateSpeeds(1e7, 1e9, 1e5, 1e5)))
+    result = found(base, on, schedules=("1f1b",))
+    best = result.ranked[0]
+    assert best.config.parallel.zero == 3
+    assert best.peak <= on.memory_limit
+    assert forecast(best.config).least <= best.config.memory.budget
+    assert "with state in a file" in report.reasons(result)[0]
+    assert len({one.config for one in result.ranked}) == len(result.ranked)
+
+
 def test_a_host_updates_where_that_is_faster() -> None:
     base = made.config(m=6, b=1, schedule="2bw", **LARGE)
     on = machine(base, 1, update=1.0)

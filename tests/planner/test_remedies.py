@@ -59,15 +59,15 @@ def test_several_together_where_one_is_not_enough() -> None:
 
 
 def test_the_largest_model_fits_and_one_layer_more_does_not() -> None:
-    base = made.config(dp=2, m=4, b=2, **{**LARGE, "seq_length": 48})
+    base = made.config(dp=2, m=4, b=2, zero=2, **{**LARGE, "seq_length": 48})
 
     def sized(config: Config, number: int) -> Config:
         return replace(config, model=replace(config.model, num_layers=number))
 
-    limit = 1.01 * peak(sized(base, 4))
+    zero = replace(base, parallel=replace(base.parallel, zero=3))
+    limit = 1.01 * peak(sized(zero, 5))
     largest = dict(Fitting(limit, CPU).largest(base))
     assert largest[AS_IT_IS] == 4
-    zero = replace(base, parallel=replace(base.parallel, zero=3))
     for config, number in ((base, largest[AS_IT_IS]), (zero, largest["parallel.zero = 3"])):
         assert peak(sized(config, number)) <= limit < peak(sized(config, number + 1))
     assert largest["memory.budget, as much as fits"] > largest["parallel.zero = 3"] > largest[AS_IT_IS]

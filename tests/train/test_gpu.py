@@ -159,9 +159,11 @@ def test_codecs_are_those_of_a_cpu(sizes: dict[str, int], what: str, names: tupl
             compare(on_gpu, on_cpu, 3e-2 if "train" in sections else 1e-2)
 
 
-@pytest.mark.parametrize("sections", [TWO_BW, BF16 | TWO_BW, {"optim": {"name": "sgd"}}, OVERFLOWS], ids=str)
+@pytest.mark.parametrize("sections", [
+    TWO_BW, BF16 | TWO_BW, {"optim": {"name": "sgd"}}, OVERFLOWS, TWO_BW | {"optim": {"name": "muon"}}], ids=str)
 def test_an_optimizer_on_the_host(sections: Sections) -> None:
-    """Much as on the GPU, whose kernel may round in another way, and twice the same; what it holds is pinned."""
+    """Much as on the GPU, whose kernel may round in another way, and twice the same; what it holds is pinned, and
+    Muon's matrices stay."""
     config = make({}, sections)
     config = replace(config, memory=replace(config.memory, host_optimizer=True))
     with_it, again, on_gpu = (trained(one, ProcessGrid(), "cuda:0")
@@ -170,7 +172,10 @@ def test_an_optimizer_on_the_host(sections: Sections) -> None:
     compare(with_it, on_gpu, TOLERANCE[config.train.dtype])
     state = Engine(config, ProcessGrid(), torch.device("cuda:0")).state
     assert state.host is not None
-    assert all(tensor.is_pinned() for tensor in (*state.host.staging.tensors, *state.weights.master.tensors))
+    for room in (state.host.staging, state.weights.master):
+        for chunk, tensor in zip(room.chunks, room.tensors, strict=True):
+            assert tensor.is_pinned() is chunk.use.hosted
+            assert tensor.is_cuda is not chunk.use.hosted
 
 
 @pytest.mark.parametrize("sections", [TWO_BW, BF16, {"pipeline": {"schedule": "gpipe"}}], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -29,7 +30,8 @@ from hybridpar.memory import predict
 from hybridpar.models.cost import training_flops_per_token
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.run.recording import HostClock, Recording
-from hybridpar.state.host import HostWork
+from hybridpar.state.chunks import Chunk, Memory
+from hybridpar.state.host import HostMemory, HostWork
 from hybridpar.train.engine import Engine
 from hybridpar.train.host_forecast import Speeds, forecast_host
 from hybridpar.train.policy import StepResult
@@ -232,17 +234,51 @@ def test_copies_on_streams_of_their_own_are_waited_for(schedule: str, dtype: str
     assert len(work.marks) == 2 * 4, "each way of each batch is behind what was launched before it"
 
 
-def test_what_is_on_the_host_of_a_gpu() -> None:
-    """Master copy, moments, and room for gradients and weights."""
-    config = resolve(make(train={"dtype": "bf16"}), 1)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_what_is_on_the_host_of_a_gpu(optimizer: str) -> None:
+    """Master copy, moments, and room for gradients and weights; nothing of Muon's matrices."""
+    config = resolve(make(train={"dtype": "bf16"}, optim={"name": optimizer}), 1)
     without, there = (predict(hosted(config, host), device=torch.device("cuda"))[0] for host in (False, True))
     engine = build(hosted(config))
     engine.state.allocate()
-    columns = engine.state.num_bytes()
-    assert there.host - without.host >= columns["master"] + columns["optimizer"]
-    assert (there.master, there.optimizer) == (0, 0)
+    columns, matrices = engine.state.num_bytes(), matrices_of(engine) if optimizer == "muon" else {}
+    stays = 4 * sum(matrices.values())
+    assert there.host - without.host >= columns["master"] + columns["optimizer"] - 2 * stays
+    assert (there.master, there.optimizer) == (stays, stays)
     assert there.weights == without.weights == columns["weights"]
     assert there.total < without.total
+
+
+def matrices_of(engine: Engine) -> dict[str, int]:
+    """Numbers of elements of the matrices that Muon orthogonalises, by name."""
+    return {slot.name: math.prod(slot.shape) for slot in engine.state.slots if slot.placement.matrices}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_muons_matrices_stay_on_the_device(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: dict[int, str] = {}  # of the host's memory
+
+    def zeros(self: HostMemory, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        tensor = Memory.zeros(self, kind, chunk, dtype)
+        taken[tensor.untyped_storage().data_ptr()] = kind
+        return tensor
+
+    monkeypatch.setattr(HostMemory, "zeros", zeros)
+    config = hosted(make(pipeline={"schedule": "2bw"}, optim={"name": "muon"}, train={"dtype": dtype},
+                         memory={"parts": 4}))
+    engine = build(config)
+    state, matrices = engine.state, matrices_of(engine)
+    assert state.weights.master is not None
+    assert state.host is not None
+    masters = state.weights.master.views()
+    kinds = {name: taken.get(view.untyped_storage().data_ptr()) for name, view in masters.items()}
+    assert {name for name, kind in kinds.items() if kind is None} == matrices.keys()
+    assert set(kinds.values()) == {None, "master"}
+    numel = sum(state.host.sizes)
+    assert numel == sum(view.numel() for view in masters.values()) - sum(matrices.values())
+    for room in filter(None, (state.host.staging, state.weights.made)):
+        assert numel == pytest.approx(sum(tensor.numel() for tensor in room.tensors), rel=0.05)
+    train(config, engine=engine).check(train(hosted(config, False)))
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
@@ -320,7 +356,6 @@ def test_what_is_told_before_a_run() -> None:
     ({"memory": {"budget": 1 << 20}}, r"memory\.budget = 1048576: does not go with memory\.host_optimizer.*try 0"),
     ({"optim": {"name": "lamb"}}, r"optim\.name = 'lamb'.*norms of whole parameters.*try adamw"),
     ({"optim": {"clip_grad": 0.0}, "pipeline": {"schedule": "pipedream"}}, r"optim\.clip_grad.*try 1\.0"),
-    ({"train": {"device": "cuda"}, "optim": {"name": "muon"}}, r"optim\.name = 'muon'.*works .* on CPUs.*try adamw"),
 ], ids=lambda value: "" if isinstance(value, str) else "-".join(value))
 def test_what_does_not_go_with_it(sections: dict[str, dict[str, Any]], message: str) -> None:
     config = make(**sections | {"memory": {"host_optimizer": True} | sections.get("memory", {})})
