@@ -153,6 +153,8 @@ class Tracker(TorchDispatchMode):
                 return args[0]  # which is real, and was written
             if key is not None:
                 self._results[key] = _map(out, _alike)  # apart from this one, which may be changed in place
+        elif isinstance(out, Tensor):
+            return self._wrap(_alike(out), ())
         else:
             out = _map(out, _alike)
         sources = ghosts if key is None else ()  # whose memory it may be

@@ -98,12 +98,16 @@ def add_updates(
     reduced = normed = hosted = updated = first_batch  # the first batch that has not got there yet
     stage, first = 0, True  # the first one of the rank
     completing, adding = ROWS[Kind.REDUCE].needs, {kind for kind, row in ROWS.items() if row.adds}
+    alike = schedule.flush and not host  # all within a batch, but for its last backwards
     for action in actions:
         if first:
             stage, first = sizes.rank_of(action.stage), False
+        is_last = action.kind in adding and (action.microbatch + 1) % m == 0
+        if alike and action.version <= updated and normed == reduced and not is_last:
+            yield action
+            continue
         needed = action.version if schedule.flush else _needed_version(action, schedule, sizes, first_batch)
-        is_last_backward = action.kind in adding and (action.microbatch + 1) % m == 0
-        settled = action.microbatch // m if feedback and is_last_backward else first_batch
+        settled = action.microbatch // m if feedback and is_last else first_batch
         if not host:
             needed = max(needed, settled)
         # where the pipeline drains all updates come first thing
