@@ -92,15 +92,16 @@ class Buffers:
 
 
 def trace_stage(
-    config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
+    config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device,
+    results: dict[Any, Any] | None = None,
 ) -> Footprint:
     """Builds the stage of `blocks`, runs two micro-batches and one update; takes and computes nothing.
 
     It is that of the first tp rank and the first replica, whose share is the largest where a split is uneven.
-    `device`: may be a kind of device that this machine does not have.
+    `device`: may be a kind of device that this machine does not have. `results`: as the tracker has them.
     """
     batch = sample_microbatch(config)
-    with Tracker(device) as tracker:
+    with Tracker(device, results) as tracker:
         traced = TracedStage(config, blocks, recompute, buffers, tracker)
         batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
         tracker.ghost_integers = True  # a forward looks into the micro-batch only

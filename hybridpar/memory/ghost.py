@@ -90,16 +90,17 @@ class Ghost(Tensor):
 class Tracker(TorchDispatchMode):
     """Makes new floating-point tensors ghosts on `device` while it is active, and counts the bytes of all tensors.
 
-    Values read from a ghost are zeros, so it is not for code whose course depends on them.
+    Values read from a ghost are zeros, so it is not for code whose course depends on them. results: forms of what
+    operators made, by their arguments' forms, which may be those of other trackers.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, results: dict[Any, Any] | None = None):
         super().__init__()
         self.device, self.is_cuda = _present(device), device.type == "cuda"
         self.ghost_integers = False
         self.current = self.peak = 0
         self._real: list[tuple[StorageWeakRef, _Block]] = []
-        self._results: dict[Any, Any] = {}  # layers repeat each other, and meta forms in Python are slow
+        self._results = {} if results is None else results  # layers repeat each other; meta forms in Python are slow
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -152,6 +153,8 @@ class Tracker(TorchDispatchMode):
                 return args[0]  # which is real, and was written
             if key is not None:
                 self._results[key] = _map(out, _alike)  # apart from this one, which may be changed in place
+        elif isinstance(out, Tensor):
+            return self._wrap(_alike(out), ())
         else:
             out = _map(out, _alike)
         sources = ghosts if key is None else ()  # whose memory it may be

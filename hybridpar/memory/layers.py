@@ -8,6 +8,7 @@ norm's scratch space of some kilobytes.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ class Footprints:
     def __init__(self) -> None:
         self._known: dict[object, Footprint] = {}
         self._lines: dict[object, list[dict[str, int]]] = {}
+        self._results: dict[Any, Any] = {}  # of operators, many of which stages have in common
 
     def __call__(
         self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
@@ -119,7 +121,8 @@ class Footprints:
         config = _what_counts(config, shape)
         key = (config, shape, buffers, device)
         if key not in self._known:
-            self._known[key] = trace_stage(config, shape.blocks, shape.recompute, buffers, device)
+            self._known[key] = trace_stage(
+                config, shape.blocks, shape.recompute, buffers, device, self._results)
         return self._known[key]
 
 

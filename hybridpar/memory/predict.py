@@ -62,6 +62,7 @@ class _Pipeline:
         self._recompute = recomputed_blocks(config.pipeline.recompute, config.model, self._split)
         self._walked = sizes if config.compression.gradients == "sbpca" else _enough(schedule, sizes)
         self._traced: dict[object, Footprint] = {}
+        self._states: dict[object, StateFootprint] = {}
 
     def memory(self, rank: int) -> StageMemory:
         """That of a rank of the pipeline."""
@@ -77,7 +78,13 @@ class _Pipeline:
         if parts.is_divided or (len(held) > 1 and common) or config.memory.host_optimizer:
             states = StatePolicy.of(config, buffers.versions, buffers.gradients)
             first = rank * config.parallel.dp * config.parallel.tp  # of its replicas and tp ranks
-            state = trace_state(config, first, held, states, self._walked, self._device)
+            # equal layers have equal state; parts have numbers
+            alone = parts.is_divided or states.splits_gradients or not isinstance(config.model, ModelConfig)
+            alike = rank if alone else tuple(
+                (len(blocks), 0 in blocks, config.model.num_blocks - 1 in blocks) for blocks in held.values())
+            if (key := (alike, buffers)) not in self._states:
+                self._states[key] = trace_state(config, first, held, states, self._walked, self._device)
+            state = self._states[key]
         else:
             state = together(each)
         actions = lower(schedule, self._walked, rank, schedule.sync_steps, batches_to_peak(config),

@@ -103,6 +103,7 @@ class _Walk:
         self._last = sizes.num_stages - 1
         self._shared = None if state.items is None else SharedTiers(state.items)
         self._in_flight = self._kept = self._inputs = self._posted = 0
+        self._sent = 0  # of sends that have not been waited for
         self._handed = 0  # to a part or a stage of this rank, which has not taken it yet
         self._factors: dict[int, int] = defaultdict(int)  # by batch, until it is reduced
         self._waiting: dict[Kind, int] = {}  # outputs to be sent
@@ -121,7 +122,10 @@ class _Walk:
                 parts = self._anew[action.stage]
         fp = parts[action.part] if kind in COMPUTE else parts[0 if row.flow > 0 else -1]
         if row.met_by:
+            if len(self._sends) == self._sends.maxlen:
+                self._sent -= self._sends[0]
             self._sends.append(self._waiting.pop(kind))
+            self._sent += self._sends[-1]
         elif row.side:
             self._posted += fp.received if row.flow > 0 else fp.returned
         taken = self._take(action, fp) if row.receive else 0
@@ -185,7 +189,7 @@ class _Walk:
         activations = self._kept + self._inputs + sum(self._factors.values())
         if action.kind is Kind.RELOAD:
             activations += self._moved(action)
-        communication = self._posted + taken + self._handed + sum(self._waiting.values()) + sum(self._sends)
+        communication = self._posted + taken + self._handed + sum(self._waiting.values()) + self._sent
         transient = self._transient(action, fp) + (0 if shared is None else shared.num_bytes())
         if action.kind in COMPUTE:
             self.pool = max(self.pool, activations + transient)

@@ -225,7 +225,7 @@ def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
     """By stage, [i, j]: about what blocks i .. j-1 take there, to compare splits by: weights, gradients and Adam's
     state, and what is kept of micro-batches in flight."""
     config, sizes = cost.config, cost.sizes
-    schedule = schedule_of(config.pipeline)
+    schedule = cost.schedule
     mixed, moments = config.train.dtype in ("bf16", "fp16"), 2 * (config.optim.name in ("adamw", "lamb"))
     rest = cost.gradient_bytes * schedule.num_gradient_buffers + 4 * (mixed + moments) / cost.zero_share
     likely = {cost.kind(1): KEPT_BYTES / 2 * cost.message_bytes / cost.tp}

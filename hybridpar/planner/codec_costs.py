@@ -77,6 +77,8 @@ class CodecCosts:
     def __init__(self, config: Config, profile: Profile):
         *rows, self._hidden = message_shape(config.model, 0)
         self._codecs, self._tp = Codecs.of(config), config.parallel.tp
+        self.exact = self._codecs.exact
+        """First blocks behind links that have no codec."""
         self._sliced = not config.parallel.sequence
         self._item, self._num_blocks = DTYPES[config.train.dtype].itemsize, config.model.num_blocks
         self._rows = config.train.micro_batch_size * prod(rows)

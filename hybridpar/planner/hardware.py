@@ -211,11 +211,12 @@ class Joined:
         many where what enters and what leaves share it."""
         found, servers = [], 1
         for size, link, links in self.borders:
-            groups = {rank // size for rank in ranks}
+            near = isinstance(ranks, range) and 0 < ranks.step <= size  # they are in all groups between the ends'
+            groups = 1 + ranks[-1] // size - ranks[0] // size if near else len({rank // size for rank in ranks})
             if size == self.devices_per_server:
-                servers = len(groups)
-            if len(groups) > 1:
-                through = rings * size * len(groups) / (self.devices_per_server * servers)
+                servers = groups
+            if groups > 1:
+                through = rings * size * groups / (self.devices_per_server * servers)
                 found.append((link, max(through / links, 1) * (1 + link.half_duplex)))
         return found or [(self.inner, 1 + self.inner.half_duplex)]
 

@@ -16,7 +16,7 @@ from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
 from hybridpar.memory.predict import Tracer
 from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.planner.candidates import Candidate, block_costs
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.split import Matrix, best_split
@@ -77,8 +77,10 @@ class MemoryCheck:
 
     def fits(self, cost: StepCost) -> bool:
         """Whether the estimated peak of every rank is within the limit."""
-        if self._most(cost) < _SURELY * min(cost.limits) or self.least(cost) > max(cost.limits):
-            return self.least(cost) <= max(cost.limits)
+        if self.least(cost) > max(cost.limits):
+            return False
+        if self._most(cost) < _SURELY * min(cost.limits):
+            return True
         config, sizes = cost.config, cost.sizes
         split = stage_split(config.model, cost.pp, config.pipeline.split, sizes.chunks, config.pipeline.placement)
         again = recomputed_blocks(config.pipeline.recompute, config.model, split)
@@ -87,7 +89,7 @@ class MemoryCheck:
 
     def least(self, cost: StepCost) -> float:
         """Bytes of the fullest rank at least: its share of the state, if blocks were divided evenly."""
-        whole, schedule = self._whole(cost), schedule_of(cost.config.pipeline)
+        whole, schedule = self._whole(cost), cost.schedule
         versions = min(schedule.max_live_versions(cost.sizes, rank) for rank in range(cost.pp))
         of_gradients, of_weights = (cost.dp if cost.splits >= zero else 1 for zero in (2, 3))
         return _in_memory(cost, (
@@ -96,7 +98,7 @@ class MemoryCheck:
 
     def _most(self, cost: StepCost) -> float:
         """Bytes of the fullest rank at most: all of the model, and as many micro-batches as any rank has in flight."""
-        b, schedule, ranks = cost.config.train.micro_batch_size, schedule_of(cost.config.pipeline), range(cost.pp)
+        b, schedule, ranks = cost.config.train.micro_batch_size, cost.schedule, range(cost.pp)
         whole = self._whole(cost)
         versions = max(schedule.max_live_versions(cost.sizes, rank) for rank in ranks)
         in_flight = max(schedule.max_live_activations(cost.sizes, rank) for rank in ranks)
@@ -251,13 +253,13 @@ class MemoryCheck:
 
 
 def _buffers(cost: StepCost, stage: int) -> Buffers:
-    schedule = schedule_of(cost.config.pipeline)
+    schedule = cost.schedule
     return Buffers(schedule.max_live_versions(cost.sizes, cost.sizes.rank_of(stage)), schedule.num_gradient_buffers)
 
 
 def _in_flight(cost: StepCost, stage: int) -> int:
     """Micro-batches that a stage holds."""
-    held = schedule_of(cost.config.pipeline).max_live_activations(cost.sizes, cost.sizes.rank_of(stage))
+    held = cost.schedule.max_live_activations(cost.sizes, cost.sizes.rank_of(stage))
     return -(-held // cost.sizes.chunks)
 
 

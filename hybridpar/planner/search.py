@@ -24,7 +24,6 @@ from itertools import islice
 
 from hybridpar.config import Config, ModelConfig
 from hybridpar.errors import ConfigError, config_error
-from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.planner.candidates import Candidate, Request, balanced, batch_size, candidates, grids, on_v
 from hybridpar.planner.compressed import loss_of_codecs, with_codecs
 from hybridpar.planner.cost import StepCost
@@ -200,7 +199,7 @@ class _Search:
             worth = max(rank.update for rank in cost.ranks) >= _WORTH_SHARING * cost.step_time
             if (config.memory.host_optimizer or config.parallel.zero > 1 or not worth or config.optim.name not in HOSTED
                     or cost.machine.device.type != "cpu" or not cost.machine.profile.state.updated
-                    or not schedule_of(config.pipeline).slack(cost.sizes)
+                    or not cost.schedule.slack(cost.sizes)
                     or problems(made, cost.machine.num_devices)):
                 continue
             hosted = Candidate(made, StepCost(made, cost.machine), tried_recomputation=True)

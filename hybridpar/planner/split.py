@@ -50,31 +50,21 @@ def best_split(
     plain = sums([f + b + u for f, b, u in zip(forward, backward, per_batch, strict=True)])
     again = plain + sums(forward)
     slowness = slowness or [1.0] * num_stages
-    costs: list[Matrix] = [plain if slow == 1 else slow * plain for slow in slowness]
-    uses, memory = [np.zeros_like(plain, dtype=bool)] * num_stages, []
-    if peaks is not None:
-        for stage in range(num_stages):
-            held = peaks(stage, False)
-            if math.isinf(limit):
-                memory.append(held)
-                continue
-            least = peaks(stage, True)
-            uses[stage] = ~(held <= limit)
-            memory.append(np.where(uses[stage], least, held))
-            cost = slowness[stage] * np.where(uses[stage], np.where(least <= limit, again, np.inf), plain)
-            costs[stage] = np.where(np.isinf(plain), np.inf, cost)
+    stops = np.arange(len(plain))
+    blocks = stops - stops[:, None]
 
     def longest(within: float) -> int:
         """Blocks of a stage that takes so much at most."""
-        rows, columns = np.nonzero(min(slowness) * plain <= within)
-        return int((columns - rows).max(initial=1))
+        return int(blocks[min(slowness) * plain <= within].max(initial=1))
 
     # cut at even shares of all, no stage has a block more than that; where memory forbids it, some may
     whole = plain if math.isinf(limit) else again
     even = max(slowness) * float(whole[0, -1] / num_stages + np.diag(whole, 1).max())
-    period, cuts = _smallest_largest(costs, longest(even))
-    if period > even:
-        period, cuts = _smallest_largest(costs, len(forward))
+    for most in (longest(even), len(forward)):
+        costs, uses, memory = _stages(_band(plain, most), _band(again, most), slowness, peaks, limit)
+        period, cuts = _smallest_largest(costs, most)
+        if period <= even:
+            break
     if not np.isfinite(period):
         return None
     if memory:
@@ -85,9 +75,46 @@ def best_split(
     for stage in reversed(range(num_stages)):
         start = int(cuts[stage][stop])
         sizes.append(stop - start)
-        recomputed.append(bool(uses[stage][start, stop]))
+        recomputed.append(bool(uses and uses[stage][stop, stop - start - 1]))
         stop = start
     return Split(tuple(sizes[::-1]), tuple(recomputed[::-1]), period)
+
+
+def _band(matrix: Matrix, most: int) -> Matrix:
+    """[j, n]: a matrix's [j - 1 - n, j], of stages of `most` blocks at most by the block behind them; infinite where
+    there is none."""
+    stops = np.arange(len(matrix))[:, None]
+    starts = stops - np.arange(1, most + 1)
+    return np.where(starts >= 0, matrix[starts, stops], np.inf)
+
+
+def _stages(
+    plain: Matrix, again: Matrix, slowness: Sequence[float], peaks: Callable[[int, bool], Matrix] | None, limit: float,
+) -> tuple[list[Matrix], list[NDArray[np.bool_]], list[Matrix]]:
+    """Bands of each stage: times, where it is recomputed (none: nowhere), and bytes, where there are peaks."""
+    most, slower = plain.shape[1], {slow: plain if slow == 1 else slow * plain for slow in slowness}
+    if peaks is None:
+        return [slower[slow] for slow in slowness], [], []
+    bands: dict[int, tuple[Matrix, Matrix]] = {}  # by matrix, which is kept
+    found: dict[tuple[object, ...], tuple[Matrix, NDArray[np.bool_], Matrix]] = {}
+
+    def band(matrix: Matrix) -> Matrix:
+        if id(matrix) not in bands:
+            bands[id(matrix)] = matrix, _band(matrix, most)
+        return bands[id(matrix)][1]
+
+    if math.isinf(limit):
+        return [slower[slow] for slow in slowness], [], [band(peaks(s, False)) for s in range(len(slowness))]
+    keys = []
+    for stage, slow in enumerate(slowness):
+        held, least = band(peaks(stage, False)), band(peaks(stage, True))
+        keys.append(key := (id(held), id(least), slow))
+        if key not in found:  # stages that share both share it
+            use = ~(held <= limit)
+            cost = slow * np.where(use, np.where(least <= limit, again, np.inf), plain)
+            found[key] = np.where(np.isinf(plain), np.inf, cost), use, np.where(use, least, held)
+    costs, uses, memory = zip(*(found[key] for key in keys), strict=True)
+    return list(costs), list(uses), list(memory)
 
 
 def _within(values: Sequence[Matrix], limit: float, others: Sequence[Matrix]) -> list[Matrix]:
@@ -101,19 +128,16 @@ def _within(values: Sequence[Matrix], limit: float, others: Sequence[Matrix]) ->
 
 
 def _smallest_largest(values: Sequence[Matrix], most: int) -> tuple[float, list[NDArray[np.intp]]]:
-    """The split into stages of `most` blocks at most that makes the largest of their values[stage][i, j] as small as
+    """The split into stages of `most` blocks at most that makes the largest of their values, in bands, as small as
     possible: that value, and where each stage is best cut from those before, by the block behind it. Infinite: there is
     no split."""
     count = len(values[0]) - 1
-    different = {id(value): value for value in values}
     stops = np.arange(count + 1)
     starts = stops[:, None] - np.arange(1, most + 1)  # from the last on, so of the best the last: later stages get less
-    inside = starts >= 0
-    turned = {key: np.where(inside, value[starts, stops[:, None]], np.inf) for key, value in different.items()}
     worst: Matrix = np.full(count + 1, np.inf)
     worst[0], cuts = 0.0, []
     for value in values:
-        reached = np.maximum(worst[starts], turned[id(value)])
+        reached = np.maximum(worst[starts], value[:, :most])
         best = reached.argmin(axis=1)
         cuts.append(stops - 1 - best)
         worst = reached[stops, best]

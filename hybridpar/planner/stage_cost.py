@@ -18,7 +18,7 @@ from hybridpar.config import Config
 from hybridpar.memory.work import block_kinds
 from hybridpar.models.build import DTYPES, Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split, untied_parameters
-from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 from hybridpar.pipeline.run.graphs import unsupported
 from hybridpar.planner.codec_costs import CodecCosts
 from hybridpar.planner.machine import Machine
@@ -105,6 +105,11 @@ class StageCosts:
         return sum(costs[kind].forward + costs[kind].backward for kind in self._inner)
 
     @cached_property
+    def schedule(self) -> Schedule:
+        """That of the configuration."""
+        return schedule_of(self.config.pipeline)
+
+    @cached_property
     def slowness(self) -> list[float]:
         """By stage, the time of the layers there over that on the first rank."""
         if not self.machine.others:
@@ -185,8 +190,16 @@ class StageCosts:
         config = self.config
         split = stage_split(config.model, self.pp, config.pipeline.split, self.sizes.chunks, config.pipeline.placement)
         again = recomputed_blocks(config.pipeline.recompute, config.model, split)
-        return [self._stage(blocks, one, self.sizes.rank_of(stage))
-                for stage, (blocks, one) in enumerate(zip(split, again, strict=True))]
+        found, known = [], dict[object, StageCost]()
+        for stage, (blocks, one) in enumerate(zip(split, again, strict=True)):
+            rank, ends = self.sizes.rank_of(stage), (blocks.start, blocks.stop)
+            key = (self._kind_of[blocks.start : blocks.stop], 0 in ends, config.model.num_blocks in ends, one.whole,
+                   tuple((n in one.blocks, n in one.selective) for n in blocks),
+                   tuple(n in self.codecs.exact for n in ends), rank if self.machine.others else 0)
+            if key not in known:  # most are alike
+                known[key] = self._stage(blocks, one, rank)
+            found.append(replace(known[key], blocks=blocks))
+        return found
 
     def _stage(self, blocks: range, recompute: Recomputation, rank: int) -> StageCost:
         """The cost of these blocks there, of which some are recomputed, or what is cheap of them."""

@@ -58,7 +58,7 @@ def fill(
         if large and found is not None:
             break
         ranks = _Ranks(forwards, sizes, costs, room)
-        end = ranks.run(wait, look)
+        end = ranks.run(wait, look, inf if found is None else found[0])
         if end is not None and (found is None or end < _SHORTER * found[0]):
             found = end, ranks.done
     assert found is not None, f"orders do not fit into {room.most}, or wait for each other"
@@ -99,15 +99,20 @@ class _Ranks:
         self.waiting: list[list[Step]] = [[] for _ in range(p)]  # W's, in the order of their I's
         self.done: list[list[Step]] = [[] for _ in range(p)]
         self.free, self.held = [0.0] * p, [0.0] * p
+        self.rest = [sum(self.times[kind][stage] + (kind is Kind.I) * self.times[Kind.W][stage]
+                         for kind, stage, _ in order) for order in orders]
+        """Work of each rank that is left."""
         self.events = [(0.0, rank) for rank in range(p)]
 
-    def run(self, wait: float, look: int) -> float | None:
-        """When all is done; None: it never is. wait: gaps that are shorter than this share of a W have none in them.
-        look: how many steps before its turn one may be done."""
+    def run(self, wait: float, look: int, within: float = inf) -> float | None:
+        """When all is done; None: it never is, or not `within` that time. wait: gaps that are shorter than this share
+        of a W have none in them. look: how many steps before its turn one may be done."""
         while self.events:
             now, rank = heappop(self.events)
             if self.free[rank] > now:
                 continue
+            if now + self.rest[rank] > within:
+                return None
             step, soon = self._next(rank, now, look)
             if step is not None:
                 self._take(rank, step)
@@ -144,7 +149,9 @@ class _Ranks:
 
     def _do(self, rank: int, step: Step, now: float) -> None:
         kind, stage, k = step
-        end = self.free[rank] = now + self.times[kind][stage]
+        time = self.times[kind][stage]
+        end = self.free[rank] = now + time
+        self.rest[rank] -= time
         heappush(self.events, (end, rank))
         self.done[rank].append(step)
         if kind is Kind.W:

@@ -98,12 +98,16 @@ def add_updates(
     reduced = normed = hosted = updated = first_batch  # the first batch that has not got there yet
     stage, first = 0, True  # the first one of the rank
     completing, adding = ROWS[Kind.REDUCE].needs, {kind for kind, row in ROWS.items() if row.adds}
+    alike = schedule.flush and not host  # all within a batch, but for its last backwards
     for action in actions:
         if first:
             stage, first = sizes.rank_of(action.stage), False
+        is_last = action.kind in adding and (action.microbatch + 1) % m == 0
+        if alike and action.version <= updated and normed == reduced and not is_last:
+            yield action
+            continue
         needed = action.version if schedule.flush else _needed_version(action, schedule, sizes, first_batch)
-        is_last_backward = action.kind in adding and (action.microbatch + 1) % m == 0
-        settled = action.microbatch // m if feedback and is_last_backward else first_batch
+        settled = action.microbatch // m if feedback and is_last else first_batch
         if not host:
             needed = max(needed, settled)
         # where the pipeline drains all updates come first thing
@@ -172,13 +176,15 @@ def add_communication(
     receives, is_ring = Receives(sizes, lean=lean, endless=endless), sizes.is_ring
     sent = {(kind, stage): ROWS[kind].send if sizes.peer(stage, ROWS[kind].flow) is not None else None
             for kind in INPUTS for stage in range(sizes.num_stages)}
-    computing = dict.fromkeys(INPUTS, 0)  # of the window, by kind
+    computing, number = dict.fromkeys(INPUTS, 0), 0  # of the window: by kind, and together
 
     def leave() -> tuple[Action, ...]:
+        nonlocal number
         head = window.popleft()
         if (kind := head.kind) not in computing:
             return (head,)
         computing[kind] -= 1
+        number -= 1
         send = sent[kind, head.stage]
         return (head,) if send is None else (head, Action(send, head.stage, head.microbatch))
 
@@ -194,7 +200,8 @@ def add_communication(
             yield Action(kind, stage, microbatch)
         window.append(action)
         computing[action.kind] += 1
-        while sum(computing.values()) > ahead:
+        number += 1
+        while number > ahead:
             yield from leave()
     while window:
         yield from leave()
@@ -207,10 +214,13 @@ def merge_backward(actions: Iterable[Action], sizes: Sizes) -> Iterator[Action]:
     held: list[Action] = []  # an I, and the receives since
     unsent = {stage for stage in range(sizes.num_stages) if sizes.peer(stage, -1) is None}
     for action in actions:
+        if not held and action.kind is not Kind.I:
+            yield action
+            continue
         if held and action.kind in (Kind.RECV_F, Kind.RECV_B):
             held.append(action)
             continue
-        if held and action == Action(Kind.W, held[0].stage, held[0].microbatch, held[0].version):
+        if held and action.kind is Kind.W and (action.stage, action.microbatch) == (held[0].stage, held[0].microbatch):
             yield from held[1:]
             yield Action(Kind.B, action.stage, action.microbatch, action.version)
             held = []

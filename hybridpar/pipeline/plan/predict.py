@@ -157,13 +157,16 @@ def _host_share(config: Config) -> float:
     return (1.0 if config.parallel.dp == 1 else _BESIDE_REDUCTION) * config.memory.host_optimizer
 
 
-@lru_cache(maxsize=_KEPT)
 def _plan(ordering: Ordering, sizes: Sizes, num_batches: int) -> Plan:
     """The plan, kept: a planner asks for it again with other costs, and making it takes as long as simulating it."""
     if ordering.gather and ordering.make().flush:  # each batch ends before it matters when an update comes
-        return _plan(replace(ordering, gather=False), sizes, num_batches)
-    return make_plan(
-        ordering.make(), sizes, 0, num_batches, **ordering.options)
+        ordering = replace(ordering, gather=False)
+    return _kept_plan(ordering, sizes, num_batches)
+
+
+@lru_cache(maxsize=_KEPT)
+def _kept_plan(ordering: Ordering, sizes: Sizes, num_batches: int) -> Plan:
+    return make_plan(ordering.make(), sizes, 0, num_batches, **ordering.options)
 
 
 def exposed_on_host(ordering: Ordering, sizes: Sizes, costs: Costs, parts: int | Division) -> tuple[float, float]:
