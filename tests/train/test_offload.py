@@ -12,6 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hybridpar import checkpoint
 from hybridpar.config import Config, from_mapping
@@ -87,6 +88,22 @@ def test_the_same_bits_in_less_memory(model: dict[str, Any], pipeline: dict[str,
     for run in (some, most):
         run.check(whole)
     assert 0 == whole.moved < some.moved < most.moved
+
+
+def test_what_is_back_is_held_by_nobody_else(tmp_path: Path) -> None:
+    """Nor by the thread that read it: a backward that goes on at once gives it up."""
+    tier, gone = FileTier(tmp_path), []
+    for _ in range(20):
+        content = [torch.ones(3 << 20, dtype=torch.uint8)]
+        storage = StorageWeakRef(content[0].untyped_storage())
+        place, written = tier.write(content)
+        written.result()
+        read = tier.read(place, content)
+        content.clear()
+        read.add_done_callback(lambda _, storage=storage: gone.append(storage.expired()))
+        read.result()
+    tier.close()
+    assert gone == 20 * [True]
 
 
 def test_the_same_bits_by_way_of_the_host_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,7 @@ class FileTier:
     def _timed(self, way: str, move: _Move, place: _Place, pieces: _Pieces) -> None:
         start, worked = time.perf_counter(), time.thread_time()
         move(place, pieces)
+        pieces.clear()  # the thread holds them for a moment after its future is done
         number, seconds, work = self._took[way]
         self._took[way] = number + 1, seconds + time.perf_counter() - start, work + time.thread_time() - worked
 
