@@ -77,7 +77,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The clock of the thread that makes it. 2 us a look.
+    """The clock of the thread that makes it. 3 us a look.
 
     Linux says how long a thread was kept waiting for a core. Elsewhere own time is the thread's CPU time, so whatever
     else it waits for looks like that.
