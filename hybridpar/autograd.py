@@ -46,7 +46,7 @@ def recomputed(function: Callable[..., Any], x: Any, *args: Any) -> Any:
     Backward runs it again, up to the last tensor that it needs.
 
     torch.utils.checkpoint keeps more (random numbers, autocast), and imports the compiler: 1.3 s at every start.
-    Raises: HybridparError, in the backward, if it saves fewer tensors then.
+    Raises: HybridparError, in the backward, if it saves fewer tensors then, or of other shapes or types.
     """
     if not torch.is_grad_enabled():
         return function(x, *args)
@@ -58,7 +58,9 @@ def recomputed(function: Callable[..., Any], x: Any, *args: Any) -> Any:
 class _Saved:
     """The place of a tensor that a function saved; `tensor` is there from when it is made again to when it is used."""
 
-    tensor: Tensor | None = None
+    def __init__(self, tensor: Tensor):
+        self.form = tuple(tensor.shape), tensor.dtype
+        self.tensor: Tensor | None = None
 
 
 class _Again:
@@ -70,8 +72,8 @@ class _Again:
             self._x = _Keep.apply(torch.empty(0, requires_grad=True), x).grad_fn  # type: ignore[no-untyped-call]
         self._places: list[ref[_Saved]] = []
 
-    def pack(self, _: Tensor) -> _Saved:
-        place = _Saved()
+    def pack(self, tensor: Tensor) -> _Saved:
+        place = _Saved(tensor)
         self._places.append(ref(place))
         return place
 
@@ -90,6 +92,8 @@ class _Again:
             nonlocal count
             count += 1
             if (place := next(left)()) is not None:
+                if (form := (tuple(x.shape), x.dtype)) != place.form:
+                    raise HybridparError(_not_again(place.form, form))
                 place.tensor = x = x.detach()
             if count == len(self._places):
                 raise _Done
@@ -99,9 +103,12 @@ class _Again:
         with suppress(_Done), torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x):
             self._function(x, *self._args)
         if count < len(self._places):
-            raise HybridparError(
-                f"a block that is recomputed saved {len(self._places)} tensors at first, and {count} when it ran "
-                'again: what it does must be the same each time, or pipeline.recompute = "none"')
+            raise HybridparError(_not_again(f"{len(self._places)} tensors", count))
+
+
+def _not_again(first: object, then: object) -> str:
+    return (f"a block that is recomputed saved {first} at first, and {then} when it ran again: what it does must be "
+            'the same each time, or pipeline.recompute = "none"')
 
 
 class _Done(Exception):

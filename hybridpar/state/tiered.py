@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,12 +147,12 @@ class TieredMemory(ItemMemory):
         """The item that a tensor is a view of."""
         return self._numbers[view.untyped_storage()._cdata]
 
-    def writing(self, *views: Tensor) -> AbstractContextManager[object]:
-        self._copy, stack = None, ExitStack()
-        own = [view for view in views if not self._is_whole(view)]
-        stack.enter_context(self.tiers.using(list(dict.fromkeys(map(self.number_of, own))), changing=True))
-        stack.enter_context(super().writing(*views))
-        return stack
+    @contextmanager
+    def writing(self, *views: Tensor) -> Iterator[None]:
+        self._copy = None
+        own = dict.fromkeys(self.number_of(view) for view in views if not self._is_whole(view))
+        with self.tiers.using(list(own), changing=True), super().writing(*views):
+            yield
 
     def _is_whole(self, view: Tensor) -> bool:
         """Whether a tensor is a view of a chunk that replicas share."""
