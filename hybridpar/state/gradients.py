@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridpar.nn.matmul import SINK, Part
+from hybridpar.nn.matmul import SINK, Part, add_
 from hybridpar.state.chunks import Buffer, Chunk, Memory
 from hybridpar.state.layout import FlatLayout
 
@@ -191,7 +191,7 @@ class _Report:
             self.view.copy_(gradient)
             self.void.remove(self.name)
         elif not gradient.is_sparse:  # sparse: empty, in the stead of what a sink took
-            self.view.add_(gradient)
+            add_(self.view, gradient)
 
     def _report(self) -> None:
         if (on_final := self.owner.on_final) is not None:
@@ -209,7 +209,7 @@ class _Dense(NamedTuple):
     gradient: Tensor
 
     def add_to(self, gradient: Tensor, overwrite: bool) -> None:
-        gradient.copy_(self.gradient) if overwrite else gradient.add_(self.gradient)
+        gradient.copy_(self.gradient) if overwrite else add_(gradient, self.gradient)
 
 
 class _AddAndReport(_Report):

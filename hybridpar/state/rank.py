@@ -75,8 +75,8 @@ class RankState:
         factored = self.compression.factored if self.compression is not None else frozenset()
         in_8_bits = {name for name, place in self.placements.items() if policy.eight_bits and place.matrices
                      and all(size % eight_bits.MULTIPLE == 0 for size in place.shape)}
-        for leaves in self.weights.leaves if factored or in_8_bits else ():
-            for name in factored:
+        for leaves in self.weights.leaves if factored or tied or in_8_bits else ():
+            for name in factored | tied:  # of tied ones in the order of their uses, in one backward or in several
                 setattr(leaves[name], FACTORED, True)
             for name in in_8_bits:
                 setattr(leaves[name], eight_bits.WANTED, True)
