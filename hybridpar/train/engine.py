@@ -42,12 +42,12 @@ from hybridpar.state.host import HostWork
 from hybridpar.state.parts import Parts
 from hybridpar.state.shares import WholeChunks
 from hybridpar.state.tiered import ItemMemory, TieredMemory, slow_folder
+from hybridpar.state.touches import Touches
 from hybridpar.train.policy import BatchPolicy, StepResult
 from hybridpar.train.replicas import SharedChunks
 from hybridpar.train.sites import SiteTalk
 from hybridpar.train.source import LoaderSource
 from hybridpar.train.tiers import RankTiers
-from hybridpar.train.touches import Touches
 
 __all__ = ["Engine", "StepResult"]
 

@@ -482,9 +482,10 @@ def test_with_shared_gradients_and_weights(zero: int, pp: int, pipeline: dict[st
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("zero", "schedule", "dtype"), [(2, "1f1b", "bf16"), (3, "gpipe", "fp32")])
+@pytest.mark.parametrize(("zero", "schedule", "dtype"), [(2, "2bw", "fp32"), (3, "1f1b", "bf16")])
 def test_with_shares_in_a_file(zero: int, schedule: str, dtype: str, tmp_path: Path) -> None:
-    """A part's sum may end earlier than is said, as a tier waits for it (2bw, tied: 6 % less than is predicted)."""
+    """A tied weight's sum ends early where a tier makes room by it; some gradients of a backward are new, others not.
+    """
     split = small(dp=2, parallel={"zero": zero}, pipeline={"schedule": schedule}, train={"dtype": dtype})
     config = replace(split, memory=MemoryConfig(7 << 20, str(tmp_path)))
     assert predict(config)[0].total < predict(split)[0].total - (4 << 20)
