@@ -90,9 +90,6 @@ class CompressionConfig:
         if self.tensor != "none" and config.parallel.sequence:
             yield Problem("compression.tensor", self.tensor, "does not go with parallel.sequence, with which a rank "
                           "gets its part of a sum alone", "none")
-        if config.pipeline.placement == "v" and self.both_ways[0] != "none" and "stage" in config.pipeline.recompute:
-            yield Problem("compression.messages", self.messages, "does not go with both pipeline.placement = v and "
-                          f"pipeline.recompute = {config.pipeline.recompute}", "none")
 
     @staticmethod
     def _against_gradients(config: Config) -> Iterator[str]:
