@@ -296,6 +296,12 @@ class Config:
         return self.compression.gradients != "none"
 
     @property
+    def state_moves(self) -> bool:
+        """Whether some of what replicas share is whole of a part of the blocks at a time: with ZeRO-3 weights, and from
+        ZeRO-2 on gradients, if these are not compressed."""
+        return self.parallel.zero > 1 + self.feeds_back and self.parallel.dp > 1
+
+    @property
     def projects(self) -> bool:
         """Whether messages between stages are projections, which then are a part of what was trained."""
         return self.compression.messages == "subspace" and self.parallel.pp > 1

@@ -207,7 +207,7 @@ class Engine:
 
     def _norm(self, action: Action) -> None:
         if action.part == (self.state.num_groups - 1 if self._division.norms else 0):  # which comes first
-            self.executor.wait(self.state.reducer.wait)
+            self.executor.wait(partial(self.state.await_sums, action.microbatch))
         if action.part:
             self.state.square(action.microbatch, action.part)
         else:
@@ -261,7 +261,7 @@ class Engine:
             return
         # no stage waits for another: the numbers of a batch are reported once all stages must have finished it
         if part == 0:
-            self.executor.wait(self.state.reducer.wait)
+            self.executor.wait(partial(self.state.await_sums, batch))
         if is_last:
             self._sum_up(batch)
         else:

@@ -298,7 +298,7 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
                 yield action
 
         states = StatePolicy.of(config, 1, 1)
-        whole = GhostChunks(tracker.device, states) if states.splits_gradients else None
+        whole = GhostChunks(tracker.device, states) if states.moves else None
         memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
         engine = _GhostEngine(config, grid, tracker.device, tamper=watched, memory=memory)
         recorder = EngineRecorder(engine, spans.append)

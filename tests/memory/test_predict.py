@@ -468,6 +468,15 @@ def test_with_gradients_that_wait_as_factors(schedule: str, pipeline: dict[str, 
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(("zero", "codec"), [(2, "powersgd"), (3, "int4")])
+def test_with_shares_of_compressed_gradients(zero: int, codec: str) -> None:
+    config = small(dp=2, parallel={"zero": zero}, pipeline={"schedule": "2bw"}, compression={"gradients": codec})
+    agree(config)
+    less, more = (predict(replace(config, parallel=replace(config.parallel, zero=n)))[0] for n in (zero, 1))
+    assert less.gradients < 0.95 * more.gradients
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(("zero", "pp", "pipeline", "dtype"), [
     (2, 1, {}, "fp32"), (3, 1, {"schedule": "gpipe"}, "fp32"), (3, 2, {"schedule": "2bw"}, "bf16")], ids=str)
 def test_with_shared_gradients_and_weights(zero: int, pp: int, pipeline: dict[str, Any], dtype: str) -> None:
