@@ -221,8 +221,9 @@ def plan_cases(args: argparse.Namespace, links: Sequence[Link]) -> Iterator[tupl
         elif kind == "slices":
             yield Case(kind, _paced(SLICES, PACES_S[0]), links, "light", "fp32", m), rounds, 2
         elif kind == "split":
+            some = {name: method for name, method in SPLIT.items() if name in (args.methods or SPLIT)}
             for shape in args.shapes:
-                methods = _paced(SPLIT, SPLIT_PACE_S) if shape == "light" else SPLIT
+                methods = _paced(some, SPLIT_PACE_S) if shape == "light" else some
                 yield Case(kind, methods, links, shape, args.dtypes[0], m), rounds, 4
         elif kind == "paced":
             for pace in PACES_S:
@@ -268,6 +269,7 @@ def main() -> int:
     parser = arguments(__doc__, rounds=5, shapes=["small", "thin"])
     kinds = ["pipelines", "codecs", "tensor", "replicas", "gradients", "slices", "paced", "split", "turns"]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--methods", nargs="+", choices=list(SPLIT), help="of kind split, those to run")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--replica-shape", choices=SHAPES, default="thin")
     parser.add_argument("--replica-microbatches", nargs="+", type=int, default=[4, 12], help="on each replica")
