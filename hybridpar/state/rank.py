@@ -81,7 +81,8 @@ class RankState:
                 setattr(leaves[name], eight_bits.WANTED, True)
         self.gradients = GradientAccumulator(
             parameters.layout, self.memory, policy.num_gradient_buffers,
-            chunks=cut(parameters.layout, self.uses), defers=policy.defers, factored=factored, tied=tied)
+            chunks=cut(parameters.layout, self.uses), defers=policy.defers, factored=factored, tied=tied,
+            pieces=policy.parallel.tp_pieces if grid.tp.size > 1 else 1)
         self.shares = Shares.of(
             self.partition, self.gradients.buffers, self.memory, "gradients",
             split=policy.moves_gradients or (policy.splits_gradients and self.compression is not None),

@@ -392,9 +392,11 @@ def test_with_recomputation(recompute: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("tp", "pp", "dp", "dtype"), [(2, 1, 1, "bf16"), (2, 2, 1, "fp32"), (1, 2, 2, "bf16")])
-def test_with_tensor_and_data_parallelism(tp: int, pp: int, dp: int, dtype: str) -> None:
-    agree(small(tp=tp, pp=pp, dp=dp, model=DROPOUT, pipeline={"schedule": "2bw"}, train={"dtype": dtype}))
+@pytest.mark.parametrize(("tp", "pp", "dp", "dtype", "pieces"), [
+    (2, 1, 1, "bf16", 1), (2, 2, 1, "fp32", 1), (1, 2, 2, "bf16", 1), (2, 2, 1, "fp32", 2), (2, 1, 1, "bf16", 4)])
+def test_with_tensor_and_data_parallelism(tp: int, pp: int, dp: int, dtype: str, pieces: int) -> None:
+    agree(small(tp=tp, pp=pp, dp=dp, model=DROPOUT, pipeline={"schedule": "2bw"}, train={"dtype": dtype},
+                parallel={"tp_pieces": pieces}))
 
 
 @pytest.mark.ranks
