@@ -33,8 +33,11 @@ tensor parallelism), `replicas` (2bw against a synchronous step), `gradients` (t
 `slices` (2 stages of tp=2 each on a host, whose ranks send slices of what goes between stages, or all of it each; the
 result file has the bytes that each host sent over the link, by its own counters and by ours),
 `split`: 2bw with the ordinary warm-up, with backwards in two parts and whole: the gradient is on its way while W is
-computed, which hides half of W on each link, the most that so many micro-batches in flight can; and whole with one
-more in flight (latency warm-up); paced (`light`), and as they are (`--links far=1000:20 --shapes small small_4`),
+computed, which hides half of W on each link, the most that so many micro-batches in flight can; whole with one more in
+flight (latency warm-up); and with each micro-batch cut into two, of which one more in flight is fewer samples than the
+ordinary warm-up has (`share_of_first`: of the first side's speed on `free`). `--links far=1000:20 --shapes light
+small small_4`: the first is paced,
+`turns`: tensor parallelism with micro-batches whole and in two pieces that take turns (parallel.tp_pieces),
 `paced`: pipelines and replicas whose stages wait besides, as if for an accelerator, so that ranks, TCP and emulator do
 not fight for the cores: what schedule and transport do on hosts that have the CPU time to send.
 """
@@ -68,8 +71,12 @@ PIPELINES: Methods = {
 CODECS: Methods = {
     name: replace(PIPELINES["2bw, latency"], messages=name) for name in ("none", "bf16", "int8", "int4")}
 SPLIT: Methods = {"2bw, split": Method(pp=2, schedule="2bw", split=True), "2bw, depth": PIPELINES["2bw, depth"],
-                  "2bw, latency": PIPELINES["2bw, latency"]}
+                  "2bw, latency": PIPELINES["2bw, latency"],
+                  "2bw, halves": Method(pp=2, schedule="2bw", warmup="latency", split=True, pieces=2)}
 TENSOR: Methods = {"2bw, latency": PIPELINES["2bw, latency"], "tensor": Method(tp=2, overlaps=False)}
+TURNS: Methods = {
+    f"{pieces}{name}": Method(tp=2, overlaps=False, tp_pieces=pieces, sequence=bool(name))
+    for name in ("", ", sequence") for pieces in (1, 2)}
 SLICES: Methods = {
     "slices": Method(tp=2, pp=2, schedule="2bw", warmup="latency"),
     "copies": Method(tp=2, pp=2, schedule="2bw", warmup="latency", slices=False)}
@@ -112,6 +119,9 @@ class Case:
         sides = {method: {link: self.sides[method, link].numbers(self.sides[method, FREE]) for link in links}
                  for method in self.methods}
         best, *others = self.methods
+        whole = self.sides[best, FREE].wall()
+        for numbers in (numbers for of_links in sides.values() for numbers in of_links.values()):
+            numbers["share_of_first"] = ratio(whole, [1e-3 * ms for ms in numbers["wall_ms"]])
         return {
             "case": self.name, "settings": self.settings, "rounds": len(sides[best][FREE]["wall_ms"]),
             "links": {link.name: {"mbit": link.mbit, "delay_ms": link.delay_ms} for link in self.links},
@@ -156,7 +166,7 @@ def print_case(entry: Mapping[str, Any]) -> None:
 
 def on_host(args: argparse.Namespace, links: Sequence[Link]) -> None:
     """Everything, on one rank."""
-    alone = args.kinds[0] if args.kinds in (["codecs"], ["gradients"], ["split"]) else ""
+    alone = args.kinds[0] if args.kinds in (["codecs"], ["gradients"], ["split"], ["turns"]) else ""
     part = "_slices" if dist.get_world_size() > 2 else f"_{alone}" if alone else ""
     report(f"slow_link{part}", cases(args, links), args, show=print_case)
 
@@ -181,6 +191,9 @@ def plan_cases(args: argparse.Namespace, links: Sequence[Link]) -> Iterator[tupl
         elif kind == "tensor":  # over the slowest link a step takes many seconds
             for dtype in args.dtypes:
                 yield Case(kind, TENSOR, links, args.shapes[0], dtype, m), min(rounds, 2), 1
+        elif kind == "turns":
+            for shape in args.shapes:
+                yield Case(kind, TURNS, links, shape, args.dtypes[0], m), rounds, 2
         elif kind in ("replicas", "gradients"):
             for m_local in args.replica_microbatches:
                 yield Case(kind, REPLICAS if kind == "replicas" else GRADIENTS, links, args.replica_shape,
@@ -188,8 +201,9 @@ def plan_cases(args: argparse.Namespace, links: Sequence[Link]) -> Iterator[tupl
         elif kind == "slices":
             yield Case(kind, _paced(SLICES, PACES_S[0]), links, "light", "fp32", m), rounds, 2
         elif kind == "split":
-            for shape in dict.fromkeys(["light", *args.shapes]):
-                methods = _paced(SPLIT, SPLIT_PACE_S) if shape == "light" else SPLIT
+            some = {name: method for name, method in SPLIT.items() if name in (args.methods or SPLIT)}
+            for shape in args.shapes:
+                methods = _paced(some, SPLIT_PACE_S) if shape == "light" else some
                 yield Case(kind, methods, links, shape, args.dtypes[0], m), rounds, 4
         elif kind == "paced":
             for pace in PACES_S:
@@ -203,8 +217,9 @@ def _paced(methods: Methods, seconds: float) -> Methods:
 
 def main() -> int:
     parser = arguments(__doc__, rounds=5, shapes=["small", "thin"])
-    kinds = ["pipelines", "codecs", "tensor", "replicas", "gradients", "slices", "paced", "split"]
+    kinds = ["pipelines", "codecs", "tensor", "replicas", "gradients", "slices", "paced", "split", "turns"]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--methods", nargs="+", choices=list(SPLIT), help="of kind split, those to run")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--replica-shape", choices=SHAPES, default="thin")
     parser.add_argument("--replica-microbatches", nargs="+", type=int, default=[4, 12], help="on each replica")
