@@ -94,11 +94,6 @@ class Axis:
         return self.rank == self.size - 1
 
     @property
-    def prev(self) -> int:
-        """Global rank of the predecessor on this axis (the axis is a ring)."""
-        return self.ranks[(self.rank - 1) % self.size]
-
-    @property
     def next(self) -> int:
         """Global rank of the successor on this axis (the axis is a ring)."""
         return self.ranks[(self.rank + 1) % self.size]
