@@ -25,6 +25,7 @@ from hybridpar.config.typed import hints_of
 from hybridpar.errors import ConfigError, HybridparError, about_file
 from hybridpar.train.console import hold_descriptors, lasting_console
 from hybridpar.train.errors import LostContactError, RankError
+from hybridpar.train.stop import end_with
 
 SPEC = "--model.spec"
 """The flag that names the class of a model of one's own, which decides what other keys [model] has."""
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: list[str]) -> int:
     launch = Launch.from_environment(args)
+    if launch.supervisor:
+        end_with(launch.supervisor)
     try:
         return parse(args, launch.rank == 0).run(launch)
     except HybridparError as error:

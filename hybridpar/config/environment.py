@@ -6,6 +6,9 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+JOB = "hybridpar of process "
+"""What the names of jobs of ours begin with, as torch's elastic agent hands them to ranks: their supervisor follows."""
+
 
 def triton_is_interpreted() -> bool:
     """Whether Triton's kernels run in its interpreter, on the CPU."""
@@ -34,6 +37,8 @@ class Launch:
     args: tuple[str, ...] = ()
     own_store_port: int = 0
     """Port of the store, where all processes are on this machine and make it themselves."""
+    supervisor: int = 0
+    """The process that has started this one, as `hybridpar train --ranks` does (0: none of ours)."""
 
     @staticmethod
     def from_environment(args: Sequence[str] = ()) -> Launch:
@@ -45,5 +50,7 @@ class Launch:
         here = world == get("LOCAL_WORLD_SIZE", 0) and "GLOO_SOCKET_IFNAME" not in os.environ
         theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         near = local == world and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
+        job = os.environ.get("TORCHELASTIC_RUN_ID", "")
         return Launch(get("RANK", 0), get("LOCAL_RANK", 0), world, local, "RANK" in os.environ, here, tuple(args),
-                      get("MASTER_PORT", 0) if near and not theirs else 0)
+                      get("MASTER_PORT", 0) if near and not theirs else 0,
+                      int(job.removeprefix(JOB)) if job.startswith(JOB) else 0)

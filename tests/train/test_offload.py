@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hybridpar.memory import measure, predict
 from hybridpar.pipeline.run import slow_tier
 from hybridpar.pipeline.run.slow_tier import FileTier, HostTier
 from hybridpar.pipeline.run.stash import STORAGES, Notes
+from hybridpar.state.host import HostWork
 from hybridpar.state.store import DiskStore
 from hybridpar.train import engine
 from hybridpar.train.engine import Engine
@@ -294,6 +296,27 @@ def test_bytes_come_back_as_they_left(make_tier: Callable[[Path], FileTier], tmp
         assert all(map(torch.equal, content, before))
     assert len(tier._free) == -(-(4096 + 3 + 20_000) // 4096)
     tier.close()
+
+
+def test_a_place_is_free_once_the_copies_from_it_are_over() -> None:
+    """Beside a GPU they go on when they were called: a write to that place would be ahead of them."""
+    free: list[tuple[str, int]] = []
+
+    class Late(HostWork):
+        @contextmanager
+        def reach(self, mark: Any, way: str) -> Iterator[None]:
+            yield
+            free.append((way, len(tier._free)))
+
+    tier = HostTier(CPU)
+    tier._work = Late()
+    content = [torch.ones(3, dtype=torch.uint8)]
+    place, written = tier.write(content)
+    written.result()
+    tier.read(place, content).result()
+    tier.close()
+    assert free == [("out", 0), ("in", 0)]
+    assert len(tier._free) == 1
 
 
 def test_bytes_of_a_tensor_are_on_its_device() -> None:
