@@ -174,7 +174,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         links = place.watch_links(config, flight, reporter)
         flight.phase("setting up", config.faults.start_timeout_s)
         who = grid.describe(Sizes.of(config).stages_of(grid.pp.rank))
-        config = settle(config, grid, place.device, reporter.say)
+        config = settle(config, grid, place.device, reporter.say, place.build)
         prove(config)
         counts = place.device.type == "cpu" or not config.train.planned_memory  # of CUDA's allocator, then
         watched = counts and (config.train.measure_memory or bool(config.plan.memory_mib))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -179,6 +181,21 @@ def test_as_many_as_cost_no_time(seconds: tuple[float, float], away: tuple[int, 
     found = settle(config, ProcessGrid(), CPU, said.append)
     assert found == replace(config, memory=replace(config.memory, offload_activations=away))
     assert f"memory.offload_activations: {list(away)}" in said[0]
+
+
+def test_what_is_measured_first_leaves_no_file_and_no_thread(tmp_path: Path) -> None:
+    """Else a run with a budget would have two of each; an engine that one rank cannot build, none of them has."""
+    config = make(tmp_path, 0, pipeline={"schedule": "2bw", "early_switch": "auto"}, memory={"budget": 1 << 21})
+    before, built = threading.active_count(), list[Engine]()
+
+    def build(make_one: Callable[[], Engine]) -> Engine:
+        built.append(make_one())
+        return built[0]
+
+    settle(config, ProcessGrid(), CPU, print, build)
+    assert built[0].tiers is not None
+    assert threading.active_count() == before
+    assert not [link for link in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(link)]
 
 
 def settled(config: Config) -> object:
