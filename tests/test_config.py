@@ -112,6 +112,12 @@ def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, supervisor in (("hybridpar", 0), (f"{JOB}17", 17)):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
         assert Launch.from_environment().supervisor == supervisor
+    for name, value, rule in (("RANK", "8", "below WORLD_SIZE = 8"), ("LOCAL_RANK", "-1", "a whole number"),
+                              ("WORLD_SIZE", "two", "a whole number")):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"{name} = .*{rule}"):
+            Launch.from_environment()
+        monkeypatch.setenv(name, "1")
 
 
 def test_batch_sizes() -> None:

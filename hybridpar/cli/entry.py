@@ -42,10 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
-    launch = Launch.from_environment(args)
-    if launch.supervisor:
-        end_with(launch.supervisor)
+    launch = Launch(0, 0, 1, 1)
     try:
+        launch = Launch.from_environment(args)
+        if launch.supervisor:
+            end_with(launch.supervisor)
         return parse(args, launch.rank == 0).run(launch)
     except HybridparError as error:
         return _report(error, launch, as_json="--json" in args)

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hybridpar.errors import config_error
+
 JOB = "hybridpar of process "
 """What the names of jobs of ours begin with, as torch's elastic agent hands them to ranks: their supervisor follows."""
 
@@ -42,10 +44,16 @@ class Launch:
 
     @staticmethod
     def from_environment(args: Sequence[str] = ()) -> Launch:
+        """As the variables of torchrun say. Raises: ConfigError."""
         def get(name: str, default: int) -> int:
-            return int(os.environ.get(name, default))
+            text = os.environ.get(name, str(default))
+            if not text.isdecimal():
+                raise config_error(name, text, "must be a whole number in the environment", str(default))
+            return int(text)
 
         world = get("WORLD_SIZE", 1)
+        if get("RANK", 0) >= max(world, 1):
+            raise config_error("RANK", get("RANK", 0), f"must be below WORLD_SIZE = {world} in the environment", "0")
         local = get("LOCAL_WORLD_SIZE", world)
         here = world == get("LOCAL_WORLD_SIZE", 0) and "GLOO_SOCKET_IFNAME" not in os.environ
         theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
