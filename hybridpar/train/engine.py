@@ -158,6 +158,12 @@ class Engine:
                 self._report(self._take_result(batch), lead=0)
         self._stopping = False
 
+    def close(self) -> None:
+        """Gives back the file and the memory of what comes and goes, and ends the threads that move it."""
+        self.state.memory.close()
+        if self.executor.stash is not None:
+            self.executor.stash.tier.close()
+
     def plan(self, num_batches: int) -> Iterator[Action]:
         """This rank's actions for the next batches; the synchronous ones among them come first."""
         first, stop = self.policy.first, self.policy.first + num_batches
