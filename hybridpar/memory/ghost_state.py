@@ -36,7 +36,7 @@ class GhostState:
     def of(config: Config, rank: int, held: Mapping[int, range], policy: StatePolicy, tracker: Tracker) -> GhostState:
         """That of rank `rank` of the grid. held: blocks of its stages. `tracker`: is active."""
         grid, parts = silent_grid(config, rank), Parts.of(config, held)
-        whole = GhostChunks(tracker.device, policy) if policy.splits_gradients else None
+        whole = GhostChunks(tracker.device, policy) if policy.moves else None
         memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
         stage = Stage(with_coded_sums(build_blocks(
             config.model, grid.tp, [number for blocks in held.values() for number in blocks], kernels=config.kernels,
