@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from train.forked import Job, supervised, torchrun
 from train.runs import metrics, run_job, steps, write_config
 
@@ -24,7 +25,7 @@ from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.flight import Flight
 from hybridpar.train.faults import supervisor
-from hybridpar.train.faults.supervisor import Loopback, Watch, supervise
+from hybridpar.train.faults.supervisor import Loopback, Supervisor, Watch, supervise
 from hybridpar.train.folder import flight_path, in_use
 
 pytestmark = pytest.mark.ranks
@@ -180,6 +181,29 @@ def test_a_site_leaves_and_comes_back(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "going on after step 18" in out
     assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 27))
     assert any("sites_loss" in row for row in metrics(run) if row.get("step", 0) > 18)
+
+
+def test_a_checkpoint_that_an_earlier_process_left_half_written_is_not_waited_for(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Supervisor(from_mapping({"run": {"dir": str(tmp_path)}}, Config()), ["train"], [])
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: {})
+    old, new = (tmp_path / "run" / "checkpoints" / f".step_{step:08d}.part" for step in (5, 10))
+    looks: list[int] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(len(looks))
+        if len(looks) == 3:
+            new.rename(new.with_name("step_00000010"))
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    old.mkdir(parents=True)
+    agent._start_workers(agent.get_worker_group())
+    agent._await_save()
+    assert not looks
+    new.mkdir()
+    agent._await_save()
+    assert len(looks) == 3
+    agent.close()
 
 
 def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
