@@ -74,14 +74,15 @@ class RankState:
         factored = self.compression.factored if self.compression is not None else frozenset()
         in_8_bits = {name for name, place in self.placements.items() if policy.eight_bits and place.matrices
                      and all(size % eight_bits.MULTIPLE == 0 for size in place.shape)}
-        for leaves in self.weights.leaves if factored or in_8_bits else ():
-            for name in factored:
+        for leaves in self.weights.leaves if factored or tied or in_8_bits else ():
+            for name in factored | tied:  # of tied ones in the order of their uses, in one backward or in several
                 setattr(leaves[name], FACTORED, True)
             for name in in_8_bits:
                 setattr(leaves[name], eight_bits.WANTED, True)
         self.gradients = GradientAccumulator(
             parameters.layout, self.memory, policy.num_gradient_buffers,
-            chunks=cut(parameters.layout, self.uses), defers=policy.defers, factored=factored, tied=tied)
+            chunks=cut(parameters.layout, self.uses), defers=policy.defers, factored=factored, tied=tied,
+            pieces=policy.parallel.tp_pieces if grid.tp.size > 1 else 1)
         self.shares = Shares.of(
             self.partition, self.gradients.buffers, self.memory, "gradients",
             split=policy.moves_gradients or (policy.splits_gradients and self.compression is not None),
