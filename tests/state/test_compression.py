@@ -237,8 +237,10 @@ def test_replicas_are_one_process_with_all_feedback(case: str) -> None:
 
 @pytest.mark.ranks
 def test_all_of_it_is_the_run_without_compression() -> None:
-    parallel, whole = {"dp": 2}, {"train": {"dtype": "fp64"}, "pipeline": {"num_microbatches": 6}, "model": {
-        "num_layers": 2, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31, "tie_embeddings": False}}
+    """Extrapolated gradients, too: what came out of the sum is."""
+    parallel, whole = {"dp": 2}, {
+        "train": {"dtype": "fp64"}, "pipeline": {"num_microbatches": 6}, "optim": {"staleness": "extrapolation"},
+        "model": DEEP["model"] | {"num_layers": 2, "tie_embeddings": False}}
     plain, *others = (run_ranks(run, 2, make(compression, parallel, **whole), 4) for compression in (
         {"gradients": "none"}, DCT | {"gradients_kept": 1.0}, POWER | {"gradients_rank": 31}, PCA | {
             "gradients_start": 4}))
