@@ -23,7 +23,7 @@ class SiteTraffic:
     every: int
     delay: int
     step_ms: float
-    sites: int = 2
+    sites: int
 
     @property
     def a_day(self) -> float | None:
