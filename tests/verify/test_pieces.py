@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import gpt
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.verify.run import run_grid, verify
@@ -18,14 +19,9 @@ BERT = {"kind": "bert", "vocab_size": 67, "sentence_head": "nsp", "num_kv_heads"
 
 def make(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """3 layers, 6 heads in 3 groups, 13 tokens, dropout: nothing divides but samples."""
-    return from_mapping({
-        "model": {"num_layers": 3, "hidden_size": 24, "num_heads": 6, "num_kv_heads": 3, "seq_length": 13,
-                  "vocab_size": 61, "dropout": 0.1, "attention_dropout": 0.2, **(model or {})},
-        "parallel": {"tp": 2, "dp": 1, "tp_pieces": 2, **sections.get("parallel", {})},
-        "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
-        "train": {"micro_batch_size": 4, "num_steps": 10, "dtype": "fp64", **sections.get("train", {})},
-        "optim": {"lr": 1e-2, "warmup_steps": 2, "clip_grad": 0.5},
-    })
+    own = {"model": {"num_kv_heads": 3, "dropout": 0.1, "attention_dropout": 0.2, **(model or {})},
+           "parallel": {"tp": 2, "dp": 1, "tp_pieces": 2}, "train": {"micro_batch_size": 4, "dtype": "fp64"}}
+    return gpt((3, 24, 6, 13, 61), own, sections)
 
 
 @pytest.mark.parametrize(("grid", "settings"), [

@@ -133,6 +133,16 @@ def test_longer_warmups_hide_transfers_of_half_a_pair_and_of_a_whole_one(warmup,
     assert relative_step(make_schedule("2bw", warmup=shorter), 8, 64, **costs) > 1.1
 
 
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_half_micro_batches_hide_what_whole_ones_cannot_in_fewer_samples(p):
+    """A link of 0.7 W each way: 2p - 1 halves are fewer samples than the p that the ordinary warm-up has in flight."""
+    depth, latency = (make_schedule("2bw", warmup=warmup) for warmup in ("depth", "latency"))
+    whole, halves = (simulate(make_plan(schedule, Sizes(p, m), num_batches=8, split=True), Costs(4 * p / m, 8 * p / m,
+                     latency=2.8 / 4)).step_time(m) for schedule, m in ((depth, p * 4), (latency, p * 8)))
+    assert (whole > 1.05 * halves, halves) == (True, pytest.approx(p * 4 * 3))
+    assert latency.max_live_activations(Sizes(p, 8 * p), 0) < 2 * depth.max_live_activations(Sizes(p, 4 * p), 0)
+
+
 def test_a_longer_warmup_hides_latency_for_1f1b_too():
     depth, latency = (make_schedule("1f1b", warmup=warmup) for warmup in ("depth", "latency"))
     # one round trip a batch is left of one for every warm-up
