@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import gpt
+from engines import gpt, start
+from ranks import run_ranks
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.verify.run import run_grid, verify
@@ -46,6 +47,21 @@ def test_weights_are_those_of_smaller_microbatches_to_the_bit(schedule: dict[str
     for batch in range(3):
         for name, gradient in whole.gradients[batch].items():
             assert torch.equal(gradient, pieces.gradients[batch][name]), name
+
+
+def evaluated(config: Config) -> tuple[float, int]:
+    """Loss after a step, and the number of sums over tp."""
+    engine, loader = start(config)
+    engine.train(loader, 1, lambda step: None)
+    return engine.evaluate(loader, 2)["lm"], engine.grid.tp.traffic.calls["all_reduce"]
+
+
+def test_evaluation_is_in_pieces_and_each_sums_for_itself() -> None:
+    """A piece's forward has 10 sums (embedding, 2 in each of 3 layers, 3 in the head), its backward 7."""
+    ((pieces, more), _), ((whole, sums), _) = (
+        run_ranks(evaluated, 2, make(parallel={"tp_pieces": number})) for number in (2, 1))
+    assert pieces == pytest.approx(whole, rel=1e-12)
+    assert more - sums == 3 * 17 + 2 * 3 * 10
 
 
 def test_what_pieces_do_not_go_with_is_said() -> None:

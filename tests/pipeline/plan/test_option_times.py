@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline.plan.test_options import options_of_2bw
+from pipeline.plan.test_simulate import relative_step
 
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.passes import make_plan
@@ -68,12 +69,6 @@ def test_agrees_with_an_independent_simulation(setting, forward, backward, laten
     switch = m - p + 1 if options["early_switch"] is None else options["early_switch"]
     run_ahead = WARMUPS[options["warmup"]]
     assert starts == independent_starts(p, m, 4, run_ahead, switch, forward, backward, latency, reduce)
-
-
-def relative_step(schedule, p, m, *, gather=False, **costs):
-    """Steady-state step time over that of a pipeline that is never idle; a forward takes 1, a backward 2."""
-    plan = make_plan(schedule, Sizes(p, m), 0, 12, gather=gather)
-    return simulate(plan, Costs(**costs)).step_time(m) / (3 * m)
 
 
 CPU = {"blocking_norm": True, "tied": True}  # the worst case: NORM blocks, and its REDUCE meets the other end
