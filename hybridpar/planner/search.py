@@ -2,12 +2,13 @@
 
     1  every candidate gets the split that balances its stages' measured times          candidates, split
     2  bounds: the least time that a candidate takes; the one with the least is next    bound
-    3  where its memory is too much, a new split, with recomputation where needed       memory
+    3  where its memory is too much, a new split, with recomputation where needed,
+       and the same with sequence parallelism                                           memory, sequence
     4  its step time, simulated; done when no candidate that is left can be among the
        best; the memory of these is predicted exactly, and mended where it is too much  cost, memory
-    5  the best with the optimizer on the host, where that is faster; with codecs of
-       messages and gradients, where they are asked for; where nothing fits, with a
-       part of the state in a file                                                      moves, compressed, memory
+    5  the best with the optimizer on the host, or activations in a file, where that
+       is faster; with codecs of messages and gradients, where they are asked for;      moves, offloaded,
+       where nothing fits, with a part of the state in a file                           compressed, memory
 
 So what is left out is slower, as far as the bound is one. Axes that the user has chosen stay.
 """
@@ -47,7 +48,6 @@ _WORTH_SHARING = 0.01
 _DOUBT = 0.02
 """Share by which each stage of ZeRO, or a host's update, must be faster than none: less is within predictions' error.
 """
-_FILES = "with activations in a file"
 _MOST_IN_FILES = 12
 """Grids and schedules of which one with a budget is looked at."""
 
@@ -219,16 +219,18 @@ class _Search:
 
     def offloaded(self) -> None:
         """Also ranks the best that recompute, or else those that have no room, with activations in a file."""
-        best = sorted(self.failed, key=lambda one: one.least_time)[:_MOST_IN_FILES] if not self.ranked else [
-            one for one in self.ranked[: self.request.top] if one.config.pipeline.recompute != "none"]
+        some_fit = bool(self.ranked)
+        best = [one for one in self.ranked[: self.request.top] if one.config.pipeline.recompute != "none"] if some_fit \
+            else sorted(self.failed, key=lambda one: one.least_time)[:_MOST_IN_FILES]
         for candidate in filter(knows_files, best):
             for away in with_activations_away(candidate):
                 self.considered += 1
-                if candidate in self.ranked and _rank(away) >= _rank(candidate):
+                if some_fit and _rank(away) >= _rank(candidate):
                     break
                 self.memory.measure(away)
                 if away.peak <= self.memory.limit:
-                    away.because = ("nothing fits but " if not self.ranked else "faster than recomputation ") + _FILES
+                    away.because = "activations in a file are " + (
+                        "faster than recomputation" if some_fit else "all that fits")
                     self.ranked.append(away)
                     break
         self.ranked.sort(key=_rank)
