@@ -91,12 +91,12 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
         if batch % dp:
             continue
         for b in micro_batches(machine, tp, batch // dp, request):
-            m, sequence = batch // (dp * b), split_rows(tp, b)
+            m, pieces = batch // (dp * b), config.parallel.tp_pieces if b % config.parallel.tp_pieces == 0 else 1
+            parallel = replace(config.parallel, tp=tp, pp=pp, dp=dp, sequence=split_rows(tp, b), tp_pieces=pieces)
             for pipeline, optim in _schedules(config, pp, dp, m, request):
                 made = replace(
                     config, pipeline=replace(pipeline, num_microbatches=m, recompute="none"), optim=optim,
-                    parallel=replace(config.parallel, tp=tp, pp=pp, dp=dp, sequence=sequence),
-                    memory=config.memory.on_another_grid(),
+                    parallel=parallel, memory=config.memory.on_another_grid(),
                     train=replace(config.train, micro_batch_size=b))
                 same = len(config.pipeline.split) == pp * pipeline.num_chunks
                 if config.pipeline.split and same and request.keep.get("pp"):

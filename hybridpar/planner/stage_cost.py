@@ -66,7 +66,8 @@ class StageCosts:
         self.moves = Moves.of(config, machine)
         self.zero_share = self.dp if parallel.zero else 1
         self.splits = parallel.zero if self.dp > 1 else 0
-        """What replicas split: 2: gradients, too; 3: weights, too. These come and go block by block."""
+        """What replicas split: 2: gradients, too; 3: weights, too. These come and go block by block, but for
+        gradients that are compressed."""
         self.updates_here = not config.memory.host_optimizer
         """Whether ranks update on their own time."""
         self.sizes = Sizes.of(config)
@@ -187,7 +188,21 @@ class StageCosts:
     def block_time(self, number: int, rank: int = 0) -> tuple[float, float]:
         """Forward and backward of a block, collectives over tp included."""
         cost, (forward, backward) = self.block(number, rank), self.waits[self.kind(number)]
-        return cost.forward + forward, cost.backward + backward
+        return (self._by_turns(cost.forward, forward, cost.forward_messages),
+                self._by_turns(cost.backward, backward, cost.backward_messages))
+
+    def _by_turns(self, compute: float, waits: float, messages: Sequence[int]) -> float:
+        """Time of a block that computes and waits so long, of `parallel.tp_pieces` pieces by turns: while one waits for
+        a sum of its part of `messages` the others compute, but not while the rank itself sends."""
+        pieces, group = self.config.parallel.tp_pieces, range(self.tp)
+        if pieces == 1 or not waits:
+            return compute + waits
+        link, sums = self.machine.link(group), len(messages)
+        work = min(waits, sum(link.ring_work(n, self.tp) for n in messages))
+        share = sum(self.machine.all_reduce(n / pieces, group, self._groups) for n in messages) / sum(
+            self.machine.all_reduce(n, group, self._groups) for n in messages)  # latency is not divided
+        turn, wait = (compute + work) / (pieces * sums), share * (waits - work) / sums
+        return sums * max(pieces * turn, turn + wait)
 
     @cached_property
     def stages(self) -> list[StageCost]:
