@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper_points import STATEMENTS, rows
 from benchmarks.paper_systems import MICRO_BATCH, Machine, Setting, flush_interval, memory_bytes, throughput
 
 RESULTS = Path(__file__).parent / "results"
@@ -213,6 +214,7 @@ def write(machine: Machine, speeds: Speeds, checks: Sequence[Check], path: Path)
             name: [round(c.error, 4) for c in check(simulated_speeds(other, GPT))]
             for name, other in variants(machine).items()},
         "rows": [_row(setting, speeds[setting]) for setting in FIGURES],
+        "statements": {text: holds() for text, holds in STATEMENTS.items()}, "curves": list(rows()),
     }
     path.write_text(as_text(document) + "\n")
     print(path)
