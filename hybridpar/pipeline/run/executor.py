@@ -196,9 +196,9 @@ class Executor:
             self.wait(partial(self.weights.await_version, action.version))
         self.weights.bind(action.version)
         leaf = x.leaf if isinstance(x, Packed) else x
-        out: Tensor | Losses | None = None
-        if self.graphs is not None and grad and leaf is x:
-            out = self.graphs.forward(k, self.weights.slot(action.version), leaf, batch, key)
+        out: Any = None
+        if self.graphs is not None and grad and not isinstance(x, Packed):
+            out = self.graphs.forward(k, self.weights.slot(action.version), x, batch, key)
         if (kept := grad and out is None) and leaf is not None:
             leaf.requires_grad_()
         if out is None:
