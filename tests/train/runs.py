@@ -7,19 +7,24 @@ import math
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch.distributed as dist
 
-from hybridpar.config import Config, from_mapping, load_toml
+from hybridpar.config import Config, Launch, from_mapping, load_toml
+from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import Action
+from hybridpar.train.launch import Job
 from hybridpar.train.policy import BatchPolicy
 
 with suppress(ImportError):
@@ -104,6 +109,29 @@ def _rank(rank: int, num_ranks: int, port: int, output: str, call: Callable[[], 
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with open(output, "a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         sys.exit(call())  # type: ignore[arg-type]
+
+
+def must_be_killed(call: Callable[[], object]) -> None:
+    """Calls it in a fork of this process, which has to end itself by SIGKILL within a minute."""
+    process = multiprocessing.get_context("fork").Process(target=call)
+    process.start()
+    process.join(60.0)
+    process.kill()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def on_ranks(num_ranks: int, action: Callable[[Job], Any]) -> list[Any]:
+    """What `action(job)` returned or raised on each rank."""
+    store = dist.HashStore()  # which rank 0 has
+
+    def run(rank: int) -> Any:
+        try:
+            return action(Job(Launch(rank, rank, num_ranks, num_ranks, own_store_port=1), store))
+        except HybridparError as error:
+            return error
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(run, range(num_ranks)))
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
