@@ -1,5 +1,4 @@
-"""Micro-batches as CUDA graphs: to launch a thousand small kernels takes a CPU longer than to
-run them takes a GPU.
+"""Micro-batches as CUDA graphs: to launch a thousand small kernels takes a CPU longer than to run them takes a GPU.
 
     first micro-batch of a kind     runs as usual: kernels are compiled, libraries set up
     second                          F, then B are recorded, and replayed
