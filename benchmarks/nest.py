@@ -89,7 +89,7 @@ def alike(case: Case, config: Config, machine: Machine) -> Candidate:
     memory, found = MemoryCheck(machine.memory_limit), []
     for one in candidates(config, machine, request):
         for zero in (0, 1):
-            made = replace(one.config, parallel=replace(one.config.parallel, zero=zero),
+            made = replace(one.config, parallel=replace(one.config.parallel, zero=zero, sequence=False),
                            pipeline=replace(one.config.pipeline, recompute="all"))
             cost = StepCost(made, machine)
             if memory.fits(cost):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridpar.config import Config, Launch, from_mapping, load_toml, to_mapping, to_toml
+from hybridpar.config import JOB, Config, Launch, from_mapping, load_toml, to_mapping, to_toml
 from hybridpar.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "scripts" / "configs").glob("*.toml"))
@@ -98,7 +98,8 @@ def test_one_value_of_a_list_may_stand_alone() -> None:
 
 
 def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME",
+                 "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     assert Launch.from_environment() == Launch(0, 0, 1, 1)
     for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")):
@@ -108,6 +109,15 @@ def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Launch.from_environment(["train"]) == Launch(5, 1, 8, 8, launched=True, loopback=True, args=("train",))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert not Launch.from_environment().loopback
+    for name, supervisor in (("hybridpar", 0), (f"{JOB}17", 17)):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+        assert Launch.from_environment().supervisor == supervisor
+    for name, value, rule in (("RANK", "8", "below WORLD_SIZE = 8"), ("LOCAL_RANK", "-1", "a whole number"),
+                              ("WORLD_SIZE", "two", "a whole number")):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"{name} = .*{rule}"):
+            Launch.from_environment()
+        monkeypatch.setenv(name, "1")
 
 
 def test_batch_sizes() -> None:

@@ -25,6 +25,7 @@ from hybridpar.config.typed import hints_of
 from hybridpar.errors import ConfigError, HybridparError, about_file
 from hybridpar.train.console import hold_descriptors, lasting_console
 from hybridpar.train.errors import LostContactError, RankError
+from hybridpar.train.stop import end_with
 
 SPEC = "--model.spec"
 """The flag that names the class of a model of one's own, which decides what other keys [model] has."""
@@ -41,8 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
-    launch = Launch.from_environment(args)
+    launch = Launch(0, 0, 1, 1)
     try:
+        launch = Launch.from_environment(args)
+        if launch.supervisor:
+            end_with(launch.supervisor)
         return parse(args, launch.rank == 0).run(launch)
     except HybridparError as error:
         return _report(error, launch, as_json="--json" in args)

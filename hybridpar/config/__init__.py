@@ -5,7 +5,7 @@ Resolution order: defaults, then the TOML file, then flags (`--section.key value
 
 from hybridpar.config.compression import UNCOMPRESSED, CompressionConfig
 from hybridpar.config.data import DataConfig
-from hybridpar.config.environment import Launch, pass_on_signals, triton_is_interpreted
+from hybridpar.config.environment import JOB, Launch, pass_on_signals, triton_is_interpreted
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
 from hybridpar.config.memory import MemoryConfig
 from hybridpar.config.model import ModelConfig
@@ -44,7 +44,7 @@ from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_pla
 from hybridpar.config.update_rule import UpdateRule, import_rule
 
 __all__ = [
-    "AUTO", "FINITE", "FOUND", "MAX_TOML", "MODEL_FOLDER", "STOP_SIGNALS", "UNCOMPRESSED", "AnomaliesConfig",
+    "AUTO", "FINITE", "FOUND", "JOB", "MAX_TOML", "MODEL_FOLDER", "STOP_SIGNALS", "UNCOMPRESSED", "AnomaliesConfig",
     "CheckpointConfig", "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch",
     "MemoryConfig", "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig",
     "PlanConfig", "RunConfig", "TrainConfig", "UpdateRule", "Whole", "Within", "broken_rules", "from_mapping",

@@ -6,6 +6,11 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hybridpar.errors import config_error
+
+JOB = "hybridpar of process "
+"""What the names of jobs of ours begin with, as torch's elastic agent hands them to ranks: their supervisor follows."""
+
 
 def triton_is_interpreted() -> bool:
     """Whether Triton's kernels run in its interpreter, on the CPU."""
@@ -34,16 +39,26 @@ class Launch:
     args: tuple[str, ...] = ()
     own_store_port: int = 0
     """Port of the store, where all processes are on this machine and make it themselves."""
+    supervisor: int = 0
+    """The process that has started this one, as `hybridpar train --ranks` does (0: none of ours)."""
 
     @staticmethod
     def from_environment(args: Sequence[str] = ()) -> Launch:
+        """As the variables of torchrun say. Raises: ConfigError."""
         def get(name: str, default: int) -> int:
-            return int(os.environ.get(name, default))
+            text = os.environ.get(name, str(default))
+            if not text.isdecimal():
+                raise config_error(name, text, "must be a whole number in the environment", str(default))
+            return int(text)
 
         world = get("WORLD_SIZE", 1)
+        if get("RANK", 0) >= max(world, 1):
+            raise config_error("RANK", get("RANK", 0), f"must be below WORLD_SIZE = {world} in the environment", "0")
         local = get("LOCAL_WORLD_SIZE", world)
         here = world == get("LOCAL_WORLD_SIZE", 0) and "GLOO_SOCKET_IFNAME" not in os.environ
         theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         near = local == world and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
+        job = os.environ.get("TORCHELASTIC_RUN_ID", "")
         return Launch(get("RANK", 0), get("LOCAL_RANK", 0), world, local, "RANK" in os.environ, here, tuple(args),
-                      get("MASTER_PORT", 0) if near and not theirs else 0)
+                      get("MASTER_PORT", 0) if near and not theirs else 0,
+                      int(job.removeprefix(JOB)) if job.startswith(JOB) else 0)

@@ -242,7 +242,7 @@ class MemoryCheck:
         chunks that replicas share it is as exact as it must be: they are not what two layers have."""
         config, ends = cost.config, (blocks.start == 0, blocks.stop == cost.config.model.num_blocks)
         key = (config.optim.staleness, config.memory.host_optimizer, cost.tp, cost.zero_share, cost.splits,
-               config.train.micro_batch_size, config.pipeline.split_backward, buffers,
+               config.train.micro_batch_size, config.pipeline.split_backward, buffers, config.parallel.sequence,
                len(blocks) if isinstance(config.model, ModelConfig) else blocks, ends,
                bool(recompute.blocks), recompute.whole, bool(recompute.selective),
                config.feeds_back and config.parallel.dp)

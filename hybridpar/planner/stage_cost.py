@@ -24,6 +24,7 @@ from hybridpar.planner.codec_costs import CodecCosts
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.moves import Moves
 from hybridpar.planner.profile import BlockCost, Profile
+from hybridpar.planner.sequence import split_rows
 
 GRADIENT_BYTES = {name: max(dtype.itemsize, 4) for name, dtype in DTYPES.items()}
 
@@ -88,6 +89,8 @@ class StageCosts:
 
         def table(profile: Profile) -> dict[str, BlockCost]:
             costs = {kind: profile.block(kind, self.tp, b) for kind in dict.fromkeys(self._kind_of)}
+            if self.config.parallel.sequence and self.tp > 1 and not profile.settings["parallel"]["sequence"]:
+                costs = split_rows(costs, self.config)
             return {kind: replace(cost, forward=cost.forward - cost.forward_idle, forward_idle=0.0,
                                   backward=cost.backward - cost.backward_idle, backward_idle=0.0)
                     for kind, cost in costs.items()} if self.launches_ahead else costs
@@ -142,9 +145,11 @@ class StageCosts:
             return cost.forward_wait, cost.backward_wait
         own = machine.profile.links.get("local") or machine.profile.links.get("network")
 
+        part = 2 if self.config.parallel.sequence else 1  # a scatter or a gather is half of a sum
+
         def on_this_machine(wait: float, messages: Sequence[int]) -> float:
-            here = sum(machine.all_reduce(n, group, self._groups) for n in messages)
-            there = sum(own.ring_time(n, self.tp) for n in messages) if own and was_measured else 0.0
+            here = sum(machine.all_reduce(part * n, group, self._groups) for n in messages) / part
+            there = sum(own.ring_time(part * n, self.tp) for n in messages) / part if own and was_measured else 0.0
             return max(here, wait + here - there)
 
         return (on_this_machine(cost.forward_wait, cost.forward_messages),

@@ -266,30 +266,33 @@ class Tiers:
 
     def _work(self, where: Where) -> None:
         """A mover: brings what is to arrive, or takes away what is to leave, one after the other."""
-        move = self._bring if where is Where.ARRIVING else self._take_away
-        queue = self._queues[where]
-        while True:
+        try:
+            while self._move_next(where):
+                pass
+        except Exception as error:
             with self._state:
-                self._state.wait_for(lambda: self._closed or self._may_begin(where))
-                if self._closed:
-                    return
-                number = queue[0]
-                if where is Where.ARRIVING:
-                    self._take(self.items[number])
-            try:
-                move(number)
-            except Exception as error:
-                with self._state:
-                    self._error = error
-                    self._state.notify_all()
-                return
-            with self._state:
-                queue.popleft()
-                if where is Where.ARRIVING:
-                    self.items[number].where = Where.HERE
-                else:
-                    self._leave(self.items[number])
+                self._error = error
                 self._state.notify_all()
+
+    def _move_next(self, where: Where) -> bool:
+        """Waits for an item to move, and moves it; False once the tiers are closed."""
+        queue = self._queues[where]
+        with self._state:
+            self._state.wait_for(lambda: self._closed or self._may_begin(where))
+            if self._closed:
+                return False
+            number = queue[0]
+            if where is Where.ARRIVING:
+                self._take(self.items[number])
+        (self._bring if where is Where.ARRIVING else self._take_away)(number)
+        with self._state:
+            queue.popleft()
+            if where is Where.ARRIVING:
+                self.items[number].where = Where.HERE
+            else:
+                self._leave(self.items[number])
+            self._state.notify_all()
+        return True
 
     def _may_begin(self, where: Where) -> bool:
         queue = self._queues[where]

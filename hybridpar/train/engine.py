@@ -115,7 +115,8 @@ class Engine:
             self.sizes, self.replicas or self.tiers, self._stash())
         by_block = config.train.record_memory or config.train.planned_memory  # a graph's pool is apart
         if config.train.cuda_graphs and device.type == "cuda" and not by_block and not self.parts.is_divided:
-            self.executor.graphs = graphs.recorder(config, stages[self._held[0]][0], self.state.gradients, device)
+            self.executor.graphs = graphs.recorder(config, stages[self._held[0]][0], self.state.gradients, device,
+                                                   self.state.reducer.summed_beside)
         self._talk: SiteTalk | None = None
         if self.state.outer is not None:
             self.state.outer.waits_by, self._talk = self.executor.wait, SiteTalk(self.state.outer)
@@ -156,6 +157,12 @@ class Engine:
             for batch in sorted(self._pending):
                 self._report(self._take_result(batch), lead=0)
         self._stopping = False
+
+    def close(self) -> None:
+        """Gives back the file and the memory of what comes and goes, and ends the threads that move it."""
+        self.state.memory.close()
+        if self.executor.stash is not None:
+            self.executor.stash.tier.close()
 
     def plan(self, num_batches: int) -> Iterator[Action]:
         """This rank's actions for the next batches; the synchronous ones among them come first."""

@@ -1,43 +1,80 @@
-"""Replicas have equal plans, or their collectives would not meet: compared before the first batch."""
+"""What ranks must have in common, or they would train nonsense, or their collectives not meet: settings and data, which
+are compared as they start, and the plans of replicas, before the first batch."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any
 
 from hybridpar import __version__
 from hybridpar.comm import gather_objects
+from hybridpar.config import Config, to_mapping
+from hybridpar.data import Data
+from hybridpar.errors import DataError, HybridparError
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.train.engine import Engine
 from hybridpar.train.errors import SetupError
+from hybridpar.train.launch import Job
 
 _BATCHES, _MOST_ACTIONS = 4, 20_000
 """What of a plan is compared: it repeats itself after few batches."""
+
+_OWN_SECTIONS = ("data", "faults", "kernels", "plan", "run")
+_OWN = {"memory.budget", "memory.folder", "train.log_interval", "train.start_from", "train.stop_signals",
+        "train.threads", "train.timeout_s"}
+"""Settings that each machine may have its own of. What data are, not where, is compared when they are open."""
+
+
+def require_equal_settings(config: Config, job: Job) -> None:
+    """Compares the settings of all processes with those of the first. Raises: HybridparError on all, naming each."""
+    mine = {"hybridpar": __version__, "run.name": config.run.name} | {
+        f"{section}.{key}": value for section, table in to_mapping(config).items() if section not in _OWN_SECTIONS
+        for key, value in table.items() if f"{section}.{key}" not in _OWN}
+    mine = json.loads(json.dumps(mine))
+    first = job.decide(lambda: mine)
+
+    def compare() -> None:
+        apart = [f"{key} is {mine.get(key)!r} here and {first.get(key)!r} on rank 0" for key in first | mine
+                 if first.get(key) != mine.get(key)]
+        if apart:
+            raise HybridparError(f"{', '.join(apart)}; all ranks need the same file and flags")
+
+    job.together(compare)
+
+
+def require_equal_data(data: Data, job: Job) -> None:
+    """Compares the samples of all processes with those of the first. Raises: HybridparError on all."""
+    for part, samples in (("train", data.train), ("valid", data.valid)):
+        mine = None if samples is None else samples.fingerprint
+        first = job.decide(lambda mine=mine: mine)  # type: ignore[misc]
+
+        def compare(part: str = part, mine: str | None = mine, first: str | None = first) -> None:
+            if mine != first:
+                raise DataError(f"the samples of {part} differ from those of rank 0 (fingerprint {mine}, there "
+                                f"{first}): data.corpus must hold the same, and be cut alike, on all machines")
+
+        job.together(compare)
 
 
 def require_equal_plans(engine: Engine) -> None:
     """Compares the plans of all replicas, and the moves in them where they share chunks (ZeRO-2 and 3).
 
     Collectives: one gather over the grid, where there are replicas.
-    Raises: SetupError on all ranks alike, naming the first two that differ, and settings in which they do.
+    Raises: SetupError on all ranks alike, naming the first two that differ.
     """
     grid = engine.grid
     if grid.dp.size == 1:
         return
-    first: dict[object, tuple[int, str, dict[str, Any]]] = {}
-    place = grid.pp.rank, grid.tp.rank
-    mine = place, grid.rank, plan_digest(engine), _settings(engine)
-    for where, rank, digest, settings in gather_objects(mine, grid.world):
-        other, its_digest, its_settings = first.setdefault(where, (rank, digest, settings))
-        if digest == its_digest:
-            continue
-        apart = [f"{name} is {its_settings[name]!r} on rank {other} and {value!r} on rank {rank}"
-                 for name, value in settings.items() if value != its_settings[name]]
-        raise SetupError(
-            f"ranks {other} and {rank} are replicas of each other and have different plans, so their collectives would "
-            f"not meet: {'; '.join(apart) or 'their settings are equal, so start both with the same code'}")
+    first: dict[object, tuple[int, str]] = {}
+    mine = (grid.pp.rank, grid.tp.rank), grid.rank, plan_digest(engine)
+    for where, rank, digest in gather_objects(mine, grid.world):
+        other, its_digest = first.setdefault(where, (rank, digest))
+        if digest != its_digest:
+            raise SetupError(
+                f"ranks {other} and {rank} are replicas of each other and have different plans, so their collectives "
+                "would not meet: their memory.budget must be equal, and they must have the same code")
 
 
 def plan_digest(engine: Engine) -> str:
@@ -51,16 +88,3 @@ def plan_digest(engine: Engine) -> str:
     for action in islice(actions, _MOST_ACTIONS):
         digest.update(f"{action};".encode())
     return digest.hexdigest()[:16]
-
-
-def _settings(engine: Engine) -> dict[str, Any]:
-    """Settings that plans follow from."""
-    config = engine.config
-    pipeline, memory = config.pipeline, config.memory
-    return {
-        "parallel.zero": config.parallel.zero, "pipeline.schedule": pipeline.schedule,
-        "pipeline.num_microbatches": pipeline.num_microbatches, "pipeline.early_switch": pipeline.early_switch,
-        "pipeline.split": list(pipeline.split), "pipeline.split_backward": pipeline.split_backward,
-        "memory.parts": memory.parts, "memory.host_optimizer": memory.host_optimizer,
-        "memory.offload_activations": memory.num_away, "train.dtype": config.train.dtype,
-        "blocks of the model": config.model.num_blocks, "hybridpar": __version__}

@@ -6,6 +6,7 @@ hour while the others wait. The process group comes after that, with train.timeo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import secrets
@@ -22,11 +23,12 @@ from hybridpar import native
 from hybridpar.config import Launch, TrainConfig
 from hybridpar.cpu import available_cores
 from hybridpar.errors import HybridparError, config_error
-from hybridpar.train.errors import LostContactError
+from hybridpar.train.errors import LostContactError, RankError
 
 T = TypeVar("T")
 _POLL_S = 0.002, 0.5
 """First and longest pause between two polls of the store."""
+_PART_S = 5.0
 LOOPBACK = "127.0.0.1"
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
@@ -44,19 +46,19 @@ class Job:
 
     @staticmethod
     def connect(launch: Launch) -> Job:
-        """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names."""
+        """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names. Raises: RankError."""
         if launch.world_size == 1:
             return Job(launch)
-        store: dist.Store
-        if launch.own_store_port:
-            store = _loopback_store(launch)
-        else:
-            store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world_size))
-        store = dist.PrefixStore("hybridpar", store)
         try:
+            store: dist.Store = (_loopback_store(launch) if launch.own_store_port else
+                                 next(dist.rendezvous("env://", launch.rank, launch.world_size))[0])
+            store = dist.PrefixStore("hybridpar", store)
             return Job(launch, dist.PrefixStore(meet(store, launch), store))
         except dist.DistError as error:
             raise _lost_store(launch.rank, error) from None
+        except (OSError, ValueError) as error:  # the port is in use; MASTER_ADDR is not set
+            raise RankError(f"rank {launch.rank} cannot reach the others: {error}; MASTER_ADDR and MASTER_PORT must be "
+                            "set as torchrun does, to a host of the job and a port that is free there") from None
 
     def together(self, action: Callable[[], T], *, here: bool = True) -> T | None:
         """Runs `action` on the processes where `here` is true; a failure of one is a failure of all.
@@ -87,11 +89,23 @@ class Job:
                 ranks.setdefault(text, []).append(rank)
         if not ranks:
             return
+        with contextlib.suppress(dist.DistError):
+            self._part()
         if error is not None and len(ranks) == 1 and 0 in ranks[str(error)]:
             raise error
         raise HybridparError("\n".join(
             text if len(ranks) == 1 and 0 in where else f"rank {', '.join(map(str, where))}: {text}"
             for text, where in ranks.items()))
+
+    def _part(self) -> None:
+        """Before an error that all have: the process that has the store ends when the others have it, too, or soon."""
+        store, end = self.store, time.monotonic() + _PART_S
+        assert store is not None
+        others = [f"parted/{rank}" for rank in range(1, self.launch.world_size)]
+        if self.launch.rank:
+            store.set(f"parted/{self.launch.rank}", "")
+        elif self.launch.own_store_port:
+            _poll(lambda: store.check(others) or time.monotonic() > end)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes (plain JSON values), in rank order."""

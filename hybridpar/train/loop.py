@@ -32,7 +32,7 @@ from hybridpar.train import continued
 from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, Callbacks
 from hybridpar.train.engine import Engine
-from hybridpar.train.equal_plans import require_equal_plans
+from hybridpar.train.equal_plans import require_equal_data, require_equal_plans, require_equal_settings
 from hybridpar.train.errors import AnomalyError, LostContactError, SaveError, SetupError, describe_failure
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
@@ -67,6 +67,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     config = resolve(config, launch.world_size)
     faults = parse_faults(inject, config)
     job = Job.connect(launch)
+    require_equal_settings(config, job)
     device = choose_device(config.train, launch, job.gather)
     require_planned(config.train, device)
     threads = set_threads(config.train.threads, launch)
@@ -86,6 +87,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     with contextlib.ExitStack() as stack:
         job.together(lambda: stack.enter_context(run_folder.in_use(folder)), here=first)
         data = _open_data(config, job, datasets)
+        require_equal_data(data, job)
         if start or (saved and config.train.continue_with):  # else other data are refused, whatever their tokens
             run = Path(start).parent.parent if start else folder
             job.decide(lambda: checkpoint.check_tokens(run, data.tokenizer, config.data.tokenizer))
@@ -174,7 +176,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         links = place.watch_links(config, flight, reporter)
         flight.phase("setting up", config.faults.start_timeout_s)
         who = grid.describe(Sizes.of(config).stages_of(grid.pp.rank))
-        config = settle(config, grid, place.device, reporter.say)
+        config = settle(config, grid, place.device, reporter.say, place.build)
         prove(config)
         counts = place.device.type == "cpu" or not config.train.planned_memory  # of CUDA's allocator, then
         watched = counts and (config.train.measure_memory or bool(config.plan.memory_mib))

@@ -28,7 +28,12 @@ from hybridpar.train.engine import Engine
 _BATCHES = 8
 
 
-def settle(config: Config, grid: ProcessGrid, device: torch.device, say: Callable[[str], None]) -> Config:
+Build = Callable[[Callable[[], Engine]], Engine]
+"""Builds an engine; where one rank cannot, none has it."""
+
+
+def settle(config: Config, grid: ProcessGrid, device: torch.device, say: Callable[[str], None],
+           build: Build = lambda make: make()) -> Config:
     """`config` with a value in the place of each "auto", which is said.
 
     pipeline.schedule: auto_schedule.py says which. pipeline.early_switch: the smallest that costs no time here.
@@ -41,7 +46,7 @@ def settle(config: Config, grid: ProcessGrid, device: torch.device, say: Callabl
         config = replace(config, pipeline=replace(config.pipeline, schedule="1f1b"))
     if config.pipeline.schedule == "auto":
         best, usual = find_schedule_for(
-            config, grid, device, lambda trial: _tried(trial, grid, device)[0].measured.costs)
+            config, grid, device, lambda trial: _tried(trial, grid, device, build)[0].measured.costs)
         config = replace(config, pipeline=best.pipeline)
         found = ", ".join(f"{name} = {getattr(best.pipeline, name)}" for name in ("schedule", *FOUND)
                           if name != "order" and getattr(best.pipeline, name) != getattr(PipelineConfig, name))
@@ -49,7 +54,7 @@ def settle(config: Config, grid: ProcessGrid, device: torch.device, say: Callabl
             f"its actions cost, 1f1b {1e3 * usual.step_time:.4g} ms")
     if config.pipeline.early_switch == "auto":
         trial = replace(config, pipeline=replace(config.pipeline, early_switch="off"))
-        run, engine = _tried(trial, grid, device)
+        run, engine = _tried(trial, grid, device, build)
         switch = of_first_rank(
             partial(smallest_early_switch, run.measured.costs, engine.sizes, run.ordering), grid.world)
         config = replace(config, pipeline=replace(config.pipeline, early_switch=switch))
@@ -57,24 +62,23 @@ def settle(config: Config, grid: ProcessGrid, device: torch.device, say: Callabl
     if config.memory.offload_activations == "auto":
         if device.type != "cpu":
             raise config_error("memory.offload_activations", "auto", "works on CPUs so far", "0")
-        away = _free_to_leave(config, grid, device)
+        away = _free_to_leave(config, grid, device, build)
         config = replace(config, memory=replace(config.memory, offload_activations=away))
         say(f"memory.offload_activations: {list(away)}, by rank of a pipeline: as many as may leave at no cost in time "
             "here")
     return config
 
 
-def _free_to_leave(config: Config, grid: ProcessGrid, device: torch.device) -> tuple[int, ...]:
+def _free_to_leave(config: Config, grid: ProcessGrid, device: torch.device, build: Build) -> tuple[int, ...]:
     """Tries with all away that can be: times are then those beside moves of all ranks, and no more memory is taken than
     with any other number. Where ranks and their moves are more than the cores, moves take time of the ranks."""
     sizes = Sizes.of(config)
     everything = sizes.num_microbatches * sizes.chunks
     run, engine = _tried(
-        replace(config, memory=replace(config.memory, offload_activations=everything)), grid, device)
+        replace(config, memory=replace(config.memory, offload_activations=everything)), grid, device, build)
     of_rank = (0.0,) * 4
     if (stash := engine.executor.stash) is not None:
         of_rank = (*stash.tier.seconds_per_move(), *stash.tier.work_per_move())
-        stash.tier.close()
     everyone = gather_objects((grid.pp.rank, *of_rank), grid.world)
     offload, reload, *work = ([max(times[way] for times in everyone if times[0] == rank)
                                for rank in range(grid.pp.size)] for way in range(1, 5))
@@ -85,16 +89,17 @@ def _free_to_leave(config: Config, grid: ProcessGrid, device: torch.device) -> t
     return of_first_rank(partial(free_to_leave, costs, sizes, run.ordering), grid.world)
 
 
-def _tried(config: Config, grid: ProcessGrid, device: torch.device) -> tuple[RunCosts, Engine]:
-    """A few batches, and what they cost."""
+def _tried(config: Config, grid: ProcessGrid, device: torch.device, build: Build) -> tuple[RunCosts, Engine]:
+    """What a few batches cost, and the engine that has made them, closed."""
     trial = replace(config, pipeline=replace(config.pipeline, sync_steps=0), outer=OuterConfig(every=_BATCHES + 1))
-    engine = Engine(trial, grid, device)
+    engine = build(lambda: Engine(trial, grid, device))
     loader = SyntheticLoader(
         config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, grid.replica,
         grid.num_replicas)
     recorder = trace.Recorder(engine.executor, 0, _BATCHES)
     engine.train(loader, _BATCHES, lambda result: recorder.after_step(result.step))
     recorder.close()
+    engine.close()
     run = run_costs(trial, trace.gather(recorder, grid))
     assert run is not None, "too few batches were recorded"
     return run, engine

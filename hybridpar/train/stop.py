@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
 SAME_REQUEST_S = 1.0
 """Signals so close are one request: a batch system ends launcher and ranks, and the launcher the ranks again."""
 ERROR_TIME_S = 15.0
@@ -30,6 +32,18 @@ def numbers_of(names: Sequence[str]) -> list[signal.Signals]:
     numbers = [signal.Signals[f"SIG{name}"] for name in names]
     return [number for number in numbers
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def end_with(supervisor: int) -> None:
+    """Has Linux send SIGTERM to this process once the one that has started it is gone, which may have been killed.
+
+    supervisor: the number of that process. Where it is gone already this one ends here.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != supervisor:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextlib.contextmanager

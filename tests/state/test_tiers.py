@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridpar.state.pages import Region
+from hybridpar.state.pages import Region, SparePages
 from hybridpar.state.store import PAGE
 from hybridpar.state.tiers import Tiers
 
@@ -173,4 +173,25 @@ def test_an_error_of_the_store_is_raised_by_what_comes_next(then: Callable[[Tier
     tiers.release(0)
     with pytest.raises(OSError, match="the disk is gone"):
         then(tiers)
+    tiers.close()
+
+
+class NoPages(SparePages):
+    """Of which there are none for what arrives once `fail` is set."""
+
+    fail = False
+
+    def hand_to(self, region: Region) -> None:
+        if self.fail:
+            raise MemoryError("no pages")
+        super().hand_to(region)
+
+
+def test_no_memory_for_what_arrives_is_raised_too() -> None:
+    pages = NoPages()
+    tiers = Tiers([Region(PAGE)], frozenset(), PAGE, SlowStore(), pages)
+    pages.fail = True
+    tiers.fetch(0)
+    with pytest.raises(MemoryError, match="no pages"):
+        tiers.await_item(0)
     tiers.close()

@@ -12,15 +12,19 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch.distributed as dist
 
-from hybridpar.config import Config, from_mapping, load_toml
+from hybridpar.config import Config, Launch, from_mapping, load_toml
+from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import Action
+from hybridpar.train.launch import Job
 from hybridpar.train.policy import BatchPolicy
 
 with suppress(ImportError):
@@ -114,6 +118,20 @@ def must_be_killed(call: Callable[[], object]) -> None:
     process.join(60.0)
     process.kill()
     assert process.exitcode == -signal.SIGKILL
+
+
+def on_ranks(num_ranks: int, action: Callable[[Job], Any]) -> list[Any]:
+    """What `action(job)` returned or raised on each rank."""
+    store = dist.HashStore()  # which rank 0 has
+
+    def run(rank: int) -> Any:
+        try:
+            return action(Job(Launch(rank, rank, num_ranks, num_ranks, own_store_port=1), store))
+        except HybridparError as error:
+            return error
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(run, range(num_ranks)))
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

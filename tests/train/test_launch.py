@@ -20,11 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from train.runs import on_ranks
 
 from hybridpar.comm import all_reduce
 from hybridpar.config import Launch, TrainConfig
-from hybridpar.errors import ConfigError, DataError, HybridparError, config_error
+from hybridpar.errors import ConfigError, DataError, config_error
 from hybridpar.grid import ProcessGrid
+from hybridpar.train.errors import RankError
 from hybridpar.train.launch import (
     Job,
     _loopback_store,
@@ -34,20 +36,6 @@ from hybridpar.train.launch import (
     set_precision,
     set_threads,
 )
-
-
-def on_ranks(num_ranks: int, action: Callable[[Job], Any]) -> list[Any]:
-    """What `action(job)` returned or raised on each rank."""
-    store = dist.HashStore()
-
-    def run(rank: int) -> Any:
-        try:
-            return action(Job(Launch(rank, rank, num_ranks, num_ranks), store))
-        except HybridparError as error:
-            return error
-
-    with ThreadPoolExecutor(num_ranks) as pool:
-        return list(pool.map(run, range(num_ranks)))
 
 
 def test_alone_everything_happens_at_once() -> None:
@@ -220,3 +208,13 @@ def test_the_store_of_one_machine_listens_on_the_loopback_interface_alone() -> N
     rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
     listening = [row[1] for row in rows if row[3] == "0A"]
     assert [address for address in listening if address.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
+
+
+def test_a_port_in_use_and_an_address_that_is_missing_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(RankError, match=f"Address already in use.*{port}.*a port that is free there"):
+            Job.connect(Launch(0, 0, 2, 2, own_store_port=port))
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RankError, match=r"rank 0 cannot reach the others: .*MASTER_ADDR"):
+        Job.connect(Launch(0, 0, 2, 1))

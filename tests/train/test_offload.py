@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from hybridpar.memory import measure, predict
 from hybridpar.pipeline.run import slow_tier
 from hybridpar.pipeline.run.slow_tier import FileTier, HostTier
 from hybridpar.pipeline.run.stash import STORAGES, Notes
+from hybridpar.state.host import HostWork
 from hybridpar.state.store import DiskStore
 from hybridpar.train import engine
 from hybridpar.train.engine import Engine
@@ -179,6 +183,21 @@ def test_as_many_as_cost_no_time(seconds: tuple[float, float], away: tuple[int, 
     assert f"memory.offload_activations: {list(away)}" in said[0]
 
 
+def test_what_is_measured_first_leaves_no_file_and_no_thread(tmp_path: Path) -> None:
+    """Else a run with a budget would have two of each; an engine that one rank cannot build, none of them has."""
+    config = make(tmp_path, 0, pipeline={"schedule": "2bw", "early_switch": "auto"}, memory={"budget": 1 << 21})
+    before, built = threading.active_count(), list[Engine]()
+
+    def build(make_one: Callable[[], Engine]) -> Engine:
+        built.append(make_one())
+        return built[0]
+
+    settle(config, ProcessGrid(), CPU, print, build)
+    assert built[0].tiers is not None
+    assert threading.active_count() == before
+    assert not [link for link in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(link)]
+
+
 def settled(config: Config) -> object:
     parallel = config.parallel
     grid = ProcessGrid(pp=parallel.pp, dp=parallel.dp)
@@ -294,6 +313,27 @@ def test_bytes_come_back_as_they_left(make_tier: Callable[[Path], FileTier], tmp
         assert all(map(torch.equal, content, before))
     assert len(tier._free) == -(-(4096 + 3 + 20_000) // 4096)
     tier.close()
+
+
+def test_a_place_is_free_once_the_copies_from_it_are_over() -> None:
+    """Beside a GPU they go on when they were called: a write to that place would be ahead of them."""
+    free: list[tuple[str, int]] = []
+
+    class Late(HostWork):
+        @contextmanager
+        def reach(self, mark: Any, way: str) -> Iterator[None]:
+            yield
+            free.append((way, len(tier._free)))
+
+    tier = HostTier(CPU)
+    tier._work = Late()
+    content = [torch.ones(3, dtype=torch.uint8)]
+    place, written = tier.write(content)
+    written.result()
+    tier.read(place, content).result()
+    tier.close()
+    assert free == [("out", 0), ("in", 0)]
+    assert len(tier._free) == 1
 
 
 def test_bytes_of_a_tensor_are_on_its_device() -> None:

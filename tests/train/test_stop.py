@@ -83,3 +83,23 @@ with stop.noting_signals(("HUP", "USR1"), noted.append):
     send(signal.SIGHUP); send(signal.SIGUSR1); print(noted == [signal.SIGUSR1], flush=True); send(signal.SIGTERM)
 """)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n"), done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_a_rank_ends_with_its_supervisor() -> None:
+    """Which is killed; or was, before the rank could ask for it."""
+    program = """
+import os, time
+from hybridpar.train.stop import end_with
+if not os.fork():
+    end_with(os.getppid())
+    print("asked", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        assert supervisor.stdout.readline() == "asked\n"
+        supervisor.kill()
+        assert supervisor.stdout.read() == ""  # at once: both ends of the pipe are closed
+    done = run("stop.end_with(1); print('not reached')")
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")

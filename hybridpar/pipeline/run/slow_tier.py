@@ -86,6 +86,8 @@ class FileTier:
         start, worked = time.perf_counter(), time.thread_time()
         move(place, pieces)
         pieces.clear()  # the thread holds them for a moment after its future is done
+        if way == "in":  # only now: beside a GPU the copies are over when `move` is
+            self._free.extend(place)
         number, seconds, work = self._took[way]
         self._took[way] = number + 1, seconds + time.perf_counter() - start, work + time.thread_time() - worked
 
@@ -102,7 +104,6 @@ class FileTier:
             store.read(item, bounce.view)
             for part, at in piece:
                 part.copy_(bounce.tensor[at : at + len(part)])
-        self._free.extend(place)
 
 
 class HostTier(FileTier):
@@ -134,7 +135,6 @@ class HostTier(FileTier):
     def _read(self, place: _Place, pieces: _Pieces) -> None:
         self._work.copy([(part, store.item(item)[at : at + len(part)])
                          for (store, item), piece in zip(place, pieces, strict=True) for part, at in piece])
-        self._free.extend(place)
 
 
 def _pieces(content: Sequence[Tensor]) -> _Pieces:

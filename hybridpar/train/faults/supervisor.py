@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -35,7 +36,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from hybridpar import flight
 from hybridpar.checkpoint import saved_steps
-from hybridpar.config import Config, pass_on_signals
+from hybridpar.config import JOB, Config, pass_on_signals
 from hybridpar.train.faults.diagnose import Diagnosis, Seen, diagnose, find_stall
 from hybridpar.train.faults.inject import Fault, parse_faults
 from hybridpar.train.faults.shrink import shrink
@@ -244,7 +245,7 @@ class Loopback(StaticTCPRendezvous):
     """The rendezvous of one agent on this machine: every round has a store of its own, on the loopback interface."""
 
     def __init__(self) -> None:
-        super().__init__(LOOPBACK, 0, 0, 1, "hybridpar", timeout=0)
+        super().__init__(LOOPBACK, 0, 0, 1, f"{JOB}{os.getpid()}", timeout=0)
 
     def next_rendezvous(self) -> RendezvousInfo:
         listening = socket.create_server((LOOPBACK, 0), backlog=1024)

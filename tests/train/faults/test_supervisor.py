@@ -20,7 +20,7 @@ from train.runs import metrics, run_job, steps, write_config
 
 from hybridpar.checkpoint import saved_steps
 from hybridpar.checkpoint.save import Saver
-from hybridpar.config import Config, from_mapping
+from hybridpar.config import JOB, Config, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.flight import Flight
 from hybridpar.train.faults import supervisor
@@ -267,6 +267,7 @@ def listening(port: int) -> list[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
 def test_the_rendezvous_listens_on_loopback_alone() -> None:
     handler = Loopback()
+    assert handler.get_run_id() == f"{JOB}{os.getpid()}"  # by which ranks know whom to end with
     found = handler.next_rendezvous()
     port = found.bootstrap_store_info.master_port
     assert listening(port) == [f"0100007F:{port:04X}"]
