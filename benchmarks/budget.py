@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.common import FixedLoader, Shape, arguments, engine_config, parse, write_results
+from benchmarks.common import FixedLoader, Shape, arguments, engine_config, parse, write_results, write_svg
 from hybridpar.config import Config, MemoryConfig, from_mapping
 from hybridpar.grid import ProcessGrid
 from hybridpar.state.store import DiskStore
@@ -251,7 +251,7 @@ def draw(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set(xlabel="memory.budget, % of the state", ylabel="speed, of that without a budget", xlim=(0, 102),
              ylim=(0, 1.1))
     axes.legend(title="dotted: the bound of cores and disk", frameon=False)
-    figure.savefig(path)
+    write_svg(figure, path)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ must be equal. Files were written just before: both sides read them from the sys
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import shutil
@@ -38,7 +39,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import common
-from benchmarks.common import SHAPES, OurStep, over_ranks, run_ranks, summary, write_results
+from benchmarks.common import SHAPES, OurStep, over_ranks, run_ranks, summary
 from hybridpar import checkpoint
 from hybridpar.config import Config, from_mapping
 from hybridpar.grid import ProcessGrid
@@ -187,15 +188,11 @@ def save_cases(shape: str, measured: dict[str, dict[str, list[float]]], steps: i
         if name == PLAIN:
             continue
         extra = [total - without for total, without in zip(times["total"], plain, strict=True)]
-        blocked_share = summary([a / b for a, b in zip(times["blocked"], times["write"], strict=True)])
-        extra_share = summary([a / b for a, b in zip(extra, times["write"], strict=True)])
-        print(f"save, {name:<18} {size / 1e9:.2f} GB in {statistics.median(times['write']):5.2f} s   blocked "
-              f"{statistics.median(times['blocked']):5.2f} s ({100 * blocked_share['median']:5.1f} %)   extra "
-              f"{statistics.median(extra):5.2f} s ({100 * extra_share['median']:5.1f} %)", flush=True)
         yield {
             "case": f"save, {name}", "settings": {"shape": shape, "pp": 2, "steps": steps}, "bytes": size,
-            "blocked_share": blocked_share, "extra_share": extra_share, "write_s": times["write"],
-            "blocked_s": times["blocked"], "extra_s": extra, "without_s": plain}
+            "blocked_share": summary([a / b for a, b in zip(times["blocked"], times["write"], strict=True)]),
+            "extra_share": summary([a / b for a, b in zip(extra, times["write"], strict=True)]),
+            "write_s": times["write"], "blocked_s": times["blocked"], "extra_s": extra, "without_s": plain}
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -270,12 +267,28 @@ def load_cases(shape: str, folder: Path, rounds: int) -> Iterator[dict[str, Any]
     values = {result["compared"] for side in results.values() for result in side}
     assert len(values) == 1, f"what was loaded differs: {values}"
     for name, side in results.items():
-        seconds = [result["seconds"] for result in side]
-        peaks = [round(result["peak"], 4) for result in side]
-        print(f"load, {name:<18} {statistics.median(seconds):5.2f} s   peak {max(peaks):.3f} of a rank's own "
-              f"{side[0]['state'] / 1e9:.2f} GB", flush=True)
-        yield {"case": f"load, {name}", "settings": {"shape": shape, "tp": 2}, "load_s": seconds, "peak": peaks,
-               "state_bytes": side[0]["state"]}
+        yield {"case": f"load, {name}", "settings": {"shape": shape, "tp": 2}, "state_bytes": side[0]["state"],
+               "load_s": [result["seconds"] for result in side],
+               "peak": [round(result["peak"], 4) for result in side]}
+
+
+def show(entry: dict[str, Any]) -> None:
+    name, middle = f"{entry['case']:<24}", statistics.median
+    if "load_s" in entry:
+        print(f"{name} {middle(entry['load_s']):5.2f} s   peak {max(entry['peak']):.3f} of a rank's own "
+              f"{entry['state_bytes'] / 1e9:.2f} GB", flush=True)
+        return
+    parts = (f"{part} {middle(entry[f'{part}_s']):5.2f} s ({entry[f'{part}_share']['median']:.1%})"
+             for part in ("blocked", "extra"))
+    print(f"{name} {entry['bytes'] / 1e9:.2f} GB in {middle(entry['write_s']):5.2f} s", *parts, sep="   ", flush=True)
+
+
+def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for shape in args.shapes:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            found = run_ranks(saving, 2, shape, Path(folder), args.rounds, args.steps)
+            yield from save_cases(shape, found, args.steps)
+            yield from load_cases(shape, Path(folder), args.load_rounds)
 
 
 def main() -> None:
@@ -284,15 +297,9 @@ def main() -> None:
     parser.add_argument("--load-rounds", type=int, default=3)
     parser.add_argument("--folder", default=None, help="where checkpoints are written; the system's temporary folder")
     args = common.parse(parser)
-    cases: list[dict[str, Any]] = []
-    for shape in args.shapes:
-        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            found = run_ranks(saving, 2, shape, Path(folder), args.rounds, args.steps)
-            cases += save_cases(shape, found, args.steps)
-            cases += load_cases(shape, Path(folder), args.load_rounds)
-    print(write_results("checkpoint", cases, args, meaning=(
+    common.report("checkpoint", cases(args), args, show=show, meaning=(
         "blocked_share, extra_share: seconds over those from a save's beginning to its last sync, median and "
-        "quartiles over the rounds; peak: of resident memory while loading, over the rank's own state")))
+        "quartiles over the rounds; peak: of resident memory while loading, over the rank's own state"))
 
 
 if __name__ == "__main__":

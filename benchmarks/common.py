@@ -14,15 +14,17 @@ Units: seconds inside, milliseconds in the result files. A ratio is peer's time 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +38,8 @@ from hybridpar.config import Config, ModelConfig, OptimConfig, ParallelConfig, P
 from hybridpar.cpu import cpu_name
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.train import trace
+from hybridpar.train.costs import RunCosts, run_costs
 from hybridpar.train.engine import Engine
 
 RESULTS = Path(__file__).parent / "results"
@@ -154,6 +158,18 @@ class OurStep:
 
     def _note(self, result: Any) -> None:
         self._last = result.loss
+
+
+def record_costs(config: Config, grid: ProcessGrid, loader: FixedLoader, batches: int) -> RunCosts:
+    """Trains some batches, the first ones uncounted: what their actions cost. Collectives: called on all ranks."""
+    engine = Engine(config, grid, torch.device("cpu"))
+    recorder = trace.Recorder(engine.executor, 0, batches + trace.WARMUP)
+    engine.train(loader, batches + trace.WARMUP, lambda result: recorder.after_step(result.step))
+    recorder.close()
+    costs = run_costs(config, trace.gather(recorder, grid))
+    assert costs is not None, f"{batches} batches are too few"
+    engine.state.memory.close()
+    return costs
 
 
 # -- timing ------------------------------------------------------------------------------------------------------------
@@ -284,24 +300,51 @@ def write_results(claim: str, cases: Sequence[Mapping[str, Any]], args: argparse
                    for name in dict.fromkeys(c["settings"]["shape"] for c in cases if "settings" in c)},
         "cases": list(cases),
     }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    path.write_text(as_text(document) + "\n")
     return path
 
 
-def over_seeds(path: Path) -> Iterator[str]:
-    """Lines about trainings in a result file: loss over that of codec none with the same seed and steps: mean, least
-    and most."""
-    found: dict[tuple[str, str, int], dict[int, float]] = {}
-    for each in json.loads(path.read_text())["cases"]:
-        of = each["settings"]
-        found.setdefault((of["schedule"], of["codec"], of["steps"]), {})[of["seed"]] = each["valid_loss"]
-    for (schedule, codec, steps), losses in found.items():
-        none = found.get((schedule, "none", steps), {})
-        over = [loss / none[seed] for seed, loss in losses.items() if seed in none]
-        if over:
-            name = f"{schedule} {codec}, {steps} steps"
-            yield (f"{name:<38} loss {statistics.fmean(losses.values()):.4f}, over none {statistics.fmean(over):.4f} "
-                   f"({min(over):.4f} to {max(over):.4f}), {len(over)} seeds")
+def report(claim: str, cases: Iterable[dict[str, Any]], args: argparse.Namespace, *,
+           show: Callable[[dict[str, Any]], object] = print_case, meaning: str = RATIO,
+           shapes: Mapping[str, Any] = SHAPES) -> list[dict[str, Any]]:
+    """Measures the cases of a result file one by one: `show` prints each, and the file is written anew.
+
+    Called by all ranks of a job, where they measure together: the first one shows and writes. Returns the file's cases.
+    """
+    found: list[dict[str, Any]] = []
+    path, first = Path(), not dist.is_initialized() or dist.get_rank() == 0
+    for each in cases:
+        found.append(each)
+        if first:
+            show(each)
+            path = write_results(claim, found, args, meaning=meaning, shapes=shapes)
+    assert found, "nothing was measured"
+    if first:
+        print(path)
+        found = json.loads(path.read_text())["cases"]
+    return found
+
+
+def as_text(value: Any, indent: int = 0) -> str:
+    """JSON, in which what fits in a line is in one, and a list of numbers always is."""
+    text = json.dumps(value)
+    flat = isinstance(value, list) and not any(isinstance(each, (dict, list)) for each in value)
+    if flat or not isinstance(value, (dict, list)) or indent + len(text) <= 118:
+        return text
+    names = [f"{json.dumps(name)}: " for name in value] if isinstance(value, dict) else [""] * len(value)
+    parts = value.values() if isinstance(value, dict) else value
+    lines = ",".join(f"\n{' ' * (indent + 1)}{name}{as_text(part, indent + 1)}"
+                     for name, part in zip(names, parts, strict=True))
+    return f"{text[0]}{lines}\n{' ' * indent}{text[-1]}"
+
+
+def write_svg(figure: Any, path: Path) -> None:
+    """Writes a picture of matplotlib's, the same from the same numbers: text as text, a shape in a line."""
+    import matplotlib  # slow to import
+
+    with matplotlib.rc_context({"svg.hashsalt": "hybridpar", "svg.fonttype": "none"}):
+        figure.savefig(buffer := io.StringIO(), format="svg", metadata={"Date": None})
+    path.write_text(re.sub(r'\s*\n\s*(?=[A-Za-z]\s|"|[\w:-]+=")', " ", buffer.getvalue()))
 
 
 def machine() -> dict[str, Any]:

@@ -32,24 +32,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.common import (
-    OURS,
-    RATIO,
-    SHAPES,
-    OurStep,
-    Shape,
-    arguments,
-    case,
-    check_losses,
-    engine_config,
-    over_seeds,
-    parse,
-    print_case,
-    race,
-    run_ranks,
-    write_results,
-)
+from benchmarks import common
+from benchmarks.common import OURS, SHAPES, OurStep, Shape, case, engine_config, race, run_ranks
 from benchmarks.data_parallel import DDPStep
+from benchmarks.messages import over_seeds
 from hybridpar.config import CompressionConfig, Config, from_mapping
 from hybridpar.data import BatchLoader, open_data
 from hybridpar.grid import ProcessGrid, sizes_of
@@ -75,7 +61,7 @@ SITES: dict[str, dict[str, Any]] = {
     for mean in ({}, {"lr": 1.0, "momentum": 0.0}) for every in (8, 16)}
 """Trainings that sum no gradients: settings of the outer step. mean: what sites go on with is their mean."""
 WHOLE, BATCHES = 2, 12
-MEANING = f"{RATIO}. arrived: share of the sum of the gradients, by energy; bytes: of whole ones"
+MEANING = f"{common.RATIO}. arrived: share of the sum of the gradients, by energy; bytes: of whole ones"
 TEXTS = (mock, _pydecimal, argparse, doctest, inspect, tarfile, typing)
 """Modules whose source text a small model learns; the first is held out."""
 LOSSES = Shape(2, 128, 4, 64, 1024, 2)
@@ -111,7 +97,7 @@ def measure(shape_name: str, m: int, rounds: int) -> dict[str, Any]:
     whole, theirs = DDPStep(shape, m, "fp32"), DDPStep(shape, m, "fp32", ONE_BUCKET)
     hook = hook_of(theirs.model)
     result = race({**ours, "DDP, powerSGD_hook": theirs, "DDP": whole}, rounds, warmup=WHOLE + 1, tolerance=ALIKE)
-    check_losses({name: of[:1] for name, of in result.losses.items()}, SAME)
+    common.check_losses({name: of[:1] for name, of in result.losses.items()}, SAME)
     found = case(f"{shape_name} dp={size} m={m}", result, size * m * shape.microbatch_tokens, shape=shape_name,
                  dp=size, num_microbatches=m, threads=1, rank=RANK)
     steps = rounds + WHOLE + 1
@@ -259,19 +245,33 @@ def _shares_sent(engine: Engine, steps: int) -> dict[str, float]:
 
 
 def write_losses(args: argparse.Namespace) -> None:
-    """Trains with every method, and writes down each run as it ends."""
-    cases: list[dict[str, Any]] = []
+    """Trains with every method."""
     with tempfile.TemporaryDirectory() as folder:
-        for seed, schedule, method in product(args.seeds, args.schedules, args.methods):
-            cases.append(run_ranks(losses, 2, schedule, method, args.start, args.steps, seed, folder))
-            print(cases[-1], flush=True)
-            path = write_results("compression_losses", cases, args, shapes={"losses": LOSSES}, meaning=(
+        found = common.report("compression_losses", (
+            run_ranks(losses, 2, schedule, method, args.start, args.steps, seed, folder)
+            for seed, schedule, method in product(args.seeds, args.schedules, args.methods)), args, show=print,
+            shapes={"losses": LOSSES}, meaning=(
                 "valid_loss: after the last step; elements, bytes: that a rank sent, of those of whole gradients"))
-    print(*over_seeds(path), sep="\n")
+    print(*over_seeds(found), sep="\n")
+
+
+def show(entry: dict[str, Any]) -> None:
+    if "arrived" in entry:
+        print(entry["arrived"])
+    else:
+        common.print_case(entry)
+        print(entry["bytes_a_step"], flush=True)
+
+
+def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for shape in () if args.no_race else args.shapes:
+        yield run_ranks(measure, 2, shape, 2, args.rounds)
+    yield {"case": "arrived", "settings": {"shape": args.shapes[0], "sizes": SIZES, "rank": RANK},
+           "arrived": run_ranks(arrived, 2)}
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=7, shapes=["small"])
+    parser = common.arguments(__doc__, rounds=7, shapes=["small"])
     parser.add_argument("--no-race", action="store_true", help="leave out what is timed")
     parser.add_argument("--losses", action="store_true", help="train a small model with every method, and nothing else")
     parser.add_argument("--steps", type=int, default=80, help="of each of these trainings")
@@ -280,19 +280,11 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "2bw"], help="of these trainings")
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *SITES], default=list(METHODS),
                         help="of these trainings")
-    args = parse(parser)
+    args = common.parse(parser)
     if args.losses:
         write_losses(args)
-        return
-    cases = []
-    for shape in () if args.no_race else args.shapes:
-        cases.append(run_ranks(measure, 2, shape, 2, args.rounds))
-        print_case(cases[-1])
-        print(cases[-1]["bytes_a_step"], flush=True)
-    cases.append({"case": "arrived", "settings": {"shape": args.shapes[0], "sizes": SIZES, "rank": RANK},
-                  "arrived": run_ranks(arrived, 2)})
-    print(cases[-1]["arrived"], flush=True)
-    print(write_results("compression", cases, args, meaning=MEANING))
+    else:
+        common.report("compression", cases(args), args, show=show, meaning=MEANING)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
-from benchmarks.common import RESULTS, SHAPES, write_results
+from benchmarks.common import RESULTS, SHAPES, report
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.planner.cluster import estimate, machine_of
 from hybridpar.planner.cost import StepCost
@@ -81,22 +81,15 @@ def megatron(row: tuple[float, ...]) -> dict[str, Any]:
             "by_micro_batch": {str(b): round(value, 1) for b, value in found.items()}}
 
 
-def rows() -> Iterator[dict[str, Any]]:
-    """All cases."""
-    yield from map(ours, MEASURED)
-    yield from map(megatron, MEGATRON)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predictions for machines that are not at hand.")
     parser.add_argument("--out", default=str(RESULTS), help="folder of the result file")
     args = parser.parse_args()
-    cases = list(rows())
     print("| case | | predicted | measured | error |\n|---|---|---|---|---|")
-    for case in cases:
-        print(f"| {case['case']} | {case['unit']} | {case['predicted']:,} | {case['measured']:,} | "
-              f"{100 * case['error']:+.1f}% |")
-    print(write_results("estimates", cases, args, meaning="predicted and published speeds"))
+    report("estimates", chain(map(ours, MEASURED), map(megatron, MEGATRON)), args,
+           meaning="predicted and published speeds", show=lambda case: print(
+               f"| {case['case']} | {case['unit']} | {case['predicted']:,} | {case['measured']:,} | "
+               f"{100 * case['error']:+.1f}% |"))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ import importlib
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
 
-from benchmarks.common import OURS, arguments, case, parse, print_case, race, write_results
+from benchmarks.common import OURS, arguments, case, parse, race, report
 from hybridpar.checkpoint.huggingface import import_folder
 from hybridpar.data.tokenizer import END
 from hybridpar.train.generate import Generator, Sampling
@@ -112,13 +113,8 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4], help="prompts at once")
     parser.add_argument("--tokens", type=int, default=128, help="of each text")
     args = parse(parser)
-    cases = []
-    for name in args.models:
-        for threads in args.threads:
-            for batch in args.batches:
-                cases.append(measure(name, threads, batch, args))
-                print_case(cases[-1])
-    print(write_results("generate", cases, args, shapes=MODELS))
+    report("generate", (measure(*key, args) for key in product(args.models, args.threads, args.batches)), args,
+           shapes=MODELS)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The passes outside of autograd, for gpu_ops: an optimizer's step, the norm, gradients of an embedding and of weights,
-and the codecs of messages and gradients.
+"""The passes outside of autograd, for gpu_ops: an optimizer's step, the norm, Muon's iteration, gradients of an
+embedding and of weights, and the codecs of messages and gradients.
 
 Each side of a race starts from the same tensors and computes the same thing, which is compared before it is timed.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from hybridpar.nn.matmul import sums_in_float32
 from hybridpar.ops import registry
 from hybridpar.ops.sparse import place_bytes
 from hybridpar.ops.update import AdamStep, Weights
+from hybridpar.optim import newton_schulz as iteration
 from hybridpar.pipeline.run.codecs import Codec, Largest, Tiles
 
 LAYERS = 4
@@ -40,6 +42,7 @@ def passes(size: Size, dtype: torch.dtype, device: str) -> Iterator[Pass]:
     """One at a time, for memory's sake. The optimizer's are those of float32 masters with a working copy in `dtype`."""
     yield adamw(size, dtype, device)
     yield norm(size, device)
+    yield newton_schulz(size, dtype, device)
     yield embedding(size, dtype, device)
     yield from messages(size, dtype, device)
     yield sparse(size, device)
@@ -99,6 +102,23 @@ def norm(size: Size, device: str) -> Pass:
     sides = {name: ours(name) for name in able("optimizer", device, torch.float32)}
     sides["foreach"] = lambda: [torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))]
     return Pass("gradient norm", sides, sum(4 * x.numel() for x in gradients))
+
+
+def newton_schulz(size: Size, dtype: torch.dtype, device: str) -> Pass:
+    """Of the widest layer; symmetric products whole, and by rows of blocks of which one triangle is computed."""
+    x = torch.randn(1 if device == "cpu" else LAYERS, size.hidden, 4 * size.hidden, device=device).to(dtype)
+
+    def ours(blocks: int) -> list[Tensor]:
+        with patch.dict(iteration.BLOCKS, {device: blocks}):
+            return [iteration.newton_schulz(x.clone())]
+
+    sides = {"whole": partial(ours, 1), "2 rows of blocks": partial(ours, 2), "4 rows of blocks": partial(ours, 4)}
+    if dtype == torch.bfloat16:  # what torch.optim.Muon has of any type
+        from torch.optim._muon import _zeropower_via_newtonschulz as theirs
+
+        sides["torch.optim.Muon"] = lambda: [
+            theirs(matrix, iteration.COEFFICIENTS, iteration.STEPS, iteration.EPS) for matrix in x]
+    return Pass("Newton-Schulz", sides, 2 * x.nbytes, 2 * len(x) * iteration.newton_schulz_cost(*x.shape[1:]))
 
 
 def embedding(size: Size, dtype: torch.dtype, device: str) -> Pass:

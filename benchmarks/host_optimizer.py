@@ -14,6 +14,7 @@ both moments, 2 written of a bfloat16 copy. A side that moves more has a smaller
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import statistics
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import CLIP, LR, SEED, SHAPES, arguments, engine_config, parse, summary, write_results
+from benchmarks.common import CLIP, LR, SEED, SHAPES, arguments, engine_config, parse, report, summary
 from hybridpar.grid import ProcessGrid
 from hybridpar.state.rank import RankState
 from hybridpar.train.engine import Engine
@@ -188,7 +189,7 @@ def cases_of(sides: Mapping[str, Side], speeds: Mapping[str, list[float]], **set
     rates = {name: [sides[name].bytes_each * speed for speed in column] for name, column in speeds.items()}
     triad = [max(pair) for pair in zip(*(rates[name] for name in TRIADS), strict=True)]
     for name, column in rates.items():
-        entry = {
+        yield {
             "case": f"{name}, {settings['threads']} threads", "settings": settings,
             "share": summary([a / b for a, b in zip(column, triad, strict=True)]),
             "share_of_best": round(max(column) / max(triad), 4),
@@ -196,11 +197,9 @@ def cases_of(sides: Mapping[str, Side], speeds: Mapping[str, list[float]], **set
                       for peer in PEERS.get(name, ()) if peer in rates},
             "elements_per_s": round(statistics.median(speeds[name])),
             "gb_per_s": [round(rate / 1e9, 2) for rate in column]}
-        print_case(entry)
-        yield entry
 
 
-def print_case(entry: Mapping[str, Any]) -> None:
+def show(entry: Mapping[str, Any]) -> None:
     rates, share = entry["gb_per_s"], entry["share"]
     print(f"{entry['case']:<36} {entry['elements_per_s'] / 1e9:5.2f} G/s  {statistics.median(rates):5.1f} GB/s, best "
           f"{max(rates):5.1f}   of the triad {share['median']:.2f}  [{share['q1']:.2f}, {share['q3']:.2f}], best "
@@ -209,22 +208,24 @@ def print_case(entry: Mapping[str, Any]) -> None:
         print(f"    vs {peer:<22} {ratio['median']:5.2f}x  [{ratio['q1']:.2f}, {ratio['q3']:.2f}]", flush=True)
 
 
-def main() -> None:
-    parser = arguments(__doc__, rounds=15, shapes=["85M"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    args = parse(parser)
-    keep_freed_memory()  # as training does
-    cases: list[dict[str, Any]] = []
+def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for shape in args.shapes:
         sides = sides_of(shape)
         check(sides)
         sides |= triads()
         for threads in args.threads:
             torch.set_num_threads(threads)
-            cases += cases_of(sides, measure(sides, args.rounds), shape=shape, threads=threads)
-    print(write_results("host_optimizer", cases, args, meaning=(
+            yield from cases_of(sides, measure(sides, args.rounds), shape=shape, threads=threads)
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=15, shapes=["85M"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    args = parse(parser)
+    keep_freed_memory()  # as training does
+    report("host_optimizer", cases(args), args, show=show, meaning=(
         "share: of the triad's bandwidth in the same round, median and quartiles; share_of_best: the best round over "
-        "the triad's best; ratio: a peer's time over ours; gb_per_s: of every round")))
+        "the triad's best; ratio: a peer's time over ours; gb_per_s: of every round"))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common import FixedLoader, Shape, arguments, engine_config, over_ranks, parse, run_ranks, write_results
-from benchmarks.link_sides import Paced
+from benchmarks.common import FixedLoader, Shape, arguments, engine_config, over_ranks, parse, report, run_ranks
+from benchmarks.link_sides import pace
 from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.copies import HostEngines
 from hybridpar.pipeline.plan.costs import Costs
@@ -79,11 +79,10 @@ class Side:
             config.memory, host_optimizer=hosted, parts=config.model.num_blocks))
         self.work, self.seconds = EmulatedHost(0.0, 0.0), (0.0, 0.0)
         self.engine = Engine(config, ProcessGrid(pp=STAGES), torch.device("cpu"), host_work=self.work)
-        host, stages = self.engine.state.host, self.engine.executor.stages
+        host = self.engine.state.host
         self.groups = [] if host is None else list(map(float, host.sizes))
         self.most = over_ranks([sum(self.groups)], "max")[0]
-        self.engine.executor.stages = {  # type: ignore[assignment]
-            number: [Paced(part, PACE_S / len(parts)) for part in parts] for number, parts in stages.items()}
+        pace(self.engine, PACE_S)
         self.loader = FixedLoader(shape, m)
         self.losses: list[float] = []
         self.rounds: list[float] = []
@@ -159,18 +158,19 @@ def measure(rounds: int, batches: int) -> list[dict[str, Any]]:
     return cases
 
 
+def show(one: dict[str, Any]) -> None:
+    print(f"{one['case']:<28} sum {one['sum']:5.2f} {one['ratio']:6.3f} of the speed without a host; a step of "
+          f"{one['step_ms']:6.1f} ms is longer by {one['exposed_ms']:6.1f} ms, {one['predicted_ms']:6.1f} predicted")
+
+
 def main() -> None:
     parser = arguments(__doc__, rounds=5, shapes=("waits",), choices=SHAPES)
     parser.add_argument("--batches", type=int, default=6, help="timed batches of a side in each round")
     args = parse(parser)
     cases = run_ranks(measure, STAGES, args.rounds, args.batches)
-    for one in cases:
-        print(f"{one['case']:<28} sum {one['sum']:5.2f} {one['ratio']:6.3f} of the speed without a host; "
-              f"a step of {one['step_ms']:6.1f} ms is longer by {one['exposed_ms']:6.1f} ms, "
-              f"{one['predicted_ms']:6.1f} predicted", flush=True)
-    meaning = ("ratio: step time without a host over that with it, median over the rounds; exposed_ms, predicted_ms: "
-               "by how much a step is longer, measured and by simulation")
-    print(write_results("host_overlap", cases, args, meaning=meaning, shapes=SHAPES))
+    report("host_overlap", cases, args, show=show, shapes=SHAPES, meaning=(
+        "ratio: step time without a host over that with it, median over the rounds; exposed_ms, predicted_ms: by how "
+        "much a step is longer, measured and by simulation"))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import RESULTS, as_text, machine
 from hybridpar import checkpoint
 from hybridpar.checkpoint.folders import folder_of, saved_steps
 from hybridpar.checkpoint.load import check_files
@@ -286,7 +286,7 @@ def main() -> int:
         "half_written": sum(any(name.endswith(".part") for name in case["left"]) for case in cases),
         "seconds": round(time.monotonic() - began, 1), "wrong": wrong}
     document = {"claim": "kills", "seed": args.seed, "machine": machine(), "summary": summary, "cases": cases}
-    (Path(args.out) / "kills.json").write_text(json.dumps(document, indent=1) + "\n")
+    (Path(args.out) / "kills.json").write_text(as_text(document) + "\n")
     print(json.dumps(summary, indent=1))
     return bool(wrong)
 

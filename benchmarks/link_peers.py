@@ -15,41 +15,22 @@ link's rate, of the time of a step; where that is near 1 nothing but fewer bytes
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.common import (
-    OURS,
-    SHAPES,
-    OurStep,
-    Step,
-    arguments,
-    case,
-    engine_config,
-    over_ranks,
-    parse,
-    print_case,
-    race,
-    write_results,
-)
+from benchmarks import common
+from benchmarks.common import OURS, SHAPES, OurStep, Step, case, engine_config, over_ranks, race
 from benchmarks.compression import ONE_BUCKET, RANK, hook_of
 from benchmarks.data_parallel import DDPStep
+from benchmarks.hosts import FREE, name_of, on_two_hosts
 from benchmarks.link_sides import Link
 from benchmarks.pipeline import TorchPipelineStep
-from benchmarks.slow_link import CANNOT_RUN, FREE, ROOT, STATE_VARIABLE, TESTBED, started
 from benchmarks.tensor_parallel import DTensorStep
 from hybridpar.config import CompressionConfig
 from hybridpar.grid import ProcessGrid, sizes_of
@@ -129,57 +110,31 @@ def measure(kind: str, link: Link, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def on_host(args: argparse.Namespace) -> None:
+def show(found: dict[str, Any]) -> None:
+    common.print_case(found)
+    for name, sent in found["bytes_a_step"].items():
+        print(f"    {name:<22} {sent / 1e3:9.1f} kB a step, wire {found['wire'][name]:.2f}", flush=True)
+
+
+def on_host(args: argparse.Namespace, links: Sequence[Link]) -> None:
     """All kinds on one link, on one of the two ranks."""
-    torch.set_num_threads(1)
-    state = json.loads(Path(os.environ[STATE_VARIABLE]).read_text())
-    link = next(Link(one["name"], min(one["mbit"], one["back_mbit"]), one["delay_ms"], one["pid"])
-                for one in state["links"] if one["name"] == args.on)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    cases = []
-    for kind in args.kinds:
-        found = measure(kind, link, args)
-        cases.append(found)
-        if dist.get_rank() == 0:
-            print_case(found)
-            for name, sent in found["bytes_a_step"].items():
-                print(f"    {name:<22} {sent / 1e3:9.1f} kB a step, wire {found['wire'][name]:.2f}", flush=True)
-            write_results("link_peers", cases, args, meaning="ratio: peer's time / hybridpar's; bytes_a_step: over "
-                          "the link, of the host that sends more; wire: what they take of a step's time")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def launch(args: argparse.Namespace) -> int:
-    """Makes the hosts, runs this module on them once for each link, and removes them."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    testbed = [sys.executable, str(TESTBED), "--name", f"linkpeers{os.getpid()}"]
-    made = subprocess.run([*testbed, "up", *(word for link in args.links for word in ("--link", link))],
-                          stdout=subprocess.DEVNULL).returncode
-    if made:
-        if made == CANNOT_RUN:
-            print("benchmarks.link_peers: skipped, as this machine cannot make the hosts (see above)")
-        return 0 if made == CANNOT_RUN else made
-    try:
-        for i, link in enumerate(args.links):
-            name = link.partition("=")[0]
-            command = ["run", "--link", name, "1", "-m", "benchmarks.link_peers", *sys.argv[1:], "--on", name,
-                       *(["--add"] if i else [])]
-            if status := subprocess.run([*testbed, *command], cwd=ROOT).returncode:
-                return status
-        return 0
-    finally:
-        subprocess.run([*testbed, "down"])
+    link = next(link for link in links if link.name == args.on)
+    common.report("link_peers", (measure(kind, link, args) for kind in args.kinds), args, show=show, meaning=(
+        "ratio: peer's time / hybridpar's; bytes_a_step: over the link, of the host that sends more; wire: what they "
+        "take of a step's time"))
 
 
 def main() -> int:
-    parser = arguments(__doc__, rounds=3, shapes=["thin"])
+    parser = common.arguments(__doc__, rounds=3, shapes=["thin"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--batches", type=int, default=12, help="steps of a side at a time")
     parser.add_argument("--links", nargs="+", default=["wan=50:5", FREE], metavar="NAME=UP[/DOWN]:DELAY_MS")
     parser.add_argument("--on", default="", help=argparse.SUPPRESS)
-    return started(parse(parser), launch, on_host)
+    args = common.parse(parser)
+    names = list(map(name_of, args.links))
+    return on_two_hosts("link_peers", on_host, args, args.links, [
+        (name, 1, ("--on", name, *["--add"] * (name != names[0]))) for name in names])
 
 
 if __name__ == "__main__":

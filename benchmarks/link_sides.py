@@ -64,7 +64,8 @@ class Method:
     pace: seconds that forward and backward of a micro-batch take besides what they compute, during which the rank waits
     as if for an accelerator. slices: whether tp ranks send slices of what goes from stage to stage, not all of it each.
     messages: the codec of what goes from stage to stage. gradients: that of replicas' gradients, of which a hundredth
-    is sent, with what is sent whole. split: whether backwards are I and W.
+    is sent, with what is sent whole. split: whether backwards are I and W. pieces: micro-batches that the shape's own
+    is cut into. tp_pieces: those that take turns. sequence: sequence parallelism.
     """
 
     tp: int = 1
@@ -78,6 +79,9 @@ class Method:
     messages: str = "none"
     gradients: str = "none"
     split: bool = False
+    pieces: int = 1
+    tp_pieces: int = 1
+    sequence: bool = False
 
 
 class Paced:
@@ -161,9 +165,11 @@ class Side:
     """A method on a link, with an engine of its own. Collectives: created and used on all ranks."""
 
     def __init__(self, method: Method, link: Link, shape: Shape, dtype: str, m: int):
+        shape, m = replace(shape, micro_batch=shape.micro_batch // method.pieces), m * method.pieces
         config = engine_config(shape, tp=method.tp, pp=method.pp, dp=method.dp, num_microbatches=m,
                                schedule=method.schedule, dtype=dtype)
         config = from_mapping({"pipeline": {"warmup": method.warmup, "split_backward": method.split},
+                               "parallel": {"tp_pieces": method.tp_pieces, "sequence": method.sequence},
                                "compression": {"messages": method.messages, "gradients": method.gradients,
                                                "gradients_kept": 0.0075, "gradients_limit": 1.0}}, config)
         self.method, self.link, self.m, self.grid = method, link, m, grid_on(link, sizes_of(config.parallel))
@@ -171,7 +177,7 @@ class Side:
         if not method.slices:
             self.engine.executor.lane = replace(self.engine.executor.lane, slicing=None)
         if method.pace:
-            pace(self.engine, method.pace)
+            pace(self.engine, method.pace / method.pieces)
         self.loader = FixedLoader(shape, m, self.grid.dp.rank, self.grid.dp.size)
         self.tokens = m * self.grid.dp.size * shape.microbatch_tokens
         self.losses: list[float] = []

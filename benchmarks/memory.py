@@ -14,13 +14,13 @@ import gc
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import chain, groupby, product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import SHAPES, arguments, engine_config, parse, run_ranks, write_results
+from benchmarks.common import SHAPES, arguments, engine_config, parse, report, run_ranks
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
@@ -109,10 +109,7 @@ def predictions(all_settings: Sequence[dict[str, Any]], at_once: int) -> Iterato
     for num_ranks, group in groupby(all_settings, lambda s: s["tp"] * s["pp"]):
         for settings in batched(list(group), at_once):
             for one, measured in zip(settings, run_ranks(runs, num_ranks, list(map(config_of, settings))), strict=True):
-                entry = compare(one, measured)
-                worst = max((stage["error"] for stage in entry["stages"]), key=abs)
-                print(f"{entry['case']:<86} {100 * worst:+.2f} %", flush=True)
-                yield entry
+                yield compare(one, measured)
 
 
 def batched(items: list[Any], size: int) -> list[list[Any]]:
@@ -131,8 +128,15 @@ def versions(shape: str, dtypes: Sequence[str], stages: Sequence[int]) -> Iterat
                      "gradient_buffer": two.gradients - one.gradients} for one, two in zip(flush, double, strict=True)]
             rest = max(abs(row["extra"] - row["working_copy"] - row["gradient_buffer"]) for row in rows)
             name = f"2bw over 1f1b {dtype} pp={pp}, gradient buffers {schedule['gradient_buffers']}"
-            print(f"{name:<86} copy and buffer, and {rest} bytes", flush=True)
             yield {"case": name, "settings": settings | schedule, "stages": rows, "unexplained_bytes": rest}
+
+
+def show(entry: dict[str, Any]) -> None:
+    if "unexplained_bytes" in entry:
+        text = f"copy and buffer, and {entry['unexplained_bytes']} bytes"
+    else:
+        text = f"{100 * max((stage['error'] for stage in entry['stages']), key=abs):+.2f} %"
+    print(f"{entry['case']:<86} {text}", flush=True)
 
 
 def main() -> None:
@@ -142,18 +146,14 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--at-once", type=int, default=4, help="cases in one job: each leaves its memory behind")
     args = parse(parser)
-    compared: list[dict[str, Any]] = []
-    differences: list[dict[str, Any]] = []
-    for shape in args.shapes:
-        todo = settings_of(shape, args.kinds, args.dtypes, args.schedules, args.stages)
-        compared += predictions(todo, args.at_once)
-        differences += versions(shape, args.dtypes, args.stages)
-    errors = [abs(stage["error"]) for entry in compared for stage in entry["stages"]]
+    todo = chain(*(chain(
+        predictions(settings_of(shape, args.kinds, args.dtypes, args.schedules, args.stages), args.at_once),
+        versions(shape, args.dtypes, args.stages)) for shape in args.shapes))
+    cases = report("memory", todo, args, show=show, meaning="error: predicted bytes over measured, less one")
+    errors = [abs(stage["error"]) for entry in cases for stage in entry["stages"] if "error" in stage]
     within = sum(error <= BOUND for error in errors)
     print(f"{within} of {len(errors)} stages within {BOUND:.0%}, median error {statistics.median(errors):.2%}, largest "
           f"{max(errors):.2%}")
-    meaning = "error: predicted bytes over measured, less one"
-    print(write_results("memory", [*compared, *differences], args, meaning=meaning))
 
 
 if __name__ == "__main__":

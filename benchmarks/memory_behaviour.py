@@ -26,17 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common import (
-    OURS,
-    SHAPES,
-    OurStep,
-    arguments,
-    engine_config,
-    parse,
-    race,
-    ratios,
-    write_results,
-)
+from benchmarks.common import OURS, SHAPES, OurStep, arguments, engine_config, parse, race, ratios, report
 from benchmarks.user_models import ITERATIONS, Images, alexnet, mlp, resnet, trained
 from hybridpar.config import from_mapping
 from hybridpar.grid import ProcessGrid
@@ -74,7 +64,6 @@ def tables(size: int) -> Iterator[dict[str, Any]]:
             spans = trained(make, shape, batch, ghosts=True)
             entry = {"case": f"{name} batch {batch}", "settings": {"shape": "tiny", "part": "tables", "size": size}}
             entry |= breakdown(analyse(spans)) | blocks(spans)
-            print(f"{entry['case']:<24} peak {entry['peak_bytes'] >> 20} MiB, {entry['breakdown']}", flush=True)
             yield entry
 
 
@@ -86,10 +75,8 @@ def own(size: int) -> Iterator[dict[str, Any]]:
                 "pipeline": {"num_microbatches": 1}, "optim": {"name": "sgd", "clip_grad": 0.0},
                 "train": {"micro_batch_size": batch, "device": "cpu"}}), model=Images(name, size=size)), 1)
             _, spans = predict_trace(config, steps=ITERATIONS)
-            entry = {"case": f"own {name} batch {batch}", "settings": {"shape": "tiny", "part": "own", "size": size}}
-            entry |= breakdown(analyse(spans))
-            print(f"{entry['case']:<24} peak {entry['peak_bytes'] >> 20} MiB, {entry['breakdown']}", flush=True)
-            yield entry
+            settings = {"shape": "tiny", "part": "own", "size": size}
+            yield {"case": f"own {name} batch {batch}", "settings": settings} | breakdown(analyse(spans))
 
 
 def breakdown(found: Behaviour) -> dict[str, Any]:
@@ -120,7 +107,7 @@ def intervals(size: int) -> Iterator[dict[str, Any]]:
         spans = trained(make, shape, batch, ghosts=False)
         found = analyse(spans).intervals
         swaps = [one for one in found.outliers if one.life.num_bytes <= swappable(one.seconds, link)]
-        entry = {
+        yield {
             "case": f"{name} batch {batch}", "settings": {"shape": "tiny", "part": "intervals", "size": size},
             "intervals_under_25us": round(share_under(found.distribution, SHORT), 4),
             "intervals_us": {f"p{p}": round(1e6 * found.distribution.percentile(p), 1) for p in (10, 50, 90, 99, 100)},
@@ -129,8 +116,6 @@ def intervals(size: int) -> Iterator[dict[str, Any]]:
                 {"us": round(1e6 * one.seconds), "bytes": one.life.num_bytes, "category": one.life.category.value,
                  "could_leave": swappable(one.seconds, link)} for one in found.outliers[:3]],
             "seconds_an_iteration": round(spans[-1].end - spans[-1].start, 4)}
-        print(f"{entry['case']:<24} {entry['intervals_under_25us']:.0%} of intervals under 25 us", flush=True)
-        yield entry
 
 
 def share_under(intervals: Any, seconds: float) -> float:
@@ -173,14 +158,11 @@ def overhead(shape: str, dtype: str, num_microbatches: int, rounds: int) -> dict
         recorder.close()
         records.close()
     steps = counts.pop("steps")
-    entry = {"case": f"overhead {shape} {dtype}", "settings": {
+    return {"case": f"overhead {shape} {dtype}", "settings": {
         "shape": shape, "part": "overhead", "dtype": dtype, "microbatches": num_microbatches}, "rounds": rounds,
         "ratio": ratios(result, RECORDED), "ratio_cpu_time": ratios(result, RECORDED, times="cpu"),
         "wall_ms": {side: [round(1e3 * t, 3) for t in times] for side, times in result.wall.items()},
         **{f"{name}_a_step": n // steps for name, n in counts.items()}}
-    print(f"{entry['case']:<28} {entry['ratio']['median']:.3f} of the time without, "
-          f"{entry['ratio_cpu_time']['median']:.3f} of its CPU time", flush=True)
-    return entry
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -190,7 +172,6 @@ def grown(part: str, path: Path, steps: int) -> dict[str, Any]:
     """Growth of a process of its own that records so many steps, or analyses them. Units: bytes."""
     command = [sys.executable, "-m", "benchmarks.memory_behaviour", "--child", part, str(path), str(steps)]
     growth = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    print(f"{part} {steps} steps: {growth >> 20} MiB more", flush=True)
     return {"case": f"{part} {steps} steps", "settings": {"shape": "tiny", "part": "memory", "steps": steps},
             "growth_bytes": growth, "file_bytes": path.stat().st_size}
 
@@ -224,6 +205,19 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def show(entry: dict[str, Any]) -> None:
+    if "breakdown" in entry:
+        text = f"peak {entry['peak_bytes'] >> 20} MiB, {entry['breakdown']}"
+    elif "intervals_us" in entry:
+        text = f"{entry['intervals_under_25us']:.0%} of intervals under 25 us"
+    elif "ratio" in entry:
+        wall, cpu = entry["ratio"]["median"], entry["ratio_cpu_time"]["median"]
+        text = f"{wall:.3f} of the time without, {cpu:.3f} of its CPU time"
+    else:
+        text = f"{entry['growth_bytes'] >> 20} MiB more"
+    print(f"{entry['case']:<28} {text}", flush=True)
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         return child(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
@@ -233,10 +227,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000, help="of the long trace")
     parser.add_argument("--microbatches", type=int, default=2)
     args = parse(parser)
-    entries = list(cases(args))
-    print(write_results("memory_behaviour", entries, args, meaning=(
+    entries = report("memory_behaviour", cases(args), args, show=show, meaning=(
         "breakdown: shares of the peak, on ghosts; intervals: between accesses of a block, in real runs; swappable: by "
-        "6.3 and 6.4 GB/s; ratio: time of a recorded step over one that is not")))
+        "6.3 and 6.4 GB/s; ratio: time of a recorded step over one that is not"))
     worst = [one["case"] for one in entries if one.get("ratio", {}).get("median", 0) > BOUND
              or one.get("growth_bytes", 0) > MOST_GROWTH]
     if worst:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import SHAPES, OurStep, arguments, engine_config, parse, write_results
+from benchmarks.common import SHAPES, OurStep, arguments, engine_config, parse, report
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory.events import Span, lives
@@ -108,6 +108,12 @@ def by_mem_tracker(step: OurStep) -> Counts | str:
     return counts(categories=len(peak) - 1, peak_bytes=peak["Total"])
 
 
+def show(entry: dict[str, Any]) -> None:
+    found = entry["shows"]
+    row = [found] if isinstance(found, str) else [f"{found[column]:>14}" for column in COLUMNS]
+    print(f"{entry['case']:<12}", *row, flush=True)
+
+
 def main() -> None:
     parser = arguments(__doc__, rounds=1, shapes=["tiny"])
     parser.add_argument("--microbatches", type=int, default=2)
@@ -119,15 +125,10 @@ def main() -> None:
         name: lambda tool=tool: tool(OurStep(config, shape, ProcessGrid()))  # type: ignore[misc]
         for name, tool in {"recorder": by_recorder, "profiler": by_profiler, "history": by_history,
                            "MemTracker": by_mem_tracker}.items()}
-    entries = []
     print(f"{'':<12}", *(f"{column:>14}" for column in COLUMNS))
-    for name, tool in tools.items():
-        found = tool()
-        row = [found] if isinstance(found, str) else [f"{found[column]:>14}" for column in COLUMNS]
-        print(f"{name:<12}", *row, flush=True)
-        entries.append({"case": name, "settings": {"shape": args.shapes[0], "microbatches": args.microbatches},
-                        "shows": found})
-    print(write_results("memory_tools", entries, args, meaning="counts of one step as each tool shows it"))
+    settings = {"shape": args.shapes[0], "microbatches": args.microbatches}
+    entries = ({"case": name, "settings": settings, "shows": tool()} for name, tool in tools.items())
+    report("memory_tools", entries, args, show=show, meaning="counts of one step as each tool shows it")
 
 
 if __name__ == "__main__":

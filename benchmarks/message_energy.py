@@ -10,16 +10,15 @@ fixed ones. Nothing is timed.
 
 from __future__ import annotations
 
-import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import arguments, parse, write_results
+from benchmarks.common import arguments, parse, report
 from benchmarks.messages import STUDY, alone, settings
 from hybridpar.config import Config
 from hybridpar.models.cost import stage_split
@@ -62,7 +61,20 @@ def lost(x: Tensor, arrived: Tensor) -> float:
     return round(float((x - arrived).square().sum() / x.square().sum()), 4)
 
 
-def main() -> int:
+def cases(kept: Kept, at: list[int], before: int) -> Iterator[dict[str, Any]]:
+    """Entries of the result file."""
+    codecs = {"fixed directions": Subspace(SHARE, torch.float32), "dct 0.1": Largest(0.1, torch.float32),
+              "int4": Tiles(4, rotate=True)}
+    for (way, link, step), x in kept.items():
+        if step in at:
+            found = {name: lost(x, x @ u @ u.t()) for name, u in (
+                ("learned from it", directions(x)), ("learned before", directions(kept[way, link, step - before])))}
+            found |= {name: lost(x, through(codec, x)) for name, codec in codecs.items()}
+            yield {"case": f"{way}, link {link}, after {step} steps", "lost": found,
+                   "settings": {"shape": "study", "way": way, "link": link, "step": step}}
+
+
+def main() -> None:
     parser = arguments(__doc__, rounds=1, shapes=["study"], choices=["study"])
     parser.add_argument("--at", nargs="+", type=int, default=[30, 60, 150, 299], help="batches that are looked at")
     parser.add_argument("--before", type=int, default=30, help="steps since directions were learned")
@@ -70,22 +82,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as cache:
         config = settings("1f1b", "none", 4, 1234, max(args.at) + 1, cache)
         kept = record(config, {step - back for step in args.at for back in (0, args.before)})
-    cases = []
-    codecs = {"fixed directions": Subspace(SHARE, torch.float32), "dct 0.1": Largest(0.1, torch.float32),
-              "int4": Tiles(4, rotate=True)}
-    for (way, link, step), x in kept.items():
-        if step in args.at:
-            found = {name: lost(x, x @ u @ u.t()) for name, u in (
-                ("learned from it", directions(x)),
-                ("learned before", directions(kept[way, link, step - args.before])))}
-            found |= {name: lost(x, through(codec, x)) for name, codec in codecs.items()}
-            cases.append({"case": f"{way}, link {link}, after {step} steps", "lost": found,
-                          "settings": {"shape": "study", "way": way, "link": link, "step": step}})
-            print(cases[-1]["case"], found, flush=True)
-    print(write_results("message_energy", cases, args, shapes={"study": STUDY},
-                        meaning="lost: share of the energy of a batch's messages that does not arrive"))
-    return 0
+    report("message_energy", cases(kept, args.at, args.before), args, shapes={"study": STUDY},
+           show=lambda case: print(case["case"], case["lost"], flush=True),
+           meaning="lost: share of the energy of a batch's messages that does not arrive")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

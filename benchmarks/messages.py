@@ -11,16 +11,16 @@ about half a per cent say nothing.
 from __future__ import annotations
 
 import argparse
-import sys
+import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import Shape, arguments, over_seeds, parse, write_results
+from benchmarks.common import Shape, arguments, parse, report
 from hybridpar.config import Config, from_mapping
 from hybridpar.data import BatchLoader, open_data
 from hybridpar.grid import ProcessGrid
@@ -85,7 +85,39 @@ def train(config: Config) -> dict[str, Any]:
     return {"valid_loss": round(valid, 4), "seconds": round(time.perf_counter() - start, 1), "losses": losses[::_EVERY]}
 
 
-def main() -> int:
+def over_seeds(cases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Lines about trainings: loss over that of codec none with the same seed and steps: mean, least and most."""
+    found: dict[tuple[str, str, int], dict[int, float]] = {}
+    for each in cases:
+        of = each["settings"]
+        found.setdefault((of["schedule"], of["codec"], of["steps"]), {})[of["seed"]] = each["valid_loss"]
+    for (schedule, codec, steps), losses in found.items():
+        none = found.get((schedule, "none", steps), {})
+        over = [loss / none[seed] for seed, loss in losses.items() if seed in none]
+        if over:
+            name = f"{schedule} {codec}, {steps} steps"
+            yield (f"{name:<38} loss {statistics.fmean(losses.values()):.4f}, over none {statistics.fmean(over):.4f} "
+                   f"({min(over):.4f} to {max(over):.4f}), {len(over)} seeds")
+
+
+def study(args: argparse.Namespace, cache: str) -> Iterator[dict[str, Any]]:
+    """A case for each codec, schedule, number of stages and seed; without a codec stages make no difference.
+
+    `cache`: folder of the prepared corpus.
+    """
+    for schedule, codec, stages, seed in product(args.schedules, args.codecs, args.stages, args.seeds):
+        if codec != "none" or stages == args.stages[0]:
+            yield {"case": f"{schedule} {axis_of(codec)}={stages} {codec} seed {seed}",
+                   **train(settings(schedule, codec, stages, seed, args.steps, cache)),
+                   "settings": {"shape": "study", "schedule": schedule, axis_of(codec): stages, "codec": codec,
+                                "seed": seed, "steps": args.steps, "tokens": args.steps * M * STUDY.microbatch_tokens}}
+
+
+def show(entry: dict[str, Any]) -> None:
+    print(f"{entry['case']:<32} {entry['valid_loss']:.4f}  {entry['seconds']} s", flush=True)
+
+
+def main() -> None:
     parser = arguments(__doc__, rounds=1, shapes=["study"], choices=["study"])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
@@ -94,31 +126,10 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1234])
     args = parse(parser)
     with tempfile.TemporaryDirectory() as cache:
-        path = study(args, cache)
-    print(*over_seeds(path), path, sep="\n")
-    return 0
-
-
-def study(args: argparse.Namespace, cache: str) -> Path:
-    """A case for each codec, schedule, number of stages and seed, written down as it ends; without a codec stages make
-    no difference.
-
-    `cache`: folder of the prepared corpus.
-    """
-    cases = []
-    for schedule, codec, stages, seed in product(args.schedules, args.codecs, args.stages, args.seeds):
-        if codec == "none" and stages != args.stages[0]:
-            continue
-        numbers = train(settings(schedule, codec, stages, seed, args.steps, cache))
-        cases.append({
-            "case": f"{schedule} {axis_of(codec)}={stages} {codec} seed {seed}", **numbers,
-            "settings": {"shape": "study", "schedule": schedule, axis_of(codec): stages, "codec": codec,
-                         "seed": seed, "steps": args.steps, "tokens": args.steps * M * STUDY.microbatch_tokens}})
-        print(f"{cases[-1]['case']:<32} {numbers['valid_loss']:.4f}  {numbers['seconds']} s", flush=True)
-        path = write_results("messages", cases, args, shapes={"study": STUDY},
-                             meaning="valid_loss: at the end, of exact messages")
-    return path
+        cases = report("messages", study(args, cache), args, show=show, shapes={"study": STUDY},
+                      meaning="valid_loss: at the end, of exact messages")
+    print(*over_seeds(cases), sep="\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

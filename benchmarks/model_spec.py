@@ -9,25 +9,13 @@ is a test: tests/planner/test_own_models.py.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.common import (
-    OURS,
-    SHAPES,
-    OurStep,
-    arguments,
-    case,
-    engine_config,
-    parse,
-    print_case,
-    race,
-    write_results,
-)
+from benchmarks.common import OURS, SHAPES, OurStep, arguments, case, engine_config, parse, race, report
 from hybridpar import ModelConfig, ModelSpec, ProcessGrid
 from hybridpar.models.build import build_blocks
 from hybridpar.models.own import Build
@@ -58,21 +46,20 @@ class OwnGPT(ModelSpec):
         return build_blocks(self.gpt, build.axis, [number], **build.factory)[number]
 
 
-def main() -> int:
+def measure(name: str, rounds: int) -> dict[str, Any]:
+    shape = SHAPES[name]
+    config = engine_config(shape, num_microbatches=4)
+    own = replace(config, model=OwnGPT(shape.model))
+    found = race({OURS: OurStep(config, shape, ProcessGrid()), "of one's own": OurStep(own, shape, ProcessGrid())},
+                 rounds, tolerance=1e-6)
+    return case(name, found, 4 * shape.microbatch_tokens, shape=name)
+
+
+def main() -> None:
     args = parse(arguments(__doc__, rounds=40, shapes=["gpt_tiny", "small"]))
     torch.set_num_threads(1)
-    entries = []
-    for name in args.shapes:
-        shape = SHAPES[name]
-        config = engine_config(shape, num_microbatches=4)
-        own = replace(config, model=OwnGPT(shape.model))
-        found = race({OURS: OurStep(config, shape, ProcessGrid()), "of one's own": OurStep(own, shape, ProcessGrid())},
-                     args.rounds, tolerance=1e-6)
-        entries.append(case(name, found, 4 * shape.microbatch_tokens, shape=name))
-        print_case(entries[-1])
-    print(write_results("model_spec", entries, args))
-    return 0
+    report("model_spec", (measure(name, args.rounds) for name in args.shapes), args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,7 +19,7 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.common import RESULTS, write_results
+from benchmarks.common import RESULTS, report
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.planner.candidates import Candidate, Request, balanced, candidates
 from hybridpar.planner.cluster import estimated
@@ -89,7 +89,7 @@ def alike(case: Case, config: Config, machine: Machine) -> Candidate:
     memory, found = MemoryCheck(machine.memory_limit), []
     for one in candidates(config, machine, request):
         for zero in (0, 1):
-            made = replace(one.config, parallel=replace(one.config.parallel, zero=zero),
+            made = replace(one.config, parallel=replace(one.config.parallel, zero=zero, sequence=False),
                            pipeline=replace(one.config.pipeline, recompute="all"))
             cost = StepCost(made, machine)
             if memory.fits(cost):
@@ -124,12 +124,8 @@ def main() -> None:
     parser.add_argument("--models", choices=list(CASES), nargs="+", default=list(CASES))
     parser.add_argument("--add", action="store_true", help="keep the file's other cases")
     args = parser.parse_args()
-    cases = []
-    for row in map(planned, args.models):
-        cases.append(row)
-        print(row, flush=True)
-    print(write_results("nest", cases, args, meaning="throughput over the manual plan's: published, and by our "
-                        "simulator"))
+    report("nest", map(planned, args.models), args, show=print,
+           meaning="throughput over the manual plan's: published, and by our simulator")
 
 
 if __name__ == "__main__":

@@ -10,15 +10,16 @@ F.gelu, F.cross_entropy; `compile` the same function under torch.compile. A roun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import OURS, Step, arguments, case, parse, print_case, race, write_results
+from benchmarks.common import OURS, Step, arguments, case, parse, race, report
 from hybridpar import ops
 from hybridpar.grid import Axis
 from hybridpar.nn import vocab_parallel_cross_entropy
@@ -152,9 +153,8 @@ def step(function: Function, tensors: list[Tensor], gradients: list[Tensor]) -> 
     return run
 
 
-def measure(size_name: str, dtype_name: str, rounds: int, only: Sequence[str] = ()) -> list[dict[str, Any]]:
+def measure(size_name: str, dtype_name: str, rounds: int, only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """`only`: the names of operations to measure; none: all."""
-    cases = []
     for name, operation in operations(SIZES[size_name], DTYPES[dtype_name]).items():
         if only and name not in only:
             continue
@@ -171,13 +171,11 @@ def measure(size_name: str, dtype_name: str, rounds: int, only: Sequence[str] = 
         steps[OURS]()
         repeat = max(1, round(ROUND_S / (time.perf_counter() - start)))
         result = race(steps, rounds, tolerance=0.0, repeat=repeat)
-        cases.append(case(f"{size_name} {dtype_name} {name}", result, SIZES[size_name].tokens, shape=size_name,
-                          dtype=dtype_name, op=name))
-        print_case(cases[-1])
-    return cases
+        yield case(f"{size_name} {dtype_name} {name}", result, SIZES[size_name].tokens, shape=size_name,
+                   dtype=dtype_name, op=name)
 
 
-def measure_update(size_name: str, rounds: int, only: Sequence[str] = ()) -> list[dict[str, Any]]:
+def measure_update(size_name: str, rounds: int, only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """The passes that follow the backward, over the parameters of a layer and an embedding, in float32.
 
     Ours reads one version of the weights and writes another, PyTorch's writes over the only one.
@@ -218,14 +216,11 @@ def measure_update(size_name: str, rounds: int, only: Sequence[str] = ()) -> lis
         "AdamW": {OURS: adam, "fused": stepping(fused), "foreach": stepping(foreach)},
         "gradient norm": {OURS: norm, "clip_grad_norm_": lambda: clip(fused), "get_total_norm": total_norm},
     }
-    cases = []
     for name, sides in races.items():
         if only and name not in only:
             continue
         result = race(sides, rounds, tolerance=1e-2)  # torch sums a large tensor's squares in float32
-        cases.append(case(f"{size_name} fp32 {name}", result, numel, shape=size_name, dtype="fp32", op=name))
-        print_case(cases[-1])
-    return cases
+        yield case(f"{size_name} fp32 {name}", result, numel, shape=size_name, dtype="fp32", op=name)
 
 
 def main() -> None:
@@ -234,11 +229,9 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", default=[], help="operators by their names in the table; by default all")
     args = parse(parser)
     torch.set_num_threads(1)
-    cases = [entry for size in args.sizes for dtype in args.dtypes
-             for entry in measure(size, dtype, args.rounds, args.ops)]
-    if "fp32" in args.dtypes:
-        cases += [entry for size in args.sizes for entry in measure_update(size, args.rounds, args.ops)]
-    print(write_results("ops", cases, args, shapes=SIZES))
+    updates = args.sizes if "fp32" in args.dtypes else ()
+    report("ops", chain(*(measure(*key, args.rounds, args.ops) for key in product(args.sizes, args.dtypes)),
+                        *(measure_update(size, args.rounds, args.ops) for size in updates)), args, shapes=SIZES)
 
 
 if __name__ == "__main__":

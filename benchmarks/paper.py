@@ -16,7 +16,6 @@ text counts here.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -200,7 +199,8 @@ def _row(setting: Setting, speeds: Mapping[str, float]) -> dict[str, Any]:
 
 def write(machine: Machine, speeds: Speeds, checks: Sequence[Check], path: Path) -> None:
     """Writes everything as JSON."""
-    from benchmarks.common import machine as this_machine  # brings torch, which nothing else here needs
+    from benchmarks.common import as_text  # brings torch, which nothing else here needs
+    from benchmarks.common import machine as this_machine
 
     document = {
         "claim": "paper", "ratio": "the paper's stated speed-ups and the simulator's",
@@ -214,7 +214,7 @@ def write(machine: Machine, speeds: Speeds, checks: Sequence[Check], path: Path)
             for name, other in variants(machine).items()},
         "rows": [_row(setting, speeds[setting]) for setting in FIGURES],
     }
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    path.write_text(as_text(document) + "\n")
     print(path)
 
 

@@ -10,13 +10,14 @@ if pieces hid all of it. F and B are those of `thin` (README, slow links), with 
 
 from __future__ import annotations
 
-import sys
 import time
+from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import torch
 
-from benchmarks.common import SHAPES, arguments, engine_config, parse, write_results
+from benchmarks.common import SHAPES, arguments, engine_config, parse, report
 from hybridpar.config import from_mapping
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.simulate import Costs, simulate
@@ -52,23 +53,22 @@ def gain(shape: str, schedule: str, p: int, link: str, num_bytes: int, seconds: 
     return with_it / without - 1
 
 
-def main() -> int:
+def cases(shapes: list[str], rounds: int) -> Iterator[dict[str, Any]]:
+    for name, codec in CODECS.items():
+        num_bytes, seconds = coding(codec, rounds)
+        for shape, schedule, p, link in product(shapes, SCHEDULES, (2, 4), LINKS):
+            found = gain(shape, schedule, p, link, num_bytes, seconds)
+            yield {"case": f"{shape} {schedule} p={p} {name}, {link}", "gain": round(found, 5), "settings": {
+                "shape": shape, "schedule": schedule, "pp": p, "codec": name, "link": link, "bytes": num_bytes,
+                "coding_us": round(1e6 * seconds, 1), "send_us": round(8e6 * num_bytes / LINKS[link][0], 1)}}
+
+
+def main() -> None:
     args = parse(arguments(__doc__, rounds=50, shapes=list(SECONDS)))
     torch.set_num_threads(1)
-    cases = []
-    for name, codec in CODECS.items():
-        num_bytes, seconds = coding(codec, args.rounds)
-        print(f"{name}: {num_bytes:,} bytes, encoded and decoded in {1e6 * seconds:.0f} us")
-        for shape, schedule, p, link in product(args.shapes, SCHEDULES, (2, 4), LINKS):
-            found = gain(shape, schedule, p, link, num_bytes, seconds)
-            cases.append({"case": f"{shape} {schedule} p={p} {name}, {link}", "gain": round(found, 5), "settings": {
-                "shape": shape, "schedule": schedule, "pp": p, "codec": name, "link": link, "bytes": num_bytes,
-                "coding_us": round(1e6 * seconds, 1), "send_us": round(8e6 * num_bytes / LINKS[link][0], 1)}})
-    for case in sorted(cases, key=lambda case: -float(case["gain"]))[:5]:
-        print(f"{case['case']:<45}{case['gain']:8.2%}")
-    print(write_results("pieces", cases, args, meaning="gain: of a step's time, at most, simulated"))
-    return 0
+    report("pieces", cases(args.shapes, args.rounds), args, meaning="gain: of a step's time, at most, simulated",
+           show=lambda case: print(f"{case['case']:<45}{case['gain']:8.2%}"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -26,42 +26,20 @@ shapes take long: --seconds limits rounds, and recordings, of a case, which is w
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import pipelining
 
-from benchmarks.common import (
-    OURS,
-    SHAPES,
-    FixedLoader,
-    OurStep,
-    Race,
-    Shape,
-    Step,
-    arguments,
-    case,
-    engine_config,
-    over_ranks,
-    parse,
-    print_case,
-    race,
-    ratios,
-    run_ranks,
-    write_results,
-)
+from benchmarks import common
+from benchmarks.common import OURS, SHAPES, FixedLoader, OurStep, Race, Shape, case, engine_config, over_ranks, race
 from benchmarks.plain import PlainGPT, adamw, clip, cross_entropy
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.cost import stage_split
@@ -74,8 +52,9 @@ from hybridpar.train.measure import measure as measure_parts
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 PEERS: dict[str, Any] = {
-    "1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B,
-    "interleaved, zero bubble": ScheduleInterleavedZeroBubble, "v": ScheduleZBVZeroBubble}
+    "1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "interleaved, zero bubble": pipelining.ScheduleInterleavedZeroBubble, "v": pipelining.ScheduleZBVZeroBubble}
 SINGLE, MULTI = ("1f1b", "gpipe"), ("1f1b", "interleaved", "interleaved, zero bubble", "v")
 IDEAL, UPDATE, IDEAL_UPDATE = "ideal", "update", "ideal with update"
 WITH_DRAIN, SHARE, ITEMS = "including fill and drain, wall_ms", "share of the ideal", "where the time goes"
@@ -105,7 +84,7 @@ class TorchPipelineStep:
         split = stage_split(shape.model, num_stages)
         self.first, self.last = 0 in numbers, num_stages - 1 in numbers
         models = [PlainGPT(shape, split[number], autocast=dtype == "bf16") for number in numbers]
-        stages = [PipelineStage(model, number, num_stages, torch.device("cpu"))
+        stages = [pipelining.PipelineStage(model, number, num_stages, torch.device("cpu"))
                   for model, number in zip(models, numbers, strict=True)]
         self.schedule = PEERS[schedule](
             stages[0] if schedule in SINGLE else stages, m, loss_fn=cross_entropy)
@@ -133,7 +112,7 @@ def measure(shape_name: str, dtype: str, m: int, schedule: str, rounds: int) -> 
     """Races hybridpar and torch.distributed.pipelining. Collectives: called on all ranks."""
     shape, size = SHAPES[shape_name], dist.get_world_size()
     config = engine_config(shape, pp=size, num_microbatches=m, schedule=schedule, dtype=dtype)
-    sides: dict[str, Step] = {
+    sides: dict[str, common.Step] = {
         OURS: OurStep(config, shape, ProcessGrid(pp=size)),
         PEERS[schedule].__name__: TorchPipelineStep(shape, schedule, m, dtype),
     }
@@ -280,7 +259,7 @@ def measure_2bw(
                  blocks_of_each_stage=[len(blocks) for blocks in stage_split(shape.model, size)])
     return entry | {
         WITH_DRAIN: [round(1e3 * t, 3) for t in over_ranks(with_drain, "max")],
-        SHARE: {name: ratios(result, IDEAL, name) for name in result.wall if name != IDEAL},
+        SHARE: {name: common.ratios(result, IDEAL, name) for name in result.wall if name != IDEAL},
         ITEMS: itemise(ours, batches + 3)}
 
 
@@ -313,8 +292,24 @@ def itemise(ours: OurStep, num_batches: int) -> dict[str, float]:
     return {name: round(part / found.step_time, 4) for name, part in seconds.items()}
 
 
+def measured(shape: str, dtype: str, schedule: str, m: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One entry of the result file."""
+    if schedule == "2bw":
+        return common.run_ranks(measure_2bw, 2, shape, dtype, m, args.batches, args.rounds, args.warmups, args.others)
+    if schedule == "drains":
+        return common.run_ranks(measure_drains, args.ranks, shape, dtype, m, args.rounds, args.seconds)
+    return common.run_ranks(measure, 2, shape, dtype, m, schedule, args.rounds)
+
+
+def show(entry: dict[str, Any]) -> None:
+    common.print_case(entry)
+    for label in (PREDICTED, SIMULATED, SHARE, ITEMS):
+        for name, part in entry.get(label, {}).items():
+            print(f"    {label}: {name:<40} {part['median'] if label == SHARE else part:.3f}")
+
+
 def main() -> None:
-    parser = arguments(__doc__, rounds=9, shapes=["balanced", "small"])
+    parser = common.arguments(__doc__, rounds=9, shapes=["balanced", "small"])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--schedules", nargs="+", choices=[*SINGLE, "drains", "2bw"], default=[*SINGLE, "2bw"])
     parser.add_argument("--ranks", type=int, default=2, help="of drains")
@@ -322,29 +317,9 @@ def main() -> None:
     parser.add_argument("--warmups", nargs="+", choices=list(WARMUPS), default=["latency"])
     parser.add_argument("--others", action="store_true", help="also hold the schedules that drain against 2bw's ideal")
     parser.add_argument("--batches", type=int, default=2, help="batches of a timed round of 2bw")
-    args = parse(parser)
-    cases = []
-    for shape in args.shapes:
-        for dtype in args.dtypes:
-            for schedule in args.schedules:
-                for m in args.microbatches:
-                    if schedule == "2bw":
-                        entry = run_ranks(
-                            measure_2bw, 2, shape, dtype, m, args.batches, args.rounds, args.warmups, args.others)
-                    elif schedule == "drains":
-                        entry = run_ranks(measure_drains, args.ranks, shape, dtype, m, args.rounds, args.seconds)
-                    else:
-                        entry = run_ranks(measure, 2, shape, dtype, m, schedule, args.rounds)
-                    cases.append(entry)
-                    path = write_results("pipeline", cases, args)
-                    print_case(entry)
-                    for label in (PREDICTED, SIMULATED):
-                        for name, ratio in entry.get(label, {}).items():
-                            print(f"    {label}: {name:<40} {ratio:.3f}")
-                    for label in (SHARE, ITEMS):
-                        for name, part in entry.get(label, {}).items():
-                            print(f"    {label}: {name:<30} {part['median'] if label == SHARE else part:.3f}")
-    print(path)
+    args = common.parse(parser)
+    common.report("pipeline", (measured(*key, args) for key in product(
+        args.shapes, args.dtypes, args.schedules, args.microbatches)), args, show=show)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import arguments, parse, write_results
+from benchmarks.common import arguments, parse, report
 from hybridpar import native
 from hybridpar.errors import ConfigError
 from hybridpar.planner.placement import Options, Workload, make_workload, place, read_workload
@@ -104,7 +104,7 @@ SHAPES = {
 
 def run(name: str, solve: Callable[[], Any], value: Callable[[Any], float], known: float | None,
         rounds: int) -> dict[str, Any]:
-    """One entry of the result file, printed as a row."""
+    """One entry of the result file."""
     times, note, found, bound, proven = [], "", math.nan, None, None
     for _ in range(rounds):
         start = time.perf_counter()
@@ -118,8 +118,6 @@ def run(name: str, solve: Callable[[], Any], value: Callable[[Any], float], know
         bound, proven = getattr(result, "bound", None), getattr(result, "proven", None)
     seconds = float(np.median(times)) if times else math.nan
     ratio = known / found if known is not None and math.isfinite(known) and found else math.nan
-    print(f"{name:<38} {found:>12.6g} {'' if known is None else f'{known:.6g}':>10} {seconds:>9.3f} s  "
-          f"{'proven ' * bool(proven)}{note[:70]}", flush=True)
 
     def number(x: float | None) -> float | str | None:
         return x if x is None or math.isfinite(x) else str(x)
@@ -151,8 +149,7 @@ def latency_workload(workload: Workload, memory: float) -> Workload:
     return workload.with_devices(memory=memory, num_cpus=8)
 
 
-def cases(args: Namespace) -> Iterator[dict[str, Any]]:
-    data = Path(args.data)
+def cases(args: Namespace, data: Path) -> Iterator[dict[str, Any]]:
     for path in sorted((data / "device_placement").glob("*/*.json")):
         yield from placements(path.stem, read_workload(path), SOLVERS, "paper", args)
         if path.stem.endswith("inference"):
@@ -173,6 +170,12 @@ def cases(args: Namespace) -> Iterator[dict[str, Any]]:
                 yield entry | {"settings": {"shape": "paper", "solver": planner, "accelerators": devices}}
 
 
+def show(entry: dict[str, Any]) -> None:
+    known = "" if entry["known"] is None else f"{float(entry['known']):.6g}"
+    print(f"{entry['case']:<38} {float(entry['objective']):>12.6g} {known:>10} {float(entry['seconds']):>9.3f} s  "
+          f"{'proven ' * bool(entry['proven'])}{entry['note'][:70]}", flush=True)
+
+
 def main() -> None:
     parser = arguments(__doc__, rounds=3, shapes=[])
     beside = [folder / "shared" / "data" for folder in Path(__file__).resolve().parents]
@@ -183,9 +186,8 @@ def main() -> None:
     args = parse(parser)
     native.missing()  # loads the extension, which is in no one's time
     print(f"{'':<38} {'objective':>12} {'known':>10} {'time':>9}")
-    found = list(cases(args))
-    args.data = Path(args.data).name
-    print(write_results("placement", found, args, meaning=MEANING, shapes=SHAPES))
+    report("placement", cases(args, Path(args.data)), Namespace(**vars(args) | {"data": Path(args.data).name}),
+           show=show, meaning=MEANING, shapes=SHAPES)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ ordered [head, (query, key, value), head dim], so that an even split of the rows
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.common import CLIP, LR, SEED, Shape
+from benchmarks.common import CLIP, LR, SEED, FixedLoader, Shape
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.init import initialize
@@ -84,6 +85,29 @@ def _plain_name(name: str, shape: Shape) -> str:
     if int(number) in (0, shape.num_layers + 1):
         return rest.replace("language_model.projection", "head")
     return f"layers.{number}." + rest.replace("attention.", "").replace("mlp.", "")
+
+
+class ReplicaStep:
+    """One optimizer step of a plain GPT that is spread over replicas, `m` micro-batches on each of them."""
+
+    def __init__(self, model: nn.Module, shape: Shape, m: int):
+        self.model, self.optimizer = model, adamw(model.parameters())
+        self.loader, self.step = FixedLoader(shape, m, dist.get_rank(), dist.get_world_size()), 0
+
+    def __call__(self) -> float:
+        pairs = self.loader.pairs(self.step)
+        self.step += 1
+        total = torch.zeros(())
+        for i, (tokens, labels) in enumerate(pairs):
+            with self.model.no_sync() if hasattr(self.model, "no_sync") and i < len(pairs) - 1 else nullcontext():
+                loss = cross_entropy(self.model(tokens), labels) / len(pairs)
+                loss.backward()
+            total += loss.detach()
+        clip(self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

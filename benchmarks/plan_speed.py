@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.common import RESULTS, write_results
+from benchmarks.common import RESULTS, report
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cluster import estimated
@@ -65,13 +65,9 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="keep the file's other cases")
     parser.add_argument("--only", choices=["simulate", "plan"], nargs="+", default=["simulate", "plan"])
     args = parser.parse_args()
-    cases = []
     plan(2, 1, 8)  # which imports what is imported at first use
-    for what in (simulate, plan):
-        if what.__name__ in args.only:
-            cases.append(measured(what))
-            print(cases[-1], flush=True)
-    print(write_results("plan_speed", cases, args, meaning="CPU seconds"))
+    report("plan_speed", (measured(what) for what in (simulate, plan) if what.__name__ in args.only), args, show=print,
+           meaning="CPU seconds")
 
 
 if __name__ == "__main__":

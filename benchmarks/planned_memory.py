@@ -13,23 +13,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import (
-    OURS,
-    SHAPES,
-    OurStep,
-    arguments,
-    case,
-    engine_config,
-    parse,
-    race,
-    run_ranks,
-    write_results,
-)
+from benchmarks.common import OURS, SHAPES, OurStep, arguments, case, engine_config, parse, race, report, run_ranks
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
@@ -102,9 +92,12 @@ def measured(shape: str, name: str, dtype: str, rounds: int) -> dict[str, Any]:
               "cache": [round(one.reserved / one.largest_live, 4) for one in forecasts if one is not None],
               "resident": {side: [round(mib, 1) for mib in run_ranks(resident, RANKS, config, shape, side == PLANNED)]
                            for side in (OURS, PLANNED)}}
-    print(f"{name:<24} arena {entry['arena']} cache {entry['cache']} resident {entry['resident']} "
-          f"time {entry['ratio'][PLANNED]['median']:.3f}", flush=True)
     return entry
+
+
+def show(entry: dict[str, Any]) -> None:
+    print(f"{entry['case']:<24} arena {entry['arena']} cache {entry['cache']} resident {entry['resident']} "
+          f"time {entry['ratio'][PLANNED]['median']:.3f}", flush=True)
 
 
 def main() -> None:
@@ -112,11 +105,10 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     args = parse(parser)
     torch.set_num_threads(1)
-    entries = [measured(shape, name, dtype, args.rounds)
-               for shape in args.shapes for dtype in args.dtypes for name in args.cases]
-    print(write_results("planned_memory", entries, args, meaning=(
-        "ratio: time of some steps in planned memory / that without, median of the ratios of each round, and their "
-        "quartiles; arena, cache: bytes / those of the largest set alive at once; resident: MiB")))
+    report("planned_memory", (measured(shape, name, dtype, args.rounds)
+                              for shape, dtype, name in product(args.shapes, args.dtypes, args.cases)), args, show=show,
+           meaning=("ratio: time of some steps in planned memory / that without, median of the ratios of each round, "
+                    "and their quartiles; arena, cache: bytes / those of the largest set alive at once; resident: MiB"))
 
 
 if __name__ == "__main__":

@@ -18,24 +18,20 @@ each entry has what links need and give (planner.links_report).
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import SHAPES, FixedLoader, Shape, arguments, engine_config, parse, run_ranks, write_results
+from benchmarks import common
+from benchmarks.common import SHAPES, FixedLoader, Shape, arguments, engine_config, parse, record_costs, run_ranks
+from benchmarks.hosts import ROOT, name_of, on_two_hosts
 from hybridpar.config import Config, Launch, ModelSpec, import_spec
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import MemoryWatch, predict
@@ -47,15 +43,10 @@ from hybridpar.planner.links_report import LinkNeed, link_needs
 from hybridpar.planner.measure_machine import measure_here, measure_machine
 from hybridpar.planner.profile import Profile, read_profile, write_profile
 from hybridpar.planner.search import search
-from hybridpar.train import trace
-from hybridpar.train.costs import run_costs
-from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.engine import Engine
 from hybridpar.train.launch import keep_freed_memory
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples"))
-TESTBED = ROOT / "scripts" / "testbed" / "testbed.py"
-STATE_VARIABLE, CANNOT_RUN = "TESTBED_STATE", 77  # as in testbed.py
 MOVES = (  # stages, schedule, ZeRO, whether the host updates, share of the state that is in memory
     (1, "1f1b", 1, False, 0.0), (1, "1f1b", 2, False, 0.0), (1, "1f1b", 3, False, 0.0), (1, "gpipe", 3, False, 0.0),
     (2, "2bw", 0, False, 0.0), (2, "2bw", 0, True, 0.0), (1, "2bw", 1, True, 0.0),
@@ -134,7 +125,7 @@ def train_all(configs: Sequence[Config], shape: Shape | OwnShape, batches: int, 
     return [_memory(c, shape) if with_memory else _step_time(c, shape, batches) for c in configs]
 
 
-def _engine(config: Config, shape: Shape | OwnShape) -> tuple[ProcessGrid, FixedLoader]:
+def _place(config: Config, shape: Shape | OwnShape) -> tuple[ProcessGrid, FixedLoader]:
     parallel = config.parallel
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
     scaled = replace(shape, micro_batch=config.train.micro_batch_size)
@@ -142,24 +133,11 @@ def _engine(config: Config, shape: Shape | OwnShape) -> tuple[ProcessGrid, Fixed
 
 
 def _step_time(config: Config, shape: Shape | OwnShape, batches: int) -> float:
-    grid, loader = _engine(config, shape)
-    engine = Engine(config, grid, torch.device("cpu"))
-    recorder = trace.Recorder(engine.executor, 0, batches + trace.WARMUP)
-    engine.train(loader, batches + trace.WARMUP, partial(_after_step, recorder))
-    recorder.close()
-    costs = run_costs(config, trace.gather(recorder, grid))
-    assert costs is not None, f"{batches} batches are too few"
-    if engine.tiers is not None:
-        engine.tiers.memory.close()
-    return costs.measured.step_time
-
-
-def _after_step(recorder: trace.Recorder, result: StepResult) -> None:
-    recorder.after_step(result.step)
+    return record_costs(config, *_place(config, shape), batches).measured.step_time
 
 
 def _memory(config: Config, shape: Shape | OwnShape) -> tuple[int, int]:
-    grid, loader = _engine(config, shape)
+    grid, loader = _place(config, shape)
     device = torch.device("cpu")
     watch = MemoryWatch(config, device)
     engine = Engine(config, grid, device)
@@ -274,10 +252,8 @@ def on_one_machine(args: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def on_host(args: Any) -> list[dict[str, Any]] | None:
+def on_host(args: Any, links: Any) -> None:
     """Everything, on one of the two ranks of the test bed."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rows = []
     for shape_name in args.shapes:
         shape = MODELS[shape_name]
@@ -297,26 +273,15 @@ def on_host(args: Any) -> list[dict[str, Any]] | None:
             if dist.get_rank() == 0:
                 rows += report(cases, chosen,
                                {"shape": shape_name, "schedule": schedule, "batch": args.batch, "link": args.link})
-    dist.barrier()
-    first = dist.get_rank() == 0
-    dist.destroy_process_group()
-    return rows if first else None
+    if dist.get_rank() == 0:
+        write(rows, args)
 
 
-def launch(args: Any) -> int:
-    """Makes the hosts, runs this module on them, and removes them."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    testbed = [sys.executable, str(TESTBED), "--name", f"planner{os.getpid()}"]
-    made = subprocess.run([*testbed, "up", "--link", args.link], stdout=subprocess.DEVNULL).returncode
-    if made:
-        print("benchmarks.planner: skipped, as this machine cannot make the hosts (see above)")
-        return 0 if made == CANNOT_RUN else made
-    try:
-        name = args.link.partition("=")[0]
-        command = ["run", "--link", name, "1", "-m", "benchmarks.planner", *sys.argv[1:]]
-        return subprocess.run([*testbed, *command], cwd=ROOT).returncode
-    finally:
-        subprocess.run([*testbed, "down"])
+def write(rows: list[dict[str, Any]], args: Any) -> None:
+    times = [r["ratio"] for r in rows if "measured_ms" in r]
+    within = sum(abs(ratio - 1) <= TIME_BOUND for ratio in times)
+    print(f"{within} of {len(times)} step times within {TIME_BOUND:.0%}")
+    print(common.write_results("planner", rows, args, meaning=MEANING, shapes=MODELS))
 
 
 def main() -> int:
@@ -333,15 +298,9 @@ def main() -> int:
     parser.add_argument("--codecs", nargs="+", default=["none"], choices=list(CODECS), help="of messages, over a link")
     parser.add_argument("--warmup", default="depth", help="of 2bw, where nothing is chosen")
     args = parse(parser)
-    if args.link and STATE_VARIABLE not in os.environ:
-        return launch(args)
-    rows = on_host(args) if args.link else on_one_machine(args)
-    if rows is not None:
-        times = [r["ratio"] for r in rows if "measured_ms" in r]
-        within = sum(abs(ratio - 1) <= TIME_BOUND for ratio in times)
-        print(f"{within} of {len(times)} step times within {TIME_BOUND:.0%}")
-        print(write_results("planner", rows, args, meaning=MEANING, shapes=MODELS))
-        print(json.dumps({"rows": len(rows)}))
+    if args.link:
+        return on_two_hosts("planner", on_host, args, (args.link,), [(name_of(args.link), 1, ())])
+    write(on_one_machine(args), args)
     return 0
 
 

@@ -16,24 +16,13 @@ rank, predicted. Where stages outnumber cores, what is copied takes time of thos
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 
-from benchmarks.common import (
-    OURS,
-    SHAPES,
-    OurStep,
-    arguments,
-    case,
-    engine_config,
-    parse,
-    race,
-    run_ranks,
-    write_results,
-)
+from benchmarks.common import OURS, SHAPES, OurStep, arguments, case, engine_config, parse, race, report, run_ranks
 from hybridpar.config import Config, MemoryConfig
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import predict
@@ -50,21 +39,15 @@ def kept(config: Config) -> int:
     return predict(config, device=torch.device("cpu"))[0].activations
 
 
-def cases(shapes: list[str], dtypes: list[str], rounds: int) -> Iterator[dict[str, Any]]:
-    for name in shapes:
-        for dtype in dtypes:
-            shape = SHAPES[name]
-            plain = engine_config(shape, num_microbatches=MICROBATCHES, dtype=dtype)
-            configs = {OURS: plain} | {
-                way: replace(plain, pipeline=replace(plain.pipeline, recompute=way)) for way in WAYS}
-            result = race({side: OurStep(config, shape, ProcessGrid()) for side, config in configs.items()}, rounds,
-                          tolerance=0.0)
-            entry = case(f"{name} {dtype}", result, MICROBATCHES * shape.microbatch_tokens, shape=name, dtype=dtype)
-            saved = {way: round(1 - kept(configs[way]) / kept(plain), 4) for way in WAYS}
-            for way in WAYS:
-                print(f"{entry['case']:<16} {way:<10} saves {saved[way]:.0%} of activations for "
-                      f"{entry['ratio'][way]['median'] - 1:+.1%} of the time", flush=True)
-            yield entry | {"saved": saved}
+def recomputing(name: str, dtype: str, rounds: int) -> dict[str, Any]:
+    """Races steps that keep all activations, and that make them again."""
+    shape = SHAPES[name]
+    plain = engine_config(shape, num_microbatches=MICROBATCHES, dtype=dtype)
+    configs = {OURS: plain} | {way: replace(plain, pipeline=replace(plain.pipeline, recompute=way)) for way in WAYS}
+    result = race({side: OurStep(config, shape, ProcessGrid()) for side, config in configs.items()}, rounds,
+                  tolerance=0.0)
+    return case(f"{name} {dtype}", result, MICROBATCHES * shape.microbatch_tokens, shape=name, dtype=dtype) | {
+        "saved": {way: round(1 - kept(configs[way]) / kept(plain), 4) for way in WAYS}}
 
 
 def offloading(shape_name: str, schedule: str, p: int, rounds: int, folder: str) -> dict[str, Any]:
@@ -89,17 +72,11 @@ def offloading(shape_name: str, schedule: str, p: int, rounds: int, folder: str)
         "moved_mib": round(moved / 2**20, 1)}
 
 
-def offload_cases(shapes: list[str], stages: list[int], rounds: int) -> Iterator[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(dir=".") as folder:
-        for name in shapes:
-            for p in stages:
-                for schedule in ("gpipe", "1f1b"):
-                    entry = run_ranks(offloading, p, name, schedule, p, rounds, folder)
-                    for way in (IN_FILE, FREE, SAME, AGAIN):
-                        print(f"{entry['case']:<24} {way:<10} {entry['peak_mib'][way]} of {entry['peak_mib'][OURS]} "
-                              f"MiB, {entry['saved'][way]:.0%} less, for {entry['ratio'][way]['median'] - 1:+.1%} of "
-                              "the time", flush=True)
-                    yield entry
+def show(entry: dict[str, Any]) -> None:
+    for way, saved in entry["saved"].items():
+        peaks = f"{peak[way]} of {peak[OURS]} MiB, " if (peak := entry.get("peak_mib")) else ""
+        print(f"{entry['case']:<24} {way:<10} {peaks}{saved:.0%} less, for {entry['ratio'][way]['median'] - 1:+.1%} of "
+              "the time", flush=True)
 
 
 def main() -> None:
@@ -107,12 +84,14 @@ def main() -> None:
     parser.add_argument("--offload", nargs="+", type=int, default=[], help="numbers of stages")
     args = parse(parser)
     torch.set_num_threads(1)
-    what, found = "recomputes", cases(args.shapes, args.dtypes, args.rounds)
-    if args.offload:
-        what, found = "offloads", offload_cases(args.shapes, args.offload, args.rounds)
-    print(write_results("offload" if args.offload else "recompute", list(found), args, meaning=(
-        f"ratio: time of a step that {what} / that of one that keeps all, median of the ratios of each round, and "
-        "their quartiles")))
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        found = (run_ranks(offloading, p, name, schedule, p, args.rounds, folder)
+                 for name, p, schedule in product(args.shapes, args.offload, ("gpipe", "1f1b")))
+        if not args.offload:
+            found = (recomputing(*key, args.rounds) for key in product(args.shapes, args.dtypes))
+        report(what := "offload" if args.offload else "recompute", found, args, show=show, meaning=(
+            f"ratio: time of a step that {what}s / that of one that keeps all, median of the ratios of each round, and "
+            "their quartiles"))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, machine
+from benchmarks.common import RESULTS, as_text, machine
 from hybridpar.checkpoint.folders import folder_of, saved_steps
 from hybridpar.checkpoint.load import check_files
 from hybridpar.checkpoint.manifest import read_manifest
@@ -270,9 +270,9 @@ def main() -> int:
     for number in args.only or range(args.jobs + len(OWN)):
         kept[number] = run_job(number, args)
         jobs = [kept[job] for job in sorted(kept)]
-        path.write_text(json.dumps({
+        path.write_text(as_text({
             "claim": "recovery", "seed": args.seed, "timeout_s": TIMEOUT_S, "stretch": STRETCH,
-            "summary": summary(jobs), "cases": jobs}, indent=1) + "\n")
+            "summary": summary(jobs), "cases": jobs}) + "\n")
         for fault in kept[number]["faults"]:
             print(json.dumps(fault))
         print(f"job {number}: {kept[number]['seconds']} s, {kept[number]['wrong'] or 'all well'}", flush=True)

@@ -17,20 +17,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from benchmarks.common import SHAPES, FixedLoader, arguments, engine_config, parse, run_ranks, summary, write_results
+from benchmarks import common
+from benchmarks.common import SHAPES, FixedLoader, engine_config, record_costs, run_ranks, summary
 from hybridpar.config import PipelineConfig
 from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
-from hybridpar.train import trace
-from hybridpar.train.costs import RunCosts, run_costs
-from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.costs import RunCosts
 
 BOUND = 0.10
 REFERENCE = 8  # micro-batches whose costs predict other numbers of them
@@ -68,21 +65,9 @@ class Case:
 def measure(shape_name: str, cases: Sequence[tuple[str, int]], batches: int) -> list[RunCosts]:
     """Trains each case (schedule, micro-batches) and returns what it measured. Collectives: called on all ranks."""
     shape, size = SHAPES[shape_name], dist.get_world_size()
-    grid, found = ProcessGrid(pp=size), []
-    for schedule, m in cases:
-        config = engine_config(shape, pp=size, num_microbatches=m, schedule=schedule)
-        engine = Engine(config, grid, torch.device("cpu"))
-        recorder = trace.Recorder(engine.executor, 0, batches + trace.WARMUP)
-        engine.train(FixedLoader(shape, m), batches + trace.WARMUP, partial(_after_step, recorder))
-        recorder.close()
-        costs = run_costs(config, trace.gather(recorder, grid))
-        assert costs is not None, f"{batches} batches are too few"
-        found.append(costs)
-    return found
-
-
-def _after_step(recorder: trace.Recorder, result: StepResult) -> None:
-    recorder.after_step(result.step)
+    grid = ProcessGrid(pp=size)
+    return [record_costs(engine_config(shape, pp=size, num_microbatches=m, schedule=schedule), grid,
+                         FixedLoader(shape, m), batches) for schedule, m in cases]
 
 
 def row(name: str, ratios: Sequence[float], **more: Any) -> dict[str, Any]:
@@ -129,12 +114,12 @@ def report(title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=3, shapes=["mini"])
+    parser = common.arguments(__doc__, rounds=3, shapes=["mini"])
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3, 4])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--batches", type=int, default=10, help="recorded batches of a run")
-    args = parse(parser)
+    args = common.parse(parser)
     own, across = [], []
     for shape in args.shapes:
         cases = [Case(schedule, p, m) for p in args.stages for m in args.microbatches for schedule in args.schedules
@@ -153,7 +138,7 @@ def main() -> None:
         across += across_rows(cases, settings)
     report("from their own costs", own)
     report("from those of others", across)
-    print(write_results("simulator", [*own, *across], args))
+    print(common.write_results("simulator", [*own, *across], args))
 
 
 if __name__ == "__main__":

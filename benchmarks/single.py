@@ -29,26 +29,14 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import (
-    OURS,
-    SHAPES,
-    FixedLoader,
-    OurStep,
-    Shape,
-    Step,
-    arguments,
-    case,
-    engine_config,
-    parse,
-    print_case,
-    race,
-    write_results,
-)
+from benchmarks import common
+from benchmarks.common import OURS, SHAPES, FixedLoader, OurStep, Shape, Step, case, engine_config, race
 from benchmarks.plain import adamw, clip, cross_entropy, full_weights
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.models.cost import training_flops_per_token
@@ -194,8 +182,14 @@ def kernels(step: Step, num_steps: int = 3) -> list[dict[str, Any]]:
              "launches": event.count / num_steps} for event in found]
 
 
+def show(entry: dict[str, Any]) -> None:
+    common.print_case(entry)
+    if "mfu" in entry:
+        print("    MFU", entry["mfu"], "GiB", entry["peak_memory_gib"])
+
+
 def main() -> None:
-    parser = arguments(__doc__, rounds=11, shapes=[])
+    parser = common.arguments(__doc__, rounds=11, shapes=[])
     parser.add_argument("--threads", nargs="+", type=int)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--peers", nargs="+", default=[""])
@@ -204,7 +198,7 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="also with hidden matrices in 8 bits")
     parser.add_argument("--graphs", action="store_true", help="also without CUDA graphs")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction)
-    args = parse(parser)
+    args = common.parse(parser)
     gpu = args.device == "cuda"
     args.shapes = args.shapes or (["345M", "1.3B"] if gpu else ["ref", "small", "gpt_tiny"])
     torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -212,15 +206,9 @@ def main() -> None:
     args.compile = gpu if args.compile is None else args.compile
     if gpu:
         args.dtypes = ["bf16"]
-    cases = []
-    for threads in args.threads:
-        for shape in args.shapes:
-            for dtype in args.dtypes:
-                cases.append(measure(shape, dtype, threads, args))
-                print_case(cases[-1])
-                if gpu:
-                    print("    MFU", cases[-1]["mfu"], "GiB", cases[-1]["peak_memory_gib"])
-    print(write_results("single", cases, args))
+    common.report("single", (measure(shape, dtype, threads, args)
+                             for threads, shape, dtype in product(args.threads, args.shapes, args.dtypes)), args,
+                  show=show)
 
 
 if __name__ == "__main__":

@@ -23,25 +23,19 @@ and the link's emulator do not fight for the cores.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import SHAPES, FixedLoader, Shape, arguments, engine_config, over_ranks, parse, write_results
-from benchmarks.link_sides import Link, Paced, grid_on, ratio
-from benchmarks.slow_link import CANNOT_RUN, FREE, ROOT, STATE_VARIABLE, TESTBED, started
+from benchmarks.common import SHAPES, FixedLoader, Shape, arguments, engine_config, over_ranks, parse, report
+from benchmarks.hosts import FREE, on_two_hosts
+from benchmarks.link_sides import Link, grid_on, pace, ratio
 from hybridpar.config import OuterConfig
 from hybridpar.grid import sizes_of
 from hybridpar.train.engine import Engine
@@ -75,9 +69,7 @@ class Side:
         self.grid = grid_on(self.link, sizes_of(config.parallel))
         self.engine = Engine(config, self.grid, torch.device("cpu"))
         if self.pace:
-            stages = self.engine.executor.stages
-            self.engine.executor.stages = {  # type: ignore[assignment]
-                number: [Paced(part, self.pace) for part in parts] for number, parts in stages.items()}
+            pace(self.engine, self.pace)
         self.loader = FixedLoader(self.shape, self.m, self.grid.replica, self.grid.num_replicas)
         self.steps = EVERY if self.outer else REPLICA_STEPS
         self._train(BEGIN if self.outer else 1)
@@ -100,7 +92,7 @@ class Side:
         return own / (len(self.seconds) * self.steps)
 
 
-def entry(sides: Mapping[tuple[str, str], Side], links: list[Link], args: argparse.Namespace) -> dict[str, Any]:
+def entry(sides: Mapping[tuple[str, str], Side], links: Sequence[Link], args: argparse.Namespace) -> dict[str, Any]:
     """The case in the result file. Collectives: on both ranks."""
     wall = {key: over_ranks(side.seconds, "max") for key, side in sides.items()}
     found: dict[str, Any] = {}
@@ -134,12 +126,8 @@ def print_case(case: Mapping[str, Any]) -> None:
                   f"{side['bytes_of_a_step'] / 1e3:>9.1f} {side['over_streamed']['median']:>19.2f}", flush=True)
 
 
-def on_host(args: argparse.Namespace) -> None:
+def on_host(args: argparse.Namespace, links: Sequence[Link]) -> None:
     """Everything, on one of the two ranks."""
-    torch.set_num_threads(1)
-    state = json.loads(Path(os.environ[STATE_VARIABLE]).read_text())
-    links = [Link(link["name"], link["mbit"], link["delay_ms"], link["pid"]) for link in state["links"]]
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     sides = {(name, link.name): Side(outer, link, SHAPES[args.shapes[0]], args.microbatches, args.pace)
              for name, outer in OUTER.items() for link in links}
     for i in range(args.rounds):
@@ -147,29 +135,8 @@ def on_host(args: argparse.Namespace) -> None:
             side.run()
     for (name, _), side in sides.items():
         assert side.losses == sides[name, FREE].losses, f"{name}: other losses on a link than on {FREE}"
-    case = entry(sides, links, args)
-    if dist.get_rank() == 0:
-        print_case(case)
-        meaning = "share: speed over that on the link without limit; over_streamed: time of a step over streamed's"
-        print(write_results("sites", [case], args, meaning=meaning))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def launch(args: argparse.Namespace) -> int:
-    """Makes the hosts, runs this module on them, and removes them."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    testbed = [sys.executable, str(TESTBED), "--name", f"sites{os.getpid()}"]
-    made = subprocess.run([*testbed, "up", "--link", FREE, "--link", args.link], stdout=subprocess.DEVNULL).returncode
-    if made:
-        if made == CANNOT_RUN:
-            print("benchmarks.sites: skipped, as this machine cannot make the hosts (see above)")
-        return 0 if made == CANNOT_RUN else made
-    try:
-        command = ["run", "--link", FREE, "1", "-m", "benchmarks.sites", *sys.argv[1:]]
-        return subprocess.run([*testbed, *command], cwd=ROOT).returncode
-    finally:
-        subprocess.run([*testbed, "down"])
+    report("sites", [entry(sides, links, args)], args, show=print_case, meaning=(
+        "share: speed over that on the link without limit; over_streamed: time of a step over streamed's"))
 
 
 def main() -> int:
@@ -177,7 +144,8 @@ def main() -> int:
     parser.add_argument("--microbatches", type=int, default=1, help="of a site")
     parser.add_argument("--pace", type=float, default=0.15, help="seconds that a micro-batch waits besides")
     parser.add_argument("--link", default="far=10:20", metavar="NAME=MBIT:DELAY_MS")
-    return started(parse(parser), launch, on_host)
+    args = parse(parser)
+    return on_two_hosts("sites", on_host, args, (FREE, args.link))
 
 
 if __name__ == "__main__":

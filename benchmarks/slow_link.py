@@ -33,8 +33,11 @@ tensor parallelism), `replicas` (2bw against a synchronous step), `gradients` (t
 `slices` (2 stages of tp=2 each on a host, whose ranks send slices of what goes between stages, or all of it each; the
 result file has the bytes that each host sent over the link, by its own counters and by ours),
 `split`: 2bw with the ordinary warm-up, with backwards in two parts and whole: the gradient is on its way while W is
-computed, which hides half of W on each link, the most that so many micro-batches in flight can; and whole with one
-more in flight (latency warm-up); paced (`light`), and as they are (`--links far=1000:20 --shapes small small_4`),
+computed, which hides half of W on each link, the most that so many micro-batches in flight can; whole with one more in
+flight (latency warm-up); and with each micro-batch cut into two, of which one more in flight is fewer samples than the
+ordinary warm-up has (`share_of_first`: of the first side's speed on `free`). `--links far=1000:20 --shapes light
+small small_4`: the first is paced,
+`turns`: tensor parallelism with micro-batches whole and in two pieces that take turns (parallel.tp_pieces),
 `paced`: pipelines and replicas whose stages wait besides, as if for an accelerator, so that ranks, TCP and emulator do
 not fight for the cores: what schedule and transport do on hosts that have the CPU time to send.
 """
@@ -42,28 +45,18 @@ not fight for the cores: what schedule and transport do on hosts that have the C
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from benchmarks.common import SHAPES, arguments, parse, write_results
+from benchmarks.common import SHAPES, arguments, parse, report
+from benchmarks.hosts import FREE, on_two_hosts
 from benchmarks.link_sides import Link, Method, Rounds, Side, ratio
 
-ROOT = Path(__file__).resolve().parents[1]
-TESTBED = ROOT / "scripts" / "testbed" / "testbed.py"
-STATE_VARIABLE, CANNOT_RUN = "TESTBED_STATE", 77  # as in testbed.py
-FREE = "free"
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 COMPRESSED = 2e-2
 """Of the first loss, where messages lose a tenth of an activation."""
@@ -78,8 +71,12 @@ PIPELINES: Methods = {
 CODECS: Methods = {
     name: replace(PIPELINES["2bw, latency"], messages=name) for name in ("none", "bf16", "int8", "int4")}
 SPLIT: Methods = {"2bw, split": Method(pp=2, schedule="2bw", split=True), "2bw, depth": PIPELINES["2bw, depth"],
-                  "2bw, latency": PIPELINES["2bw, latency"]}
+                  "2bw, latency": PIPELINES["2bw, latency"],
+                  "2bw, halves": Method(pp=2, schedule="2bw", warmup="latency", split=True, pieces=2)}
 TENSOR: Methods = {"2bw, latency": PIPELINES["2bw, latency"], "tensor": Method(tp=2, overlaps=False)}
+TURNS: Methods = {
+    f"{pieces}{name}": Method(tp=2, overlaps=False, tp_pieces=pieces, sequence=bool(name))
+    for name in ("", ", sequence") for pieces in (1, 2)}
 SLICES: Methods = {
     "slices": Method(tp=2, pp=2, schedule="2bw", warmup="latency"),
     "copies": Method(tp=2, pp=2, schedule="2bw", warmup="latency", slices=False)}
@@ -122,6 +119,9 @@ class Case:
         sides = {method: {link: self.sides[method, link].numbers(self.sides[method, FREE]) for link in links}
                  for method in self.methods}
         best, *others = self.methods
+        whole = self.sides[best, FREE].wall()
+        for numbers in (numbers for of_links in sides.values() for numbers in of_links.values()):
+            numbers["share_of_first"] = ratio(whole, [1e-3 * ms for ms in numbers["wall_ms"]])
         return {
             "case": self.name, "settings": self.settings, "rounds": len(sides[best][FREE]["wall_ms"]),
             "links": {link.name: {"mbit": link.mbit, "delay_ms": link.delay_ms} for link in self.links},
@@ -164,26 +164,18 @@ def print_case(entry: Mapping[str, Any]) -> None:
 # -- the two hosts -----------------------------------------------------------------------------------------------------
 
 
-def on_host(args: argparse.Namespace) -> None:
-    """Everything, on one of the two ranks."""
-    torch.set_num_threads(1)
-    state = json.loads(Path(os.environ[STATE_VARIABLE]).read_text())
-    links = [Link(link["name"], min(link["mbit"], link["back_mbit"]), link["delay_ms"], link["pid"])
-             for link in state["links"]]
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    cases = []
+def on_host(args: argparse.Namespace, links: Sequence[Link]) -> None:
+    """Everything, on one rank."""
+    alone = args.kinds[0] if args.kinds in (["codecs"], ["gradients"], ["split"], ["turns"]) else ""
+    part = "_slices" if dist.get_world_size() > 2 else f"_{alone}" if alone else ""
+    report(f"slow_link{part}", cases(args, links), args, show=print_case)
+
+
+def cases(args: argparse.Namespace, links: Sequence[Link]) -> Iterator[dict[str, Any]]:
+    """Entries of the result file. Collectives: on all ranks."""
     for case, rounds, batches in plan_cases(args, links):
         case.run(rounds, batches)
-        cases.append(case.entry())
-        if dist.get_rank() == 0:
-            print_case(cases[-1])
-            alone = args.kinds[0] if args.kinds in (["codecs"], ["gradients"], ["split"]) else ""
-            part = "_slices" if dist.get_world_size() > 2 else f"_{alone}" if alone else ""
-            path = write_results(f"slow_link{part}", cases, args)
-    if dist.get_rank() == 0:
-        print(path)
-    dist.barrier()
-    dist.destroy_process_group()
+        yield case.entry()
 
 
 def plan_cases(args: argparse.Namespace, links: Sequence[Link]) -> Iterator[tuple[Case, int, int]]:
@@ -199,17 +191,19 @@ def plan_cases(args: argparse.Namespace, links: Sequence[Link]) -> Iterator[tupl
         elif kind == "tensor":  # over the slowest link a step takes many seconds
             for dtype in args.dtypes:
                 yield Case(kind, TENSOR, links, args.shapes[0], dtype, m), min(rounds, 2), 1
-        elif kind == "replicas":
+        elif kind == "turns":
+            for shape in args.shapes:
+                yield Case(kind, TURNS, links, shape, args.dtypes[0], m), rounds, 2
+        elif kind in ("replicas", "gradients"):
             for m_local in args.replica_microbatches:
-                yield Case(kind, REPLICAS, links, args.replica_shape, args.dtypes[0], m_local), rounds, 2
-        elif kind == "gradients":
-            for m_local in args.replica_microbatches:
-                yield Case(kind, GRADIENTS, links, args.replica_shape, args.dtypes[0], m_local), rounds, 2
+                yield Case(kind, REPLICAS if kind == "replicas" else GRADIENTS, links, args.replica_shape,
+                           args.dtypes[0], m_local), rounds, 2
         elif kind == "slices":
             yield Case(kind, _paced(SLICES, PACES_S[0]), links, "light", "fp32", m), rounds, 2
         elif kind == "split":
-            for shape in dict.fromkeys(["light", *args.shapes]):
-                methods = _paced(SPLIT, SPLIT_PACE_S) if shape == "light" else SPLIT
+            some = {name: method for name, method in SPLIT.items() if name in (args.methods or SPLIT)}
+            for shape in args.shapes:
+                methods = _paced(some, SPLIT_PACE_S) if shape == "light" else some
                 yield Case(kind, methods, links, shape, args.dtypes[0], m), rounds, 4
         elif kind == "paced":
             for pace in PACES_S:
@@ -221,40 +215,11 @@ def _paced(methods: Methods, seconds: float) -> Methods:
     return {name: replace(method, pace=seconds) for name, method in methods.items()}
 
 
-def launch(args: argparse.Namespace) -> int:
-    """Makes the hosts, runs this module on them, and removes them."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    testbed = [sys.executable, str(TESTBED), "--name", f"slowlink{os.getpid()}"]
-    links = [word for link in (FREE, *args.links) for word in ("--link", link)]
-    congestion = ["--congestion", args.congestion] if args.congestion else []
-    made = subprocess.run([*testbed, "up", *links, *congestion], stdout=subprocess.DEVNULL).returncode
-    if made:
-        if made == CANNOT_RUN:
-            print("benchmarks.slow_link: skipped, as this machine cannot make the hosts (see above)")
-        return 0 if made == CANNOT_RUN else made
-    try:
-        for num_procs in sorted({1 + (kind == "slices") for kind in args.kinds}):
-            command = ["run", "--link", FREE, str(num_procs), "-m", "benchmarks.slow_link", *sys.argv[1:]]
-            if status := subprocess.run([*testbed, *command], cwd=ROOT).returncode:
-                return status
-        return 0
-    finally:
-        subprocess.run([*testbed, "down"])
-
-
-def started(args: argparse.Namespace, launch: Callable[[argparse.Namespace], int],
-            on_host: Callable[[argparse.Namespace], object]) -> int:
-    """Exit code of a program that starts itself on the hosts of a test bed: there `on_host`, else `launch`."""
-    if STATE_VARIABLE not in os.environ:
-        return launch(args)
-    on_host(args)
-    return 0
-
-
 def main() -> int:
     parser = arguments(__doc__, rounds=5, shapes=["small", "thin"])
-    kinds = ["pipelines", "codecs", "tensor", "replicas", "gradients", "slices", "paced", "split"]
+    kinds = ["pipelines", "codecs", "tensor", "replicas", "gradients", "slices", "paced", "split", "turns"]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--methods", nargs="+", choices=list(SPLIT), help="of kind split, those to run")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--replica-shape", choices=SHAPES, default="thin")
     parser.add_argument("--replica-microbatches", nargs="+", type=int, default=[4, 12], help="on each replica")
@@ -262,7 +227,10 @@ def main() -> int:
                         help="besides the one without limit")
     parser.add_argument("--congestion", default="", help="control of TCP on the hosts, such as reno, which sends at "
                         "once what bbr paces; default: the machine's own")
-    return started(parse(parser), launch, on_host)
+    args = parse(parser)
+    return on_two_hosts("slow_link", on_host, args, (FREE, *args.links),
+                        [(FREE, n, ()) for n in sorted({1 + (kind == "slices") for kind in args.kinds})],
+                        ["--congestion", args.congestion] if args.congestion else [])
 
 
 if __name__ == "__main__":

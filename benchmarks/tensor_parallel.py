@@ -9,33 +9,16 @@ columns) with `loss_parallel`: what PyTorch's own tutorial builds. One thread a 
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from benchmarks.common import (
-    OURS,
-    SHAPES,
-    FixedLoader,
-    OurStep,
-    Shape,
-    arguments,
-    case,
-    engine_config,
-    parse,
-    print_case,
-    race,
-    run_ranks,
-    write_results,
-)
+from benchmarks import common
+from benchmarks.common import OURS, SHAPES, FixedLoader, OurStep, Shape, case, engine_config, race, run_ranks
 from benchmarks.plain import PlainGPT, adamw, clip, cross_entropy
 from hybridpar.grid import ProcessGrid
 
@@ -85,13 +68,9 @@ def measure(shape_name: str, dtype: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = parse(arguments(__doc__, rounds=11, shapes=["ref", "small"]))
-    cases = []
-    for shape in args.shapes:
-        for dtype in args.dtypes:
-            cases.append(run_ranks(measure, 2, shape, dtype, args.rounds))
-            print_case(cases[-1])
-    print(write_results("tensor_parallel", cases, args))
+    args = common.parse(common.arguments(__doc__, rounds=11, shapes=["ref", "small"]))
+    common.report("tensor_parallel", (run_ranks(measure, 2, shape, dtype, args.rounds)
+                                      for shape, dtype in product(args.shapes, args.dtypes)), args)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import FixedLoader, Shape, arguments, over_ranks, parse, run_ranks, summary, write_results
+from benchmarks.common import FixedLoader, Shape, arguments, over_ranks, parse, report, run_ranks, summary
 from benchmarks.link_sides import pace
 from hybridpar.config import Config, from_mapping
 from hybridpar.grid import ProcessGrid
@@ -87,6 +87,14 @@ def measure_sides(shape_name: str, m: int, seconds: float, rounds: int, batches:
         "wall_ms": {name: [round(1e3 * t, 3) for t in each] for name, each in wall.items()}}
 
 
+def show(entry: dict[str, Any]) -> None:
+    for name, peak in entry["peak_bytes"].items():
+        print(f"{entry['case']}  {name:<11} peak {peak / 2**20:6.2f} MiB ({entry['peak_share'][name]:.3f})")
+    for name, speed in entry["speed"].items():
+        print(f"{entry['case']}  {name:<11} speed {speed['median']:.3f} [{speed['q1']:.3f}, {speed['q3']:.3f}], "
+              f"batch {statistics.median(entry['wall_ms'][name]):.0f} ms, ideal {entry['ideal_ms']:.0f}")
+
+
 def main() -> None:
     parser = arguments(__doc__, rounds=3, shapes=["deep"], choices=SHAPES)
     parser.add_argument("--ranks", type=int, default=8)
@@ -94,18 +102,9 @@ def main() -> None:
     parser.add_argument("--pace-ms", type=float, default=300.0, help="of forward and backward of a micro-batch")
     parser.add_argument("--batches", type=int, default=2, help="batches of a timed round")
     args = parse(parser)
-    cases = []
-    for shape in args.shapes:
-        entry = run_ranks(measure_sides, args.ranks, shape, args.microbatches, 1e-3 * args.pace_ms, args.rounds,
-                          args.batches)
-        cases.append(entry)
-        for name, peak in entry["peak_bytes"].items():
-            print(f"{entry['case']}  {name:<11} peak {peak / 2**20:6.2f} MiB ({entry['peak_share'][name]:.3f})")
-        for name, speed in entry["speed"].items():
-            print(f"{entry['case']}  {name:<11} speed {speed['median']:.3f} [{speed['q1']:.3f}, {speed['q3']:.3f}], "
-                  f"batch {statistics.median(entry['wall_ms'][name]):.0f} ms, ideal {entry['ideal_ms']:.0f}")
-    meaning = "peak_share: bytes over those of 2bw; speed: 2bw's time over the side's, median of rounds, quartiles"
-    print(write_results("vee", cases, args, meaning=meaning, shapes=SHAPES))
+    report("vee", (run_ranks(measure_sides, args.ranks, shape, args.microbatches, 1e-3 * args.pace_ms, args.rounds,
+                             args.batches) for shape in args.shapes), args, show=show, shapes=SHAPES, meaning=(
+        "peak_share: bytes over those of 2bw; speed: 2bw's time over the side's, median of rounds, quartiles"))
 
 
 if __name__ == "__main__":

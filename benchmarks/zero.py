@@ -33,24 +33,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from benchmarks.common import (
-    CLIP,
-    OURS,
-    SHAPES,
-    FixedLoader,
-    OurStep,
-    Shape,
-    Step,
-    arguments,
-    case,
-    engine_config,
-    parse,
-    print_case,
-    race,
-    run_ranks,
-    write_results,
-)
-from benchmarks.plain import PlainGPT, adamw, clip, cross_entropy
+from benchmarks import common
+from benchmarks.common import CLIP, OURS, SHAPES, FixedLoader, OurStep, Shape, case, engine_config, race, run_ranks
+from benchmarks.plain import PlainGPT, ReplicaStep, adamw, cross_entropy
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import measure as measure_memory
 
@@ -66,32 +51,14 @@ class OurZeRO(OurStep):
         super().__init__(replace(config, parallel=replace(config.parallel, zero=zero)), shape, ProcessGrid(dp=size))
 
 
-class FSDPStep:
-    """One optimizer step of the plain GPT under FSDP2, `m` micro-batches on each rank."""
+class FSDPStep(ReplicaStep):
+    """The plain GPT under FSDP2."""
 
     def __init__(self, shape: Shape, m: int, **options: Any):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self.model = PlainGPT(shape)
-        for layer in self.model.layers.values():
-            fully_shard(layer, mesh=mesh, **options)
-        fully_shard(self.model, mesh=mesh, **options)
-        self.optimizer = adamw(self.model.parameters())
-        self.loader = FixedLoader(shape, m, dist.get_rank(), dist.get_world_size())
-        self.step = 0
-
-    def __call__(self) -> float:
-        pairs = self.loader.pairs(self.step)
-        self.step += 1
-        total = torch.zeros(())
-        for tokens, labels in pairs:
-            loss = cross_entropy(self.model(tokens), labels) / len(pairs)
-            loss.backward()
-            total += loss.detach()
-        clip(self.optimizer)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        dist.all_reduce(total)
-        return float(total) / dist.get_world_size()
+        mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), PlainGPT(shape)
+        for module in (*model.layers.values(), model):
+            fully_shard(module, mesh=mesh, **options)
+        super().__init__(model, shape, m)
 
 
 class _Loss(nn.Module):
@@ -184,29 +151,28 @@ def peak(shape_name: str, zero: int, name: str, m: int) -> int:
 def measure(shape_name: str, zero: int, m: int, rounds: int) -> dict[str, Any]:
     """Races all on one shape. Collectives: called on all ranks."""
     shape, size = SHAPES[shape_name], dist.get_world_size()
-    steps: dict[str, Step] = {name: make(shape, m) for name, make in sides(zero).items()}
+    steps: dict[str, common.Step] = {name: make(shape, m) for name, make in sides(zero).items()}
     result = race(steps, rounds, tolerance=1e-4)
     return case(f"{shape_name} zero={zero} dp={size} m={m}", result, size * m * shape.microbatch_tokens,
                 shape=shape_name, zero=zero, dp=size, num_microbatches=m, threads=1)
 
 
+def show(entry: dict[str, Any]) -> None:
+    common.print_case(entry)
+    print(entry["case"], entry["peak_mib"], flush=True)
+
+
 def main() -> None:
-    parser = arguments(__doc__, rounds=7, shapes=["ref", "small"])
+    parser = common.arguments(__doc__, rounds=7, shapes=["ref", "small"])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4], help="on each rank")
     parser.add_argument("--zero", nargs="+", type=int, choices=list(SIDES), default=list(SIDES))
-    args = parse(parser)
+    args = common.parse(parser)
     if find_spec("deepspeed") is None:
         print("DeepSpeed is not installed, and does not take part")
-    cases, keys = [], list(product(args.shapes, args.microbatches, args.zero))
-    for shape, m, zero in keys:
-        cases.append(run_ranks(measure, 2, shape, zero, m, args.rounds))
-        print_case(cases[-1])
-        path = write_results("zero", cases, args)  # what is known so far
-    for found, (shape, m, zero) in zip(cases, keys, strict=True):
-        found["peak_mib"] = {name: round(run_ranks(peak, 2, shape, zero, name, m) / 2**20, 1) for name in sides(zero)}
-        print(found["case"], found["peak_mib"], flush=True)
-        path = write_results("zero", cases, args)
-    print(path)
+    common.report("zero", (
+        run_ranks(measure, 2, shape, zero, m, args.rounds) | {"peak_mib": {
+            name: round(run_ranks(peak, 2, shape, zero, name, m) / 2**20, 1) for name in sides(zero)}}
+        for shape, m, zero in product(args.shapes, args.microbatches, args.zero)), args, show=show)
 
 
 if __name__ == "__main__":

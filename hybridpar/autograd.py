@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import wraps
 from typing import Any
 from weakref import ref
@@ -43,16 +43,19 @@ def backward_from(edge: GradientEdge, gradient: Tensor) -> None:
 def recomputed(function: Callable[..., Any], x: Any, *args: Any) -> Any:
     """`function(x, *args)`, of which autograd, where it is recording, keeps the arguments alone.
 
-    Backward runs it again, up to the last tensor that it needs.
+    Backward runs it again, up to the last tensor that it needs, under the same autocast and from the same state of
+    torch's generators; that of a GPU is left alone while a CUDA graph is captured.
 
-    torch.utils.checkpoint keeps more (random numbers, autocast), and imports the compiler: 1.3 s at every start.
+    torch.utils.checkpoint imports the compiler: 1.3 s at every start.
     Raises: HybridparError, in the backward, if it saves fewer tensors then, or of other shapes or types.
     """
     if not torch.is_grad_enabled():
         return function(x, *args)
     again = _Again(function, x, args)
     with saved_tensors_hooks(again.pack, again.unpack):
-        return function(x, *args)
+        out = function(x, *args)
+    again.has_run()
+    return out
 
 
 class _Saved:
@@ -71,6 +74,13 @@ class _Again:
         if isinstance(x, Tensor):  # as an operation saves it: hooks from outside see it
             self._x = _Keep.apply(torch.empty(0, requires_grad=True), x).grad_fn  # type: ignore[no-untyped-call]
         self._places: list[ref[_Saved]] = []
+        self._autocast = _autocast()
+        self._drawn = [(generator, generator.get_state()) for generator in _generators()]
+
+    def has_run(self) -> None:
+        """For the first time: generators that it did not draw from need not be set back."""
+        self._drawn = [(generator, before) for generator, before in self._drawn
+                       if before.numpy().tobytes() != generator.get_state().numpy().tobytes()]
 
     def pack(self, tensor: Tensor) -> _Saved:
         place = _Saved(tensor)
@@ -100,10 +110,30 @@ class _Again:
             return x
 
         x = self._x.saved_tensors[0] if isinstance(self._x, Node) else self._x  # type: ignore[attr-defined]
-        with suppress(_Done), torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x):
-            self._function(x, *self._args)
+        with ExitStack() as stack:
+            if self._autocast != _autocast():
+                for device, enabled, dtype, cached in self._autocast:
+                    stack.enter_context(torch.autocast(device, dtype, enabled, cached))
+            for generator, before in self._drawn:
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(before)
+            with suppress(_Done), torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x):
+                self._function(x, *self._args)
         if count < len(self._places):
             raise HybridparError(_not_again(f"{len(self._places)} tensors", count))
+
+
+def _autocast() -> list[tuple[str, bool, torch.dtype, bool]]:
+    """Whether, to what and how numbers are cast by themselves, on each kind of device in use."""
+    return [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
+             torch.is_autocast_cache_enabled()) for device in ("cpu", "cuda")[: 1 + torch.cuda.is_initialized()]]
+
+
+def _generators() -> list[torch.Generator]:
+    """Those that operators draw from if they are given none, and whose state can be had now."""
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
 def _not_again(first: object, then: object) -> str:

@@ -24,6 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hybridpar.turns import Turns
+
 _HEAD, _PHASE, _ACTION, _WAIT, _ERROR, _TRAFFIC = (
     struct.Struct(f"<{form}") for form in ("Qd", "64sd", "8sqqq", "24s16sq", "512s", "QQ"))
 _PHASE_AT, _ACTION_AT, _WAIT_AT, _ERROR_AT, _TRAFFIC_AT, _WHO_AT = 16, 88, 120, 168, 680, 696
@@ -113,14 +115,19 @@ NO_FLIGHT = Flight()
 
 
 class Waiting:
-    """Notes a wait: `with Waiting(flight, "all_reduce", "dp"): ...`. Where that fails, the note stays."""
+    """Notes a wait: `with Waiting(flight, "all_reduce", "dp"): ...`. Where that fails, the note stays.
 
-    __slots__ = ("_flight", "_what")
+    `turns`: of which others may run first.
+    """
 
-    def __init__(self, flight: Flight, operation: str, axis: str, peer: int = NOBODY):
-        self._flight, self._what = flight, (operation, axis, peer)
+    __slots__ = ("_flight", "_turns", "_what")
+
+    def __init__(self, flight: Flight, operation: str, axis: str, peer: int = NOBODY, turns: Turns | None = None):
+        self._flight, self._what, self._turns = flight, (operation, axis, peer), turns
 
     def __enter__(self) -> None:
+        if self._turns is not None:
+            self._turns.give_way()
         self._flight.wait(*self._what)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from hybridpar.config import ParallelConfig
 from hybridpar.errors import config_error
 from hybridpar.flight import NO_FLIGHT, NOBODY, Flight, Waiting
+from hybridpar.turns import Turns
 
 AxisSizes = Mapping[str, int]
 """AxisSizes of a grid's axes by name, the outermost first."""
@@ -62,7 +63,8 @@ class Axis:
 
     `ranks` are global ranks in axis order, `rank` is the index of this process among them. `group` is None where no
     communication can happen (size 1). `via_host`: the group takes host memory only (Gloo), and the ranks' tensors are
-    elsewhere, so messages go through copies there.
+    elsewhere, so messages go through copies there. `turns`: of functions that compute while another one waits for this
+    axis.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Axis:
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     flight: Flight = field(default=NO_FLIGHT, compare=False)
     via_host: bool = field(default=False, compare=False)
+    turns: Turns | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < len(self.ranks), f"axis {self.name}: rank {self.rank} of {len(self.ranks)}"
@@ -91,11 +94,6 @@ class Axis:
         return self.rank == self.size - 1
 
     @property
-    def prev(self) -> int:
-        """Global rank of the predecessor on this axis (the axis is a ring)."""
-        return self.ranks[(self.rank - 1) % self.size]
-
-    @property
     def next(self) -> int:
         """Global rank of the successor on this axis (the axis is a ring)."""
         return self.ranks[(self.rank + 1) % self.size]
@@ -107,7 +105,7 @@ class Axis:
 
     def waiting(self, operation: str, peer: int = NOBODY) -> Waiting:
         """A context in which this rank waits for the axis, or for its rank `peer` (a global one)."""
-        return Waiting(self.flight, operation, self.name, peer)
+        return Waiting(self.flight, operation, self.name, peer, self.turns)
 
 
 _JOIN = " x "

@@ -146,10 +146,7 @@ def pack_kernel(x_ptr, threshold_ptr, values_ptr, places_ptr, ends_ptr, n, count
     i = row * WIDTH + col
     x = tl.load(x_ptr + i, mask=(col < WIDTH) & (i < n), other=0.0)
     keep = (col < WIDTH) & (i < n) & (_size(x) >= least)
-    kept = keep.to(tl.int32)
-    of_row = tl.sum(kept, 1, keep_dims=True)
-    before = tl.load(ends_ptr + tl.program_id(0)) - tl.sum(kept) + tl.cumsum(of_row, 0) - of_row
-    at = before + tl.cumsum(kept, 1) - 1
+    at = _numbers(ends_ptr, keep.to(tl.int32))
     keep = keep & (at < count)
     if ROUNDED:
         bits = _bfloat16_bits(x)
@@ -186,9 +183,7 @@ def add_kernel(x_ptr, values_ptr, places_ptr, ends_ptr, n, count, rows, ROUNDED:
     col = tl.arange(0, COLS)[None, :]
     byte = tl.load(places_ptr + row, mask=row < rows, other=0).to(tl.int32)
     marked = (byte >> col) & 1 if WIDTH == 8 else (col < byte).to(tl.int32)
-    of_row = tl.sum(marked, 1, keep_dims=True)
-    before = tl.load(ends_ptr + tl.program_id(0)) - tl.sum(marked) + tl.cumsum(of_row, 0) - of_row
-    at = before + tl.cumsum(marked, 1) - 1
+    at = _numbers(ends_ptr, marked)
     keep = (marked == 1) & (at < count)
     if WIDTH == 8:
         i = row * WIDTH + col
@@ -199,3 +194,11 @@ def add_kernel(x_ptr, values_ptr, places_ptr, ends_ptr, n, count, rows, ROUNDED:
     if ROUNDED:
         value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     tl.store(x_ptr + i, tl.load(x_ptr + i, mask=keep, other=0.0) + value, mask=keep)
+
+
+@triton.jit
+def _numbers(ends_ptr, marked):
+    """Which of all marked elements each of this piece is. Triton 3.6 scans no tensor that is one column."""
+    of_row = tl.sum(marked, 1)
+    before = tl.load(ends_ptr + tl.program_id(0)) - tl.sum(of_row) + tl.cumsum(of_row, 0) - of_row
+    return before[:, None] + tl.cumsum(marked, 1) - 1

@@ -73,6 +73,29 @@ def test_a_function_that_does_something_else_the_second_time_is_refused(
         out.backward()
 
 
+@pytest.mark.parametrize("backward_casts", [False, True])
+def test_it_runs_again_under_the_same_autocast_and_draws_the_same_numbers(backward_casts: bool) -> None:
+    """Whatever was drawn since, which goes on as if nothing had been drawn again."""
+    weight = torch.randn(8, 8)
+
+    def function(x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x @ weight, 0.5).exp()
+
+    results = []
+    for run in (lambda x: function(x), lambda x: recomputed(function, x)):
+        torch.manual_seed(3)
+        x = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not backward_casts):
+            out = run(x)
+        assert out.dtype == (torch.float32 if backward_casts else torch.bfloat16)
+        torch.rand(5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=backward_casts):
+            out.sum().backward()
+        results.append((out, x.grad, torch.rand(3)))
+    for plain, again in zip(*results, strict=True):
+        assert torch.equal(plain, again)
+
+
 def test_a_run_that_recomputes_imports_no_compiler() -> None:
     """Each would take up to a second of every start."""
     text = """import sys, torch, hybridpar.train.loop; from hybridpar.autograd import backward_from, recomputed

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.common import write_svg
 from benchmarks.convergence.results import Result
 from benchmarks.convergence.study import Variant
 
@@ -23,8 +24,7 @@ def draw(model: str, variants: Sequence[Variant], runs: Runs, folder: Path) -> N
     folder.mkdir(parents=True, exist_ok=True)
     full = [v for v in variants if len(v.seeds) > 1 and v.baseline in runs]
     for name, figure in (("curves", _curves(model, full, runs)), ("final", _final(model, full, runs))):
-        with matplotlib.rc_context({"svg.hashsalt": "hybridpar"}):
-            figure.savefig(folder / f"{model}_{name}.svg", metadata={"Date": None})
+        write_svg(figure, folder / f"{model}_{name}.svg")
 
 
 def _curves(model: str, variants: Sequence[Variant], runs: Runs) -> Figure:

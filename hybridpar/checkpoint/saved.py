@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridpar.checkpoint.manifest import Manifest, read_manifest
+from hybridpar.checkpoint.manifest import Manifest, ShardFile, read_manifest
 from hybridpar.checkpoint.reshard import clip, find_pieces
 from hybridpar.checkpoint.shards import SavedShard
 from hybridpar.errors import CheckpointError
@@ -67,6 +67,7 @@ class Saved:
         self.folder, self.manifest, self._flight = folder, manifest or read_manifest(folder), flight
         self._site = dict.fromkeys(APART, site) if self.manifest.config.parallel.sites > 1 else {}
         self._files = sorted(self.manifest.shards, key=lambda shard: tuple(shard.place.values()))
+        self._at: dict[tuple[tuple[str, int], ...], list[ShardFile]] = {}
         self._open: dict[str, SavedShard] = {}
         self.stages = {file.place["pp"]: {n for blocks in file.spans for n in blocks} for file in self.manifest.shards}
 
@@ -185,8 +186,9 @@ class Saved:
         """Files of a stage with part `rank` of what is split so, those of all replicas or of one."""
         wanted = dict.fromkeys(MODEL, 0) | self._site | {"pp": stage} | ({split.axis: rank} if split else {})
         wanted |= {} if replica is None else {BATCH[0]: replica}
-        for file in self._files:
-            if wanted.items() <= file.place.items():
-                if file.name not in self._open:
-                    self._open[file.name] = SavedShard(self.folder, file, sizes_of(self.manifest.config.parallel))
-                yield self._open[file.name]
+        if (places := tuple(wanted.items())) not in self._at:  # for all tensors there once
+            self._at[places] = [file for file in self._files if wanted.items() <= file.place.items()]
+        for file in self._at[places]:
+            if file.name not in self._open:
+                self._open[file.name] = SavedShard(self.folder, file, sizes_of(self.manifest.config.parallel))
+            yield self._open[file.name]

@@ -18,6 +18,7 @@ class CompressionConfig:
     """Codecs of what ranks send to each other. Evaluation, generation and export use none, but for a subspace.
 
     What a batch does not send of gradients between replicas is added to the next one's (error feedback), but for sbpca.
+    It is as large as they are, on every replica and with any parallel.zero.
     `gradients` have no effect where parallel.dp is 1 and no weight is tied across stages.
     """
 
@@ -89,15 +90,9 @@ class CompressionConfig:
         if self.tensor != "none" and config.parallel.sequence:
             yield Problem("compression.tensor", self.tensor, "does not go with parallel.sequence, with which a rank "
                           "gets its part of a sum alone", "none")
-        if config.pipeline.placement == "v" and self.both_ways[0] != "none" and "stage" in config.pipeline.recompute:
-            yield Problem("compression.messages", self.messages, "does not go with both pipeline.placement = v and "
-                          f"pipeline.recompute = {config.pipeline.recompute}", "none")
 
     @staticmethod
     def _against_gradients(config: Config) -> Iterator[str]:
-        if config.parallel.zero > 1:
-            yield (f"does not go with parallel.zero = {config.parallel.zero}, which keeps no whole gradients: what a "
-                   "replica has not sent would take as much memory as these")
         if config.parallel.sites > 1:
             yield (f"does not go with parallel.sites = {config.parallel.sites}, within which links are fast: "
                    "outer.precision is for what sites send")

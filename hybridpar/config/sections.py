@@ -44,6 +44,10 @@ class ParallelConfig:
     sequence: bool = False
     """Sequence parallelism over tp: norms, dropout, residuals and messages between stages have seq_length / tp rows on
     each rank, and all-reduces become reduce-scatters and all-gathers. Any seq_length; no effect where tp is 1."""
+    tp_pieces: AtLeastOne = 1
+    """Pieces of a micro-batch that are computed by turns, so that sums over tp of one are under way while another is
+    computed, forward and backward (DeepSpeed-Domino): 2 where ranks of tp wait for a link. Gradients are those of so
+    many smaller micro-batches. CPUs, GPT and BERT; no effect where tp is 1."""
 
     @property
     def num_ranks(self) -> int:
@@ -63,6 +67,22 @@ class ParallelConfig:
             yield Problem("parallel.sequence", True, "works with GPT and BERT only", "false")
         if self.zero > 1 and config.memory.host_optimizer:
             yield Problem("parallel.zero", self.zero, "does not go with memory.host_optimizer = true", "1")
+        if self.tp_pieces > 1:
+            yield from self._no_pieces(config)
+
+    def _no_pieces(self, config: Config) -> Iterator[Problem]:
+        """What keeps micro-batches from being computed in pieces."""
+        train, b = config.train, config.train.micro_batch_size
+        rules = {
+            f"must divide train.micro_batch_size, {b}": b % self.tp_pieces != 0,
+            "works with GPT and BERT only": not isinstance(config.model, ModelConfig),
+            "works on CPUs only, as all backwards of a GPU have one thread": train.device == "cuda",
+            "does not go with memory.offload_activations, which looks at one thread's tensors":
+                config.memory.offload_activations != 0,
+            "does not go with train.record_memory and planned_memory, which follow one thread":
+                train.record_memory > 0 or train.planned_memory}
+        for rule in (rule for rule, broken in rules.items() if broken):
+            yield Problem("parallel.tp_pieces", self.tp_pieces, rule, "1")
 
 
 @dataclass(frozen=True)
@@ -294,6 +314,12 @@ class Config:
     def feeds_back(self) -> bool:
         """Whether the sum of a batch's gradients depends on what sums before it have left."""
         return self.compression.gradients != "none"
+
+    @property
+    def state_moves(self) -> bool:
+        """Whether some of what replicas share is whole of a part of the blocks at a time: with ZeRO-3 weights, and from
+        ZeRO-2 on gradients, if these are not compressed."""
+        return self.parallel.zero > 1 + self.feeds_back and self.parallel.dp > 1
 
     @property
     def projects(self) -> bool:

@@ -140,12 +140,12 @@ class TracedStage:
         self.stage = Stage(with_coded_sums(build_blocks(
             model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype), config), recompute,
             model)
-        parts = cut_into_parts(config, blocks) if policy.splits_gradients else ()
+        parts = cut_into_parts(config, blocks) if policy.moves else ()
         self.state = RankState(self.stage, grid, policy, device, parts=parts)
         self.state.allocate()
-        uses, shares = self.state.uses, self.state.shares
-        self.shared = frozenset(name for name in self.state.placements if shares and not uses(name).stays)
-        """Parameters of which replicas share the gradients."""
+        self.shared = frozenset(
+            name for name in self.state.placements if not self.state.is_kept(self.state.uses(name)))
+        """Parameters whose gradients come and go."""
         ends = blocks, range(min(blocks.stop, model.num_blocks - 1), model.num_blocks)
         lane = Lane.of(config, grid, policy.dtype, device, ends)
         self.lane, self.next = lane.into(0), lane.into(1)

@@ -40,11 +40,6 @@ class Usage:
     num_segments: int = 0
     fits: bool = True
 
-    @property
-    def waste(self) -> int:
-        """Bytes reserved beyond the lower bound, which is the largest set of living blocks."""
-        return self.reserved - self.largest_live
-
 
 def replay(events: Iterable[MemoryEvent], limit: int | None = None) -> Usage:
     """The memory that the modelled allocator reserves for these events; reads and writes do not matter.

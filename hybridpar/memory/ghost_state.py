@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.parts import Parts
 from hybridpar.state.shared_touches import SharedTouches
 from hybridpar.state.tiered import ItemMemory
+from hybridpar.state.touches import Touches
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class GhostState:
     def of(config: Config, rank: int, held: Mapping[int, range], policy: StatePolicy, tracker: Tracker) -> GhostState:
         """That of rank `rank` of the grid. held: blocks of its stages. `tracker`: is active."""
         grid, parts = silent_grid(config, rank), Parts.of(config, held)
-        whole = GhostChunks(tracker.device, policy) if policy.splits_gradients else None
+        whole = GhostChunks(tracker.device, policy) if policy.moves else None
         memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
         stage = Stage(with_coded_sums(build_blocks(
             config.model, grid.tp, [number for blocks in held.values() for number in blocks], kernels=config.kernels,
@@ -48,11 +49,21 @@ class GhostState:
         """How the rank's plan is cut into parts."""
         return self.parts.division(self.state)
 
-    def shared_items(self, sizes: Sizes) -> SharedItems | None:
-        """What it shares with replicas (ZeRO-2 and 3); None: nothing."""
+    def touches(self, sizes: Sizes) -> Touches | None:
+        """What its actions touch of the items of its state; None: it has no budget."""
+        return None if not isinstance(self.memory, ItemMemory) else Touches(
+            self.memory, self.state, self.parts, sizes, norms=self.division.norms)
+
+    def shared_items(self, sizes: Sizes, budget: int = 0) -> SharedItems | None:
+        """What it shares with replicas (ZeRO-2 and 3), with its tiers where the budget is enough; None: nothing."""
         whole, first = (self.memory.whole, len(self.memory.items)) if isinstance(self.memory, ItemMemory) else (
             self.memory, 0)
-        return None if whole is None else SharedTouches(whole, self.state, self.parts, sizes, first).items()
+        if whole is None:
+            return None
+        items, touches = SharedTouches(whole, self.state, self.parts, sizes, first).items(), self.touches(sizes)
+        if touches is None or touches.least_budget() > budget:
+            return items
+        return replace(items, tiers=touches.residency(budget), shares=touches.shares)
 
 
 @dataclass(frozen=True)
@@ -102,4 +113,4 @@ def trace_state(config: Config, rank: int, held: Mapping[int, range], policy: St
         whole = ghost.memory.whole_bytes if isinstance(ghost.memory, ItemMemory) else 0
         hosted = (0, 0) if state.host is None else state.host.held()
         return StateFootprint(**state.num_bytes(), norm=norm, updates=tuple(updates), division=ghost.division,
-                              items=ghost.shared_items(sizes), whole=whole, hosted=hosted)
+                              items=ghost.shared_items(sizes, config.memory.budget), whole=whole, hosted=hosted)

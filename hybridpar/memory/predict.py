@@ -79,7 +79,7 @@ class _Pipeline:
             states = StatePolicy.of(config, buffers.versions, buffers.gradients)
             first = rank * config.parallel.dp * config.parallel.tp  # of its replicas and tp ranks
             # equal layers have equal state; parts have numbers
-            alone = parts.is_divided or states.splits_gradients or not isinstance(config.model, ModelConfig)
+            alone = parts.is_divided or states.moves or not isinstance(config.model, ModelConfig)
             alike = rank if alone else tuple(
                 (len(blocks), 0 in blocks, config.model.num_blocks - 1 in blocks) for blocks in held.values())
             if (key := (alike, buffers)) not in self._states:

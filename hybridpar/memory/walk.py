@@ -158,11 +158,11 @@ class _Walk:
                 self._filled.update(shared.added(action))
 
     def _is_anew(self, shared: SharedTiers, action: Action) -> bool:
-        """Whether a backward adds to gradients that are made for it."""
-        key = action.stage, action.part, action.microbatch
-        if shared.made and action.kind is Kind.I:
+        """Whether a backward adds to gradients that are all made for it."""
+        key, anew = (action.stage, action.part, action.microbatch), set(shared.made) >= set(shared.added(action))
+        if anew and action.kind is Kind.I:
             self._made.add(key)
-        return bool(shared.made) or (action.kind is Kind.W and key in self._made)
+        return anew or (action.kind is Kind.W and key in self._made)
 
     def _beside(self, action: Action, step: int) -> tuple[bool, Footprint | None]:
         """Whether anything comes before (after) the part of an action in the model, and what of it this rank has."""

@@ -10,6 +10,10 @@ STEPS = 5
 EPS = 1e-7
 GRAM_ASPECT = 1.5
 """From this ratio of the sides on, iterating on the Gram matrix takes fewer operations."""
+BLOCKS = {"cpu": 4}
+"""Into how many rows of blocks symmetric products are cut, to compute one triangle of them; elsewhere not measured."""
+SMALLEST = 128
+"""Rows of a block."""
 
 
 def newton_schulz(x: Tensor) -> Tensor:
@@ -30,7 +34,7 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def newton_schulz_cost(rows: int, cols: int) -> int:
-    """Multiplications that one float32 matrix takes."""
+    """Multiplications that one float32 matrix takes, in whole products."""
     short, long = sorted((rows, cols))
     if long >= GRAM_ASPECT * short:
         return 2 * short * short * long + (4 * STEPS - 3) * short**3
@@ -43,11 +47,24 @@ def _iterate(x: Tensor) -> Tensor:
     # squaring halves the digits of small singular values: enough are left in float32 (wrong by 1e-3 at worst, where
     # bfloat16 is by 0.3), too few in bfloat16
     if x.shape[2] >= GRAM_ASPECT * x.shape[1] and x.dtype != torch.bfloat16:
-        return _gram_polynomial(x @ x.mT) @ x
+        return _gram_polynomial(_symmetric(x, x.mT)) @ x
     for _ in range(STEPS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = _symmetric(x, x.mT)
+        x = torch.baddbmm(x, _symmetric(gram, gram, b, c), x, beta=a)
     return x
+
+
+def _symmetric(x: Tensor, y: Tensor, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
+    """alpha x y + beta x, where that is symmetric, as are products of polynomials of one symmetric matrix."""
+    size = x.shape[1]
+    step = max(SMALLEST, -(-size // BLOCKS.get(x.device.type, 1)))
+    out = x.new_empty(x.shape[0], size, size)
+    for i in range(0, size, step):
+        j = min(i + step, size)
+        rows = out[:, i:j, :j]
+        torch.baddbmm(x[:, i:j, :j] if beta else rows, x[:, i:j], y[:, :, :j], beta=beta, alpha=alpha, out=rows)
+        out[:, :i, i:j] = rows[:, :, :i].mT
+    return out
 
 
 def _gram_polynomial(gram: Tensor) -> Tensor:
@@ -55,10 +72,10 @@ def _gram_polynomial(gram: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     product: Tensor | None = None
     for step in range(STEPS):
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor = _symmetric(gram, gram, b, c)
         factor.diagonal(dim1=1, dim2=2).add_(a)
-        product = factor if product is None else product @ factor
+        product = factor if product is None else _symmetric(product, factor)
         if step < STEPS - 1:
-            gram = factor @ (gram @ factor)
+            gram = _symmetric(factor, _symmetric(gram, factor))
     assert product is not None
     return product

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import islice, product
 
-from hybridpar.config import Config, ModelConfig, OptimConfig, PipelineConfig
+from hybridpar.config import Config, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig, PipelineConfig
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.memory import StageMemory
 from hybridpar.models.cost import KEPT_BYTES, even_out
@@ -16,6 +16,7 @@ from hybridpar.pipeline.plan.schedules import WARMUPS, Sizes, find_schedule, sch
 from hybridpar.planner.bound import least_time
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
+from hybridpar.planner.sequence import may_split_rows, with_split_rows
 from hybridpar.planner.split import Matrix, best_split, sums
 from hybridpar.planner.stragglers import Spread, spread
 
@@ -85,16 +86,17 @@ class Candidate:
 
 
 def candidates(config: Config, machine: Machine, request: Request) -> Iterator[Candidate]:
-    batch = batch_size(config, request)
+    batch, split_rows = batch_size(config, request), cache(partial(_split_rows_take_less, config, machine))
     for tp, pp, dp in grids(config, machine, request.keep):
         if batch % dp:
             continue
         for b in micro_batches(machine, tp, batch // dp, request):
-            m = batch // (dp * b)
+            m, pieces = batch // (dp * b), config.parallel.tp_pieces if b % config.parallel.tp_pieces == 0 else 1
+            parallel = replace(config.parallel, tp=tp, pp=pp, dp=dp, sequence=split_rows(tp, b), tp_pieces=pieces)
             for pipeline, optim in _schedules(config, pp, dp, m, request):
                 made = replace(
                     config, pipeline=replace(pipeline, num_microbatches=m, recompute="none"), optim=optim,
-                    parallel=replace(config.parallel, tp=tp, pp=pp, dp=dp), memory=config.memory.on_another_grid(),
+                    parallel=parallel, memory=config.memory.on_another_grid(),
                     train=replace(config.train, micro_batch_size=b))
                 same = len(config.pipeline.split) == pp * pipeline.num_chunks
                 if config.pipeline.split and same and request.keep.get("pp"):
@@ -102,6 +104,16 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
                     yield Candidate(made, StepCost(made, machine))
                 else:
                     yield balanced(made, machine)
+
+
+def _split_rows_take_less(config: Config, machine: Machine, tp: int, b: int) -> bool:
+    """Whether a layer takes less time with sequence parallelism, which never takes more memory; or it is asked for."""
+    made = replace(config, parallel=ParallelConfig(tp, dp=1), pipeline=PipelineConfig(),
+                   memory=MemoryConfig(), train=replace(config.train, micro_batch_size=b))
+    if config.parallel.sequence or not may_split_rows(made):
+        return config.parallel.sequence
+    plain, split = (StepCost(one, machine).block_time(1) for one in (made, with_split_rows(made)))
+    return sum(split) < sum(plain)
 
 
 def batch_size(config: Config, request: Request) -> int:

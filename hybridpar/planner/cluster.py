@@ -222,7 +222,8 @@ def estimate(
     of_model = _transformer_costs if isinstance(config.model, ModelConfig) else _own_costs
     blocks = of_model(config, device, degrees, sizes, kernels)
     hardware = Hardware(device.name, cluster.devices_per_server, device.memory_bytes, hosts=cluster.num_servers)
-    return Profile(hardware, blocks, {}, settings_of(config), estimated=True, about={"source": "planner.kernels"})
+    settings = settings_of(replace(config, parallel=replace(config.parallel, sequence=False)))
+    return Profile(hardware, blocks, {}, settings, estimated=True, about={"source": "planner.kernels"})
 
 
 def _own_costs(
@@ -254,11 +255,8 @@ def _transformer_costs(
         for b in sizes:
             times = block_times(model, b, device, tp, kernels)
             message = activation_bytes(model, b)
-            half = (message // 2,)  # a gather, or a reduce_scatter
-            # embedding, layer and head: their all-reduces over tp, forward and backward
-            calls = {"embedding": (half, half), "layer": (half * 4, half * 6), "head": (half, half * 2),
-                     } if config.parallel.sequence else {
-                "embedding": ((message,), ()), "layer": ((message,) * 2, (message,) * 2), "head": ((), (message,))}
+            # all-reduces over tp, forward and backward
+            calls = {"embedding": ((message,), ()), "layer": ((message,) * 2, (message,) * 2), "head": ((), (message,))}
             for kind, time in zip(KINDS, (times[0], times[1], times[-1]), strict=True):
                 forward, backward = calls[kind] if tp > 1 else ((), ())
                 n = parameters[kind]

@@ -96,8 +96,9 @@ class StepCost(StageCosts):
     def reduction(self, stage: StageCost, index: int) -> tuple[float, float]:
         """Seconds that what is reduced once a batch of a rank's gradients takes, and CPU time that goes into it."""
         machine, ranks = self.machine, self.ranks_of(index)
-        own = 0 if self.splits > 1 else self.gradient_bytes * (stage.parameters - stage.tied)
-        if self.config.compression.gradients != "none":
+        own = 0 if self.splits > 1 and not self.config.feeds_back else (
+            self.gradient_bytes * (stage.parameters - stage.tied))
+        if self.config.feeds_back:
             return self._compressed(own, ranks, stage)
         seconds = self._in_buckets(own, ranks)
         work = machine.link(ranks).ring_work(own, self.dp) if self.dp > 1 else 0.0
@@ -148,10 +149,10 @@ class StepCost(StageCosts):
         reductions = [self.reduction(rank, r) for r, rank in enumerate(ranks)]
         if any(work for _, work in reductions):
             calls[Kind.REDUCE] = [min(seconds, work) for seconds, work in reductions]
-        sharded = self.splits > 0
-        reduce = [max(0.0, seconds - work) / (1 + sharded) for seconds, work in reductions]
-        gather = list(reduce) if sharded else [0.0] * p
-        if self.splits == 2:  # what UPDATE makes is whole again; gradients were summed before
+        halved = self.splits > 0 and not self.config.feeds_back  # an all-reduce: sums, and what UPDATE makes of them
+        reduce = [max(0.0, seconds - work) / (1 + halved) for seconds, work in reductions]
+        gather = list(reduce) if halved else [0.0] * p
+        if self.splits == 2 or (self.splits == 1 and not halved):  # what UPDATE makes is whole again
             gathers = [machine.half_ring("gather", self.item * rank.parameters, self.ranks_of(r), self.tp)
                        for r, rank in enumerate(ranks)]
             gather = [max(0.0, seconds - work) for seconds, work in gathers]
@@ -176,7 +177,7 @@ class StepCost(StageCosts):
             transfer = back = [a + b for a, b in zip(transfer, back, strict=True)]
         costs = Costs(
             [s.forward for s in stages], [s.backward for s in stages], [r.update for r in ranks], calls,
-            reduce=reduce, norm=norm, gather=gather if sharded else 0.0, transfer=transfer,
+            reduce=reduce, norm=norm, gather=gather if self.splits else 0.0, transfer=transfer,
             transfer_back=None if back == transfer else back, latency=latency,
             tied=self.config.model.tie_embeddings and p > 1 and not self.sizes.is_v,
             blocking_norm=self.is_cpu, serial_links=not self.is_cpu,

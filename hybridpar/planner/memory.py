@@ -91,7 +91,8 @@ class MemoryCheck:
         """Bytes of the fullest rank at least: its share of the state, if blocks were divided evenly."""
         whole, schedule = self._whole(cost), cost.schedule
         versions = min(schedule.max_live_versions(cost.sizes, rank) for rank in range(cost.pp))
-        of_gradients, of_weights = (cost.dp if cost.splits >= zero else 1 for zero in (2, 3))
+        of_gradients = cost.dp if cost.splits > 1 and not cost.config.feeds_back else 1
+        of_weights = cost.dp if cost.splits > 2 else 1
         return _in_memory(cost, (
             versions * whole.weights / of_weights + schedule.num_gradient_buffers * whole.gradients / of_gradients
             + (whole.master + whole.optimizer) / cost.zero_share) / (cost.tp * cost.pp))
@@ -241,7 +242,7 @@ class MemoryCheck:
         chunks that replicas share it is as exact as it must be: they are not what two layers have."""
         config, ends = cost.config, (blocks.start == 0, blocks.stop == cost.config.model.num_blocks)
         key = (config.optim.staleness, config.memory.host_optimizer, cost.tp, cost.zero_share, cost.splits,
-               config.train.micro_batch_size, config.pipeline.split_backward, buffers,
+               config.train.micro_batch_size, config.pipeline.split_backward, buffers, config.parallel.sequence,
                len(blocks) if isinstance(config.model, ModelConfig) else blocks, ends,
                bool(recompute.blocks), recompute.whole, bool(recompute.selective),
                config.feeds_back and config.parallel.dp)

@@ -48,8 +48,7 @@ class Moves:
     def of(config: Config, machine: Machine) -> Moves | None:
         """None where nothing moves. Raises: ConfigError where it is not known what moving costs."""
         memory = config.memory
-        splits = config.parallel.zero > 1 and config.parallel.dp > 1
-        return Moves(config, machine) if splits or memory.host_optimizer or memory.budget else None
+        return Moves(config, machine) if config.state_moves or memory.host_optimizer or memory.budget else None
 
     @property
     def what(self) -> str:
@@ -77,8 +76,7 @@ class Moves:
                 costs, to_host=[_GRADIENT_BYTES * n / speeds.copied for n in numbers],
                 host=[n / speeds.updated for n in numbers], from_host=[working * n / speeds.copied for n in numbers],
                 host_shares=shares, host_works=True)
-        splits = self.config.parallel.zero > 1 and self.config.parallel.dp > 1
-        shared = self._collectives(costs, replicas, rings) if splits else None
+        shared = self._collectives(costs, replicas, rings) if self.config.state_moves else None
         if memory.budget:
             whole = MIB / speeds.read, MIB / speeds.written
             if self._share_cores(costs):  # all of a time is the rank's own where it is not known how much is

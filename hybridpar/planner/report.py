@@ -131,13 +131,14 @@ def _how(config: Config, recompute: str) -> list[str]:
         f" ({pipeline.num_chunks} chunks)" if pipeline.num_chunks > 1 else "")
     schedule += " with zero bubbles" if pipeline.zero_bubble else ""
     again = [f"recompute {recompute}"] if recompute != "none" else []
+    rows = ["sequence parallelism"] if config.parallel.sequence and config.parallel.tp > 1 else []
     zero = [f"ZeRO-{config.parallel.zero}"] if config.parallel.zero else []
     host = ["optimizer on the host"] if config.memory.host_optimizer else []
     budget = [f"{config.memory.budget / _MIB:,.0f} MiB of state in memory"] if config.memory.budget else []
     codecs = [f"{what} {name}" for what, name in (
         ("messages", config.compression.messages), ("tensor", config.compression.tensor),
         ("gradients", config.compression.gradients)) if name != "none"]
-    return [schedule, *again, *zero, *host, *budget, *codecs]
+    return [schedule, *again, *rows, *zero, *host, *budget, *codecs]
 
 
 def table(result: Result) -> Table:

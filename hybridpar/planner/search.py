@@ -30,6 +30,7 @@ from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.memory import TIGHT, MemoryCheck, host_shortage
 from hybridpar.planner.moves import HOSTED
+from hybridpar.planner.sequence import may_split_rows, with_split_rows
 from hybridpar.validate import problems
 
 STALE_GAIN = 0.05
@@ -133,6 +134,8 @@ class _Search:
         self._add_sharded(candidate, only_if_worth=fits)
         if not fits:
             self._add_leaner(candidate)
+            if not candidate.tried_recomputation and may_split_rows(candidate.config):
+                self._consider_later(with_split_rows(candidate.config), candidate.cost.machine)
             if not self._add_recomputed(candidate):
                 self.failed.append(candidate)
         elif wrong := problems(candidate.config, candidate.cost.machine.num_devices):
@@ -166,8 +169,9 @@ class _Search:
         """Puts the candidate back with recomputation: what is cheap of all layers, if that is enough, and layers where
         it is needed, of which there may be few. False: it does not fit so either."""
         pipeline, b = candidate.config.pipeline, candidate.config.train.micro_batch_size
-        kind = (candidate.grid, candidate.config.parallel.zero, pipeline.schedule, pipeline.warmup, pipeline.num_chunks,
-                pipeline.zero_bubble, pipeline.placement, pipeline.activations)
+        parallel = candidate.config.parallel
+        kind = (candidate.grid, parallel.zero, parallel.sequence, pipeline.schedule, pipeline.warmup,
+                pipeline.num_chunks, pipeline.zero_bubble, pipeline.placement, pipeline.activations)
         if candidate.tried_recomputation or b >= self._too_large.get(kind, b + 1):
             return False
         again = None

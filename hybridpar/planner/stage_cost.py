@@ -24,6 +24,7 @@ from hybridpar.planner.codec_costs import CodecCosts
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.moves import Moves
 from hybridpar.planner.profile import BlockCost, Profile
+from hybridpar.planner.sequence import split_rows
 
 GRADIENT_BYTES = {name: max(dtype.itemsize, 4) for name, dtype in DTYPES.items()}
 
@@ -65,7 +66,8 @@ class StageCosts:
         self.moves = Moves.of(config, machine)
         self.zero_share = self.dp if parallel.zero else 1
         self.splits = parallel.zero if self.dp > 1 else 0
-        """What replicas split: 2: gradients, too; 3: weights, too. These come and go block by block."""
+        """What replicas split: 2: gradients, too; 3: weights, too. These come and go block by block, but for
+        gradients that are compressed."""
         self.updates_here = not config.memory.host_optimizer
         """Whether ranks update on their own time."""
         self.sizes = Sizes.of(config)
@@ -87,6 +89,8 @@ class StageCosts:
 
         def table(profile: Profile) -> dict[str, BlockCost]:
             costs = {kind: profile.block(kind, self.tp, b) for kind in dict.fromkeys(self._kind_of)}
+            if self.config.parallel.sequence and self.tp > 1 and not profile.settings["parallel"]["sequence"]:
+                costs = split_rows(costs, self.config)
             return {kind: replace(cost, forward=cost.forward - cost.forward_idle, forward_idle=0.0,
                                   backward=cost.backward - cost.backward_idle, backward_idle=0.0)
                     for kind, cost in costs.items()} if self.launches_ahead else costs
@@ -141,9 +145,11 @@ class StageCosts:
             return cost.forward_wait, cost.backward_wait
         own = machine.profile.links.get("local") or machine.profile.links.get("network")
 
+        part = 2 if self.config.parallel.sequence else 1  # a scatter or a gather is half of a sum
+
         def on_this_machine(wait: float, messages: Sequence[int]) -> float:
-            here = sum(machine.all_reduce(n, group, self._groups) for n in messages)
-            there = sum(own.ring_time(n, self.tp) for n in messages) if own and was_measured else 0.0
+            here = sum(machine.all_reduce(part * n, group, self._groups) for n in messages) / part
+            there = sum(own.ring_time(part * n, self.tp) for n in messages) / part if own and was_measured else 0.0
             return max(here, wait + here - there)
 
         return (on_this_machine(cost.forward_wait, cost.forward_messages),
@@ -182,7 +188,21 @@ class StageCosts:
     def block_time(self, number: int, rank: int = 0) -> tuple[float, float]:
         """Forward and backward of a block, collectives over tp included."""
         cost, (forward, backward) = self.block(number, rank), self.waits[self.kind(number)]
-        return cost.forward + forward, cost.backward + backward
+        return (self._by_turns(cost.forward, forward, cost.forward_messages),
+                self._by_turns(cost.backward, backward, cost.backward_messages))
+
+    def _by_turns(self, compute: float, waits: float, messages: Sequence[int]) -> float:
+        """Time of a block that computes and waits so long, of `parallel.tp_pieces` pieces by turns: while one waits for
+        a sum of its part of `messages` the others compute, but not while the rank itself sends."""
+        pieces, group = self.config.parallel.tp_pieces, range(self.tp)
+        if pieces == 1 or not waits:
+            return compute + waits
+        link, sums = self.machine.link(group), len(messages)
+        work = min(waits, sum(link.ring_work(n, self.tp) for n in messages))
+        share = sum(self.machine.all_reduce(n / pieces, group, self._groups) for n in messages) / sum(
+            self.machine.all_reduce(n, group, self._groups) for n in messages)  # latency is not divided
+        turn, wait = (compute + work) / (pieces * sums), share * (waits - work) / sums
+        return sums * max(pieces * turn, turn + wait)
 
     @cached_property
     def stages(self) -> list[StageCost]:

@@ -26,7 +26,7 @@ from hybridpar.state.tiers import Tiers
 
 def state_memory(config: Config, device: torch.device, policy: StatePolicy) -> TieredMemory | WholeChunks | None:
     """The memory of a rank's state that a configuration asks for; None: the device's."""
-    budget, whole = config.memory.budget, WholeChunks(device, policy) if policy.splits_gradients else None
+    budget, whole = config.memory.budget, WholeChunks(device, policy) if policy.moves else None
     if not budget:
         return whole
     if device.type == "cpu":

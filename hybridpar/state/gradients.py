@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridpar.nn.matmul import SINK, Part
+from hybridpar.nn.matmul import SINK, Part, add_
 from hybridpar.state.chunks import Buffer, Chunk, Memory
 from hybridpar.state.layout import FlatLayout
 
@@ -30,13 +31,15 @@ class GradientAccumulator:
     `collect(key)` are added by `apply(key)`, in the same order, to the same bits. Some are added at once all the
     same; of the parameters in `tied`, which are used in several places, none.
 
+    With `pieces` a micro-batch has so many backwards, through graphs of their own.
+
     Parts of the parameters in `factored` are never added up: `parts(index)` has them, in the order of the backwards,
     and whoever takes them writes the view.
     """
 
     def __init__(self, layout: FlatLayout, memory: Memory | None = None, num_buffers: int = 1, *,
                  chunks: Sequence[Chunk] = (), defers: bool = False, factored: frozenset[str] = frozenset(),
-                 tied: frozenset[str] = frozenset()):
+                 tied: frozenset[str] = frozenset(), pieces: int = 1):
         assert num_buffers in (1, 2), num_buffers
         self.layout, self.defers, self.factored, self.tied = layout, defers, factored, tied
         self.buffers = tuple(Buffer(layout, layout.dtype, memory or Memory(), chunks, f"gradients/{i}")
@@ -45,6 +48,7 @@ class GradientAccumulator:
         """Parts that wait of the backward that runs, by parameter; None: none wait."""
         self._waiting: dict[Hashable, tuple[int, dict[str, list[Part]]]] = {}  # by key: buffer, and parts
         self.on_final: Callable[[str], None] | None = None
+        self._pieces, self._reports = pieces, Counter[str]()  # of the armed backward, by parameter
         self._parts: tuple[dict[str, list[Part]], ...] = tuple({} for _ in self.buffers)
         self._views = tuple(buffer.views() for buffer in self.buffers)
         self._void: tuple[set[str], ...] = tuple(set() for _ in self.buffers)  # parameters without a gradient so far
@@ -133,6 +137,14 @@ class GradientAccumulator:
         """The next backward is the last of its batch: `on_final(name)` is called as gradients become final in it. None:
         it is not (where a rank's stages take turns, another one's may have been)."""
         self.on_final = on_final
+        self._reports.clear()
+
+    def report(self, name: str) -> None:
+        """A graph has given a parameter all of its gradient; the micro-batch's last one makes it final."""
+        if self.on_final is not None:
+            self._reports[name] += 1
+            if self._reports[name] == self._pieces:
+                self.on_final(name)
 
     def renew(self, index: int, names: Iterable[str]) -> None:
         """What buffer `index` holds of these parameters is void, in the middle of a batch."""
@@ -183,7 +195,7 @@ class _Report:
         if gradient is not self.view:  # the batch's first backward; what a sink takes is in the view already
             self._store(gradient)
             leaf.grad = self.view
-        self._report()
+        self.owner.report(self.name)
 
     def _store(self, gradient: Tensor) -> None:
         assert gradient.is_sparse or self.name not in self.owner.factored, f"{self.name}: a gradient without factors"
@@ -191,11 +203,7 @@ class _Report:
             self.view.copy_(gradient)
             self.void.remove(self.name)
         elif not gradient.is_sparse:  # sparse: empty, in the stead of what a sink took
-            self.view.add_(gradient)
-
-    def _report(self) -> None:
-        if (on_final := self.owner.on_final) is not None:
-            on_final(self.name)
+            add_(self.view, gradient)
 
 
 def _detached(part: Any) -> Part:
@@ -209,7 +217,7 @@ class _Dense(NamedTuple):
     gradient: Tensor
 
     def add_to(self, gradient: Tensor, overwrite: bool) -> None:
-        gradient.copy_(self.gradient) if overwrite else gradient.add_(self.gradient)
+        gradient.copy_(self.gradient) if overwrite else add_(gradient, self.gradient)
 
 
 class _AddAndReport(_Report):
@@ -225,4 +233,4 @@ class _AddAndReport(_Report):
                 waiting[self.name].append(_Dense(gradient))
             return
         self._store(gradient)
-        self._report()
+        self.owner.report(self.name)

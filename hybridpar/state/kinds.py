@@ -91,7 +91,8 @@ class Gradients(StateKind):
                 for i in range(len(gradients.buffers)) for name, view in gradients.views(i).items()}
 
     def memory(self) -> list[Tensor]:
-        own = [tensor for shares in self.holder.shares for tensor in shares.buffer.tensors]
+        own = [tensor for buffer in {id(shares.buffer): shares.buffer for shares in self.holder.shares}.values()
+               for tensor in buffer.tensors]
         return _kept(self.holder.gradients.buffers, self.holder.is_kept) + own
 
 

@@ -36,7 +36,7 @@ class Parts:
             found, late=config.memory.budget > 0,
             part_major=(config.pipeline.schedule == "gpipe" and config.parallel.pp == 1
                         and not config.model.tie_embeddings),
-            is_divided=any(len(parts) > 1 for parts in found.values()) or config.parallel.zero > 1
+            is_divided=any(len(parts) > 1 for parts in found.values()) or config.state_moves
             or (config.memory.budget > 0 and len(found) > 1))
 
     @cached_property

@@ -57,8 +57,19 @@ class StatePolicy:
 
     @property
     def splits_gradients(self) -> bool:
-        """Whether replicas share the gradients, and have whole ones of a part of the blocks at a time (ZeRO-2)."""
+        """Whether replicas share the sums of gradients (ZeRO-2)."""
         return self.parallel.zero > 1 and self.parallel.dp > 1
+
+    @property
+    def moves_gradients(self) -> bool:
+        """Whether gradients are whole of a part of the blocks at a time. Not where they are compressed: each replica
+        has what it has not sent, of all of them."""
+        return self.splits_gradients and self.compression.gradients == "none"
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is whole of a part of the blocks at a time."""
+        return self.moves_gradients or self.splits_weights
 
     @property
     def splits_weights(self) -> bool:
@@ -73,8 +84,8 @@ class StatePolicy:
 
 def cut_into_parts(config: Config, blocks: range) -> tuple[range, ...]:
     """Blocks of a stage in consecutive parts, of which one is computed with at a time; none where it is whole."""
-    memory, parallel = config.memory, config.parallel
-    by_block = memory.budget > 0 or memory.host_optimizer or (parallel.zero > 1 and parallel.dp > 1)
+    memory = config.memory
+    by_block = memory.budget > 0 or memory.host_optimizer or config.state_moves
     if not (wanted := memory.parts or config.model.num_blocks * by_block):
         return ()
     return tuple(range(blocks.start + a, blocks.start + b)

@@ -55,7 +55,7 @@ class RankState:
         parameters = StageParameters(stage, policy.dtype)
         self.placements = parameters.placements
         # shares that are here all the time are updated at once: it has no price
-        elementwise = (self.memory.is_limited or not policy.splits_gradients) and all(
+        elementwise = (self.memory.is_limited or not policy.moves) and all(
             divisible(policy.optim, slot) for slot in self.whole_slots.values())
         tied = frozenset(name for name, placement in self.placements.items() if placement.tied)
         self._in_both_ends = frozenset() if policy.ends_apart else tied
@@ -70,21 +70,24 @@ class RankState:
             parameters, self.partition, policy.num_versions, self.memory, predict=policy.predicts, uses=self.uses,
             splits=policy.splits_weights, host=UpdatedMemory(self.memory) if policy.on_host else None,
             hosted=hosted)
-        self.compression = Compression.of(
-            self.partition, self.placements, policy.compression, self.memory, policy.kernels)
+        self.compression = Compression.of(self.partition, self.placements, policy, self.memory)
         factored = self.compression.factored if self.compression is not None else frozenset()
         in_8_bits = {name for name, place in self.placements.items() if policy.eight_bits and place.matrices
                      and all(size % eight_bits.MULTIPLE == 0 for size in place.shape)}
-        for leaves in self.weights.leaves if factored or in_8_bits else ():
-            for name in factored:
+        for leaves in self.weights.leaves if factored or tied or in_8_bits else ():
+            for name in factored | tied:  # of tied ones in the order of their uses, in one backward or in several
                 setattr(leaves[name], FACTORED, True)
             for name in in_8_bits:
                 setattr(leaves[name], eight_bits.WANTED, True)
         self.gradients = GradientAccumulator(
             parameters.layout, self.memory, policy.num_gradient_buffers,
-            chunks=cut(parameters.layout, self.uses), defers=policy.defers, factored=factored, tied=tied)
+            chunks=cut(parameters.layout, self.uses), defers=policy.defers, factored=factored, tied=tied,
+            pieces=policy.parallel.tp_pieces if grid.tp.size > 1 else 1)
         self.shares = Shares.of(
-            self.partition, self.gradients.buffers, self.memory, "gradients", split=policy.splits_gradients)
+            self.partition, self.gradients.buffers, self.memory, "gradients",
+            split=policy.moves_gradients or (policy.splits_gradients and self.compression is not None),
+            of_all=not policy.moves_gradients)
+        self._moves_gradients = policy.moves_gradients
         self.reducer = GradientReducer(self.partition, self.is_kept, self.compression)
         self.num_parts = max(len(parts), 1)
         self.num_groups = self.num_parts if elementwise else 1
@@ -141,9 +144,11 @@ class RankState:
 
     def close(self, batch: int, scale: float = 1.0) -> None:
         """Before the last backward of a batch: what is final from now on may be reduced. scale: of its loss."""
+        index = self.gradients.buffer_index(batch)
         if self.compression is not None:
-            self.compression.begin(batch, self.gradients.parts(self.gradients.buffer_index(batch)), scale)
-        self.reducer.arm(self.gradients.buffers[self.gradients.buffer_index(batch)])
+            self.compression.begin(batch, self.gradients.parts(index), scale, self.gradients.views(index),
+                                   self.shares[index] if self.shares else None)
+        self.reducer.arm(self.gradients.buffers[index])
 
     def bind(self, batch: int, versions: Sequence[int], *, last: bool = False, part: int = 0) -> None:
         """The next backward, through a part at these versions, adds to the gradients of a batch. `last`: it makes them
@@ -165,7 +170,7 @@ class RankState:
 
     def is_kept(self, use: Use) -> bool:
         """Whether gradients of a use are whole all the time, and reduced once a batch."""
-        return use.stays or not self.shares
+        return use.stays or not self._moves_gradients
 
     def _is_final(self, name: str, part: int) -> bool:
         """Whether the last backward of a part makes a gradient final that is reduced once a batch."""
@@ -174,7 +179,7 @@ class RankState:
 
     def _reporter(self, part: int) -> Callable[[str], None]:
         """Takes the names of gradients that the last backward of a part has finished."""
-        if self.num_parts == 1 and not self.shares:
+        if self.num_parts == 1 and not self._moves_gradients:
             # of a rank's stages the first one's backward comes last: what the last one shares with it is not final
             return self.reducer.ready if not part or not self._in_both_ends else (
                 lambda name: None if name in self._in_both_ends else self.reducer.ready(name))
@@ -198,6 +203,13 @@ class RankState:
         self.gradients.finish(
             self.gradients.buffer_index(batch), [name for name in self.placements if self.is_kept(self.uses(name))])
         self.reducer.flush()
+
+    def await_sums(self, batch: int) -> None:
+        """Waits for what was reduced once of a batch, the oldest that is under way."""
+        self.reducer.wait()
+        if self.compression is not None and self.shares:
+            shares = self.shares[self.gradients.buffer_index(batch)]
+            shares.take(shares.views.keys() - self.compression.packed)
 
     def square(self, batch: int, part: int) -> None:
         """Notes the squares of a part's reduced gradients, ahead of `square_norm`."""
@@ -310,7 +322,8 @@ class RankState:
             sizes = [(c.use, tensor.nbytes) for c, tensor in zip(buffer.chunks, buffer.tensors, strict=True)]
             return room(sizes, 2) if shares else 0
 
-        return of(self.weights.buffers[0], self.weights.shares), of(self.gradients.buffers[0], self.shares)
+        return (of(self.weights.buffers[0], self.weights.shares),
+                of(self.gradients.buffers[0], self.shares if self._moves_gradients else ()))
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int, since: int = 0) -> None:
         """Takes tensors by key. Each is asked for once; an optimizer's are kept as they are.

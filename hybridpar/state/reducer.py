@@ -47,6 +47,14 @@ class GradientReducer:
     def armed(self) -> bool:
         return self._flat is not None
 
+    @property
+    def summed_beside(self) -> list[tuple[str, ...]]:
+        """Parameters of each bucket whose sum needs no memory but the gradients' own, so that any stream may start it;
+        none, where some do, or nothing is summed."""
+        if self._compression is not None:
+            return []
+        return [bucket.names for bucket, (axis, _) in zip(self.buckets, self._ways, strict=True) if axis.size > 1]
+
     def arm(self, flat: Tensor | Buffer) -> None:
         """The backward that follows is the last one into `flat`."""
         assert self._flat is None, "the batch before was not flushed"

@@ -47,7 +47,7 @@ class SharedTouches:
             return [Touch(i, Mode.RENEW) for i in self._by_kind.get(self._gradients(action.microbatch), ())]
         return []
 
-    def items(self, tiers: Residency | None = None) -> SharedItems:
+    def items(self) -> SharedItems:
         """The chunks as a plan knows them. Weights have room for two consecutive parts, so what comes next is gathered
         while a part computes; gradients have room for one, besides those that are being summed."""
         num_bytes = [0] * self._first + [chunk.num_bytes for chunk in self.chunks.values()]
@@ -60,7 +60,7 @@ class SharedTouches:
 
         return SharedItems(
             residency("weights", self.of_weights, 2, summed),
-            residency("gradients", self.of_gradients, 1, self.chunks.keys() - summed), summed, tiers)
+            residency("gradients", self.of_gradients, 1, self.chunks.keys() - summed), summed)
 
     def _gradients(self, batch: int) -> str:
         return f"gradients/{self._state.gradients.buffer_index(batch)}"

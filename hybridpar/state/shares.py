@@ -62,7 +62,7 @@ class WholeChunks(Memory):
         super().__init__(device)
         self.chunks: list[WholeChunk] = []
         self.listeners: list[Callable[[WholeChunk], object]] = []
-        self._kinds = ("gradients/",) * policy.splits_gradients + ("weights/",) * policy.splits_weights
+        self._kinds = ("gradients/",) * policy.moves_gradients + ("weights/",) * policy.splits_weights
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         if not self.has(kind, chunk.use):
@@ -112,16 +112,18 @@ def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:
 
 
 class Shares:
-    """What this rank owns of the chunks of `whole` that do not stay.
+    """What this rank owns of the chunks of `whole` that do not stay, or `of_all`.
 
     buffer: their memory, in chunks by use. kind: of state of the whole ones. views: of each parameter that it owns all
     of, or of the part of it as a vector, by name.
     """
 
-    def __init__(self, partition: Partition, whole: Buffer, dtype: torch.dtype, memory: Memory, kind: str = ""):
-        self.partition, self.whole, self.memory = partition, whole, memory
-        layout = partition.layout_of_owned(dtype, wanted=lambda use: not use.stays)
-        self.buffer = Buffer(layout, dtype, memory, cut(layout, partition.uses), f"{SHARES}{kind}")
+    def __init__(self, partition: Partition, whole: Buffer, dtype: torch.dtype, memory: Memory, kind: str = "", *,
+                 of_all: bool = False, buffer: Buffer | None = None):
+        self.partition, self.whole, self.memory, self._of_all = partition, whole, memory, of_all
+        layout = partition.layout_of_owned(dtype, wanted=self.has)
+        self.buffer = buffer or Buffer(
+            layout, dtype, memory, () if of_all else cut(layout, partition.uses), f"{SHARES}{kind}")
         self.views = self.buffer.views()
         self._owned = {o.name: o for o in partition.owned}
         self._names: dict[Use, list[str]] = {}
@@ -132,14 +134,27 @@ class Shares:
         self._unwatched.tensors = [tensor.data for tensor in whole.tensors]
 
     @staticmethod
-    def of(partition: Partition, buffers: Sequence[Buffer], memory: Memory, kind: str, *, split: bool) -> list[Shares]:
-        """Shares of all buffers of a kind; none where replicas do not split them."""
-        return [Shares(partition, buffer, buffer.tensors[0].dtype, memory, f"{kind}/{i}")
-                for i, buffer in enumerate(buffers) if split]
+    def of(partition: Partition, buffers: Sequence[Buffer], memory: Memory, kind: str, *, split: bool,
+           of_all: bool = False) -> list[Shares]:
+        """Shares of all buffers of a kind; none where replicas do not split them. of_all: in one memory, as those of
+        one buffer at a time are needed."""
+        found: list[Shares] = []
+        for i, whole in enumerate(buffers if split else ()):
+            found.append(Shares(partition, whole, whole.tensors[0].dtype, memory, f"{kind}/{i}", of_all=of_all,
+                                buffer=found[0].buffer if of_all and found else None))
+        return found
+
+    def has(self, use: Use) -> bool:
+        """Whether there are shares of a use."""
+        return self._of_all or not use.stays
+
+    def base(self, use: Use) -> int:
+        """The element of the buffer at which the memory of a use begins."""
+        return 0 if self._of_all else next(chunk.start for chunk in self.buffer.chunks if chunk.use == use)
 
     def owned(self) -> list[Tensor]:
         """What this rank owns, in the order of the partition: its shares, and views of what stays."""
-        kept = self.partition.owned_views(self.whole, lambda use: use.stays)
+        kept = self.partition.owned_views(self.whole, lambda use: not self.has(use))
         return [self.views[o.name] if o.name in self.views else next(kept) for o in self.partition.owned]
 
     @torch.no_grad()
@@ -147,6 +162,13 @@ class Shares:
         """Copies (or adds) to the shares of some parameters what the whole chunks have."""
         for share, part in self._pairs(names):
             share.add_(part) if add else share.copy_(part)
+
+    @torch.no_grad()
+    def put(self, name: str, whole: Tensor) -> None:
+        """Copies to a parameter's share, if there is one, the same part of a whole tensor."""
+        if name in self.views:
+            start, stop = self._owned[name].part or (0, whole.numel())
+            self.views[name].view(-1).copy_(whole.view(-1)[start:stop])
 
     @torch.no_grad()
     def clear(self, names: Iterable[str]) -> None:

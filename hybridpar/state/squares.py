@@ -79,7 +79,7 @@ def _home(gradients: Buffer | Shares, use: Use, start: int) -> tuple[FlatLayout,
     """The layout in which gradients of a use lie, and its element at which their memory begins. start: of one of them,
     in the flat buffer."""
     if isinstance(gradients, Shares):
-        if not use.stays:
-            return gradients.buffer.layout, next(c.start for c in gradients.buffer.chunks if c.use == use)
+        if gradients.has(use):
+            return gradients.buffer.layout, gradients.base(use)
         gradients = gradients.whole
     return gradients.layout, next(c.start for c in gradients.chunks if c.use == use and c.start <= start <= c.stop)

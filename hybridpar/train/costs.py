@@ -186,9 +186,9 @@ def _check_row(place: str, cost: float | Sequence[float], size: int | None = Non
 # -- what it says ------------------------------------------------------------------------------------------------------
 
 
-def describe(run: RunCosts) -> list[str]:
+def describe(run: RunCosts, folder: Path | None = None) -> list[str]:
     """A few lines: the step time and idle shares that were measured and those that the costs imply, and where the time
-    of a step goes on the slowest stage."""
+    of a step goes on the slowest stage. folder: of the slow tier."""
     measured, costs, m = run.measured, run.measured.costs, run.sizes.num_microbatches
     step, (simulated, idle) = measured.step_time, run.timeline().steady_step(m)
     forward, backward = (expand(cost, run.sizes.num_stages) for cost in (costs.forward, costs.backward))
@@ -197,7 +197,7 @@ def describe(run: RunCosts) -> list[str]:
     parts = measured.parts[slowest]
     shares = [
         (f"waiting for other {name}s", parts.waiting), ("waiting for the host optimizer", parts.host),
-        ("waiting for state to come and go", parts.state),
+        ("waiting for state to come and go" + (f" ({folder})" if folder else ""), parts.state),
         ("communication calls", parts.calls), ("norm and optimizer", parts.optimizer),
         ("between actions", parts.between), ("without a core", parts.no_core)]
     rest = "".join(f", {what} {in_ms(part)} ({part / step:.0%})" for what, part in shares if part > 5e-4 * step)

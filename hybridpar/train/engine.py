@@ -21,6 +21,7 @@ from hybridpar.comm import Work, all_reduce, all_reduce_async
 from hybridpar.config import Config
 from hybridpar.data import DataStart
 from hybridpar.data.loader import Loader
+from hybridpar.errors import config_error
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import build_blocks, recomputed_blocks
 from hybridpar.models.cost import stage_split
@@ -42,12 +43,13 @@ from hybridpar.state.host import HostWork
 from hybridpar.state.parts import Parts
 from hybridpar.state.shares import WholeChunks
 from hybridpar.state.tiered import ItemMemory, TieredMemory, slow_folder
+from hybridpar.state.touches import Touches
 from hybridpar.train.policy import BatchPolicy, StepResult
 from hybridpar.train.replicas import SharedChunks
 from hybridpar.train.sites import SiteTalk
 from hybridpar.train.source import LoaderSource
 from hybridpar.train.tiers import RankTiers
-from hybridpar.train.touches import Touches
+from hybridpar.turns import Turns
 
 __all__ = ["Engine", "StepResult"]
 
@@ -84,11 +86,16 @@ class Engine:
         states = StatePolicy.of(config, self.policy.num_versions(grid.pp.rank), self.schedule.num_gradient_buffers)
         numbers = [number for stage in self._held for number in self.split[stage]]
         sequence = config.parallel.sequence
+        pieces = config.parallel.tp_pieces
+        if pieces > 1 and device.type == "cuda":
+            raise config_error("parallel.tp_pieces", pieces, "works on CPUs only, and this job has GPUs", "1")
+        turns = Turns(pieces) if pieces > 1 and grid.tp.size > 1 else None
         blocks = with_coded_sums(build_blocks(
-            model, grid.tp, numbers, kernels=config.kernels, sequence=sequence, dtype=states.dtype), config)
+            model, replace(grid.tp, turns=turns), numbers, kernels=config.kernels, sequence=sequence,
+            dtype=states.dtype), config)
         again = recomputed_blocks(pipeline.recompute, model, self.split)
         self.parts = Parts.of(config, {stage: self.split[stage] for stage in self._held})
-        stages = {stage: [Stage({n: blocks[n] for n in numbers}, again[stage], model) for numbers in parts]
+        stages = {stage: [Stage({n: blocks[n] for n in numbers}, again[stage], model, turns) for numbers in parts]
                   for stage, parts in self.parts.of_stage.items()}
         self.stage = Stage(blocks)
         if memory is None:
@@ -108,7 +115,8 @@ class Engine:
             self.sizes, self.replicas or self.tiers, self._stash())
         by_block = config.train.record_memory or config.train.planned_memory  # a graph's pool is apart
         if config.train.cuda_graphs and device.type == "cuda" and not by_block and not self.parts.is_divided:
-            self.executor.graphs = graphs.recorder(config, stages[self._held[0]][0], self.state.gradients, device)
+            self.executor.graphs = graphs.recorder(config, stages[self._held[0]][0], self.state.gradients, device,
+                                                   self.state.reducer.summed_beside)
         self._talk: SiteTalk | None = None
         if self.state.outer is not None:
             self.state.outer.waits_by, self._talk = self.executor.wait, SiteTalk(self.state.outer)
@@ -213,7 +221,7 @@ class Engine:
 
     def _norm(self, action: Action) -> None:
         if action.part == (self.state.num_groups - 1 if self._division.norms else 0):  # which comes first
-            self.executor.wait(self.state.reducer.wait)
+            self.executor.wait(partial(self.state.await_sums, action.microbatch))
         if action.part:
             self.state.square(action.microbatch, action.part)
         else:
@@ -267,7 +275,7 @@ class Engine:
             return
         # no stage waits for another: the numbers of a batch are reported once all stages must have finished it
         if part == 0:
-            self.executor.wait(self.state.reducer.wait)
+            self.executor.wait(partial(self.state.await_sums, batch))
         if is_last:
             self._sum_up(batch)
         else:

@@ -12,8 +12,8 @@ from hybridpar.pipeline.plan.kinds import Kind
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.residency import FastTier, add_residency
 from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.state.touches import Touches
 from hybridpar.train.ghost_rank import GhostRank
-from hybridpar.train.touches import Touches
 
 _MIB = 2**20
 _BEGUN, _STEPS, _LEFT = 4, 4, 4

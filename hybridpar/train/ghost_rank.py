@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hybridpar.config import Config
 from hybridpar.grid import place_of, sizes_of
@@ -18,9 +18,8 @@ from hybridpar.pipeline.plan.residency import Residency, add_residency
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.plan.shared import SharedItems
 from hybridpar.state import StatePolicy
-from hybridpar.state.tiered import ItemMemory
+from hybridpar.state.touches import Touches
 from hybridpar.train.policy import BatchPolicy
-from hybridpar.train.touches import Touches
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ class GhostRank:
 
     def touches(self, sizes: Sizes) -> Touches:
         """What its actions touch of the items of its state; it has a budget."""
-        memory, ghost = self.ghost.memory, self.ghost
-        assert isinstance(memory, ItemMemory)
-        return Touches(memory, ghost.state, ghost.parts, sizes, norms=ghost.division.norms)
+        touches = self.ghost.touches(sizes)
+        assert touches is not None
+        return touches
 
     def residency(self, sizes: Sizes) -> Residency | SharedItems | None:
         """What it moves, from a start at which all is in the slow tier, or in shares; None: it moves nothing.
@@ -66,12 +65,11 @@ class GhostRank:
         Raises: ConfigError where the budget is too small for any plan.
         """
         tiers, budget = None, self.config.memory.budget
-        if isinstance(self.ghost.memory, ItemMemory):
+        if budget:
             touches = self.touches(sizes)
             touches.require(budget)
             tiers = touches.residency(budget)
-        items = self.ghost.shared_items(sizes)
-        return tiers if items is None else replace(items, tiers=tiers)
+        return self.ghost.shared_items(sizes, budget) or tiers
 
     def actions(self, ordering: Ordering, sizes: Sizes, num_batches: int) -> Iterator[Action]:
         """Its list for so many batches, without what it moves. `sizes`: their micro-batches may be fewer or more."""

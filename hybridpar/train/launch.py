@@ -76,11 +76,7 @@ class Job:
 
     def decide(self, action: Callable[[], Any]) -> Any:
         """Returns on every process what `action` returns on rank 0 (plain JSON values). Raises: as `together`."""
-        return self._exchange(self.together(action, here=self.launch.rank == 0))[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all processes (plain JSON values), in rank order."""
-        return self._exchange(value)
+        return self.gather(self.together(action, here=self.launch.rank == 0))[0]
 
     def _fail_together(self, error: HybridparError | None) -> None:
         if self.launch.world_size == 1:
@@ -88,7 +84,7 @@ class Job:
                 raise error
             return
         ranks: dict[str, list[int]] = {}
-        for rank, text in enumerate(self._exchange(None if error is None else str(error))):
+        for rank, text in enumerate(self.gather(None if error is None else str(error))):
             if text is not None:
                 ranks.setdefault(text, []).append(rank)
         if not ranks:
@@ -111,8 +107,8 @@ class Job:
         elif self.launch.own_store_port:
             _poll(lambda: store.check(others) or time.monotonic() > end)
 
-    def _exchange(self, value: Any) -> list[Any]:
-        """The values of all processes, in rank order."""
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes (plain JSON values), in rank order."""
         if self.store is None:
             return [value]
         place, self._rounds = self._rounds, self._rounds + 1

@@ -274,8 +274,11 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
 
     Times have no meaning (see memory.excerpt.retimed). With memory.budget all state is there.
     `config`: resolved. `device`: need not be on this machine; None: the one that the configuration names.
-    Raises: ConfigError with a compression.gradients that decides by the numbers what it runs.
+    Raises: ConfigError with a compression.gradients that decides by numbers what it runs, or with parallel.tp_pieces.
     """
+    if config.parallel.tp_pieces > 1:
+        raise config_error("parallel.tp_pieces", config.parallel.tp_pieces, "has no predicted events of memory, which "
+                           "follow one thread (`check` predicts the peak)", "1")
     if config.feeds_back and METHODS[config.compression.gradients].looks:
         raise config_error("compression.gradients", config.compression.gradients, "has no predicted events of memory: "
                            "what it runs depends on the numbers (a run records it, and `check` predicts the peak)",
@@ -298,7 +301,7 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
                 yield action
 
         states = StatePolicy.of(config, 1, 1)
-        whole = GhostChunks(tracker.device, states) if states.splits_gradients else None
+        whole = GhostChunks(tracker.device, states) if states.moves else None
         memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
         engine = _GhostEngine(config, grid, tracker.device, tamper=watched, memory=memory)
         recorder = EngineRecorder(engine, spans.append)

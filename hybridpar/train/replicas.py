@@ -34,13 +34,12 @@ class SharedChunks:
     def __init__(self, memory: WholeChunks, state: RankState, parts: Parts, sizes: Sizes,
                  tiers: RankTiers | None = None):
         self._state, self._tiers, self._m = state, tiers, sizes.num_microbatches
-        self._share_of, first = ({}, 0) if tiers is None else (tiers.touches.shares, len(tiers.touches.items))
+        shares, first = ({}, 0) if tiers is None else (tiers.touches.shares, len(tiers.touches.items))
         self._touches = SharedTouches(memory, state, parts, sizes, first)
         self._chunks, self.items = self._touches.chunks, self._touches.items()
         """The chunks as a plan knows them."""
-        self._leaving: dict[int, Action] = {}  # of shares that are still added to, by number
         self._arriving: dict[int, Works] = {}
-        self._sums: Sums[Works] = Sums()  # of gradients
+        self._sums: Sums[Works] = Sums(shares)  # of gradients
         self._batches: dict[int, int] = {}  # whose gradients a chunk adds up
         self._summed: dict[int, int] = {}  # and of which its share has any
 
@@ -89,7 +88,7 @@ class SharedChunks:
         self._complete(self._sums.num_due(action, made))
         if self._tiers is not None and not self._is_cut_off(action):
             if not self._tiers.are_here(action):  # may wait for what is to leave
-                self._complete_leaving()
+                self._complete(self._sums.num_into_leaving())
             self._tiers.touch(action)
         if made:
             self._sums.note_backward()
@@ -130,32 +129,24 @@ class SharedChunks:
     def _complete(self, count: int) -> None:
         """Waits for the oldest sums, and adds them to the shares."""
         for _ in range(count):
-            number, works = self._sums.complete()
+            number, works, leaves = self._sums.complete()
             works.wait()
             chunk, batch = self._chunks[number], self._batches[number]
             shares = self._state.shares[chunk.index]
             shares.take(shares.names(chunk.use), add=self._summed.get(number) == batch)
             self._summed[number] = batch
             chunk.give_back()
-            if (action := self._leaving.pop(self._share_of.get(number, -1), None)) is not None:
+            if leaves is not None:
                 assert self._tiers is not None
-                self._tiers.move(action)
+                self._tiers.move(leaves)
 
     def _move_share(self, action: Action) -> None:
         """Starts to move an item of the tiers."""
         assert self._tiers is not None
-        item = action.microbatch
-        if action.kind is Kind.FETCH and item in self._leaving:
-            self._complete_leaving()
-        if action.kind is not Kind.FETCH and any(self._share_of.get(number) == item for number in self._sums):
-            self._leaving[item] = action
-        else:
+        if action.kind is Kind.FETCH and action.microbatch in self._sums.leaving:
+            self._complete(self._sums.num_into_leaving())
+        if not self._sums.delays(action):
             self._tiers.move(action)
-
-    def _complete_leaving(self) -> None:
-        """Waits for the sums into all shares that are to leave."""
-        due = [i for i, number in enumerate(self._sums, 1) if self._share_of.get(number) in self._leaving]
-        self._complete(max(due, default=0))
 
     def _await(self, number: int) -> None:
         if (works := self._arriving.pop(number, None)) is not None:

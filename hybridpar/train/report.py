@@ -10,6 +10,7 @@ from typing import Any
 from hybridpar.comm import gather_objects
 from hybridpar.models.cost import training_flops_per_token, training_flops_rule
 from hybridpar.pipeline.plan.svg import draw_svg
+from hybridpar.state.tiered import slow_folder
 from hybridpar.train import folder as run_folder
 from hybridpar.train import trace
 from hybridpar.train.costs import RunCosts, describe, run_costs, write_costs
@@ -109,7 +110,8 @@ class RunReport:
         if (compression := self.engine.state.compression) is not None:
             say(str(compression.sent))
         if self._costs is not None:
-            for line in [*describe(self._costs), *differences(config, self._costs)]:
+            folder = slow_folder(config) if config.memory.budget and self.engine.device.type == "cpu" else None
+            for line in [*describe(self._costs, folder), *differences(config, self._costs)]:
                 say(line)
         elif self._traced:
             say(f"no {run_folder.COSTS}: that takes {_TRACED_STEPS} steps in a row without an evaluation or a "

@@ -8,7 +8,7 @@ from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.residency import FastTier, Mode, add_residency
 from hybridpar.state.tiered import TieredMemory
-from hybridpar.train.touches import Touches
+from hybridpar.state.touches import Touches
 
 
 class RankTiers:

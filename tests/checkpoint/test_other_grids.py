@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import start
 from ranks import run_ranks
 from torch import Tensor
 
@@ -15,8 +16,7 @@ from hybridpar import checkpoint
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import CheckpointError
-from hybridpar.grid import ProcessGrid
-from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.engine import StepResult
 from hybridpar.verify.oracle import Oracle
 
 pytestmark = pytest.mark.ranks
@@ -41,11 +41,7 @@ def make(grid: dict[str, int], **sections: dict[str, Any]) -> Config:
 
 def run(config: Config, root: Path, stop: int, dtype: str = "") -> list[StepResult]:
     """Trains from the last checkpoint to step `stop`, and saves."""
-    parallel = config.parallel
-    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
-    engine = Engine(config, grid, torch.device("cpu"))
-    loader = SyntheticLoader(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches,
-                             grid.dp.rank, grid.dp.size)
+    engine, loader = start(config)
     steps: list[StepResult] = []
     done = checkpoint.resume(root, engine, "corpus", print)
     engine.train(loader, stop - done, steps.append)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import start
 from ranks import run_ranks
 from torch import Tensor
 
@@ -23,10 +24,8 @@ from hybridpar.config import (
     TrainConfig,
     from_mapping,
 )
-from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.schedules import SCHEDULES
-from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.engine import StepResult
 
 MODEL = ModelConfig(num_layers=2, hidden_size=12, num_heads=3, seq_length=8, vocab_size=37, dropout=0.1)
 
@@ -38,13 +37,6 @@ def make_config(schedule: str = "2bw", dtype: str = "fp32", *, tp: int = 1, pp: 
         TrainConfig(6, 2, dtype), DataConfig(split=0.0))  # type: ignore[arg-type]
 
 
-def make_engine(config: Config) -> tuple[Engine, SyntheticLoader]:
-    parallel = config.parallel
-    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
-    loader = SyntheticLoader(config.model, config.train.micro_batch_size, 2, grid.dp.rank, grid.dp.size)
-    return Engine(config, grid, torch.device("cpu")), loader
-
-
 Trained = tuple[list[StepResult], dict[str, Tensor]]
 
 
@@ -54,7 +46,7 @@ def train_in_stretches(config: Config, stretches: tuple[int, ...], root: Path, *
     steps: list[StepResult] = []
     for i, num_batches in enumerate(stretches):
         if anew or not i:
-            engine, loader = make_engine(config)
+            engine, loader = start(config)
             done = checkpoint.resume(root, engine, "corpus", print)
             assert done == sum(stretches[:i])
         engine.train(loader, num_batches, steps.append)
@@ -113,7 +105,7 @@ def test_replicas_resume_from_one_file(tmp_path: Path) -> None:
 
 
 def save_and_merge(config: Config, root: Path) -> None:
-    engine, loader = make_engine(config)
+    engine, loader = start(config)
     engine.train(loader, 2, lambda step: None)
     checkpoint.save(root, engine, "corpus")
     saved, full = checkpoint.load_full(root / "step_00000002")

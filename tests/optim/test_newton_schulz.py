@@ -16,8 +16,10 @@ def on_singular_values(x):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_is_the_polynomial_of_the_singular_values(shape):
-    """Wide, high and square; both ways to iterate."""
+@pytest.mark.parametrize("smallest", [2, 128])
+def test_is_the_polynomial_of_the_singular_values(shape, smallest, monkeypatch):
+    """Wide, high and square; both ways to iterate; by blocks, of which the last may be smaller, and by one."""
+    monkeypatch.setattr("hybridpar.optim.newton_schulz.SMALLEST", smallest)
     x = torch.randn(3, *shape, dtype=torch.float64)
     got = newton_schulz(x.clone())
     assert got.shape == x.shape

@@ -210,6 +210,10 @@ CASES = {
     "bf16, on the host, a step is skipped": (BF16, {"dp": 3}, "1f1b", {"memory": {"host_optimizer": True}}),
     "int4 from the third batch on, in parts": (
         INT4 | {"gradients_start": 2}, {"dp": 2}, "2bw", DEEP | {"memory": {"parts": 3}}),
+    "dct, ZeRO-2, three replicas, a step is skipped": (DCT, {"dp": 3, "zero": 2}, "2bw", {"train": {"dtype": "bf16"}}),
+    "int4, ZeRO-3, from the third batch on": (
+        INT4 | {"gradients_start": 2}, {"dp": 2, "zero": 3}, "2bw", DEEP),
+    "bf16, ZeRO-3, tp, muon": (BF16, {"dp": 2, "tp": 2, "zero": 3}, "1f1b", {"optim": {"name": "muon"}}),
     "int4, pipedream": (INT4, {"dp": 2, "pp": 2}, "pipedream", {"optim": {"clip_grad": 0.0}}),
 }
 
@@ -275,12 +279,14 @@ def test_half_precision_scales_its_losses_and_skips_what_overflows(compression: 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("values", "off"), [("full", 1e-8), ("int8", 0.05)])
-def test_factors_are_a_step_of_power_iteration(values: str, off: float) -> None:
+@pytest.mark.parametrize(("values", "off", "zero"), [("full", 1e-8, 2), ("int8", 0.05, 0)])
+def test_factors_are_a_step_of_power_iteration(values: str, off: float, zero: int) -> None:
     """In fewer bits, too: what rounding takes off is kept with the rest."""
-    ran = run_ranks(run, 3, make(POWER | {"gradients_values": values}, {"dp": 3}, train={"dtype": "fp64"}), 4)
+    ran = run_ranks(run, 3, make(
+        POWER | {"gradients_values": values}, {"dp": 3, "zero": zero}, train={"dtype": "fp64"}), 4)
     assert {one.diverged for one in ran} == {""}
-    assert ran[0].traffic == sum(one.sent.num_bytes for one in ran)
+    if not zero:  # else weights are gathered, too
+        assert ran[0].traffic == sum(one.sent.num_bytes for one in ran)
     for name in ran[0].axes:
         factor, lost = None, []
         for batch in range(4):

@@ -110,6 +110,7 @@ CASES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
     "2bw, split backward, bf16": (
         {"dp": 2, "pp": 2}, "2bw", {"pipeline": {"split_backward": True}, "train": {"dtype": "bf16"}}),
     "interleaved, ZeRO-1": ({"dp": 2, "pp": 2, "zero": 1}, "interleaved", DEEP | FP64),
+    "ZeRO-3": ({"dp": 2, "zero": 3}, "2bw", FP64),
     "on the host": ({"dp": 2}, "2bw", {"memory": {"host_optimizer": True}} | FP64),
     "pipedream": ({"dp": 2, "pp": 2}, "pipedream", {"optim": {"clip_grad": 0.0}} | FP64)}
 

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import sys
 import tempfile
@@ -108,6 +109,15 @@ def _rank(rank: int, num_ranks: int, port: int, output: str, call: Callable[[], 
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with open(output, "a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         sys.exit(call())  # type: ignore[arg-type]
+
+
+def must_be_killed(call: Callable[[], object]) -> None:
+    """Calls it in a fork of this process, which has to end itself by SIGKILL within a minute."""
+    process = multiprocessing.get_context("fork").Process(target=call)
+    process.start()
+    process.join(60.0)
+    process.kill()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def on_ranks(num_ranks: int, action: Callable[[Job], Any]) -> list[Any]:

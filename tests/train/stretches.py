@@ -5,21 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from engines import start
 from torch import Tensor
 
 from hybridpar import checkpoint
 from hybridpar.config import Config
-from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.grid import ProcessGrid
-from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.engine import StepResult
 
 
 def run(config: Config, root: Path, stop: int) -> tuple[list[StepResult], dict[str, Tensor], dict[str, float]]:
     """Trains from the last checkpoint to step `stop`, and saves: steps, this rank's state, and an evaluation."""
-    parallel, m = config.parallel, config.pipeline.num_microbatches
-    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
-    engine = Engine(config, grid, torch.device("cpu"))
-    loader = SyntheticLoader(config.model, config.train.micro_batch_size, m, grid.dp.rank, grid.dp.size)
+    engine, loader = start(config)
     steps: list[StepResult] = []
     done = checkpoint.resume(root, engine, "corpus", print)
     engine.train(loader, stop - done, steps.append)

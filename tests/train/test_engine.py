@@ -7,38 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from engines import gpt, start
 from ranks import run_ranks
 
-from hybridpar.config import Config, from_mapping
-from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.config import Config
 from hybridpar.errors import CheckpointError
-from hybridpar.grid import ProcessGrid
 from hybridpar.state.audit import bit_hash
-from hybridpar.train.engine import Engine, StepResult
-
-CPU = torch.device("cpu")
+from hybridpar.train.engine import StepResult
 
 
 def make(tp: int = 1, pp: int = 1, dp: int = 1, **sections: dict[str, Any]) -> Config:
-    return from_mapping({
-        "model": {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "seq_length": 12, "vocab_size": 37,
-                  "dropout": 0.1, **sections.get("model", {})},
-        "parallel": {"tp": tp, "pp": pp, "dp": dp, **sections.get("parallel", {})},
-        "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
-        "train": {"micro_batch_size": 2, "num_steps": 20, **sections.get("train", {})},
-        "optim": {"lr": 1e-2, **sections.get("optim", {})},
-    })
-
-
-def build(config: Config, grid_device: str = "cpu") -> tuple[Engine, SyntheticLoader]:
-    parallel = config.parallel
-    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp, device_type=grid_device)
-    loader = SyntheticLoader(config.model, 2, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size)
-    return Engine(config, grid, CPU), loader
+    grid = {"tp": tp, "pp": pp, "dp": dp}
+    return gpt((3, 32, 4, 12, 37), {"model": {"dropout": 0.1}, "parallel": grid}, sections)
 
 
 def losses(config: Config, num_batches: int) -> list[float]:
-    engine, loader = build(config)
+    engine, loader = start(config)
     steps: list[StepResult] = []
     engine.train(loader, num_batches, steps.append)
     assert [s.step for s in steps] == list(range(1, num_batches + 1))
@@ -63,7 +47,7 @@ def test_through_host_memory_it_is_the_same_training(grid: dict[str, int]) -> No
 
 
 def _states(config: Config, grid_device: str) -> list[Any]:
-    engine, loader = build(config, grid_device)
+    engine, loader = start(config, device_type=grid_device)
     assert engine.grid.world.via_host == (grid_device != "cpu")
     steps: list[StepResult] = []
     engine.train(loader, 4, steps.append)
@@ -74,13 +58,13 @@ def _states(config: Config, grid_device: str) -> list[Any]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_master_is_what_accumulates(dtype: str) -> None:
     """A step far smaller than bf16 can resolve must still add up: lr 1e-5 on weights of 0.02 for 8 steps."""
-    engine, loader = build(make(train={"dtype": dtype}, optim={"lr": 1e-5, "decay": "constant"}))
+    engine, loader = start(make(train={"dtype": dtype}, optim={"lr": 1e-5, "decay": "constant"}))
     name = "blocks.1.mlp.up.weight"
-    start = engine.state.weights.parameters_of_optimizer()[name].clone()
+    before = engine.state.weights.parameters_of_optimizer()[name].clone()
     engine.train(loader, 8, lambda step: None)
     master = engine.state.weights.parameters_of_optimizer()[name]
     assert master.dtype == torch.float32
-    assert 1e-5 < (master - start).abs().max() <= 1e-4
+    assert 1e-5 < (master - before).abs().max() <= 1e-4
     assert torch.equal(engine.state.weights.leaves_of(8)[name], master.to(engine.state.weights.dtype))
 
 
@@ -99,14 +83,14 @@ def test_overflow_is_skipped_by_all_and_the_scale_backs_off(schedule: str) -> No
 
 
 def _overflow(config: Config) -> tuple[list[StepResult], list[float]]:
-    engine, loader = build(config)
+    engine, loader = start(config)
     steps: list[StepResult] = []
     engine.train(loader, 18, steps.append)
     return steps, [float(w.abs().max()) for w in engine.state.weights.parameters_of_optimizer().values()]
 
 
 def test_a_skipped_step_changes_nothing() -> None:
-    engine, loader = build(make(train={"dtype": "fp16"}, optim={"loss_scale": 2.0**24}))
+    engine, loader = start(make(train={"dtype": "fp16"}, optim={"loss_scale": 2.0**24}))
     before = {n: w.clone() for n, w in engine.state.weights.parameters_of_optimizer().items()}
     engine.train(loader, 1, lambda step: None)
     assert engine.state.optimizer.num_updates == 0
@@ -132,7 +116,7 @@ def test_a_stop_request_of_one_rank_stops_all_after_the_same_batch(schedule: str
 
 
 def _stop(config: Config) -> tuple[int, int, list[float]]:
-    engine, loader = build(config)
+    engine, loader = start(config)
     steps: list[StepResult] = []
 
     def on_step(step: StepResult) -> None:
@@ -148,7 +132,7 @@ def _stop(config: Config) -> tuple[int, int, list[float]]:
 
 
 def _whole(config: Config) -> list[StepResult]:
-    engine, loader = build(config)
+    engine, loader = start(config)
     steps: list[StepResult] = []
     engine.train(loader, 15, steps.append)
     return steps
@@ -165,13 +149,13 @@ def test_state_goes_on_to_the_bit(schedule: str, dtype: str) -> None:
 
 
 def _resume(config: Config) -> tuple[list[StepResult], list[StepResult]]:
-    engine, loader = build(config)
+    engine, loader = start(config)
     straight: list[StepResult] = []
     engine.train(loader, 3, straight.append)
     tensors = {n: t.clone() for n, t in engine.state.tensors().items()}
     meta = engine.state_meta()
     engine.train(loader, 3, straight.append)
-    other, _ = build(config)
+    other, _ = start(config)
     other.load_state(tensors, meta)
     resumed: list[StepResult] = []
     other.train(loader, 3, resumed.append)
@@ -179,10 +163,10 @@ def _resume(config: Config) -> tuple[list[StepResult], list[StepResult]]:
 
 
 def test_state_of_another_model_is_refused() -> None:
-    engine, _ = build(make())
+    engine, _ = start(make())
     tensors, meta = engine.state.tensors(), engine.state_meta()
     with pytest.raises(CheckpointError, match=r"blocks\.0\.tokens\.weight has shape \(37, 32\), this model needs"):
-        build(make(model={"hidden_size": 48}))[0].load_state(tensors, meta)
+        start(make(model={"hidden_size": 48}))[0].load_state(tensors, meta)
     del tensors["weights/0/blocks.2.mlp.up.bias"]
     with pytest.raises(CheckpointError, match=r"blocks\.2\.mlp\.up\.bias is missing"):
         engine.load_state(tensors, meta)
@@ -190,7 +174,7 @@ def test_state_of_another_model_is_refused() -> None:
 
 @pytest.mark.ranks
 def test_evaluation_is_the_mean_over_all_samples_without_dropout() -> None:
-    engine, loader = build(make(model={"dropout": 0.5}, pipeline={"num_microbatches": 12}))
+    engine, loader = start(make(model={"dropout": 0.5}, pipeline={"num_microbatches": 12}))
     expected = engine.evaluate(loader, 1)
     assert expected == engine.evaluate(loader, 1), "no randomness"
     on_grid = make(tp=2, pp=2, dp=2, model={"dropout": 0.5}, pipeline={"num_microbatches": 6})
@@ -199,7 +183,7 @@ def test_evaluation_is_the_mean_over_all_samples_without_dropout() -> None:
 
 
 def _evaluate(config: Config) -> dict[str, float]:
-    engine, loader = build(config)
+    engine, loader = start(config)
     return engine.evaluate(loader, 1)
 
 
@@ -208,6 +192,6 @@ def _evaluate(config: Config) -> dict[str, float]:
 ], ids=str)
 def test_evaluation_is_of_plain_cross_entropy(head: dict[str, Any]) -> None:
     smoothed, plain = ({"label_smoothing": smoothing, **head} for smoothing in (0.3, 0.0))
-    engine, loader = build(make(model=smoothed))
-    assert engine.evaluate(loader, 2) == build(make(model=plain))[0].evaluate(loader, 2)
+    engine, loader = start(make(model=smoothed))
+    assert engine.evaluate(loader, 2) == start(make(model=plain))[0].evaluate(loader, 2)
     assert losses(make(model=smoothed), 1) != losses(make(model=plain), 1), "training is smoothed"

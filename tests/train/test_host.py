@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
-from train.runs import poison_gradients
+from train.runs import must_be_killed, poison_gradients
 
 from hybridpar import checkpoint
 from hybridpar.config import Config, from_mapping
@@ -310,10 +310,7 @@ def killed(config: Config, folder: Path) -> None:
 @pytest.mark.ranks
 def test_a_kill_in_the_middle_of_an_update_is_gone_on_from_to_the_bit(tmp_path: Path) -> None:
     config = hosted(make(pipeline={"schedule": "2bw"}, train={"num_steps": 10}))
-    process = get_context("spawn").Process(target=killed, args=(config, tmp_path))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    must_be_killed(partial(killed, config, tmp_path))
     engine, whole = build(config), train(config, (2, 3))
     checkpoint.resume(tmp_path, engine, "corpus", print)
     run = train(config, (3,), engine=engine)

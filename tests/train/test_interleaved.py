@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import gpt
 from ranks import run_ranks
 from torch import Tensor
 from train.runs import run_job, write_config
@@ -31,13 +32,9 @@ INTERLEAVED: dict[str, Any] = {"schedule": "interleaved"}
 
 def make(grid: dict[str, int], pipeline: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """5 layers of odd sizes, that is 7 blocks."""
-    return from_mapping({
-        "model": {"num_layers": 5, "hidden_size": 24, "num_heads": 3, "seq_length": 10, "vocab_size": 61,
-                  **sections.get("model", {})},
-        "parallel": {"dp": 1, **grid}, "pipeline": {"num_microbatches": 4, **INTERLEAVED, **(pipeline or {})},
-        "train": {"micro_batch_size": 2, "num_steps": 10, **sections.get("train", {})},
-        "optim": {"lr": 1e-2, "warmup_steps": 2, "clip_grad": 0.5, **sections.get("optim", {})},
-    })
+    own = {"parallel": {"dp": 1, **grid}, "pipeline": {"num_microbatches": 4, **INTERLEAVED, **(pipeline or {})},
+           "train": {"num_steps": 10}, "optim": {"warmup_steps": 2, "clip_grad": 0.5}}
+    return gpt((5, 24, 3, 10, 61), own, sections)
 
 
 @pytest.mark.ranks

@@ -53,7 +53,7 @@ CASES: list[tuple[dict[str, Any], ...]] = [
     ({"dp": 2, "pp": 2, "zero": 3}, {"schedule": "2bw", **SPLIT}, DROPOUT, {"dtype": "bf16"}),
     ({"pp": 3}, {"schedule": "2bw"}, {"num_layers": 3}, {}, {"memory": {"offload_activations": [2, 1, 0]}}),
     ({}, {"schedule": "gpipe"}, {}, {"dtype": "bf16"}, {"memory": {"offload_activations": 2}}),
-    ({"dp": 2}, {}, {}, {}, {"compression": {"gradients": "int8", "gradients_smallest": 100}}),
+    ({"dp": 2, "zero": 3}, {}, {}, {}, {"compression": {"gradients": "int8", "gradients_smallest": 100}}),
     ({"dp": 2, "pp": 2}, {"schedule": "2bw", **SPLIT}, {}, {"dtype": "bf16"},
      {"compression": {"gradients": "powersgd", "gradients_rank": 2, "gradients_smallest": 100}}),
     ({}, {}, {}, {"dtype": "bf16"}, {"memory": {"host_optimizer": True}}),

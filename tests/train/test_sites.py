@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from engines import start
 from ranks import run_ranks
 
 from hybridpar import checkpoint
 from hybridpar.cli.planning import planned
 from hybridpar.config import Config, Launch, from_mapping
-from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import CheckpointError, ConfigError
-from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.state import find_divergence
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.site_traffic import site_traffic
@@ -29,12 +28,6 @@ def make(parallel: dict[str, Any], **sections: dict[str, Any]) -> Config:
         "parallel": {"dp": 1} | parallel, "pipeline": {"num_microbatches": 2} | sections.get("pipeline", {}),
         "train": {"micro_batch_size": 1, "num_steps": 40} | sections.get("train", {}),
         "optim": {"lr": 1e-2} | sections.get("optim", {}), "outer": sections.get("outer", {})})
-
-
-def start(config: Config) -> tuple[Engine, SyntheticLoader]:
-    grid = ProcessGrid(sizes_of(config.parallel))
-    loader = SyntheticLoader(config.model, 1, config.pipeline.num_microbatches, grid.replica, grid.num_replicas)
-    return Engine(config, grid, torch.device("cpu")), loader
 
 
 def weights_of(engine: Engine) -> dict[str, torch.Tensor]:

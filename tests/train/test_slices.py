@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from engines import gpt
 from ranks import run_ranks
 from torch import Tensor
 
-from hybridpar.config import Config, from_mapping
+from hybridpar.config import Config
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid, Traffic
 from hybridpar.models.build import DTYPES
@@ -31,14 +32,9 @@ STEPS = 3
 
 
 def make(tp: int, pp: int, dp: int = 1, **sections: dict[str, Any]) -> Config:
-    return from_mapping({
-        "model": {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "seq_length": 12, "vocab_size": 37,
-                  **DROPOUT, **sections.get("model", {})},
-        "parallel": {"tp": tp, "pp": pp, "dp": dp, **sections.get("parallel", {})},
-        "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
-        "train": {"micro_batch_size": 1, "num_steps": 20, **sections.get("train", {})},
-        "optim": {"lr": 1e-2, "clip_grad": 0.5, **sections.get("optim", {})},
-    })
+    own = {"model": DROPOUT, "parallel": {"tp": tp, "pp": pp, "dp": dp}, "train": {"micro_batch_size": 1},
+           "optim": {"clip_grad": 0.5}}
+    return gpt((3, 32, 4, 12, 37), own, sections)
 
 
 @dataclass(frozen=True)

@@ -9,40 +9,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engines import gpt, start
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from hybridpar import SequentialSpec
-from hybridpar.config import Config, ParallelConfig, PipelineConfig, TrainConfig, from_mapping
-from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.grid import ProcessGrid
+from hybridpar.config import Config, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import Kind
 from hybridpar.pipeline.plan.passes import split_backward
 from hybridpar.pipeline.run.graphs import unsupported
 from hybridpar.state.audit import bit_hash
-from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.engine import StepResult
 from hybridpar.verify.run import verify
 
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 
 
 def make(split: bool, tp: int = 1, pp: int = 1, dp: int = 1, **sections: dict[str, Any]) -> Config:
-    return from_mapping({
-        "model": {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "seq_length": 12, "vocab_size": 37,
-                  **sections.get("model", {})},
-        "parallel": {"tp": tp, "pp": pp, "dp": dp, **sections.get("parallel", {})},
-        "pipeline": {"num_microbatches": 3, "split_backward": split, **sections.get("pipeline", {})},
-        "train": {"micro_batch_size": 2, "num_steps": 20, **sections.get("train", {})},
-        "optim": {"lr": 1e-2, **sections.get("optim", {})},
-    })
+    own = {"parallel": {"tp": tp, "pp": pp, "dp": dp}, "pipeline": {"split_backward": split}}
+    return gpt((3, 32, 4, 12, 37), own, sections)
 
 
 def train(config: Config, late: bool = False) -> tuple[list[Any], dict[str, int], set[str]]:
     """Numbers of each step and hashes of the gradients; of the weights; and which kinds of action ran."""
-    parallel = config.parallel
-    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
-    loader = SyntheticLoader(config.model, 2, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size)
     steps: list[StepResult] = []
     gradients: list[dict[str, int]] = []
     ran: set[str] = set()
@@ -52,7 +42,7 @@ def train(config: Config, late: bool = False) -> tuple[list[Any], dict[str, int]
             ran.add(action.kind.value)
             yield action
 
-    engine = Engine(config, grid, torch.device("cpu"), tamper=watched)
+    engine, loader = start(config, tamper=watched)
     engine.train(loader, 3, steps.append, lambda batch, tensors: gradients.append(
         {name: int(bit_hash(x)) for name, x in tensors.items()}))
     numbers = [(s.losses, s.grad_norm, s.stage_norms) for s in steps]

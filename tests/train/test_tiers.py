@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
+from train.runs import must_be_killed
 
 from hybridpar import checkpoint
 from hybridpar.config import Config, MemoryConfig, from_mapping
@@ -24,7 +28,7 @@ from hybridpar.state import StatePolicy, device_tier
 from hybridpar.state.device_tier import DeviceTieredMemory
 from hybridpar.state.pages import Region
 from hybridpar.state.shares import WholeChunks
-from hybridpar.state.store import DiskStore
+from hybridpar.state.store import PAGE, DiskStore
 from hybridpar.state.tiered import TieredMemory
 from hybridpar.train import trace
 from hybridpar.train.costs import describe, run_costs
@@ -158,12 +162,13 @@ def test_shares_on_the_host(tmp_path: Path) -> None:
         assert run.moved > 0
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_parts_change_nothing(parts: int, tmp_path: Path) -> None:
-    config = make(pipeline={"schedule": "2bw"})
+@pytest.mark.parametrize(("parts", "dtype"), [(1, "fp32"), (5, "fp32"), (5, "bf16")])
+def test_parts_change_nothing(parts: int, dtype: str) -> None:
+    """A tied weight's gradients are added in one order: of a head, then of an embedding, in one backward or in two."""
+    config = make(pipeline={"schedule": "2bw", "num_microbatches": 16}, train={"dtype": dtype, "micro_batch_size": 1})
     engines = [Engine(replace(config, memory=MemoryConfig(parts=n)), ProcessGrid(), CPU) for n in (0, parts)]
     for engine in engines:
-        engine.train(SyntheticLoader(config.model, 2, 4), 3, lambda result: None)
+        engine.train(SyntheticLoader(config.model, 1, 16), 2, lambda result: None)
     one, other = map(content, engines)
     assert not [key for key, tensor in one.items() if not torch.equal(tensor, other[key])]
 
@@ -287,6 +292,35 @@ def test_saved_with_one_budget_and_gone_on_with_another(before: float | None, af
     Run(steps, engine.evaluate(loader, 1), content(engine)).check(whole)
 
 
+def killed(config: Config, folder: Path) -> None:
+    """Saves after two batches, and ends in the next one, when half of an item is written."""
+    engine, real = build(config, folder, 0.0), DiskStore.write
+    loader = SyntheticLoader(config.model, 2, 4)
+    engine.train(loader, 2, lambda result: None)
+    checkpoint.save(folder, engine, "corpus")
+    calls = iter(range(100))
+
+    def write(self: DiskStore, item: int, content: memoryview) -> None:
+        if next(calls) == 5:
+            os.pwrite(self._file, content[: PAGE], self._offsets[item])
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(self, item, content)
+
+    DiskStore.write = write  # type: ignore[method-assign]  # of a process that is about to end
+    engine.train(loader, 3, lambda result: None)
+
+
+@pytest.mark.ranks
+def test_a_kill_in_the_middle_of_a_move_is_gone_on_from_to_the_bit(tmp_path: Path) -> None:
+    config = make(pipeline={"schedule": "2bw"}, train={"num_steps": 10})
+    must_be_killed(partial(killed, config, tmp_path))
+    whole, engine = train(config, tmp_path, None, (2, 3)), build(config, tmp_path, 0.0)
+    checkpoint.resume(tmp_path, engine, "corpus", print)
+    loader, steps = SyntheticLoader(config.model, 2, 4), list[tuple[float, float]]()
+    engine.train(loader, 3, lambda result: steps.append((result.loss, result.grad_norm)))
+    Run(whole.steps[:2] + steps, engine.evaluate(loader, 1), content(engine)).check(whole)
+
+
 def test_a_stop_in_the_middle(tmp_path: Path) -> None:
     config = make(pipeline={"schedule": "2bw"})
     engine, plain = build(config, tmp_path, 0.0), build(config, tmp_path, None)
@@ -321,7 +355,7 @@ def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypat
         engine.train(SyntheticLoader(engine.config.model, 2, 4), 20, lambda result: None)
 
 
-def test_what_a_slow_disk_takes_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as waiting for other stages, of which there are none."""
     real = DiskStore.read
 
@@ -338,7 +372,7 @@ def test_what_a_slow_disk_takes_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     assert costs is not None
     (parts,) = costs.measured.parts
     assert parts.state > 0.005 > parts.waiting
-    assert "waiting for state to come and go" in describe(costs)[-1]
+    assert f"waiting for state to come and go ({tmp_path}) " in describe(costs, tmp_path)[-1]
     assert "waiting for other" not in describe(costs)[-1]
 
 

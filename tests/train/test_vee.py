@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from engines import gpt
 from ranks import run_ranks
 from train.stretches import run, state
 
 from hybridpar import checkpoint
-from hybridpar.config import Config, from_mapping
+from hybridpar.config import Config
 from hybridpar.verify.run import verify
 
 pytestmark = pytest.mark.ranks
@@ -25,14 +26,8 @@ FILLED = {"schedule": "own", "order": [
 
 
 def make(pipeline: dict[str, Any], pp: int = 2, **sections: dict[str, Any]) -> Config:
-    return from_mapping({
-        "model": {"num_layers": 6, "hidden_size": 24, "num_heads": 2, "seq_length": 10, "vocab_size": 37,
-                  **sections.get("model", {})},
-        "parallel": {"pp": pp, "dp": 1, **sections.get("parallel", {})},
-        "pipeline": {"num_microbatches": 5, **pipeline},
-        "train": {"micro_batch_size": 2, "num_steps": 20, **sections.get("train", {})},
-        "optim": {"lr": 1e-2, **sections.get("optim", {})},
-    })
+    own = {"parallel": {"pp": pp, "dp": 1}, "pipeline": {"num_microbatches": 5, **pipeline}}
+    return gpt((6, 24, 2, 10, 37), own, sections)
 
 
 @pytest.mark.parametrize(("pp", "more", "pipeline", "sections"), [

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import gpt
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.verify.run import TOLERANCE, compare, run_grid, verify
@@ -22,14 +23,8 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "2bw", "pipedream")
 
 def make(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """A small model with odd sizes: 6 heads of 8, vocabulary 61, 3 layers."""
-    return from_mapping({
-        "model": {"num_layers": 3, "hidden_size": 48, "num_heads": 6, "seq_length": 14, "vocab_size": 61,
-                  **(model or {})},
-        "parallel": sections.get("parallel", {}),
-        "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
-        "train": {"micro_batch_size": 2, "num_steps": 10, **sections.get("train", {})},
-        "optim": {"lr": 1e-2, "warmup_steps": 2, "clip_grad": 0.5, **sections.get("optim", {})},
-    })
+    own = {"model": model or {}, "train": {"num_steps": 10}, "optim": {"warmup_steps": 2, "clip_grad": 0.5}}
+    return gpt((3, 48, 6, 14, 61), own, sections)
 
 
 def holds(grid: dict[str, int], config: Config, num_batches: int = 3) -> None:

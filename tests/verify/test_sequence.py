@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from engines import gpt
 
-from hybridpar.config import Config, from_mapping
+from hybridpar.config import Config
 from hybridpar.verify.run import verify
 
 pytestmark = pytest.mark.ranks
@@ -18,14 +19,9 @@ LLAMA = {"position": "rotary", "norm": "rms_norm", "activation": "swiglu", "bias
 
 def make(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """3 layers, 6 heads in 3 groups, 37 tokens: nothing divides."""
-    return from_mapping({
-        "model": {"num_layers": 3, "hidden_size": 24, "num_heads": 6, "num_kv_heads": 3, "seq_length": 37,
-                  "vocab_size": 61, **(model or {})},
-        "parallel": {"sequence": True, **sections.get("parallel", {})},
-        "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
-        "train": {"micro_batch_size": 2, "num_steps": 10, **sections.get("train", {})},
-        "optim": {"lr": 1e-2, "warmup_steps": 2, "clip_grad": 0.5, **sections.get("optim", {})},
-    })
+    own = {"model": {"num_kv_heads": 3, **(model or {})}, "parallel": {"sequence": True}, "train": {"num_steps": 10},
+           "optim": {"warmup_steps": 2, "clip_grad": 0.5}}
+    return gpt((3, 24, 6, 37, 61), own, sections)
 
 
 def holds(grid: dict[str, int], config: Config, num_batches: int = 3) -> None:

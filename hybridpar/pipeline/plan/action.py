@@ -21,7 +21,7 @@ first, which has the rank's number. What each kind needs, makes and holds is in 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridpar.errors import config_error
@@ -81,13 +81,8 @@ def parse_action(text: str) -> Action:
     return Action(kind, int(match[3]), microbatch, version, int(match[4] or 0))
 
 
-def format_actions(actions: Iterable[Action]) -> str:
-    """Actions as text, separated by blanks."""
-    return " ".join(map(str, actions))
-
-
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """Inverse of `format_actions`; any white space separates.
+    """The actions of a text; any white space separates.
 
     Raises: ConfigError at the first word that is not an action.
     """

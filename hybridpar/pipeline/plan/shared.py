@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
 from typing import Generic, TypeVar
@@ -25,12 +25,13 @@ _T = TypeVar("_T")
 @dataclass(frozen=True)
 class SharedItems:
     """Items of a rank that replicas share. summed: the numbers of those that are gradients. tiers: the items of its
-    tiers, its shares among them; None: it has none."""
+    tiers; None: it has none. shares: numbers of those among these that are shares, by those of what is shared."""
 
     weights: Residency
     gradients: Residency
     summed: frozenset[int]
     tiers: Residency | None = None
+    shares: Mapping[int, int] = field(default_factory=dict)
 
     def moved(self, actions: Iterable[Action]) -> Iterator[Action]:
         """A rank's actions with FETCH and RELEASE of all."""
@@ -42,10 +43,14 @@ class Sums(Generic[_T]):
     """Sums of gradients that are under way, the oldest first, each with whatever tells when it is over.
 
     What makes gradients waits for the sums that were started ahead of those that were made before, and for those of
-    the same items. NORM and UPDATE wait for all.
+    the same items. NORM and UPDATE wait for all. A share (`shares`: by what is summed into it) that is to leave does so
+    once the sums into it are over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares: Mapping[int, int] = MappingProxyType({})) -> None:
+        self._shares = shares
+        self.leaving: dict[int, Action] = {}
+        """The RELEASE of each share that is still added to."""
         self._sums: deque[tuple[int, _T]] = deque()
         self._num_older = 0  # that were started ahead of the gradients that were made last
 
@@ -67,14 +72,27 @@ class Sums(Generic[_T]):
             return 0
         return max([self._num_older, *(i + 1 for i, (item, _) in enumerate(self._sums) if item in made)])
 
+    def num_into_leaving(self) -> int:
+        """The number of sums that must be over before all shares that are to leave do."""
+        return max((i for i, item in enumerate(self, 1) if self._shares.get(item) in self.leaving), default=0)
+
+    def delays(self, action: Action) -> bool:
+        """Whether an action has a share leave that is still added to; then it does later."""
+        share = action.microbatch
+        delayed = action.kind in (Kind.RELEASE, Kind.DROP) and any(self._shares.get(item) == share for item in self)
+        if delayed:
+            self.leaving[share] = action
+        return delayed
+
     def start(self, item: int, over: _T) -> None:
         """A sum is started."""
         self._sums.append((item, over))
 
-    def complete(self) -> tuple[int, _T]:
-        """The oldest is over."""
+    def complete(self) -> tuple[int, _T, Action | None]:
+        """The oldest is over, and a share leaves, if it was to."""
         self._num_older = max(self._num_older - 1, 0)
-        return self._sums.popleft()
+        item, over = self._sums.popleft()
+        return item, over, self.leaving.pop(self._shares.get(item, -1), None)
 
     def note_backward(self) -> None:
         """Gradients are made, once what is due is over."""
@@ -86,29 +104,43 @@ class SharedTiers:
 
     def __init__(self, items: SharedItems):
         self._items, self._weights, self._gradients = items, FastTier(items.weights), FastTier(items.gradients)
-        self.sums: Sums[float] = Sums()
+        self._tiers = None if items.tiers is None else FastTier(items.tiers)
+        self.sums: Sums[float] = Sums(items.shares)
         self.made: list[int] = []
 
     def num_due(self, action: Action) -> int:
-        """The number of sums that must be over before an action."""
-        return self.sums.num_due(action, self._made(action))
+        """The number of sums that must be over before an action: also those of shares that are to leave, where it
+        brings one of them back, or takes memory of the tiers."""
+        due, sums = self.sums.num_due(action, self._made(action)), self.sums
+        if self._tiers is None or not sums.leaving:
+            return due
+        needs = action.microbatch in sums.leaving if self._moves_share(action) else self._tiers.made(action)
+        return max(due, sums.num_into_leaving()) if needs else due
 
     def follow(self, action: Action, over: float | None = 0.0) -> str:
         """Goes past an action. What is wrong with it; empty if nothing is. over: when the sum is that it starts; None:
         there is nothing to sum."""
-        if action.kind in PER_ITEM:
-            if action.microbatch not in self._items.summed:
-                return self._weights.follow(action)
+        due, in_tiers = self.num_due(action), ""
+        self.made = self._made(action)
+        for _ in range(due):
+            self.sums.complete()
+        if self._tiers is not None:
+            in_tiers = self._tiers.follow(action)
+            if self._moves_share(action):
+                self.sums.delays(action)
+                return in_tiers
+        if action.kind in PER_ITEM and action.microbatch in self._items.summed:
             fault = self._gradients.follow(action)
             if not fault and over is not None:
                 self.sums.start(action.microbatch, over)
-            return fault
-        self.made = self._made(action)
-        for _ in range(self.num_due(action)):
-            self.sums.complete()
+            return fault or in_tiers
         if self.made:
             self.sums.note_backward()
-        return self._weights.follow(action) or self._gradients.follow(action)
+        fault = self._weights.follow(action)
+        return fault or in_tiers or ("" if action.kind in PER_ITEM else self._gradients.follow(action))
+
+    def _moves_share(self, action: Action) -> bool:
+        return self._items.tiers is not None and self._items.tiers.moves(action)
 
     def added(self, action: Action) -> list[int]:
         """The gradients that an action adds to."""

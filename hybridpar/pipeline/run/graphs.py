@@ -5,8 +5,8 @@ run them takes a GPU.
     second                          F, then B are recorded, and replayed
     all later ones                  inputs, and what dropout counts by, are copied into place, F and B replayed
 
-The reduction of gradients over replicas begins when the last micro-batch of a batch was replayed. Beside one that runs
-as usual it begins earlier. Which is faster is the machine's affair, so both are timed (`LastMicroBatch`).
+Sums of gradients over replicas go on beside the last backward of a batch: where a bucket of gradients is final, the
+graph records an event, and the bucket's sum begins behind that, not behind the whole graph.
 
 Micro-batches are of one kind if they run on the same buffer of weights and write the same buffer of gradients, where
 they both are the first of their batches, which overwrite, or both are not. All kinds share memory: only one is between
@@ -16,8 +16,8 @@ its F and its B at any time. Everything runs on a stream of its own, as torch's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,15 +44,16 @@ class Gradients(Protocol):
 
 
 Kind = tuple[int, int, bool]
+Buckets = Sequence[Collection[str]]
 
 
-def recorder(config: Config, stage: Stage, gradients: Gradients, device: torch.device) -> MicroBatchGraphs | None:
+def recorder(config: Config, stage: Stage, gradients: Gradients, device: torch.device,
+             buckets: Buckets) -> MicroBatchGraphs | None:
     """Recorder of a job's micro-batches on a GPU; None, and a line in the log, where they cannot be recorded."""
     if reason := unsupported(config):
         _log.info("micro-batches run without CUDA graphs: %s", reason)
         return None
-    reduced = config.parallel.dp > 1 and config.pipeline.schedule != "2bw"  # 2bw has a batch's time for it
-    return MicroBatchGraphs(stage, gradients, config.pipeline.num_microbatches, device, reduced=reduced)
+    return MicroBatchGraphs(stage, gradients, config.pipeline.num_microbatches, device, buckets)
 
 
 def unsupported(config: Config) -> str | None:
@@ -73,46 +74,6 @@ def unsupported(config: Config) -> str | None:
     return None
 
 
-class LastMicroBatch:
-    """Whether the last micro-batch of a batch is replayed, or runs as usual beside the reduction: the faster of both.
-
-    Batches in which nothing is recorded are timed, `_TRIALS` each way. Ranks may choose differently: what they
-    communicate, and in which order, is the same. reduced: there is a reduction; else all are replayed.
-    """
-
-    _TRIALS = 3
-
-    def __init__(self, *, reduced: bool):
-        self._times: dict[bool, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {False: [], True: []}
-        self._trying, self._usual = reduced, False
-        self._start: torch.cuda.Event | None = None
-        self.replayed = True
-
-    def begin(self) -> None:
-        """A batch begins, on the current stream; the one before ends."""
-        if not self._trying:
-            return
-        now = torch.cuda.Event(enable_timing=True)
-        now.record()
-        if self._start is not None and self._usual:
-            self._times[self.replayed].append((self._start, now))
-        self._start, self._usual = now, True
-        if len(self._times[self.replayed]) == self._TRIALS:
-            if self.replayed:
-                self.replayed = False
-            else:
-                now.synchronize()
-                replayed, beside = (sorted(a.elapsed_time(b) for a, b in self._times[way])[self._TRIALS // 2]
-                                    for way in (True, False))
-                self.replayed, self._trying = replayed <= beside, False
-                _log.info("a batch takes %.1f ms with its last micro-batch replayed, %.1f ms with that beside the "
-                          "reduction", replayed, beside)
-
-    def disturb(self) -> None:
-        """The time of this batch does not count."""
-        self._usual = False
-
-
 @dataclass
 class _Recorded:
     inputs: dict[str, Tensor]
@@ -124,7 +85,7 @@ class _Recorded:
     backward: torch.cuda.CUDAGraph | None = None
     missing: frozenset[str] = frozenset()  # parameters without a gradient before this backward
     written: frozenset[str] = frozenset()
-    reported: list[str] = field(default_factory=list)
+    reported: list[tuple[str, torch.cuda.Event | None]] = field(default_factory=list)
 
     def take(self, batch: MicroBatch, key: RandomKey | None) -> None:
         for name, x in batch.items():
@@ -137,14 +98,14 @@ class _Recorded:
 class MicroBatchGraphs:
     """Runs the forward and backward passes of `stage`, which holds the whole model, into `gradients`.
 
-    reduced: gradients are summed over replicas once a batch is over, and nothing else goes on meanwhile.
+    buckets: parameters by what is summed over replicas at once, where that may begin before a backward is over.
     """
 
-    def __init__(self, stage: Stage, gradients: Gradients, num_microbatches: int, device: torch.device, *,
-                 reduced: bool):
-        self._stage, self._gradients, self._m = stage, gradients, num_microbatches
-        self._last = LastMicroBatch(reduced=reduced)
+    def __init__(self, stage: Stage, gradients: Gradients, num_microbatches: int, device: torch.device,
+                 buckets: Buckets = ()):
+        self._stage, self._gradients, self._m, self._buckets = stage, gradients, num_microbatches, buckets
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._beside = torch.cuda.Stream(device)  # where sums begin
         self._seen: dict[Kind, _Recorded | None] = {}
         self._current: tuple[int, _Recorded] | None = None
         self._works = True
@@ -167,17 +128,13 @@ class MicroBatchGraphs:
 
         `number` counts micro-batches. Only one is between its passes at any time: others meanwhile are not replayed.
         """
-        index, kind = number % self._m, self._kind(number, slot)
-        if index == 0:
-            self._last.begin()
-        if not self._works or self._current is not None or (index == self._m - 1 and not self._last.replayed):
+        kind = self._kind(number, slot)
+        if not self._works or self._current is not None:
             return None
         if kind not in self._seen:
             self._seen[kind] = None
-            self._last.disturb()
             return None
         if (recorded := self._seen[kind]) is None:
-            self._last.disturb()
             try:
                 recorded = self._seen[kind] = self._record_forward(batch, key)
             except RuntimeError as error:
@@ -214,8 +171,11 @@ class MicroBatchGraphs:
         self.num_replayed += 1
         self._gradients.missing(buffer).difference_update(recorded.written)
         if (on_final := self._gradients.on_final) is not None:
-            for name in recorded.reported:
-                on_final(name)
+            with torch.cuda.stream(self._beside) if self._buckets else nullcontext():
+                for name, event in recorded.reported:
+                    if event is not None:
+                        self._beside.wait_event(event)
+                    on_final(name)
         return True
 
     def _kind(self, number: int, slot: int) -> Kind:
@@ -234,7 +194,18 @@ class MicroBatchGraphs:
         edge, on_final, graph = recorded.edge, self._gradients.on_final, torch.cuda.CUDAGraph()
         assert edge is not None
         recorded.edge = None  # what it keeps is the recording's from now on
-        self._gradients.on_final = recorded.reported.append
+        left = {name: names for names in map(set, self._buckets) for name in names}
+
+        def report(name: str) -> None:
+            event = None
+            if name in left:
+                left[name].remove(name)
+                if not left[name]:
+                    event = torch.cuda.Event(external=True)
+                    event.record()
+            recorded.reported.append((name, event))
+
+        self._gradients.on_final = report
         try:
             with self._recording(graph):
                 backward_from(edge, recorded.start)

@@ -12,7 +12,9 @@ from hybridpar.config import ModelConfig, ModelSpec
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.models.build import Recomputation
 from hybridpar.pipeline.run.packing import Packing
+from hybridpar.pipeline.run.pieces import by_turns
 from hybridpar.random import RandomKey
+from hybridpar.turns import Turns
 
 KEEP_ALL = Recomputation()
 Input = Tensor | Callable[[], Tensor] | None
@@ -23,14 +25,15 @@ class Stage(nn.Module):
 
     A recomputed block keeps nothing between forward and backward but its input; a stage that is recomputed as a whole
     nothing but the stage's. Of a layer that is recomputed selectively, outputs of norms and activations are made again.
-    `model`: where stages hand on several tensors, as one.
+    `model`: where stages hand on several tensors, as one. `turns`: of pieces of a micro-batch (None: of
+    the whole one).
     Shapes: x [b, s, h] (None for the stage that holds the embedding; or a function that makes it, each time that the
     stage runs) -> [b, s, h], or partial losses (0-d each) for the stage that holds the head.
     Source: arXiv 2006.09503, section 4.1 (whole stages).
     """
 
     def __init__(self, blocks: Mapping[int, nn.Module], recompute: Recomputation = KEEP_ALL,
-                 model: ModelSpec | None = None):
+                 model: ModelSpec | None = None, turns: Turns | None = None):
         super().__init__()
         self._into = self._out = None
         if model is not None and not isinstance(model, ModelConfig):
@@ -38,11 +41,16 @@ class Stage(nn.Module):
             self._into = Packing.after(model, first - 1) if first else None
             self._out = Packing.after(model, last) if last < model.num_blocks - 1 else None
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
-        self.recompute = recompute
+        self.recompute, self.turns = recompute, turns
         for number in recompute.selective.intersection(blocks):
             blocks[number].remake()  # type: ignore[operator]  # recomputed_blocks has seen to it
 
     def forward(self, x: Input, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
+        if self.turns is not None:
+            return by_turns(self.turns, self._whole, x() if callable(x) else x, batch, key)
+        return self._whole(x, batch, key)
+
+    def _whole(self, x: Input, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
         if self.recompute.whole:
             # masks are counter-based and the weights are bound again before the backward: no state to save
             return recomputed(self._run, x, batch, key)

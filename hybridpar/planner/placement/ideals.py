@@ -63,10 +63,6 @@ class Ideals:
             inside &= (words[:ideal + 1, column] & ~words[ideal, column]) == 0
         return np.flatnonzero(inside)
 
-    def num_pairs(self) -> int:
-        """Pairs of an ideal and one in it, itself too."""
-        return sum(len(self.subsets(i)) for i in range(len(self)))
-
 
 def enumerate_ideals(
     predecessors: Sequence[Sequence[int]], max_ideals: int = MAX_IDEALS, deadline: float = np.inf

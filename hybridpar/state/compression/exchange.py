@@ -4,6 +4,8 @@
     later       next steps of the exchange, where replicas' plans have them: at the first backward of batch t+1
     NORM(t)     the sums of the decoded messages are in the place of the gradients
     UPDATE(t)   what was not sent becomes E(t+1); of a skipped step E(t+1) = E(t)
+
+With ZeRO-2 and 3 what is not sent stays in the memory of G(t), and of a decoded sum a rank keeps the part that it owns.
 """
 
 from __future__ import annotations
@@ -16,17 +18,20 @@ from torch import Tensor
 
 from hybridpar.comm import Work, Works
 from hybridpar.config import AUTO, CompressionConfig, KernelsConfig
+from hybridpar.cpu import zeros
 from hybridpar.nn.matmul import Part
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.state.chunks import Memory
 from hybridpar.state.compression.factors import Factors
-from hybridpar.state.compression.feedback import Feedback
+from hybridpar.state.compression.feedback import NONE, Feedback
 from hybridpar.state.compression.method import Entry, Method, Sent
 from hybridpar.state.compression.rounded import BFloat16, Int4, Int8
 from hybridpar.state.compression.streaming import StreamingPCA
 from hybridpar.state.compression.thresholds import Thresholds
 from hybridpar.state.layout import Bucket
 from hybridpar.state.partition import Partition
+from hybridpar.state.policy import StatePolicy
+from hybridpar.state.shares import Shares
 
 METHODS: dict[str, type[Method]] = {method.name: method for method in (
     BFloat16, Int8, Int4, Thresholds, Factors, StreamingPCA)}
@@ -67,11 +72,12 @@ class Compression:
     """Compressed sums of the gradients of a partition, where there is something to compress.
 
     Compressed are parameters of at least `gradients_smallest` elements that are summed over more than one rank. Not
-    those with partial sums along tp, which are small or rare: they are sent whole.
+    those with partial sums along tp, which are small or rare: they are sent whole. `shared`: a rank has its own part of
+    the sums alone (ZeRO-2 and 3), and gradients become what is not sent.
     """
 
     def __init__(self, partition: Partition, placements: Mapping[str, Placement], settings: CompressionConfig,
-                 memory: Memory, kernels: KernelsConfig = AUTO):
+                 memory: Memory, kernels: KernelsConfig = AUTO, *, shared: bool = False):
         layout, self.method = partition.layout, METHODS[settings.gradients]
         method = self.method
         shapes = dict(zip(layout.names, layout.shapes, strict=True))
@@ -82,7 +88,8 @@ class Compression:
         learned = {f"{name}.{what}": shape for name in kept
                    for what, shape in method.learned(kept[name], settings).items()}
         self.feedback = Feedback({} if method.factored else kept, learned, layout.dtype, memory,
-                                 [name for name in learned if name.rpartition(".")[2] in method.scaled])
+                                 [name for name in learned if name.rpartition(".")[2] in method.scaled],
+                                 in_place=shared)
         self._batch, self._start = 0, settings.gradients_start
         self._methods = {
             bucket: method([Entry(name, shapes[name], starts[name] - bucket.start, name in self.packed)
@@ -90,14 +97,21 @@ class Compression:
                            kernels)
             for bucket, axis in zip(partition.buckets, partition.axes, strict=True) if not self.packed.isdisjoint(
                 bucket.names)}
+        self._scratch: Tensor | None = None
+        if shared and not method.factored:
+            largest = max((prod(shape) for shape in kept.values()), default=0)
+            self._scratch = zeros(largest, layout.dtype, memory.device)
+        for each in self._methods.values():
+            each.scratch = self._scratch
 
     @staticmethod
-    def of(partition: Partition, placements: Mapping[str, Placement], settings: CompressionConfig, memory: Memory,
-           kernels: KernelsConfig = AUTO) -> Compression | None:
+    def of(partition: Partition, placements: Mapping[str, Placement], policy: StatePolicy, memory: Memory
+           ) -> Compression | None:
         """None where nothing is compressed."""
-        if settings.gradients == "none":
+        if policy.compression.gradients == "none":
             return None
-        made = Compression(partition, placements, settings, memory, kernels)
+        made = Compression(partition, placements, policy.compression, memory, policy.kernels,
+                           shared=policy.splits_gradients)
         return made if made.packed else None
 
     @property
@@ -105,14 +119,16 @@ class Compression:
         """Parameters of which it takes the factors of the gradients."""
         return self.packed if self.method.factored else frozenset()
 
-    def begin(self, batch: int, parts: dict[str, list[Part]], scale: float = 1.0) -> None:
+    def begin(self, batch: int, parts: dict[str, list[Part]], scale: float = 1.0,
+              gradients: Mapping[str, Tensor] = NONE, sums: Shares | None = None) -> None:
         """The gradients of a batch are about to be reduced, which are multiplied by `scale`. parts: of those that are
-        `factored`; it takes them away."""
+        `factored`; it takes them away. Where sums are `shared`, gradients: all of them, by parameter; sums: are there.
+        """
         if batch >= self._start:
-            self.feedback.open(scale)
+            self.feedback.open(scale, gradients)
         self._batch = batch
         for method in self._methods.values():
-            method.parts = parts
+            method.parts, method.sums = parts, sums
 
     def covers(self, bucket: Bucket) -> bool:
         """Whether anything of a bucket is compressed."""
@@ -138,7 +154,8 @@ class Compression:
     @property
     def rooms(self) -> list[Tensor]:
         """Memory of messages."""
-        return [wire.room for method in self._methods.values() for wire in (method.wire, method.other)]
+        scratch = [] if self._scratch is None else [self._scratch]
+        return scratch + [wire.room for method in self._methods.values() for wire in (method.wire, method.other)]
 
 
 def _is_packed(shape: Sequence[int], placement: Placement, settings: CompressionConfig) -> bool:

@@ -96,8 +96,8 @@ class Factors(LowRank):
         self._count_factors(message, second)
         yield self.other.gather([second.num_bytes] * self.axis.size)
         totals = self._sums(self.other.readers(), [x.shape[1] for x in matrices])
-        for entry, gradient, base, total in zip(self.packed, gradients, bases, totals, strict=True):
-            torch.mm(base, total.t(), out=gradient)
+        for out, entry, base, total in zip(self.totals(gradients), self.packed, bases, totals, strict=True):
+            torch.mm(base, total.t(), out=out)
             self.feedback.next_learned[f"{entry.name}.{_FACTOR}"].copy_(total)
 
     def _start(self, entry: Entry) -> Tensor:

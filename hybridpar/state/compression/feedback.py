@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from hybridpar.state.chunks import Buffer, Memory
 from hybridpar.state.layout import FlatLayout
 
 Shapes = Mapping[str, Sequence[int]]
+NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Feedback:
@@ -19,46 +21,51 @@ class Feedback:
     `close` makes the one the other, once the batch's update has been made; if it was skipped, nothing has happened.
     kept: by parameter, in the units of the summed gradient. learned: by 'parameter.what'; zeros: nothing yet. scaled:
     those of them that are in the same units. Where losses are scaled, so is all of this while a batch is sent, and only
-    then: another batch has another scale.
+    then: another batch has another scale. in_place: a batch's gradients become what it leaves behind, so that there is
+    no memory for it besides.
     """
 
     def __init__(self, kept: Shapes, learned: Shapes, dtype: torch.dtype, memory: Memory,
-                 scaled: Collection[str] = ()):
+                 scaled: Collection[str] = (), *, in_place: bool = False):
         layouts = [FlatLayout(list(shapes), list(shapes.values()), dtype) for shapes in (kept, learned)]
-        self._states = [[Buffer(layout, dtype, memory, (), f"feedback/{i}") for layout in layouts] for i in range(2)]
+        self._states = [[Buffer(layout, dtype, memory, (), f"feedback/{i}") for layout in layouts[in_place * i :]]
+                        for i in range(2)]
         self._views = [[buffer.views() for buffer in state] for state in self._states]
-        self._settled, self._is_open = 0, False
+        self._settled, self._is_open, self._in_place = 0, False, in_place
+        self._gradients: Mapping[str, Tensor] = {}
         self._scale, self._scaled = 1.0, scaled
 
     @property
     def kept(self) -> dict[str, Tensor]:
         """What was not sent so far."""
-        return self._views[self._settled][0]
+        return self._views[0 if self._in_place else self._settled][0]
 
     @property
     def learned(self) -> dict[str, Tensor]:
         """What the method has learned so far."""
-        return self._views[self._settled][1]
+        return self._views[self._settled][-1]
 
     @property
-    def next_kept(self) -> dict[str, Tensor]:
+    def next_kept(self) -> Mapping[str, Tensor]:
         """What will not have been sent after the batch that is under way."""
-        return self._views[1 - self._settled][0]
+        return self._gradients if self._in_place else self._views[1 - self._settled][0]
 
     @property
     def next_learned(self) -> dict[str, Tensor]:
         """What the method will have learned then; the method sets all of it in every batch."""
-        return self._views[1 - self._settled][1]
+        return self._views[1 - self._settled][-1]
 
-    def open(self, scale: float = 1.0) -> None:
-        """A batch begins to be sent, whose gradients are multiplied by `scale`."""
+    def open(self, scale: float = 1.0, gradients: Mapping[str, Tensor] = NONE) -> None:
+        """A batch begins to be sent, whose gradients are multiplied by `scale`. gradients: these, by parameter."""
         assert not self._is_open, "the update of the batch before is not made"
-        self._is_open, self._scale = True, scale
+        self._is_open, self._scale, self._gradients = True, scale, gradients
         self._multiply(scale)
 
     def close(self, *, made: bool) -> None:
         """The update of the batch is made, or skipped; nothing happens where none was sent."""
         if self._is_open and made:
+            for name, x in self.kept.items() if self._in_place else ():
+                x.copy_(self._gradients[name])
             self._settled = 1 - self._settled
         if self._is_open:
             self._multiply(1 / self._scale)

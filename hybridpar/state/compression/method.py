@@ -18,6 +18,7 @@ from hybridpar.nn.matmul import Part
 from hybridpar.nn.placement import Placement
 from hybridpar.state.compression.feedback import Feedback
 from hybridpar.state.compression.wire import Reader, Wire
+from hybridpar.state.shares import Shares
 
 PIECE = 1 << 18
 """Elements that are converted at a time, so that no copy of all of them is made."""
@@ -86,6 +87,10 @@ class Method(ABC):
         self.wire, self.other = Wire(self._dense_numel * dtype.itemsize + main, axis, device), Wire(other, axis, device)
         self.sent = Sent()
         self.parts: dict[str, list[Part]] = {}
+        self.sums: Shares | None = None
+        """Where this rank's part of the sums belongs (ZeRO-2 and 3); None: they are in the place of the gradients."""
+        self.scratch: Tensor | None = None
+        """Room for the sum of one parameter, where gradients become feedback; None: it is made in their place."""
 
     @staticmethod
     def packs(shape: Sequence[int], placement: Placement) -> bool:
@@ -104,9 +109,9 @@ class Method(ABC):
 
     @abstractmethod
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
-        """Encodes what the feedback's next_kept has, leaves in it what is not sent, and overwrites the gradients, one
-        for each of `packed`, with the sum over all ranks. Yields what it has started, and goes on once that is over.
-        Where it is `factored`, it encodes what `parts` has, and takes it away.
+        """Encodes what the feedback's next_kept has, leaves in it what is not sent, and writes the sums over all ranks
+        into what `totals` gives for the gradients, one for each of `packed`. Yields what it has started, and goes on
+        once that is over. Where it is `factored`, it encodes what `parts` has, and takes it away.
 
         message: this rank's on `wire`, behind the tensors that are sent whole.
         """
@@ -121,6 +126,8 @@ class Method(ABC):
         self.sent.whole_bytes += self._numel * self.dtype.itemsize
         if batch < self.settings.gradients_start:
             yield self._whole(flat, gradients)
+            for entry, gradient in zip(self.packed, gradients, strict=True):
+                self._put(entry, gradient)
             return
         for entry, gradient in zip(self.packed, () if self.factored else gradients, strict=not self.factored):
             torch.add(gradient, self.feedback.kept[entry.name], out=self.feedback.next_kept[entry.name])
@@ -132,6 +139,17 @@ class Method(ABC):
         for rank, reader in enumerate(self.wire.readers()):
             for entry in self.dense:
                 add(entry.view(flat).view(-1), reader.take(entry.numel, self.dtype), overwrite=rank == 0)
+
+    def totals(self, gradients: Sequence[Tensor]) -> Iterator[Tensor]:
+        """For each compressed parameter a tensor that is to have its sum when the next one is asked for."""
+        for entry, gradient in zip(self.packed, gradients, strict=True):
+            total = gradient if self.scratch is None else self.scratch[: entry.numel].view(entry.shape)
+            yield total
+            self._put(entry, total)
+
+    def _put(self, entry: Entry, total: Tensor) -> None:
+        if self.sums is not None:
+            self.sums.put(entry.name, total)
 
     def messages(self) -> Iterator[Reader]:
         """The messages of all ranks, in rank order, behind the tensors that are sent whole."""

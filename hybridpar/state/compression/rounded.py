@@ -42,9 +42,10 @@ class _Narrow(Method):
             self.sent.elements += entry.numel
         self.sent.num_bytes += message.num_bytes
         yield self.wire.gather([message.num_bytes] * self.axis.size)
-        for rank, reader in enumerate(self.messages()):
-            for gradient in gradients:
-                for piece in gradient.view(-1).split(PIECE):
+        messages = list(self.messages())
+        for total in self.totals(gradients):
+            for rank, reader in enumerate(messages):
+                for piece in total.view(-1).split(PIECE):
                     part = reader.take(self._form.size(len(piece)), self._form.unit)
                     add(piece, self._form.read(torch.empty_like(piece), part), overwrite=rank == 0)
 

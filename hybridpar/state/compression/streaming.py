@@ -116,8 +116,8 @@ class StreamingPCA(LowRank):
             yield from self._gather(second)
             totals = self._sums(self.other.readers(), rows)
             tracked = [of.with_d(s, *pair) for of, s, pair in zip(tracked, totals, weights, strict=True)]
-        for keys, gradient, of in zip(self._keys, gradients, tracked, strict=True):
-            torch.mm(of.d * (number * of.s), of.x.t(), out=gradient)
+        for total, keys, of in zip(self.totals(gradients), self._keys, tracked, strict=True):
+            torch.mm(of.d * (number * of.s), of.x.t(), out=total)
             for key, tensor in zip(keys, of, strict=True):
                 self.feedback.next_learned[key].copy_(tensor)
 

@@ -62,11 +62,13 @@ class Thresholds(Method):
         yield self.other.gather([counts.nbytes] * self.axis.size)
         of_all = [reader.take(len(self.packed), _COUNT).tolist() for reader in self.other.readers()]
         yield self.wire.gather([self._num_bytes(own) for own in of_all])
-        for rank, (reader, own) in enumerate(zip(self.messages(), of_all, strict=True)):
-            values = [reader.take(count, self._values) for count in own]
-            for gradient, value in zip(gradients, values, strict=True):
-                places = reader.take(place_bytes(gradient.numel(), len(value)), torch.uint8)
-                sparse(gradient, self.kernels.sparse).add_(gradient, value, places, rank == 0)
+        messages = [(reader, iter([reader.take(count, self._values) for count in own]))
+                    for reader, own in zip(self.messages(), of_all, strict=True)]
+        for total in self.totals(gradients):
+            for rank, (reader, values) in enumerate(messages):
+                value = next(values)
+                places = reader.take(place_bytes(total.numel(), len(value)), torch.uint8)
+                sparse(total, self.kernels.sparse).add_(total, value, places, rank == 0)
 
     def _threshold(self, entry: Entry, batch: int) -> tuple[Tensor, int]:
         """The threshold of this batch, and how many elements it sends."""

@@ -13,6 +13,10 @@ from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, find_schedule
 READ, WRITE, UPDATE, ADD, RENEW = Mode
 
 
+def text_of(actions):
+    return " ".join(map(str, actions))
+
+
 def training_state(schedule, sizes, rank, parts, *, weight=2, gradient=4, optimizer=12, norms=False, shared=False):
     """(touches, bytes of each item, items without content at the start) of a rank; parts: of each stage. shared: by
     replicas, who keep shares elsewhere."""

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline.plan.items import text_of
 
-from hybridpar.pipeline.plan.action import Action, format_actions, parse_actions
+from hybridpar.pipeline.plan.action import Action, parse_actions
 from hybridpar.pipeline.plan.check import PlanError, check
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.kinds import COMPUTE, OF_STASH, ROWS, Kind
@@ -34,7 +35,7 @@ def most_here(actions: list[Action]) -> int:
 def test_who_leaves_when() -> None:
     """The drawing of offload.py: two of four are away, and the first stage of 1f1b waits twice a batch."""
     actions = [a for a in lower("1f1b", Sizes(4, 6), 0, 0, 1, offload=9) if a.kind in COMPUTE.union(OF_STASH)]
-    assert format_actions(actions).replace("@0v0", "").replace("@0", "") == (
+    assert text_of(actions).replace("@0v0", "").replace("@0", "") == (
         "F0 OFFLOAD0 F1 EVICT0 OFFLOAD1 F2 EVICT1 OFFLOAD2 F3 EVICT2 OFFLOAD3 RELOAD0 B0 EVICT3 RELOAD1 F4 OFFLOAD4 B1 "
         "EVICT4 RELOAD2 F5 OFFLOAD5 B2 EVICT5 RELOAD3 RELOAD4 B3 RELOAD5 B4 B5")
 

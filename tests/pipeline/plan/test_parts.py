@@ -4,10 +4,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline.plan.items import drawn_sizes
+from pipeline.plan.items import drawn_sizes, text_of
 
 from hybridpar.errors import ConfigError
-from hybridpar.pipeline.plan.action import Action, Kind, format_actions
+from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.check import PlanError, check
 from hybridpar.pipeline.plan.kinds import ROWS
 from hybridpar.pipeline.plan.parts import Division, PartCounts
@@ -17,14 +17,14 @@ from hybridpar.pipeline.plan.simulate import Costs, simulate
 
 
 def one_rank(division, num_microbatches=2, schedule="gpipe", **options):
-    text = format_actions(lower(schedule, Sizes(1, num_microbatches), 0, 0, 1, parts=division, **options))
+    text = text_of(lower(schedule, Sizes(1, num_microbatches), 0, 0, 1, parts=division, **options))
     return text.replace("@0", "").replace("v0", "")
 
 
 def test_every_action_becomes_its_parts():
     assert one_rank(3, 1) == "F0 F0.1 F0.2 B0.2 B0.1 B0 REDUCE0 NORM0 UPDATE0 UPDATE0.1 UPDATE0.2"
     split = lower("1f1b", Sizes(2, 1), 1, 0, 1, parts=Division(2, norms=True), split=True)
-    assert format_actions(split).replace("@1", "").replace("v0", "") == (
+    assert text_of(split).replace("@1", "").replace("v0", "") == (
         "RECV_F0 F0 F0.1 I0.1 I0 SEND_B0 W0.1 W0 REDUCE0 NORM0.1 NORM0 UPDATE0 UPDATE0.1")
     assert one_rank(Division(2, update_parts=3), 1) == "F0 F0.1 B0.1 B0 REDUCE0 NORM0 UPDATE0 UPDATE0.1 UPDATE0.2"
 
@@ -33,7 +33,7 @@ def test_part_by_part_weights_are_needed_once_a_sweep():
     assert one_rank(Division(2, part_major=True)) == "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1 REDUCE0 NORM0 UPDATE0 UPDATE0.1"
     assert one_rank(Division(2, part_major=True), schedule="1f1b") == one_rank(2, schedule="1f1b"), "by turns"
     forwards = forward_actions(Sizes(1, 2), 0, 2, parts=Division(2, part_major=True))
-    assert format_actions(forwards) == "F0@0 F1@0 F0@0.1 F1@0.1"
+    assert text_of(forwards) == "F0@0 F1@0 F0@0.1 F1@0.1"
 
 
 def test_part_by_part_is_for_one_rank():
@@ -45,9 +45,9 @@ def test_part_by_part_is_for_one_rank():
 
 def test_transfers_are_of_the_ends():
     first, last = make_plan("1f1b", Sizes(2, 1), parts=2).values()
-    assert format_actions(first) == (
+    assert text_of(first) == (
         "RECV_B0@0 F0@0v0 F0@0.1v0 SEND_F0@0 B0@0.1v0 B0@0v0 REDUCE0@0 NORM0@0 UPDATE0@0 UPDATE0@0.1")
-    assert format_actions(last).startswith("RECV_F0@1 F0@1v0 F0@1.1v0 B0@1.1v0 B0@1v0 SEND_B0@1")
+    assert text_of(last).startswith("RECV_F0@1 F0@1v0 F0@1.1v0 B0@1.1v0 B0@1v0 SEND_B0@1")
 
 
 def test_stages_of_a_rank_may_differ():
@@ -108,7 +108,7 @@ def test_a_fault_in_a_divided_plan_is_found(name, p, m, seed, split, data):
 @pytest.mark.parametrize("late", [False, True])
 def test_a_part_of_a_version_is_there_before_it_is_computed_with(late):
     plan = make_plan("1f1b", Sizes(1, 1), 0, 2, parts=Division(2, late=late))[0]
-    text = format_actions(plan).replace("@0", "")
+    text = text_of(plan).replace("@0", "")
     assert ("UPDATE0 F1v1 UPDATE0.1 F1.1v1" if late else "UPDATE0 UPDATE0.1 F1v1 F1.1v1") in text
     update, use = plan.index(Action(Kind.UPDATE, 0, 0, 1, 1)), plan.index(Action(Kind.F, 0, 1, 1, 1))
     moved = [*plan[:update], *plan[update + 1:use + 1], plan[update], *plan[use + 1:]]
@@ -120,7 +120,7 @@ def test_updates_that_are_late():
     """Part by part; through both stages of a rank; all together where they cannot be cut; at the end of the range."""
     def text(sizes, schedule, division, **options):
         actions = lower(schedule, sizes, 0, 0, 2, parts=division, **options)
-        return format_actions(action for action in actions if not ROWS[action.kind].side).replace("@0", "")
+        return text_of(action for action in actions if not ROWS[action.kind].side).replace("@0", "")
 
     major = text(Sizes(1, 2), "gpipe", Division(2, part_major=True, late=True))
     assert "NORM0 UPDATE0 F2v1 F3v1 UPDATE0.1 F2.1v1 F3.1v1 B2.1v1" in major

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,8 +18,10 @@ from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs, recorder, unsupported
 from hybridpar.pipeline.run.stage import Stage
+from hybridpar.state.chunks import Buffer
 from hybridpar.state.gradients import GradientAccumulator
-from hybridpar.state.layout import FlatLayout
+from hybridpar.state.layout import Bucket, FlatLayout
+from hybridpar.state.reducer import GradientReducer
 from hybridpar.train.engine import Engine
 from hybridpar.train.source import LoaderSource
 
@@ -96,7 +98,7 @@ def test_what_is_replayed_takes_nothing_from_python(name: str, monkeypatch: pyte
     stand_in(monkeypatch)
     engine = Engine(config, ProcessGrid(), CPU)
     graphs = engine.executor.graphs = MicroBatchGraphs(
-        engine.stage, engine.state.gradients, config.pipeline.num_microbatches, CPU, reduced=False)
+        engine.stage, engine.state.gradients, config.pipeline.num_microbatches, CPU)
     losses, weights = train(engine)
     assert graphs.num_replayed > 0
     assert losses == expected_losses
@@ -104,47 +106,70 @@ def test_what_is_replayed_takes_nothing_from_python(name: str, monkeypatch: pyte
         assert torch.equal(weights[key], weight), key
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_replicas_replay_the_last_micro_batch_where_that_is_faster(zero: int) -> None:
-    """It is for the first rank only: each chooses for itself, and what both make is the same to the bit."""
-    expected, *_ = run_ranks(replicas, 2, zero, False)
-    replaying, reducing = run_ranks(replicas, 2, zero, True)
-    assert (replaying[1], reducing[1]) == (80 - 2 - 3, 80 - 2 - 15)  # two recorded first, three beside the reduction
-    assert expected[0] == replaying[0] == reducing[0]
+def test_replicas_sum_what_is_final_beside_the_replay() -> None:
+    (expected, *_), _ = run_ranks(replicas, 2, False)
+    for losses, num_replayed, num_final in run_ranks(replicas, 2, True):
+        assert losses == expected
+        assert num_replayed == 80 - 2  # the first of each kind
+        assert len(num_final) > 20 * 4
+        assert min(num_final) < 0.3  # others follow
 
 
-def replicas(zero: int, replay: bool) -> tuple[list[float], int]:
-    """Losses of 20 batches of 4 on two replicas, as they have trained; and how many micro-batches were replayed."""
-    config = make(parallel={"dp": 2, "zero": zero}, pipeline={"num_microbatches": 4}, kernels={})
-    grid = ProcessGrid(dp=2)
+def replicas(replay: bool) -> tuple[list[float], int, list[float]]:
+    """Losses of 20 batches of 4 on two replicas; how many micro-batches were replayed; and of each sum of gradients
+    that began behind an event, how many elements of the buffer were final then."""
+    config = make(parallel={"dp": 2, "zero": 1}, pipeline={"num_microbatches": 4}, kernels={})
+    grid, num_final = ProcessGrid(dp=2), list[float]()
+    buckets, start = FlatLayout.buckets, GradientReducer._start
+
+    def start_checked(self: GradientReducer, bucket: Bucket, flat: Tensor, *way: Any) -> Any:
+        if Event.awaited is not None:
+            then, now = Event.awaited.seen, Event.watched.tensors[0]
+            assert torch.equal(then[bucket.start : bucket.stop], flat), "summed before it was final"
+            num_final.append(float((then == now).sum()) / len(now))
+        return start(self, bucket, flat, *way)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatLayout, "buckets", lambda self, num_bytes, *group: buckets(self, 2**14, *group))
         engine = Engine(config, grid, CPU)
         if replay:
             stand_in(patch)
-            times = iter([1.0] * 3 + [2.0] * 3 if grid.rank == 0 else [2.0] * 3 + [1.0] * 3)
-            patch.setattr(Event, "elapsed_time", lambda *events: next(times))
-            engine.executor.graphs = MicroBatchGraphs(engine.stage, engine.state.gradients, 4, CPU, reduced=True)
+            patch.setattr(GradientReducer, "_start", start_checked)
+            Event.watched = engine.state.gradients.buffers[0]
+            engine.executor.graphs = MicroBatchGraphs(
+                engine.stage, engine.state.gradients, 4, CPU, engine.state.reducer.summed_beside)
         losses: list[float] = []
         loader = SyntheticLoader(config.model, 2, 4, grid.dp.rank, grid.dp.size)
         engine.train(loader, 20, lambda step: losses.append(step.loss))
-    return losses, engine.executor.graphs.num_replayed if engine.executor.graphs else 0
+    return losses, engine.executor.graphs.num_replayed if engine.executor.graphs else 0, num_final
 
 
 class Event:
-    """torch.cuda.Event, of a time that a test makes up."""
+    """torch.cuda.Event, which a replay records where a graph has it: it sees what `watched` holds then."""
 
-    def __init__(self, enable_timing: bool): ...
-    def record(self) -> None: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, other: Event) -> float: ...
+    watched: Buffer
+    awaited: Event | None = None
+    """By the stream that is current."""
+
+    def __init__(self, external: bool):
+        assert external, "an event of a capture alone"
+
+    def record(self) -> None:
+        assert Graph.recording is not None
+        Graph.recording.calls.append((self.see, (), {}, None))
+
+    def see(self) -> None:
+        self.seen = self.watched.tensors[0].clone()
 
 
 class Graph(TorchDispatchMode):
     """What torch.cuda.CUDAGraph is on a GPU: nothing has happened when recording ends; replay does it."""
 
+    recording: Graph | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
         self._written: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +178,7 @@ class Graph(TorchDispatchMode):
             if argument.is_write:
                 self._written += [(y, y.clone()) for y in tree_leaves(x)]
         out = op(*args, **kwargs)
-        self._calls.append((op, args, kwargs, out))
+        self.calls.append((op, args, kwargs, out))
         return out
 
     @torch.no_grad()
@@ -164,7 +189,7 @@ class Graph(TorchDispatchMode):
     @torch.no_grad()
     def replay(self) -> None:
         opaque: dict[int, Tensor] = {}  # oneDNN's, which nothing can be copied into
-        for op, args, kwargs, out in self._calls:
+        for op, args, kwargs, out in self.calls:
             args, kwargs = tree_map(lambda x: opaque.get(id(x), x), (args, kwargs))
             held = {storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
             for x, new in zip(tree_leaves(out), tree_leaves(op(*args, **kwargs)), strict=True):
@@ -181,6 +206,7 @@ def storage(x: Tensor) -> int | None:
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def record(graph: Graph, **options: object) -> Iterator[None]:
+        Graph.recording = graph
         with graph:
             yield
         graph.end()
@@ -191,7 +217,16 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, device: torch.device = CPU) -> None: ...
         def wait_stream(self, other: Stream) -> None: ...
 
-    for name, value in {"Stream": Stream, "current_stream": Stream, "stream": nullcontext, "CUDAGraph": Graph,
+        def wait_event(self, event: Event) -> None:
+            Event.awaited = event
+
+    @contextmanager
+    def stream(stream: Stream) -> Iterator[None]:
+        Event.awaited = None
+        yield
+        Event.awaited = None
+
+    for name, value in {"Stream": Stream, "current_stream": Stream, "stream": stream, "CUDAGraph": Graph,
                         "graph": record, "Event": Event, "graph_pool_handle": lambda: None}.items():
         monkeypatch.setattr(torch.cuda, name, value)
 
@@ -211,5 +246,5 @@ def test_what_cannot_be_recorded(sections: dict[str, dict[str, Any]], reason: st
 def test_says_why_nothing_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
     no_gradients = GradientAccumulator(FlatLayout([], [], torch.float32))
     with caplog.at_level("INFO"):
-        assert recorder(make(parallel={"tp": 2}), Stage({}), no_gradients, CUDA) is None
+        assert recorder(make(parallel={"tp": 2}), Stage({}), no_gradients, CUDA, []) is None
     assert "without CUDA graphs: ranks of tensor parallelism wait" in caplog.text

@@ -1,0 +1,59 @@
+"""Pieces of a micro-batch that take turns: one process's training, and to the bit that of smaller micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridpar.config import Config, from_mapping
+from hybridpar.verify.run import run_grid, verify
+
+pytestmark = pytest.mark.ranks
+
+BERT = {"kind": "bert", "vocab_size": 67, "sentence_head": "nsp", "num_kv_heads": 0}
+
+
+def make(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+    """3 layers, 6 heads in 3 groups, 13 tokens, dropout: nothing divides but samples."""
+    return from_mapping({
+        "model": {"num_layers": 3, "hidden_size": 24, "num_heads": 6, "num_kv_heads": 3, "seq_length": 13,
+                  "vocab_size": 61, "dropout": 0.1, "attention_dropout": 0.2, **(model or {})},
+        "parallel": {"tp": 2, "dp": 1, "tp_pieces": 2, **sections.get("parallel", {})},
+        "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
+        "train": {"micro_batch_size": 4, "num_steps": 10, "dtype": "fp64", **sections.get("train", {})},
+        "optim": {"lr": 1e-2, "warmup_steps": 2, "clip_grad": 0.5},
+    })
+
+
+@pytest.mark.parametrize(("grid", "settings"), [
+    ({"tp": 3}, {"model": BERT, "parallel": {"tp_pieces": 4}}),
+    ({"tp": 2, "pp": 2}, {"pipeline": {"schedule": "1f1b", "split_backward": True}, "parallel": {"sequence": True}}),
+    ({"tp": 2, "pp": 2}, {"pipeline": {"schedule": "2bw", "recompute": "stage", "num_microbatches": 4}}),
+    ({"tp": 2, "dp": 2}, {"pipeline": {"recompute": "selective"}, "parallel": {"zero": 2},
+                          "train": {"micro_batch_size": 2}}),
+], ids=str)
+def test_is_the_training_of_one_process(grid: dict[str, int], settings: dict[str, Any]) -> None:
+    report = verify(make(**settings), grid, 3)
+    assert report.ok, report.first_divergence
+
+
+@pytest.mark.parametrize("schedule", [{"schedule": "1f1b"}, {"schedule": "2bw", "split_backward": True}], ids=str)
+def test_weights_are_those_of_smaller_microbatches_to_the_bit(schedule: dict[str, Any]) -> None:
+    """But for the sums of losses, which nothing else depends on; embeddings that are tied have two parts."""
+    config = make({"tie_embeddings": False}, pipeline=schedule)
+    smaller = from_mapping({"pipeline": {"num_microbatches": 6}, "train": {"micro_batch_size": 2},
+                            "parallel": {"tp_pieces": 1}}, config)
+    pieces, whole = (run_grid(one, 3) for one in (config, smaller))
+    for batch in range(3):
+        for name, gradient in whole.gradients[batch].items():
+            assert torch.equal(gradient, pieces.gradients[batch][name]), name
+
+
+def test_what_pieces_do_not_go_with_is_said() -> None:
+    wrong = make(train={"micro_batch_size": 3, "record_memory": 2, "device": "cuda"})
+    rules = [problem.rule for problem in wrong.conflicts() if problem.field == "parallel.tp_pieces"]
+    assert len(rules) == 3
+    assert not [*replace(wrong, parallel=replace(wrong.parallel, tp_pieces=1)).parallel.conflicts(wrong)]
