@@ -33,7 +33,7 @@ def page(board: Board | None = None) -> str:
         return html
     data = board.look()
     data["picture"] = f"data:image/svg+xml;base64,{_picture(board.folder / data['picture'])}" if data["picture"] else ""
-    return html.replace(_NO_DATA, _json(data).replace("</", "<\\/"))
+    return html.replace(_NO_DATA, _json(data).replace("<", "\\u003c"))
 
 
 def serve(board: Board, port: int = 0, ready: Callable[[str], None] = print) -> None:
