@@ -14,7 +14,8 @@ import pytest
 import torch
 from checkpoint.grids import engines, fill
 from checkpoint.test_reshard import make
-from checkpoint.test_resume import make_config, make_engine
+from checkpoint.test_resume import make_config
+from engines import start
 from ranks import run_ranks
 from torch import Tensor
 
@@ -44,7 +45,7 @@ def train_on(config: Config, root: Path) -> None:
     part.write_tensors = slowly(part.write_tensors)
     steps: list[list[StepResult]] = [[], []]
     for beside in (False, True):
-        engine, loader = make_engine(config)
+        engine, loader = start(config)
         saver = checkpoint.Saver(root / str(beside), engine, "corpus")
         for num_steps in (2, 2, 3):
             engine.train(loader, num_steps, steps[beside].append)
@@ -96,7 +97,7 @@ Outcome = tuple[str, list[str], list[int]]
 
 def meet_a_full_disk(root: Path, failing: int, wait: bool) -> Outcome:
     """In the second save, on one rank; then there is room again. What is said, what is left, what is saved at last."""
-    engine, loader = make_engine(make_config("2bw"))
+    engine, loader = start(make_config("2bw"))
     saver = checkpoint.Saver(root, engine, "corpus")
     write = part.write_tensors
 
@@ -156,7 +157,7 @@ def test_what_is_no_error_of_the_disk_is_told_too(tmp_path: Path, monkeypatch: p
 def test_a_save_and_a_load_say_how_far_they_have_come(tmp_path: Path) -> None:
     """So that a slow disk is no hang, however large the state is."""
     config = from_mapping({"faults": {"save_timeout_s": 7.0}, "checkpoint": {"read_back": True}}, make_config(pp=1))
-    (engine, _), seen = make_engine(config), []
+    (engine, _), seen = start(config), []
     flight = engine.grid.flight = Flight(tmp_path / "flight")
 
     def note() -> Record:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint.test_resume import make_config, make_engine
+from checkpoint.test_resume import make_config
+from engines import start
 from ranks import run_ranks
 
 import hybridpar
@@ -30,7 +31,7 @@ def one_rank(schedule: str = "1f1b") -> Config:
 
 
 def save_steps(root: Path, num_steps: int) -> None:
-    engine, loader = make_engine(one_rank())
+    engine, loader = start(one_rank())
     for _ in range(num_steps):
         engine.train(loader, 1, lambda step: None)
         checkpoint.save(root, engine, "corpus")
@@ -80,7 +81,7 @@ def test_a_damaged_checkpoint_is_passed_over(
         tmp_path: Path, damage: Callable[[Path], None], file: str, says: str) -> None:
     save_steps(tmp_path, 3)
     damage(tmp_path / "step_00000003" / file)
-    engine, _ = make_engine(one_rank())
+    engine, _ = start(one_rank())
     said: list[str] = []
     assert checkpoint.resume(tmp_path, engine, "corpus", said.append) == 2
     assert engine.batches_done == 2
@@ -99,17 +100,17 @@ def test_a_damaged_checkpoint_is_passed_over(
 def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Path) -> None:
     save_steps(tmp_path, 3)
     flip(tmp_path / "step_00000003" / SHARD)
-    engine, loader = make_engine(one_rank())
+    engine, loader = start(one_rank())
     checkpoint.resume(tmp_path, engine, "corpus", print)
     engine.train(loader, 1, lambda step: None)
     checkpoint.save(tmp_path, engine, "corpus")
-    fresh, _ = make_engine(one_rank())
+    fresh, _ = start(one_rank())
     assert checkpoint.resume(tmp_path, fresh, "corpus", print) == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
-    engine, _ = make_engine(one_rank())
+    engine, _ = start(one_rank())
     assert checkpoint.resume(tmp_path / "none", engine, "corpus", print) == 0
     with pytest.raises(CheckpointError, match=r"no whole checkpoint$"):
         checkpoint.newest(tmp_path, print)
@@ -122,7 +123,7 @@ def test_another_model_is_refused_field_by_field(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     config = one_rank()
     other = replace(config, model=replace(config.model, hidden_size=24, num_layers=3))
-    engine, _ = make_engine(other)
+    engine, _ = start(other)
     before = {name: tensor.clone() for name, tensor in engine.state.tensors().items()}
     with pytest.raises(CheckpointError, match=r"2 there and 3 here; model.hidden_size is 12 there and 24"):
         checkpoint.resume(tmp_path, engine, "corpus", print)
@@ -131,7 +132,7 @@ def test_another_model_is_refused_field_by_field(tmp_path: Path) -> None:
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
-    engine, _ = make_engine(one_rank())
+    engine, _ = start(one_rank())
     with pytest.raises(CheckpointError, match=r"other data .*train\.continue_with = \[\"data\.corpus\"\]"):
         checkpoint.resume(tmp_path, engine, "another corpus", print)
 
@@ -233,14 +234,14 @@ def test_placements_survive_a_file(tmp_path: Path) -> None:
 
 def damage_one_rank(root: Path) -> tuple[int, list[str]]:
     config = make_config("2bw")
-    engine, loader = make_engine(config)
+    engine, loader = start(config)
     for _ in range(2):
         engine.train(loader, 1, lambda step: None)
         checkpoint.save(root, engine, "corpus")
     if engine.grid.rank == 1:
         path = root / "step_00000002" / "pp1-tp0.safetensors"
         path.write_bytes(path.read_bytes()[:-1])
-    fresh, _ = make_engine(config)
+    fresh, _ = start(config)
     said: list[str] = []
     return checkpoint.resume(root, fresh, "corpus", said.append), said
 
@@ -253,7 +254,7 @@ def test_all_ranks_pass_over_what_one_of_them_cannot_read(tmp_path: Path) -> Non
 
 
 def fail_to_write(root: Path) -> str:
-    engine, _ = make_engine(make_config("1f1b"))
+    engine, _ = start(make_config("1f1b"))
     try:
         checkpoint.save(root / "in_the_way" / "checkpoints", engine, "corpus")
     except CheckpointError as error:

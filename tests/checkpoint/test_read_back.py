@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoint.test_resume import make_config, make_engine
+from checkpoint.test_resume import make_config
+from engines import start
 from torch import Tensor
 
 from hybridpar import checkpoint
@@ -25,7 +26,7 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("read_back", [False, True])
 def test_a_damaged_file_is_not_published_where_it_is_read_back(tmp_path: Path, read_back: bool, beside: bool) -> None:
-    engine, loader = make_engine(from_mapping({"checkpoint": {"read_back": read_back}}, make_config(pp=1)))
+    engine, loader = start(from_mapping({"checkpoint": {"read_back": read_back}}, make_config(pp=1)))
     saver = checkpoint.Saver(tmp_path, engine, "corpus")
     engine.train(loader, 2, lambda step: None)
     saver.start(beside=beside)
@@ -50,5 +51,5 @@ def test_a_damaged_file_is_not_published_where_it_is_read_back(tmp_path: Path, r
     else:
         assert saver.settle() == tmp_path / "step_00000003"
     said: list[str] = []
-    assert checkpoint.resume(tmp_path, make_engine(engine.config)[0], "corpus", said.append) == 2
+    assert checkpoint.resume(tmp_path, start(engine.config)[0], "corpus", said.append) == 2
     assert len(said) == (0 if read_back else 1)
