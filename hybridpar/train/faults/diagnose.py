@@ -28,7 +28,7 @@ class Seen:
 
     record: None where it has opened no recorder yet. exit_code: None while it lives, the negative signal where one has
     ended it. idle_s: how long its record has not changed. saving: the state of its thread that writes a checkpoint,
-    while it does. patience_s: how long it may at least wait for others.
+    while it does. patience_s: how long it may at least wait for others. stopped: by SIGSTOP, or a debugger.
     """
 
     rank: int
@@ -37,6 +37,7 @@ class Seen:
     idle_s: float = 0.0
     saving: Seen | None = None
     patience_s: float = 0.0
+    stopped: bool = False
 
     @property
     def who(self) -> str:
@@ -55,7 +56,8 @@ class Seen:
 
     @property
     def waits(self) -> bool:
-        return self.record is not None and self.record.waits
+        """Whether it waits for others; of one that is stopped it is unknown whether they have come."""
+        return self.record is not None and self.record.waits and not self.stopped
 
     @property
     def error(self) -> str:
@@ -141,8 +143,9 @@ def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
         return _of("died", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
     idle = [seen for seen in ranks if not (seen.failed or seen.is_victim or seen.waits) and seen.idle_s > 0]
     if idle := [*idle, *(seen for seen in _savers(ranks) if seen.hangs)]:
-        worst = max(idle, key=lambda seen: (seen.is_late, seen.idle_s))
-        return _of("hangs", worst, f"{worst.who} hangs: nothing for {worst.idle_s:.1f} s{_doing(worst)}", ranks)
+        worst = max(idle, key=lambda seen: (seen.is_late, seen.stopped, seen.idle_s))
+        hangs = "is stopped, and hangs" if worst.stopped else "hangs"
+        return _of("hangs", worst, f"{worst.who} {hangs}: nothing for {worst.idle_s:.1f} s{_doing(worst)}", ranks)
     first, peers = _lost_link(ranks)
     others = ", ".join(map(str, peers)) or "any other"
     text = f"the link between rank {first.rank} and rank {others} is lost"

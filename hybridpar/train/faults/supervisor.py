@@ -49,6 +49,7 @@ from hybridpar.validate import resolve
 
 _LOOK_EVERY_S = 0.1
 _ASLEEP_S = 2.0
+_LONG_S = 1.0
 _SETTLE_S = 0.3
 """Ranks that end together are seen together."""
 _REFUSED_S = 5.0
@@ -232,7 +233,8 @@ class Watch:
             saving, saving_idle_s = self._read(flight_path(self.folder, rank, SAVING), pid, now)
             saves = code is None and saving is not None and saving.limit_s > 0
             saver = Seen(rank, saving, None, saving_idle_s) if saves else None
-            found.append(Seen(rank, record, code, idle_s, saver, self.patience_s))
+            stopped = code is None and idle_s > _LONG_S and _is_stopped(pid)
+            found.append(Seen(rank, record, code, idle_s, saver, self.patience_s, stopped))
         return found
 
     def _read(self, path: Path, pid: int, now: float) -> tuple[flight.Record | None, float]:
@@ -245,6 +247,14 @@ class Watch:
         if last is None or last[:2] != (pid, count):
             last = self._last[path] = (pid, count, now)
         return record, now - last[2]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether Linux says that a process is stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 class Loopback(StaticTCPRendezvous):

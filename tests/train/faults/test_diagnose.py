@@ -113,6 +113,15 @@ def test_a_collective_that_does_not_end_has_lost_a_link() -> None:
     assert diagnose(ranks).text.startswith("the link between rank 0 and rank 1, 2, 3 is lost")
 
 
+def test_a_rank_that_is_stopped_while_it_waits_is_to_blame() -> None:
+    ranks = [Seen(0, waiting(0), None, 9.1), Seen(1, waiting(1), None, 9.0, stopped=True), Seen(2, waiting(2)),
+             Seen(3, waiting(3))]
+    found = diagnose(ranks)
+    assert find_stall(ranks)
+    assert (found.kind, found.rank) == ("hangs", 1)
+    assert "is stopped, and hangs: nothing for 9.0 s" in found.text
+
+
 def test_who_waits_for_others_is_late_only_when_patience_is_over() -> None:
     late = [Seen(0, waiting(0), None, 9.0, None, patience).is_late for patience in (0.0, 8.0, 20.0)]
     assert late == [True, True, False]

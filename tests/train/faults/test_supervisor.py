@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -280,6 +281,19 @@ def test_how_long_a_rank_stands_still(tmp_path: Path, monkeypatch: pytest.Monkey
     running[0].pid = 8
     now += 1
     assert look() == (0.0, False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_stopped_process_is_seen() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert supervisor._is_stopped(process.pid)
+        os.kill(process.pid, signal.SIGCONT)
+        os.waitpid(process.pid, os.WCONTINUED)
+        assert not supervisor._is_stopped(process.pid)
+        process.kill()
+    assert not supervisor._is_stopped(process.pid)
 
 
 def listening(port: int) -> list[str]:
