@@ -133,3 +133,16 @@ def test_products_by_onednn(monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ..
     w = torch.randn(17, 65, requires_grad=True)
     column_linear(torch.ones(*rows, 65), w, None, AXIS).sum().backward()  # without a buffer
     torch.testing.assert_close(w.grad, torch.full((17, 65), float(torch.Size(rows).numel())))
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (23,), (3, 40)])
+def test_what_is_of_another_type_is_added_in_blocks(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    total, part = torch.randn(shape), torch.randn(shape).bfloat16()
+    expected, added = total + part, list[int]()
+    monkeypatch.setattr(matmul, "ADD_BLOCK", 10)
+    real = Tensor.add_
+    monkeypatch.setattr(Tensor, "add_", lambda self, other: (added.append(other.numel()), real(self, other))[1])
+    matmul.add_(total, part)
+    assert torch.equal(total, expected)
+    assert sum(added) == part.numel()
+    assert max(added) <= max(10, part[0].numel())
