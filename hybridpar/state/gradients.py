@@ -143,7 +143,7 @@ class GradientAccumulator:
         """A graph has given a parameter all of its gradient; the micro-batch's last one makes it final."""
         if self.on_final is not None:
             self._reports[name] += 1
-            if self._reports[name] == self._pieces:
+            if self._reports[name] % self._pieces == 0:
                 self.on_final(name)
 
     def renew(self, index: int, names: Iterable[str]) -> None:
