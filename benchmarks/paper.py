@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.files import as_text
 from benchmarks.paper_points import STATEMENTS, rows
 from benchmarks.paper_systems import MICRO_BATCH, Machine, Setting, flush_interval, memory_bytes, throughput
 
@@ -200,8 +201,7 @@ def _row(setting: Setting, speeds: Mapping[str, float]) -> dict[str, Any]:
 
 def write(machine: Machine, speeds: Speeds, checks: Sequence[Check], path: Path) -> None:
     """Writes everything as JSON."""
-    from benchmarks.common import as_text  # brings torch, which nothing else here needs
-    from benchmarks.common import machine as this_machine
+    from benchmarks.common import machine as this_machine  # brings torch, which nothing else here needs
 
     document = {
         "claim": "paper", "ratio": "the paper's stated speed-ups and the simulator's",

@@ -21,7 +21,7 @@ out="${1:-benchmarks/results}"
 shift || true
 # name, call, seconds, command; in the order of what was measured least
 steps="build         1 150 build
-nccl          1 170 env WORKERS=4 bash -c 'gpu_tests tests/train/test_gpu.py -k nccl'
+nccl          1 170 env WORKERS=4 bash -c 'gpu_tests tests/train/test_gpu.py -k \"nccl and not graphs\"'
 graphs        1 100 gpu_tests tests/pipeline/run/test_graphs.py
 moves         1 150 gpu_tests tests/train/test_gpu.py tests/train/test_planned_memory.py tests/memory/test_history.py -k 'not nccl and not grid'
 345M-dropout  2 110 single gpu_single_345M_dropout 345M 5 --dropout 0.1
@@ -29,6 +29,7 @@ moves         1 150 gpu_tests tests/train/test_gpu.py tests/train/test_planned_m
 1.3B-fp8      2 110 single gpu_single_1.3B_fp8 1.3B 3 --fp8
 bert-graphs   2  60 single gpu_single_bert bert_large 7 --graphs
 1.3B-16       2 150 single gpu_single_1.3B_16 1.3B 3 --microbatches 16
+grid-graphs   1 100 gpu_tests tests/train/test_gpu.py -k nccl-graphs
 gloo          1 150 gpu_tests tests/train/test_gpu.py -k 'grid and not nccl'
 tests         2 170 gpu_tests \$(others)
 345M          3 110 single gpu_single 345M 9

@@ -1,10 +1,12 @@
-"""A pytest plugin for Triton's interpreter, which makes it twice as fast: its language is patched once a launch, not at
-every call of a device function, and types of blocks, of which there are few, are made once."""
+"""A pytest plugin for Triton's interpreter, which makes it three times as fast: its language is patched once a launch,
+not at every call of a device function; types of blocks, of which there are few, are made once; a reduction by a
+function of the kernels' calls it with halves of blocks, not with single numbers."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from triton import language
 from triton.language import core
 from triton.runtime import interpreter
@@ -47,7 +49,19 @@ def init_tensor(self: core.tensor, handle: Any, of_type: core.dtype) -> None:
                       dtype=of_type.scalar)
 
 
+def reduce(self: interpreter.ReduceOps, tensors: tuple[core.tensor, ...]) -> list[core.tensor]:
+    """Along an axis of a power of two."""
+    types, parts = [x.dtype for x in tensors], [x.handle.data for x in tensors]
+    while parts[0].shape[self.axis] > 1:
+        halves = zip(*(np.split(part, 2, self.axis) for part in parts), strict=True)
+        made = self.combine_fn.fn(*(self.to_tensor(*one) for half in halves for one in zip(half, types, strict=True)))
+        parts = [x.handle.data for x in made]
+    return [self.to_tensor(part if self.keep_dims else part.squeeze(self.axis), dtype)
+            for part, dtype in zip(parts, types, strict=True)]
+
+
 interpreter.InterpretedFunction.__call__ = call  # type: ignore[method-assign]
 core.block_type.__init__ = init_block_type  # type: ignore[method-assign]
 core.tensor.__init__ = init_tensor  # type: ignore[method-assign]
+interpreter.ReduceOps.generic_reduce = reduce
 interpreter._get_np_dtype = lambda of_type: vars(of_type).get("numbers") or np_dtype_of(of_type)

@@ -158,8 +158,9 @@ class TrainConfig:
     keep_memory: bool = True
     """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
     cuda_graphs: bool = True
-    """On a GPU: micro-batches are recorded and replayed, for GPT and BERT on one stage, without tensor parallelism;
-    others run kernel by kernel."""
+    """On a GPU: micro-batches of GPT and BERT are recorded and replayed; others run kernel by kernel."""
+    graph_grids: bool = False
+    """So are those of several stages and of tensor parallelism, which has not run on a GPU."""
     tf32: bool = False
     """On a GPU: matrices of fp32 are multiplied in TF32, with 10 bits of mantissa, many times as fast."""
     fp8: bool = False

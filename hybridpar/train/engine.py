@@ -89,7 +89,8 @@ class Engine:
         pieces = config.parallel.tp_pieces
         if pieces > 1 and device.type == "cuda":
             raise config_error("parallel.tp_pieces", pieces, "works on CPUs only, and this job has GPUs", "1")
-        turns = Turns(pieces) if pieces > 1 and grid.tp.size > 1 else None
+        turns = Turns(pieces, partial(torch.set_num_threads, torch.get_num_threads())
+                      ) if pieces > 1 and grid.tp.size > 1 else None
         blocks = with_coded_sums(build_blocks(
             model, replace(grid.tp, turns=turns), numbers, kernels=config.kernels, sequence=sequence,
             dtype=states.dtype), config)
@@ -116,7 +117,7 @@ class Engine:
         by_block = config.train.record_memory or config.train.planned_memory  # a graph's pool is apart
         if config.train.cuda_graphs and device.type == "cuda" and not by_block and not self.parts.is_divided:
             self.executor.graphs = graphs.recorder(config, stages[self._held[0]][0], self.state.gradients, device,
-                                                   self.state.reducer.summed_beside)
+                                                   self.state.reducer.summed_beside, grid.tp.traffic)
         self._talk: SiteTalk | None = None
         if self.state.outer is not None:
             self.state.outer.waits_by, self._talk = self.executor.wait, SiteTalk(self.state.outer)

@@ -16,12 +16,14 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 ROOT = Path(__file__).parents[2]
 HERE = "not cuda and not threads and not (dropout and 300x33)"  # numpy has no threads; the last: hundreds of programs
+EACH = "causal-padded-dropout"  # of attention: all branches of its kernels, but those without one of them
 RUNS = {  # each starts a Python, so they are few
     "backends": ("tests/ops/test_backends.py", [
         f"{HERE} and not attention and not memory_held and (torch.float32 or torch.float16 and not 300x33)",
-        f"{HERE} and attention and torch.float32 and (x5x7 and (not large or causal-padded-dropout) or not memory_held "
-        "and (x70x40 or (x33x5 or x1x1) and causal-padded-dropout))",
-        f"{HERE} and (strides or memory_held and not attention and torch.float32 and (5x1030 or 2x64 or 5x7))"]),
+        f"{HERE} and attention and torch.float32 and not memory_held and (x5x7 and not large or {EACH} or x70x40 and "
+        "not dropout and not padded)",
+        f"{HERE} and (strides and (not attention or {EACH}) or memory_held and torch.float32 and (5x1030 or 2x64 or "
+        f"x5x7 and {EACH}))"]),
     "others": ("tests/ops/test_update.py tests/ops/test_embedding.py tests/ops/test_quantize.py "
                "tests/ops/test_largest.py tests/ops/test_sparse.py tests/kernels/interpreted.py", [
         "test_update and triton and not cuda and not bfloat16 and (torch.float16-False-nadamw or "

@@ -160,7 +160,7 @@ def test_launches_are_said_where_graphs_do_not_hide_them() -> None:
     share, text = said(replace(tiny, parallel=ParallelConfig(pp=2)))
     assert share > 0.3
     assert "larger micro-batches hide launches" in text
-    assert "stages wait for each other" in text
+    assert "train.graph_grids = true" in text
 
 
 @pytest.mark.parametrize(("change", "message"), [

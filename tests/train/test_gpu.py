@@ -47,6 +47,7 @@ V = {"placement": "v", "split_backward": True}
 TWO_BW: Sections = {"pipeline": {"schedule": "2bw"}}
 BF16: Sections = {"train": {"dtype": "bf16"}}
 FP64: Sections = {"train": {"dtype": "fp64"}}
+GRAPHS: Sections = {"train": {"dtype": "fp64", "graph_grids": True}}
 ZERO: Sections = {"parallel": {"zero": 1}}
 ZERO_2: Sections = {"parallel": {"zero": 2}}
 ZERO_3: Sections = {"parallel": {"zero": 3}}
@@ -74,6 +75,9 @@ def trained(config: Config, grid: ProcessGrid, device: str) -> Steps:
     loader = SyntheticLoader(config.model, 2, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size)
     steps: list[StepResult] = []
     engine.train(loader, STEPS, steps.append)
+    if config.train.graph_grids and device != "cpu":
+        assert engine.executor.graphs is not None
+        assert engine.executor.graphs.num_replayed > 0
     assert audit_replicas(engine.state.weights.full_weights(), grid.dp) is None
     return [(s.loss, s.grad_norm, s.skipped) for s in steps]
 
@@ -117,6 +121,7 @@ def compare(steps: Steps, expected: Steps, tolerance: float) -> None:
                             ({"pp": 2}, dtype | INTERLEAVED), ({"pp": 2}, dtype | {"pipeline": V}),
                             ({"dp": 2}, dtype | ZERO)], id=f"2-nccl-{name}")
       for name, dtype in (("fp64", FP64), ("bf16", BF16))),
+    pytest.param("nccl", [({"tp": 2}, GRAPHS), ({"pp": 2}, GRAPHS), ({"pp": 2}, GRAPHS | TWO_BW)], id="2-nccl-graphs"),
     *(pytest.param(backend, [({"dp": 2}, ZERO_2), ({"dp": 2}, ZERO_3), ({"dp": 2}, BF16 | ZERO_3),
                              ({"dp": 2}, ZERO_3 | {"pipeline": {"schedule": "gpipe"}})], id=f"2-{backend}-zero")
       for backend in ("gloo", "nccl")),

@@ -83,6 +83,15 @@ class InFlight:
     input: Tensor | None  # whose gradient is sent: a leaf
     edge: GradientEdge  # the output's place in the graph: the output itself is not kept
 
+    def back(self, gradient: Tensor) -> Tensor | None:
+        """The gradient of the input, if there is one."""
+        backward_from(self.edge, gradient)
+        if self.input is None:
+            return None
+        made, self.input.grad = self.input.grad, None
+        assert made is not None
+        return made
+
 
 class Tiers(Protocol):
     """The state of a rank in a fast tier and a slow one."""
@@ -186,16 +195,15 @@ class Executor:
         if self.weights.is_arriving(action.version):
             self.wait(partial(self.weights.await_version, action.version))
         self.weights.bind(action.version)
-        if self.graphs is not None and grad:
-            losses = self.graphs.forward(k, self.weights.slot(action.version), batch, key)
-            if losses is not None:
-                self._add_losses(k // self.num_microbatches, losses)
-                return
         leaf = x.leaf if isinstance(x, Packed) else x
-        if leaf is not None and grad:
+        out: Any = None
+        if self.graphs is not None and grad and not isinstance(x, Packed):
+            out = self.graphs.forward(k, self.weights.slot(action.version), x, batch, key)
+        if (kept := grad and out is None) and leaf is not None:
             leaf.requires_grad_()
-        with nullcontext() if self.stash is None or not grad else self.stash.noting(action, leaf):
-            out = here(x, batch, key)
+        if out is None:
+            with nullcontext() if self.stash is None or not grad else self.stash.noting(action, leaf):
+                out = here(x, batch, key)
         if isinstance(out, dict):
             self._add_losses(k // self.num_microbatches, out)
             out = sum(out.values())
@@ -207,15 +215,13 @@ class Executor:
             lane, codec = self._link(Kind.SEND_F, stage, k)
             self._outputs[Kind.SEND_F, stage, k] = sent = lane.cut(out.detach(), codec)
             self._keep_places(Kind.RECV_B, stage, k, sent, codec)
-        if grad:
+        if kept:
             self._flight[stage, part, k] = InFlight(leaf, get_gradient_edge(out))
 
     def _backward(self, action: Action) -> None:
         stage, part, k = action.stage, action.part, action.microbatch
         factor = self._hooks.before_backward(action)
-        if self.graphs is not None and self.graphs.backward(k, factor):
-            return
-        flight = self._flight.pop((stage, part, k))
+        flight = self._flight.pop((stage, part, k), None)
         is_last = part + 1 == len(self.stages[stage]) and stage + 1 not in self.stages
         gradient = self._take(Kind.RECV_B, stage, k) if is_last else self._handed.pop((Kind.B, stage, part, k))
         if gradient is None:
@@ -225,10 +231,12 @@ class Executor:
             if not self.stash.is_here(action):
                 self.wait(partial(self.stash.release, action))
             self.stash.release(action)
-        backward_from(flight.edge, gradient)
-        if flight.input is not None:
-            made, flight.input.grad = flight.input.grad, None
-            assert made is not None
+        if flight is None:
+            assert self.graphs is not None
+            made = self.graphs.backward(k, gradient)
+        else:
+            made = flight.back(gradient)
+        if made is not None:
             if part:
                 self._handed[Kind.B, stage, part - 1, k] = made
             elif stage - 1 in self.stages:

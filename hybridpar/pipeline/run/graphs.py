@@ -1,5 +1,4 @@
-"""Micro-batches of a one-stage pipeline as CUDA graphs: to launch a thousand small kernels takes a CPU longer than to
-run them takes a GPU.
+"""Micro-batches as CUDA graphs: to launch a thousand small kernels takes a CPU longer than to run them takes a GPU.
 
     first micro-batch of a kind     runs as usual: kernels are compiled, libraries set up
     second                          F, then B are recorded, and replayed
@@ -9,8 +8,9 @@ Sums of gradients over replicas go on beside the last backward of a batch: where
 graph records an event, and the bucket's sum begins behind that, not behind the whole graph.
 
 Micro-batches are of one kind if they run on the same buffer of weights and write the same buffer of gradients, where
-they both are the first of their batches, which overwrite, or both are not. All kinds share memory: only one is between
-its F and its B at any time. Everything runs on a stream of its own, as torch's recorded kernels must.
+they both are the first of their batches, which overwrite, or both are not. All kinds share memory, as one alone is
+between its F and its B; with stages, several are, which have a place each: memory, and graphs, of its own. Everything
+runs on a stream of its own, as torch's recorded kernels must. What tensor parallelism communicates is recorded, too.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
 from hybridpar.config import Config, ModelConfig
+from hybridpar.grid import Traffic
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.random import RandomKey
@@ -48,21 +49,28 @@ Buckets = Sequence[Collection[str]]
 
 
 def recorder(config: Config, stage: Stage, gradients: Gradients, device: torch.device,
-             buckets: Buckets) -> MicroBatchGraphs | None:
-    """Recorder of a job's micro-batches on a GPU; None, and a line in the log, where they cannot be recorded."""
+             buckets: Buckets, traffic: Traffic) -> MicroBatchGraphs | None:
+    """Recorder of a job's micro-batches on a GPU; None, and a line in the log, where they cannot be recorded.
+
+    traffic: over tp.
+    """
     if reason := unsupported(config):
         _log.info("micro-batches run without CUDA graphs: %s", reason)
         return None
-    return MicroBatchGraphs(stage, gradients, config.pipeline.num_microbatches, device, buckets)
+    parallel = config.parallel
+    return MicroBatchGraphs(stage, gradients, config.pipeline.num_microbatches, device, buckets, parallel.pp,
+                            traffic if parallel.tp > 1 else None)
 
 
 def unsupported(config: Config) -> str | None:
     """Why micro-batches of such a job cannot be recorded; None if they can."""
     parallel = config.parallel
-    if parallel.pp > 1 or config.pipeline.num_chunks > 1:
-        return "stages wait for each other between a micro-batch's kernels"
-    if parallel.tp > 1:
-        return "ranks of tensor parallelism wait for each other between a micro-batch's kernels"
+    if config.pipeline.num_chunks > 1:
+        return "stages of a rank take turns"
+    if parallel.pp * parallel.tp > 1 and not config.train.graph_grids:
+        return "with pp or tp they have not run on a GPU (train.graph_grids = true tries it)"
+    if parallel.tp > 1 and (config.train.share_gpus or config.compression.tensor != "none"):
+        return "what tensor parallelism sends goes through the host's hands"
     if config.memory.budget or config.memory.num_away not in (0, (0,)):
         return "memory that leaves comes back elsewhere"
     if config.pipeline.split_backward:
@@ -76,38 +84,51 @@ def unsupported(config: Config) -> str | None:
 
 @dataclass
 class _Recorded:
+    place: int
+    x: Tensor | None  # a leaf, whose gradient the backward makes
     inputs: dict[str, Tensor]
     key: RandomKey | None
     forward: torch.cuda.CUDAGraph
-    losses: Losses
+    out: Losses | Tensor
     edge: GradientEdge | None
     start: Tensor  # of the backward
+    calls: Traffic  # that the forward makes
     backward: torch.cuda.CUDAGraph | None = None
+    back_calls: Traffic = field(default_factory=Traffic)
+    made: Tensor | None = None  # by the backward, of x
     missing: frozenset[str] = frozenset()  # parameters without a gradient before this backward
     written: frozenset[str] = frozenset()
     reported: list[tuple[str, torch.cuda.Event | None]] = field(default_factory=list)
 
-    def take(self, batch: MicroBatch, key: RandomKey | None) -> None:
-        for name, x in batch.items():
-            self.inputs[name].copy_(x)
+    @torch.no_grad()
+    def take(self, x: Tensor | None, batch: MicroBatch, key: RandomKey | None) -> None:
+        if self.x is not None:
+            self.x.copy_(x)  # type: ignore[arg-type]  # where one has it, all have
+        for name, one in batch.items():
+            self.inputs[name].copy_(one)
         if self.key is not None:
             assert key is not None
             self.key.counter.copy_(key.counter)
 
 
 class MicroBatchGraphs:
-    """Runs the forward and backward passes of `stage`, which holds the whole model, into `gradients`.
+    """Runs the forward and backward passes of `stage` into `gradients`.
 
     buckets: parameters by what is summed over replicas at once, where that may begin before a backward is over.
+    num_places: how many micro-batches may be between their passes, each in memory of its own; others are not replayed.
+    traffic: of the axis on which the stage communicates; None: it does not.
     """
 
     def __init__(self, stage: Stage, gradients: Gradients, num_microbatches: int, device: torch.device,
-                 buckets: Buckets = ()):
+                 buckets: Buckets = (), num_places: int = 1, traffic: Traffic | None = None):
         self._stage, self._gradients, self._m, self._buckets = stage, gradients, num_microbatches, buckets
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._traffic = traffic
+        self._stream, self._pools = torch.cuda.Stream(device), [
+            torch.cuda.graph_pool_handle() for _ in range(num_places)]
         self._beside = torch.cuda.Stream(device)  # where sums begin
-        self._seen: dict[Kind, _Recorded | None] = {}
-        self._current: tuple[int, _Recorded] | None = None
+        self._seen: set[Kind] = set()
+        self._recorded: dict[tuple[Kind, int], _Recorded] = {}  # by place
+        self._flight: dict[int, _Recorded] = {}  # by micro-batch
         self._works = True
         self.num_replayed = 0
         """Micro-batches so far."""
@@ -123,48 +144,53 @@ class MicroBatchGraphs:
         finally:
             outer.wait_stream(self._stream)
 
-    def forward(self, number: int, slot: int, batch: MicroBatch, key: RandomKey | None) -> Losses | None:
-        """The losses of a micro-batch on the weights that are bound, those of buffer `slot`; None: it is not replayed.
-
-        `number` counts micro-batches. Only one is between its passes at any time: others meanwhile are not replayed.
+    def forward(self, number: int, slot: int, x: Tensor | None, batch: MicroBatch,
+                key: RandomKey | None) -> Losses | Tensor | None:
+        """What the stage makes of a micro-batch on the weights that are bound, those of buffer `slot`; None: it is not
+        replayed. `number` counts micro-batches.
         """
         kind = self._kind(number, slot)
-        if not self._works or self._current is not None:
+        taken = {recorded.place for recorded in self._flight.values()}
+        place = next((place for place in range(len(self._pools)) if place not in taken), None)
+        if not self._works or place is None:
             return None
         if kind not in self._seen:
-            self._seen[kind] = None
+            self._seen.add(kind)
             return None
-        if (recorded := self._seen[kind]) is None:
+        if (recorded := self._recorded.get((kind, place))) is None:
             try:
-                recorded = self._seen[kind] = self._record_forward(batch, key)
+                recorded = self._recorded[kind, place] = self._record_forward(place, x, batch, key)
             except RuntimeError as error:
                 self._give_up(error)
                 return None
-        elif any(x.shape != recorded.inputs[name].shape for name, x in batch.items()):
+        elif any(one.shape != recorded.inputs[name].shape for name, one in batch.items()):
             return None
         else:
-            recorded.take(batch, key)
+            recorded.take(x, batch, key)
+            self._count(recorded.calls)
         recorded.forward.replay()
-        self._current = number, recorded
-        return {name: loss.clone() for name, loss in recorded.losses.items()}
+        self._flight[number] = recorded
+        out = recorded.out
+        return out.clone() if isinstance(out, Tensor) else {name: loss.clone() for name, loss in out.items()}
 
-    def backward(self, number: int, factor: float) -> bool:
-        """The backward pass of a micro-batch, from `factor`; False: its forward pass was not replayed."""
-        if self._current is None or self._current[0] != number:
-            return False
-        (_, recorded), self._current = self._current, None
+    def backward(self, number: int, gradient: Tensor) -> Tensor | None:
+        """The backward pass of a micro-batch whose forward was replayed; the gradient of what the stage was given."""
+        recorded = self._flight.pop(number)
         buffer = self._gradients.buffer_index(number // self._m)
         missing = frozenset(self._gradients.missing(buffer))
-        recorded.start.fill_(factor)
+        recorded.start.copy_(gradient)
         if recorded.backward is None:
             try:
                 self._record_backward(recorded, buffer)
             except RuntimeError as error:
+                if self._traffic is not None:
+                    raise  # the others do not run their forwards again
                 self._give_up(error)
                 self._gradients.missing(buffer).update(missing)
-                self._run_again(recorded)
-                return True
+                return self._run_again(recorded)
             recorded.missing, recorded.written = missing, missing - self._gradients.missing(buffer)
+        else:
+            self._count(recorded.back_calls)
         assert recorded.backward is not None
         assert missing == recorded.missing, "another micro-batch of this kind began with other gradients missing"
         recorded.backward.replay()
@@ -176,19 +202,35 @@ class MicroBatchGraphs:
                     if event is not None:
                         self._beside.wait_event(event)
                     on_final(name)
-        return True
+        return None if recorded.made is None else recorded.made.clone()
 
     def _kind(self, number: int, slot: int) -> Kind:
         return slot, self._gradients.buffer_index(number // self._m), number % self._m == 0
 
-    def _record_forward(self, batch: MicroBatch, key: RandomKey | None) -> _Recorded:
-        inputs = {name: x.clone() for name, x in batch.items()}
+    def _count(self, calls: Traffic) -> None:
+        if self._traffic is not None:
+            self._traffic.calls.update(calls.calls)
+            self._traffic.num_bytes.update(calls.num_bytes)
+
+    @contextmanager
+    def _counting(self, calls: Traffic) -> Iterator[None]:
+        """Notes in `calls` what is communicated meanwhile."""
+        if (traffic := self._traffic) is None:
+            yield
+            return
+        before = traffic.calls.copy(), traffic.num_bytes.copy()
+        yield
+        calls.calls, calls.num_bytes = traffic.calls - before[0], traffic.num_bytes - before[1]
+
+    def _record_forward(self, place: int, x: Tensor | None, batch: MicroBatch, key: RandomKey | None) -> _Recorded:
+        inputs = {name: one.clone() for name, one in batch.items()}
+        x = None if x is None else x.detach().clone().requires_grad_()
         key = None if key is None else RandomKey(key.seed, key.counter.clone())
-        graph = torch.cuda.CUDAGraph()
-        with self._recording(graph):
-            losses, total = self._run(inputs, key)
-        losses = {name: loss.detach() for name, loss in losses.items()}
-        return _Recorded(inputs, key, graph, losses, get_gradient_edge(total), torch.empty_like(total))
+        graph, calls = torch.cuda.CUDAGraph(), Traffic()
+        with self._recording(graph, place), self._counting(calls):
+            out, total = self._run(x, inputs, key)
+        out = out.detach() if isinstance(out, Tensor) else {name: loss.detach() for name, loss in out.items()}
+        return _Recorded(place, x, inputs, key, graph, out, get_gradient_edge(total), torch.empty_like(total), calls)
 
     def _record_backward(self, recorded: _Recorded, buffer: int) -> None:
         edge, on_final, graph = recorded.edge, self._gradients.on_final, torch.cuda.CUDAGraph()
@@ -207,16 +249,16 @@ class MicroBatchGraphs:
 
         self._gradients.on_final = report
         try:
-            with self._recording(graph):
-                backward_from(edge, recorded.start)
+            with self._recording(graph, recorded.place), self._counting(recorded.back_calls):
+                recorded.made = self._run_back(recorded, edge)
         finally:
             self._gradients.on_final = on_final
         recorded.backward = graph
         _log.debug("recorded a micro-batch as CUDA graphs")
 
-    def _recording(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+    def _recording(self, graph: torch.cuda.CUDAGraph, place: int) -> torch.cuda.graph:
         # other threads, which may be saving, go on
-        return torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
+        return torch.cuda.graph(graph, pool=self._pools[place], stream=self._stream, capture_error_mode="thread_local")
 
     def _give_up(self, error: RuntimeError) -> None:
         self._works = False
@@ -224,13 +266,19 @@ class MicroBatchGraphs:
         _log.warning("micro-batches run without CUDA graphs, as one could not be recorded: %s",
                      str(error).splitlines()[0])
 
-    def _run_again(self, recorded: _Recorded) -> None:
-        _, total = self._run(recorded.inputs, recorded.key)
-        backward_from(get_gradient_edge(total), recorded.start)
+    def _run_again(self, recorded: _Recorded) -> Tensor | None:
+        _, total = self._run(recorded.x, recorded.inputs, recorded.key)
+        return self._run_back(recorded, get_gradient_edge(total))
 
-    def _run(self, inputs: MicroBatch, key: RandomKey | None) -> tuple[Losses, Tensor]:
-        losses = self._stage(None, inputs, key)
-        assert isinstance(losses, dict)
-        total = sum(losses.values())
+    def _run(self, x: Tensor | None, inputs: MicroBatch, key: RandomKey | None) -> tuple[Losses | Tensor, Tensor]:
+        out = self._stage(x, inputs, key)
+        total = out if isinstance(out, Tensor) else sum(out.values())
         assert isinstance(total, Tensor)
-        return losses, total
+        return out, total
+
+    def _run_back(self, recorded: _Recorded, edge: GradientEdge) -> Tensor | None:
+        backward_from(edge, recorded.start)
+        if (x := recorded.x) is None:
+            return None
+        made, x.grad = x.grad, None
+        return made

@@ -10,12 +10,13 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.grid import ProcessGrid
+from hybridpar.grid import ProcessGrid, Traffic
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs, recorder, unsupported
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.state.chunks import Buffer
@@ -37,7 +38,7 @@ def make(**sections: dict[str, Any]) -> Config:
         "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
         "train": {"micro_batch_size": 2, "num_steps": 20, **sections.get("train", {})},
         "optim": {"lr": 1e-2, "clip_grad": 1.0, **sections.get("optim", {})},
-        "memory": sections.get("memory", {}),
+        "memory": sections.get("memory", {}), "compression": sections.get("compression", {}),
         "kernels": sections.get("kernels", {"attention": "triton"}),  # not cuDNN, which adds in any order
     })
 
@@ -144,6 +145,37 @@ def replicas(replay: bool) -> tuple[list[float], int, list[float]]:
     return losses, engine.executor.graphs.num_replayed if engine.executor.graphs else 0, num_final
 
 
+@pytest.mark.parametrize("sections", [
+    {"parallel": {"tp": 2, "sequence": True}},
+    {"parallel": {"pp": 2}, "pipeline": {"schedule": "2bw", "recompute": "all"}},
+], ids=["tp", "pp"])
+def test_ranks_of_a_grid_replay_what_they_compute_and_send(sections: dict[str, dict[str, Any]]) -> None:
+    """To the bit, with as many messages."""
+    expected = run_ranks(a_grid, 2, sections, False)
+    for (*plain, _), (*same, num_replayed) in zip(expected, run_ranks(a_grid, 2, sections, True), strict=True):
+        assert same == plain
+        assert num_replayed >= 5 * 3 - 4  # two versions of the weights, each with two kinds
+
+
+def a_grid(sections: dict[str, dict[str, Any]], replay: bool) -> tuple[list[float], dict[str, int], list[float], int]:
+    """Losses of 5 batches, calls over tp, sums of the weights; and how many micro-batches were replayed."""
+    config = make(**sections | {"kernels": {}, "model": {"dropout": 0.1, "attention_dropout": 0.1}})
+    grid = ProcessGrid(tp=config.parallel.tp, pp=config.parallel.pp)
+    with pytest.MonkeyPatch.context() as patch:
+        engine = Engine(config, grid, CPU)
+        if replay:
+            stand_in(patch)
+            parallel, (stage,) = config.parallel, engine.executor.stages.values()
+            engine.executor.graphs = MicroBatchGraphs(
+                stage[0], engine.state.gradients, engine.sizes.num_microbatches, CPU, (), parallel.pp,
+                grid.tp.traffic if parallel.tp > 1 else None)
+        losses: list[float] = []
+        engine.train(SyntheticLoader(config.model, 2, engine.sizes.num_microbatches), 5,
+                     lambda step: losses.append(step.loss))
+    sums = [float(x.double().sum()) for x in engine.state.tensors().values()]
+    return losses, dict(grid.tp.traffic.calls), sums, engine.executor.graphs.num_replayed if replay else 0
+
+
 class Event:
     """torch.cuda.Event, which a replay records where a graph has it: it sees what `watched` holds then."""
 
@@ -193,7 +225,9 @@ class Graph(TorchDispatchMode):
             args, kwargs = tree_map(lambda x: opaque.get(id(x), x), (args, kwargs))
             held = {storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
             for x, new in zip(tree_leaves(out), tree_leaves(op(*args, **kwargs)), strict=True):
-                if isinstance(x, Tensor) and x.layout is not torch.strided:
+                if isinstance(new, torch.ScriptObject):  # communication
+                    Work.unbox(new).wait()
+                elif isinstance(x, Tensor) and x.layout is not torch.strided:
                     opaque[id(x)] = new
                 elif isinstance(x, Tensor) and storage(x) not in held:
                     x.data.copy_(new)
@@ -232,7 +266,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("sections", "reason"), [
-    ({"parallel": {"pp": 2}}, "stages wait"), ({"parallel": {"tp": 2}}, "tensor parallelism"),
+    ({"parallel": {"pp": 2}}, "graph_grids"), ({"parallel": {"tp": 2}}, "graph_grids"),
+    ({"parallel": {"pp": 2, "tp": 2}, "train": {"graph_grids": True}}, None),
+    ({"parallel": {"tp": 2}, "train": {"graph_grids": True}, "compression": {"tensor": "int8"}}, "the host's hands"),
+    ({"parallel": {"pp": 2}, "train": {"graph_grids": True}, "pipeline": {"chunks": 2}}, "take turns"),
     ({"pipeline": {"split_backward": True}}, "split_backward"), ({"memory": {"budget": 2**20}}, "comes back elsewhere"),
     ({"memory": {"offload_activations": 2}}, "comes back elsewhere"), ({"memory": {"host_optimizer": True}}, None),
     ({"model": {"kind": "bert"}}, None), ({"model": {"dropout": 0.1, "attention_dropout": 0.1}}, None),
@@ -246,5 +283,5 @@ def test_what_cannot_be_recorded(sections: dict[str, dict[str, Any]], reason: st
 def test_says_why_nothing_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
     no_gradients = GradientAccumulator(FlatLayout([], [], torch.float32))
     with caplog.at_level("INFO"):
-        assert recorder(make(parallel={"tp": 2}), Stage({}), no_gradients, CUDA, []) is None
-    assert "without CUDA graphs: ranks of tensor parallelism wait" in caplog.text
+        assert recorder(make(parallel={"tp": 2}), Stage({}), no_gradients, CUDA, [], Traffic()) is None
+    assert "without CUDA graphs: with pp or tp they have not run on a GPU" in caplog.text
