@@ -89,7 +89,8 @@ class StageCosts:
 
         def table(profile: Profile) -> dict[str, BlockCost]:
             costs = {kind: profile.block(kind, self.tp, b) for kind in dict.fromkeys(self._kind_of)}
-            if self.config.parallel.sequence and self.tp > 1 and not profile.settings["parallel"]["sequence"]:
+            with_it = profile.settings.get("parallel", {}).get("sequence", False)
+            if self.config.parallel.sequence and self.tp > 1 and not with_it:
                 costs = split_rows(costs, self.config)
             return {kind: replace(cost, forward=cost.forward - cost.forward_idle, forward_idle=0.0,
                                   backward=cost.backward - cost.backward_idle, backward_idle=0.0)
