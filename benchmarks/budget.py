@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.common import FixedLoader, Shape, arguments, engine_config, parse, write_results, write_svg
+from benchmarks.common import FixedLoader, Shape, arguments, engine_config, parse, write_results
+from benchmarks.files import write_svg
 from hybridpar.config import Config, MemoryConfig, from_mapping
 from hybridpar.grid import ProcessGrid
 from hybridpar.state.store import DiskStore

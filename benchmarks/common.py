@@ -14,12 +14,10 @@ Units: seconds inside, milliseconds in the result files. A ratio is peer's time 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -33,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.files import as_text
 from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config, ModelConfig, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.cpu import cpu_name
@@ -323,28 +322,6 @@ def report(claim: str, cases: Iterable[dict[str, Any]], args: argparse.Namespace
         print(path)
         found = json.loads(path.read_text())["cases"]
     return found
-
-
-def as_text(value: Any, indent: int = 0) -> str:
-    """JSON, in which what fits in a line is in one, and a list of numbers always is."""
-    text = json.dumps(value)
-    flat = isinstance(value, list) and not any(isinstance(each, (dict, list)) for each in value)
-    if flat or not isinstance(value, (dict, list)) or indent + len(text) <= 118:
-        return text
-    names = [f"{json.dumps(name)}: " for name in value] if isinstance(value, dict) else [""] * len(value)
-    parts = value.values() if isinstance(value, dict) else value
-    lines = ",".join(f"\n{' ' * (indent + 1)}{name}{as_text(part, indent + 1)}"
-                     for name, part in zip(names, parts, strict=True))
-    return f"{text[0]}{lines}\n{' ' * indent}{text[-1]}"
-
-
-def write_svg(figure: Any, path: Path) -> None:
-    """Writes a picture of matplotlib's, the same from the same numbers: text as text, a shape in a line."""
-    import matplotlib  # slow to import
-
-    with matplotlib.rc_context({"svg.hashsalt": "hybridpar", "svg.fonttype": "none"}):
-        figure.savefig(buffer := io.StringIO(), format="svg", metadata={"Date": None})
-    path.write_text(re.sub(r'\s*\n\s*(?=[A-Za-z]\s|"|[\w:-]+=")', " ", buffer.getvalue()))
 
 
 def machine() -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Clock:
         return graph.replay
 
     def seconds(self, work: Callable[[], Any], repeat: int) -> float:
-        """Of one call, of `repeat` in a row."""
+        """Seconds that one call takes, of `repeat` in a row."""
         if self.device == "cpu":
             start = time.perf_counter()
             for _ in range(repeat):
@@ -124,7 +124,7 @@ class Roof:
         return Roof(2 * size / copy, flops)
 
     def seconds(self, num_bytes: float, flops: float, dtype: str) -> float:
-        """The least that an operation may take."""
+        """Least seconds that an operation of so many bytes and operations takes."""
         return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s[dtype])
 
 
@@ -181,7 +181,7 @@ def measure(where: Where, name: str) -> dict[str, Any]:
 
 
 def measure_attention_forward(where: Where) -> dict[str, Any]:
-    """Its forward pass alone: two of the seven products."""
+    """Attention's forward pass alone: two of the seven products."""
     dtype, device = DTYPES[where.dtype], where.clock.device
     operation = operations(GPU_SIZES[where.size], dtype, device)["causal attention"]
     own = [name for name in able("attention", device, dtype) if name not in ("torch", "sdpa")]
@@ -201,7 +201,7 @@ def measure_attention_forward(where: Where) -> dict[str, Any]:
 
 
 def attention_kernels(operation: Operation) -> dict[str, Callable[..., Any]]:
-    """Those of PyTorch that take such tensors."""
+    """PyTorch's kernels of attention that take such tensors, by name."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def through(backend: Any, *tensors: Any) -> Any:

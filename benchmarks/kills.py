@@ -48,7 +48,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import RESULTS, as_text, machine
+from benchmarks.common import RESULTS, machine
+from benchmarks.files import as_text
 from hybridpar import checkpoint
 from hybridpar.checkpoint.folders import folder_of, saved_steps
 from hybridpar.checkpoint.load import check_files

@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.files import as_text
+from benchmarks.paper_points import STATEMENTS, rows
 from benchmarks.paper_systems import MICRO_BATCH, Machine, Setting, flush_interval, memory_bytes, throughput
 
 RESULTS = Path(__file__).parent / "results"
@@ -199,8 +201,7 @@ def _row(setting: Setting, speeds: Mapping[str, float]) -> dict[str, Any]:
 
 def write(machine: Machine, speeds: Speeds, checks: Sequence[Check], path: Path) -> None:
     """Writes everything as JSON."""
-    from benchmarks.common import as_text  # brings torch, which nothing else here needs
-    from benchmarks.common import machine as this_machine
+    from benchmarks.common import machine as this_machine  # brings torch, which nothing else here needs
 
     document = {
         "claim": "paper", "ratio": "the paper's stated speed-ups and the simulator's",
@@ -213,6 +214,7 @@ def write(machine: Machine, speeds: Speeds, checks: Sequence[Check], path: Path)
             name: [round(c.error, 4) for c in check(simulated_speeds(other, GPT))]
             for name, other in variants(machine).items()},
         "rows": [_row(setting, speeds[setting]) for setting in FIGURES],
+        "statements": {text: holds() for text, holds in STATEMENTS.items()}, "curves": list(rows()),
     }
     path.write_text(as_text(document) + "\n")
     print(path)

@@ -32,7 +32,7 @@ from hybridpar.planner.hardware import DEVICES, GIB, GIGABIT, LINKS, Cluster, Li
 from hybridpar.planner.kernels import FULL, HALF, MEGATRON_2020, BlockTime, activation_bytes, block_times
 
 MICRO_BATCH = 8
-SIZES = {"2.2b": (32, 2304, 32), "3.8b": (32, 3072, 32)}  # layers, hidden, heads (scripts/driver_sweep.py)
+SIZES = {"1.3b": (24, 2048, 16), "2.2b": (32, 2304, 32), "3.8b": (32, 3072, 32)}  # layers, hidden, heads (driver_sweep)
 VOCABULARY = {"gpt": 50304, "bert": 30592}  # padded to multiples of 128, as Megatron does
 
 # Bytes of traffic for each parameter of a stage in one update: fp16 gradients flattened, divided and copied back (12);
@@ -71,13 +71,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class Setting:
-    """One group of bars in figures 6 and 10: a model, its machines, and how it is divided."""
+    """One group of bars in figures 6 and 10, or a point of 8 and 12: a model, its machines, and how it is divided.
+
+    recompute: every layer keeps its input only; else all that it computes.
+    """
 
     kind: str
     size: str
     servers: int
     depth: int
     batch: int
+    micro_batch: int = MICRO_BATCH
+    recompute: bool = True
 
     @property
     def width(self) -> int:
@@ -85,7 +90,7 @@ class Setting:
 
     @property
     def num_microbatches(self) -> int:
-        return self.batch // (self.width * MICRO_BATCH)
+        return self.batch // (self.width * self.micro_batch)
 
     @property
     def name(self) -> str:
@@ -127,7 +132,7 @@ def memory_bytes(setting: Setting, system: str, num_microbatches: int) -> float:
     softmax in fp32. Under way: all activations of one layer (arXiv 2205.05198, equation 2), or of the head the logits
     in half precision and the gradient of its weights.
     """
-    model, b = setting.model, MICRO_BATCH
+    model, b = setting.model, setting.micro_batch
     act = activation_bytes(model, b)
     tp = setting.depth if system == "tensor" else 1
     stages = [range(model.num_blocks)] if system == "tensor" else setting.stages()
@@ -139,7 +144,7 @@ def memory_bytes(setting: Setting, system: str, num_microbatches: int) -> float:
         waiting = {"gpipe": num_microbatches, "inter-layer": 1, "tensor": 1}.get(
             system, min(setting.depth - r, num_microbatches))
         layers, last = sum(0 < i <= model.num_layers for i in blocks), model.num_layers + 1 in blocks
-        kept = layers * act + last * (2 * act + FULL * logits)
+        kept = layers * (act if setting.recompute else layer) + last * (2 * act + FULL * logits)
         head = HALF * (logits + model.vocab_size * model.hidden_size / tp) if last else 0.0
         tied = (0 in blocks) and last  # one device holds both ends, so one copy
         parameters = (setting.parameters(blocks) - tied * model.vocab_size * model.hidden_size) / tp
@@ -175,7 +180,8 @@ def stage_time(times: Sequence[BlockTime], blocks: Iterable[int], recomputed: It
 
 
 def _stage_times(setting: Setting, times: Sequence[BlockTime], stages: Sequence[range]) -> list[BlockTime]:
-    return [stage_time(times, blocks, range(1, setting.model.num_layers + 1)) for blocks in stages]
+    again = range(1, setting.model.num_layers + 1) if setting.recompute else ()
+    return [stage_time(times, blocks, again) for blocks in stages]
 
 
 def pipeline_costs(setting: Setting, machine: Machine, system: str) -> Costs:
@@ -183,7 +189,7 @@ def pipeline_costs(setting: Setting, machine: Machine, system: str) -> Costs:
     cluster = machine.cluster(setting.servers, machine.ring_gbit)
     device, devices, model = cluster.device, setting.devices(), setting.model
     stages = setting.stages()
-    compute = _stage_times(setting, block_times(model, MICRO_BATCH, device, kernels=MEGATRON_2020), stages)
+    compute = _stage_times(setting, block_times(model, setting.micro_batch, device, kernels=MEGATRON_2020), stages)
     parameters = [setting.parameters(blocks) for blocks in stages]
     reduce = [cluster.all_reduce(HALF * n, group) for n, group in zip(parameters, devices, strict=True)]
     if system == "2bw":
@@ -211,7 +217,7 @@ def _simulated(
     """
     ours = system == "ours"
     network = machine.cluster(setting.servers, machine.exchange_gbit, half_duplex=machine.half_duplex).network(
-        setting.devices(), activation_bytes(setting.model, MICRO_BATCH))
+        setting.devices(), activation_bytes(setting.model, setting.micro_batch))
     num_batches = 4 if schedule == "2bw" else 1
     plan = make_plan(schedule, Sizes(setting.depth, num_microbatches), 0, num_batches,
                      clip=system != "2bw", ahead=1 if ours else 0)
@@ -226,9 +232,9 @@ def _tensor_step(setting: Setting, machine: Machine) -> float:
     """Megatron's tensor parallelism over `depth` devices, the rest data parallel: a sum, as nothing overlaps."""
     model, tp = setting.model, setting.depth
     cluster = machine.cluster(setting.servers, machine.ring_gbit)
-    times = block_times(model, MICRO_BATCH, cluster.device, tp, MEGATRON_2020)
+    times = block_times(model, setting.micro_batch, cluster.device, tp, MEGATRON_2020)
     compute = sum(_stage_times(setting, times, [range(model.num_blocks)])[0])
-    message = cluster.all_reduce(activation_bytes(model, MICRO_BATCH), range(tp))
+    message = cluster.all_reduce(activation_bytes(model, setting.micro_batch), range(tp))
     collectives = 6 * model.num_layers + 2  # 4 and recomputed 2 in a layer; and embedding and head
     embedding = model.vocab_size * model.hidden_size
     parameters = (setting.parameters(range(model.num_blocks)) - embedding) / tp

@@ -42,7 +42,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, as_text, machine
+from benchmarks.common import RESULTS, machine
+from benchmarks.files import as_text
 from hybridpar.checkpoint.folders import folder_of, saved_steps
 from hybridpar.checkpoint.load import check_files
 from hybridpar.checkpoint.manifest import read_manifest

@@ -11,6 +11,7 @@ virtual cable without limit, in the same processes, so that all of them run by t
     streamed    2 sites, each half of the model exchanged every 30 steps in bf16, 14 steps under way, mix 0.5
     waiting     2 sites, all of it exchanged every 30 steps in fp32, while training waits (DiLoCo)
     replicas    dp=2: gradients are summed every step
+    seldom      as streamed, in thirds every 90 steps in int4, 30 under way (where it is asked for: --sides)
 
 A round of sites is 30 steps, with all messages that leave in them and all of their way. What is printed: time of a
 step; `share`, speed over that on `free`, medians over the rounds; and how many times as long a step of a side takes as
@@ -43,10 +44,9 @@ from hybridpar.train.engine import Engine
 EVERY, DELAY = 30, 14
 OUTER = {
     "streamed": OuterConfig(every=EVERY, fragments=2, delay=DELAY, mix=0.5, precision="bf16"),
-    "waiting": OuterConfig(every=EVERY), "replicas": None}
+    "waiting": OuterConfig(every=EVERY), "replicas": None,
+    "seldom": OuterConfig(every=90, fragments=3, delay=30, mix=0.5, precision="int4")}
 STREAMED = next(iter(OUTER))
-BEGIN = EVERY - 1
-"""Steps before the first round: at no end of a round a message is under way."""
 REPLICA_STEPS = 1
 
 
@@ -63,16 +63,17 @@ class Side:
     losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        config = engine_config(self.shape, dp=1 if self.outer else 2, num_microbatches=self.m)
+        ranks = dist.get_world_size()
+        config = engine_config(self.shape, dp=1 if self.outer else ranks, num_microbatches=self.m)
         if self.outer is not None:
-            config = replace(config, outer=self.outer, parallel=replace(config.parallel, sites=2))
+            config = replace(config, outer=self.outer, parallel=replace(config.parallel, sites=ranks))
         self.grid = grid_on(self.link, sizes_of(config.parallel))
         self.engine = Engine(config, self.grid, torch.device("cpu"))
         if self.pace:
             pace(self.engine, self.pace)
         self.loader = FixedLoader(self.shape, self.m, self.grid.replica, self.grid.num_replicas)
-        self.steps = EVERY if self.outer else REPLICA_STEPS
-        self._train(BEGIN if self.outer else 1)
+        self.steps = self.outer.every if self.outer else REPLICA_STEPS
+        self._train(max(self.steps - 1, 1))  # so that at no end of a round a message is under way
         self.traffic = (self.grid.site if self.outer else self.grid.dp).traffic
         self.traffic.clear()
 
@@ -87,8 +88,8 @@ class Side:
         self.seconds.append((time.perf_counter() - start) / self.steps)
 
     def step_bytes(self) -> float:
-        """Bytes of a step, on average, that each rank sends the other. Of what is gathered both are counted."""
-        own = sum(self.traffic.num_bytes.values()) / (2 if self.outer else 1)
+        """Bytes of a step, on average, that each rank sends each other one. Of what is gathered all are counted."""
+        own = sum(self.traffic.num_bytes.values()) / (dist.get_world_size() if self.outer else 1)
         return own / (len(self.seconds) * self.steps)
 
 
@@ -96,20 +97,20 @@ def entry(sides: Mapping[tuple[str, str], Side], links: Sequence[Link], args: ar
     """The case in the result file. Collectives: on both ranks."""
     wall = {key: over_ranks(side.seconds, "max") for key, side in sides.items()}
     found: dict[str, Any] = {}
-    for name in OUTER:
+    for name in args.sides:
         for link in links:
             side, times, alone = sides[name, link.name], wall[name, link.name], min(wall[name, FREE])
-            wire = link.seconds(side.step_bytes())
-            by_bytes = alone / (max(alone, wire) if name == STREAMED else alone + wire)
+            wire = link.seconds(side.step_bytes() * (dist.get_world_size() - 1))
+            by_bytes = alone / (max(alone, wire) if side.outer and side.outer.delay else alone + wire)
             found.setdefault(name, {})[link.name] = {
                 "step_ms": round(1e3 * statistics.median(times), 2), "share": ratio(wall[name, FREE], times),
                 "share_by_bytes": round(by_bytes, 3), "bytes_of_a_step": round(side.step_bytes()),
                 "over_streamed": ratio(times, wall[STREAMED, link.name]), "wall_ms": [round(1e3 * t, 2) for t in times]}
-    shape = args.shapes[0]
+    shape, more = args.shapes[0], f" over {args.link}, {args.sites} sites" if args.sites > 2 else ""
     return {
-        "case": f"sites {shape} fp32 m={args.microbatches} pace={1e3 * args.pace:.0f} ms", "rounds": args.rounds,
-        "settings": {"shape": shape, "num_microbatches": args.microbatches, "threads": 1, "every": EVERY,
-                     "delay": DELAY, "pace_ms": 1e3 * args.pace},
+        "case": f"sites {shape} fp32 m={args.microbatches} pace={1e3 * args.pace:.0f} ms{more}", "rounds": args.rounds,
+        "settings": {"shape": shape, "sites": args.sites, "num_microbatches": args.microbatches, "threads": 1,
+                     "every": EVERY, "delay": DELAY, "pace_ms": 1e3 * args.pace},
         "links": {link.name: {"mbit": link.mbit, "delay_ms": link.delay_ms} for link in links}, "sides": found}
 
 
@@ -129,7 +130,7 @@ def print_case(case: Mapping[str, Any]) -> None:
 def on_host(args: argparse.Namespace, links: Sequence[Link]) -> None:
     """Everything, on one of the two ranks."""
     sides = {(name, link.name): Side(outer, link, SHAPES[args.shapes[0]], args.microbatches, args.pace)
-             for name, outer in OUTER.items() for link in links}
+             for name, outer in OUTER.items() if name in args.sides for link in links}
     for i in range(args.rounds):
         for side in list(sides.values())[:: 1 if i % 2 == 0 else -1]:
             side.run()
@@ -143,9 +144,12 @@ def main() -> int:
     parser = arguments(__doc__, rounds=3, shapes=["thin"])
     parser.add_argument("--microbatches", type=int, default=1, help="of a site")
     parser.add_argument("--pace", type=float, default=0.15, help="seconds that a micro-batch waits besides")
-    parser.add_argument("--link", default="far=10:20", metavar="NAME=MBIT:DELAY_MS")
+    parser.add_argument("--link", default="far=10:20", metavar="NAME=MBIT[/BACK]:DELAY_MS", help="with BACK, what the "
+                        "first host sends is slower than all else")
+    parser.add_argument("--sites", type=int, default=2)
+    parser.add_argument("--sides", nargs="+", choices=list(OUTER), default=list(OUTER)[:3], help="streamed among them")
     args = parse(parser)
-    return on_two_hosts("sites", on_host, args, (FREE, args.link))
+    return on_two_hosts("sites", on_host, args, (FREE, args.link), options=("--hosts", str(args.sites)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""This machine's CPU, as Linux describes it, and memory on its huge pages."""
+"""This machine's CPU, as Linux describes it, and memory on its huge pages, near a GPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 _LARGE = 1 << 20  # bytes from which pages matter
+_PCI = Path("/sys/bus/pci/devices")
+_MBIND, _PREFERRED = {"x86_64": 237, "aarch64": 235}, 1  # man 2 mbind
 
 
 @cache
@@ -37,20 +39,33 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def zeros(shape: int | Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
+def numa_node(device: torch.device) -> int | None:
+    """The node of NUMA whose memory is nearest to a GPU; None where the system does not say, or has one node."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    domain, bus, number = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
+    file = _PCI / f"{domain:04x}:{bus:02x}:{number:02x}.0" / "numa_node"
+    node = int(file.read_text()) if file.exists() else -1
+    return node if node >= 0 else None
+
+
+def zeros(shape: int | Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None, *,
+          node: int | None = None) -> Tensor:
     """Zeros that passes go over again and again: in the host's memory on huge pages, where Linux gives any.
 
     A pass then looks up one page for 512. Measured: AdamW over 91M parameters, two threads, takes 2 to 5 % less time.
+    node: of NUMA, whose memory is taken if there is enough; None: as the system has it.
     """
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.nbytes >= _LARGE:
-        _ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes)
+        # all pages, those at the ends included; to be refused changes nothing
+        start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        pages = ctypes.c_void_p(start), ctypes.c_size_t(tensor.data_ptr() + tensor.nbytes - start)
+        if (advice := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:
+            ctypes.CDLL(None).madvise(*pages, advice)
+        if node is not None and (mbind := _MBIND.get(platform.machine())) is not None:
+            nodes = (ctypes.c_ulong * (node // 64 + 1))()
+            nodes[-1] = 1 << node % 64
+            ctypes.CDLL(None).syscall(mbind, *pages, _PREFERRED, nodes, ctypes.c_ulong(64 * len(nodes) + 1), 0)
     return tensor.zero_()
-
-
-def _ask_for_huge_pages(address: int, num_bytes: int) -> None:
-    """For all pages of [address, address + num_bytes), those at the ends included. To be refused changes nothing."""
-    if (advice := getattr(mmap, "MADV_HUGEPAGE", None)) is None:
-        return
-    start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + num_bytes - start), advice)

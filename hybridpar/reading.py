@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import errno
 import json
+import math
 import os
 import re
 import stat
@@ -132,6 +133,22 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("an object has one key twice")
     return found
+
+
+def to_json(value: Any, **layout: Any) -> str:
+    """JSON with null for numbers that are not finite, which it cannot say. layout: for json.dumps."""
+    try:
+        return json.dumps(value, allow_nan=False, **layout)
+    except ValueError:
+        return json.dumps(_finite(value), **layout)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(v) for name, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_toml(path: Path, most: int) -> dict[str, Any]:

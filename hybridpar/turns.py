@@ -20,11 +20,11 @@ class Turns:
     last one waits (`give_way`) or ends.
 
     The order is a function of where they wait, never of time, so ranks that run the same functions call the same
-    collectives in the same order. Threads inherit nothing: what torch keeps for each of them is for the functions.
+    collectives in the same order. Threads inherit nothing of what torch keeps for each: `begin` is called in a new one.
     """
 
-    def __init__(self, number: int):
-        self.number = number
+    def __init__(self, number: int, begin: Callable[[], object] | None = None):
+        self.number, self._begin = number, begin
         self._gates = [threading.Semaphore(0) for _ in range(number)]
         self._pool: ThreadPoolExecutor | None = None
         self._running: list[int] = []  # whose turn it is comes first
@@ -36,7 +36,8 @@ class Turns:
         Raises: the first error of any; the others end where they wait next.
         """
         assert not self._running, "turns within turns"
-        self._pool = self._pool or ThreadPoolExecutor(self.number - 1)  # as late as that: a fork has no threads
+        if self._pool is None:  # as late as that: a fork has no threads
+            self._pool = ThreadPoolExecutor(self.number - 1, initializer=self._begin)
         self._running, self._error = list(range(self.number)), None
         results: list[Any] = [None] * self.number
         others = [self._pool.submit(partial(self._run, i, functions[i], results)) for i in range(1, self.number)]

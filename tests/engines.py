@@ -1,16 +1,18 @@
-"""Small GPTs for tests, and engines that train them on random samples."""
+"""Small GPTs for tests, engines that train them on random samples, and what comes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid, sizes_of
-from hybridpar.train.engine import Engine
+from hybridpar.train.engine import Engine, StepResult
 
 Sections = Mapping[str, dict[str, Any]]
 
@@ -27,8 +29,46 @@ def gpt(sizes: tuple[int, int, int, int, int], *each: Sections) -> Config:
                          for name in names})
 
 
+def samples(engine: Engine) -> SyntheticLoader:
+    """Random samples of its rank."""
+    config, grid = engine.config, engine.grid
+    return SyntheticLoader(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, grid.replica,
+                           grid.num_replicas)
+
+
 def start(config: Config, device_type: str = "cpu", **of_engine: Any) -> tuple[Engine, SyntheticLoader]:
     """This rank's engine and its samples."""
-    grid, train = ProcessGrid(sizes_of(config.parallel), device_type=device_type), config.train
-    return Engine(config, grid, torch.device("cpu"), **of_engine), SyntheticLoader(
-        config.model, train.micro_batch_size, config.pipeline.num_microbatches, grid.replica, grid.num_replicas)
+    engine = Engine(config, ProcessGrid(sizes_of(config.parallel), device_type=device_type), torch.device("cpu"),
+                    **of_engine)
+    return engine, samples(engine)
+
+
+@dataclass
+class Outcome:
+    """What a rank's training has come to, and the bytes that have moved for it."""
+
+    steps: list[StepResult]
+    evaluated: dict[str, float]
+    tensors: dict[str, Tensor]
+    moved: Any = 0
+
+    def check(self, other: Outcome) -> None:
+        """Equal to the bit, also where it is NaN."""
+        assert repr(self.steps) == repr(other.steps)
+        assert self.evaluated == other.evaluated
+        assert self.tensors.keys() == other.tensors.keys()
+        assert not [key for key, x in self.tensors.items() if not torch.equal(x, other.tensors[key])]
+
+
+def train(engine: Engine, *stretches: int, steps: Sequence[StepResult] = (), gradients: bool = False) -> Outcome:
+    """Trains so many batches at a time. steps: before these. gradients: every batch's count, too, NaN as 0."""
+    loader, results, found = samples(engine), list(steps), dict[str, Tensor]()
+
+    def keep(batch: int, tensors: Mapping[str, Tensor]) -> None:
+        found.update((f"{batch}/{name}", tensor.nan_to_num()) for name, tensor in tensors.items())
+
+    for num_batches in stretches:
+        engine.train(loader, num_batches, results.append, keep if gradients else None)
+    memory = engine.state.memory
+    found |= {key: memory.read(tensor).clone() for key, tensor in engine.state.tensors().items()}
+    return Outcome(results, engine.evaluate(loader, 1), found)

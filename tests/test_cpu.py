@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from hybridpar import cpu
 from hybridpar.cpu import zeros
 
 SMAPS = Path("/proc/self/smaps")
@@ -35,6 +37,25 @@ def test_large_zeros_ask_for_huge_pages_from_end_to_end() -> None:
         pytest.skip("this kernel has no transparent huge pages")
     assert "hg" in flags_at(x.data_ptr() + x.nbytes // 2)
     assert "hg" in flags_at(x.data_ptr() + x.nbytes - 1)
+
+
+@linux
+def test_memory_near_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, place = torch.device("cuda", 0), SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: place)
+    monkeypatch.setattr(cpu, "_PCI", tmp_path)
+    assert cpu.numa_node(torch.device("cpu")) is cpu.numa_node(gpu) is None
+    (tmp_path / "0000:1b:00.0").mkdir()
+    for said, node in (("1", 1), ("-1", None), ("0", 0)):
+        (tmp_path / "0000:1b:00.0" / "numa_node").write_text(f"{said}\n")
+        assert cpu.numa_node(gpu) == node
+    x = zeros((1 << 20, 3), torch.float32, node=0)
+    maps = Path("/proc/self/numa_maps")
+    if not maps.exists():
+        pytest.skip("this kernel knows no NUMA")
+    start = max(found for line in maps.read_text().splitlines() if (found := int(line.split()[0], 16)) <= x.data_ptr())
+    assert f"{start:x} prefer:0" in maps.read_text().replace("=", ":")
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.convergence import results
 from benchmarks.convergence.report import write_report
-from benchmarks.convergence.runner import DONE, Folders, Item, estimate_s, items_of, run_all, state_of
+from benchmarks.convergence.runner import DONE, Folders, Item, items_of, run_all, state_of
 from benchmarks.convergence.study import BASES, HERE, groups, variants
 from hybridpar.config import load_toml
 
@@ -24,10 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = [item for item in _wanted(args) if state_of(item, folders.results) != DONE]
     for item in left:
         print(f"{item.model:<5}{item.name:<34}{state_of(item, folders.results)}")
-    done = [result for model in BASES for result in results.read_all(folders.results, model)]
-    seconds = estimate_s(left, done)
-    hours = "no idea of the time yet" if seconds is None else f"about {seconds / args.workers / 3600:.1f} hours"
-    print(f"{len(left)} runs left, {hours} on {args.workers} cores", flush=True)
+    print(f"{len(left)} runs left", flush=True)
     if args.dry_run:
         return 0
     try:

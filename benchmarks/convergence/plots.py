@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.common import write_svg
 from benchmarks.convergence.results import Result
 from benchmarks.convergence.study import Variant
+from benchmarks.files import write_svg
 
 Runs = Mapping[str, Mapping[int, Result]]
 _SYNC, _STALE = "#c7680f", "#2c6ab1"

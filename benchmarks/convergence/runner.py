@@ -16,12 +16,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from benchmarks.common import machine
 from benchmarks.convergence import results
-from benchmarks.convergence.results import Result
 from benchmarks.convergence.study import Variant, changes_of, comparable, config_of
 from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config, load_toml, to_toml
@@ -83,23 +81,6 @@ def state_of(item: Item, folder: Path) -> str:
     if not path.exists():
         return LEFT
     return DONE if results.is_of(results.read(path), item.config) else OUTDATED
-
-
-def estimate_s(items: Sequence[Item], done: Sequence[Result]) -> float | None:
-    """Seconds that `items` take one after the other, from the median speed of what is done; None where nothing is.
-
-    A model of which nothing is done counts as fast as the others.
-    """
-    if not items or not done:
-        return 0.0 if not items else None
-    speeds = {item.model: [r.tokens / r.seconds for r in done if r.model == item.model] for item in items}
-    every = [r.tokens / r.seconds for r in done]
-    return sum(_tokens(item.config) / median(speeds[item.model] or every) for item in items)
-
-
-def _tokens(config: Config) -> int:
-    batch = config.train.micro_batch_size * config.pipeline.num_microbatches * config.model.seq_length
-    return config.train.num_steps * batch
 
 
 def run_all(items: Sequence[Item], folders: Folders, workers: int, say: Callable[[str], None]) -> list[str]:

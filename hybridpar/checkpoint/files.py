@@ -1,15 +1,12 @@
-"""Files and folders that are there completely or not at all, and JSON that goes into them."""
+"""Files and folders that are there completely or not at all."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from hybridpar.errors import CheckpointError, config_error
 from hybridpar.reading import reason
@@ -57,19 +54,6 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise CheckpointError(f"{path}: cannot be written ({reason(error)}); name another folder") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def to_json(value: Any) -> str:
-    """JSON with null for numbers that are not finite, which it cannot say."""
-    return json.dumps(_finite(value))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(v) for name, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sync(path: Path) -> None:

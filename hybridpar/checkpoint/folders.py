@@ -55,6 +55,15 @@ def begin(root: Path, step: int, num_bytes: int = 0) -> Path:
     return aside
 
 
+def half_written(root: Path) -> set[tuple[str, int]]:
+    """Folders of checkpoints that are being written or were left so, with the time of their last change."""
+    found = set()
+    for path in root.glob(".step_*.part"):
+        with contextlib.suppress(OSError):  # published meanwhile
+            found.add((path.name, path.stat().st_mtime_ns))
+    return found
+
+
 def discard(aside: Path) -> None:
     """Removes a folder that will not be published."""
     shutil.rmtree(aside, ignore_errors=True)

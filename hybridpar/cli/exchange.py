@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 
 from hybridpar.config import Launch
 from hybridpar.errors import config_error
+from hybridpar.reading import to_json
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,6 @@ class Import:
 def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, *, verify: bool,
                as_json: bool) -> int:
     """Says what an export or import has made, and compares both sides where that is asked for; the exit code."""
-    from hybridpar.checkpoint.files import to_json
     from hybridpar.checkpoint.huggingface import compare
     from hybridpar.checkpoint.megatron import compare_megatron, is_megatron
 

@@ -15,6 +15,7 @@ from hybridpar.cli.planning import ConfigFile, Overrides, resolved
 from hybridpar.cli.values import Threads, Within, parse_grid
 from hybridpar.config import Launch
 from hybridpar.errors import config_error
+from hybridpar.reading import to_json
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ class Verify:
     """The report as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.checkpoint.files import to_json
         from hybridpar.verify.run import TOLERANCE, Disturbance, verify
 
         parallel = self.config.parallel
@@ -114,7 +114,6 @@ class Replay:
     """The report as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.checkpoint.files import to_json
         from hybridpar.train.launch import set_threads
         from hybridpar.verify.replay import replay
 

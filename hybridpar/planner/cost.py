@@ -25,6 +25,7 @@ from hybridpar.pipeline.plan.network import Network, Route
 from hybridpar.pipeline.plan.predict import Ordering, extended, smallest_early_switch
 from hybridpar.planner.compressed import gradient_share
 from hybridpar.planner.machine import AnyLink
+from hybridpar.planner.moves import with_activations
 from hybridpar.planner.stage_cost import StageCost, StageCosts
 from hybridpar.state.partition import BUCKET_BYTES
 
@@ -182,7 +183,9 @@ class StepCost(StageCosts):
             tied=self.config.model.tie_embeddings and p > 1 and not self.sizes.is_v,
             blocking_norm=self.is_cpu, serial_links=not self.is_cpu,
             cores=cores, transfer_work=work, backward_input=self.backward_input, network=network)
-        return self.moves.added_to(costs, [self.ranks_of(r) for r in range(p)], self.tp) if self.moves else costs
+        if self.moves:
+            costs = self.moves.added_to(costs, [self.ranks_of(r) for r in range(p)], self.tp)
+        return with_activations(costs, self.config, machine)
 
     @property
     def _half_duplex(self) -> bool:

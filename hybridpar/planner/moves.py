@@ -5,6 +5,7 @@
     host            gradients leave, the host updates, weights arrive: at speeds of the profile; on CPUs, on their cores
     budget          FETCH and RELEASE read and write the file, at speeds of the profile; what they take beside computing
                     is the rank's own where ranks and their moves are more than the cores
+    activations     as the file of a budget
 
 The plan with all moves is the one that a run would have, from its state on ghosts. Units: seconds, bytes.
 """
@@ -18,6 +19,7 @@ from statistics import fmean
 
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError, Problem
+from hybridpar.memory import predict
 from hybridpar.models.build import DTYPES
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.costs import Costs
@@ -30,7 +32,7 @@ from hybridpar.train.ghost_rank import GhostRank
 
 _SETTLING, _COUNTED, _AHEAD = 3, 3, 4
 """Batches that are simulated: before those that count, these, and so many that the moves of a budget look ahead."""
-_GRADIENT_BYTES = 4
+_GRADIENT_BYTES, _GIB = 4, 2**30
 HOSTED = ("adamw", "sgd", "own")
 """Optimizers that update each element alone; of others it is not known how long a part takes."""
 
@@ -128,6 +130,23 @@ class Moves:
             self._plans[ordering, sizes], costs, {r: items for r, items in found if items is not None})
         starts = timeline.batch_starts(sizes.num_microbatches)
         return (starts[_SETTLING + _COUNTED] - starts[_SETTLING]) / _COUNTED
+
+
+def with_activations(costs: Costs, config: Config, machine: Machine) -> Costs:
+    """The costs with those of activations that wait in a file, which is as fast as that of a budget; unchanged where
+    none do, or no speeds are known."""
+    speeds = machine.profile.state
+    if not config.memory.num_away or not (speeds.read and speeds.written):
+        return costs
+    moved = [stage.moved for stage in predict(config, device=machine.device)]
+    times = [[size / speed for size in moved] for speed in (speeds.written, speeds.read)]
+    work = [[0.0] * len(moved)] * 2
+    if costs.cores is not None and costs.cores < 2 * len(moved):
+        work = [time if per_gib is None else [per_gib * size / _GIB for size in moved]
+                for time, per_gib in zip(times, (speeds.written_work, speeds.read_work), strict=True)]
+    offload, reload = ([max(0.0, t - w) for t, w in zip(*both, strict=True)] for both in zip(times, work, strict=True))
+    calls = {**costs.calls, Kind.OFFLOAD: work[0], Kind.RELOAD: work[1]}
+    return replace(costs, calls=calls, offload=offload, reload=reload)
 
 
 def _without_costs(config: Config, machine: Machine) -> Iterator[Problem]:

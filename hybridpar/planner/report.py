@@ -135,10 +135,12 @@ def _how(config: Config, recompute: str) -> list[str]:
     zero = [f"ZeRO-{config.parallel.zero}"] if config.parallel.zero else []
     host = ["optimizer on the host"] if config.memory.host_optimizer else []
     budget = [f"{config.memory.budget / _MIB:,.0f} MiB of state in memory"] if config.memory.budget else []
+    away = [f"activations of {'+'.join(map(str, numbers))} micro-batches in a file"] if (
+        numbers := config.memory.num_away) and isinstance(numbers, tuple) else []
     codecs = [f"{what} {name}" for what, name in (
         ("messages", config.compression.messages), ("tensor", config.compression.tensor),
         ("gradients", config.compression.gradients)) if name != "none"]
-    return [schedule, *again, *rows, *zero, *host, *budget, *codecs]
+    return [schedule, *again, *rows, *zero, *host, *budget, *away, *codecs]
 
 
 def table(result: Result) -> Table:

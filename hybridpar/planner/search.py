@@ -2,12 +2,13 @@
 
     1  every candidate gets the split that balances its stages' measured times          candidates, split
     2  bounds: the least time that a candidate takes; the one with the least is next    bound
-    3  where its memory is too much, a new split, with recomputation where needed       memory
+    3  where its memory is too much, a new split, with recomputation where needed,
+       and the same with sequence parallelism                                           memory, sequence
     4  its step time, simulated; done when no candidate that is left can be among the
        best; the memory of these is predicted exactly, and mended where it is too much  cost, memory
-    5  the best with the optimizer on the host, where that is faster; with codecs of
-       messages and gradients, where they are asked for; where nothing fits, with a
-       part of the state in a file                                                      moves, compressed, memory
+    5  the best with the optimizer on the host, or activations in a file, where that
+       is faster; with codecs of messages and gradients, where they are asked for;      moves, offloaded,
+       where nothing fits, with a part of the state in a file                           compressed, memory
 
 So what is left out is slower, as far as the bound is one. Axes that the user has chosen stay.
 """
@@ -30,6 +31,7 @@ from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.memory import TIGHT, MemoryCheck, host_shortage
 from hybridpar.planner.moves import HOSTED
+from hybridpar.planner.offloaded import knows_files, with_activations_away
 from hybridpar.planner.sequence import may_split_rows, with_split_rows
 from hybridpar.validate import problems
 
@@ -78,6 +80,7 @@ def _found(config: Config, machine: Machine, request: Request) -> Result:
     search = _Search(found, machine.memory_limit, request)
     search.consider_all(request.top)
     search.host_updates()
+    search.offloaded()
     if request.compression:
         search.compressed()
     ranked = search.verified() or search.in_files()
@@ -214,6 +217,24 @@ class _Search:
                 self.ranked.append(hosted)
         self.ranked.sort(key=_rank)
 
+    def offloaded(self) -> None:
+        """Also ranks the best that recompute, or else those that have no room, with activations in a file."""
+        some_fit = bool(self.ranked)
+        best = [one for one in self.ranked[: self.request.top] if one.config.pipeline.recompute != "none"] if some_fit \
+            else sorted(self.failed, key=lambda one: one.least_time)[:_MOST_IN_FILES]
+        for candidate in filter(knows_files, best):
+            for away in with_activations_away(candidate):
+                self.considered += 1
+                if some_fit and _rank(away) >= _rank(candidate):
+                    break
+                self.memory.measure(away)
+                if away.peak <= self.memory.limit:
+                    away.because = "activations in a file are " + (
+                        "faster than recomputation" if some_fit else "all that fits")
+                    self.ranked.append(away)
+                    break
+        self.ranked.sort(key=_rank)
+
     def compressed(self) -> None:
         """Also ranks the best with codecs of their messages and gradients, from the most exact on, each where it is the
         faster by far."""
@@ -235,9 +256,8 @@ class _Search:
         micro-batches are tried, and at most so many grids."""
         smallest: dict[object, Candidate] = {}
         for one in sorted(self.failed, key=lambda one: one.config.train.micro_batch_size):
-            config, machine = one.config, one.cost.machine
-            knows = machine.device.type == "cpu" and machine.profile.state.read and machine.profile.state.written
-            if knows and not config.memory.host_optimizer and not config.memory.budget:
+            config = one.config
+            if knows_files(one):
                 smallest.setdefault((one.grid, config.parallel.zero, config.pipeline.schedule), one)
         machines = {config: one.cost.machine
                     for one in sorted(smallest.values(), key=lambda one: one.least_time)[:_MOST_IN_FILES]
@@ -300,7 +320,8 @@ def _rank(candidate: Candidate) -> float:
 
 def _less_sure(candidate: Candidate) -> float:
     """By how much it must be faster than what is simpler."""
-    doubts = candidate.config.parallel.zero + candidate.config.memory.host_optimizer
+    memory = candidate.config.memory
+    doubts = candidate.config.parallel.zero + memory.host_optimizer + (memory.num_away != 0)
     return (1 + _DOUBT * doubts) * (1 + STALE_GAIN * candidate.is_stale)
 
 

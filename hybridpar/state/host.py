@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.cpu import numa_node, zeros
 from hybridpar.optim import GroupedOptimizer
 from hybridpar.state.chunks import Buffer, Chunk, Memory
 from hybridpar.state.weights import WeightStore
 
 
 class HostMemory(Memory):
-    """Memory of the host that a device copies to and from: for a GPU pinned, each tensor as it is.
+    """Memory of the host that a device copies to and from: for a GPU pinned, near it, each tensor as it is.
 
     torch's own pinned memory comes in powers of two.
     Raises: RuntimeError of CUDA, where the system pins no more.
@@ -38,11 +39,11 @@ class HostMemory(Memory):
 
     def __init__(self, device: torch.device):
         super().__init__()
-        self._pins, self._pinned = device.type == "cuda", list[Tensor]()
+        self._pins, self._pinned, self._node = device.type == "cuda", list[Tensor](), numa_node(device)
         weakref.finalize(self, _unpin, self._pinned)
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        tensor = super().zeros(kind, chunk, dtype)
+        tensor = zeros(chunk.stop - chunk.start, dtype, self.device, node=self._node)
         if self._pins and type(tensor) is Tensor and tensor.nbytes:  # not a ghost
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)))
             self._pinned.append(tensor)

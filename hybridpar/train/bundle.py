@@ -15,11 +15,10 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from hybridpar.checkpoint.files import to_json
 from hybridpar.config import FINITE, Config, Within, from_mapping, from_plain, span, to_mapping
 from hybridpar.data import Samples
 from hybridpar.errors import ConfigError, DataError
-from hybridpar.reading import errors_as, parse_json, read_limited
+from hybridpar.reading import errors_as, parse_json, read_limited, to_json
 from hybridpar.validate import problems
 
 FORMAT = "hybridpar replay 1"

@@ -89,7 +89,8 @@ class Engine:
         pieces = config.parallel.tp_pieces
         if pieces > 1 and device.type == "cuda":
             raise config_error("parallel.tp_pieces", pieces, "works on CPUs only, and this job has GPUs", "1")
-        turns = Turns(pieces) if pieces > 1 and grid.tp.size > 1 else None
+        turns = Turns(pieces, partial(torch.set_num_threads, torch.get_num_threads())
+                      ) if pieces > 1 and grid.tp.size > 1 else None
         blocks = with_coded_sums(build_blocks(
             model, replace(grid.tp, turns=turns), numbers, kernels=config.kernels, sequence=sequence,
             dtype=states.dtype), config)

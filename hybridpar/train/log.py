@@ -12,8 +12,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from hybridpar.checkpoint.files import to_json
 from hybridpar.config import Config
+from hybridpar.reading import to_json
 from hybridpar.train.console import lost_console
 from hybridpar.train.folder import METRICS, NOTES
 from hybridpar.train.metrics import end_of

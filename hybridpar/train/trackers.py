@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridpar.checkpoint.files import to_json
 from hybridpar.config import Config, from_plain, to_mapping
-from hybridpar.reading import parse_json, read_limited
+from hybridpar.reading import parse_json, read_limited, to_json
 
 NAMES = "trackers.json"
 """The identities of a run at its trackers, so that a resumed run goes on there."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -15,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hybridpar.errors import config_error
-from hybridpar.reading import read_limited
+from hybridpar.reading import read_limited, to_json
 from hybridpar.watch.board import PICTURES, Board
 
 _MAX_PICTURE = 16 << 20
@@ -33,7 +31,7 @@ def page(board: Board | None = None) -> str:
         return html
     data = board.look()
     data["picture"] = f"data:image/svg+xml;base64,{_picture(board.folder / data['picture'])}" if data["picture"] else ""
-    return html.replace(_NO_DATA, _json(data).replace("</", "<\\/"))
+    return html.replace(_NO_DATA, to_json(data, separators=(",", ":")).replace("</", "<\\/"))
 
 
 def serve(board: Board, port: int = 0, ready: Callable[[str], None] = print) -> None:
@@ -68,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif name == "":
             self._send("text/html; charset=utf-8", page().encode())
         elif name == "data.json":
-            self._send("application/json", _json(self._board.look(_AT_A_TIME)).encode())
+            self._send("application/json", to_json(self._board.look(_AT_A_TIME), separators=(",", ":")).encode())
         elif name in PICTURES and (self._board.folder / name).is_file():
             self._send("image/svg+xml", read_limited(self._board.folder / name, _MAX_PICTURE))
         else:
@@ -90,19 +88,3 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _picture(path: Path) -> str:
     return base64.b64encode(read_limited(path, _MAX_PICTURE)).decode()
-
-
-def _json(data: Any) -> str:
-    """As JSON, which has no infinity: null instead."""
-    try:
-        return json.dumps(data, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        return json.dumps(_finite(data), separators=(",", ":"))
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.paper import CLAIMS, FIGURES, GPT, MEMORY, SYSTEMS, TOLERANCE, Speeds, check, simulated_speeds
+from benchmarks.paper_points import MISSED, STATEMENTS
 from benchmarks.paper_systems import (
     MICRO_BATCH,
     UPDATE_TRAFFIC,
@@ -36,6 +37,11 @@ def speeds() -> Speeds:
 def test_stated_speed_ups(speeds: Speeds, i: int) -> None:
     one = check(speeds)[i]
     assert abs(one.error) < TOLERANCE, f"{one.simulated:.2f} at {one.setting.name}, stated {one.claim.stated}"
+
+
+@pytest.mark.parametrize("text", STATEMENTS)
+def test_what_is_said_of_figures_8_and_12(text: str) -> None:
+    assert STATEMENTS[text]() == (text != MISSED)
 
 
 def test_throughputs_of_the_figure(speeds: Speeds) -> None:

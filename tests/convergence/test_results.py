@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,20 +45,6 @@ def test_files_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert path == tmp_path / "gpt" / "sync-s1234.json"
     assert results.read_all(tmp_path, "gpt") == [harvested()]
     assert results.read_all(tmp_path, "bert") == []
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = results.write(harvested(), tmp_path)
-    before = path.read_bytes()
-
-    def fail(handle: int) -> None:
-        raise OSError(errno.ENOSPC, "disk full")
-
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
-        results.write(replace(harvested(), seconds=1.0), tmp_path)
-    assert path.read_bytes() == before
-    assert len(results.read_all(tmp_path, "gpt")) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"val_loss": [], "train_loss": []}'])

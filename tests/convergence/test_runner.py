@@ -12,7 +12,7 @@ from convergence.made import made
 from train.runs import write_config
 
 from benchmarks.convergence import report, results, runner
-from benchmarks.convergence.runner import DONE, LEFT, OUTDATED, Folders, Item, estimate_s, items_of, run_all, state_of
+from benchmarks.convergence.runner import DONE, LEFT, OUTDATED, Folders, Item, items_of, run_all, state_of
 from benchmarks.convergence.study import Variant, comparable
 from hybridpar.config import Config, load_toml, to_mapping, to_toml
 
@@ -46,17 +46,6 @@ def test_states(base: Config, tmp_path: Path) -> None:
     assert state_of(longer, tmp_path) == OUTDATED
     path.with_name(".sync-s1.json.part").write_text("{")  # what a crash while writing leaves
     assert results.read_all(tmp_path, "gpt") == [made_here]
-
-
-def test_estimate_goes_by_the_speed_of_what_is_done(base: Config) -> None:
-    items = list(items_of(base, [SYNC]))  # 6 steps x 2 micro-batches x 2 x 16 tokens each
-    assert estimate_s(items, []) is None
-    done = [replace(made("sync", 1, 3.0), tokens=100, seconds=s) for s in (1.0, 2.0, 10.0)]
-    assert estimate_s(items, done) == pytest.approx(2 * 384 / 50)
-    assert estimate_s(items, [replace(d, model="bert") for d in done]) == pytest.approx(2 * 384 / 50)
-    mixed = [*done, *(replace(d, model="bert", seconds=d.seconds / 10) for d in done)]
-    assert estimate_s(items, mixed) == pytest.approx(2 * 384 / 50)
-    assert estimate_s([], []) == 0
 
 
 def test_a_run_of_other_numbers_is_not_gone_on_with(base: Config, tmp_path: Path) -> None:

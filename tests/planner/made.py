@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
+from hybridpar.config import Config, ModelConfig, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.memory.work import KINDS
 from hybridpar.planner.links import Curve, MeasuredLink
 from hybridpar.planner.machine import Machine
@@ -49,3 +49,22 @@ def machine(base: Config, devices: int, *, made: Profile | None = None, inner: M
             per_server: int = 0, outer: MeasuredLink | None = None, memory: float = 1e9) -> Machine:
     made = made or profile(base)
     return Machine(made, devices, per_server or devices, inner or made.links["local"], outer, memory)
+
+
+def any_grid(base: Config, devices: int = 4, *, memory: float = 1e9, wait: float = 0.1) -> Machine:
+    times = profile(base, layer=1.0, head=2.0, update=0.3, wait=wait, degrees=(1, 2, 4))
+    return machine(base, devices, made=times, inner=link(latency=0.05, bandwidth=1e5), memory=memory)
+
+
+def even(memory: float) -> tuple[Config, Machine]:
+    """Sixteen blocks for four devices; the embedding takes no time."""
+    base = replace(config(m=8, b=1, num_layers=14, hidden_size=96, seq_length=256),
+                   parallel=ParallelConfig(dp=0))
+    return base, machine(base, 4, made=profile(base), memory=memory)
+
+
+def stale(update: float) -> tuple[Config, Machine]:
+    """2bw with all that it needs, on a machine where it saves the pipeline's bubble, or the replicas' reduction."""
+    base = replace(config(schedule="2bw", m=16, b=1), parallel=ParallelConfig(dp=0),
+                   optim=OptimConfig(name="muon", staleness="extrapolation"))
+    return base, machine(base, 2, made=profile(base, update=update), memory=1e11)

@@ -12,20 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from engines import start
 from ranks import run_ranks
 from torch import Tensor
 
 from hybridpar.config import Config, from_mapping
-from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.ops import quantize
 from hybridpar.ops.quantize import dequantize_
 from hybridpar.state import find_divergence
 from hybridpar.state.compression.factors import orthonormal
-from hybridpar.train.engine import Engine, StepResult
-from hybridpar.train.policy import BatchPolicy
+from hybridpar.train.policy import BatchPolicy, StepResult
 
-CPU = torch.device("cpu")
 DCT = {"gradients": "dct", "gradients_kept": 0.05, "gradients_period": 2, "gradients_smallest": 100}
 BF16 = {"gradients": "bf16", "gradients_smallest": 100}
 INT4 = {"gradients": "int4", "gradients_smallest": 100}
@@ -77,25 +74,15 @@ class Ran:
     dense: int = 0
 
 
-def build(config: Config, policy: BatchPolicy | None = None) -> Engine:
-    return Engine(config, ProcessGrid(sizes_of(config.parallel)), CPU, policy=policy)
-
-
-def loader(engine: Engine) -> SyntheticLoader:
-    config, dp = engine.config, engine.grid.dp
-    return SyntheticLoader(
-        config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, dp.rank, dp.size)
-
-
 def run(config: Config, steps: int, policy: type[BatchPolicy] = BatchPolicy) -> Ran:
     """Trains, and notes all that goes into the sums of the compressed parameters and comes out of them."""
-    engine = build(config, policy(config))
+    engine, samples = start(config, policy=policy(config))
     state, compression = engine.state, engine.state.compression
     ran = Ran(engine.grid.rank, {})
     if compression is not None:
         names = list(compression.feedback.kept)
         ran.axes = {name: state.partition.axis_of(name).ranks for name in names}
-        start: Callable[..., Any] = compression.start
+        sums: Callable[..., Any] = compression.start
 
         def note(bucket: Any, flat: Tensor) -> Any:
             index = state.gradients.buffer_index(compression._batch)
@@ -104,7 +91,7 @@ def run(config: Config, steps: int, policy: type[BatchPolicy] = BatchPolicy) -> 
                 ran.kept.append({name: x.clone() for name, x in compression.feedback.kept.items()})
             views = state.gradients.views(index)
             ran.given[-1] |= {name: views[name].clone() for name in bucket.names if name in names}
-            return start(bucket, flat)
+            return sums(bucket, flat)
 
         compression.start = note  # type: ignore[method-assign]
     before = engine.grid.dp.traffic.num_bytes["broadcast"]
@@ -114,7 +101,7 @@ def run(config: Config, steps: int, policy: type[BatchPolicy] = BatchPolicy) -> 
         ran.norms.append(step.grad_norm)
         ran.skipped.append(step.skipped)
 
-    engine.train(loader(engine), steps, on_step,
+    engine.train(samples, steps, on_step,
                  lambda batch, gradients: ran.sums.append({name: x.clone() for name, x in gradients.items()}))
     ran.traffic = engine.grid.dp.traffic.num_bytes["broadcast"] - before
     if compression is not None:
@@ -237,8 +224,10 @@ def test_replicas_are_one_process_with_all_feedback(case: str) -> None:
 
 @pytest.mark.ranks
 def test_all_of_it_is_the_run_without_compression() -> None:
-    parallel, whole = {"dp": 2}, {"train": {"dtype": "fp64"}, "pipeline": {"num_microbatches": 6}, "model": {
-        "num_layers": 2, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31, "tie_embeddings": False}}
+    """Extrapolated gradients, too: what came out of the sum is."""
+    parallel, whole = {"dp": 2}, {
+        "train": {"dtype": "fp64"}, "pipeline": {"num_microbatches": 6}, "optim": {"staleness": "extrapolation"},
+        "model": DEEP["model"] | {"num_layers": 2, "tie_embeddings": False}}
     plain, *others = (run_ranks(run, 2, make(compression, parallel, **whole), 4) for compression in (
         {"gradients": "none"}, DCT | {"gradients_kept": 1.0}, POWER | {"gradients_rank": 31}, PCA | {
             "gradients_start": 4}))

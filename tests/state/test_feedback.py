@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.grids import engines, fill, load_all
+from engines import start
 from ranks import run_ranks
-from state.test_compression import CPU, DCT, PCA, POWER, build, loader, make
+from state.test_compression import DCT, PCA, POWER, make
 from torch import Tensor
 
 from hybridpar import checkpoint
@@ -28,17 +29,17 @@ from hybridpar.verify.run import verify
 
 
 def save(config: Config, folder: Path) -> dict[str, Tensor]:
-    engine = build(config)
-    engine.train(loader(engine), 3, lambda step: None)
+    engine, samples = start(config)
+    engine.train(samples, 3, lambda step: None)
     checkpoint.save(folder, engine, "corpus")
-    engine.train(loader(engine), 3, lambda step: None)
+    engine.train(samples, 3, lambda step: None)
     return {key: x.clone() for key, x in engine.state.tensors().items()}
 
 
 def resume(config: Config, folder: Path) -> dict[str, Tensor]:
-    engine = build(config)
+    engine, samples = start(config)
     assert checkpoint.resume(folder, engine, "corpus", print) == 3
-    engine.train(loader(engine), 3, lambda step: None)
+    engine.train(samples, 3, lambda step: None)
     return {key: x.clone() for key, x in engine.state.tensors().items()}
 
 
@@ -100,7 +101,7 @@ def test_replicas_hand_on_the_sum_of_what_they_have_not_sent(
 @pytest.mark.parametrize("zero", [0, 2])
 def test_memory_is_predicted(zero: int) -> None:
     config = make(POWER, {"dp": 2, "zero": zero})
-    predicted = trace_stage(config, range(4), Recomputation(), Buffers(2, 2), CPU)
+    predicted = trace_stage(config, range(4), Recomputation(), Buffers(2, 2), torch.device("cpu"))
     there, plain, elements = run_ranks(num_bytes, 2, config)[0]
     assert there == {name: getattr(predicted, name) for name in there}
     # what was not sent, now and next; besides, messages and what was learned
@@ -114,17 +115,17 @@ def test_memory_is_predicted(zero: int) -> None:
 
 def num_bytes(config: Config) -> tuple[dict[str, int], dict[str, int], int]:
     """Bytes of the state with compression and without, and how many elements are compressed."""
-    engines_ = build(config), build(replace(config, compression=UNCOMPRESSED))
-    engines_[0].train(loader(engines_[0]), 2, lambda step: None)
-    engines_[1].state.allocate()
-    found, plain = (engine.state.num_bytes() for engine in engines_)
-    compression = engines_[0].state.compression
+    (engine, samples), (plain, _) = start(config), start(replace(config, compression=UNCOMPRESSED))
+    engine.train(samples, 2, lambda step: None)
+    plain.state.allocate()
+    compression = engine.state.compression
     assert compression is not None
-    return found, plain, sum(x.numel() for x in compression.feedback.kept.values())
+    return engine.state.num_bytes(), plain.state.num_bytes(), sum(
+        x.numel() for x in compression.feedback.kept.values())
 
 
 def test_one_replica_has_no_feedback() -> None:
-    assert build(make(DCT, {})).state.compression is None
+    assert start(make(DCT, {}))[0].state.compression is None
 
 
 @pytest.mark.parametrize(("sections", "said"), [

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.grids import engines, fill, load_all
+from engines import start
 from ranks import run_ranks
-from state.test_compression import PCA, SKIPPED, Skips, build, loader, make
+from state.test_compression import PCA, SKIPPED, Skips, make
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,11 +49,11 @@ class Ran:
 
 
 def run(config: Config, steps: int, skips: bool = False) -> Ran:
-    engine = build(config, Skips(config) if skips else None)
+    engine, samples = start(config, policy=Skips(config) if skips else None)
     state, compression, ran = engine.state, engine.state.compression, Ran()
     assert compression is not None
     ran.axes = {name: state.partition.axis_of(name).ranks for name in compression.packed}
-    start: Any = compression.start
+    sums: Any = compression.start
 
     def note(bucket: Any, flat: Tensor) -> Any:
         batch = compression._batch
@@ -62,11 +63,11 @@ def run(config: Config, steps: int, skips: bool = False) -> Ran:
         there = state.gradients.parts(state.gradients.buffer_index(batch))
         ran.parts[-1] |= {name: [(part.dy.double(), part.x.double()) for part in there[name]]
                           for name in bucket.names if name in compression.packed}
-        return start(bucket, flat)
+        return sums(bucket, flat)
 
     compression.start = note  # type: ignore[method-assign]
     before = engine.grid.dp.traffic.num_bytes["broadcast"]
-    engine.train(loader(engine), steps, lambda step: ran.losses.append(step.loss),
+    engine.train(samples, steps, lambda step: ran.losses.append(step.loss),
                  lambda batch, gradients: ran.sums.append({name: x.clone() for name, x in gradients.items()}))
     ran.traffic = engine.grid.dp.traffic.num_bytes["broadcast"] - before
     ran.learned.append({key: x.clone() for key, x in compression.feedback.learned.items()})

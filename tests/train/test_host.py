@@ -8,24 +8,23 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines import Outcome, gpt, start, train
 from ranks import run_ranks
 from torch import Tensor
 from train.runs import must_be_killed, poison_gradients
 
 from hybridpar import checkpoint
-from hybridpar.config import Config, from_mapping
-from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.config import Config
 from hybridpar.errors import ConfigError
-from hybridpar.grid import ProcessGrid
 from hybridpar.memory import predict
 from hybridpar.models.cost import training_flops_per_token
 from hybridpar.pipeline.plan.action import Kind
@@ -34,20 +33,14 @@ from hybridpar.state.chunks import Chunk, Memory
 from hybridpar.state.host import HostMemory, HostWork
 from hybridpar.train.engine import Engine
 from hybridpar.train.host_forecast import Speeds, forecast_host
-from hybridpar.train.policy import StepResult
 from hybridpar.validate import resolve
 from hybridpar.verify.run import verify
 
-CPU = torch.device("cpu")
 
-
-def make(**sections: Mapping[str, Any]) -> Config:
+def make(**sections: dict[str, Any]) -> Config:
     """A GPT of odd sizes with dropout, two layers."""
-    model = {"num_layers": 2, "hidden_size": 48, "num_heads": 6, "seq_length": 14, "vocab_size": 131, "dropout": 0.1}
-    defaults = {"model": model, "pipeline": {"num_microbatches": 4}, "train": {"micro_batch_size": 2}}
-    names = {*defaults, *sections}
-    config = from_mapping({name: {**defaults.get(name, {}), **sections.get(name, {})} for name in names})
-    return replace(config, parallel=replace(config.parallel, dp=max(config.parallel.dp, 1)))
+    return gpt((2, 48, 6, 14, 131), {"model": {"dropout": 0.1}, "parallel": {"dp": 1},
+                                     "pipeline": {"num_microbatches": 4}}, sections)
 
 
 def hosted(config: Config, host: bool = True) -> Config:
@@ -55,51 +48,19 @@ def hosted(config: Config, host: bool = True) -> Config:
 
 
 def build(config: Config, work: HostWork | None = None) -> Engine:
-    parallel = config.parallel
-    return Engine(config, ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp), CPU, host_work=work)
+    return start(config, host_work=work)[0]
 
 
-@dataclass
-class Run:
-    """The outcome of a training on one rank; bytes that were copied to the host and from it."""
-
-    steps: list[StepResult]
-    evaluated: dict[str, float]
-    tensors: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    num_bytes: tuple[int, ...] = ()
-
-    def check(self, other: Run) -> None:
-        assert repr(self.steps) == repr(other.steps), "which nan is equal in"
-        assert self.evaluated == other.evaluated
-        for mine, theirs in ((self.tensors, other.tensors), (self.gradients, other.gradients)):
-            assert mine.keys() == theirs.keys()
-            assert not [key for key, tensor in mine.items() if not torch.equal(tensor, theirs[key])]
+def run(config: Config, work: HostWork | None = None) -> Outcome:
+    """Trains, and keeps gradients. moved: bytes to the host and from it."""
+    outcome = train(engine := build(config, work), 3, 1, gradients=True)
+    outcome.moved = () if engine.state.host is None else tuple(engine.state.host.num_bytes.values())
+    return outcome
 
 
-def train(config: Config, stretches: Sequence[int] = (3, 1), work: HostWork | None = None,
-          engine: Engine | None = None) -> Run:
-    engine = engine or build(config, work)
-    grid = engine.grid
-    loader = SyntheticLoader(config.model, 2, 4, grid.dp.rank, grid.dp.size)
-    steps: list[StepResult] = []
-    gradients: dict[str, Tensor] = {}
-
-    def keep(batch: int, tensors: dict[str, Tensor]) -> None:
-        gradients.update((f"{batch}/{name}", tensor.nan_to_num()) for name, tensor in tensors.items())
-
-    for num_batches in stretches:
-        engine.train(loader, num_batches, steps.append, keep)
-    host = engine.state.host
-    tensors = {key: tensor.clone() for key, tensor in engine.state.tensors().items()}
-    return Run(steps, engine.evaluate(loader, 2), tensors, gradients,
-               () if host is None else tuple(host.num_bytes.values()))
-
-
-def both(config: Config, host: bool) -> tuple[Run, int]:
-    """A run, and the number of parameters that the rank updates."""
-    run = train(config := hosted(config, host))
-    return run, sum(owned.stop - owned.start for owned in build(config).state.partition.owned)
+def num_updated(engine: Engine) -> int:
+    """Number of parameters that the rank updates."""
+    return sum(owned.stop - owned.start for owned in engine.state.partition.owned)
 
 
 PIPELINES = ({"schedule": "2bw"}, {"schedule": "1f1b"}, {"schedule": "gpipe"}, {"schedule": "2bw", "early_switch": 1},
@@ -111,10 +72,10 @@ PIPELINES = ({"schedule": "2bw"}, {"schedule": "1f1b"}, {"schedule": "gpipe"}, {
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
 def test_the_same_bits_and_the_bytes_of_the_formula(pipeline: dict[str, Any], dtype: str) -> None:
     config = make(pipeline={"num_microbatches": 4} | pipeline, train={"micro_batch_size": 2, "dtype": dtype})
-    (run, numel), (without, _) = both(config, True), both(config, False)
-    run.check(without)
+    outcome, numel = run(hosted(config)), num_updated(build(config))
+    outcome.check(run(config))
     # fp32 gradients go, weights of the run's type come; 1 %: padding between parameters
-    assert run.num_bytes == pytest.approx((4 * 4 * numel, 4 * (2 if dtype == "bf16" else 4) * numel), rel=0.01)
+    assert outcome.moved == pytest.approx((4 * 4 * numel, 4 * (2 if dtype == "bf16" else 4) * numel), rel=0.01)
 
 
 @pytest.mark.parametrize("sections", [
@@ -128,9 +89,9 @@ def test_optimizers_models_and_skipped_steps(
         sections: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     poison_gradients(monkeypatch, {1} if "train" in sections else set())
     config = make(**{"pipeline": {"schedule": "2bw"}} | sections)
-    run, without = (train(hosted(config, host)) for host in (True, False))
-    run.check(without)
-    assert [step.step for step in run.steps if step.skipped] == [2] * ("train" in sections)
+    outcome = run(hosted(config))
+    outcome.check(run(config))
+    assert [step.step for step in outcome.steps if step.skipped] == [2] * ("train" in sections)
 
 
 @pytest.mark.ranks
@@ -143,9 +104,9 @@ def test_grids(parallel: dict[str, Any], schedule: str, optimizer: str, dtype: s
     config = make(parallel=parallel, pipeline={"schedule": schedule}, optim={"name": optimizer}, train={"dtype": dtype},
                   memory={"parts": 4})
     ranks = config.parallel.num_ranks
-    for run, without in zip(*(run_ranks(train, ranks, hosted(config, host)) for host in (True, False)), strict=True):
-        run.check(without)
-        assert run.num_bytes[0] > 0
+    for outcome, without in zip(*(run_ranks(run, ranks, hosted(config, host)) for host in (True, False)), strict=True):
+        outcome.check(without)
+        assert outcome.moved[0] > 0
 
 
 @pytest.mark.ranks
@@ -158,16 +119,13 @@ def test_a_grid_with_it_is_the_same_training() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_saved_with_it_and_gone_on_with_without_it_and_back(dtype: str, tmp_path: Path) -> None:
     config = make(pipeline={"schedule": "2bw"}, train={"dtype": dtype, "num_steps": 10})
-    whole = train(config, (2, 3))
-    for name, before, after in (("a", True, False), ("b", False, True), ("c", True, True)):
-        steps: list[StepResult] = []
-        for host, num_batches in ((before, 2), (after, 3)):
-            engine = build(hosted(config, host))
-            checkpoint.resume(tmp_path / name, engine, "corpus", print)
-            run = train(engine.config, (num_batches,), engine=engine)
-            steps += run.steps
-            checkpoint.save(tmp_path / name, engine, "corpus")
-        replace(run, steps=steps, gradients={}).check(replace(whole, gradients={}))
+    whole = train(build(config), 2, 3)
+    for before, after in ((True, False), (False, True), (True, True)):
+        first, second = build(hosted(config, before)), build(hosted(config, after))
+        begun = train(first, 2)
+        checkpoint.save(tmp_path, first, "corpus")
+        checkpoint.resume(tmp_path, second, "corpus", print)
+        train(second, 3, steps=begun.steps).check(whole)
 
 
 class SlowHost(HostWork):
@@ -190,12 +148,11 @@ def test_a_slow_host_is_waited_for_and_changes_nothing() -> None:
     config = hosted(make(pipeline={"schedule": "2bw"}))
     plain, slow = build(config), build(config, work := SlowHost(2e-6))
     slow.executor.recording = Recording(HostClock())
-    train(config, engine=slow).check(train(config, engine=plain))
+    train(slow, 3, 1).check(train(plain, 3, 1))
     assert len(work.threads - {threading.get_ident()}) == 1, "beside the launch thread"
     events = slow.executor.recording.events()
-    numel = sum(owned.stop - owned.start for owned in slow.state.partition.owned)
     waited = sum(event.waited for event in events if event.action.kind is Kind.UPDATE)
-    assert waited > 2e-6 * numel, "the last batch is wholly waited for: nothing is left to compute"
+    assert waited > 2e-6 * num_updated(slow), "the last batch is wholly waited for: nothing is left to compute"
     assert any(event.over for event in events if event.action.kind is Kind.HOST)
 
 
@@ -228,7 +185,7 @@ class LateCopies(HostWork):
 @pytest.mark.parametrize(("schedule", "dtype"), [("2bw", "bf16"), ("1f1b", "fp32")])
 def test_copies_on_streams_of_their_own_are_waited_for(schedule: str, dtype: str) -> None:
     config = make(pipeline={"schedule": schedule}, train={"dtype": dtype})
-    train(hosted(config), work=(work := LateCopies())).check(train(config))
+    run(hosted(config), work := LateCopies()).check(run(config))
     assert sorted(map(sorted, work.ways.values())) == [["from host"], ["to host"]]
     assert work.launches not in work.ways
     assert len(work.marks) == 2 * 4, "each way of each batch is behind what was launched before it"
@@ -278,14 +235,14 @@ def test_muons_matrices_stay_on_the_device(dtype: str, monkeypatch: pytest.Monke
     assert numel == sum(view.numel() for view in masters.values()) - sum(matrices.values())
     for room in filter(None, (state.host.staging, state.weights.made)):
         assert numel == pytest.approx(sum(tensor.numel() for tensor in room.tensors), rel=0.05)
-    train(config, engine=engine).check(train(hosted(config, False)))
+    train(engine, 3, 1).check(train(build(hosted(config, False)), 3, 1))
 
 
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
 def test_what_fails_on_the_host_ends_training(schedule: str) -> None:
     config = hosted(make(pipeline={"schedule": schedule}))
     with pytest.raises(RuntimeError, match="lost its memory"):
-        train(config, work=SlowHost(fails_in=4))
+        run(config, SlowHost(fails_in=4))
 
 
 class DeadlyHost(HostWork):
@@ -302,19 +259,18 @@ class DeadlyHost(HostWork):
 
 def killed(config: Config, folder: Path) -> None:
     engine = build(config, DeadlyHost())
-    train(config, (2,), engine=engine)
+    train(engine, 2)
     checkpoint.save(folder, engine, "corpus")
-    train(config, (3,), engine=engine)
+    train(engine, 3)
 
 
 @pytest.mark.ranks
 def test_a_kill_in_the_middle_of_an_update_is_gone_on_from_to_the_bit(tmp_path: Path) -> None:
     config = hosted(make(pipeline={"schedule": "2bw"}, train={"num_steps": 10}))
     must_be_killed(partial(killed, config, tmp_path))
-    engine, whole = build(config), train(config, (2, 3))
+    engine, whole = build(config), train(build(config), 2, 3)
     checkpoint.resume(tmp_path, engine, "corpus", print)
-    run = train(config, (3,), engine=engine)
-    replace(run, gradients={}).check(replace(whole, steps=whole.steps[2:], gradients={}))
+    train(engine, 3, steps=whole.steps[:2]).check(whole)
 
 
 def test_what_is_told_before_a_run() -> None:

@@ -7,19 +7,18 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines import Outcome, gpt, start, train
 from ranks import run_ranks
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hybridpar import checkpoint
 from hybridpar.config import Config, from_mapping
-from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import HybridparError
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import measure, predict
@@ -29,7 +28,7 @@ from hybridpar.pipeline.run.stash import STORAGES, Notes
 from hybridpar.state.host import HostWork
 from hybridpar.state.store import DiskStore
 from hybridpar.train import engine
-from hybridpar.train.engine import Engine
+from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.offload_forecast import OffloadSpeeds, forecast_offload
 from hybridpar.train.settle import settle
 
@@ -39,45 +38,22 @@ M = 6
 
 def make(folder: Path, away: int | str, model: Mapping[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """A GPT of odd sizes with dropout, a page and more a tensor."""
-    return from_mapping({
-        "model": {"num_layers": 3, "hidden_size": 72, "num_heads": 6, "seq_length": 22, "vocab_size": 131,
-                  "dropout": 0.1, "attention_dropout": 0.1, **(model or {})},
-        "parallel": {"dp": 1, **sections.pop("parallel", {})},
-        "pipeline": {"num_microbatches": M, "schedule": "gpipe", **sections.pop("pipeline", {})},
-        "train": {"micro_batch_size": 2, "device": "cpu", **sections.pop("train", {})},
-        "memory": {"offload_activations": away, "folder": str(folder), **sections.pop("memory", {})}, **sections})
+    return gpt((3, 72, 6, 22, 131), {
+        "model": {"dropout": 0.1, "attention_dropout": 0.1}, "parallel": {"dp": 1}, "train": {"device": "cpu"},
+        "pipeline": {"num_microbatches": M, "schedule": "gpipe"},
+        "memory": {"offload_activations": away, "folder": str(folder)}}, {"model": dict(model or {})}, sections)
 
 
-@dataclass
-class Run:
-    """What a rank's training came to, the allocator's peak, and the bytes that have left."""
-
-    steps: list[tuple[float, float]]
-    tensors: dict[str, Tensor]
-    peak: int
-    moved: int
-
-    def check(self, other: Run) -> None:
-        assert self.steps == other.steps
-        assert not [key for key, tensor in self.tensors.items() if not torch.equal(tensor, other.tensors[key])]
-
-
-def build(config: Config) -> Engine:
-    parallel = config.parallel
-    return Engine(config, ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp), CPU)
-
-
-def train(config: Config, stretches: tuple[int, ...] = (2,)) -> Run:
-    steps: list[tuple[float, float]] = []
+def run(config: Config, *stretches: int) -> tuple[Outcome, int]:
+    """What a rank's training comes to, with the bytes that have left; and the allocator's peak."""
+    steps: list[StepResult] = []
     with measure(CPU) as meter:
-        engine = build(config)
-        loader = SyntheticLoader(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches,
-                                 engine.grid.dp.rank, engine.grid.dp.size)
+        engine, loader = start(config)
         for num_batches in stretches:
-            engine.train(loader, num_batches, lambda result: steps.append((result.loss, result.grad_norm)))
-        tensors = {key: tensor.clone() for key, tensor in engine.state.tensors().items()}
-    kept = engine.executor.stash
-    return Run(steps, tensors, meter.read().peak, kept.num_bytes if kept else 0)
+            engine.train(loader, num_batches, steps.append)
+    outcome, kept = train(engine, steps=steps), engine.executor.stash
+    outcome.moved = kept.num_bytes if kept else 0
+    return outcome, meter.read().peak
 
 
 @pytest.mark.parametrize(("model", "pipeline", "dtype"), [
@@ -87,10 +63,10 @@ def train(config: Config, stretches: tuple[int, ...] = (2,)) -> Run:
 ], ids=str)
 def test_the_same_bits_in_less_memory(model: dict[str, Any], pipeline: dict[str, Any], dtype: str,
                                       tmp_path: Path) -> None:
-    whole, some, most = (train(make(tmp_path, away, model, pipeline=pipeline, train={"dtype": dtype}))
+    whole, some, most = (run(make(tmp_path, away, model, pipeline=pipeline, train={"dtype": dtype}), 2)[0]
                          for away in (0, 2, 99))
-    for run in (some, most):
-        run.check(whole)
+    some.check(whole)
+    most.check(whole)
     assert 0 == whole.moved < some.moved < most.moved
 
 
@@ -112,11 +88,11 @@ def test_what_is_back_is_held_by_nobody_else(tmp_path: Path) -> None:
 
 def test_the_same_bits_by_way_of_the_host_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose device here is a CPU."""
-    whole = train(make(tmp_path, 0))
+    whole, _ = run(make(tmp_path, 0), 2)
     monkeypatch.setattr(engine, "FileTier", lambda folder: HostTier(CPU))
-    run = train(make(tmp_path, 99))
-    run.check(whole)
-    assert run.moved > 0
+    outcome, _ = run(make(tmp_path, 99), 2)
+    outcome.check(whole)
+    assert outcome.moved > 0
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
@@ -128,10 +104,10 @@ def test_the_same_bits_by_way_of_the_host_of_a_gpu(tmp_path: Path, monkeypatch: 
     ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw", "warmup": "latency"})], ids=str)
 def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], tmp_path: Path) -> None:
     configs = [make(tmp_path, away, parallel=parallel, pipeline=pipeline) for away in (0, 99)]
-    wholes, runs = (run_ranks(train, config.parallel.num_ranks, config) for config in configs)
-    for whole, run in zip(wholes, runs, strict=True):
-        run.check(whole)
-    assert any(run.moved for run in runs)
+    wholes, outcomes = (run_ranks(run, config.parallel.num_ranks, config, 2) for config in configs)
+    for (whole, _), (outcome, _) in zip(wholes, outcomes, strict=True):
+        outcome.check(whole)
+    assert any(outcome.moved for outcome, _ in outcomes)
 
 
 @pytest.mark.ranks
@@ -143,10 +119,10 @@ def test_the_allocator_counts_what_is_predicted(pp: int, model: dict[str, Any], 
     config = make(tmp_path, 99, LARGE | model, parallel={"pp": pp}, pipeline=pipeline,
                   train={"dtype": dtype, "micro_batch_size": 4, "num_steps": 4})
     plain = predict(replace(config, memory=replace(config.memory, offload_activations=0)))
-    runs = run_ranks(train, pp, config, (2, 2))  # the optimizer's state is there when the second begins
-    for run, stage, before in zip(runs, predict(config), plain, strict=True):
-        assert stage.total == pytest.approx(run.peak, rel=0.02)
-        assert (stage.total < before.total) == (run.moved > 0)
+    runs = run_ranks(run, pp, config, 2, 2)  # the optimizer's state is there when the second begins
+    for (outcome, peak), stage, before in zip(runs, predict(config), plain, strict=True):
+        assert stage.total == pytest.approx(peak, rel=0.02)
+        assert (stage.total < before.total) == (outcome.moved > 0)
 
 
 LARGE = {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "seq_length": 128, "vocab_size": 1024}
@@ -161,14 +137,14 @@ def test_beside_what_else_moves(sections: dict[str, dict[str, Any]], tmp_path: P
     """The same bits, and as much less memory as predicted."""
     whole, away = (make(tmp_path, away, LARGE, **sections) for away in (0, 99))
     ranks, grid = whole.parallel.num_ranks, whole.parallel
-    before, after = (run_ranks(train, ranks, config, (1, 2)) for config in (whole, away))
+    before, after = (run_ranks(run, ranks, config, 1, 2) for config in (whole, away))
     predicted = list(zip(predict(whole), predict(away), strict=True))
-    for rank, (run, less) in enumerate(zip(before, after, strict=True)):
-        less.check(run)
+    for rank, ((outcome, peak), (less, smaller_peak)) in enumerate(zip(before, after, strict=True)):
+        less.check(outcome)
         plain, smaller = predicted[rank // (ranks // grid.pp)]
-        not_counted = plain.total - run.peak if whole.memory.budget else 0  # pages of the budget, taken from the system
+        not_counted = plain.total - peak if whole.memory.budget else 0  # pages of the budget, taken from the system
         assert smaller.total < plain.total
-        assert smaller.total - not_counted == pytest.approx(less.peak, rel=0.02)
+        assert smaller.total - not_counted == pytest.approx(smaller_peak, rel=0.02)
 
 
 @pytest.mark.parametrize(("seconds", "away"), [((0.0, 0.0), (4,)), ((0.0, 1e3), (0,))])
@@ -233,24 +209,16 @@ def test_saved_and_stopped(tmp_path: Path) -> None:
     config = make(tmp_path, 0, pipeline={"schedule": "2bw", "num_microbatches": 6}, train={"num_steps": 10})
     ends = []
     for number, away in enumerate(((0, 0), (0, 99), (99, 0))):
-        folder, losses = tmp_path / str(number), list[float]()
-        for setting in away:
-            engine = build(replace(config, memory=replace(config.memory, offload_activations=setting)))
-            checkpoint.resume(folder, engine, "corpus", print)
-            loader = SyntheticLoader(config.model, 2, 6)
-
-            def note(result: Any, engine: Engine = engine, losses: list[float] = losses) -> None:
-                losses.append(result.loss)
-                engine.stop_requested = True
-
-            engine.train(loader, 10, note)
-            checkpoint.save(folder, engine, "corpus")
-        ends.append((losses, {key: tensor.clone() for key, tensor in engine.state.tensors().items()}))
-    (losses, tensors), *others = ends
-    assert 2 < len(losses) < 20
-    for other, found in others:
-        assert other == losses
-        assert not [key for key, tensor in tensors.items() if not torch.equal(tensor, found[key])]
+        first, second = (start(replace(config, memory=replace(config.memory, offload_activations=setting)))
+                         for setting in away)
+        first[0].train(first[1], 10, lambda result, engine=first[0]: setattr(  # type: ignore[misc]
+            engine, "stop_requested", True))
+        checkpoint.save(tmp_path / str(number), first[0], "corpus")
+        checkpoint.resume(tmp_path / str(number), second[0], "corpus", print)
+        assert 2 < second[0].batches_done < 10
+        ends.append(train(second[0], 2))
+    for end in ends[1:]:
+        end.check(ends[0])
 
 
 def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +227,7 @@ def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(DiskStore, "read", read)
     with pytest.raises(HybridparError, match=f"{tmp_path}: cannot read"):
-        train(make(tmp_path, 1))
+        run(make(tmp_path, 1), 2)
 
 
 @pytest.mark.parametrize(("sections", "message"), [

@@ -186,7 +186,7 @@ class Executing:
     def __init__(self, num_microbatches: int = 4):
         self.recording: Recording | None = None
         self.num_microbatches = num_microbatches
-        self.lane = SimpleNamespace(device=torch.device("cpu"))
+        self.lane, self.stages = SimpleNamespace(device=torch.device("cpu")), dict[int, Any]()
 
     def run(self, recorder: Recorder, batches: range) -> list[int]:
         """Runs one action a batch; returns the batches that were recorded."""

@@ -89,9 +89,11 @@ def test_a_run_stops_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.ranks
 def test_replicas_that_differ_are_rolled_back_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what each has not sent of its gradients."""
     config = write_config(tmp_path, "1f1b")
     flags = ("--parallel.dp", "2", "--anomalies.audit_interval", "3", "--anomalies.on_divergence", "roll_back",
-             "--train.eval_interval", "0")
+             "--train.eval_interval", "0", "--compression.gradients", "dct", "--compression.gradients_smallest", "64",
+             "--compression.gradients_kept", "0.1")
     run_job(2, "train", config, *flags)
     whole = steps(metrics(tmp_path / "runs" / "run"))
     healthy = Engine._apply

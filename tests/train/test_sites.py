@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +16,12 @@ from ranks import run_ranks
 
 from hybridpar import checkpoint
 from hybridpar.cli.planning import planned
+from hybridpar.comm import Work, all_gather_async, barrier
 from hybridpar.config import Config, Launch, from_mapping
 from hybridpar.errors import CheckpointError, ConfigError
-from hybridpar.state import find_divergence
+from hybridpar.state import find_divergence, outer
 from hybridpar.train.engine import Engine, StepResult
-from hybridpar.train.site_traffic import site_traffic
+from hybridpar.train.site_traffic import SiteTraffic, site_traffic
 
 pytestmark = pytest.mark.ranks
 STREAMED = {"every": 4, "fragments": 2, "delay": 2, "mix": 0.5, "precision": "bf16"}
@@ -145,6 +150,69 @@ def test_all_sites_stop_with_the_same_batch() -> None:
     """The request of one site's rank, made at step 2, leaves with the message of step 5, which step 6 takes."""
     config = make({"sites": 2}, outer={"every": 5, "delay": 1})
     assert run_ranks(stop_one, 2, config) == [(8, [*range(1, 9)], [6])] * 2
+
+
+@dataclass
+class Late:
+    """A message over a link so slow that it begins to leave when no site can go on without it. steps: of each site."""
+
+    send: Callable[[], Work]
+    steps: list[Path]
+
+    def wait(self) -> None:
+        own, end = self.steps[-1].stat().st_size, time.monotonic() + 20
+        while min(path.stat().st_size for path in self.steps) < own:
+            assert time.monotonic() < end, "a site waits for a message that may still take a step"
+            time.sleep(0.001)
+        self.send().wait()
+
+    def is_done(self) -> bool:
+        return False
+
+
+def with_a_slow_link(config: Config, root: Path, is_slow: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine, loader = start(config)
+    site, losses = engine.grid.site, list[float]()
+    steps = [root / f"{is_slow} {rank}" for rank in range(site.size)]
+    steps[site.rank].touch()
+    barrier(site)
+    messages: list[Late] = []
+
+    def send(*args: Any) -> Late:
+        messages.append(Late(partial(all_gather_async, *args), steps))
+        return messages[-1]
+
+    if is_slow and site.is_last:
+        outer.all_gather_async = send  # type: ignore[assignment]
+
+    def on_step(step: StepResult) -> None:
+        losses.append(step.loss)
+        with steps[site.rank].open("a") as file:
+            file.write(".")
+
+    engine.train(loader, 8, on_step)
+    assert len(messages) == (8 if is_slow and site.is_last else 0), "notes and weights, four times"
+    return losses, dict(engine.state.weights.full_weights())
+
+
+def test_a_site_behind_a_slower_link_holds_nobody_up_within_the_delay(tmp_path: Path) -> None:
+    """Its messages leave as late as they may; nothing is different then."""
+    config = make({"sites": 3}, outer=STREAMED)
+    slow, equal = (run_ranks(with_a_slow_link, 3, config, tmp_path, is_slow) for is_slow in (True, False))
+    for one, other in zip(slow, equal, strict=True):
+        assert one[0] == other[0]
+        assert all(torch.equal(weight, other[1][name]) for name, weight in one[1].items())
+
+
+def test_the_slowest_link_is_told_what_it_must_carry() -> None:
+    """Two messages of 3 MB within 14 steps of 0.2 s, and the same of a second."""
+    traffic = SiteTraffic((3_000_000, 2_000_000), 30, 14, 200.0, sites=3)
+    assert traffic.needed_mbit == pytest.approx(2 * 8 * 3 / 2.8)
+    assert "at 200 ms a step the slowest site's link must carry 17.1 Mbit/s each way, or all wait" in str(traffic)
+    assert "at 1 s a step the slowest site's link must carry 3.43 Mbit/s" in str(replace(traffic, step_ms=0.0))
+    waiting = replace(traffic, delay=0)
+    assert waiting.needed_mbit is None
+    assert "training waits for the slowest of them" in str(waiting)
 
 
 def save_after(config: Config, root: Path, num_batches: int) -> dict[str, torch.Tensor]:

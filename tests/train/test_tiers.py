@@ -8,22 +8,21 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines import Outcome, gpt, samples, train
 from ranks import run_ranks
-from torch import Tensor
 from train.runs import must_be_killed
 
 from hybridpar import checkpoint
-from hybridpar.config import Config, MemoryConfig, from_mapping
-from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.config import Config, MemoryConfig
 from hybridpar.errors import ConfigError, HybridparError
-from hybridpar.grid import ProcessGrid
+from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.state import StatePolicy, device_tier
 from hybridpar.state.device_tier import DeviceTieredMemory
 from hybridpar.state.pages import Region
@@ -32,7 +31,7 @@ from hybridpar.state.store import PAGE, DiskStore
 from hybridpar.state.tiered import TieredMemory
 from hybridpar.train import trace
 from hybridpar.train.costs import describe, run_costs
-from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.engine import Engine
 from hybridpar.verify.run import verify
 
 CPU = torch.device("cpu")
@@ -41,34 +40,8 @@ PLENTY = 1 << 30
 
 def make(model: Mapping[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """A GPT of odd sizes with dropout; three layers, one part each."""
-    config = from_mapping({
-        "model": {"num_layers": 3, "hidden_size": 48, "num_heads": 6, "seq_length": 14, "vocab_size": 131,
-                  "dropout": 0.1, **(model or {})},
-        "pipeline": {"num_microbatches": 4, **sections.pop("pipeline", {})},
-        "train": {"micro_batch_size": 2, **sections.pop("train", {})}, **sections})
-    parallel = config.parallel
-    return replace(config, parallel=replace(parallel, dp=max(parallel.dp, 1)))
-
-
-@dataclass
-class Run:
-    """The outcome of a training on one rank, and what its tiers did."""
-
-    steps: list[tuple[float, float]]
-    evaluated: dict[str, float]
-    tensors: dict[str, Tensor]
-    peak: int = 0
-    moved: int = 0
-
-    def check(self, other: Run) -> None:
-        assert self.steps == other.steps
-        assert self.evaluated == other.evaluated
-        assert self.tensors.keys() == other.tensors.keys()
-        assert not [key for key, tensor in self.tensors.items() if not torch.equal(tensor, other.tensors[key])]
-
-
-def content(engine: Engine) -> dict[str, Tensor]:
-    return {key: engine.state.memory.read(tensor).clone() for key, tensor in engine.state.tensors().items()}
+    return gpt((3, 48, 6, 14, 131), {"model": {"dropout": 0.1}, "parallel": {"dp": 1},
+                                     "pipeline": {"num_microbatches": 4}}, {"model": dict(model or {})}, sections)
 
 
 def build(config: Config, folder: Path, share: float | None, *, on_host: bool = False) -> Engine:
@@ -76,8 +49,7 @@ def build(config: Config, folder: Path, share: float | None, *, on_host: bool = 
 
     on_host: its tiers are as those of a GPU.
     """
-    parallel = config.parallel
-    grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
+    grid = ProcessGrid(sizes_of(config.parallel))
     if share is None:
         return Engine(replace(config, memory=MemoryConfig(parts=config.model.num_blocks)), grid, CPU)
     probe = Engine(replace(config, memory=MemoryConfig(PLENTY, str(folder))), grid, CPU)
@@ -90,21 +62,23 @@ def build(config: Config, folder: Path, share: float | None, *, on_host: bool = 
                   memory=DeviceTieredMemory(budget, CPU, whole) if on_host else None)
 
 
-def train(config: Config, folder: Path, share: float | None, stretches: tuple[int, ...] = (2, 1), *,
-          on_host: bool = False) -> Run:
+def run(config: Config, folder: Path, share: float | None, stretches: tuple[int, ...] = (2, 1), *,
+        on_host: bool = False) -> Outcome:
+    """Trains such an engine, within its budget."""
     engine = build(config, folder, share, on_host=on_host)
-    loader = SyntheticLoader(config.model, 2, 4, engine.grid.dp.rank, engine.grid.dp.size)
-    steps: list[tuple[float, float]] = []
-    for num_batches in stretches:
-        engine.train(loader, num_batches, lambda result: steps.append((result.loss, result.grad_norm)))
-    run = Run(steps, engine.evaluate(loader, 1), content(engine))
+    outcome = train(engine, *stretches)
     if share is not None:
-        assert isinstance(engine.state.memory, TieredMemory)
-        tiers = engine.state.memory.tiers
-        run.peak, run.moved = tiers.traffic.peak, tiers.traffic.read + tiers.traffic.written
-        assert run.peak <= tiers.budget
-        engine.state.memory.close()
-    return run
+        outcome.moved = close(engine)
+    return outcome
+
+
+def close(engine: Engine) -> int:
+    """Ends what its tiers do; bytes that they have moved."""
+    assert isinstance(engine.state.memory, TieredMemory)
+    tiers = engine.state.memory.tiers
+    assert tiers.traffic.peak <= tiers.budget <= engine.state.memory.budget
+    engine.state.memory.close()
+    return tiers.traffic.read + tiers.traffic.written
 
 
 PIPELINES = ({"schedule": "1f1b"}, {"schedule": "gpipe"}, {"schedule": "2bw"}, {"schedule": "pipedream"},
@@ -117,10 +91,9 @@ PIPELINES = ({"schedule": "1f1b"}, {"schedule": "gpipe"}, {"schedule": "2bw"}, {
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
 def test_any_budget_gives_the_same_bits(pipeline: dict[str, Any], dtype: str, tmp_path: Path) -> None:
     config = make(pipeline=pipeline, train={"dtype": dtype})
-    whole = train(config, tmp_path, None)
-    tight, roomy = (train(config, tmp_path, share) for share in (0.0, 0.2))
-    for run in (tight, roomy):
-        run.check(whole)
+    whole, tight, roomy = (run(config, tmp_path, share) for share in (None, 0.0, 0.2))
+    tight.check(whole)
+    roomy.check(whole)
     assert tight.moved > roomy.moved > 0
 
 
@@ -141,36 +114,30 @@ def test_storages_that_are_empty_while_items_are_on_the_host(pipeline: dict[str,
 
     monkeypatch.setattr(device_tier, "_Passed", Late)
     monkeypatch.setattr(device_tier, "_is_late", lambda device: True)
-    config = make(pipeline=pipeline, train={"dtype": dtype})
-    run = train(config, tmp_path, 0.1, on_host=True)
-    run.check(train(config, tmp_path, None))
-    assert run.moved > 0
+    assert on_host(make(pipeline=pipeline, train={"dtype": dtype}), tmp_path) > 0
     assert marks
 
 
-def on_host(config: Config, folder: Path) -> Run:
-    run = train(config, folder, 0.1, on_host=True)
-    run.check(train(config, folder, None))
-    return run
+def on_host(config: Config, folder: Path) -> int:
+    outcome = run(config, folder, 0.1, on_host=True)
+    outcome.check(run(config, folder, None))
+    return int(outcome.moved)
 
 
 @pytest.mark.ranks
 def test_shares_on_the_host(tmp_path: Path) -> None:
     """As above, with chunks that replicas share."""
     config = make({"num_layers": 2}, parallel={"dp": 2, "zero": 3}, pipeline={"schedule": "2bw"})
-    for run in run_ranks(on_host, 2, config, tmp_path):
-        assert run.moved > 0
+    assert min(run_ranks(on_host, 2, config, tmp_path)) > 0
 
 
 @pytest.mark.parametrize(("parts", "dtype"), [(1, "fp32"), (5, "fp32"), (5, "bf16")])
 def test_parts_change_nothing(parts: int, dtype: str) -> None:
     """A tied weight's gradients are added in one order: of a head, then of an embedding, in one backward or in two."""
     config = make(pipeline={"schedule": "2bw", "num_microbatches": 16}, train={"dtype": dtype, "micro_batch_size": 1})
-    engines = [Engine(replace(config, memory=MemoryConfig(parts=n)), ProcessGrid(), CPU) for n in (0, parts)]
-    for engine in engines:
-        engine.train(SyntheticLoader(config.model, 1, 16), 2, lambda result: None)
-    one, other = map(content, engines)
-    assert not [key for key, tensor in one.items() if not torch.equal(tensor, other[key])]
+    one, other = (train(Engine(replace(config, memory=MemoryConfig(parts=n)), ProcessGrid(), CPU), 2)
+                  for n in (0, parts))
+    one.check(other)
 
 
 @pytest.mark.parametrize(("optim", "model"), [
@@ -179,16 +146,16 @@ def test_parts_change_nothing(parts: int, dtype: str) -> None:
 def test_optimizers_and_models(optim: dict[str, Any], model: dict[str, Any], tmp_path: Path) -> None:
     """LAMB and Muon update all at once, so their least budget has room for everything but activations."""
     config = make(model, optim=optim)
-    train(config, tmp_path, 0.0).check(train(config, tmp_path, None))
+    run(config, tmp_path, 0.0).check(run(config, tmp_path, None))
 
 
 def test_a_part_at_a_time_moves_weights_once_a_sweep(tmp_path: Path) -> None:
     """gpipe on one stage, without a weight that the first and the last part have in common."""
     untied = {"tie_embeddings": False}
-    by_part, by_microbatch = (train(make(untied, pipeline={"schedule": schedule, "num_microbatches": 4}), tmp_path, 0.0)
+    by_part, by_microbatch = (run(make(untied, pipeline={"schedule": schedule}), tmp_path, 0.0)
                               for schedule in ("gpipe", "1f1b"))
     assert by_part.moved < by_microbatch.moved / 1.5
-    assert train(make(untied), tmp_path, 1.0).moved == 0
+    assert run(make(untied), tmp_path, 1.0).moved == 0
 
 
 @pytest.mark.ranks
@@ -201,69 +168,48 @@ def test_a_part_at_a_time_moves_weights_once_a_sweep(tmp_path: Path) -> None:
 def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], dtype: str, tmp_path: Path) -> None:
     config = make(parallel=parallel, pipeline=pipeline, train={"dtype": dtype})
     ranks = config.parallel.num_ranks
-    runs, wholes = (run_ranks(train, ranks, config, tmp_path, share) for share in (0.0, None))
-    for run, whole in zip(runs, wholes, strict=True):
-        run.check(whole)
-    assert any(run.moved for run in runs)
+    outcomes, wholes = (run_ranks(run, ranks, config, tmp_path, share) for share in (0.0, None))
+    for outcome, whole in zip(outcomes, wholes, strict=True):
+        outcome.check(whole)
+    assert any(outcome.moved for outcome in outcomes)
 
 
-def resumed(config: Config, folder: Path) -> tuple[list[str], int]:
-    """What differs between a run without a budget, and one that is saved with the least and goes on with more; and the
-    bytes that this one moved. Both are then asked to stop, which they do in the middle of other batches."""
+def resumed(config: Config, folder: Path) -> int:
+    """Saved with the least budget and gone on with more, then asked to stop, in the middle of other batches: it is a
+    run without a budget. Bytes moved."""
     plain, first, second = (build(config, folder, share) for share in (None, 0.0, 0.2))
-    steps: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    loader = SyntheticLoader(config.model, 2, 4, plain.grid.dp.rank, plain.grid.dp.size)
-
-    def go_on(engine: Engine, num_batches: int, *, stop: bool = False) -> None:
-        def note(result: StepResult) -> None:
-            steps[engine is plain].append((result.loss, result.grad_norm))
-            engine.stop_requested = stop
-
-        engine.train(loader, num_batches, note)
-        engine.stop_requested = False
-
-    go_on(plain, 3)
+    train(plain, 3)
     for engine, num_batches in ((first, 2), (second, 1)):
         checkpoint.resume(folder / "saved", engine, "corpus", print)
-        go_on(engine, num_batches)
+        train(engine, num_batches)
         checkpoint.save(folder / "saved", engine, "corpus")
     for engine in (plain, second):
-        go_on(engine, 50, stop=True)
-        go_on(engine, 1)
-    evaluated = [engine.evaluate(loader, 1) for engine in (plain, second)]
-    one, other = content(plain), content(second)
-    moved = 0
-    for engine in (first, second):
-        assert isinstance(engine.state.memory, TieredMemory)
-        tiers = engine.state.memory.tiers
-        assert tiers.traffic.peak <= tiers.budget < engine.state.memory.budget
-        moved += tiers.traffic.read + tiers.traffic.written
-        engine.state.memory.close()
-    differs = [key for key, tensor in one.items() if not torch.equal(tensor, other[key])]
-    same = {"steps": steps[True] == steps[False], "evaluated": evaluated[0] == evaluated[1]}
-    return differs + [what for what, equal in same.items() if not equal], moved
+        engine.train(samples(engine), 50, lambda result, engine=engine: setattr(  # type: ignore[misc]
+            engine, "stop_requested", True))
+        engine.stop_requested = False
+        assert 4 < engine.batches_done < 20
+    train(second, 1).check(train(plain, 1))
+    return close(first) + close(second)
 
 
 @pytest.mark.ranks
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
-def test_shares_of_replicas_are_items(pipeline: dict[str, Any], dtype: str, zero: int, tmp_path: Path) -> None:
-    config = make({"num_layers": 2}, parallel={"dp": 2, "zero": zero}, pipeline=pipeline,
+def test_items_and_shares_of_replicas_are_saved_and_stopped(pipeline: dict[str, Any], dtype: str, zero: int,
+                                                            tmp_path: Path) -> None:
+    ranks = 1 + (zero > 0)
+    config = make({"num_layers": 2}, parallel={"dp": ranks, "zero": zero}, pipeline=pipeline,
                   train={"dtype": dtype, "num_steps": 60})
-    for differs, moved in run_ranks(resumed, 2, config, tmp_path):
-        assert not differs
-        assert moved > 0
+    assert min(run_ranks(resumed, ranks, config, tmp_path)) > 0
 
 
 @pytest.mark.ranks
 def test_shares_that_are_updated_at_once(tmp_path: Path) -> None:
     """Muon's least budget has room for all shares."""
     config = make({"num_layers": 2}, parallel={"dp": 2, "zero": 3}, optim={"name": "muon"}, train={"num_steps": 60})
-    for differs, moved in run_ranks(resumed, 2, config, tmp_path):
-        assert not differs
-        assert moved == 0
+    assert run_ranks(resumed, 2, config, tmp_path) == [0, 0]
 
 
 @pytest.mark.ranks
@@ -275,28 +221,26 @@ def test_a_grid_with_a_budget_is_the_same_training(zero: int, tmp_path: Path) ->
     assert report.ok, report.first_divergence
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize(("before", "after"), [(0.0, None), (None, 0.1), (0.3, 0.0)])
-def test_saved_with_one_budget_and_gone_on_with_another(before: float | None, after: float | None, dtype: str,
-                                                        tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "after", "dtype"), [(0.0, None, "bf16"), (None, 0.1, "fp32")])
+def test_saved_with_a_budget_and_gone_on_with_without_one_and_back(
+        before: float | None, after: float | None, dtype: str, tmp_path: Path) -> None:
     config = make(pipeline={"schedule": "2bw"}, train={"dtype": dtype, "num_steps": 10})
-    whole = train(config, tmp_path, None, (2, 3))
-    steps: list[tuple[float, float]] = []
-    for share, num_batches in ((before, 2), (after, 3)):
-        engine = build(config, tmp_path, share)
-        checkpoint.resume(tmp_path, engine, "corpus", print)
-        loader = SyntheticLoader(config.model, 2, 4)
-        engine.train(loader, num_batches, lambda result: steps.append((result.loss, result.grad_norm)))
-        checkpoint.save(tmp_path, engine, "corpus")
-    Run(steps, engine.evaluate(loader, 1), content(engine)).check(whole)
+    train(engine := build(config, tmp_path, before), 2)
+    checkpoint.save(tmp_path, engine, "corpus")
+    gone_on(config, tmp_path, after)
+
+
+def gone_on(config: Config, folder: Path, share: float | None) -> None:
+    """What was saved after two batches goes on to what a whole run without a budget comes to."""
+    whole, engine = run(config, folder, None, (2, 3)), build(config, folder, share)
+    checkpoint.resume(folder, engine, "corpus", print)
+    train(engine, 3, steps=whole.steps[:2]).check(whole)
 
 
 def killed(config: Config, folder: Path) -> None:
     """Saves after two batches, and ends in the next one, when half of an item is written."""
     engine, real = build(config, folder, 0.0), DiskStore.write
-    loader = SyntheticLoader(config.model, 2, 4)
-    engine.train(loader, 2, lambda result: None)
+    train(engine, 2)
     checkpoint.save(folder, engine, "corpus")
     calls = iter(range(100))
 
@@ -307,31 +251,14 @@ def killed(config: Config, folder: Path) -> None:
         real(self, item, content)
 
     DiskStore.write = write  # type: ignore[method-assign]  # of a process that is about to end
-    engine.train(loader, 3, lambda result: None)
+    train(engine, 3)
 
 
 @pytest.mark.ranks
 def test_a_kill_in_the_middle_of_a_move_is_gone_on_from_to_the_bit(tmp_path: Path) -> None:
     config = make(pipeline={"schedule": "2bw"}, train={"num_steps": 10})
     must_be_killed(partial(killed, config, tmp_path))
-    whole, engine = train(config, tmp_path, None, (2, 3)), build(config, tmp_path, 0.0)
-    checkpoint.resume(tmp_path, engine, "corpus", print)
-    loader, steps = SyntheticLoader(config.model, 2, 4), list[tuple[float, float]]()
-    engine.train(loader, 3, lambda result: steps.append((result.loss, result.grad_norm)))
-    Run(whole.steps[:2] + steps, engine.evaluate(loader, 1), content(engine)).check(whole)
-
-
-def test_a_stop_in_the_middle(tmp_path: Path) -> None:
-    config = make(pipeline={"schedule": "2bw"})
-    engine, plain = build(config, tmp_path, 0.0), build(config, tmp_path, None)
-    for one in (engine, plain):
-        loader = SyntheticLoader(config.model, 2, 4)
-        one.train(loader, 100, lambda result, one=one: setattr(one, "stop_requested", True))  # type: ignore[misc]
-        one.stop_requested = False
-        one.train(loader, 2, lambda result: None)
-    assert 2 < engine.batches_done == plain.batches_done < 20
-    one, other = content(engine), content(plain)
-    assert not [key for key, tensor in one.items() if not torch.equal(tensor, other[key])]
+    gone_on(config, tmp_path, 0.0)
 
 
 def test_a_budget_that_is_too_small_names_the_least(tmp_path: Path) -> None:
@@ -352,7 +279,7 @@ def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypat
     real = DiskStore.write
     monkeypatch.setattr(DiskStore, "write", write)
     with pytest.raises(HybridparError, match=rf"{tmp_path}: cannot write a part of the state: .*Input/output error"):
-        engine.train(SyntheticLoader(engine.config.model, 2, 4), 20, lambda result: None)
+        train(engine, 20)
 
 
 def test_a_slow_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +293,7 @@ def test_a_slow_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(DiskStore, "read", read)
     engine, grid = build(config := make(), tmp_path, 0.0), ProcessGrid()
     recorder = trace.Recorder(engine.executor, 0, 6)
-    engine.train(SyntheticLoader(config.model, 2, 4), 6, lambda result: recorder.after_step(result.step))
+    engine.train(samples(engine), 6, lambda result: recorder.after_step(result.step))
     recorder.close()
     costs = run_costs(config, trace.gather(recorder, grid))
     assert costs is not None
@@ -383,7 +310,7 @@ def test_memory_is_really_given_back(tmp_path: Path) -> None:
     memory = engine.state.memory
     assert isinstance(memory, TieredMemory)
     seen: list[int] = []
-    engine.train(SyntheticLoader(config.model, 2, 4), 4, lambda result: seen.append(
+    engine.train(samples(engine), 4, lambda result: seen.append(
         sum(resident_bytes(item.region) for item in memory.tiers.items)))
     assert max(seen) <= memory.budget < sum(item.num_bytes for item in memory.items) / 2
     assert max(seen) > memory.budget / 2

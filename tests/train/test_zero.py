@@ -3,57 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines import gpt, start
 from ranks import run_ranks
 from torch import Tensor
 
 from hybridpar import checkpoint
-from hybridpar.config import Config, from_mapping
-from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.grid import ProcessGrid
+from hybridpar.config import Config
 from hybridpar.state import find_divergence
-from hybridpar.train.engine import Engine
 
 pytestmark = pytest.mark.ranks
 
-CPU = torch.device("cpu")
 UNTIED = {"tie_embeddings": False}
 
 
 def make(model: Mapping[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """A GPT of odd sizes with dropout; two layers, one part each."""
-    return from_mapping({
-        "model": {"num_layers": 2, "hidden_size": 48, "num_heads": 6, "seq_length": 14, "vocab_size": 131,
-                  "dropout": 0.1, **(model or {})},
-        "parallel": {"dp": 2, **sections.pop("parallel", {})},
-        "pipeline": {"num_microbatches": 4, **sections.pop("pipeline", {})},
-        "train": {"micro_batch_size": 2, "num_steps": 10, **sections.pop("train", {})}, **sections})
+    return gpt((2, 48, 6, 14, 131), {"model": {"dropout": 0.1}, "parallel": {"dp": 2},
+                                     "pipeline": {"num_microbatches": 4}}, {"model": dict(model or {})}, sections)
 
 
 def with_zero(config: Config, zero: int) -> Config:
     return replace(config, parallel=replace(config.parallel, zero=zero))
 
 
-def make_grid(config: Config) -> ProcessGrid:
-    parallel = config.parallel
-    return ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
-
-
-@dataclass
 class Run:
     """A training on one rank."""
 
-    engine: Engine
-
-    def __post_init__(self) -> None:
+    def __init__(self, config: Config):
+        self.engine, self.loader = start(config)
         self.steps: list[tuple[float, float]] = []
-        config, dp = self.engine.config, self.engine.grid.dp
-        self.loader = SyntheticLoader(config.model, 2, config.pipeline.num_microbatches, dp.rank, dp.size)
 
     def train(self, num_batches: int) -> Run:
         self.engine.train(self.loader, num_batches, lambda result: self.steps.append((result.loss, result.grad_norm)))
@@ -76,8 +60,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def both(config: Config) -> list[str]:
-    grid = make_grid(config)
-    one, other = (Run(Engine(with_zero(config, zero), grid, CPU)).train(2).train(1).outcome() for zero in (2, 3))
+    one, other = (Run(with_zero(config, zero)).train(2).train(1).outcome() for zero in (2, 3))
     return differing(one, other)
 
 
@@ -110,7 +93,7 @@ def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any]) -> None:
 
 def traffic_of_a_batch(config: Config) -> tuple[dict[str, int], dict[str, int], int, int]:
     """Calls and bytes over dp by operation; and bytes of all weights, and of what is whole at once."""
-    run = Run(Engine(config, make_grid(config), CPU)).train(1)
+    run = Run(config).train(1)
     engine = run.engine
     engine.grid.dp.traffic.clear()
     run.train(1)
@@ -144,9 +127,8 @@ def test_other_schedules_take_as_much_for_every_micro_batch() -> None:
 
 def saves_and_goes_on(config: Config, folder: Path) -> tuple[list[str], dict[str, Tensor]]:
     """What differs in a run that was resumed from one that was not, and its weights."""
-    grid = make_grid(config)
-    whole = Run(Engine(config, grid, CPU)).train(2).train(2)
-    first, second = Run(Engine(config, grid, CPU)).train(2), Run(Engine(config, grid, CPU))
+    whole = Run(config).train(2).train(2)
+    first, second = Run(config).train(2), Run(config)
     checkpoint.save(folder, first.engine, "corpus")
     checkpoint.resume(folder, second.engine, "corpus", print)
     second.steps = first.steps
@@ -156,7 +138,7 @@ def saves_and_goes_on(config: Config, folder: Path) -> tuple[list[str], dict[str
 
 
 def resumed(config: Config, folder: Path) -> dict[str, Tensor]:
-    run = Run(Engine(config, make_grid(config), CPU))
+    run = Run(config)
     checkpoint.resume(folder, run.engine, "corpus", print)
     run.engine.evaluate(run.loader, 1)
     return run.engine.state.weights.full_weights()
@@ -172,16 +154,16 @@ def test_shares_are_saved_and_gone_on_with_anywhere(dtype: str, tmp_path: Path) 
         config.pipeline, num_microbatches=8 // dp)) for dp in (1, 4))
     assert not differing(weights, resumed(alone, tmp_path))
     assert not differing(weights, run_ranks(resumed, 4, four, tmp_path)[2])
-    one = Run(Engine(with_zero(alone, 0), ProcessGrid(), CPU)).train(2)
+    one = Run(with_zero(alone, 0)).train(2)
     checkpoint.save(tmp_path / "whole", one.engine, "corpus")
     expected = one.engine.state.weights.full_weights()
     assert not differing(expected, run_ranks(resumed, 2, config, tmp_path / "whole")[1])
 
 
 def stopped(config: Config) -> tuple[int, list[str]]:
-    grid, outcomes = make_grid(config), []
+    outcomes = []
     for zero in (2, 3):
-        run = Run(Engine(with_zero(config, zero), grid, CPU))
+        run = Run(with_zero(config, zero))
         engine = run.engine
         engine.train(run.loader, 100, lambda result, engine=engine: setattr(  # type: ignore[misc]
             engine, "stop_requested", True))

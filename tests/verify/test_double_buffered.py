@@ -41,30 +41,26 @@ def test_sharded_optimizer_state(optim: str, grid: dict[str, int]) -> None:
     holds(grid, config(BERT, parallel=ZERO, optim={"name": optim, "weight_decay": 0.1}), RESUMED)
 
 
-@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "pipedream"])
+@pytest.mark.parametrize("schedule", ["gpipe", "pipedream"])
 def test_sharded_optimizer_state_under_every_schedule(schedule: str) -> None:
     holds({"pp": 2, "dp": 2}, config(parallel=ZERO, pipeline={"schedule": schedule}), num_batches=3)
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_rows_that_several_tensor_ranks_hold_are_not_shared_out(optim: str) -> None:
-    holds({"tp": 4, "dp": 2}, config(LLAMA, parallel=ZERO, optim={"name": optim}, pipeline={"num_microbatches": 2}))
+    holds({"tp": 4, "dp": 2}, config(LLAMA, parallel=ZERO, optim={"name": optim}), num_batches=3)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("p", "m", "early_switch"), [
-    (1, 4, 0), (1, 4, 2), (2, 4, 0), (2, 4, 1), (2, 4, 3), (3, 5, 0), (3, 5, 2), (4, 8, 1), (4, 4, 1),
-])
+@pytest.mark.parametrize(("p", "m", "early_switch"), [(1, 4, 2), (2, 4, 0), (2, 4, 3), (4, 8, 1)])
 def test_early_switch(p: int, m: int, early_switch: int) -> None:
     pipeline = {"num_microbatches": m, "early_switch": early_switch}
     holds({"pp": p, "dp": 2 if p < 3 else 1}, config(DROPOUT, pipeline=pipeline), Disturbance(frozenset({2}), 3))
 
 
 @pytest.mark.parametrize("pipeline", [
-    {"warmup": "latency", "num_microbatches": 5},
     {"warmup": "latency", "num_microbatches": 6, "early_switch": 3, "recompute": "stage"},
     {"warmup": "bandwidth", "num_microbatches": 7},
-    {"gradient_buffers": 1}, {"sync_steps": 2}, {"sync_steps": 2, "early_switch": 1, "recompute": "all"},
+    {"gradient_buffers": 1}, {"sync_steps": 2, "early_switch": 1, "recompute": "all"},
 ], ids=str)
 def test_options_of_the_schedule(pipeline: dict[str, Any]) -> None:
     holds({"pp": 3}, config(pipeline=pipeline), RESUMED)

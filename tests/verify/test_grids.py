@@ -37,7 +37,7 @@ def holds(grid: dict[str, int], config: Config, num_batches: int = 3) -> None:
 @pytest.mark.parametrize("model", [{}, {"tie_embeddings": False}, BERT, {**BERT, "tie_embeddings": False}],
                          ids=["gpt", "gpt-untied", "bert", "bert-untied"])
 @pytest.mark.parametrize("grid", [
-    {"tp": 2}, {"tp": 3}, {"tp": 4}, {"pp": 2}, {"pp": 3}, {"pp": 4}, {"dp": 2}, {"dp": 3}, {"tp": 2, "pp": 2, "dp": 2},
+    {"tp": 3}, {"tp": 4}, {"pp": 2}, {"pp": 4}, {"dp": 3}, {"tp": 2, "pp": 2, "dp": 2},
 ], ids=lambda g: "-".join(f"{a}{n}" for a, n in g.items()))
 def test_models_on_grids(grid: dict[str, int], model: dict[str, Any]) -> None:
     holds(grid, make(model), num_batches=2)
@@ -51,12 +51,12 @@ def test_schedules(schedule: str, grid: dict[str, int]) -> None:
     holds(grid, make(DROPOUT, pipeline={"schedule": schedule}), num_batches=4)
 
 
-@pytest.mark.parametrize("optim", ["adamw", "sgd", "lamb"])
+@pytest.mark.parametrize("optim", ["sgd", "lamb"])
 def test_optimizers(optim: str) -> None:
     holds({"tp": 2, "pp": 2}, make(pipeline={"schedule": "2bw"}, optim={"name": optim, "weight_decay": 0.1}))
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4, 6])
+@pytest.mark.parametrize("tp", [3, 6])
 def test_uneven_heads_groups_features_and_vocabulary(tp: int) -> None:
     """6 query heads in 3 groups, 50 ffn features, 61 words: nothing divides; beyond tp 3 ranks share keys, values."""
     holds({"tp": tp}, make(LLAMA), num_batches=2)
@@ -98,18 +98,18 @@ def test_recomputation_uses_the_version_of_the_forward(schedule: str, recompute:
     holds({"pp": 2}, make(DROPOUT, pipeline={"schedule": schedule, "recompute": recompute}))
 
 
-@pytest.mark.parametrize("m", [1, 3, 7])
+@pytest.mark.parametrize("m", [1, 7])
 def test_gradient_accumulation(m: int) -> None:
     holds({"dp": 2}, make(BERT, pipeline={"num_microbatches": m}))
 
 
 @pytest.mark.parametrize(("schedule", "m"),
-                         [("pipedream", 1), ("pipedream", 2), ("gpipe", 2), ("1f1b", 1), ("naive", 1)])
+                         [("pipedream", 1), ("gpipe", 2), ("1f1b", 1)])
 def test_fewer_microbatches_than_stages(schedule: str, m: int) -> None:
     holds({"pp": 4}, make(pipeline={"schedule": schedule, "num_microbatches": m}))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
 def test_no_clipping(schedule: str) -> None:
     """pipedream then never waits for another stage's norm, and reports it later."""
     holds({"pp": 3}, make(pipeline={"schedule": schedule}, optim={"clip_grad": 0.0}), num_batches=4)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from engines import gpt, start
+from ranks import run_ranks
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.verify.run import run_grid, verify
@@ -18,14 +20,9 @@ BERT = {"kind": "bert", "vocab_size": 67, "sentence_head": "nsp", "num_kv_heads"
 
 def make(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """3 layers, 6 heads in 3 groups, 13 tokens, dropout: nothing divides but samples."""
-    return from_mapping({
-        "model": {"num_layers": 3, "hidden_size": 24, "num_heads": 6, "num_kv_heads": 3, "seq_length": 13,
-                  "vocab_size": 61, "dropout": 0.1, "attention_dropout": 0.2, **(model or {})},
-        "parallel": {"tp": 2, "dp": 1, "tp_pieces": 2, **sections.get("parallel", {})},
-        "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
-        "train": {"micro_batch_size": 4, "num_steps": 10, "dtype": "fp64", **sections.get("train", {})},
-        "optim": {"lr": 1e-2, "warmup_steps": 2, "clip_grad": 0.5},
-    })
+    own = {"model": {"num_kv_heads": 3, "dropout": 0.1, "attention_dropout": 0.2, **(model or {})},
+           "parallel": {"tp": 2, "dp": 1, "tp_pieces": 2}, "train": {"micro_batch_size": 4, "dtype": "fp64"}}
+    return gpt((3, 24, 6, 13, 61), own, sections)
 
 
 @pytest.mark.parametrize(("grid", "settings"), [
@@ -50,6 +47,21 @@ def test_weights_are_those_of_smaller_microbatches_to_the_bit(schedule: dict[str
     for batch in range(3):
         for name, gradient in whole.gradients[batch].items():
             assert torch.equal(gradient, pieces.gradients[batch][name]), name
+
+
+def evaluated(config: Config) -> tuple[float, int]:
+    """Loss after a step, and the number of sums over tp."""
+    engine, loader = start(config)
+    engine.train(loader, 1, lambda step: None)
+    return engine.evaluate(loader, 2)["lm"], engine.grid.tp.traffic.calls["all_reduce"]
+
+
+def test_evaluation_is_in_pieces_and_each_sums_for_itself() -> None:
+    """A piece's forward has 10 sums (embedding, 2 in each of 3 layers, 3 in the head), its backward 7."""
+    ((pieces, more), _), ((whole, sums), _) = (
+        run_ranks(evaluated, 2, make(parallel={"tp_pieces": number})) for number in (2, 1))
+    assert pieces == pytest.approx(whole, rel=1e-12)
+    assert more - sums == 3 * 17 + 2 * 3 * 10
 
 
 def test_what_pieces_do_not_go_with_is_said() -> None:

@@ -77,7 +77,24 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Largest:
+class _Share:
+    """Keeps a share of a row's numbers, of this dtype. rounded: they are sent as bfloat16."""
+
+    share: float
+    dtype: torch.dtype
+    rounded: bool = False
+
+    def kept(self, cols: int) -> int:
+        """Numbers that are sent of rows of `cols`."""
+        return max(1, round(self.share * cols))
+
+    def values(self, cols: int) -> int:
+        """Their bytes."""
+        return self.kept(cols) * value_bytes(self.dtype, self.rounded)
+
+
+@dataclass(frozen=True)
+class Largest(_Share):
     """Of each row the k numbers farthest from zero, and where they are (ops.largest); zeros in place of the others.
 
     Bytes of a row: k values and ceil(cols / 8), k = share * cols to the nearest. This is DCT-MP (arXiv 2010.08899,
@@ -85,22 +102,9 @@ class Largest:
     anew every L iterations. So there is no state that could differ between the ends of a link, messages have one
     length, and which features pass depends neither on micro-batches nor on the grid. What is left out is not added
     later: it belongs to a sample that does not come again.
-
-    dtype: of the numbers. rounded: values are sent as bfloat16.
     """
 
-    share: float
-    dtype: torch.dtype
-    rounded: bool = False
     backend: str = "auto"
-
-    def kept(self, cols: int) -> int:
-        """k of rows of `cols` numbers."""
-        return max(1, round(self.share * cols))
-
-    def values(self, cols: int) -> int:
-        """Bytes of a row's values."""
-        return self.kept(cols) * value_bytes(self.dtype, self.rounded)
 
     def row_bytes(self, cols: int) -> int:
         return self.values(cols) + places_bytes(cols)
@@ -142,27 +146,18 @@ class Marked:
 
 
 @dataclass(frozen=True)
-class Subspace:
+class Subspace(_Share):
     """Of each row its r = share * cols coordinates along fixed directions: x U, and U^T of them behind the link.
 
     U [cols, r] is orthonormal, drawn once for all links of a run, and never sent. Both ways have it, so gradients are
     those of the layer y = x U U^T, and what trains before and behind a link meets in these r directions. (Subspace
     Networks, NeurIPS 2025, without their rule that weights stay in the subspace.)
-
-    dtype: of the numbers. rounded: coordinates are sent as bfloat16.
     """
 
-    share: float
-    dtype: torch.dtype
-    rounded: bool = False
     _bases: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
-    def rank(self, cols: int) -> int:
-        """r of rows of `cols` numbers."""
-        return max(1, round(self.share * cols))
-
     def row_bytes(self, cols: int) -> int:
-        return self.rank(cols) * value_bytes(self.dtype, self.rounded)
+        return self.values(cols)
 
     def encode(self, x: Tensor) -> Tensor:
         return (x @ self._basis(x)).to(self._type).view(torch.uint8)
@@ -176,7 +171,7 @@ class Subspace:
 
     def _basis(self, x: Tensor) -> Tensor:
         if x.device not in self._bases:
-            cols, rank = x.shape[1], self.rank(x.shape[1])
+            cols, rank = x.shape[1], self.kept(x.shape[1])
             drawn = random.normal(0, random.site(f"subspace {cols} {rank}"), rows=cols, cols=rank, stride=rank, start=0,
                                   dtype=torch.float64)
             self._bases[x.device] = basis(drawn).to(x.device, self.dtype)

@@ -54,11 +54,6 @@ class Assignment:
         return 0.0 if self.proven or not self.objective else 1 - self.bound / self.objective
 
     @property
-    def device_of(self) -> dict[int, int]:
-        """The device of each node, by id."""
-        return dict(zip(self.workload.ids, self.devices.tolist(), strict=True))
-
-    @property
     def contiguous(self) -> bool:
         """No path of forward nodes leaves a device and comes back."""
         return is_contiguous(self.workload, self.devices)

@@ -36,6 +36,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from hybridpar import flight
 from hybridpar.checkpoint import saved_steps
+from hybridpar.checkpoint.folders import half_written
 from hybridpar.config import JOB, Config, pass_on_signals
 from hybridpar.train.faults.diagnose import Diagnosis, Seen, diagnose, find_stall
 from hybridpar.train.faults.inject import Fault, parse_faults
@@ -104,6 +105,7 @@ class Supervisor(LocalElasticAgent):
         self._records = Records(self._folder, self._say)
         self._records.begin(FAILURES)
         self._newest, self._blamed = self._saved(), -1
+        self._left: set[tuple[str, int]] = set()  # checkpoints that will not be published
         self.exit_code = 1
         super().__init__(_spec(self._ranks, args, config.faults.restarts), DefaultLogsSpecs())
 
@@ -187,8 +189,12 @@ class Supervisor(LocalElasticAgent):
     def _await_save(self) -> None:
         """Gives ranks that live some seconds to publish the checkpoint that they are writing."""
         end = time.monotonic() + _LAST_SAVE_S
-        while time.monotonic() < end and list((self._folder / CHECKPOINTS).glob(".step_*.part")):
+        while time.monotonic() < end and half_written(self._folder / CHECKPOINTS) - self._left:
             time.sleep(_LOOK_EVERY_S)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._left = half_written(self._folder / CHECKPOINTS)
+        return super()._start_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(signal.SIGKILL)  # those that are left wait for the one that failed

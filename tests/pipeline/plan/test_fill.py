@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline.plan.test_zero_bubble import COSTS, costs_of, schedule_for
 
 from hybridpar.pipeline.plan.check import CheckReport, check
 from hybridpar.pipeline.plan.costs import Costs
@@ -14,8 +15,6 @@ from hybridpar.pipeline.plan.order import format_order
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
-
-COSTS = [(1, 1, 1), (1, 1.2, 0.8), (1.08, 1.2, 1), (1, 1.5, 0.5)]
 
 
 def filled(schedule: Schedule, sizes: Sizes, costs: Costs, most: float = 0) -> Schedule:
@@ -27,10 +26,6 @@ def filled(schedule: Schedule, sizes: Sizes, costs: Costs, most: float = 0) -> S
     steps = fill(orders, sizes, costs, Room([1] * sizes.num_stages, [most] * p), swaps=not sizes.is_ring)
     return make_schedule("own", placement=sizes.placement, chunks=0 if sizes.is_v or sizes.chunks == 1 else
                          sizes.chunks, order=[format_order(line, sizes, rank) for rank, line in enumerate(steps)])
-
-
-def costs_of(f: float, i: float, w: float, v: int = 1, latency: float = 0.0) -> Costs:
-    return Costs(f / v, (i + w) / v, backward_input=i / v, latency=latency)
 
 
 def makespan(schedule: Schedule, sizes: Sizes, costs: Costs) -> float:
@@ -46,7 +41,7 @@ def proven(schedule: Schedule, sizes: Sizes) -> CheckReport:
 def test_formula(p: int, m: int, v: int, costs: tuple[float, float, float]) -> None:
     """(p-1)(F+I-W)/v at the same memory (1f1b's first rank's, where p divides m): what ZB-H1 has by its rule."""
     f, i, w = costs
-    schedule = make_schedule("1f1b" if v == 1 else "interleaved", zero_bubble=True)
+    schedule = schedule_for(v)
     sizes, each = Sizes(p, m, v), costs_of(f, i, w, v)
     found = filled(schedule, sizes, each)
     assert makespan(found, sizes, each) <= m * (f + i + w) + (p - 1) * (f + i - w) / v + 1e-9

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline.plan.test_options import options_of_2bw
+from pipeline.plan.test_simulate import relative_step
 
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.passes import make_plan
@@ -70,12 +71,6 @@ def test_agrees_with_an_independent_simulation(setting, forward, backward, laten
     assert starts == independent_starts(p, m, 4, run_ahead, switch, forward, backward, latency, reduce)
 
 
-def relative_step(schedule, p, m, *, gather=False, **costs):
-    """Steady-state step time over that of a pipeline that is never idle; a forward takes 1, a backward 2."""
-    plan = make_plan(schedule, Sizes(p, m), 0, 12, gather=gather)
-    return simulate(plan, Costs(**costs)).step_time(m) / (3 * m)
-
-
 CPU = {"blocking_norm": True, "tied": True}  # the worst case: NORM blocks, and its REDUCE meets the other end
 
 
@@ -131,6 +126,16 @@ def test_longer_warmups_hide_transfers_of_half_a_pair_and_of_a_whole_one(warmup,
     assert relative_step(make_schedule("2bw", warmup=warmup), 8, 64, **costs) == 1
     shorter = next(name for name, factor in WARMUPS.items() if factor == WARMUPS[warmup] - 1)
     assert relative_step(make_schedule("2bw", warmup=shorter), 8, 64, **costs) > 1.1
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_half_micro_batches_hide_what_whole_ones_cannot_in_fewer_samples(p):
+    """A link of 0.7 W each way: 2p - 1 halves are fewer samples than the p that the ordinary warm-up has in flight."""
+    depth, latency = (make_schedule("2bw", warmup=warmup) for warmup in ("depth", "latency"))
+    whole, halves = (simulate(make_plan(schedule, Sizes(p, m), num_batches=8, split=True), Costs(4 * p / m, 8 * p / m,
+                     latency=2.8 / 4)).step_time(m) for schedule, m in ((depth, p * 4), (latency, p * 8)))
+    assert (whole > 1.05 * halves, halves) == (True, pytest.approx(p * 4 * 3))
+    assert latency.max_live_activations(Sizes(p, 8 * p), 0) < 2 * depth.max_live_activations(Sizes(p, 4 * p), 0)
 
 
 def test_a_longer_warmup_hides_latency_for_1f1b_too():

@@ -4,10 +4,11 @@ from itertools import islice, pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline.plan.items import text_of
 
 from hybridpar.errors import ConfigError
 from hybridpar.pipeline.plan import passes
-from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind, format_actions
+from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind
 from hybridpar.pipeline.plan.check import check
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.kinds import ROWS
@@ -19,11 +20,11 @@ from hybridpar.pipeline.plan.simulate import simulate
 def without_communication(name, p, m, stage, num_batches=3, **options):
     actions = lower(name, Sizes(p, m), stage, 0, num_batches, **options)
     kinds = COMPUTE | {Kind.REDUCE, Kind.NORM, Kind.UPDATE}
-    return format_actions(a for a in actions if a.kind in kinds).replace(f"@{stage}", "")
+    return text_of(a for a in actions if a.kind in kinds).replace(f"@{stage}", "")
 
 
 def test_one_rank_alone():
-    assert format_actions(lower("1f1b", Sizes(1, 2), 0, 0, 2)) == (
+    assert text_of(lower("1f1b", Sizes(1, 2), 0, 0, 2)) == (
         "F0@0v0 B0@0v0 F1@0v0 B1@0v0 REDUCE0@0 NORM0@0 UPDATE0@0 "
         "F2@0v1 B2@0v1 F3@0v1 B3@0v1 REDUCE1@0 NORM1@0 UPDATE1@0"
     )
@@ -109,26 +110,26 @@ def test_receives_are_posted_before_the_preceding_compute_action():
     # 1f1b, p=2, m=3:    F0 F1 B0 F2 B1 B2 and F0 B0 F1 B1 F2 B2
     first, last = make_plan("1f1b", Sizes(2, 3), ahead=1).values()
     end = " REDUCE0@{0} NORM0@{0} UPDATE0@{0}"
-    assert format_actions(first) == (
+    assert text_of(first) == (
         "F0@0v0 SEND_F0@0 RECV_B0@0 F1@0v0 SEND_F1@0 B0@0v0 RECV_B1@0 F2@0v0 SEND_F2@0 RECV_B2@0 B1@0v0 B2@0v0"
     ) + end.format(0)
-    assert format_actions(last) == (
+    assert text_of(last) == (
         "RECV_F0@1 F0@1v0 RECV_F1@1 B0@1v0 SEND_B0@1 F1@1v0 RECV_F2@1 B1@1v0 SEND_B1@1 F2@1v0 B2@1v0 SEND_B2@1"
     ) + end.format(1)
 
 
 def test_receives_posted_late():
     first, _ = make_plan("1f1b", Sizes(2, 2), ahead=0).values()
-    assert format_actions(first).startswith(
+    assert text_of(first).startswith(
         "F0@0v0 SEND_F0@0 F1@0v0 SEND_F1@0 RECV_B0@0 B0@0v0 RECV_B1@0 B1@0v0 REDUCE0@0"
     )
 
 
 def test_a_split_backward_sends_before_the_gradients_of_weights():
     first, last = make_plan("1f1b", Sizes(2, 2), split=True).values()
-    assert format_actions(last) == (
+    assert text_of(last) == (
         "RECV_F0@1 F0@1v0 RECV_F1@1 I0@1v0 SEND_B0@1 W0@1v0 F1@1v0 I1@1v0 SEND_B1@1 W1@1v0 REDUCE0@1 NORM0@1 UPDATE0@1")
-    assert format_actions(first).endswith("B0@0v0 B1@0v0 REDUCE0@0 NORM0@0 UPDATE0@0")
+    assert text_of(first).endswith("B0@0v0 B1@0v0 REDUCE0@0 NORM0@0 UPDATE0@0")
 
 
 @settings(deadline=None, max_examples=60)
@@ -184,11 +185,11 @@ def test_merging_costs_no_time_where_links_are_long(latency, monkeypatch):
 
 def test_evaluation():
     sizes = Sizes(3, 4)
-    assert format_actions(forward_actions(sizes, 0, 2)) == "F0@0 SEND_F0@0 F1@0 SEND_F1@0"
-    assert format_actions(forward_actions(sizes, 1, 2, version=5)) == (
+    assert text_of(forward_actions(sizes, 0, 2)) == "F0@0 SEND_F0@0 F1@0 SEND_F1@0"
+    assert text_of(forward_actions(sizes, 1, 2, version=5)) == (
         "RECV_F0@1 RECV_F1@1 F0@1v5 SEND_F0@1 F1@1v5 SEND_F1@1"
     )
-    assert format_actions(forward_actions(sizes, 2, 2, ahead=0)) == "RECV_F0@2 F0@2 RECV_F1@2 F1@2"
+    assert text_of(forward_actions(sizes, 2, 2, ahead=0)) == "RECV_F0@2 F0@2 RECV_F1@2 F1@2"
 
 
 @settings(deadline=None, max_examples=50)

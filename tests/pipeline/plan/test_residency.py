@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pipeline.plan.items import ADD, READ, RENEW, UPDATE, WRITE, plans, string_of, training_state, with_residency
 
 from hybridpar.errors import ConfigError
-from hybridpar.pipeline.plan.action import PER_ITEM, Action, Kind, format_actions, parse_actions
+from hybridpar.pipeline.plan.action import PER_ITEM, Action, Kind, parse_actions
 from hybridpar.pipeline.plan.check import PlanError, check
 from hybridpar.pipeline.plan.passes import lower, make_plan
 from hybridpar.pipeline.plan.residency import FastTier, Residency, Touch, add_residency
@@ -18,7 +18,7 @@ def reads(items):
 
 
 def text(actions):
-    return format_actions(actions).replace("@0", "")
+    return " ".join(map(str, actions)).replace("@0", "")
 
 
 def fetches(actions):

@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline.plan.items import text_of
 
-from hybridpar.pipeline.plan.action import Action, Kind, format_actions, parse_actions
+from hybridpar.pipeline.plan.action import Action, Kind, parse_actions
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.liveness import Live
 from hybridpar.pipeline.plan.passes import forward_actions, make_plan
@@ -12,9 +13,9 @@ from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.simulate import StuckError, _Machine, simulate
 
 
-def relative_step(name, p, m, num_batches=12, **costs):
+def relative_step(name, p, m, num_batches=12, gather=False, **costs):
     """Steady-state step time, over the m (f + b) of a pipeline that is never idle; f = 1, b = 2."""
-    plan = make_plan(name, Sizes(p, m), 0, num_batches, clip=name != "pipedream")
+    plan = make_plan(name, Sizes(p, m), 0, num_batches, clip=name != "pipedream", gather=gather)
     return simulate(plan, Costs(**costs)).step_time(m) / (3 * m)
 
 
@@ -299,7 +300,7 @@ def test_a_host_and_two_copy_engines_by_hand():
         to host    3-5 5-6        host    5---9 9-11        from host    9-11 11-12
     """
     plan = make_plan("1f1b", Sizes(1, 1), 0, 2, host=1.0, parts=2)
-    assert format_actions(plan[0]).startswith(
+    assert text_of(plan[0]).startswith(
         "F0@0v0 F0@0.1v0 B0@0.1v0 B0@0v0 REDUCE0@0 NORM0@0 HOST0@0 UPDATE0@0 F1@0v1 UPDATE0@0.1 F1@0.1v1")
     timeline = simulate(plan, Costs(to_host=3.0, host=6.0, from_host=3.0, host_shares=((2.0, 1.0),)))
     starts = dict(zip(map(str, plan[0]), timeline.starts[0], strict=True))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline.plan.test_zero_bubble import COSTS, costs_of
 
 from hybridpar.config import from_mapping
 from hybridpar.errors import ConfigError
@@ -24,7 +25,6 @@ from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.validate import problems
 
-COSTS = [(1, 1, 1), (1, 1.2, 0.8), (1.08, 1.2, 1), (1, 1.5, 0.5)]
 ORDERS = ("full", "half", "min")
 
 
@@ -37,14 +37,10 @@ def proven(schedule: Schedule, p: int, m: int, num_batches: int = 2, **options: 
     return check(make_plan(schedule, sizes, 0, num_batches, split=True, **options), sizes, schedule)
 
 
-def costs_of(f: float, i: float, w: float, v: int = 2) -> Costs:
-    return Costs(f / v, (i + w) / v, backward_input=i / v)
-
-
 def bubble(schedule: Schedule, p: int, m: int, f: float, i: float, w: float) -> float:
     """Share of the work of a batch that drains."""
     plan = make_plan(schedule, Sizes(p, m, 2, "v"), split=True)
-    return simulate(plan, costs_of(f, i, w)).makespan / (m * (f + i + w)) - 1
+    return simulate(plan, costs_of(f, i, w, 2)).makespan / (m * (f + i + w)) - 1
 
 
 def peak(report: CheckReport) -> float:
@@ -108,7 +104,7 @@ def test_2bw_has_no_steady_bubble(p: int, activations: str, held: float, periods
     schedule, m = on_v("2bw", activations), 2 * p
     plan = make_plan(schedule, Sizes(p, m, 2, "v"), 0, 8, split=True)
     for (f, i, w), period in zip(COSTS, periods, strict=False):
-        assert simulate(plan, costs_of(f, i, w)).step_time(m) / (m * (f + i + w)) == pytest.approx(period, abs=6e-4)
+        assert simulate(plan, costs_of(f, i, w, 2)).step_time(m) / (m * (f + i + w)) == pytest.approx(period, abs=6e-4)
     assert peak(proven(schedule, p, m, 4)) == held
 
 
@@ -209,8 +205,9 @@ def test_no_worse_than_orders_of_torch(name: str, least: int, p: int) -> None:
             assert check(plan, sizes, ours).num_actions
         assert max(held) >= max(live.activations for live in proven(ours, p, m).peaks)
         for costs in COSTS[:3]:
-            theirs = simulate(plan, costs_of(*costs)).makespan
-            assert simulate(make_plan(ours, sizes, split=True), costs_of(*costs)).makespan <= theirs + 1e-9, (m, costs)
+            theirs = simulate(plan, costs_of(*costs, 2)).makespan
+            found = simulate(make_plan(ours, sizes, split=True), costs_of(*costs, 2)).makespan
+            assert found <= theirs + 1e-9, (m, costs)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (3, 6)])
@@ -218,8 +215,8 @@ def test_our_interleaved_is_no_worse_than_torchs(p: int, m: int) -> None:
     ours, sizes = make_schedule("interleaved", zero_bubble=True), Sizes(p, m, 2)
     plan = as_plan(torch_order("ScheduleInterleavedZeroBubble", p, m), ours, sizes)
     for costs in COSTS:
-        theirs = simulate(plan, costs_of(*costs)).makespan
-        assert simulate(make_plan(ours, sizes), costs_of(*costs)).makespan <= theirs + 1e-9
+        theirs = simulate(plan, costs_of(*costs, 2)).makespan
+        assert simulate(make_plan(ours, sizes), costs_of(*costs, 2)).makespan <= theirs + 1e-9
 
 
 @given(st.integers(2, 12), st.sampled_from(vee.ENDLESS))

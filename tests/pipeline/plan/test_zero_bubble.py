@@ -22,9 +22,12 @@ def schedule_for(chunks: int) -> Schedule:
     return make_schedule("1f1b" if chunks == 1 else "interleaved", zero_bubble=True)
 
 
+def costs_of(f: float, i: float, w: float, v: int = 1, latency: float = 0.0) -> Costs:
+    return Costs(f / v, (i + w) / v, backward_input=i / v, latency=latency)
+
+
 def makespan(schedule: Schedule, sizes: Sizes, f: float, i: float, w: float) -> float:
-    v = sizes.chunks
-    return simulate(make_plan(schedule, sizes), Costs(f / v, (i + w) / v, backward_input=i / v)).makespan
+    return simulate(make_plan(schedule, sizes), costs_of(f, i, w, sizes.chunks)).makespan
 
 
 @pytest.mark.parametrize("costs", COSTS, ids=str)

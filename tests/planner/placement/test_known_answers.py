@@ -80,7 +80,7 @@ def test_pipedream_without_both_masks() -> None:
 def test_an_expert_split_of_the_forward_graph_serves_training(tmp_path) -> None:
     workload = read_workload(paper_graph("bert24_training"))
     dp = place(workload, "dp")
-    forward = {i: d for i, d in dp.device_of.items() if i <= 32}
+    forward = {i: d for i, d in zip(dp.workload.ids, dp.devices.tolist(), strict=True) if i <= 32}
     split = {"cpus": [{"nodes": []}], "fpgas": [
         {"nodes": [i for i, d in forward.items() if d == device]} for device in range(6)]}
     (path := tmp_path / "split.json").write_text(str(split).replace("'", '"'))

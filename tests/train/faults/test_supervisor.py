@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from train.forked import Job, supervised, torchrun
 from train.runs import metrics, run_job, steps, write_config
 
@@ -24,11 +25,11 @@ from hybridpar.config import JOB, Config, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.flight import Flight
 from hybridpar.train.faults import supervisor
-from hybridpar.train.faults.supervisor import Loopback, Watch, supervise
+from hybridpar.train.faults.supervisor import Loopback, Supervisor, Watch, supervise
 from hybridpar.train.folder import flight_path, in_use
 
 pytestmark = pytest.mark.ranks
-STEPS = ("--train.num_steps", "30", "--train.save_interval", "5", "--train.eval_interval", "10")
+STEPS = ("--train.num_steps", "20", "--train.save_interval", "5", "--train.eval_interval", "10")
 
 
 def train(ranks: int, config: Path, *flags: str) -> tuple[int, str]:
@@ -46,7 +47,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same_checkpoint(run: Path, calm: Path) -> bool:
     """Whether the last checkpoints of two runs are equal to the bit."""
-    files = list((calm / "checkpoints" / "step_00000030").glob("*.safetensors"))
+    files = list((calm / "checkpoints" / "step_00000020").glob("*.safetensors"))
     return bool(files) and all(
         path.read_bytes() == (run / "checkpoints" / path.parent.name / path.name).read_bytes() for path in files)
 
@@ -62,7 +63,7 @@ def test_an_outage_within_the_patience_changes_no_bit_and_starts_nothing_again(
     tmp_path: Path, calm: Path, patience_s: float
 ) -> None:
     """Both time-outs are shorter than the outage. Without patience the link counts as lost, and the job recovers."""
-    outage, limits = 5.0, ("--faults.timeout_s", "2", "--train.timeout_s", "3")
+    outage, limits = 4.0, ("--faults.timeout_s", "2", "--train.timeout_s", "3")
     code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", *STEPS, *limits, "--faults.patience_s",
                       str(patience_s), "--inject", f"outage rank 1 at step 12 micro-batch 1 for {outage} s")
     assert code == 0, out
@@ -86,20 +87,20 @@ def test_four_ranks_recover_to_the_bit(tmp_path: Path, monkeypatch: pytest.Monke
     run_job(4, "train", config, *grid, *STEPS, "--run.name", "calm")
     code, out = train(4, config, *grid, *STEPS, "--faults.timeout_s", "2", "--faults.save_timeout_s", "2", "--inject",
                       "slow link 0-1 at step 9 for 0.2 s", "corrupt shard stage 1 at step 10",
-                      "hang rank 1 at step 14 micro-batch 1", "hang save rank 3 at step 20")
+                      "hang rank 1 at step 14 micro-batch 1", "hang save rank 3 at step 15")
     assert code == 0, out
     run, calm = tmp_path / "runs" / "run", tmp_path / "runs" / "calm"
     hung, saving = failures(run)
     assert (saving["kind"], saving["rank"], saving["phase"], saving["saved"]) == (
-        "hangs", 3, "writing the checkpoint of step 20", 15)
+        "hangs", 3, "writing the checkpoint of step 15", 10)
     assert (hung["kind"], hung["rank"], hung["step"], hung["microbatch"], hung["saved"]) == ("hangs", 1, 14, 27, 10)
     assert hung["action"].endswith("27@0v12") or hung["action"].endswith("27@0"), "that of micro-batch 1 of step 14"
     waits = [text for text in hung["victims"] if "with rank 1" in text]
     assert waits, "somebody waits for the rank that hangs"
     assert "step_00000010/pp1-tp0.safetensors: is damaged" in out
-    assert re.search(r"rank 3 \(.*\) hangs: nothing for .* s while writing the checkpoint of step 20; starting again "
-                     "after step 15", out)
-    assert re.findall(r"going on after step (\d+)", out) == ["5", "15"]
+    assert re.search(r"rank 3 \(.*\) hangs: nothing for .* s while writing the checkpoint of step 15; starting again "
+                     "after step 10", out)
+    assert re.findall(r"going on after step (\d+)", out) == ["5", "10"]
     assert len(list((run / "injected").iterdir())) == 4
     assert steps(metrics(run)) == steps(metrics(calm))
     assert [row["val_loss"] for row in metrics(run) if "val_loss" in row] == [
@@ -159,7 +160,7 @@ def test_a_job_goes_on_without_a_rank_that_does_not_come_back(tmp_path: Path) ->
     assert out.count("training goes on, and the next save tries again (1 of 3 failures in a row") == 1
     assert "on 1 ranks, parallel.dp = 1, pipeline.num_microbatches = 4" in out
     assert "since the last time: parallel.dp: 2 -> 1" in out
-    assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 31))
+    assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 21))
 
 
 @pytest.mark.timeout(300)
@@ -180,6 +181,29 @@ def test_a_site_leaves_and_comes_back(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "going on after step 18" in out
     assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 27))
     assert any("sites_loss" in row for row in metrics(run) if row.get("step", 0) > 18)
+
+
+def test_a_checkpoint_that_an_earlier_process_left_half_written_is_not_waited_for(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Supervisor(from_mapping({"run": {"dir": str(tmp_path)}}, Config()), ["train"], [])
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: {})
+    old, new = (tmp_path / "run" / "checkpoints" / f".step_{step:08d}.part" for step in (5, 10))
+    looks: list[int] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(len(looks))
+        if len(looks) == 3:
+            new.rename(new.with_name("step_00000010"))
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    old.mkdir(parents=True)
+    agent._start_workers(agent.get_worker_group())
+    agent._await_save()
+    assert not looks
+    new.mkdir()
+    agent._await_save()
+    assert len(looks) == 3
+    agent.close()
 
 
 def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
@@ -226,7 +250,7 @@ def test_torchrun_starts_the_same_ranks_again(tmp_path: Path, monkeypatch: pytes
     assert code == 0, out
     assert "rank 0 (stage 0, replica 0, tensor part 0) lost contact with rank 1 during" in out, out
     assert re.search("going on after step (5|10)$", out, re.MULTILINE), out
-    assert len(steps(metrics(tmp_path / "runs" / "run"))) == 30
+    assert len(steps(metrics(tmp_path / "runs" / "run"))) == 20
 
 
 def test_how_long_a_rank_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
