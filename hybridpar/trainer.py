@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridpar.config import Config, Launch, ModelSpec, UpdateRule, from_mapping, load_toml, spec_name
 from hybridpar.config.spec import require_settings
+from hybridpar.errors import config_error
 from hybridpar.validate import resolve
 
 if TYPE_CHECKING:
@@ -43,9 +44,13 @@ class Trainer:
             require_settings(type(model))
             base = dataclasses.replace(base, model=model)
         if optimizer is not None:
+            if not (isinstance(optimizer, type) and issubclass(optimizer, UpdateRule)):
+                raise config_error("optimizer", optimizer, "must be a class made of hybridpar.UpdateRule", "None")
             own = {"name": "own", "spec": spec_name(optimizer)}
             base = dataclasses.replace(base, optim=dataclasses.replace(base.optim, **own))  # type: ignore[arg-type]
         self.config = from_mapping(sections, base)
+        if unknown := set(datasets or {}) - {"train", "valid"}:
+            raise config_error("datasets", sorted(map(str, unknown)), "are no parts of a run", '"train", "valid"')
         self.datasets = dict(datasets or {})
 
     def fit(self, *, on_step: Callable[[StepResult], None] | None = None,
@@ -68,11 +73,13 @@ class Trainer:
 
         Starts the ranks itself: not to be called under torchrun. Raises: ConfigError; HybridparError where one failed.
         """
-        from hybridpar.verify.run import verify
+        from hybridpar.verify.run import on_grid, verify
 
         parallel = self.config.parallel
-        own = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}
-        return verify(self.config, own if grid is None else grid, num_batches)
+        sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)} if grid is None else grid
+        on = on_grid(self.config, sizes)
+        resolve(on, on.parallel.num_ranks)
+        return verify(self.config, sizes, num_batches)
 
     def memory(self) -> list[StageMemory]:
         """The peak memory that a process of each pipeline rank will take; nothing is allocated. Raises: ConfigError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,14 +35,12 @@ class Verify:
     """The report as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.verify.run import TOLERANCE, Disturbance, verify
+        from hybridpar.verify.run import TOLERANCE, Disturbance, on_grid, verify
 
         parallel = self.config.parallel
         own = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}
-        sizes = {"tp": 1, "pp": 1, "dp": 1} | parse_grid(self.grid) if self.grid else own
-        memory = self.config.memory if sizes["pp"] == parallel.pp else self.config.memory.on_another_grid()
-        resolved(replace(self.config, memory=memory,
-                         parallel=replace(parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])))
+        sizes = parse_grid(self.grid) if self.grid else own
+        resolved(on_grid(self.config, sizes))
         for name, number in (("resume_at", self.resume_at), *(("nan_batches", n) for n in self.nan_batches)):
             if not 0 <= number < self.batches:
                 rule = f"must be at least 0 and below the number of batches, {self.batches}"

@@ -131,25 +131,34 @@ def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4, distur
     (with padding that differs from sample to sample).
     Raises: ConfigError; HybridparError with the traceback of a rank that failed.
     """
-    sizes = {axis: int(grid.get(axis, 1)) for axis in ("tp", "pp", "dp")}
-    if unknown := set(grid) - set(sizes):
-        raise ConfigError(*(Problem("grid", axis, "is not an axis", "tp, pp or dp") for axis in sorted(unknown)))
+    if num_batches < 1:
+        raise config_error("num_batches", num_batches, "must be at least 1", "4")
+    config = on_grid(config, grid)
     if config.feeds_back:
         raise config_error("compression.gradients", config.compression.gradients,
                            "sends a part of the gradients, and the oracle has all of them", "none")
     model = config.model
     if (config.compression.tensor != "none" and isinstance(model, ModelConfig) and model.kv_heads < model.num_heads
-            and model.kv_heads % sizes["tp"]):
+            and model.kv_heads % config.parallel.tp):
         raise config_error("compression.tensor", config.compression.tensor, "has no oracle where tensor-parallel ranks "
                            f"share heads of keys and values: model.num_kv_heads = {model.kv_heads} is no multiple of "
-                           f"tp = {sizes['tp']}", "none")
-    parallel = replace(config.parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])
-    memory = config.memory if parallel.pp == config.parallel.pp else config.memory.on_another_grid()
+                           f"tp = {config.parallel.tp}", "none")
     train = replace(config.train, dtype="fp64", fp8=False, device="cpu")
-    config = replace(config, parallel=parallel, train=train, memory=memory,
-                     outer=replace(config.outer, precision="full"))
+    config = replace(config, train=train, outer=replace(config.outer, precision="full"))
     run = run_grid(config, num_batches, disturbance)
     return compare(config, run, num_batches, disturbance)
+
+
+def on_grid(config: Config, grid: Mapping[str, int]) -> Config:
+    """`config` on a grid, whose axes that are left out are 1. Raises: ConfigError."""
+    sizes = {axis: int(grid.get(axis, 1)) for axis in ("tp", "pp", "dp")}
+    wrong = [Problem("grid", axis, "is not an axis", "tp, pp or dp") for axis in sorted(set(grid) - set(sizes))]
+    wrong += [Problem(f"grid {axis}", size, "must be at least 1", "1") for axis, size in sizes.items() if size < 1]
+    if wrong:
+        raise ConfigError(*wrong)
+    parallel = replace(config.parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])
+    memory = config.memory if parallel.pp == config.parallel.pp else config.memory.on_another_grid()
+    return replace(config, parallel=parallel, memory=memory)
 
 
 def run_grid(config: Config, num_batches: int, disturbance: Disturbance = CALM) -> GridRun:

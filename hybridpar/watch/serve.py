@@ -31,7 +31,7 @@ def page(board: Board | None = None) -> str:
         return html
     data = board.look()
     data["picture"] = f"data:image/svg+xml;base64,{_picture(board.folder / data['picture'])}" if data["picture"] else ""
-    return html.replace(_NO_DATA, to_json(data, separators=(",", ":")).replace("</", "<\\/"))
+    return html.replace(_NO_DATA, to_json(data, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def serve(board: Board, port: int = 0, ready: Callable[[str], None] = print) -> None:

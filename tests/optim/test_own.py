@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,19 @@ def test_a_trainer_takes_the_class() -> None:
     assert trainer.memory()[0].optimizer > 0
     wrong = from_mapping({"optim": {"spec": "optim.rules:Noisy"}}, trainer.config)
     assert [problem.field for problem in problems(wrong, 1)] == ["optim.spec"]
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: Trainer(optimizer=torch.optim.AdamW), "optimizer = .* must be a class made of hybridpar.UpdateRule"),
+    (lambda: Trainer(optimizer=Lion(OptimConfig())), "optimizer = .* must be a class made of hybridpar.UpdateRule"),
+    (lambda: Trainer(datasets={"trian": []}), r"datasets = \['trian'\]: are no parts of a run; try"),
+    (lambda: Trainer().verify({"pp": 99}), "parallel.pp = 99: the model has only 6 blocks"),
+    (lambda: Trainer().verify({"tp": 0}), "grid tp = 0: must be at least 1"),
+    (lambda: Trainer().verify(num_batches=0), "num_batches = 0: must be at least 1")], ids=range(6))
+def test_a_trainer_refuses_what_cannot_work(call: Callable[[], object], message: str) -> None:
+    """Before any process starts."""
+    with pytest.raises(ConfigError, match=message):
+        call()
 
 
 @pytest.mark.parametrize(("name", "message"), [

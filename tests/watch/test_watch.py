@@ -98,13 +98,13 @@ def test_a_browser_draws_it(run: Path) -> None:
 
 
 def test_a_file_needs_no_other(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "failures.jsonl").write_text(json.dumps({"text": "rank 1 hangs </script>"}) + "\n")
+    (run / "failures.jsonl").write_text(json.dumps({"text": "rank 1 hangs <!--<script></script>"}) + "\n")
     (run / "metrics.jsonl").open("a").write(line(3, loss=float("nan")))
     assert main(["watch", str(run), "--html", str(tmp_path / "page.html")]) == 0
     html = (tmp_path / "page.html").read_text()
     given = html.split("const GIVEN = ")[1].split(";\nconst COLOURS")[0]
-    assert "</script>" not in given
-    assert json.loads(given)["failures"] == ["rank 1 hangs </script>"]
+    assert "<" not in given  # as a comment in a script hides its end
+    assert json.loads(given)["failures"] == ["rank 1 hangs <!--<script></script>"]
     assert json.loads(given)["picture"].startswith("data:image/svg+xml;base64,")
     assert main(["watch", str(tmp_path / "none")]) == 1
     assert "does not exist" in capsys.readouterr().err
