@@ -76,7 +76,7 @@ def test_a_configuration_is_right_and_its_plan_proven(path: Path) -> None:
     ("transformers_model", {"pp": 2, "dp": 2}, {"pipeline": {"recompute": "all"}}),
     ("mixer", {"pp": 2, "dp": 2}, {"parallel": {"zero": 3}, "pipeline": {"schedule": "1f1b"}}),
     ("mixer", {"pp": 2}, {"pipeline": {"schedule": "interleaved", "chunks": 2, "recompute": "stage"},
-                          "optim": {"name": "muon"}, "compression": {"messages": "int8"}}),
+                          "optim": {"name": "muon"}, "compression": {"messages": "int4"}}),
 ], ids=str)
 def test_a_grid_is_the_same_training(name: str, grid: dict[str, int], sections: dict[str, Any]) -> None:
     report = Trainer(config=config_of(name, **sections)).verify(grid, 3)
