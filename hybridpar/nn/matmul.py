@@ -84,7 +84,7 @@ class Product(NamedTuple):
 
 
 def add_(total: Tensor, part: Tensor) -> None:
-    """Adds a dense tensor, of whatever type, to one of the same shape."""
+    """Adds `part`, which is dense, to `total`, in blocks (ADD_BLOCK). Shapes: the same; types may differ."""
     if part.dtype == total.dtype or part.numel() <= ADD_BLOCK or not _is_on_cpu(part):
         total.add_(part)
         return
@@ -147,13 +147,13 @@ def nothing(weight: Tensor) -> Tensor:
 
 
 def by_float32(x: Tensor) -> bool:
-    """Whether products of tensors like this one are computed in float32, for want of instructions, or of fast ones.
-    """
+    """Whether products of tensors like this one are computed in float32, for want of instructions, or of fast ones."""
     return _is_on_cpu(x) and not _has_fast_instructions(x.dtype)
 
 
 def _is_on_cpu(x: Tensor) -> bool:
-    """What stands for a tensor of a GPU on a machine without one (memory/ghost.py) says so: `stands_for_cuda`."""
+    """Whether a tensor is computed with on a CPU. What stands for one of a GPU where there is none (memory/ghost.py)
+    says so: `stands_for_cuda`."""
     return x.device.type == "cpu" and not getattr(x, "stands_for_cuda", False)
 
 

@@ -89,7 +89,7 @@ class _Share:
         return max(1, round(self.share * cols))
 
     def values(self, cols: int) -> int:
-        """Their bytes."""
+        """Bytes of the numbers that are sent of rows of `cols`."""
         return self.kept(cols) * value_bytes(self.dtype, self.rounded)
 
 
