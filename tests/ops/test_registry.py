@@ -110,7 +110,7 @@ def test_the_table_names_what_there_is():
 
 
 def test_the_class_of_a_shape_and_the_kind_of_gpu_decide(monkeypatch):
-    """An H100 has an H200's times, but for its own; a head dimension that was not measured has the first row that can."""
+    """An H100 has an H200's times, but for its own; what was not measured has the first row that can."""
     monkeypatch.setattr(Backend, "unsupported", lambda row, device_type=None, dtype=None: (
         "for CPUs" if row.device == "cpu" else None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
