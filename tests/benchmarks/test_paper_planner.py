@@ -26,8 +26,8 @@ def servers(number: int) -> Cluster:
 @pytest.mark.parametrize("batch", [512, 2048])
 @pytest.mark.parametrize(("size", "depth", "width"), [("2.2b", 8, 8), ("3.8b", 16, 4)])
 def test_chooses_what_the_paper_ran_on_64_gpus(size: str, depth: int, width: int, batch: int) -> None:
-    """With recomputation, as there: or what is as fast, within 2 %. Without it, which it may choose, a tenth is gained at
-    most. Source: arXiv 2006.09503v3, section 5.2."""
+    """With recomputation, as there: or what is as fast, within 2 %. Without it, if that is chosen, at most a tenth is
+    gained. Source: arXiv 2006.09503v3, section 5.2."""
     recomputed = [c for c in ranked(model(size), servers(8), batch) if c.recompute]
     theirs = next(c.throughput for c in recomputed if (c.depth, c.width) == (depth, width))
     assert max(c.throughput for c in recomputed) <= 1.02 * theirs
