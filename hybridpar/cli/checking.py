@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from hybridpar.cli.fitting import Room, fit_report
@@ -78,7 +78,7 @@ class Check:
         arena = forecast_planned(config, lines_of(sizes_of(grid))["pp"][0][fullest])
         fit, fit_lines = fit_report(config, memory, room, name, largest=self.largest)
         if self.json:
-            plain |= {"tiers": [one.as_json() for one in tiers]} | fit | {
+            plain |= {"tiers": [asdict(one) for one in tiers]} | fit | {
                 key: found.as_json() for key, found in (
                     ("host", host), ("offload", offload), ("planned", arena), ("sites", sites)) if found}
             if cost is not None:

@@ -167,6 +167,3 @@ def segment_bytes(size: int) -> int:
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < LEAST_OWN_SEGMENT else round_up(size, SEGMENT_STEP)
-
-
-__all__ = ["Usage", "replay"]

@@ -133,6 +133,3 @@ class _Queue:
         """Drops a copy. Returns False."""
         self._taken[self._place[i]] = 0.0
         return False
-
-
-__all__ = ["LINKS", "Link", "Swap", "away_at_peak", "feasible", "saved_at_peak", "swappable"]

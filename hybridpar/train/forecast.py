@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
 
 from hybridpar.config import Config
 from hybridpar.pipeline.plan.action import Action
@@ -34,10 +33,6 @@ class TierForecast:
         state, least, read, written = (f"{num_bytes / _MIB:,.1f}" for num_bytes in astuple(self))
         return (f"of {state} MiB of state, {least} have to be in memory; a step reads {read} from the file, and writes "
                 f"{written}")
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values only."""
-        return asdict(self)
 
 
 def forecasts(config: Config) -> list[TierForecast]:

@@ -187,7 +187,7 @@ class Injector:
         """Makes a fault happen; returns the hooks to be removed after the action."""
         if fault.kind == "nan gradient":
             leaves = self._engine.state.weights.leaves_of(action.version)
-            return [leaf.register_hook(_not_finite) for leaf in leaves.values()]
+            return [leaf.register_hook(lambda gradient: gradient * math.nan) for leaf in leaves.values()]
         if fault.kind == "outage":
             threading.Thread(target=_be_deaf, args=[fault.seconds], daemon=True).start()
             return []
@@ -258,7 +258,3 @@ def _is_over_link(action: Action, axis: Axis, sizes: Sizes, peer: int) -> bool:
 def _be_deaf(seconds: float) -> None:
     with sockets.deaf():
         time.sleep(seconds)
-
-
-def _not_finite(gradient: Tensor) -> Tensor:
-    return gradient * math.nan
