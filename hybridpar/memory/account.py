@@ -27,8 +27,7 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True)
 class Swapped:
-    """Number of intervals in which a block could leave over a link and come back in time, and bytes saved at the peak.
-    """
+    """Number of intervals in which a block could leave over a link and be back in time, and bytes saved at the peak."""
 
     link: str
     num_intervals: int

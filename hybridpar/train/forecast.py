@@ -58,8 +58,7 @@ def forecast(config: Config, rank: int = 0) -> TierForecast:
 
 
 def moved(actions: Iterable[Action], touches: Touches, budget: int, batches: range) -> tuple[int, int]:
-    """Bytes read and written from one update to another of these batches, of a run that starts with all in the slow
-    tier."""
+    """Bytes read and written from update to update of these batches, of a run that starts with all in the slow tier."""
     residency = touches.residency(budget)
     fast, read, written, counts = FastTier(residency), 0, 0, False
     for action in add_residency(actions, residency):

@@ -138,8 +138,7 @@ def _inputs(inputs: Sequence[Sequence[float]], weights: Sequence[Sequence[float]
 
 
 def _whole(batch: Sequence[Event], kinds: Collection[Kind], stage: int | None, m: int) -> list[float]:
-    """Own times of the actions of these kinds, of a stage, in the order of micro-batches: of each the sum of its
-    parts."""
+    """Own times of a stage's actions of these kinds, in the order of micro-batches: of each the sum of its parts."""
     sums: dict[tuple[int, int], float] = {}
     for e in batch:
         if e.action.kind in kinds and stage in (None, e.action.stage):

@@ -63,8 +63,7 @@ class Schedule:
         return interleaved.begun(sizes, place + self.warmup(sizes, sizes.rank_of(action.stage)))
 
     def position(self, sizes: Sizes, action: Action) -> int:
-        """Place of an F, B, I or W in an endless row of forwards and backwards by turns: the k-th backward ends at
-        2k + 1."""
+        """Place of an F, B, I or W in an endless row of forwards and backwards by turns: backward k ends at 2k + 1."""
         if self.activations:
             step = action.kind, action.stage, action.microbatch
             last = Kind.W, sizes.rank_of(action.stage), 0
