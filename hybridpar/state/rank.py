@@ -120,7 +120,7 @@ class RankState:
             [(name, tensor, self.placements[name]) for name, tensor in tensors.items()], seed, self.grid.place))
 
     def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Sets the newest version of the weights as WeightStore.fill does: a beginning that all sites have in common."""
+        """Sets the newest version of the weights as WeightStore.fill does: a beginning that sites have in common."""
         self.weights.fill(write)
         if self.outer is not None:
             self.outer.begin(list(self.weights.parameters_of_optimizer().values()))

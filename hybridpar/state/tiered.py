@@ -37,7 +37,7 @@ def folder_to_measure(config: Config) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StateItem:
-    """A chunk of a kind of state: 'weights/0', 'weights/1' (two versions), 'gradients/0', 'master', 'optimizer/exp_avg'."""
+    """A chunk of a kind of state: 'weights/0', 'weights/1' (two versions), 'gradients/0', 'master', 'optimizer/..'."""
 
     kind: str
     use: Use
