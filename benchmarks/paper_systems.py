@@ -58,7 +58,7 @@ class Machine:
     in and out together (half_duplex), or each way. ring_gbit: for rings, each way.
     """
 
-    matmul_share: float = 0.66
+    matmul_share: float = 0.68
     exchange_gbit: float = 21.5
     ring_gbit: float = 16.0
     half_duplex: bool = True
