@@ -125,8 +125,7 @@ class Case:
             "case": self.name, "settings": self.settings, "rounds": len(sides[best][FREE]["wall_ms"]),
             "links": {link.name: {"mbit": link.mbit, "delay_ms": link.delay_ms} for link in self.links},
             "sides": sides, "against": best,
-            "ratio": {other: {link: _over(sides[other], sides[best], link) for link in links} for other in others},
-        }
+            "ratio": {other: {link: _over(sides[other], sides[best], link) for link in links} for other in others}}
 
 
 def _over(other: Mapping[str, Any], best: Mapping[str, Any], link: str) -> dict[str, float]:

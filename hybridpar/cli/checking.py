@@ -71,8 +71,7 @@ class Check:
             "stages": [[b.start, b.stop] for b in stages], "parameters": parameters,
             "batch_samples": config.global_batch_size, "batch_tokens": config.batch_tokens,
             "training_flops_per_token": training_flops_per_token(config.model),
-            "device": device.type, "peak_memory": [stage.as_json() for stage in memory], "absent": absent,
-        }
+            "device": device.type, "peak_memory": [stage.as_json() for stage in memory], "absent": absent}
         tiers, host, sites = forecasts(config), forecast_host(config), site_traffic(config)
         name, fullest = Sizes.of(config).rank_name, max(range(len(memory)), key=lambda rank: memory[rank].total)
         arena = forecast_planned(config, lines_of(sizes_of(grid))["pp"][0][fullest])

@@ -77,8 +77,7 @@ def as_json(account: Account, savings: Sequence[Saving]) -> dict[str, Any]:
         "offloaded": [asdict(saving) for saving in offloading(account.levels)],
         "swaps": [asdict(swap) for swap in account.swaps],
         "fragmentation": {"largest_live": usage.largest_live, "reserved": usage.reserved,
-                          "arena": account.arena.num_bytes},
-    }
+                          "arena": account.arena.num_bytes}}
 
 
 def as_text(sections: Iterable[Section]) -> str:

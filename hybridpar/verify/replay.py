@@ -83,8 +83,7 @@ class Report:
             "stage_norms": [list(bundle.stage_norms), list(self.stage_norms)],
             "first_not_finite": {"weight": self.weights or None, "activation": self.activation or None,
                                  "gradient": self.gradient or None},
-            "largest": self.largest,
-        }
+            "largest": self.largest}
 
     def lines(self) -> list[str]:
         """For people."""

@@ -125,8 +125,7 @@ def parse_fault(text: str, config: Config) -> Fault:
         (fault.kind == "outage" and sys.platform != "linux", "the kernel must be Linux", "cut link 0-1 at step 5"),
         ("link" in fault.kind and rank == fault.peer, "a link is between two ranks", f"{fault.kind} 0-1"),
         (not first <= fault.step <= last, f"steps are {first} to train.num_steps = {last}", f"step {last}"),
-        (fault.microbatch >= m, f"micro-batches of a step are 0 to {m - 1}", f"micro-batch {m - 1}"),
-    ):
+        (fault.microbatch >= m, f"micro-batches of a step are 0 to {m - 1}", f"micro-batch {m - 1}")):
         if is_wrong:
             raise config_error("inject", text, rule, works)
     sizes = sizes_of(parallel)
