@@ -86,7 +86,7 @@ def test_help_needs_no_torch() -> None:
               "    assert 'torch' not in sys.modules, command")
     commands = ["", "train", "generate", "export", "import", "place", "graph"]
     run = subprocess.run([sys.executable, "-c", script, *commands], capture_output=True, text=True, check=True)
-    assert run.stdout.startswith("hybridpar: train GPT and BERT")
+    assert run.stdout.startswith("hybridpar: train GPT, BERT and your own models")
     assert run.stdout.count("usage: hybridpar") == len(commands) - 1
 
 

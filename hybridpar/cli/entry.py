@@ -185,7 +185,7 @@ def _value(flag: str, args: Sequence[str]) -> str:
 def _help() -> str:
     lines = [f"  {name:<11} {command.__doc__}" for name, command in COMMANDS.items()]
     return "\n".join([
-        "hybridpar: train GPT and BERT with tensor, pipeline and data parallelism", "", *lines, "",
+        "hybridpar: train GPT, BERT and your own models on any grid of processes", "", *lines, "",
         "hybridpar COMMAND --help tells more. Flags are --section.key value, over what CONFIG.toml says."])
 
 
