@@ -123,7 +123,7 @@ def _problems(
             continue
         kinds = (int, float) if known[key] is float else known[key]
         if not isinstance(value, kinds) or isinstance(value, bool) is not (kinds is bool):
-            yield Problem(f"{where}{key}", value, "is of the wrong type")
+            yield Problem(f"{where}{key}", value, "is of the wrong type", _works(key, kinds))
         elif kinds is bool:
             continue
         elif isinstance(value, int | float) and not 0 < value <= _MOST and key != "latency_us":  # true for NaN
@@ -134,7 +134,13 @@ def _problems(
             yield Problem(f"{where}{key}", value, "is a share, so at most 1", "0.8")
     for key in needed:
         if key not in table:
-            yield Problem(f"{where}{key}", None, "is missing")
+            yield Problem(f"{where}{key}", None, "is missing", _works(key, known[key]))
+
+
+def _works(key: str, kind: Any) -> str:
+    """A value of the type that the key takes."""
+    named = '"a100-80gb"' if key == "device" else '"ethernet-25"'
+    return {int: "2", float: "25", (int, float): "25", bool: "true", str: '"mine"', list: f"[[{key}]]"}.get(kind, named)
 
 
 def _device(given: str | Mapping[str, Any]) -> Device:
