@@ -35,6 +35,7 @@ import torch
 
 from hybridpar.config import MAX_TOML, Config, ModelConfig
 from hybridpar.errors import ConfigError, Problem, config_error
+from hybridpar.memory.limit import RESERVED
 from hybridpar.memory.silent import silent_axis
 from hybridpar.memory.work import KINDS, block_kinds, block_work
 from hybridpar.models.build import build_blocks
@@ -148,13 +149,16 @@ def _device(given: str | Mapping[str, Any]) -> Device:
         return find_device(given)
     if found := [*_problems("device.", given, _DEVICE, ("tflops", "memory_gib", "memory_gb_per_s"))]:
         raise ConfigError(*found)
+    if GIB * given["memory_gib"] <= RESERVED:
+        rule = f"must be above {RESERVED / GIB}, which an accelerator's context and communicators take"
+        raise config_error("device.memory_gib", given["memory_gib"], rule, "8")
     return Device(given.get("name", "own device"), 1e12 * given["tflops"], GIB * given["memory_gib"],
                   1e9 * given["memory_gb_per_s"], given.get("matmul_share", 0.6))
 
 
 def _link(given: str | Mapping[str, Any], where: str) -> Link:
     if isinstance(given, str):
-        return find_link(given)
+        return find_link(given, where)
     if found := [*_problems(f"{where}.", given, _LINK, ("gbit_per_s",))]:
         raise ConfigError(*found)
     return Link(given.get("name", where), GIGABIT * given["gbit_per_s"], 1e-6 * given.get("latency_us", 10.0),
