@@ -86,8 +86,7 @@ class TorchPipelineStep:
         models = [PlainGPT(shape, split[number], autocast=dtype == "bf16") for number in numbers]
         stages = [pipelining.PipelineStage(model, number, num_stages, torch.device("cpu"))
                   for model, number in zip(models, numbers, strict=True)]
-        self.schedule = PEERS[schedule](
-            stages[0] if schedule in SINGLE else stages, m, loss_fn=cross_entropy)
+        self.schedule = PEERS[schedule](stages[0] if schedule in SINGLE else stages, m, loss_fn=cross_entropy)
         self.optimizer = adamw(parameter for model in models for parameter in model.parameters())
         self.batches = [tuple(torch.cat(column) for column in zip(*FixedLoader(shape, m).pairs(t), strict=True))
                         for t in range(FixedLoader.num_distinct)]
@@ -215,9 +214,8 @@ def repeated(step: Callable[[], Any], batches: int) -> Side:
     return run
 
 
-def measure_2bw(
-    shape_name: str, dtype: str, m: int, batches: int, rounds: int, warmups: Sequence[str], others: bool
-) -> dict[str, Any]:
+def measure_2bw(shape_name: str, dtype: str, m: int, batches: int, rounds: int, warmups: Sequence[str],
+                others: bool) -> dict[str, Any]:
     """Times 2bw's steady state and the ideal by turns, and, with `others`, the schedules that drain.
 
     Collectives: called on all ranks.

@@ -68,8 +68,7 @@ PIPELINES: Methods = {
     "2bw, latency": Method(pp=2, schedule="2bw", warmup="latency"),
     "2bw, bandwidth": Method(pp=2, schedule="2bw", warmup="bandwidth"), "2bw, depth": Method(pp=2, schedule="2bw"),
     "1f1b": Method(pp=2), "gpipe": Method(pp=2, schedule="gpipe")}
-CODECS: Methods = {
-    name: replace(PIPELINES["2bw, latency"], messages=name) for name in ("none", "bf16", "int8", "int4")}
+CODECS: Methods = {name: replace(PIPELINES["2bw, latency"], messages=name) for name in ("none", "bf16", "int8", "int4")}
 SPLIT: Methods = {"2bw, split": Method(pp=2, schedule="2bw", split=True), "2bw, depth": PIPELINES["2bw, depth"],
                   "2bw, latency": PIPELINES["2bw, latency"],
                   "2bw, halves": Method(pp=2, schedule="2bw", warmup="latency", split=True, pieces=2)}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.config import Config, Launch, ModelSpec, UpdateRule, from_mapping, load_toml, spec_name
+from hybridpar.config import Config, Launch, ModelSpec, UpdateRule, as_typed, from_mapping, load_toml, spec_name
 from hybridpar.config.spec import require_settings
 from hybridpar.errors import config_error
 from hybridpar.validate import resolve
@@ -39,16 +39,21 @@ class Trainer:
     def __init__(self, model: ModelSpec | None = None, /, config: Config | str | Path | None = None, *,
                  datasets: Mapping[str, Any] | None = None, optimizer: type[UpdateRule] | None = None,
                  **sections: Mapping[str, Any]):
-        base = Config() if config is None else config if isinstance(config, Config) else load_toml(config)
+        base = Config() if config is None else as_typed(config) if isinstance(config, Config) else load_toml(config)
         if model is not None:
+            if not isinstance(model, ModelSpec):
+                rule = "must be a ModelSpec; a configuration or its file is named config"
+                raise config_error("model", model, rule, "hybridpar.ModelConfig()")
             require_settings(type(model))
-            base = dataclasses.replace(base, model=model)
+            base = as_typed(dataclasses.replace(base, model=model))
         if optimizer is not None:
             if not (isinstance(optimizer, type) and issubclass(optimizer, UpdateRule)):
                 raise config_error("optimizer", optimizer, "must be a class made of hybridpar.UpdateRule", "None")
             own = {"name": "own", "spec": spec_name(optimizer)}
             base = dataclasses.replace(base, optim=dataclasses.replace(base.optim, **own))  # type: ignore[arg-type]
         self.config = from_mapping(sections, base)
+        if not isinstance(datasets or {}, Mapping):
+            raise config_error("datasets", datasets, "must be datasets by part of a run", '{"train": ..}')
         if unknown := set(datasets or {}) - {"train", "valid"}:
             raise config_error("datasets", sorted(map(str, unknown)), "are no parts of a run", '"train", "valid"')
         self.datasets = dict(datasets or {})
@@ -65,6 +70,9 @@ class Trainer:
         from hybridpar.train.loop import train
 
         given = {"on_step": on_step, "on_evaluation": on_evaluation, "on_save": on_save}
+        for name, call in given.items():
+            if not (call is None or callable(call)):
+                raise config_error(name, call, "must be a function", "None")
         callbacks = Callbacks(**{name: call for name, call in given.items() if call is not None})  # type: ignore[arg-type]
         return train(self.config, Launch.from_environment(), callbacks=callbacks, datasets=self.datasets)
 

@@ -35,8 +35,7 @@ class SavedShard:
         with errors_as(CheckpointError, self.file.path, "is damaged"):
             placements, parts = (_parse_json(self.file, key) for key in ("placements", "parts"))
             self.placements = {name: _parse_placement(name, value, sizes) for name, value in placements.items()}
-            self.parts = {name: span(value, f"the part of {name}", self._numel(name))
-                          for name, value in parts.items()}
+            self.parts = {name: span(value, f"the part of {name}", self._numel(name)) for name, value in parts.items()}
             self._check_blocks()
             for name, info in self.file.tensors.items():
                 self._check_tensor(name, info)

@@ -75,8 +75,7 @@ class Import:
         return _exchanged(asdict(made), text, made.checkpoint, self.source, verify=self.verify, as_json=self.json)
 
 
-def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, *, verify: bool,
-               as_json: bool) -> int:
+def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, *, verify: bool, as_json: bool) -> int:
     """Says what an export or import has made, and compares both sides where that is asked for; the exit code."""
     from hybridpar.checkpoint.huggingface import compare
     from hybridpar.checkpoint.megatron import compare_megatron, is_megatron

@@ -33,6 +33,8 @@ def load_toml(path: str | Path, spec: str = "") -> Config:
     Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type; also if
     the file says nothing at all.
     """
+    if not isinstance(path, str | Path):
+        raise ConfigError(Problem("config", path, "must be the path of a TOML file", '"my.toml"'))
     path = Path(path)
     try:
         document = read_toml(path, MAX_TOML)
@@ -74,6 +76,14 @@ def from_mapping(document: Mapping[str, Any], base: Config | None = None) -> Con
     if problems:
         raise ConfigError(*problems)
     return dataclasses.replace(base, **changed)
+
+
+def as_typed(config: Config) -> Config:
+    """`config`, which a program has made, with lists as tuples and the like. Raises: ConfigError for wrong types."""
+    sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    base = Config(type(config.model)()) if isinstance(config.model, ModelSpec) else Config()
+    return from_mapping({name: {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.init}
+                         if dataclasses.is_dataclass(section) else section for name, section in sections.items()}, base)
 
 
 def to_toml(config: Config) -> str:
@@ -121,7 +131,7 @@ def _as_toml(value: Any) -> str:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name), known, 1, cutoff=0.5)
     return near[0] if near else "one of " + ", ".join(sorted(known))
 
 

@@ -202,8 +202,7 @@ def _ones() -> tuple[Tensor, ...]:
 
 CASES: dict[str, Case] = {
     "mlp": Case(Mlp, _rows, "a sum over ranks left out or made twice, a bias added by every rank, uneven shares"),
-    "accumulated": Case(Mlp, _rows, "gradients of several micro-batches summed over ranks more than once",
-                        steps=2),
+    "accumulated": Case(Mlp, _rows, "gradients of several micro-batches summed over ranks more than once", steps=2),
     "block": Case(Block, _rows, "a parameter left out of the clipping norm, or counted once a rank",
                   "7452 (8); ROCm/TransformerEngine#715"),
     "embedding": Case(lambda: nn.Embedding(VOCAB, HIDDEN), lambda: (torch.randperm(VOCAB),),

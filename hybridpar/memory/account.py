@@ -92,9 +92,7 @@ def place_text(header: Header) -> str:
     return " ".join(f"{axis}={index}" for axis, index in header.place.items())
 
 
-def examine(
-    header: Header, behaviour: Behaviour, read: Callable[[], Iterable[Span]], *, timed: bool = True
-) -> Account:
+def examine(header: Header, behaviour: Behaviour, read: Callable[[], Iterable[Span]], *, timed: bool = True) -> Account:
     """The account of a trace, which is read several times. Memory: of living blocks, and of two steps.
 
     behaviour: of the trace. Raises: DataError for a trace without a block.

@@ -208,10 +208,9 @@ class _Pass:
             self._ended(block, None)
         peak = self._peak()
         outliers = [interval for _, _, interval in sorted(self._outliers, key=lambda one: (-one[0], -one[1]))]
-        return Behaviour(peak, self._timeline.points(peak, self._best_at),
-                         Intervals(self._intervals, outliers), self._reuse, dict(self._lifetimes),
-                         dict(self._breakdown), *self._steps.stable, self._steps.count, self._steps.changes,
-                         self._num_events)
+        return Behaviour(peak, self._timeline.points(peak, self._best_at), Intervals(self._intervals, outliers),
+                         self._reuse, dict(self._lifetimes), dict(self._breakdown), *self._steps.stable,
+                         self._steps.count, self._steps.changes, self._num_events)
 
     def _peak(self) -> Peak:
         by_category: dict[Category, int] = defaultdict(int)

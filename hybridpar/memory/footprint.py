@@ -91,10 +91,8 @@ class Buffers:
     anew: bool = False
 
 
-def trace_stage(
-    config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device,
-    results: dict[Any, Any] | None = None,
-) -> Footprint:
+def trace_stage(config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device,
+                results: dict[Any, Any] | None = None) -> Footprint:
     """Builds the stage of `blocks`, runs two micro-batches and one update; takes and computes nothing.
 
     It is that of the first tp rank and the first replica, whose share is the largest where a split is uneven.
@@ -119,12 +117,11 @@ def trace_stage(
             whole_backward, _ = traced.backward(first=False, split=False)
         tracker.ghost_integers = False
         whole_weights, whole_gradients = traced.state.whole_bytes()
-        return Footprint(
-            **traced.static(), kept=kept, output=output, **traced.messages(), forward=forward,
-            first_backward=first_backward, backward=backward, norm=traced.norm(), update=traced.update(),
-            waiting=waiting, weight_gradients=weight_gradients, whole_backward=whole_backward, factors=factors,
-            whole_weights=whole_weights, whole_gradients=whole_gradients, moved=traced.moved,
-            early=int(filled[0]), late=int(filled[1]))
+        return Footprint(**traced.static(), kept=kept, output=output, **traced.messages(), forward=forward,
+                         first_backward=first_backward, backward=backward, norm=traced.norm(), update=traced.update(),
+                         waiting=waiting, weight_gradients=weight_gradients, whole_backward=whole_backward,
+                         factors=factors, whole_weights=whole_weights, whole_gradients=whole_gradients,
+                         moved=traced.moved, early=int(filled[0]), late=int(filled[1]))
 
 
 class TracedStage:
@@ -143,8 +140,7 @@ class TracedStage:
         parts = cut_into_parts(config, blocks) if policy.moves else ()
         self.state = RankState(self.stage, grid, policy, device, parts=parts)
         self.state.allocate()
-        self.shared = frozenset(
-            name for name in self.state.placements if not self.state.is_kept(self.state.uses(name)))
+        self.shared = frozenset(name for name in self.state.placements if not self.state.is_kept(self.state.uses(name)))
         """Parameters whose gradients come and go."""
         ends = blocks, range(min(blocks.stop, model.num_blocks - 1), model.num_blocks)
         lane = Lane.of(config, grid, policy.dtype, device, ends)

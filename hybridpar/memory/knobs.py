@@ -89,9 +89,8 @@ def _all(config: Config, rank: int, memory: StageMemory) -> Iterator[Knob]:
         yield Knob({"checkpoint": {"asynchronous": False}}, memory.checkpoint)
 
 
-def savings(
-    config: Config, rank: int, memory: StageMemory, knobs: Iterable[Knob], device: torch.device | None = None
-) -> list[Saving]:
+def savings(config: Config, rank: int, memory: StageMemory, knobs: Iterable[Knob],
+            device: torch.device | None = None) -> list[Saving]:
     """The savings of those knobs that make a rank's predicted peak smaller; the largest first.
 
     rank: of the pipeline. memory: its prediction without them.

@@ -63,8 +63,7 @@ def _read(path: Path) -> Iterator[Any]:
         file = BoundedReader(open_regular(path))
     with file:
         for number in itertools.count(1):
-            with errors_as(DataError, f"{path}, line {number}", "is no line of a memory trace",
-                           ConfigError, TypeError):
+            with errors_as(DataError, f"{path}, line {number}", "is no line of a memory trace", ConfigError, TypeError):
                 line = _line(file)
                 if number > 1 and not line:
                     return

@@ -59,17 +59,14 @@ class RankState:
             divisible(policy.optim, slot) for slot in self.whole_slots.values())
         tied = frozenset(name for name, placement in self.placements.items() if placement.tied)
         self._in_both_ends = frozenset() if policy.ends_apart else tied
-        self.uses = uses_of(parts, self.placements, parameters.blocks, elementwise=elementwise,
-                            alone=grid.pp.size == 1)
-        self.partition = Partition(
-            parameters.layout, make_routes(policy, self.placements, grid), uses=self.uses)
+        self.uses = uses_of(parts, self.placements, parameters.blocks, elementwise=elementwise, alone=grid.pp.size == 1)
+        self.partition = Partition(parameters.layout, make_routes(policy, self.placements, grid), uses=self.uses)
         self.slots = [ParameterSlot(o.name, self.placements[o.name], grid.place, o.part, o.shared)
                       for o in self.partition.owned]
         hosted = {slot.name for slot in self.slots if policy.on_host and divisible(policy.optim, slot)}
-        self.weights = WeightStore(
-            parameters, self.partition, policy.num_versions, self.memory, predict=policy.predicts, uses=self.uses,
-            splits=policy.splits_weights, host=UpdatedMemory(self.memory) if policy.on_host else None,
-            hosted=hosted)
+        self.weights = WeightStore(parameters, self.partition, policy.num_versions, self.memory,
+                                   predict=policy.predicts, uses=self.uses, splits=policy.splits_weights,
+                                   host=UpdatedMemory(self.memory) if policy.on_host else None, hosted=hosted)
         self.compression = Compression.of(self.partition, self.placements, policy, self.memory)
         factored = self.compression.factored if self.compression is not None else frozenset()
         in_8_bits = {name for name, place in self.placements.items() if policy.eight_bits and place.matrices

@@ -133,10 +133,9 @@ class Job:
         if self.launch.loopback and backend == "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        dist.init_process_group(
-            backend, store=dist.PrefixStore("group", self.store), rank=self.launch.rank,
-            world_size=self.launch.world_size, timeout=timedelta(seconds=timeout_s),
-            device_id=device if backend == "nccl" else None, pg_options=options)
+        dist.init_process_group(backend, store=dist.PrefixStore("group", self.store), rank=self.launch.rank,
+                                world_size=self.launch.world_size, timeout=timedelta(seconds=timeout_s),
+                                device_id=device if backend == "nccl" else None, pg_options=options)
 
     def end_group(self) -> None:
         """Leaves the process group, where there is one, after everyone has got here."""

@@ -82,9 +82,8 @@ def preview(config: Config, num_batches: int, costs: Costs | None = None) -> Pre
     m, drains = sizes.num_microbatches, ordering.make().flush
     live = [peak_live(_first_batch(actions) if drains else actions, m) for _, actions in sorted(steady.plan.items())]
     is_drawn = len(steady.batch_starts(m)) == num_batches
-    return Preview(
-        steady if is_drawn else ordering.timeline(sizes, costs, num_batches), *steady.steady_step(m),
-        tuple(one.activations for one in live), tuple(one.versions for one in live))
+    return Preview(steady if is_drawn else ordering.timeline(sizes, costs, num_batches), *steady.steady_step(m),
+                   tuple(one.activations for one in live), tuple(one.versions for one in live))
 
 
 def _first_batch(actions: Sequence[Action]) -> Sequence[Action]:

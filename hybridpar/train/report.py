@@ -51,8 +51,7 @@ class RunReport:
         self._peak = Peak(config, engine.device, engine.grid.world, reporter.say, goes_on=resumed > 0)
         counts = config.model.counts
         each = f"{self._flops_per_token:,} FLOP/{counts.removesuffix('s')} ({training_flops_rule(config.model)})"
-        reporter.say(f"MFU = {counts}/s x {each} / "
-                     f"{self._peak.flops / 1e9:,.0f} GFLOP/s ({self._peak.source})")
+        reporter.say(f"MFU = {counts}/s x {each} / {self._peak.flops / 1e9:,.0f} GFLOP/s ({self._peak.source})")
         if self.writes:
             self._draw_plan()
 

@@ -103,9 +103,8 @@ class Run:
         """Whether a step was made: the first one may load, compile and connect for long."""
 
     def _loader(self, samples: Samples) -> BatchLoader:
-        return BatchLoader(
-            samples, micro_batch_size=self.config.train.micro_batch_size, dp_rank=self.grid.replica,
-            dp_size=self.grid.num_replicas, num_microbatches=self.config.pipeline.num_microbatches)
+        return BatchLoader(samples, micro_batch_size=self.config.train.micro_batch_size, dp_rank=self.grid.replica,
+                           dp_size=self.grid.num_replicas, num_microbatches=self.config.pipeline.num_microbatches)
 
     def close(self) -> None:
         """Closes the files. Where training has failed, a checkpoint that is nearly there may still come."""

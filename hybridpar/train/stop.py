@@ -30,8 +30,7 @@ class StopRequest:
 def numbers_of(names: Sequence[str]) -> list[signal.Signals]:
     """The signals of train.stop_signals, without HUP where it is ignored: nohup has started this job to outlive it."""
     numbers = [signal.Signals[f"SIG{name}"] for name in names]
-    return [number for number in numbers
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def end_with(supervisor: int) -> None:

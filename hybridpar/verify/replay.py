@@ -95,8 +95,7 @@ class Report:
         rows += [(f"  of {part} {i}", recorded, replayed) for i, (recorded, replayed) in enumerate(
             zip(bundle.stage_norms or [None] * len(self.stage_norms), self.stage_norms, strict=True))]
         why = f": {bundle.what} ({bundle.policy.replace('_', ' ')})" if bundle.what else ""
-        lines = [f"step {bundle.step}{why}",
-                 f"{'':<16}{'recorded':>16}{'replayed':>16}"]
+        lines = [f"step {bundle.step}{why}", f"{'':<16}{'recorded':>16}{'replayed':>16}"]
         for name, recorded, replayed in rows:  # metrics have no norms of stages
             lines.append(f"{name:<16}{'-' if recorded is None else f'{recorded:.8g}':>16}{replayed:>16.8g}")
         for what, first in (("weight", self.weights), ("activation", self.activation), ("gradient", self.gradient)):
@@ -286,8 +285,7 @@ def _probe(engine: Engine, loader: BatchLoader, bundle: Bundle) -> Report:
     stages = stage_split(bundle.config.model, pp, pipeline.split, pipeline.num_chunks, pipeline.placement)
     sizes = Sizes.of(bundle.config)
     held = [{block for stage in sizes.stages_of(rank) for block in stages[stage]} for rank in range(pp)]
-    norms = tuple(math.sqrt(sum(square for name, square in squares.items() if block_of(name) in mine))
-                  for mine in held)
+    norms = tuple(math.sqrt(sum(square for name, square in squares.items() if block_of(name) in mine)) for mine in held)
     return Report(bundle, result, norms, weights, outputs.first, wrong, {
         "activations": _largest(outputs.sizes),
         "gradient norms": _largest({name: math.sqrt(square) for name, square in squares.items()})})

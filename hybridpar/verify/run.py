@@ -131,8 +131,8 @@ def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4, distur
     (with padding that differs from sample to sample).
     Raises: ConfigError; HybridparError with the traceback of a rank that failed.
     """
-    if num_batches < 1:
-        raise config_error("num_batches", num_batches, "must be at least 1", "4")
+    if not isinstance(num_batches, int) or num_batches < 1:
+        raise config_error("num_batches", num_batches, "must be at least 1, and whole", "4")
     config = on_grid(config, grid)
     if config.feeds_back:
         raise config_error("compression.gradients", config.compression.gradients,
@@ -151,9 +151,12 @@ def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4, distur
 
 def on_grid(config: Config, grid: Mapping[str, int]) -> Config:
     """`config` on a grid, whose axes that are left out are 1. Raises: ConfigError."""
-    sizes = {axis: int(grid.get(axis, 1)) for axis in ("tp", "pp", "dp")}
+    if not isinstance(grid, Mapping):
+        raise config_error("grid", grid, "must be sizes of axes", '{"pp": 2}')
+    sizes = {axis: grid.get(axis, 1) for axis in ("tp", "pp", "dp")}
     wrong = [Problem("grid", axis, "is not an axis", "tp, pp or dp") for axis in sorted(set(grid) - set(sizes))]
-    wrong += [Problem(f"grid {axis}", size, "must be at least 1", "1") for axis, size in sizes.items() if size < 1]
+    wrong += [Problem(f"grid {axis}", size, "must be at least 1, and whole", "1")
+              for axis, size in sizes.items() if not isinstance(size, int) or size < 1]
     if wrong:
         raise ConfigError(*wrong)
     parallel = replace(config.parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])

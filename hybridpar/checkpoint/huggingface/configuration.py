@@ -27,8 +27,7 @@ def family_of(plain: Plain, tensors: Iterable[str]) -> Family:
     if name is None:
         name = _guess(set(tensors))
     if not isinstance(name, str) or name not in FAMILIES:
-        raise config_error("config.json: model_type", name, "is not a model that can be imported",
-                           ", ".join(FAMILIES))
+        raise config_error("config.json: model_type", name, "is not a model that can be imported", ", ".join(FAMILIES))
     return FAMILIES[name]
 
 

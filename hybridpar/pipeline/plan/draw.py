@@ -44,9 +44,7 @@ def draw(drawn: Plan | Timeline, *, unit: float | None = None, width: int = 0) -
     )
     what = timeline.rank_name
     name = len(f"{what} {max(rows, default=0)}") + 2
-    return "\n".join(
-        f"{f'{what} {rank}':<{name}}{_text_row(row, unit, width)}".rstrip() for rank, row in rows.items()
-    )
+    return "\n".join(f"{f'{what} {rank}':<{name}}{_text_row(row, unit, width)}".rstrip() for rank, row in rows.items())
 
 
 def _text_items(timeline: Timeline, rank: int) -> Iterator[tuple[str, float, float]]:

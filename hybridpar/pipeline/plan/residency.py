@@ -78,9 +78,8 @@ class Residency:
         return sum(self.num_bytes[item] for item in {*self.pinned, *self.resident})
 
 
-def add_residency(
-    actions: Iterable[Action], residency: Residency, *, ahead: int = 16, batches: int = 4,
-) -> Iterator[Action]:
+def add_residency(actions: Iterable[Action], residency: Residency, *, ahead: int = 16,
+                  batches: int = 4) -> Iterator[Action]:
     """Adds FETCH, RELEASE and DROP to one rank's actions: the last pass over a plan, which may be endless.
 
     Who gives way: what is next overwritten, for that costs nothing; then what is touched last; of equals what need not

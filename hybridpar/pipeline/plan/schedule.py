@@ -101,8 +101,7 @@ class Schedule:
         """
         batch, first = self._steady_batch(sizes)
         start = batch * sizes.num_microbatches
-        return bisect_left(
-            range(sizes.num_microbatches), batch, key=lambda k: self.version(sizes, 0, start + k, first))
+        return bisect_left(range(sizes.num_microbatches), batch, key=lambda k: self.version(sizes, 0, start + k, first))
 
     def mean_delay(self, sizes: Sizes, stage: int) -> float:
         """By how many updates the weights of a batch's micro-batches are behind on average, in the steady state."""
@@ -208,9 +207,8 @@ class Schedule:
                 f"the pipeline.num_microbatches = {m} use them", str(min(lowest + 1, highest)),
             )
 
-    def compute_actions(
-        self, sizes: Sizes, rank: int, first_batch: int = 0, num_batches: int | None = None
-    ) -> Iterator[Action]:
+    def compute_actions(self, sizes: Sizes, rank: int, first_batch: int = 0,
+                        num_batches: int | None = None) -> Iterator[Action]:
         """Yields the compute actions of one rank, lazily, for batches [first_batch, first_batch + num_batches).
 
         The pipeline is drained before the first and after the last of them. None means without end.
@@ -223,9 +221,7 @@ class Schedule:
         return (Action(kind, stage, k, self.version(sizes, stage, k, first_batch))
                 for kind, stage, k in self._steps(sizes, rank, first_batch, num_batches))
 
-    def _steps(
-        self, sizes: Sizes, rank: int, first_batch: int, num_batches: int | None
-    ) -> Iterator[Step]:
+    def _steps(self, sizes: Sizes, rank: int, first_batch: int, num_batches: int | None) -> Iterator[Step]:
         m, warmup = sizes.num_microbatches, self.warmup(sizes, rank)
         batches = count(first_batch) if num_batches is None else range(first_batch, first_batch + num_batches)
         if self.activations and not self.flush:

@@ -106,17 +106,13 @@ SCHEDULES: dict[str, Schedule] = {
     for schedule in (
         _synchronous("naive", "one micro-batch in the whole pipeline at a time", _constant(0)),
         _synchronous("gpipe", "GPipe, arXiv 1811.06965, figure 2", lambda sizes, stage: sizes.num_microbatches),
-        _synchronous(
-            "1f1b", "PipeDream-Flush, arXiv 2006.09503, section 3.2", interleaved.runs_ahead(1), "warmup",
-            "zero_bubble", "placement"),
-        _synchronous(
-            "interleaved", "interleaved 1F1B, arXiv 2104.04473, section 2.2", interleaved.runs_ahead(2), "chunks",
-            "zero_bubble"),
-        Schedule(
-            "2bw", "PipeDream-2BW, arXiv 2006.09503, section 3.1", False, interleaved.runs_ahead(1),
-            _double_buffered_version, _constant(2), num_gradient_buffers=2, needs_full_pipeline=True,
-            options=frozenset({"warmup", "early_switch", "sync_steps", "placement", "chunks"}),
-        ),
+        _synchronous("1f1b", "PipeDream-Flush, arXiv 2006.09503, section 3.2", interleaved.runs_ahead(1), "warmup",
+                     "zero_bubble", "placement"),
+        _synchronous("interleaved", "interleaved 1F1B, arXiv 2104.04473, section 2.2", interleaved.runs_ahead(2),
+                     "chunks", "zero_bubble"),
+        Schedule("2bw", "PipeDream-2BW, arXiv 2006.09503, section 3.1", False, interleaved.runs_ahead(1),
+                 _double_buffered_version, _constant(2), num_gradient_buffers=2, needs_full_pipeline=True,
+                 options=frozenset({"warmup", "early_switch", "sync_steps", "placement", "chunks"})),
         Schedule(
             "pipedream", "PipeDream with weight stashing, arXiv 1806.03377", False, _depth_below,
             _latest_version, _stashed_versions, options=frozenset({"sync_steps"}),
@@ -134,11 +130,9 @@ WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
 """By name k, where stage r runs k(p-1-r) forwards ahead. 3 keeps a link busy all the time: no more is worth while."""
 
 
-def make_schedule(
-    name: str, *, warmup: str = "depth", early_switch: int | None = None, gradient_buffers: int = 0,
-    sync_steps: int = 0, chunks: int = 0, zero_bubble: bool = False, placement: str = "loop",
-    activations: str = "full", order: Sequence[str] = (),
-) -> Schedule:
+def make_schedule(name: str, *, warmup: str = "depth", early_switch: int | None = None, gradient_buffers: int = 0,
+                  sync_steps: int = 0, chunks: int = 0, zero_bubble: bool = False, placement: str = "loop",
+                  activations: str = "full", order: Sequence[str] = ()) -> Schedule:
     """The schedule of that name with its options: the keys of the configuration's section `pipeline`. (How many chunks
     a rank holds is then one of the sizes.)
 
