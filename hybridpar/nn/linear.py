@@ -6,7 +6,7 @@ With sequence parallelism (`sizes`) x before column and y after row are this ran
 of these extents on each rank. Column gathers x, and again in its backward, as only the part is kept; row's sum is
 reduce-scattered.
 
-With a `codec` parts of these sums travel as bytes, where there is a graph: evaluation is exact.
+With a `codec` parts of these sums travel as bytes, if there is a graph; evaluation is exact.
 Sources: Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: arXiv 2205.05198, section 4.2.2.
 """
 
