@@ -45,7 +45,7 @@ class SequentialSpec(ModelSpec):
         raise self._undefined("def layers(self): ...")
 
     def loss(self, out: Any, batch: dict[str, Tensor]) -> Tensor:
-        """The mean over the samples of a micro-batch, of what the last module returns. Shapes: a number (0-d)."""
+        """The mean over the samples of a micro-batch, from the last module's output. Shapes: a number (0-d)."""
         raise self._undefined("def loss(self, out, batch): ...")
 
     @property
