@@ -18,6 +18,7 @@
 # start takes one or two: call 1, then at once call 2 with LIMIT=200, with the steps that call 1 left out.
 #
 #   HYBRIDPAR_BUILD=cuda HYBRIDPAR_CUDA_ARCHS=90a python setup.py build_ext --inplace    # hybridpar/_C*.abi3.so
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 -d .whl tyro tomli-w rich docstring-parser typeguard
 #   bash scripts/gpu_check.sh OUT 1; LIMIT=200 bash scripts/gpu_check.sh OUT bert-graphs 2
 #
 # Installs nothing else: torch >= 2.11 with CUDA, triton, numpy, einops and pytest must be there; what else is missing is
