@@ -18,6 +18,7 @@
 # start takes one or two: call 1, then at once call 2 with LIMIT=200, with the steps that call 1 left out.
 #
 #   HYBRIDPAR_BUILD=cuda HYBRIDPAR_CUDA_ARCHS=90a python setup.py build_ext --inplace    # hybridpar/_C*.abi3.so
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 -d .whl tyro tomli-w rich docstring-parser typeguard
 #   bash scripts/gpu_check.sh OUT 1; LIMIT=200 bash scripts/gpu_check.sh OUT bert-graphs 2
 #
 # Installs nothing else: torch >= 2.11 with CUDA, triton, numpy, einops and pytest must be there; what else is missing is
@@ -27,12 +28,12 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # name, call, seconds (&: beside the next), command; a pair of trained 1.3B is 70 GiB, which an H100 has
 steps="build         1 120  build
-nccl          1 170& gpu_tests 4 tests/train/test_gpu.py -k 'nccl and not graphs'
+nccl          1 170& gpu_tests 6 tests/train/test_gpu.py -k 'nccl and not graphs'
 graphs        1 170& gpu_tests 3 tests/pipeline/run/test_graphs.py
 grid-graphs   1 120& gpu_tests 1 tests/train/test_gpu.py -k nccl-graphs
 moves         1 170& gpu_tests 4 tests/train/test_gpu.py tests/train/test_planned_memory.py tests/memory/test_history.py -k 'not nccl and not grid'
-memcheck      1 170& sanitize memcheck
-tests         1 170  gpu_tests 8 \$(others)
+memcheck      1 170& NICE=10 sanitize memcheck
+tests         1 170  NICE=10 gpu_tests 8 \$(others)
 1.3B-dropout  1  95  single gpu_single_1.3B_dropout 1.3B 5 --dropout 0.1
 345M-dropout  1  65  single gpu_single_345M_dropout 345M 5 --dropout 0.1
 1.3B-16       1 110  single gpu_single_1.3B_16 1.3B 3 --microbatches 16
@@ -104,9 +105,9 @@ build() {
 gpu_tests() {  # WORKERS [PYTEST OPTION ..] FILE ..: side by side where pytest-xdist is there: most of their time is compilation
     local most=$1 workers=() code=0
     shift
-    "$python" -c 'import pytest_timeout' 2>/dev/null && workers=(--timeout 120)  # one that hangs is one that fails
+    "$python" -c 'import pytest_timeout' 2>/dev/null && workers=(--timeout 150)  # one that hangs is one that fails
     "$python" -c 'import xdist' 2>/dev/null && workers+=(-n "$(($(nproc) < most ? $(nproc) : most))" --dist worksteal)
-    "$python" -m pytest -vv -m gpu -p no:cacheprovider --tb=short --continue-on-collection-errors \
+    nice -n "${NICE:-0}" "$python" -m pytest -vv -m gpu -p no:cacheprovider --tb=short --continue-on-collection-errors \
         "${workers[@]}" "$@" || code=$?
     [ "$code" -eq 5 ] && code=0  # none was selected
     return "$code"
@@ -144,7 +145,7 @@ sanitize() {  # TOOL: every operator once more, at a few small shapes, those tha
     which+=" and (3x7x41 or 5x6 or 5x7 and causal-padded-dropout or 300x33-dropout)"
     command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer"; return; }
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 9 \
-        "$python" -m pytest -vv -m gpu -p no:cacheprovider -k "cuda and not held and ($which)" \
+        nice -n "${NICE:-0}" "$python" -m pytest -vv -m gpu -p no:cacheprovider -k "cuda and not held and ($which)" \
         tests/ops/test_{sparse,largest,quantize,embedding,backends}.py
 }
 

@@ -65,6 +65,8 @@ def cases() -> Iterator[Case]:
             yield Case("bias_dropout_add", f"{name}{drop}-no-bias", (shape, shape),
                        lambda x, r, k, kwargs=kwargs: ops.bias_dropout_add(x, r, backend=k, **kwargs))
         yield Case("dropout", name, (shape,), lambda x, k: ops.dropout(x, 0.3, KEY, SITE, backend=k))
+    yield Case("dropout", "part", ((2, 3, 300),),
+               lambda x, k: ops.dropout(x, 0.3, KEY, SITE, inner_size=500, inner_start=13, backend=k))
     for b, n, s, d in ((2, 3, 5, 6), (1, 2, 130, 32), (2, 1, 1, 2), (0, 2, 3, 4)):
         shape = (b, n, s, d)
         yield Case("rotary", f"{s}x{d}", (shape,), lambda x, k: ops.rotary(x, offset=500, backend=k))

@@ -113,12 +113,12 @@ def test_replicas_sum_what_is_final_beside_the_replay() -> None:
         assert losses == expected
         assert num_replayed == 40 - 2  # the first of each kind
         assert len(num_final) > 10 * 4
-        assert min(num_final) < 0.3  # others follow
+        assert max(n for n in num_final if n < 1) < 0.6  # others follow
 
 
 def replicas(replay: bool) -> tuple[list[float], int, list[float]]:
     """Losses of 10 batches of 4 on two replicas; how many micro-batches were replayed; and of each sum of gradients
-    that began behind an event, how many elements of the buffer were final then."""
+    that began behind an event, the share of the buffer that was final then: of a batch's first; 1 of others."""
     config = make(parallel={"dp": 2, "zero": 1}, pipeline={"num_microbatches": 4}, kernels={})
     grid, num_final = ProcessGrid(dp=2), list[float]()
     buckets, start = FlatLayout.buckets, GradientReducer._start
@@ -127,7 +127,8 @@ def replicas(replay: bool) -> tuple[list[float], int, list[float]]:
         if Event.awaited is not None:
             then, now = Event.awaited.seen, Event.watched.tensors[0]
             assert torch.equal(then[bucket.start : bucket.stop], flat), "summed before it was final"
-            num_final.append(float((then == now).sum()) / len(now))
+            first = self._next == 0  # later ones find what Gloo has summed meanwhile
+            num_final.append(float((then == now).sum()) / len(now) if first else 1.0)
         return start(self, bucket, flat, *way)
 
     with pytest.MonkeyPatch.context() as patch:
