@@ -290,8 +290,9 @@ def write_results(claim: str, cases: Sequence[Mapping[str, Any]], args: argparse
     (folder := Path(args.out)).mkdir(parents=True, exist_ok=True)
     path = folder / f"{getattr(args, 'name', '') or claim}.json"
     if getattr(args, "add", False) and path.exists():
-        measured = {c["case"] for c in cases}
-        cases = [c for c in json.loads(path.read_text())["cases"] if c["case"] not in measured] + list(cases)
+        measured, before = {c["case"] for c in cases}, json.loads(path.read_text())
+        there = {key: before["machine"][key] for key in ("cpu", "cores", "capability", "commit")}
+        cases = [{"machine": there} | c for c in before["cases"] if c["case"] not in measured] + list(cases)
     document = {
         "claim": claim, "meaning": meaning,
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "machine": machine(), "arguments": vars(args) | {"out": ""},

@@ -70,10 +70,9 @@ def megatron(row: tuple[float, ...]) -> dict[str, Any]:
     found = {}
     for b in MICRO_BATCHES:
         if batch % (dp * b) == 0:
-            config = Config(
-                model=model, parallel=ParallelConfig(tp=tp, pp=pp, dp=dp),
-                pipeline=PipelineConfig("1f1b", num_microbatches=batch // (dp * b), recompute="all"),
-                train=TrainConfig(dtype="fp16", micro_batch_size=b, device="cuda"))
+            config = Config(model=model, parallel=ParallelConfig(tp=tp, pp=pp, dp=dp),
+                            pipeline=PipelineConfig("1f1b", num_microbatches=batch // (dp * b), recompute="all"),
+                            train=TrainConfig(dtype="fp16", micro_batch_size=b, device="cuda"))
             found[b] = flops / step_time(config, cluster, MEGATRON_2020) / gpus / 1e12
     best = max(found, key=lambda b: found[b])
     return {"case": f"Megatron-LM, {size:g}B, {gpus} A100", "unit": "TFLOP/s of a GPU", "micro_batch": best,

@@ -188,6 +188,5 @@ def weight_gradient(size: Size, dtype: torch.dtype, device: str) -> Pass:
     gradients = [torch.zeros(4 * h, h, device=device) for _ in range(2)]
     sides = {"product, then add": lambda: [gradients[0].add_(dy.t() @ x)]}
     if sums_in_float32(device, dtype):
-        sides["addmm"] = lambda: [torch.addmm(
-            gradients[1], dy.t(), x, out_dtype=torch.float32, out=gradients[1])]
+        sides["addmm"] = lambda: [torch.addmm(gradients[1], dy.t(), x, out_dtype=torch.float32, out=gradients[1])]
     return Pass("weight gradient", sides, dtype.itemsize * (x.numel() + dy.numel()) + 8 * 4 * h * h, 8 * t * h * h)

@@ -75,8 +75,7 @@ class Side:
     def __init__(self, schedule: str, *, hosted: bool):
         shape, m = SHAPES["waits"], MICROBATCHES
         config = engine_config(shape, pp=STAGES, num_microbatches=m, schedule=schedule)
-        config = replace(config, memory=replace(
-            config.memory, host_optimizer=hosted, parts=config.model.num_blocks))
+        config = replace(config, memory=replace(config.memory, host_optimizer=hosted, parts=config.model.num_blocks))
         self.work, self.seconds = EmulatedHost(0.0, 0.0), (0.0, 0.0)
         self.engine = Engine(config, ProcessGrid(pp=STAGES), torch.device("cpu"), host_work=self.work)
         host = self.engine.state.host

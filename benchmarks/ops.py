@@ -98,9 +98,8 @@ def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str,
     labels = torch.randint(v, (t,), device=device)
     tables = rotary_tables(s, d, torch.empty(0, dtype=dtype, device=device))
     return {
-        "rms_norm": Operation(
-            [leaf(t, h), leaf(h)], lambda k: lambda x, w: ops.rms_norm(x, w, backend=k),
-            lambda x, w: F.rms_norm(x, (h,), w, 1e-6), 5 * t * h),
+        "rms_norm": Operation([leaf(t, h), leaf(h)], lambda k: lambda x, w: ops.rms_norm(x, w, backend=k),
+                              lambda x, w: F.rms_norm(x, (h,), w, 1e-6), 5 * t * h),
         "layer_norm": Operation(
             [leaf(t, h), leaf(h), leaf(h)], lambda k: lambda x, w, b: ops.layer_norm(x, w, b, backend=k),
             lambda x, w, b: F.layer_norm(x, (h,), w, b, 1e-5), 5 * t * h),
@@ -108,12 +107,10 @@ def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str,
             [leaf(t, h), leaf(h), leaf(t, h), leaf(h)],
             lambda k: lambda x, c, r, w: ops.add_norm(x, r, w, None, 1e-6, centre=False, bias_of_x=c, backend=k),
             lambda x, c, r, w: (F.rms_norm(total := x + c + r, (h,), w, 1e-6), total), 8 * t * h),
-        "bias + gelu": Operation(
-            [leaf(t, features), leaf(features)], lambda k: lambda x, b: ops.gelu(x, b, backend=k),
-            lambda x, b: F.gelu(x + b, approximate="tanh"), 5 * t * features),
-        "bias + swiglu": Operation(
-            [leaf(t, features), leaf(features)], lambda k: lambda x, b: ops.swiglu(x, b, backend=k), swiglu_eager,
-            4 * t * features),
+        "bias + gelu": Operation([leaf(t, features), leaf(features)], lambda k: lambda x, b: ops.gelu(x, b, backend=k),
+                                 lambda x, b: F.gelu(x + b, approximate="tanh"), 5 * t * features),
+        "bias + swiglu": Operation([leaf(t, features), leaf(features)],
+                                   lambda k: lambda x, b: ops.swiglu(x, b, backend=k), swiglu_eager, 4 * t * features),
         "rotary": Operation(
             [heads()], lambda k: lambda x: ops.rotary(x, backend=k), lambda x: rotary_eager(x, *tables), 4 * t * h),
         "causal attention": Operation(
@@ -122,8 +119,7 @@ def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str,
             lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=size.num_kv_heads > 0),
             11 * t * h, 7 * scores * d),
         "cross-entropy": Operation(
-            [leaf(t, v)],
-            lambda k: lambda x: vocab_parallel_cross_entropy(x, labels, Axis("tp"), backend=k).sum(),
+            [leaf(t, v)], lambda k: lambda x: vocab_parallel_cross_entropy(x, labels, Axis("tp"), backend=k).sum(),
             lambda x: F.cross_entropy(x, labels, reduction="sum"), 3 * t * v),
     }
 

@@ -65,9 +65,8 @@ def ranked(model: ModelConfig, cluster: Cluster, batch_size: int) -> Iterator[Pu
                 yield found
 
 
-def _largest(
-    model: ModelConfig, cluster: Cluster, width: int, depth: int, batch_size: int, recompute: bool
-) -> Published | None:
+def _largest(model: ModelConfig, cluster: Cluster, width: int, depth: int, batch_size: int,
+             recompute: bool) -> Published | None:
     """SEARCH(w, d) of the paper: the largest power of two that fits and leaves every pipeline m >= d micro-batches."""
     best, b = None, 1
     while width * b * depth <= batch_size:
@@ -97,9 +96,7 @@ def activations_of_layer(model: ModelConfig, b: int) -> float:
     return b * s * h * (34 + 5 * n * s / h)
 
 
-def throughput(
-    model: ModelConfig, cluster: Cluster, width: int, depth: int, b: int, m: int, recompute: bool
-) -> float:
+def throughput(model: ModelConfig, cluster: Cluster, width: int, depth: int, b: int, m: int, recompute: bool) -> float:
     """Samples a second of all pipelines."""
     times = block_times(model, b, cluster.device, kernels=MEGATRON_2020)
     compute = sum(t.forward + t.backward for t in times) / depth

@@ -58,7 +58,7 @@ class Machine:
     in and out together (half_duplex), or each way. ring_gbit: for rings, each way.
     """
 
-    matmul_share: float = 0.66
+    matmul_share: float = 0.68
     exchange_gbit: float = 21.5
     ring_gbit: float = 16.0
     half_duplex: bool = True
@@ -100,9 +100,8 @@ class Setting:
     def model(self) -> ModelConfig:
         """BERT too: Megatron's projects every position to the vocabulary, which is what kind="gpt" costs."""
         layers, hidden, heads = SIZES[self.size]
-        return ModelConfig(
-            kind="gpt", num_layers=layers, hidden_size=hidden, num_heads=heads, seq_length=512,
-            vocab_size=VOCABULARY[self.kind], dropout=0.1, attention_dropout=0.1)
+        return ModelConfig(kind="gpt", num_layers=layers, hidden_size=hidden, num_heads=heads, seq_length=512,
+                           vocab_size=VOCABULARY[self.kind], dropout=0.1, attention_dropout=0.1)
 
     def stages(self) -> list[range]:
         """Blocks of each stage: equal numbers of layers."""
@@ -174,9 +173,8 @@ def flush_interval(setting: Setting) -> int:
 def stage_time(times: Sequence[BlockTime], blocks: Iterable[int], recomputed: Iterable[int] = ()) -> BlockTime:
     """A stage of those blocks, of which `recomputed` run forward once more in the backward pass."""
     blocks, again = tuple(blocks), set(recomputed)
-    return BlockTime(
-        sum(times[i].forward for i in blocks),
-        sum(times[i].backward + times[i].forward * (i in again) for i in blocks))
+    return BlockTime(sum(times[i].forward for i in blocks),
+                     sum(times[i].backward + times[i].forward * (i in again) for i in blocks))
 
 
 def _stage_times(setting: Setting, times: Sequence[BlockTime], stages: Sequence[range]) -> list[BlockTime]:
@@ -205,13 +203,11 @@ def pipeline_costs(setting: Setting, machine: Machine, system: str) -> Costs:
     else:
         update = [device.memory_time(UPDATE_TRAFFIC * n) for n in parameters]
     reduce = [t + tied * (r in (0, setting.depth - 1)) for r, t in enumerate(reduce)]
-    return Costs(
-        [t.forward for t in compute], [t.backward for t in compute], update=update, reduce=reduce, tied=True)
+    return Costs([t.forward for t in compute], [t.backward for t in compute], update=update, reduce=reduce, tied=True)
 
 
-def _simulated(
-    setting: Setting, machine: Machine, system: str, schedule: str, num_microbatches: int, *, update: bool = True
-) -> float:
+def _simulated(setting: Setting, machine: Machine, system: str, schedule: str, num_microbatches: int, *,
+               update: bool = True) -> float:
     """Seconds of one batch of `num_microbatches`, in the steady state where the schedule has one; without `update`,
     of forward and backward alone.
     """

@@ -86,8 +86,7 @@ class TorchPipelineStep:
         models = [PlainGPT(shape, split[number], autocast=dtype == "bf16") for number in numbers]
         stages = [pipelining.PipelineStage(model, number, num_stages, torch.device("cpu"))
                   for model, number in zip(models, numbers, strict=True)]
-        self.schedule = PEERS[schedule](
-            stages[0] if schedule in SINGLE else stages, m, loss_fn=cross_entropy)
+        self.schedule = PEERS[schedule](stages[0] if schedule in SINGLE else stages, m, loss_fn=cross_entropy)
         self.optimizer = adamw(parameter for model in models for parameter in model.parameters())
         self.batches = [tuple(torch.cat(column) for column in zip(*FixedLoader(shape, m).pairs(t), strict=True))
                         for t in range(FixedLoader.num_distinct)]
@@ -114,8 +113,7 @@ def measure(shape_name: str, dtype: str, m: int, schedule: str, rounds: int) -> 
     config = engine_config(shape, pp=size, num_microbatches=m, schedule=schedule, dtype=dtype)
     sides: dict[str, common.Step] = {
         OURS: OurStep(config, shape, ProcessGrid(pp=size)),
-        PEERS[schedule].__name__: TorchPipelineStep(shape, schedule, m, dtype),
-    }
+        PEERS[schedule].__name__: TorchPipelineStep(shape, schedule, m, dtype)}
     result = race(sides, rounds, tolerance=TOLERANCE[dtype])
     return case(f"{shape_name} {dtype} pp={size} {schedule} m={m}", result, m * shape.microbatch_tokens,
                 shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule=schedule, threads=1,
@@ -215,9 +213,8 @@ def repeated(step: Callable[[], Any], batches: int) -> Side:
     return run
 
 
-def measure_2bw(
-    shape_name: str, dtype: str, m: int, batches: int, rounds: int, warmups: Sequence[str], others: bool
-) -> dict[str, Any]:
+def measure_2bw(shape_name: str, dtype: str, m: int, batches: int, rounds: int, warmups: Sequence[str],
+                others: bool) -> dict[str, Any]:
     """Times 2bw's steady state and the ideal by turns, and, with `others`, the schedules that drain.
 
     Collectives: called on all ranks.

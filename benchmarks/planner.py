@@ -157,10 +157,8 @@ def choose(base: Config, profile: Profile, ranks: int, batch: int, batches: Sequ
     return search(free, measured_machine(profile, ranks), request).ranked[0].config
 
 
-def plan_cases(
-    base: Config, profile: Profile, batch: int, ranks: Sequence[int], grids: Sequence[str] = (),
-    codecs: Sequence[Any] = ("none",),
-) -> tuple[list[Case], dict[int, Config]]:
+def plan_cases(base: Config, profile: Profile, batch: int, ranks: Sequence[int], grids: Sequence[str] = (),
+               codecs: Sequence[Any] = ("none",)) -> tuple[list[Case], dict[int, Config]]:
     """Every grid of so many ranks, and what the planner chooses for each number of them.
 
     codecs: of messages between stages; each grid with each of them.

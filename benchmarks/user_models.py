@@ -80,8 +80,7 @@ def resnet(width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int =
            bottleneck: bool = True, norm: Norm = nn.BatchNorm2d) -> nn.Sequential:
     """ResNet; the published one with 50 layers by default. Without `bottleneck`, that with 34."""
     block, growth = (_bottleneck, 4) if bottleneck else (_basic, 1)
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), norm(width), nn.ReLU(),
-                               nn.MaxPool2d(3, 2, 1)]
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), norm(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     inputs = width
     for level, count in enumerate(blocks):
         for i in range(count):

@@ -43,12 +43,11 @@ def main(argv=None):
     base = hp.load_toml(given.run / "config.toml")
     made = samples(given.questions, Tokenizer.from_file(str(given.run / "tokenizer.json")), base.model.seq_length)
     held_out = max(1, len(made) // 10)
-    return hp.Trainer(
-        config=base, datasets={"train": made[held_out:], "valid": made[:held_out]},
-        parallel={"pp": given.pp, "dp": 0}, pipeline={"schedule": "2bw", "num_microbatches": 4},
-        optim={"lr": given.lr, "warmup_steps": 10},
-        train={"num_steps": given.steps, "micro_batch_size": 4, "eval_interval": given.steps},
-        run={"dir": str(given.run.parent), "name": f"{given.run.name}-tuned"}).fit()
+    return hp.Trainer(config=base, datasets={"train": made[held_out:], "valid": made[:held_out]},
+                      parallel={"pp": given.pp, "dp": 0}, pipeline={"schedule": "2bw", "num_microbatches": 4},
+                      optim={"lr": given.lr, "warmup_steps": 10},
+                      train={"num_steps": given.steps, "micro_batch_size": 4, "eval_interval": given.steps},
+                      run={"dir": str(given.run.parent), "name": f"{given.run.name}-tuned"}).fit()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.config import Config, Launch, ModelSpec, UpdateRule, from_mapping, load_toml, spec_name
+from hybridpar.config import Config, Launch, ModelSpec, UpdateRule, as_typed, from_mapping, load_toml, spec_name
 from hybridpar.config.spec import require_settings
 from hybridpar.errors import config_error
 from hybridpar.validate import resolve
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 class Trainer:
     """Trains `model` with `config` (a Config, a TOML file, or the defaults), changed by keywords named as its sections.
 
-    `model`: a ModelSpec, such as a ModelConfig; None: that of `config`. `datasets`: by part ("train", "valid"), in the
-    stead of those that the model names itself (`ModelSpec.dataset`), whose docstring says what they may be.
-    `optimizer`: a rule of one's own, in the stead of optim.name.
+    `model`: a ModelSpec, such as a ModelConfig; None: that of `config`. `datasets`: by part ("train", "valid"), instead
+    of the model's own (`ModelSpec.dataset` says what they may be). `optimizer`: your own UpdateRule, instead of
+    optim.name.
 
     Raises: ConfigError naming every key that is unknown and every value of a wrong type.
     """
@@ -39,16 +39,21 @@ class Trainer:
     def __init__(self, model: ModelSpec | None = None, /, config: Config | str | Path | None = None, *,
                  datasets: Mapping[str, Any] | None = None, optimizer: type[UpdateRule] | None = None,
                  **sections: Mapping[str, Any]):
-        base = Config() if config is None else config if isinstance(config, Config) else load_toml(config)
+        base = Config() if config is None else as_typed(config) if isinstance(config, Config) else load_toml(config)
         if model is not None:
+            if not isinstance(model, ModelSpec):
+                rule = "must be a ModelSpec; a configuration or its file is named config"
+                raise config_error("model", model, rule, "hybridpar.ModelConfig()")
             require_settings(type(model))
-            base = dataclasses.replace(base, model=model)
+            base = as_typed(dataclasses.replace(base, model=model))
         if optimizer is not None:
             if not (isinstance(optimizer, type) and issubclass(optimizer, UpdateRule)):
                 raise config_error("optimizer", optimizer, "must be a class made of hybridpar.UpdateRule", "None")
             own = {"name": "own", "spec": spec_name(optimizer)}
             base = dataclasses.replace(base, optim=dataclasses.replace(base.optim, **own))  # type: ignore[arg-type]
         self.config = from_mapping(sections, base)
+        if not isinstance(datasets or {}, Mapping):
+            raise config_error("datasets", datasets, "must be datasets by part of a run", '{"train": ..}')
         if unknown := set(datasets or {}) - {"train", "valid"}:
             raise config_error("datasets", sorted(map(str, unknown)), "are no parts of a run", '"train", "valid"')
         self.datasets = dict(datasets or {})
@@ -56,22 +61,31 @@ class Trainer:
     def fit(self, *, on_step: Callable[[StepResult], None] | None = None,
             on_evaluation: Callable[[int, dict[str, float]], None] | None = None,
             on_save: Callable[[Path], None] | None = None) -> Outcome:
-        """Trains to the end, or to a signal; goes on from the last checkpoint where the run folder has one.
+        """Trains to the end, or to a signal; goes on from the last checkpoint of the run folder, if there is one.
 
         The functions are called as `train.callbacks.Callbacks` says. Collectives: on all processes of the job.
         Raises: HybridparError, as `hybridpar train` reports it.
         """
+        import torch
+
         from hybridpar.train.callbacks import Callbacks
         from hybridpar.train.loop import train
 
         given = {"on_step": on_step, "on_evaluation": on_evaluation, "on_save": on_save}
+        for name, call in given.items():
+            if not (call is None or callable(call)):
+                raise config_error(name, call, "must be a function", "None")
         callbacks = Callbacks(**{name: call for name, call in given.items() if call is not None})  # type: ignore[arg-type]
-        return train(self.config, Launch.from_environment(), callbacks=callbacks, datasets=self.datasets)
+        threads = torch.get_num_threads()  # train.threads is of training, not of the program around it
+        try:
+            return train(self.config, Launch.from_environment(), callbacks=callbacks, datasets=self.datasets)
+        finally:
+            torch.set_num_threads(threads)
 
     def verify(self, grid: Mapping[str, int] | None = None, num_batches: int = 4) -> Report:
         """Compares a few batches on a grid (None: that of the configuration) with one process, in float64.
 
-        Starts the ranks itself: not to be called under torchrun. Raises: ConfigError; HybridparError where one failed.
+        Starts the ranks itself, so not under torchrun. Raises: ConfigError; HybridparError if a rank failed.
         """
         from hybridpar.verify.run import on_grid, verify
 

@@ -86,7 +86,7 @@ def test_help_needs_no_torch() -> None:
               "    assert 'torch' not in sys.modules, command")
     commands = ["", "train", "generate", "export", "import", "place", "graph"]
     run = subprocess.run([sys.executable, "-c", script, *commands], capture_output=True, text=True, check=True)
-    assert run.stdout.startswith("hybridpar: train GPT and BERT")
+    assert run.stdout.startswith("hybridpar: train GPT, BERT and your own models")
     assert run.stdout.count("usage: hybridpar") == len(commands) - 1
 
 
@@ -97,7 +97,10 @@ def test_help_needs_no_torch() -> None:
     (("generate", "--chekpoint", "x"), "did you mean --checkpoint?"),
     (("train", "--parallel.tp", "2"), "the first argument must be a configuration file"),
     (("trian", "CONFIG"), "did you mean train?"),
-    (("train", "CONFIG", "--model.num_layers", "two"), "num_layers"),
+    (("train", "CONFIG", "--model.num_layers", "two"), "num_layers two: must be a whole number; try --model."),
+    (("check", "CONFIG", "--data.weights", "a"), "weights a: must be any number of numbers; try --data.weights 1"),
+    (("train", "CONFIG", "--optim.betas", "1"), "--optim.betas 1: must be 2 numbers; try --optim.betas 0.9 0.999"),
+    (("train", "CONFIG", "--ranks=x"), "--ranks x: must be a whole number; try --ranks 1"),
     (("train", "CONFIG", "--model.kind", "t5"), "gpt"),
     (("train", "CONFIG", "--model.bias", "maybe"), "model.bias"),
     (("TRAIN", "CONFIG"), "did you mean train?"),
@@ -108,6 +111,18 @@ def test_a_wrong_command_line_is_refused(config: Path, capsys: pytest.CaptureFix
     message = refuses(capsys, *(str(config) if a == "CONFIG" else a for a in args))
     assert says in message
     assert not (config.parent / "runs").exists()
+
+
+def test_ctrl_c_while_it_is_loaded_ends_it_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "hybridpar.cli.entry":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "hybridpar.cli.entry")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
+    assert main(["check"]) == 130
 
 
 @pytest.mark.parametrize(("flags", "says"), [

@@ -22,7 +22,7 @@ Curve = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run came to. `train_loss`: (last step of a bin of BIN_STEPS, mean loss of the bin)."""
+    """Numbers of a finished run. `train_loss`: (last step of a bin of BIN_STEPS, mean loss of the bin)."""
 
     model: str
     variant: str
@@ -42,7 +42,7 @@ class Result:
 
 
 def path_of(folder: Path, model: str, variant: str, seed: int) -> Path:
-    """Where the result of a run is, or will be."""
+    """Path of the result of a run, whether it is there or will be."""
     return folder / model / f"{variant}-s{seed}.json"
 
 
@@ -60,13 +60,12 @@ def harvest(rows: Sequence[Mapping[str, Any]], config: Config, changes: Mapping[
     if not val or val[-1][0] != num_steps or val[-1][1] is None:
         raise ValueError(f"{variant}: no finite validation loss after step {num_steps}")
     batch = config.train.micro_batch_size * config.pipeline.num_microbatches * config.model.seq_length
-    return Result(
-        model=config.model.kind, variant=variant, seed=config.train.seed, changes=dict(changes),
-        final_val_loss=val[-1][1], val_loss=val, train_loss=binned([row["loss"] for row in steps]),
-        tokens=num_steps * batch, eval_tokens=config.train.eval_batches * batch,
-        skipped_steps=sum(row.get("skipped", False) for row in steps),
-        seconds=round(sum(row["step_ms"] for row in steps) / 1e3, 1), machine=dict(machine),
-        config=to_mapping(comparable(config)))
+    return Result(model=config.model.kind, variant=variant, seed=config.train.seed, changes=dict(changes),
+                  final_val_loss=val[-1][1], val_loss=val, train_loss=binned([row["loss"] for row in steps]),
+                  tokens=num_steps * batch, eval_tokens=config.train.eval_batches * batch,
+                  skipped_steps=sum(row.get("skipped", False) for row in steps),
+                  seconds=round(sum(row["step_ms"] for row in steps) / 1e3, 1), machine=dict(machine),
+                  config=to_mapping(comparable(config)))
 
 
 def binned(losses: Sequence[float | None]) -> Curve:

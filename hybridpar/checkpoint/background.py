@@ -46,8 +46,7 @@ class Task(threading.Thread):
     kept this one from its end. `folder`: what has been published, on the rank that does.
     """
 
-    def __init__(self, aside: Path, publish: Callable[[threading.Event], Path] | None, note: Note, *,
-                 gives_way: bool):
+    def __init__(self, aside: Path, publish: Callable[[threading.Event], Path] | None, note: Note, *, gives_way: bool):
         super().__init__(name="checkpoint", daemon=True)
         self.aside, self._publish, self._note, self._gives_way = aside, publish, note, gives_way
         self.copied, self.given_up = threading.Event(), threading.Event()

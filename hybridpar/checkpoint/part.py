@@ -56,11 +56,10 @@ class Part:
         grid, state = engine.grid, engine.state
         held = [engine.split[stage] for stage in Sizes.of(engine.config).stages_of(grid.pp.rank)]
         tensors = {key: tensor for kind in writes(engine) for key, tensor in kind.tensors().items()}
-        return Part(
-            saved_place(engine.config, grid.place),
-            tuple(edge for blocks in held for edge in (blocks.start, blocks.stop)),
-            TrainingState.of(engine.state_meta()).versions, tensors, header_of(state.placements, state.parts),
-            state.memory.read)
+        return Part(saved_place(engine.config, grid.place),
+                    tuple(edge for blocks in held for edge in (blocks.start, blocks.stop)),
+                    TrainingState.of(engine.state_meta()).versions, tensors, header_of(state.placements, state.parts),
+                    state.memory.read)
 
     @property
     def num_bytes(self) -> int:

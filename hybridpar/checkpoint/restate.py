@@ -54,9 +54,8 @@ class Restated(Mapping[str, Tensor]):
         state = self._state
         scale = state.loss_scales.get(state.batches_done, float(scaler["scale"]))
         scales = {v: state.loss_scales.get(self._stored(v), scale) for v in self.versions}
-        return replace(
-            state, batches_done=state.batches_done + self._ahead, versions=tuple(self.versions),
-            loss_scaler=state.loss_scaler or scaler, loss_scales=scales).as_meta()
+        return replace(state, batches_done=state.batches_done + self._ahead, versions=tuple(self.versions),
+                       loss_scaler=state.loss_scaler or scaler, loss_scales=scales).as_meta()
 
     def _stored(self, version: int) -> int:
         """The saved version that is taken as `version`."""

@@ -35,8 +35,7 @@ class SavedShard:
         with errors_as(CheckpointError, self.file.path, "is damaged"):
             placements, parts = (_parse_json(self.file, key) for key in ("placements", "parts"))
             self.placements = {name: _parse_placement(name, value, sizes) for name, value in placements.items()}
-            self.parts = {name: span(value, f"the part of {name}", self._numel(name))
-                          for name, value in parts.items()}
+            self.parts = {name: span(value, f"the part of {name}", self._numel(name)) for name, value in parts.items()}
             self._check_blocks()
             for name, info in self.file.tensors.items():
                 self._check_tensor(name, info)
@@ -89,10 +88,8 @@ def placements_to_plain(placements: Mapping[str, Placement]) -> dict[str, Any]:
             "shape": list(p.shape), "weight_decay": p.weight_decay, "tied": p.tied,
             "shard": None if p.shard is None else {
                 "dim": p.shard.dim, "ranges": [[list(r) for r in ranges] for ranges in p.shard.ranges],
-                **({"axis": p.shard.axis} if p.shard.axis != "tp" else {})},
-        }
-        for name, p in placements.items()
-    }
+                **({"axis": p.shard.axis} if p.shard.axis != "tp" else {})}}
+        for name, p in placements.items()}
 
 
 def _parse_json(file: TensorFile, key: str) -> dict[str, Any]:

@@ -62,9 +62,8 @@ class TensorInfo:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str],
-                  flight: Flight = NO_FLIGHT, read: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-                  ) -> tuple[int, str]:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], flight: Flight = NO_FLIGHT,
+                  read: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> tuple[int, str]:
     """Writes a file and makes its content last; its size in bytes, and its checksums as hexadecimal digits.
 
     `flight` is told of every chunk. Tensors may be on any device; one that is not contiguous or not on the CPU is

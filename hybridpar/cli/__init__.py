@@ -9,6 +9,14 @@ difference; 2 the command line is wrong; 128 + n stopped by signal n, after savi
 `--json` prints one JSON object on stdout; everything else that a command says goes to stderr then.
 """
 
-from hybridpar.cli.entry import main
+from collections.abc import Sequence
 
-__all__ = ["main"]
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command, as `hybridpar` does; Ctrl-C ends it without a word. Returns the exit code."""
+    try:
+        from hybridpar.cli.entry import main as run  # takes a moment, in which Ctrl-C may come
+
+        return run(argv)
+    except KeyboardInterrupt:
+        return 130

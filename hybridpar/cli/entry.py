@@ -50,8 +50,6 @@ def _run(args: list[str]) -> int:
         return parse(args, launch.rank == 0).run(launch)
     except HybridparError as error:
         return _report(error, launch, as_json="--json" in args)
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -88,6 +86,7 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
             config, rest = load_toml(rest[0], _value(SPEC, rest)), _without(SPEC, rest)
             default = command(path=Path(rest[0]), config=config)
     _check_flags(name, rest, speaks, config)
+    _check_numbers(name, rest, speaks, default if "config" in command.__dataclass_fields__ else command)
     made = tyro.cli(
         command, prog=f"hybridpar {name}", args=_booleans_as_python(rest, config), default=default,
         use_underscores=True, console_outputs=speaks, config=(FlagCreatePairsOff,))
@@ -119,6 +118,33 @@ def _check_flags(name: str, args: Iterable[str], speaks: bool, config: Config) -
         if word not in known:
             same_key = [k for k in known if "." in k and k.rpartition(".")[2] == word.rpartition(".")[2]]
             _refuse(f"hybridpar {name}: unknown flag {flag}", word, same_key or known, speaks, "--")
+
+
+def _check_numbers(name: str, args: Iterable[str], speaks: bool, default: Any) -> None:
+    """Refuses flags of numbers without their numbers: tyro names none that works. `default`: the command."""
+    kinds = typing.get_type_hints(COMMANDS[name]) | (_config_keys(default.config) if hasattr(default, "config") else {})
+    given: list[tuple[str, list[str]]] = []
+    for arg in args:
+        head, equals, value = arg.partition("=")
+        if head.startswith("--"):
+            given.append((head, [value] * bool(equals)))
+        elif given:
+            given[-1][1].append(arg)
+    for flag, words in given:
+        section, _, key = flag[2:].replace("-", "_").rpartition(".")
+        kind = kinds.get(f"{section}.{key}" if section else key)
+        inner = typing.get_args(kind) if typing.get_origin(kind) is tuple else (kind,)
+        if inner[0] not in (int, float):
+            continue
+        count = None if Ellipsis in inner else len(inner)
+        with contextlib.suppress(ValueError):
+            if len([inner[0](word) for word in words[:count]]) >= (count or 0):
+                continue
+        usual = getattr(getattr(default.config, section) if section else default, key, None)
+        works = " ".join(map(str, usual)) if isinstance(usual, tuple) else usual
+        what = f"{'whole ' * (inner[0] is int)}number{'s' * (count != 1)}"
+        rule = f"must be {'a' if count == 1 else count or 'any number of'} {what}; try {flag} {works or 1}"
+        _refuse(f"hybridpar {name}: {' '.join([flag, *words[:count]])}: {rule}", "", (), speaks)
 
 
 def flags_of(command: type[Any], config: Config) -> set[str]:
@@ -159,7 +185,7 @@ def _value(flag: str, args: Sequence[str]) -> str:
 def _help() -> str:
     lines = [f"  {name:<11} {command.__doc__}" for name, command in COMMANDS.items()]
     return "\n".join([
-        "hybridpar: train GPT and BERT with tensor, pipeline and data parallelism", "", *lines, "",
+        "hybridpar: train GPT, BERT and your own models on any grid of processes", "", *lines, "",
         "hybridpar COMMAND --help tells more. Flags are --section.key value, over what CONFIG.toml says."])
 
 

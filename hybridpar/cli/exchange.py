@@ -16,8 +16,8 @@ from hybridpar.reading import to_json
 
 @dataclass(frozen=True)
 class Export:
-    """Write a checkpoint of any grid as a folder that Hugging Face transformers reads: GPT-2, LLaMA,
-    GPT-NeoX or BERT."""
+    """Write a checkpoint of any grid as a folder that Hugging Face transformers reads: GPT-2, LLaMA, GPT-NeoX or BERT.
+    """
 
     checkpoint: Positional[Annotated[Path, arg(metavar="RUN_OR_CHECKPOINT")]]
     """A run folder (its newest checkpoint), or one checkpoint in it."""
@@ -75,8 +75,7 @@ class Import:
         return _exchanged(asdict(made), text, made.checkpoint, self.source, verify=self.verify, as_json=self.json)
 
 
-def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, *, verify: bool,
-               as_json: bool) -> int:
+def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, *, verify: bool, as_json: bool) -> int:
     """Says what an export or import has made, and compares both sides where that is asked for; the exit code."""
     from hybridpar.checkpoint.huggingface import compare
     from hybridpar.checkpoint.megatron import compare_megatron, is_megatron

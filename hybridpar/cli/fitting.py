@@ -52,9 +52,8 @@ def _memory_here(config: Config) -> float:
     return limit_here(kind, ranks) if ranks <= places else 0.0
 
 
-def fit_report(
-    config: Config, memory: Sequence[StageMemory], room: Room, rank_name: str, *, largest: bool
-) -> tuple[dict[str, Any], list[str]]:
+def fit_report(config: Config, memory: Sequence[StageMemory], room: Room, rank_name: str, *,
+               largest: bool) -> tuple[dict[str, Any], list[str]]:
     """Plain values and lines: whether a resolved configuration fits and what would make it, its predicted step time,
     and the largest model that fits. memory: its prediction."""
     from hybridpar.memory.predict import default_device

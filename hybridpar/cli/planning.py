@@ -200,8 +200,7 @@ class Plan:
         from hybridpar.planner.report import describe
 
         timeline = best.cost.ordering.timeline(best.cost.sizes, best.cost.costs, 2)
-        write_output("svg", self.svg,
-                     draw_svg(timeline.scaled(1e3), title=describe(best.config), unit="milliseconds"))
+        write_output("svg", self.svg, draw_svg(timeline.scaled(1e3), title=describe(best.config), unit="milliseconds"))
 
 
 @dataclass(frozen=True)

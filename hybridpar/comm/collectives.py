@@ -165,9 +165,7 @@ def _are_even(x: Tensor, parts: Parts, axis: Axis) -> bool:
         (rank, rank * each, (rank + 1) * each) for rank in range(axis.size)]
 
 
-def _part_by_part(
-    name: str, collective: Callable[..., Any], whom: str, x: Tensor, parts: Parts, axis: Axis
-) -> Works:
+def _part_by_part(name: str, collective: Callable[..., Any], whom: str, x: Tensor, parts: Parts, axis: Axis) -> Works:
     """Starts `collective(part, whom=owner)` for every part of `x` that is not empty."""
     assert x.is_contiguous(), "parts of a copy would be lost"
 

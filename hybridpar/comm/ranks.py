@@ -28,8 +28,7 @@ def run_on_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, backend: st
     with tempfile.TemporaryDirectory() as folder:
         readers, writers = zip(*(mp.get_context(start).Pipe(duplex=False) for _ in range(num_ranks)), strict=True)
         job = (backend, f"{folder}/store", num_ranks, timeout_s)
-        processes = mp.start_processes(
-            _rank_main, (job, writers, fn, args), num_ranks, join=False, start_method=start)
+        processes = mp.start_processes(_rank_main, (job, writers, fn, args), num_ranks, join=False, start_method=start)
         assert processes is not None
         for writer in writers:
             writer.close()
@@ -72,9 +71,8 @@ def _rank_main(rank: int, job: tuple[str, str, int, float], writers: Sequence[Co
         writers[other].close()  # else nobody would notice that rank's end
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            backend, store=dist.FileStore(path, num_ranks), rank=rank, world_size=num_ranks,
-            timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(backend, store=dist.FileStore(path, num_ranks), rank=rank, world_size=num_ranks,
+                                timeout=timedelta(seconds=timeout_s))
         torch.save((fn(*args), ""), result := io.BytesIO())  # of tensors a third of pickle's time
         dist.barrier()
         dist.destroy_process_group()

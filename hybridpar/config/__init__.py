@@ -35,6 +35,7 @@ from hybridpar.config.spec import (
 from hybridpar.config.toml import (
     MAX_TOML,
     MODEL_FOLDER,
+    as_typed,
     from_mapping,
     load_toml,
     to_mapping,
@@ -47,8 +48,8 @@ __all__ = [
     "AUTO", "FINITE", "FOUND", "JOB", "MAX_TOML", "MODEL_FOLDER", "STOP_SIGNALS", "UNCOMPRESSED", "AnomaliesConfig",
     "CheckpointConfig", "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch",
     "MemoryConfig", "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig",
-    "PlanConfig", "RunConfig", "TrainConfig", "UpdateRule", "Whole", "Within", "broken_rules", "from_mapping",
-    "from_plain", "import_rule", "import_spec", "known_spec", "load_toml", "message_shape", "model_settings",
-    "pass_on_signals", "rank_of_stage", "span", "spec_folder", "spec_name", "to_mapping", "to_toml",
+    "PlanConfig", "RunConfig", "TrainConfig", "UpdateRule", "Whole", "Within", "as_typed", "broken_rules",
+    "from_mapping", "from_plain", "import_rule", "import_spec", "known_spec", "load_toml", "message_shape",
+    "model_settings", "pass_on_signals", "rank_of_stage", "span", "spec_folder", "spec_name", "to_mapping", "to_toml",
     "triton_is_interpreted",
 ]

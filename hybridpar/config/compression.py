@@ -15,51 +15,51 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """Codecs of what ranks send to each other. Evaluation, generation and export use none, but for a subspace.
+    """Codecs of what ranks send to each other. Evaluation, generation and export use none, except with a subspace.
 
-    What a batch does not send of gradients between replicas is added to the next one's (error feedback), but for sbpca.
-    It is as large as they are, on every replica and with any parallel.zero.
-    `gradients` have no effect where parallel.dp is 1 and no weight is tied across stages.
+    What replicas do not send of a batch's gradients is added to the next one's (error feedback), except with sbpca. It
+    is as large as the gradients, on every replica and with any parallel.zero.
+    `gradients` has no effect if parallel.dp is 1 and no weight is tied across stages.
     """
 
     messages: Literal["none", "bf16", "int8", "int4", "dct", "subspace"] = "none"
-    """Activations between stages in training: bf16; or a bfloat16 scale for each 64 features of a token and 8 or 4 bits
-    a feature, 4 bits after a Hadamard rotation. fp32 takes 2, 3.9 or 7.5 times the bytes. dct: each token's features
-    that are farthest from zero, and a bit for each feature; zeros behind the link (after arXiv 2010.08899).
-    subspace: a token's coordinates along fixed random directions, of all else nothing; then the projection is a part of
-    the model, also in evaluations, which needs the same stages from then on, and is not exported. Of small models that
-    were tried int4 learns more for the same bytes than either. Exact are those into a head that is a stage of its own,
-    and what a rank of a V hands over to itself."""
+    """Activations between stages in training. bf16. int8, int4: 8 or 4 bits a feature, and a bfloat16 scale for each 64
+    features of a token; 4 bits after a Hadamard rotation. fp32 takes 2, 3.9 or 7.5 times the bytes. dct: each
+    token's features farthest from zero, and a bit for each feature; the others are zeros behind the link (after
+    arXiv 2010.08899). subspace: a token's coordinates along fixed random directions; the projection becomes a part
+    of the model, also in evaluations, needs the same stages from then on, and is not exported. In small studies int4
+    learned more than either for the same bytes. Exact are messages into a head that is a stage of its own, and what
+    a rank of a V hands to itself."""
     messages_backward: Literal["same", "none", "bf16", "int8", "int4"] = "same"
-    """Gradients between stages; same: as `messages`, with dct those of the features that were sent."""
+    """Gradients between stages. same: as `messages`; with dct, those of the features that were sent."""
     messages_kept: Annotated[float, Within(above=0, most=1)] = 0.1
-    """dct: share of a token's features that is sent, of `tensor`, too; subspace: directions, as a share of features."""
+    """dct: share of a token's features that is sent, of `tensor`, too. subspace: directions, as a share of features."""
     messages_values: Literal["full", "bf16"] = "full"
-    """dct, subspace: type of the numbers that are sent, all ways; full: train.dtype."""
+    """dct, subspace: type of the numbers that are sent, both ways; full: train.dtype."""
     tensor: Literal["none", "bf16", "int8", "int4", "dct"] = "none"
     """What tp ranks send of their parts of a layer's sums, four times a layer and micro-batch, in training. Every rank
-    gets the parts of all others, so that more ranks save less. dct: the largest features of each part, which alone have
-    a gradient (messages_kept)."""
+    gets the parts of all others, so more ranks save less. dct: the largest features of each part; only these have a
+    gradient (messages_kept)."""
     gradients: Literal["none", "bf16", "int8", "int4", "dct", "powersgd", "sbpca"] = "none"
-    """bf16, int8, int4: rounded; every replica gets those of all others, so with 4, 8 and 16 replicas they take as many
-    bytes as whole ones do. dct: elements above a threshold, with their places (arXiv 2010.08899). powersgd: two factors
-    of each matrix (arXiv 1905.13727). sbpca: the same of each linear layer's weight, from what the products would be
-    made of, which waits until the batch is over; no gradient is computed whole, and what is lost stays lost (streaming
-    batch PCA, doi 10.1145/3577214)."""
+    """What replicas send. bf16, int8, int4: rounded gradients; every replica gets those of all others, so with 4, 8 and
+    16 replicas they take as many bytes as whole ones. dct: elements above a threshold, with their places (arXiv
+    2010.08899). powersgd: two factors of each matrix (arXiv 1905.13727). sbpca: factors of each linear layer's
+    weight, made from activations and their gradients when the batch is over; no gradient is computed whole, and what
+    is lost stays lost (streaming batch PCA, doi 10.1145/3577214)."""
     gradients_kept: Annotated[float, Within(above=0, most=1)] = 0.01
-    """dct: share of a tensor's elements above its threshold where that is set anew."""
+    """dct: share of a tensor's elements above a threshold that has just been set."""
     gradients_limit: Annotated[float, Within(1, most=1e6)] = 2.0
     """dct: most elements that a batch sends of a tensor, in multiples of gradients_kept; the rest waits."""
     gradients_period: AtLeastOne = 100
     """dct: batches from one setting of the thresholds to the next."""
     gradients_values: Literal["full", "bf16", "int8", "int4"] = "full"
-    """dct, powersgd: the elements or factors that are sent; full: in the type of gradients. int8, int4: powersgd alone;
-    four or seven times as many columns in as many bytes, which keep far more than rounding takes off."""
+    """dct, powersgd: type of the elements or factors that are sent; full: that of gradients. int8, int4: powersgd
+    alone; four or seven times as many columns fit into as many bytes, and they keep far more than rounding loses."""
     gradients_rank: AtLeastOne = 4
     """powersgd, sbpca: columns of each factor."""
     gradients_blocks: AtLeastOne = 4
-    """sbpca: blocks of a batch, of whole micro-batches in order; each is a step, takes as many bytes as a batch of
-    powersgd does, and two messages after each other. As many as there are micro-batches at most."""
+    """sbpca: blocks of a batch, made of whole micro-batches in order; at most as many as there are micro-batches. Each
+    is a step, takes as many bytes as a batch of powersgd, and two messages after each other."""
     gradients_start: Count = 0
     """First batch that is compressed; those before send whole gradients."""
     gradients_smallest: Count = 1024

@@ -18,22 +18,22 @@ class FaultsConfig:
     """Recovery of a job started by `train --ranks N` after one of its ranks fails."""
 
     restarts: Count = 3
-    """Restarts from the last good checkpoint before a newer one is there; 0: none."""
+    """Restarts from the last good checkpoint without a newer one; 0: none."""
     timeout_s: Positive = 60.0
-    """Time after which a rank that neither goes on nor waits for another hangs, and a link that all wait for is lost.
-    It holds in steps and evaluations; at least a few times the longest action."""
+    """Time after which a rank that neither goes on nor waits for another counts as hanging, and a link that all wait
+    for as lost. For steps and evaluations; at least a few times the longest action."""
     start_timeout_s: Positive = 600.0
     """The same during set-up, loading and the first step, which may compile, between two stretches of steps, and at
     the end."""
     save_timeout_s: Positive = 1800.0
     """The same while a checkpoint is saved, also beside training; writing counts as going on."""
     min_ranks: Count = 0
-    """Fewest ranks to go on with where one does not come back, with fewer replicas or sites and more micro-batches for
+    """Fewest ranks to go on with if one does not come back, with fewer replicas or sites and more micro-batches for
     each of them; 0: as many as before."""
     patience_s: Annotated[float, Within(0, 1e8)] = 0.0
-    """Longest outage of a link that is waited for, where that is more than train.timeout_s, and with `train --ranks N`
-    more than timeout_s; 0: these count. A rank that ends is noticed at once in any case, and one that hangs after
-    timeout_s where `train --ranks N` watches it, else after as long as this."""
+    """Longest outage of a link that is waited for, if that is more than train.timeout_s (with `train --ranks N` also
+    more than timeout_s); 0: these count. A rank that ends is noticed at once. One that hangs is noticed after
+    timeout_s by `train --ranks N`, elsewhere after patience_s."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,19 @@ class AnomaliesConfig:
     """A loss or gradient norm that is not finite. auto: skip; stop where updates do not wait for the norm (pipedream
     without clipping). An fp16 overflow that a smaller loss scale may cure is none: it is skipped, as ever."""
     loss_spike: NotNegative = 0.0
-    """Standard deviations above the median of the last losses from which a loss is a spike; 0: not looked for. The
-    deviation is a robust one, 1.48 times the median distance from the median."""
+    """Standard deviations above the median of the last losses at which a loss is a spike; 0: not looked for. The
+    deviation is robust: 1.48 times the median distance from the median."""
     on_loss_spike: Literal["skip", "roll_back", "stop"] = "skip"
     norm_spike: NotNegative = 0.0
     """The same for the gradient norm, before clipping."""
     on_norm_spike: Literal["skip", "roll_back", "stop"] = "skip"
     window: Annotated[int, Within(1, 10**6)] = 64
-    """Number of last losses and norms that a step is compared with; anomalies are not among them."""
+    """Number of last losses and norms that a step is compared with, anomalies left out."""
     audit_interval: Count = 0
     """Steps between audits that replicas hold the same weights, bit for bit, also before each checkpoint; 0: none. The
     pipeline drains for them."""
     on_divergence: Literal["roll_back", "stop"] = "stop"
-    """What is done about replicas that differ."""
+    """What to do about replicas that differ."""
     limit: Count = 10
     """Number of anomalies within `window` steps that ends the run, whatever is done about each; 0: no limit."""
 

@@ -26,16 +26,16 @@ class MemoryConfig:
     folder: str = ""
     """Folder of that file, on a fast disk of the machine; empty: the run's."""
     parts: Count = 0
-    """Parts that a stage's blocks are cut into, of which one is computed with at a time; 0: each block is one where
-    there is a budget, the host updates, or parallel.zero is 2 or 3, else the stage is whole."""
+    """Parts that a stage's blocks are cut into; one is computed with at a time. 0: each block is a part with a budget,
+    a host optimizer, or parallel.zero 2 or 3; else the stage is whole."""
     host_optimizer: bool = False
-    """The optimizer's state and the master copy are in the memory of the host, which makes the new weights beside
-    training: gradients go there, weights come back. Under schedule 2bw training waits for neither, where a batch is
-    long enough; `hybridpar check` says. Muon's matrices stay. Losses and weights stay the same to the bit."""
+    """The optimizer's state and the master copy are in the host's memory, and the host updates them beside training:
+    gradients go there, weights come back. Under 2bw training waits for neither if a batch is long enough; `hybridpar
+    check` says. Muon's matrices stay. Losses and weights stay the same to the bit."""
     offload_activations: int | tuple[int, ...] | Literal["auto"] = 0
-    """Micro-batches of a rank whose activations wait for their backward in a file in `folder`, not in memory, at once:
-    at most two fewer than it has in flight. They come back ahead of it. Losses and weights stay the same to the bit.
-    A list has a number for each rank of a pipeline; "auto": as many on each as cost no time, measured at the start."""
+    """Number of a rank's micro-batches whose activations wait for their backward in a file in `folder`; at most two
+    fewer than it has in flight. Losses and weights stay the same to the bit. A list has a number for each rank of a
+    pipeline. "auto": as many on each as cost no time, measured at the start."""
 
     @property
     def num_away(self) -> int | tuple[int, ...]:

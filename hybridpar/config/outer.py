@@ -27,16 +27,16 @@ class OuterConfig:
     lr: Positive = 0.7
     momentum: Share = 0.9
     fragments: AtLeastOne = 1
-    """Parts of the model, of every so-many-th block each, that are exchanged one after the other within `every` steps:
-    messages are smaller, and come more often."""
+    """Parts of the model, each of every so-many-th block, that are exchanged one after the other within `every` steps.
+    Messages are smaller, and come more often."""
     delay: Count = 0
-    """Steps that a message may take; training goes on meanwhile. 0: it waits."""
+    """Steps that a message may take while training goes on. 0: training waits."""
     mix: Share = 0.0
-    """Share of a site's own weights in what it goes on with; 0: it takes the common ones. With a delay, 0.5 keeps a
-    half of what was trained meanwhile."""
+    """Share of a site's own weights in the weights that it goes on with; 0: it takes the common ones. With a delay, 0.5
+    keeps half of what was trained meanwhile."""
     precision: Literal["full", "bf16", "int8", "int4"] = "full"
-    """Numbers in messages. full: as the weights' master copy. int8, int4: with a scale for each 64; what is rounded off
-    is kept, and added to the next message."""
+    """Numbers in messages. full: as the weights' master copy. int8, int4: with a scale for each 64; rounding errors are
+    kept, and added to the next message."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         """Settings that do not go together, or not with those of other sections."""

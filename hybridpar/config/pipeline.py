@@ -27,47 +27,46 @@ FOUND = ("split", "chunks", "warmup", "early_switch", "split_backward", "placeme
 @dataclass(frozen=True)
 class PipelineConfig:
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "2bw", "pipedream", "own", "auto"] = "1f1b"
-    """auto: the fastest of those that train the same and fit into memory, with its chunks, placement, warm-up, split
-    backwards and order: measured and simulated before the first step."""
+    """own: `order`. auto: from all schedules that train the same and fit into memory, the fastest, with its chunks,
+    placement, warm-up, split backwards and order. Measured and simulated before the first step."""
     num_microbatches: Annotated[int, Within(1, 2**20)] = 4
-    """Micro-batches a batch for each data-parallel replica (gradient accumulation when pp = 1)."""
+    """Micro-batches in a batch of each replica (gradient accumulation when pp = 1)."""
     split: tuple[int, ...] = ()
     """Blocks of each stage, embedding and head included; empty: balanced by cost."""
     chunks: Count = 0
-    """interleaved, 2bw, own: stages on each rank, chunk c of rank r being stage c * pp + r; 0: 1, interleaved: 2.
+    """interleaved, 2bw, own: stages on each rank; stage c * pp + r is chunk c of rank r. 0: 1, interleaved: 2.
     placement v: an even number; 0: 2. All others have one."""
     recompute: str = "none"
-    """Layers whose activations are recomputed in the backward pass: 'none', 'all', or a list such as '0,2-5'; or
-    'stage' (every stage keeps nothing but its input), 'stage:0,2-3' (those stages); or 'selective', 'selective:0,2-5':
-    outputs of norms and activations alone, which costs little time."""
+    """Layers whose activations are computed again in the backward pass: 'none', 'all', or a list such as '0,2-5'.
+    'stage', 'stage:0,2-3': a stage keeps only its input. 'selective', 'selective:0,2-5': outputs of norms and
+    activations alone, which costs little time."""
     warmup: Literal["depth", "latency", "bandwidth"] = "depth"
-    """Forwards that stage r runs ahead: p-1-r; 2(p-1-r), which hides transfers that take half a forward and backward;
-    2bw alone: 3(p-1-r), which hides those that take a whole one."""
+    """Forwards that stage r runs ahead. depth: p-1-r. latency: 2(p-1-r), which hides transfers of up to half a forward
+    and backward. bandwidth, 2bw alone: 3(p-1-r), which hides those of up to a whole one."""
     early_switch: int | Literal["off", "auto"] = "off"
-    """2bw: L, where only the first pp-1+L micro-batches of a batch use the older weights; 'off': all of them do, as in
-    the paper; 'auto': the smallest L that costs no time, measured before the first step."""
+    """2bw. 'off': all micro-batches of a batch use the older weights, as in the paper. L: only the first pp-1+L do.
+    'auto': the smallest L that costs no time, measured before the first step."""
     gradient_buffers: Literal[0, 1, 2] = 0
-    """2bw: 2 lets a batch accumulate while the one before is reduced and applied; 1 saves the memory and waits.
-    0: what the schedule can use."""
+    """2bw. 2: a batch accumulates while the one before is reduced and applied; 1 saves the memory and waits. 0: what
+    the schedule can use."""
     split_backward: bool = False
-    """A backward runs in two parts: the gradient of a stage's input leaves for the stage before while those of its
-    weights are still computed. Losses and weights stay the same to the bit; each part keeps its inputs for longer."""
+    """A backward runs in two parts: the gradient of a stage's input (I) leaves while those of its weights (W) are still
+    computed. Losses and weights stay the same to the bit; each part keeps its inputs for longer."""
     placement: Literal["loop", "v"] = "loop"
-    """Stages of a rank where it holds several. loop: stage c * pp + r is chunk c of rank r. v, with 1f1b, 2bw or
-    own, and split_backward: two on each, stage r and stage 2 * pp - 1 - r; so embedding and head are on one rank. With
-    chunks = 4 and more, there and back again; not 2bw."""
+    """Where the stages of a rank are, if it has several. loop: stage c * pp + r is chunk c of rank r. v, with 1f1b, 2bw
+    or own, and split_backward: rank r has stages r and 2 * pp - 1 - r, so embedding and head are on one. With chunks
+    = 4 and more, there and back again; not 2bw."""
     activations: Literal["full", "half", "min"] = "full"
-    """placement v: what a rank keeps for backwards at most. full: as much as 1f1b's first rank (ZB-V, the fewest gaps);
-    half: about a half of that (V-Half); min: about a third (V-Min), which has gaps where I or W takes longer than F."""
+    """placement v: most that a rank keeps for backwards. full: as much as 1f1b's first rank (ZB-V, the fewest gaps).
+    half: about half of that (V-Half). min: about a third (V-Min), with gaps if I or W takes longer than F."""
     order: tuple[str, ...] = ()
-    """own: for each rank what it computes of a batch, such as "F0 F1 B0 B1": forwards and backwards of micro-batches of
-    the batch; with split_backward I (gradient of the input) and W (of the weights) may stand for B. Where a rank holds
-    several stages F0b, F0c .. are of its second, third .."""
+    """own: what each rank computes of a batch, such as "F0 F1 B0 B1": forwards and backwards of its micro-batches. With
+    split_backward I and W may stand for B. F0b, F0c .. are on the second, third .. stage of a rank."""
     zero_bubble: bool = False
-    """1f1b and interleaved, with split_backward: gradients of weights wait until the pipeline drains, which they fill;
-    on each rank of as many micro-batches as it holds fewer than the first."""
+    """1f1b and interleaved, with split_backward: W waits, and fills the drain; on each rank for as many micro-batches
+    as it holds fewer than the first rank."""
     sync_steps: Annotated[int, Within(0, 2**40)] = 0
-    """2bw, pipedream: the first steps run as 1f1b, without stale gradients."""
+    """2bw, pipedream: number of first steps that run as 1f1b, without stale gradients."""
 
     @property
     def num_chunks(self) -> int:

@@ -30,24 +30,23 @@ class ParallelConfig:
     tp: Annotated[int, Within(1, 2**16)] = 1
     pp: Annotated[int, Within(1, 2**16)] = 1
     dp: Annotated[int, Within(0, 2**20)] = 0
-    """0: whatever fills the job, number of processes / (tp * pp * sites)."""
+    """0: number of processes / (tp * pp * sites)."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What is split over the replicas. 1: optimizer state (and the fp32 master weights of bf16 and fp16), as in ZeRO-1;
-    2: gradients as well, of which whole ones are there a block at a time: they are summed over the replicas after each
-    micro-batch; 3: weights as well, which are gathered block by block as they are needed. With pipeline.schedule =
-    gpipe and pp = 1 (and no tied embeddings) a block is summed once a batch, and gathered twice. What stays whole: an
-    embedding that is tied across stages and, where tp is above 1, norms and biases."""
+    """What replicas split. 1: optimizer state, and the fp32 master weights of bf16 and fp16. 2: gradients, too; a block
+    at a time is whole, and is summed over the replicas after each micro-batch. 3: weights, too, gathered block by
+    block. With pipeline.schedule = gpipe, pp = 1 and no tied embeddings a block is summed once a batch, and gathered
+    twice. Whole in any case: an embedding that is tied across stages and, if tp is above 1, norms and biases."""
     sites: Annotated[int, Within(1, 2**10)] = 1
-    """Copies of the whole grid that train apart, each on samples of its own, say because links between them are slow;
-    they meet every outer.every steps ([outer], DiLoCo). The first 1 / sites of the ranks are the first site. A batch
-    has sites * dp * num_microbatches * micro_batch_size samples."""
+    """Copies of the whole grid that train apart, each on samples of its own, for slow links between them. They meet
+    every outer.every steps ([outer], DiLoCo). The first 1 / sites of the ranks are the first site. A batch has sites
+    * dp * num_microbatches * micro_batch_size samples."""
     sequence: bool = False
-    """Sequence parallelism over tp: norms, dropout, residuals and messages between stages have seq_length / tp rows on
-    each rank, and all-reduces become reduce-scatters and all-gathers. Any seq_length; no effect where tp is 1."""
+    """Sequence parallelism over tp: each rank has seq_length / tp rows of norms, dropout, residuals and messages
+    between stages, and all-reduces become reduce-scatters and all-gathers. Any seq_length; no effect if tp is 1."""
     tp_pieces: AtLeastOne = 1
-    """Pieces of a micro-batch that are computed by turns, so that sums over tp of one are under way while another is
-    computed, forward and backward (DeepSpeed-Domino): 2 where ranks of tp wait for a link. Gradients are those of so
-    many smaller micro-batches. CPUs, GPT and BERT; no effect where tp is 1."""
+    """Pieces of a micro-batch that are computed in turns: sums over tp of one are under way while another is computed,
+    forward and backward (DeepSpeed-Domino). 2 helps if ranks of tp wait for a link. Gradients are those of so many
+    smaller micro-batches. CPUs, GPT and BERT; no effect if tp is 1."""
 
     @property
     def num_ranks(self) -> int:
@@ -138,7 +137,7 @@ class TrainConfig:
     threads: Annotated[int, Within(0, 2**10)] = 0
     """CPU threads of each process; 0: cores / processes on this machine, at least 1."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: GPUs, where each process of a machine can have its own."""
+    """auto: GPUs, if each process of a machine can have its own."""
     share_gpus: bool = False
     """Processes may share GPUs and talk over Gloo, through host memory: slow, for trying out grids on few GPUs."""
     eval_interval: Count = 0
@@ -148,36 +147,35 @@ class TrainConfig:
     """Steps between checkpoints (also one at the end); 0: only at the end."""
     log_interval: AtLeastOne = 1
     measure_memory: bool = False
-    """Say at the end how the allocator's peak compares with the predicted one; slows the first batches down on CPUs."""
+    """The run ends with the allocator's peak beside the predicted one. Slows the first batches down on CPUs."""
     record_memory: Count = 0
-    """Number of steps of which every malloc, free, read and write of a block of memory is written down, by each rank,
-    in memory/ of the run folder, for `hybridpar memory --run`; without CUDA graphs."""
+    """Number of steps in which each rank records every malloc, free, read and write of a block of memory, in memory/ of
+    the run folder, for `hybridpar memory --run`. Without CUDA graphs."""
     planned_memory: bool = False
-    """Once a step repeats, its blocks of memory get planned places in one arena. What is not as in the steps before
-    gets memory as ever; without CUDA graphs. Losses and weights stay the same to the bit."""
+    """Once steps repeat, their blocks of memory get planned places in one arena. What departs from the plan gets memory
+    as ever. Without CUDA graphs. Losses and weights stay the same to the bit."""
     keep_memory: bool = True
     """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
     cuda_graphs: bool = True
     """On a GPU: micro-batches of GPT and BERT are recorded and replayed; others run kernel by kernel."""
     graph_grids: bool = False
-    """So are those of several stages and of tensor parallelism, which has not run on a GPU."""
+    """CUDA graphs with several stages or tensor parallelism, too. This has not run on a GPU."""
     tf32: bool = False
     """On a GPU: matrices of fp32 are multiplied in TF32, with 10 bits of mantissa, many times as fast."""
     fp8: bool = False
-    """Hidden matrices are multiplied in factors of 8 bits (e4m3) with a scale for each row, forward and for gradients
-    of inputs; gradients of weights come in bf16, which dtype must be. Of GPUs, those of compute capability 9.0 have it,
-    where its speed has not been measured."""
+    """Hidden matrices are multiplied in 8 bits (e4m3) with a scale for each row, forward and for gradients of inputs.
+    Gradients of weights come in bf16, which dtype must be. GPUs need compute capability 9.0; its speed there has not
+    been measured."""
     timeout_s: Annotated[float, Within(above=0, most=1e8)] = 60.0
-    """Longest wait for another rank before the job is given up; faults.patience_s, where that is longer."""
+    """Longest wait for another rank before the job is given up; or faults.patience_s, if that is longer."""
     stop_signals: Annotated[tuple[str, ...], _SIGNALS] = ("INT", "TERM", "HUP")
-    """Signals at which the run saves and leaves; INT is Ctrl-C, HUP a terminal that is closed (nohup: ignored). Batch
-    systems may send others: USR1."""
+    """Signals at which the run saves and ends. INT is Ctrl-C, HUP a closed terminal (nohup: ignored). Batch systems may
+    send others: USR1."""
     start_from: str = ""
-    """A run folder or a checkpoint, of any grid: its weights are what a new run starts from; empty: random ones."""
+    """A run folder or a checkpoint, of any grid, with the weights that a new run starts from; empty: random ones."""
     continue_with: tuple[str, ...] = ()
-    """Settings that may differ from those that this run's checkpoints were made with, such as "data.corpus",
-    "train.micro_batch_size" or "model.dropout": weights, optimizer and step stay, and the data go on where they were,
-    or begin anew where they are others."""
+    """Settings that may differ from those of the run's checkpoints, such as "data.corpus", "train.micro_batch_size" or
+    "model.dropout". Weights, optimizer and step stay. The data go on where they were; other data begin anew."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         if self.planned_memory and self.measure_memory and self.device == "cuda":
@@ -276,11 +274,12 @@ class PlanConfig:
     memory_mib: tuple[float, ...] = ()
     """Peak memory of a process of each stage."""
     cores_taken: NotNegative = 0.0
-    """Share of the cores that other programs took while the times it rests on were measured."""
+    """Share of the cores that other programs took while the machine was measured."""
 
 
 @dataclass(frozen=True)
 class Config:
+    """All settings of a run: a field for each section of a TOML file."""
     model: ModelSpec = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)

@@ -27,12 +27,14 @@ MODEL_FOLDER = "model_folder"
 def load_toml(path: str | Path, spec: str = "") -> Config:
     """Reads a TOML file over the defaults.
 
-    The classes that model.spec and optim.spec name are imported, from beside the file, from the folders that a run has
-    noted there (MODEL_FOLDER), from the working folder, or of what is installed. `spec`: in the place of model.spec.
+    Classes that model.spec and optim.spec name are imported from beside the file, from the folder that a run has noted
+    there (MODEL_FOLDER), from the working folder, or from installed packages. `spec` replaces model.spec.
 
-    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type;
-    also if the file says nothing at all.
+    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type; also if
+    the file says nothing at all.
     """
+    if not isinstance(path, str | Path):
+        raise ConfigError(Problem("config", path, "must be the path of a TOML file", '"my.toml"'))
     path = Path(path)
     try:
         document = read_toml(path, MAX_TOML)
@@ -76,6 +78,14 @@ def from_mapping(document: Mapping[str, Any], base: Config | None = None) -> Con
     return dataclasses.replace(base, **changed)
 
 
+def as_typed(config: Config) -> Config:
+    """`config`, which a program has made, with lists as tuples and the like. Raises: ConfigError for wrong types."""
+    sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    base = Config(type(config.model)()) if isinstance(config.model, ModelSpec) else Config()
+    return from_mapping({name: {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.init}
+                         if dataclasses.is_dataclass(section) else section for name, section in sections.items()}, base)
+
+
 def to_toml(config: Config) -> str:
     """The configuration as TOML; `load_toml` reads back an equal one."""
     import tomli_w  # here, so that operators and benchmarks run without it
@@ -117,11 +127,11 @@ def _no_section(name: str, value: Any, base: Config) -> Problem:
 
 def _as_toml(value: Any) -> str:
     """A value as it would be written in the file; JSON's form is TOML's for all that a configuration has."""
-    return json.dumps(value)
+    return json.dumps(value, default=str)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name), known, 1, cutoff=0.5)
     return near[0] if near else "one of " + ", ".join(sorted(known))
 
 

@@ -21,8 +21,7 @@ class Closeness:
         return got.shape == want.shape and bool(((got - want).abs() <= self.tolerance * scale).all())
 
 
-def about_tensor(got: Sequence[Tensor], want: Tensor, parameters: Mapping[str, Tensor],
-                 close: Closeness) -> str:
+def about_tensor(got: Sequence[Tensor], want: Tensor, parameters: Mapping[str, Tensor], close: Closeness) -> str:
     """What the ranks' tensors look like beside the right one; `parameters` may have been added too often."""
     num_ranks, first = len(got), got[0]
     if num_ranks > 1 and close(sum(got[1:], first), want):

@@ -208,10 +208,9 @@ class _Pass:
             self._ended(block, None)
         peak = self._peak()
         outliers = [interval for _, _, interval in sorted(self._outliers, key=lambda one: (-one[0], -one[1]))]
-        return Behaviour(peak, self._timeline.points(peak, self._best_at),
-                         Intervals(self._intervals, outliers), self._reuse, dict(self._lifetimes),
-                         dict(self._breakdown), *self._steps.stable, self._steps.count, self._steps.changes,
-                         self._num_events)
+        return Behaviour(peak, self._timeline.points(peak, self._best_at), Intervals(self._intervals, outliers),
+                         self._reuse, dict(self._lifetimes), dict(self._breakdown), *self._steps.stable,
+                         self._steps.count, self._steps.changes, self._num_events)
 
     def _peak(self) -> Peak:
         by_category: dict[Category, int] = defaultdict(int)
@@ -308,6 +307,3 @@ class _Steps:
         groups = itertools.groupby(sorted(step for step in self._rows if step > 0), self._rows.__getitem__)
         runs = [list(steps) for _, steps in groups]
         return [(steps[0], steps[-1]) for steps in runs]
-
-
-__all__ = ["Behaviour", "Distribution", "Interval", "Intervals", "Peak", "Totals", "analyse"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,10 +33,6 @@ class Saving:
     knob: str
     saves: int
     peak: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values only."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -89,9 +85,8 @@ def _all(config: Config, rank: int, memory: StageMemory) -> Iterator[Knob]:
         yield Knob({"checkpoint": {"asynchronous": False}}, memory.checkpoint)
 
 
-def savings(
-    config: Config, rank: int, memory: StageMemory, knobs: Iterable[Knob], device: torch.device | None = None
-) -> list[Saving]:
+def savings(config: Config, rank: int, memory: StageMemory, knobs: Iterable[Knob],
+            device: torch.device | None = None) -> list[Saving]:
     """The savings of those knobs that make a rank's predicted peak smaller; the largest first.
 
     rank: of the pipeline. memory: its prediction without them.

@@ -32,9 +32,8 @@ class Footprints:
         self._lines: dict[object, list[dict[str, int]]] = {}
         self._results: dict[Any, Any] = {}  # of operators, many of which stages have in common
 
-    def __call__(
-        self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
-    ) -> Footprint:
+    def __call__(self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers,
+                 device: torch.device) -> Footprint:
         """The footprint that `trace_stage` gives."""
         if not isinstance(config.model, ModelConfig):
             parallel, b = config.parallel, config.train.micro_batch_size
@@ -55,9 +54,8 @@ class Footprints:
         more = len(layers) - _FEW
         return Footprint(**{name: few[name] + more * (one_more[name] - few[name]) for name in few})
 
-    def rough(
-        self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
-    ) -> Footprint:
+    def rough(self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers,
+              device: torch.device) -> Footprint:
         """About the same from fewer traces, for comparing many: of micro-batches of 1 and 2, two layers, no ZeRO; what
         each layer more takes is what the second takes (recomputed as a stage: the third) of one sample, and so of each.
         """
@@ -81,9 +79,8 @@ class Footprints:
         values |= {name: values[name] // share for name in ("master", "optimizer")}
         return Footprint(**values)
 
-    def _joined(
-        self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers, device: torch.device
-    ) -> Footprint:
+    def _joined(self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers,
+                device: torch.device) -> Footprint:
         """About the footprint of a stage, from those of its blocks: what they keep adds up, and of what a pass takes
         besides the most counts. What goes from one to the next is kept, as where each has it to give."""
         kinds = block_kinds(config.model)
@@ -102,9 +99,7 @@ class Footprints:
         joined["kept"] = 0 if recompute.whole else joined["kept"] + sum(one["input"] for one in each[1:])
         return Footprint(**joined)
 
-    def _line(
-        self, config: Config, shape: _Shape, buffers: Buffers, device: torch.device
-    ) -> list[dict[str, int]]:
+    def _line(self, config: Config, shape: _Shape, buffers: Buffers, device: torch.device) -> list[dict[str, int]]:
         """The footprint of a stage of few layers with one sample and with two, and what a layer more takes with one."""
         at = [replace(config, parallel=replace(config.parallel, zero=0),
                       train=replace(config.train, micro_batch_size=size)) for size in (1, 2)]
@@ -121,8 +116,7 @@ class Footprints:
         config = _what_counts(config, shape)
         key = (config, shape, buffers, device)
         if key not in self._known:
-            self._known[key] = trace_stage(
-                config, shape.blocks, shape.recompute, buffers, device, self._results)
+            self._known[key] = trace_stage(config, shape.blocks, shape.recompute, buffers, device, self._results)
         return self._known[key]
 
 

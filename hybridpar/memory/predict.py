@@ -37,10 +37,8 @@ from hybridpar.state.parts import Parts
 Tracer = Callable[[Config, range, Recomputation, Buffers, torch.device], Footprint]
 
 
-def predict(
-    config: Config, schedule: Schedule | None = None, device: torch.device | None = None, *,
-    trace: Tracer = trace_stage, ranks: Iterable[int] | None = None,
-) -> list[StageMemory]:
+def predict(config: Config, schedule: Schedule | None = None, device: torch.device | None = None, *,
+            trace: Tracer = trace_stage, ranks: Iterable[int] | None = None) -> list[StageMemory]:
     """The peak memory of a process of each pipeline rank (or of `ranks`), as the allocator of `device` will count it.
 
     `config`: resolved. `schedule`, `device`: None: those that the configuration names (`default_device`). The device

@@ -67,10 +67,8 @@ class StageMemory:
         return asdict(self) | {"total": self.total}
 
 
-def walk(
-    actions: Iterable[Action], footprints: Mapping[int, Sequence[Footprint]], sizes: Sizes,
-    state: StateFootprint | None = None, anew: Mapping[int, Sequence[Footprint]] | None = None,
-) -> StageMemory:
+def walk(actions: Iterable[Action], footprints: Mapping[int, Sequence[Footprint]], sizes: Sizes,
+         state: StateFootprint | None = None, anew: Mapping[int, Sequence[Footprint]] | None = None) -> StageMemory:
     """Follows what a rank holds along its actions, as pipeline.run.executor does, to where it is the most.
 
     `footprints`: of the parts of the rank's stages, by number. `state`: of the rank; None: that of its stages. `anew`:
@@ -112,8 +110,7 @@ class _Walk:
         self.num_bytes = 0  # of the most
         self.pool = self.beside = 0  # of one micro-batch that is recorded, and of all that none of them is
         self.at_once = 0  # micro-batches in flight
-        self.most = StageMemory(
-            state.weights, state.master, state.gradients, state.optimizer, 0, 0, 0, 0, 0, "")
+        self.most = StageMemory(state.weights, state.master, state.gradients, state.optimizer, 0, 0, 0, 0, 0, "")
 
     def follow(self, action: Action) -> None:
         """Goes past an action."""

@@ -75,9 +75,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.axis, self.sequence = axis, sequence
         h, std = model.hidden_size, model.init_std
-        self.tokens = VocabParallelEmbedding(
-            model.vocab_size, h, axis, init_std=std, tied=TIED if model.tie_embeddings else "",
-            kernels=kernels, **factory)
+        self.tokens = VocabParallelEmbedding(model.vocab_size, h, axis, init_std=std,
+                                             tied=TIED if model.tie_embeddings else "", kernels=kernels, **factory)
         self.positions = (
             LearnedPositionEmbedding(model.num_positions, h, axis, init_std=std, sequence=sequence, **factory)
             if model.position == "learned" else None)
@@ -212,8 +211,7 @@ class GPTHead(nn.Module):
                  **factory: Any):
         super().__init__()
         self.axis, self.sequence = axis, sequence
-        self.norm = nn.Identity() if model.post_norm else make_norm(
-            model, axis, kernels, sequence=sequence, **factory)
+        self.norm = nn.Identity() if model.post_norm else make_norm(model, axis, kernels, sequence=sequence, **factory)
         self.language_model = LanguageModelHead(model, axis, kernels, bias=False, **factory)
 
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:

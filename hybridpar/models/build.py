@@ -22,10 +22,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 HEADS: dict[str, type[GPTHead] | type[BertHead]] = {"gpt": GPTHead, "bert": BertHead}
 
 
-def build_blocks(
-    model: ModelSpec, axis: Axis, numbers: Iterable[int], *, kernels: KernelsConfig = AUTO,
-    sequence: bool = False, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32,
-) -> dict[int, nn.Module]:
+def build_blocks(model: ModelSpec, axis: Axis, numbers: Iterable[int], *, kernels: KernelsConfig = AUTO,
+                 sequence: bool = False, device: str | torch.device = "meta",
+                 dtype: torch.dtype = torch.float32) -> dict[int, nn.Module]:
     """The blocks with these numbers of `model`: of GPT and BERT, 0 is the embedding, the last one the head.
 
     `sequence`: between the layers' split parts, each rank holds part of every sample's rows (parallel.sequence).

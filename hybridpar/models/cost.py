@@ -118,9 +118,7 @@ def _held(model: ModelSpec) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=256)
-def balanced_split(
-    costs: tuple[int, ...], num_stages: int, held: tuple[tuple[int, int], ...] = ()
-) -> tuple[int, ...]:
+def balanced_split(costs: tuple[int, ...], num_stages: int, held: tuple[tuple[int, int], ...] = ()) -> tuple[int, ...]:
     """Blocks of each stage such that the costliest stage is as cheap as possible; every stage gets at least one.
 
     Equal splits are compared by their fullest stage, which should hold the least; then later stages get fewer blocks,
@@ -176,9 +174,8 @@ def _smallest(low: int, high: int, enough: Callable[[int], bool]) -> int:
 
 
 @lru_cache(maxsize=256)
-def even_out(
-    costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int, placement: str = "loop",
-) -> tuple[int, ...]:
+def even_out(costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int,
+             placement: str = "loop") -> tuple[int, ...]:
     """Improves a split into chunks: its costliest ranks become cheaper where there is such a split near `sizes`.
 
     Of equal ones it takes that where ranks wait less for each other: the costliest stages of all rounds of the ranks
@@ -229,9 +226,8 @@ def _named(model: ModelSpec) -> str:
     return f"blocks of {model.kind}"
 
 
-def stage_split(
-    model: ModelSpec, num_ranks: int, split: tuple[int, ...] = (), chunks: int = 1, placement: str = "loop",
-) -> tuple[range, ...]:
+def stage_split(model: ModelSpec, num_ranks: int, split: tuple[int, ...] = (), chunks: int = 1,
+                placement: str = "loop") -> tuple[range, ...]:
     """Blocks of each stage: `split` as the user gave it, or balanced by forward operations, then by memory.
 
     `chunks`, `placement`: how many each rank holds, and which (as `pipeline.placement`).

@@ -104,8 +104,8 @@ class Link:
 DEVICES = {
     device.name: device
     for device in (
-        Device("v100-16gb", 125e12, 16 * GIB, 900e9, 0.66, units=80),
-        Device("v100-32gb", 125e12, 32 * GIB, 900e9, 0.66, units=80),
+        Device("v100-16gb", 125e12, 16 * GIB, 900e9, 0.68, units=80),
+        Device("v100-32gb", 125e12, 32 * GIB, 900e9, 0.68, units=80),
         Device("a100-40gb", 312e12, 40 * GIB, 1555e9, 0.83, attention_share=0.65, attention_back_share=0.55),
         Device("a100-80gb", 312e12, 80 * GIB, 2039e9, 0.83, attention_share=0.65, attention_back_share=0.55),
         Device("h100-80gb", 989e12, 80 * GIB, 3350e9, 0.825, 0.8, 132, 0.58, 0.39),
@@ -139,9 +139,9 @@ def find_device(name: str) -> Device:
     return _find("device", name, DEVICES, "a100-80gb")
 
 
-def find_link(name: str) -> Link:
-    """Raises: ConfigError if the table has no such link."""
-    return _find("link", name, LINKS, "nvlink3")
+def find_link(name: str, field: str = "link") -> Link:
+    """Raises: ConfigError, about `field`, if the table has no such link."""
+    return _find(field, name, LINKS, "nvlink3")
 
 
 def _find(field: str, name: str, known: Mapping[str, T], works: str) -> T:

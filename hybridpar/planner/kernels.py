@@ -52,7 +52,8 @@ class BlockTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Kernels of a framework. fused: attention never writes its scores, and norms take in what is added before them.
+    """Kernels of a framework. fused: attention never writes its scores, norms take in what is added before them, and
+    products of weights' gradients add to these.
 
     forward_launches, backward_launches: of a layer. gap: between two that are waiting. issue: CPU time to launch one.
     """
@@ -120,7 +121,7 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
     joined = h + 2 * model.kv_heads * (h // model.num_heads)
     forward, backward = _products(device, (
         Product(tokens, -(-joined // tp), h), Product(tokens, h, h // tp), Product(tokens, gates * f // tp, h),
-        Product(tokens, h, f // tp)))
+        Product(tokens, h, f // tp)), kernels)
     attention = (_fused_attention if kernels.fused else _written_attention)(model, b, device, tp)
     if kernels.fused:  # norm and sum before it: two in, two out; biases' gradients are sums; q, k, v are joined again
         whole, split = 2.0 * 4 * h, (gates + 1.0) * f
@@ -136,13 +137,18 @@ def _layer(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels
     return BlockTime(forward, backward, forward_idle, backward_idle)
 
 
-def _products(device: Device, products: Iterable[Product], *, weights: bool = True) -> tuple[float, float]:
-    """Forward and backward; weights: the second factor is, and its gradient is added in full precision."""
+def _products(device: Device, products: Iterable[Product], kernels: Kernels | None) -> tuple[float, float]:
+    """Forward and backward. kernels: the second factor is weights; their gradient is added to in full precision by the
+    product itself, or in half precision by a kernel that follows it, as autograd does. None: it is not added.
+    """
     forward = backward = 0.0
     for product in products:
         of_input, of_weights = product.backward
+        fused = kernels is not None and kernels.fused
         forward += product_time(device, product)
-        backward += product_time(device, of_input) + product_time(device, of_weights, 2 * FULL if weights else HALF)
+        backward += product_time(device, of_input) + product_time(device, of_weights, 2 * FULL if fused else HALF)
+        if kernels is not None and not fused:
+            backward += device.memory_time(3 * HALF * product.k * product.n)
     return forward, backward
 
 
@@ -163,7 +169,7 @@ def _written_attention(model: ModelConfig, b: int, device: Device, tp: int) -> B
     Source: arXiv 2205.05198, section 4.
     """
     s, d, heads = model.seq_length, model.hidden_size // model.num_heads, -(-b * model.num_heads // tp)
-    forward, backward = _products(device, (Product(s, s, d, heads), Product(s, d, s, heads)), weights=False)
+    forward, backward = _products(device, (Product(s, s, d, heads), Product(s, d, s, heads)), None)
     scores = device.memory_time(heads * s * s * (HALF * 2 + (model.attention_dropout > 0) * (HALF * 2 + 1)))
     return BlockTime(forward + scores, backward + 2 * scores)
 
@@ -176,7 +182,7 @@ def _head(model: ModelConfig, b: int, device: Device, tp: int, kernels: Kernels)
     products = [Product(rows, -(-model.vocab_size // tp), model.hidden_size)]
     if model.kind == "bert":
         products.append(Product(rows, model.hidden_size, model.hidden_size))
-    forward, backward = _products(device, products)
+    forward, backward = _products(device, products, kernels)
     whole = (HALF, 2 * HALF) if kernels.fused else ((HALF + FULL) + 8 * FULL, 2 * FULL + FULL + HALF)
     logits = rows * model.vocab_size / tp
     return BlockTime(forward + device.memory_time(whole[0] * logits), backward + device.memory_time(whole[1] * logits))

@@ -54,8 +54,7 @@ def _ranks(of_axis: tuple[int, ...], axis: Axis) -> str:
     return f"rank {', '.join(str(axis.ranks[rank]) for rank in of_axis)}"
 
 
-def audit_replicas(tensors: Mapping[str, Tensor], axis: Axis,
-                   read: Read = lambda tensor: tensor) -> Mismatch | None:
+def audit_replicas(tensors: Mapping[str, Tensor], axis: Axis, read: Read = lambda tensor: tensor) -> Mismatch | None:
     """The first tensor, by name, that is not the same on all ranks of the axis that pass one of that name.
 
     Pass it the `replicas_along` that axis. Compares dtype, shape and a hash of the bits: a difference confined to one

@@ -51,9 +51,8 @@ class StatePolicy:
         """The policy of a configuration, for a schedule that needs so many weight versions and gradient buffers."""
         return StatePolicy(DTYPES[config.train.dtype], num_versions, num_gradient_buffers, config.optim,
                            config.parallel, config.kernels.optimizer, config.pipeline.split_backward,
-                           config.pipeline.placement != "v",
-                           config.memory.host_optimizer, config.outer, config.compression, config.kernels,
-                           config.train.fp8 and config.train.dtype == "bf16")
+                           config.pipeline.placement != "v", config.memory.host_optimizer, config.outer,
+                           config.compression, config.kernels, config.train.fp8 and config.train.dtype == "bf16")
 
     @property
     def splits_gradients(self) -> bool:

@@ -58,9 +58,8 @@ class SharedTouches:
             return Residency(touches, num_bytes, self._memory.room(kind, consecutive),
                              others={*range(self._first), *others})
 
-        return SharedItems(
-            residency("weights", self.of_weights, 2, summed),
-            residency("gradients", self.of_gradients, 1, self.chunks.keys() - summed), summed)
+        return SharedItems(residency("weights", self.of_weights, 2, summed),
+                           residency("gradients", self.of_gradients, 1, self.chunks.keys() - summed), summed)
 
     def _gradients(self, batch: int) -> str:
         return f"gradients/{self._state.gradients.buffer_index(batch)}"

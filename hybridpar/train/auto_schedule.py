@@ -159,10 +159,9 @@ def filled(pipeline: PipelineConfig, sizes: Sizes, costs: Costs, kept: Sequence[
     most = max(max(accumulate(ROWS[kind].holds * kept[stage] for kind, stage, _ in order)) for order in orders)
     room = Room(kept, (most,) * sizes.num_ranks)
     steps = fill(orders, sizes, costs, room, swaps=not sizes.is_ring)
-    return replace(
-        pipeline, schedule="own", zero_bubble=False, warmup="depth", activations="full",
-        chunks=sizes.chunks if sizes.is_ring or sizes.chunks > 2 else 0,
-        order=tuple(format_order(line, sizes, rank) for rank, line in enumerate(steps)))
+    return replace(pipeline, schedule="own", zero_bubble=False, warmup="depth", activations="full",
+                   chunks=sizes.chunks if sizes.is_ring or sizes.chunks > 2 else 0,
+                   order=tuple(format_order(line, sizes, rank) for rank, line in enumerate(steps)))
 
 
 def choose(config: Config, found: list[Found], limit: float, device: torch.device, trace: Tracer) -> Found:

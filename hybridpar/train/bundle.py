@@ -109,10 +109,9 @@ def _parse(document: dict[str, Any]) -> Bundle:
     numbers: dict[str, Any] = {
         name: _number(read(name, Annotated[float | None, FINITE])) for name in ("grad_norm", "lr", "loss_scale")}
     texts = {name: read(name, str) for name in ("corpus", "kind", "what", "policy", "tokens")}
-    return Bundle(
-        config, step, {key: _number(loss) for key, loss in losses.items()}, checkpoint=checkpoint, start=start,
-        skipped=read("skipped", Annotated[tuple[int, ...], Within(0, step)]), versions=versions,
-        stage_norms=tuple(map(_number, norms)), samples=range(*samples), **numbers, **texts)
+    return Bundle(config, step, {key: _number(loss) for key, loss in losses.items()}, checkpoint=checkpoint,
+                  start=start, skipped=read("skipped", Annotated[tuple[int, ...], Within(0, step)]), versions=versions,
+                  stage_norms=tuple(map(_number, norms)), samples=range(*samples), **numbers, **texts)
 
 
 def _number(value: float | None) -> float:

@@ -95,9 +95,8 @@ def forecast_host(config: Config, speeds: Speeds | None = None) -> HostForecast 
     host, slack = HostEngines(there[largest], update[largest], back[largest], groups[largest]), schedule.slack(sizes)
     host.send(0.0)
     needed = round(host.begin(0.0) * rate * schedule.pairs(sizes) / slack) if slack else 0
-    return HostForecast(
-        round(totals[largest]), 1e3 * update[largest], 1e3 * there[largest], 1e3 * back[largest], 1e3 * step,
-        1e3 * exposed, tokens, needed)
+    return HostForecast(round(totals[largest]), 1e3 * update[largest], 1e3 * there[largest], 1e3 * back[largest],
+                        1e3 * step, 1e3 * exposed, tokens, needed)
 
 
 def _groups(config: Config) -> tuple[list[list[float]], Division]:

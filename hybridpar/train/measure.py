@@ -82,8 +82,7 @@ def measure(ranks: Sequence[RankEvents], sizes: Sizes, *, tied: bool) -> Measure
     typical = steps[margin : len(steps) - margin]
     typical_events = {r.rank: [
         list(r.events[first_uses[r.rank][batch] : first_uses[r.rank][batch + 1]])
-        for batch in sorted(batch for _, batch in typical)
-    ] for r in ranks}
+        for batch in sorted(batch for _, batch in typical)] for r in ranks}
     places = [[r for r in ranks if r.stage == s] for s in range(sizes.num_ranks)]
     parts = tuple(_mean([_parts(r, typical_events[r.rank]) for r in place]) for place in places)
     idle = tuple(p.waiting / sum(astuple(replace(p, beside=0.0))) for p in parts)
@@ -91,9 +90,8 @@ def measure(ranks: Sequence[RankEvents], sizes: Sizes, *, tied: bool) -> Measure
     return Measured(costs, len(typical), fmean(step for step, _ in typical), idle, parts)
 
 
-def _costs(
-    places: Sequence[Sequence[RankEvents]], typical: Mapping[int, list[list[Event]]], sizes: Sizes, *, tied: bool,
-) -> Costs:
+def _costs(places: Sequence[Sequence[RankEvents]], typical: Mapping[int, list[list[Event]]], sizes: Sizes, *,
+           tied: bool) -> Costs:
     """Costs of actions are means over the typical batches of the ranks of a place in the pipeline; those of what goes
     on beside them are medians."""
     ranks, m = [r for place in places for r in place], sizes.num_microbatches
@@ -116,21 +114,19 @@ def _costs(
     all_links = [seconds for link in links for seconds in link]
     ends = [*places[0], *places[-1]] if tied else []
     reducing = [ends if tied and place in (places[0], places[-1]) else place for place in places]
-    return Costs(
-        work(Kind.F), work(Kind.B), work(Kind.UPDATE), {kind: work(kind) for kind in CALLS},
-        reduce=tuple(_median_or_0(_collectives(group, Kind.REDUCE)) for group in reducing),
-        norm=_median_or_0(_collectives(ranks, Kind.NORM)),
-        gather=tuple(_median_or_0(_collectives(place, Kind.UPDATE)) for place in places),
-        latency=tuple(_median_or_0(link or all_links) for link in links), tied=tied,
-        host=under_way(Kind.HOST), offload=under_way(Kind.OFFLOAD), reload=under_way(Kind.RELOAD),
-        blocking_norm=ranks[0].host.cores > 0, cores=_cores(ranks, len(places)), transfer_work=_beside(ranks),
-        variation={kind: tuple(map(_variation, times(kind))) for kind in VARYING},
-        backward_input=_inputs(times(Kind.I), times(Kind.W), work(Kind.B)))
+    return Costs(work(Kind.F), work(Kind.B), work(Kind.UPDATE), {kind: work(kind) for kind in CALLS},
+                 reduce=tuple(_median_or_0(_collectives(group, Kind.REDUCE)) for group in reducing),
+                 norm=_median_or_0(_collectives(ranks, Kind.NORM)),
+                 gather=tuple(_median_or_0(_collectives(place, Kind.UPDATE)) for place in places),
+                 latency=tuple(_median_or_0(link or all_links) for link in links), tied=tied, host=under_way(Kind.HOST),
+                 offload=under_way(Kind.OFFLOAD), reload=under_way(Kind.RELOAD), blocking_norm=ranks[0].host.cores > 0,
+                 cores=_cores(ranks, len(places)), transfer_work=_beside(ranks),
+                 variation={kind: tuple(map(_variation, times(kind))) for kind in VARYING},
+                 backward_input=_inputs(times(Kind.I), times(Kind.W), work(Kind.B)))
 
 
-def _inputs(
-    inputs: Sequence[Sequence[float]], weights: Sequence[Sequence[float]], whole: Sequence[float],
-) -> tuple[float, ...] | None:
+def _inputs(inputs: Sequence[Sequence[float]], weights: Sequence[Sequence[float]],
+            whole: Sequence[float]) -> tuple[float, ...] | None:
     """Time of a backward to the input, by stage; None: no backward was in two parts. Where a stage had only whole ones
     it is the share that it was on the others."""
     both = [(fmean(i), fmean(i) + fmean(w)) for i, w in zip(inputs, weights, strict=True) if i and w]
@@ -141,8 +137,7 @@ def _inputs(
 
 
 def _whole(batch: Sequence[Event], kinds: Collection[Kind], stage: int | None, m: int) -> list[float]:
-    """Own times of the actions of these kinds, of a stage, in the order of micro-batches: of each the sum of its
-    parts."""
+    """Own times of a stage's actions of these kinds, in the order of micro-batches: of each the sum of its parts."""
     sums: dict[tuple[int, int], float] = {}
     for e in batch:
         if e.action.kind in kinds and stage in (None, e.action.stage):
@@ -280,8 +275,7 @@ def _parts(rank: RankEvents, batches: Sequence[Sequence[Event]]) -> Parts:
     seconds = sum(batch[-1].end - batch[0].start + batch[0].gap for batch in batches) / len(batches)
     no_core = max(0.0, seconds - compute - update - calls - between - waiting - host - state)
     recorded = rank.events[-1].end - rank.events[0].start
-    return Parts(compute, update, calls, between, waiting, no_core, rank.usage.beside * seconds / recorded, host,
-                 state)
+    return Parts(compute, update, calls, between, waiting, no_core, rank.usage.beside * seconds / recorded, host, state)
 
 
 def _mean(parts: Sequence[Parts]) -> Parts:

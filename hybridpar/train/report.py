@@ -51,8 +51,7 @@ class RunReport:
         self._peak = Peak(config, engine.device, engine.grid.world, reporter.say, goes_on=resumed > 0)
         counts = config.model.counts
         each = f"{self._flops_per_token:,} FLOP/{counts.removesuffix('s')} ({training_flops_rule(config.model)})"
-        reporter.say(f"MFU = {counts}/s x {each} / "
-                     f"{self._peak.flops / 1e9:,.0f} GFLOP/s ({self._peak.source})")
+        reporter.say(f"MFU = {counts}/s x {each} / {self._peak.flops / 1e9:,.0f} GFLOP/s ({self._peak.source})")
         if self.writes:
             self._draw_plan()
 
@@ -134,8 +133,7 @@ class RunReport:
             "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds,
             "consumed_tokens": samples * config.model.tokens_per_sample,
             "mfu": self._peak.share(tokens / seconds * self._flops_per_token),
-            "memory_mib": peak_memory_mib(self.engine.device),
-        }
+            "memory_mib": peak_memory_mib(self.engine.device)}
         if self.links is not None:
             sent, received = (self.links.traffic() - self._traffic).a_day
             row |= {"sent_gb_a_day": sent / 1e9, "received_gb_a_day": received / 1e9}

@@ -103,9 +103,8 @@ class Run:
         """Whether a step was made: the first one may load, compile and connect for long."""
 
     def _loader(self, samples: Samples) -> BatchLoader:
-        return BatchLoader(
-            samples, micro_batch_size=self.config.train.micro_batch_size, dp_rank=self.grid.replica,
-            dp_size=self.grid.num_replicas, num_microbatches=self.config.pipeline.num_microbatches)
+        return BatchLoader(samples, micro_batch_size=self.config.train.micro_batch_size, dp_rank=self.grid.replica,
+                           dp_size=self.grid.num_replicas, num_microbatches=self.config.pipeline.num_microbatches)
 
     def close(self) -> None:
         """Closes the files. Where training has failed, a checkpoint that is nearly there may still come."""
@@ -119,7 +118,8 @@ class Run:
     def go(self) -> Outcome:
         """Trains to the end, or to a signal; saves and draws; says how it went."""
         engine, end, stopped_by = self.engine, self.config.train.num_steps, 0
-        with noting_signals(self.config.train.stop_signals, self._on_signal) as request:
+        alone = self.grid.world.size == 1
+        with noting_signals(self.config.train.stop_signals, self._on_signal, alone) as request:
             if engine.batches_done == 0:
                 self._evaluate()
                 if self.config.anomalies.rolls_back:

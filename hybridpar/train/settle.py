@@ -93,9 +93,8 @@ def _tried(config: Config, grid: ProcessGrid, device: torch.device, build: Build
     """What a few batches cost, and the engine that has made them, closed."""
     trial = replace(config, pipeline=replace(config.pipeline, sync_steps=0), outer=OuterConfig(every=_BATCHES + 1))
     engine = build(lambda: Engine(trial, grid, device))
-    loader = SyntheticLoader(
-        config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, grid.replica,
-        grid.num_replicas)
+    loader = SyntheticLoader(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches,
+                             grid.replica, grid.num_replicas)
     recorder = trace.Recorder(engine.executor, 0, _BATCHES)
     engine.train(loader, _BATCHES, lambda result: recorder.after_step(result.step))
     recorder.close()

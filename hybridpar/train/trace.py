@@ -102,9 +102,8 @@ class Recorder:
 def gather(recorder: Recorder, grid: ProcessGrid) -> list[RankEvents]:
     """The events of all ranks, on rank 0's clock, earliest at 0. Collectives: on all ranks of the grid."""
     shift = shift_to_first(grid)
-    mine = RankEvents(
-        grid.rank, grid.describe(), tuple(index for name, index in grid.place.items() if name != "pp"), grid.pp.rank,
-        _shifted(recorder.events, shift.seconds), _host(grid), recorder.usage, shift.error)
+    mine = RankEvents(grid.rank, grid.describe(), tuple(index for name, index in grid.place.items() if name != "pp"),
+                      grid.pp.rank, _shifted(recorder.events, shift.seconds), _host(grid), recorder.usage, shift.error)
     return _from_zero(gather_objects(mine, grid.world))
 
 
@@ -213,10 +212,9 @@ def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gat
     by_rank = {r.stage: [ends[e.action.stage, e.action.kind, e.action.microbatch] if ROWS[e.action.kind].side
                          else end_of(e) for e in r.events] for r in stages}
     spans = {r.stage: [_span(e) for e in r.events] for r in stages}
-    return Timeline(
-        plan, {rank: [start for start, _ in of_rank] for rank, of_rank in spans.items()}, by_rank,
-        max((end for of_rank in by_rank.values() for end in of_rank), default=0.0),
-        {rank: [end for _, end in of_rank] for rank, of_rank in spans.items()})
+    return Timeline(plan, {rank: [start for start, _ in of_rank] for rank, of_rank in spans.items()}, by_rank,
+                    max((end for of_rank in by_rank.values() for end in of_rank), default=0.0),
+                    {rank: [end for _, end in of_rank] for rank, of_rank in spans.items()})
 
 
 def last_batches(ranks: Sequence[RankEvents], num_batches: int) -> list[RankEvents]:

@@ -83,8 +83,7 @@ class Report:
             "stage_norms": [list(bundle.stage_norms), list(self.stage_norms)],
             "first_not_finite": {"weight": self.weights or None, "activation": self.activation or None,
                                  "gradient": self.gradient or None},
-            "largest": self.largest,
-        }
+            "largest": self.largest}
 
     def lines(self) -> list[str]:
         """For people."""
@@ -95,8 +94,7 @@ class Report:
         rows += [(f"  of {part} {i}", recorded, replayed) for i, (recorded, replayed) in enumerate(
             zip(bundle.stage_norms or [None] * len(self.stage_norms), self.stage_norms, strict=True))]
         why = f": {bundle.what} ({bundle.policy.replace('_', ' ')})" if bundle.what else ""
-        lines = [f"step {bundle.step}{why}",
-                 f"{'':<16}{'recorded':>16}{'replayed':>16}"]
+        lines = [f"step {bundle.step}{why}", f"{'':<16}{'recorded':>16}{'replayed':>16}"]
         for name, recorded, replayed in rows:  # metrics have no norms of stages
             lines.append(f"{name:<16}{'-' if recorded is None else f'{recorded:.8g}':>16}{replayed:>16.8g}")
         for what, first in (("weight", self.weights), ("activation", self.activation), ("gradient", self.gradient)):
@@ -132,7 +130,8 @@ def replay(path: Path, step: int, say: Say) -> Report:
     data = open_data(config.model, config.data, config.cache_folder, seed=config.train.seed)
     _check_data(bundle, data)
     judge = KnownJudge(bundle.skipped)
-    staged = StagedPolicy(config, bundle.config, judge) if _has_versions_by_stage(bundle.config) else None
+    was = bundle.config
+    staged = StagedPolicy(config, was, judge) if was.pipeline.schedule == "pipedream" and was.parallel.pp > 1 else None
     if staged is not None:
         engine = staged_engine(config, bundle.config, staged)
     else:
@@ -149,10 +148,6 @@ def replay(path: Path, step: int, say: Say) -> Report:
     if between:
         engine.train(loader, between, lambda result: None)
     return _probe(engine, loader, bundle)
-
-
-def _has_versions_by_stage(config: Config) -> bool:
-    return config.pipeline.schedule == "pipedream" and config.parallel.pp > 1
 
 
 def _check_versions(bundle: Bundle, versions: tuple[tuple[int, ...], ...]) -> None:
@@ -286,8 +281,7 @@ def _probe(engine: Engine, loader: BatchLoader, bundle: Bundle) -> Report:
     stages = stage_split(bundle.config.model, pp, pipeline.split, pipeline.num_chunks, pipeline.placement)
     sizes = Sizes.of(bundle.config)
     held = [{block for stage in sizes.stages_of(rank) for block in stages[stage]} for rank in range(pp)]
-    norms = tuple(math.sqrt(sum(square for name, square in squares.items() if block_of(name) in mine))
-                  for mine in held)
+    norms = tuple(math.sqrt(sum(square for name, square in squares.items() if block_of(name) in mine)) for mine in held)
     return Report(bundle, result, norms, weights, outputs.first, wrong, {
         "activations": _largest(outputs.sizes),
         "gradient norms": _largest({name: math.sqrt(square) for name, square in squares.items()})})

@@ -130,8 +130,7 @@ class OwnRule(Rule):
         return after
 
 
-RULES: dict[str, type[Rule]] = {
-    "adamw": AdamWRule, "lamb": LambRule, "muon": MuonRule, "own": OwnRule, "sgd": SgdRule}
+RULES: dict[str, type[Rule]] = {"adamw": AdamWRule, "lamb": LambRule, "muon": MuonRule, "own": OwnRule, "sgd": SgdRule}
 
 
 def build_rule(optim: OptimConfig, placements: Mapping[str, Placement]) -> Rule | Extrapolated:

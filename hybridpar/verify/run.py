@@ -131,8 +131,8 @@ def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4, distur
     (with padding that differs from sample to sample).
     Raises: ConfigError; HybridparError with the traceback of a rank that failed.
     """
-    if num_batches < 1:
-        raise config_error("num_batches", num_batches, "must be at least 1", "4")
+    if not isinstance(num_batches, int) or num_batches < 1:
+        raise config_error("num_batches", num_batches, "must be at least 1, and whole", "4")
     config = on_grid(config, grid)
     if config.feeds_back:
         raise config_error("compression.gradients", config.compression.gradients,
@@ -151,9 +151,12 @@ def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4, distur
 
 def on_grid(config: Config, grid: Mapping[str, int]) -> Config:
     """`config` on a grid, whose axes that are left out are 1. Raises: ConfigError."""
-    sizes = {axis: int(grid.get(axis, 1)) for axis in ("tp", "pp", "dp")}
+    if not isinstance(grid, Mapping):
+        raise config_error("grid", grid, "must be sizes of axes", '{"pp": 2}')
+    sizes = {axis: grid.get(axis, 1) for axis in ("tp", "pp", "dp")}
     wrong = [Problem("grid", axis, "is not an axis", "tp, pp or dp") for axis in sorted(set(grid) - set(sizes))]
-    wrong += [Problem(f"grid {axis}", size, "must be at least 1", "1") for axis, size in sizes.items() if size < 1]
+    wrong += [Problem(f"grid {axis}", size, "must be at least 1, and whole", "1")
+              for axis, size in sizes.items() if not isinstance(size, int) or size < 1]
     if wrong:
         raise ConfigError(*wrong)
     parallel = replace(config.parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])
@@ -289,12 +292,12 @@ def compare(config: Config, run: GridRun, num_batches: int, disturbance: Disturb
 
 
 def _compare_step(report: Report, t: int, run: GridRun, step: OracleStep) -> None:
-    report.add(t, "loss", "loss", abs(run.losses[t] - step.loss) / abs(step.loss))
+    report.add(t, "loss", "loss", abs(run.losses[t] - step.loss) / (abs(step.loss) or 1.0))
     skipped = not math.isfinite(step.grad_norm)
     if skipped:
         report.add(t, "grad_norm", "grad_norm", float("inf") if math.isfinite(run.norms[t]) else 0.0)
     else:
-        report.add(t, "grad_norm", "grad_norm", abs(run.norms[t] - step.grad_norm) / step.grad_norm)
+        report.add(t, "grad_norm", "grad_norm", abs(run.norms[t] - step.grad_norm) / (step.grad_norm or 1.0))
     for name, tensor in run.gradients[t].items() if not skipped else ():
         # a gradient that is zero in exact arithmetic is rounding noise: measure it against the whole gradient
         report.add(t, "gradient", name, relative_error(tensor, step.gradients[name], 1e-3 * step.grad_norm))

@@ -73,6 +73,5 @@ def staged_engine(config: Config, original: Config, policy: StagedPolicy) -> Eng
     for stage, number in ((stage, number) for stage, numbers in enumerate(split) for number in numbers):
         block = engine.stage.blocks[str(number)]
         tables = {id(module._parameters) for module in block.modules()}
-        block.register_forward_pre_hook(
-            binding(stage, [place for place in weights.places if id(place[0]) in tables]))
+        block.register_forward_pre_hook(binding(stage, [place for place in weights.places if id(place[0]) in tables]))
     return engine

@@ -26,14 +26,12 @@ def servers(number: int) -> Cluster:
 @pytest.mark.parametrize("batch", [512, 2048])
 @pytest.mark.parametrize(("size", "depth", "width"), [("2.2b", 8, 8), ("3.8b", 16, 4)])
 def test_chooses_what_the_paper_ran_on_64_gpus(size: str, depth: int, width: int, batch: int) -> None:
-    """Or what is as fast, within 2 %: 3.8b at depth 32 has room for micro-batches of 2. Source: arXiv 2006.09503v3,
-    section 5.2."""
-    candidates = list(ranked(model(size), servers(8), batch))
-    for chosen in (plan(model(size), servers(8), batch),
-                   max((c for c in candidates if c.recompute), key=lambda c: c.throughput)):
-        theirs = max(c.throughput for c in candidates
-                     if (c.depth, c.width, c.recompute) == (depth, width, chosen.recompute))
-        assert chosen.throughput <= 1.02 * theirs
+    """With recomputation, as there: or what is as fast, within 2 %. Without it, if that is chosen, at most a tenth is
+    gained. Source: arXiv 2006.09503v3, section 5.2."""
+    recomputed = [c for c in ranked(model(size), servers(8), batch) if c.recompute]
+    theirs = next(c.throughput for c in recomputed if (c.depth, c.width) == (depth, width))
+    assert max(c.throughput for c in recomputed) <= 1.02 * theirs
+    assert plan(model(size), servers(8), batch).throughput <= 1.1 * theirs
 
 
 def test_one_server_holds_the_smaller_model_at_depth_8() -> None:

@@ -144,6 +144,8 @@ def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
     (lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}), r"type I8; must be one of F64, F32"),
     (lambda t: t.update({"layers.0.input_layernorm.weight": torch.ones(48)}), "are there under another name too"),
     (rename("model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"), "mlp.up_proj.weight is"),
+    (lambda t: t["model.norm.weight"][3:5].fill_(float("nan")), r"norm\.weight has 2 of 48 numbers that are"),
+    (lambda t: t["lm_head.weight"].fill_(float("-inf")), r"lm_head\.weight has \d+ of \d+ numbers that are not finite"),
     (dict.clear, "the files have 0 tensors in all"),
 ])
 def test_tensors_that_do_not_fit(tmp_path: Path, change: Callable[[dict[str, Tensor]], None], says: str) -> None:

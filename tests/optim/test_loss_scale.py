@@ -23,10 +23,10 @@ def test_stays_in_bounds():
 
 
 def test_hysteresis_tolerates_some_overflows():
-    scaler = LossScaler(8.0, dynamic=True, hysteresis=2)
-    scaler.update(True)
-    assert scaler.scale == 8.0
-    scaler.update(False)
+    scaler = LossScaler(8.0, dynamic=True, growth_interval=2, hysteresis=2)
+    for found_inf in (False, True, False):  # never two good ones in a row
+        scaler.update(found_inf)
+        assert scaler.scale == 8.0
     scaler.update(True)
     assert scaler.scale == 4.0
 

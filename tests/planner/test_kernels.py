@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybridpar.config import ModelConfig
 from hybridpar.errors import ConfigError
-from hybridpar.models.cost import forward_flops_per_token
+from hybridpar.models.cost import forward_flops_per_token, layer_matmul_parameters
 from hybridpar.planner.hardware import DEVICES
 from hybridpar.planner.kernels import (
     HALF,
@@ -81,6 +81,14 @@ def test_scores_that_are_never_written_take_no_time() -> None:
     written, fused = (block_times(longer, 1, H200, 1, kernels)[1].forward - block_times(
         replace(MODEL, seq_length=512), 8, H200, 1, kernels)[1].forward for kernels in (MEGATRON_2020, OURS))
     assert fused < 0.3 * written
+
+
+def test_kernels_that_add_gradients_cost_most_with_small_micro_batches() -> None:
+    """Half of the micro-batch, twice: gradients are added once more, in fp16, unless the product does it itself."""
+    saved = {kernels: 2 * block_times(MODEL, 16, V100, 1, kernels)[1].backward - block_times(
+        MODEL, 32, V100, 1, kernels)[1].backward for kernels in (MEGATRON_2020, OURS)}
+    adding = V100.memory_time(3 * HALF * layer_matmul_parameters(MODEL))
+    assert adding < saved[MEGATRON_2020] - saved[OURS] < 1.2 * adding
 
 
 def test_a_small_layer_waits_for_its_launches() -> None:

@@ -27,8 +27,7 @@ def family_of(plain: Plain, tensors: Iterable[str]) -> Family:
     if name is None:
         name = _guess(set(tensors))
     if not isinstance(name, str) or name not in FAMILIES:
-        raise config_error("config.json: model_type", name, "is not a model that can be imported",
-                           ", ".join(FAMILIES))
+        raise config_error("config.json: model_type", name, "is not a model that can be imported", ", ".join(FAMILIES))
     return FAMILIES[name]
 
 
@@ -164,8 +163,7 @@ def _mismatches(model: ModelConfig, family: Family) -> list[Problem]:
     rule = f"transformers has no such model; the nearest there is {family.model_type}"
     return [
         Problem(f"model.{name}", ours[name], rule, " or ".join(map(str, works)))
-        for name, works in allowed.items() if ours[name] not in works
-    ]
+        for name, works in allowed.items() if ours[name] not in works]
 
 
 def canonical(model: ModelConfig) -> dict[str, Any]:

@@ -137,12 +137,10 @@ LLAMA = Family(
     tensors={
         "embedding.tokens": _one("model.embed_tokens"),
         "layer.attention_norm": _one("model.layers.{layer}.input_layernorm"),
-        "layer.attention.qkv": Tensors(
-            tuple(f"model.layers.{{layer}}.self_attn.{part}_proj" for part in "qkv"), "qkv"),
+        "layer.attention.qkv": Tensors(tuple(f"model.layers.{{layer}}.self_attn.{part}_proj" for part in "qkv"), "qkv"),
         "layer.attention.out": _one("model.layers.{layer}.self_attn.o_proj"),
         "layer.mlp_norm": _one("model.layers.{layer}.post_attention_layernorm"),
-        "layer.mlp.up": Tensors(
-            ("model.layers.{layer}.mlp.gate_proj", "model.layers.{layer}.mlp.up_proj"), "gate_up"),
+        "layer.mlp.up": Tensors(("model.layers.{layer}.mlp.gate_proj", "model.layers.{layer}.mlp.up_proj"), "gate_up"),
         "layer.mlp.down": _one("model.layers.{layer}.mlp.down_proj"),
         "head.norm": _one("model.norm"),
         "head.language_model.projection": _one("lm_head"),
@@ -161,10 +159,9 @@ LLAMA = Family(
     rotary=Rotary(),
 )
 
-MISTRAL = replace(
-    LLAMA, model_type="mistral", architectures={"": "MistralForCausalLM"}, model={**LLAMA.model, "bias": False},
-    keys=tuple(key for key in LLAMA.keys if key.ours != "bias"), only={"sliding_window": (None,)},
-)
+MISTRAL = replace(LLAMA, model_type="mistral", architectures={"": "MistralForCausalLM"},
+                  model={**LLAMA.model, "bias": False}, keys=tuple(key for key in LLAMA.keys if key.ours != "bias"),
+                  only={"sliding_window": (None,)})
 
 _NEOX_LAYER = "gpt_neox.layers.{layer}"
 

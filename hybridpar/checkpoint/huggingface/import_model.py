@@ -138,7 +138,7 @@ def _config_of(model: ModelConfig, dtype: str, output: Path, *, has_tokenizer: b
 
 
 def _read(files: Weights, plan: Plan, matched: Match, dtype: torch.dtype, settings: str) -> dict[str, Tensor]:
-    """Raises: CheckpointError for tensors that should be equal and are not."""
+    """Raises: CheckpointError for tensors that should be equal and are not, and for numbers that are not finite."""
     for copy, original in matched.copies.items():
         if not torch.equal(files.read(copy), files.read(original)):
             raise CheckpointError(f"{files.folder}: {copy} and {original} differ, but {settings} ties them; make them "
@@ -150,5 +150,9 @@ def _read(files: Weights, plan: Plan, matched: Match, dtype: torch.dtype, settin
             initialize([(entry.ours, weights[entry.ours], entry.placement)], TrainConfig().seed)
             continue
         parts = [files.read(matched.names[name]).to(dtype) for name in entry.theirs]
+        for name, part in zip(entry.theirs, parts, strict=True):
+            if count := part.numel() - int(part.isfinite().sum()):
+                raise CheckpointError(f"{files.folder}: {matched.names[name]} has {count} of {part.numel()} numbers "
+                                      "that are not finite; try a checkpoint of before they were")
         weights[entry.ours] = entry.layout.join(parts, plan.heads).contiguous()
     return weights

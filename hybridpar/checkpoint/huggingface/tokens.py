@@ -102,8 +102,7 @@ def _with_pairs(text: str, words: dict[str, str], ids: dict[str, int]) -> str:
     """A tokenizer.json that puts sentences together as they were trained on: [CLS] A [SEP] B [SEP]."""
     inner = tokenizers.Tokenizer.from_str(text)
     cls, sep = words["cls_token"], words["sep_token"]
-    pairs = processors.TemplateProcessing(
-        single=f"{cls} $A {sep}", pair=f"{cls} $A {sep} $B:1 {sep}:1",
-        special_tokens=[(cls, ids["cls_token"]), (sep, ids["sep_token"])])
+    pairs = processors.TemplateProcessing(single=f"{cls} $A {sep}", pair=f"{cls} $A {sep} $B:1 {sep}:1",
+                                          special_tokens=[(cls, ids["cls_token"]), (sep, ids["sep_token"])])
     inner.post_processor = pairs  # type: ignore[assignment]
     return inner.to_str(pretty=True)

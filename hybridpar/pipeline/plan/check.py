@@ -55,14 +55,12 @@ class CheckReport:
             f"{self.schedule}, {self.sizes.num_stages} stages{held}, {self.sizes.num_microbatches} micro-batches, "
             f"batches {self.first_batch} to {self.first_batch + self.num_batches - 1}: {self.num_actions} actions are "
             f"right; at most {worst.activations} activations, {worst.versions} weight versions, {worst.gradients} "
-            "gradients"
-        )
+            "gradients")
 
 
-def check(
-    plan: Plan, sizes: Sizes, schedule: str | Schedule, first_batch: int | None = None, num_batches: int | None = None,
-    *, serial_links: bool = True, residency: Mapping[int, Residency | SharedItems] | None = None,
-) -> CheckReport:
+def check(plan: Plan, sizes: Sizes, schedule: str | Schedule, first_batch: int | None = None,
+          num_batches: int | None = None, *, serial_links: bool = True,
+          residency: Mapping[int, Residency | SharedItems] | None = None) -> CheckReport:
     """Proves that `plan` runs the given range of batches (default: the one its forwards span) by the schedule's rules.
 
     The transport is the strictest one that can occur (see simulate): the end stages meet in REDUCE, NORM waits for its
@@ -100,9 +98,7 @@ def check(
         cells = [(rank, step) for rank, (step, _) in error.waiting.items()]
         reasons = "; ".join(f"rank {rank} at step {step}: {why}" for rank, (step, why) in error.waiting.items())
         raise PlanError(f"deadlock: {reasons}", plan, cells) from None
-    return CheckReport(
-        schedule.name, sizes, batches.start, len(batches), sum(map(len, plan.values())), peaks,
-    )
+    return CheckReport(schedule.name, sizes, batches.start, len(batches), sum(map(len, plan.values())), peaks)
 
 
 _MOVES = PER_ITEM.union(OF_STASH)
@@ -123,9 +119,8 @@ def _kinds_in(actions: Sequence[Action]) -> frozenset[Kind]:
     return frozenset(Kind) - _MOVES - ({Kind.NORM, Kind.HOST} - {action.kind for action in actions})
 
 
-def _expected(
-    schedule: Schedule, sizes: Sizes, rank: int, batches: range, kinds: frozenset[Kind], actions: Sequence[Action],
-) -> Iterator[Action]:
+def _expected(schedule: Schedule, sizes: Sizes, rank: int, batches: range, kinds: frozenset[Kind],
+              actions: Sequence[Action]) -> Iterator[Action]:
     """Everything that `rank` has to do, undivided, in no particular order: of a backward the whole, or both parts
     where `actions` have the first."""
     m = sizes.num_microbatches
@@ -181,10 +176,8 @@ def _check_order(plan: Plan, rank: int, sizes: Sizes, parts: PartCounts) -> None
     for step, action in enumerate(plan[rank]):
         for key in _needs(action, sizes, parts):
             if steps.get(key, -1) > step:
-                raise PlanError(
-                    f"{action} comes before {plan[rank][steps[key]]}, which it needs", plan,
-                    [(rank, step), (rank, steps[key])],
-                )
+                raise PlanError(f"{action} comes before {plan[rank][steps[key]]}, which it needs", plan,
+                                [(rank, step), (rank, steps[key])])
 
 
 def _needs(action: Action, sizes: Sizes, parts: PartCounts) -> Iterator[_Key]:
@@ -270,25 +263,21 @@ def _check_link(plan: Plan, sizes: Sizes, kind: Kind, ranks: tuple[int, int], tu
     for i, j in zip(sent, received, strict=True):
         one, other = plan[sender][i], plan[receiver][j]
         if (one.stage + row.side, one.microbatch) != (other.stage, other.microbatch):
-            raise PlanError(
-                f"{one} of rank {sender} would meet {other} of rank {receiver}", plan, [(sender, i), (receiver, j)]
-            )
+            raise PlanError(f"{one} of rank {sender} would meet {other} of rank {receiver}", plan,
+                            [(sender, i), (receiver, j)])
 
 
 def _check_memory(plan: Plan, rank: int, schedule: Schedule, sizes: Sizes, next_batch: int) -> Live:
     """Peaks of one rank, which are within bounds. The versions that the next batch needs count to the end."""
     first_needed = schedule.version(sizes, rank, next_batch * sizes.num_microbatches, next_batch)
     keep = range(first_needed, next_batch + 1)
-    bound = Live(
-        schedule.max_live_activations(sizes, rank), schedule.max_live_versions(sizes, rank),
-        schedule.num_gradient_buffers,
-    )
+    bound = Live(schedule.max_live_activations(sizes, rank), schedule.max_live_versions(sizes, rank),
+                 schedule.num_gradient_buffers)
     peak = Live()
     for step, live in enumerate(live_counts(plan[rank], sizes.num_microbatches, keep)):
         peak = peak.peak(live)
         if peak.peak(bound) != bound:
             raise PlanError(
-                f"rank {rank} holds {live} after {plan[rank][step]}, but schedule {schedule.name} allows {bound}",
-                plan, [(rank, step)],
-            )
+                f"rank {rank} holds {live} after {plan[rank][step]}, but schedule {schedule.name} allows {bound}", plan,
+                [(rank, step)])
     return peak

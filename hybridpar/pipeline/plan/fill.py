@@ -41,9 +41,8 @@ class Room:
     most: Sequence[float]
 
 
-def fill(
-    orders: Sequence[Sequence[Step]], sizes: Sizes, costs: Costs, room: Room, *, swaps: bool = True,
-) -> tuple[tuple[Step, ...], ...]:
+def fill(orders: Sequence[Sequence[Step]], sizes: Sizes, costs: Costs, room: Room, *,
+         swaps: bool = True) -> tuple[tuple[Step, ...], ...]:
     """The steps of all ranks for a batch that drains: F's and I's of `orders`, about in their order, and W's.
 
     orders: F, and B or I, of each rank for micro-batches 0 to m - 1; with W right behind each I they must fit into

@@ -26,10 +26,8 @@ class Live:
 
     def peak(self, other: Live) -> Live:
         """The larger of each count."""
-        return Live(
-            max(self.activations, other.activations), max(self.versions, other.versions),
-            max(self.gradients, other.gradients),
-        )
+        return Live(max(self.activations, other.activations), max(self.versions, other.versions),
+                    max(self.gradients, other.gradients))
 
 
 def most_held(steps: Iterable[Step]) -> int:

@@ -40,10 +40,8 @@ class MovedState:
     reduced(rank, batch): when its gradients are. wake(rank, host): goes on with a rank that waits for its host.
     """
 
-    def __init__(
-        self, ranks: Sequence[Rank], homes: Sequence[int], costs: Costs, parts: Sequence[PartCounts],
-        residency: Mapping[int, Residency | SharedItems],
-    ):
+    def __init__(self, ranks: Sequence[Rank], homes: Sequence[int], costs: Costs, parts: Sequence[PartCounts],
+                 residency: Mapping[int, Residency | SharedItems]):
         self.ranks, self.homes, self.costs, self.parts = ranks, homes, costs, parts
         p = len(ranks)
         self.engines: dict[int, Engines] = {r: self._engines(r, items) for r, items in residency.items()}
@@ -63,10 +61,8 @@ class MovedState:
             return replicas
         return TieredReplicaEngines(CopyEngines(items.tiers, *times(self.costs)), replicas)
 
-    def add_hosts(
-        self, table: Table, cores: Cores | None, reduced: Callable[[Rank, int], float],
-        wake: Callable[[Rank, BusyHost], None],
-    ) -> None:
+    def add_hosts(self, table: Table, cores: Cores | None, reduced: Callable[[Rank, int], float],
+                  wake: Callable[[Rank, BusyHost], None]) -> None:
         """Changes the entries of what hosts begin with, and of what waits for them."""
         self.cores, self.reduced, self.wake = cores, reduced, wake
         self.hosts = self._hosts()

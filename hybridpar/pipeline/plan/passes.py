@@ -68,10 +68,8 @@ def delay_weight_gradients(actions: Iterable[Action], delay: int, num_backwards:
         left = left or num_backwards
 
 
-def add_updates(
-    actions: Iterable[Action], schedule: Schedule, sizes: Sizes, first_batch: int = 0, *, clip: bool = True,
-    gather: bool = False, host: float = 0.0, feedback: bool = False,
-) -> Iterator[Action]:
+def add_updates(actions: Iterable[Action], schedule: Schedule, sizes: Sizes, first_batch: int = 0, *, clip: bool = True,
+                gather: bool = False, host: float = 0.0, feedback: bool = False) -> Iterator[Action]:
     """Adds REDUCE, NORM, HOST and UPDATE of each batch to the compute actions of one rank.
 
     REDUCE(t) follows the last backward of batch t. UPDATE(t) comes right before the first forward that needs W(t+1),
@@ -116,8 +114,7 @@ def add_updates(
         if early and position - of_batch * (updated + 1) >= update_delay(stage):
             needed = max(needed, updated + 1)
         for batch in range(updated, needed):
-            yield from _update(
-                stage, batch, with_norm=clip and batch >= normed, with_host=host > 0 and batch >= hosted)
+            yield from _update(stage, batch, with_norm=clip and batch >= normed, with_host=host > 0 and batch >= hosted)
         updated, normed, hosted = max(updated, needed), max(normed, needed), max(hosted, needed)
         if host and hosted == updated < settled:
             if normed == hosted:
@@ -160,9 +157,8 @@ def _needed_version(action: Action, schedule: Schedule, sizes: Sizes, first_batc
     return max(schedule.version(sizes, action.stage, next_forward, first_batch), emptied)
 
 
-def add_communication(
-    actions: Iterable[Action], sizes: Sizes, *, ahead: int = 1, lean: bool = False, endless: bool = False,
-) -> Iterator[Action]:
+def add_communication(actions: Iterable[Action], sizes: Sizes, *, ahead: int = 1, lean: bool = False,
+                      endless: bool = False) -> Iterator[Action]:
     """Adds to one rank's actions the receive of what each computation needs, and the send of what it makes.
 
     A send directly follows its F, B or I. A receive is posted `ahead` computations before its use (W, which needs
@@ -232,11 +228,9 @@ def merge_backward(actions: Iterable[Action], sizes: Sizes) -> Iterator[Action]:
     yield from held
 
 
-def lower(
-    schedule: str | Schedule, sizes: Sizes, rank: int, first_batch: int = 0, num_batches: int | None = None, *,
-    clip: bool = True, gather: bool = False, host: float = 0.0, feedback: bool = False, split: bool = False,
-    ahead: int | None = None, offload: int | Sequence[int] = 0, parts: int | Division = 1,
-) -> Iterator[Action]:
+def lower(schedule: str | Schedule, sizes: Sizes, rank: int, first_batch: int = 0, num_batches: int | None = None, *,
+          clip: bool = True, gather: bool = False, host: float = 0.0, feedback: bool = False, split: bool = False,
+          ahead: int | None = None, offload: int | Sequence[int] = 0, parts: int | Division = 1) -> Iterator[Action]:
     """Yields everything that one rank does for batches [first_batch, first_batch + num_batches), lazily.
 
     The pipeline is drained and all updates are applied at both ends of the range; None means without end. `clip`,
@@ -254,8 +248,7 @@ def lower(
         compute = split_backward(compute)
     if delay := schedule.weight_delay(sizes, rank):
         compute = delay_weight_gradients(compute, delay, sizes.num_microbatches * sizes.chunks)
-    actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather, host=host,
-                          feedback=feedback)
+    actions = add_updates(compute, schedule, sizes, first_batch, clip=clip, gather=gather, host=host, feedback=feedback)
     apart = schedule.warmup(sizes, 0) - schedule.warmup(sizes, sizes.num_ranks - 1)
     actions = add_communication(
         actions, sizes, ahead=ahead, lean=bool(schedule.order) or apart < sizes.num_ranks, endless=not schedule.flush)
@@ -273,19 +266,15 @@ def _division(parts: int | Division, sizes: Sizes, rank: int) -> Division:
     return division if division == WHOLE else division.on(sizes, rank)
 
 
-def make_plan(
-    schedule: str | Schedule, sizes: Sizes, first_batch: int = 0, num_batches: int = 1, **options: Any,
-) -> dict[int, tuple[Action, ...]]:
-    """The lists of all ranks, for check, simulate and draw; a rank that runs needs only its own `lower`, which has the
-    options, too."""
+def make_plan(schedule: str | Schedule, sizes: Sizes, first_batch: int = 0, num_batches: int = 1,
+              **options: Any) -> dict[int, tuple[Action, ...]]:
+    """Lists of all ranks, for check, simulate and draw; a rank that runs needs its own `lower`, with these options."""
     return {rank: tuple(lower(schedule, sizes, rank, first_batch, num_batches, **options))
             for rank in range(sizes.num_ranks)}
 
 
-def forward_actions(
-    sizes: Sizes, rank: int, num_microbatches: int, *, version: int = NO_VERSION, ahead: int = 1,
-    parts: int | Division = 1,
-) -> Iterator[Action]:
+def forward_actions(sizes: Sizes, rank: int, num_microbatches: int, *, version: int = NO_VERSION, ahead: int = 1,
+                    parts: int | Division = 1) -> Iterator[Action]:
     """Yields one rank's actions of an evaluation: micro-batches [0, num_microbatches) forward, all with `version`.
 
     Raises: ConfigError, at once, if they cannot be so divided.

@@ -36,10 +36,8 @@ def trace_json(entries: Iterable[Entry]) -> str:
     return json.dumps({"traceEvents": list(entries), "displayTimeUnit": "ms"})
 
 
-def trace_entries(
-    timeline: Timeline, ranks: Mapping[int, tuple[int, str]], idle: Mapping[int, Sequence[Slice]] | None = None,
-    per_second: float = 1.0,
-) -> Iterator[Entry]:
+def trace_entries(timeline: Timeline, ranks: Mapping[int, tuple[int, str]],
+                  idle: Mapping[int, Sequence[Slice]] | None = None, per_second: float = 1.0) -> Iterator[Entry]:
     """Yields what a trace file says of one pipeline.
 
     ranks: number and name of the process for each of its ranks. idle: when each had nothing to do; left out: whenever
@@ -63,9 +61,8 @@ def process_entries(pid: int, name: str, slices: Iterable[Slice], per_second: fl
         yield _entry(pid, 0, one, 1e6 / per_second)
 
 
-def counter_entries(
-    pid: int, name: str, samples: Iterable[tuple[float, Mapping[str, int]]], per_second: float = 1.0
-) -> Iterator[Entry]:
+def counter_entries(pid: int, name: str, samples: Iterable[tuple[float, Mapping[str, int]]],
+                    per_second: float = 1.0) -> Iterator[Entry]:
     """Yields a track of numbers, stacked, beside a process's actions: from each time on, the numbers by name."""
     for time, numbers in samples:
         yield {"ph": "C", "name": name, "pid": pid, "ts": time * 1e6 / per_second, "args": dict(numbers)}

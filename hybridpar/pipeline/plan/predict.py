@@ -29,8 +29,7 @@ _KEPT = 32
 _BESIDE_REDUCTION = 2 / 3
 """The host's share of the slack where gradients are reduced over replicas before."""
 _WORTH = 1.01
-"""Step time that counts as the same: of a smaller early switch over the paper's rule, with activations away over all
-in memory."""
+"""Step time that counts as the same: of a smaller early switch over the paper's, with activations away over without."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,11 @@ class Ordering:
         """The ordering of a run with this configuration; "auto" counts as off."""
         pipeline = config.pipeline
         early_switch = pipeline.early_switch if isinstance(pipeline.early_switch, int) else None
-        return Ordering(
-            pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, config.norms_first,
-            gather=config.parallel.zero > 0, split=pipeline.split_backward, host=_host_share(config),
-            zero_bubble=pipeline.zero_bubble, placement=pipeline.placement,
-            activations=pipeline.activations, order=pipeline.order, feedback=config.feeds_back,
-            offload=config.memory.num_away)
+        return Ordering(pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, config.norms_first,
+                        gather=config.parallel.zero > 0, split=pipeline.split_backward, host=_host_share(config),
+                        zero_bubble=pipeline.zero_bubble, placement=pipeline.placement,
+                        activations=pipeline.activations, order=pipeline.order, feedback=config.feeds_back,
+                        offload=config.memory.num_away)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -135,8 +133,7 @@ class Ordering:
 
     def _endless(self, sizes: Sizes, costs: Costs, m: int) -> float:
         sizes = replace(sizes, num_microbatches=m)
-        return (repeats(self.timeline(sizes, costs, _BATCHES_TO_SETTLE), m)
-                or self.timeline(sizes, costs).step_time(m))
+        return (repeats(self.timeline(sizes, costs, _BATCHES_TO_SETTLE), m) or self.timeline(sizes, costs).step_time(m))
 
 
 def extended(takes: Callable[[int], float], sizes: Sizes, few: int, least: float) -> float:

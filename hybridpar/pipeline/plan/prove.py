@@ -32,8 +32,7 @@ def prove(config: Config) -> list[CheckReport]:
 
 def _prove(schedule: Schedule, sizes: Sizes, start: int, ordering: Ordering) -> CheckReport:
     num_batches = _num_batches(schedule, sizes)
-    plan = make_plan(
-        schedule, sizes, start, num_batches, **ordering.options, parts=_PARTS if ordering.host else 1)
+    plan = make_plan(schedule, sizes, start, num_batches, **ordering.options, parts=_PARTS if ordering.host else 1)
     return check(plan, sizes, schedule, start, num_batches)
 
 

@@ -106,25 +106,19 @@ SCHEDULES: dict[str, Schedule] = {
     for schedule in (
         _synchronous("naive", "one micro-batch in the whole pipeline at a time", _constant(0)),
         _synchronous("gpipe", "GPipe, arXiv 1811.06965, figure 2", lambda sizes, stage: sizes.num_microbatches),
-        _synchronous(
-            "1f1b", "PipeDream-Flush, arXiv 2006.09503, section 3.2", interleaved.runs_ahead(1), "warmup",
-            "zero_bubble", "placement"),
-        _synchronous(
-            "interleaved", "interleaved 1F1B, arXiv 2104.04473, section 2.2", interleaved.runs_ahead(2), "chunks",
-            "zero_bubble"),
-        Schedule(
-            "2bw", "PipeDream-2BW, arXiv 2006.09503, section 3.1", False, interleaved.runs_ahead(1),
-            _double_buffered_version, _constant(2), num_gradient_buffers=2, needs_full_pipeline=True,
-            options=frozenset({"warmup", "early_switch", "sync_steps", "placement", "chunks"}),
-        ),
+        _synchronous("1f1b", "PipeDream-Flush, arXiv 2006.09503, section 3.2", interleaved.runs_ahead(1), "warmup",
+                     "zero_bubble", "placement"),
+        _synchronous("interleaved", "interleaved 1F1B, arXiv 2104.04473, section 2.2", interleaved.runs_ahead(2),
+                     "chunks", "zero_bubble"),
+        Schedule("2bw", "PipeDream-2BW, arXiv 2006.09503, section 3.1", False, interleaved.runs_ahead(1),
+                 _double_buffered_version, _constant(2), num_gradient_buffers=2, needs_full_pipeline=True,
+                 options=frozenset({"warmup", "early_switch", "sync_steps", "placement", "chunks"})),
         Schedule(
             "pipedream", "PipeDream with weight stashing, arXiv 1806.03377", False, _depth_below,
             _latest_version, _stashed_versions, options=frozenset({"sync_steps"}),
             # Receives posted early may stand before a send that another stage needs for its update, which this one
             # waits for: check finds that deadlock where an axis has one communicator.
-            receive_ahead=0,
-        ),
-    )
+            receive_ahead=0))
 }
 
 OWN = _synchronous("own", "pipeline.order", _constant(0), "order", "chunks", "placement")
@@ -134,11 +128,9 @@ WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
 """By name k, where stage r runs k(p-1-r) forwards ahead. 3 keeps a link busy all the time: no more is worth while."""
 
 
-def make_schedule(
-    name: str, *, warmup: str = "depth", early_switch: int | None = None, gradient_buffers: int = 0,
-    sync_steps: int = 0, chunks: int = 0, zero_bubble: bool = False, placement: str = "loop",
-    activations: str = "full", order: Sequence[str] = (),
-) -> Schedule:
+def make_schedule(name: str, *, warmup: str = "depth", early_switch: int | None = None, gradient_buffers: int = 0,
+                  sync_steps: int = 0, chunks: int = 0, zero_bubble: bool = False, placement: str = "loop",
+                  activations: str = "full", order: Sequence[str] = ()) -> Schedule:
     """The schedule of that name with its options: the keys of the configuration's section `pipeline`. (How many chunks
     a rank holds is then one of the sizes.)
 
@@ -158,8 +150,7 @@ def make_schedule(
         "early_switch": (early_switch, None, (early_switch or 0) >= 0, "must be off or at least 0"),
         "gradient_buffers": (
             gradient_buffers, gradient_buffers, gradient_buffers in buffers,
-            f"must be {' or '.join(map(str, buffers))} with schedule {name} and pipeline.warmup = {warmup!r}",
-        ),
+            f"must be {' or '.join(map(str, buffers))} with schedule {name} and pipeline.warmup = {warmup!r}"),
         "sync_steps": (sync_steps, 0, sync_steps >= 0, "must not be negative"),
         "zero_bubble": (zero_bubble, False, not zero_bubble or placement != "v",
                         "is what the order of a V does of itself"),
@@ -170,8 +161,7 @@ def make_schedule(
         "order": (tuple(order), (), bool(order) == (name == "own"),
                   "must name what each rank computes with schedule own"),
         "chunks": (chunks, 0, chunks != 1 and (placement == "loop" or chunks % 2 == 0),
-                   "must be at least 2, or 0 for the default, and even with pipeline.placement = v"),
-    }
+                   "must be at least 2, or 0 for the default, and even with pipeline.placement = v")}
     problems = []
     for option, (value, default, allowed, rule) in options.items():
         known = schedule.options | ({"chunks"} if placement == "v" and schedule.flush else set())
@@ -199,8 +189,7 @@ def make_schedule(
         # with word of them on its way before (of latencies alone, up to two forwards). With the longer warm-up that
         # cannot deadlock on any transport, if no stage waits for a drain; earlier ones could.
         receive_ahead=factor if factor > 1 and not schedule.flush else schedule.receive_ahead,
-        early_switch=early_switch, num_gradient_buffers=gradient_buffers or most, sync_steps=sync_steps,
-    )
+        early_switch=early_switch, num_gradient_buffers=gradient_buffers or most, sync_steps=sync_steps)
 
 
 def _on_v(schedule: Schedule, activations: str, chunks: int, *, warmup: str, early_switch: int | None) -> Schedule:

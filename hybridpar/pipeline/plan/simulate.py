@@ -60,10 +60,8 @@ from hybridpar.pipeline.plan.timeline import Timeline
 from hybridpar.pipeline.plan.transfers import Channel, Exchange, Rank, Transfers
 
 
-def simulate(
-    plan: Plan, costs: Costs | None = None, residency: Mapping[int, Residency | SharedItems] | None = None,
-    ready: Sequence[float] | None = None,
-) -> Timeline:
+def simulate(plan: Plan, costs: Costs | None = None, residency: Mapping[int, Residency | SharedItems] | None = None,
+             ready: Sequence[float] | None = None) -> Timeline:
     """Runs a lowered plan (`passes.make_plan`) with the given costs (default: a forward takes 1, a backward 2).
 
     residency: by rank, where the plan moves items, between tiers or replicas; without it moves take no time. ready: by
@@ -76,9 +74,8 @@ def simulate(
     machine.run()
     ranks = machine.ranks
     makespan = max((max(rank.ends) for rank in ranks if rank.ends), default=0.0)
-    return Timeline(
-        plan, {r.index: r.starts for r in ranks}, {r.index: r.ends for r in ranks}, makespan,
-        {r.index: r.returns for r in ranks}, {r.index: r.stalls for r in ranks})
+    return Timeline(plan, {r.index: r.starts for r in ranks}, {r.index: r.ends for r in ranks}, makespan,
+                    {r.index: r.returns for r in ranks}, {r.index: r.stalls for r in ranks})
 
 
 @dataclass(slots=True, eq=False)
@@ -98,10 +95,8 @@ class _Machine:
     notes what the rank waits for if that is not known yet), by rank what it takes of its time, and what it then does.
     """
 
-    def __init__(
-        self, plan: Plan, costs: Costs, residency: Mapping[int, Residency | SharedItems],
-        ready: Sequence[float] | None = None,
-    ):
+    def __init__(self, plan: Plan, costs: Costs, residency: Mapping[int, Residency | SharedItems],
+                 ready: Sequence[float] | None = None):
         p = len(plan)
         self.costs = costs
         self.ranks = [Rank(r, plan[r], gathered=ready[r] if ready else 0.0) for r in range(p)]

@@ -66,9 +66,8 @@ def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
     return _Scale(timeline.sizes, per_unit, 58 if moves else 50, labels)
 
 
-def draw_svg(
-    drawn: Plan | Timeline, *, title: str = "", unit: str = FORWARDS, width: int = 1200, widens: bool = True,
-) -> str:
+def draw_svg(drawn: Plan | Timeline, *, title: str = "", unit: str = FORWARDS, width: int = 1200,
+             widens: bool = True) -> str:
     """A plan as a self-contained SVG picture, `width` pixels wide or, with `widens`, as wide as its micro-batches need.
 
     A box is a micro-batch on a stage: light forward, dark backward (W less so), its colour the weight version, with a b
@@ -91,8 +90,7 @@ def draw_svg(
         f'<text class="title" x="{_LEFT}" y="30">{escape(heading)}</text>',
         f'<text class="muted" x="{scale.x(span) + 12:.1f}" y="{_TOP - 10}">idle</text>',
         *rows, *_svg_axis(scale, span, axis),
-        f'<text class="muted" x="{_LEFT}" y="{axis + 28}">time in {escape(unit)}</text>', *legend,
-    ])
+        f'<text class="muted" x="{_LEFT}" y="{axis + 28}">time in {escape(unit)}</text>', *legend])
     return page(full_width, bottom, body)
 
 
@@ -148,20 +146,15 @@ def _svg_transfer(action: Action, start: float, end: float, scale: _Scale) -> It
         yield rect(scale.x(start), scale.y(action.stage) + _HEIGHT + below, width, 2, colour, tip)
 
 
-def _svg_update(
-    action: Action, reduced: float, normed: float, start: float, end: float, scale: _Scale
-) -> Iterator[str]:
+def _svg_update(action: Action, reduced: float, normed: float, start: float, end: float,
+                scale: _Scale) -> Iterator[str]:
     """The way of a batch's gradients into the weights: a bar below the row, then a mark in it."""
     y, batch = scale.y(action.stage), action.microbatch
     light, dark = _colours(action.version)
-    yield rect(
-        scale.x(reduced), y + _HEIGHT + 3, (start - reduced) * scale.per_unit, 4, light,
-        f"batch {batch} could make W{action.version} from {normed:.6g} on; it is needed at {start:.6g}",
-    )
-    yield rect(
-        scale.x(reduced), y + _HEIGHT + 3, (normed - reduced) * scale.per_unit, 4, dark,
-        f"gradients and norm of batch {batch} are reduced, {reduced:.6g} to {normed:.6g}",
-    )
+    yield rect(scale.x(reduced), y + _HEIGHT + 3, (start - reduced) * scale.per_unit, 4, light,
+               f"batch {batch} could make W{action.version} from {normed:.6g} on; it is needed at {start:.6g}")
+    yield rect(scale.x(reduced), y + _HEIGHT + 3, (normed - reduced) * scale.per_unit, 4, dark,
+               f"gradients and norm of batch {batch} are reduced, {reduced:.6g} to {normed:.6g}")
     if end > start:
         yield rect(scale.x(start), y, (end - start) * scale.per_unit, _HEIGHT, INK,
                     f"{action}: makes W{action.version}, {start:.6g} to {end:.6g}", ' rx="2"')
@@ -193,8 +186,7 @@ def _svg_legend(timeline: Timeline, y: float, full_width: float, visible: set[Ki
                 microbatches.setdefault(action.version, []).append(action.microbatch)
     items = [
         (_swatch(version), f"W{version}: {min(used)}-{max(used)}" if version >= 0 else "evaluation")
-        for version, used in sorted(microbatches.items())[: len(_COLOURS)]
-    ]
+        for version, used in sorted(microbatches.items())[: len(_COLOURS)]]
     if len(microbatches) > len(_COLOURS):
         items.append(([], "... and so on"))
     items += [
@@ -202,8 +194,7 @@ def _svg_legend(timeline: Timeline, y: float, full_width: float, visible: set[Ki
         ([f'<path d="M8 3 h10 l-5 9 z" fill="{INK}"/>'], "update"),
         *[([rect(0, 0, 26, 14, INK)], "optimizer makes the new weights")] * (Kind.UPDATE in visible),
         ([rect(0, 5, 13, 4, MUTED), rect(13, 5, 13, 4, "#c9d0d8")], "gradients reduced, then ready for the update"),
-        ([rect(0, 0, 26, 14, IDLE)], "idle"),
-    ]
+        ([rect(0, 0, 26, 14, IDLE)], "idle")]
     for kinds, what in (((Kind.SEND_F, Kind.SEND_B), "activation, gradient on its way"),
                         ((Kind.FETCH, Kind.RELEASE), "fetched, released"),
                         ((Kind.RELOAD, Kind.OFFLOAD), "activations reloaded, offloaded"),

@@ -77,10 +77,8 @@ class Transfers:
     arrived(channel, when): is told of what has arrived. Where cores or links are shared, they say how long that takes.
     """
 
-    def __init__(
-        self, ranks: Sequence[Rank], sizes: Sizes, homes: Sequence[int], costs: Costs,
-        arrived: Callable[[Channel, float], None],
-    ):
+    def __init__(self, ranks: Sequence[Rank], sizes: Sizes, homes: Sequence[int], costs: Costs,
+                 arrived: Callable[[Channel, float], None]):
         self.ranks, self.sizes, self.homes, self.costs, self.arrived = ranks, sizes, homes, costs, arrived
         self.cores = None if costs.cores is None else Cores(costs.cores)
         self.wires = None if costs.network is None else Wires(costs.network.bandwidth)

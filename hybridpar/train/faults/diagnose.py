@@ -180,8 +180,7 @@ def _wanted(mine: Record, waits: Mapping[int, Record]) -> int | None:
 
 
 def _of(kind: str, culprit: Seen, text: str, ranks: Sequence[Seen]) -> Diagnosis:
-    victims = tuple(
-        f"{seen.who}{_doing(seen)}" for seen in ranks if seen.rank != culprit.rank and seen.waits)
+    victims = tuple(f"{seen.who}{_doing(seen)}" for seen in ranks if seen.rank != culprit.rank and seen.waits)
     return Diagnosis(kind, culprit.rank, text, culprit.record, culprit.exit_code or 0, victims)
 
 

@@ -81,9 +81,8 @@ def run_ranks(num_ranks: int, args: Sequence[str]) -> int:
 
 
 def _spec(num_ranks: int, args: Sequence[str], restarts: int) -> WorkerSpec:
-    return WorkerSpec(
-        role="rank", local_world_size=num_ranks, rdzv_handler=Loopback(), entrypoint=sys.executable,
-        args=("-m", "hybridpar", *args), max_restarts=restarts, monitor_interval=_LOOK_EVERY_S)
+    return WorkerSpec(role="rank", local_world_size=num_ranks, rdzv_handler=Loopback(), entrypoint=sys.executable,
+                      args=("-m", "hybridpar", *args), max_restarts=restarts, monitor_interval=_LOOK_EVERY_S)
 
 
 def _run(agent: LocalElasticAgent, log_level: int) -> int:
