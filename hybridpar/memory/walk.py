@@ -23,8 +23,8 @@ class StageMemory:
     in_flight: micro-batches between forward and backward then, counted on each stage of the rank. during: the action at
     the peak. host: of host memory, beside a GPU's: the copy of the state that a checkpoint is written from, and what an
     optimizer there has. file: of the state, what is in the slow tier. moved: what of a micro-batch leaves
-    where activations do, of the rank's stages on average. graphs: what recorded micro-batches keep from the norm and
-    the update, at whose time the allocator counts it as free: so much more than `total` a GPU needs.
+    where activations do, of the rank's stages on average. graphs: what recorded micro-batches keep that the allocator
+    counts as free, each for those that run in its place: so much more than `total` a GPU needs.
     """
 
     weights: int
@@ -78,7 +78,8 @@ def walk(actions: Iterable[Action], footprints: Mapping[int, Sequence[Footprint]
                   anew or footprints)
     for action in actions:
         found.follow(action)
-    return replace(found.most, graphs=max(0, found.pool + found.beside - found.num_bytes))
+    pools = min(found.at_once, sizes.num_ranks) * found.pool
+    return replace(found.most, graphs=max(0, pools + found.beside - found.num_bytes))
 
 
 def together(footprints: Iterable[Footprint]) -> StateFootprint:
@@ -98,7 +99,7 @@ class _Walk:
         self._footprints, self._state, self._m = footprints, state, sizes.num_microbatches
         self._anew, self._made = anew, set[tuple[int, int, int]]()  # what an I has made gradients for
         self._filled = set[int]()  # items that have gradients
-        self._last = sizes.num_stages - 1
+        self._last, self._places = sizes.num_stages - 1, sizes.num_ranks
         self._shared = None if state.items is None else SharedTiers(state.items)
         self._in_flight = self._kept = self._inputs = self._posted = 0
         self._sent = 0  # of sends that have not been waited for
@@ -107,7 +108,8 @@ class _Walk:
         self._waiting: dict[Kind, int] = {}  # outputs to be sent
         self._sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
         self.num_bytes = 0  # of the most
-        self.pool = self.beside = 0  # of micro-batches, and of the norm and the update
+        self.pool = self.beside = 0  # of one micro-batch that is recorded, and of all that none of them is
+        self.at_once = 0  # micro-batches in flight
         self.most = StageMemory(state.weights, state.master, state.gradients, state.optimizer, 0, 0, 0, 0, 0, "")
 
     def follow(self, action: Action) -> None:
@@ -188,14 +190,22 @@ class _Walk:
             activations += self._moved(action)
         communication = self._posted + taken + self._handed + sum(self._waiting.values()) + self._sent
         transient = self._transient(action, fp) + (0 if shared is None else shared.num_bytes())
-        if action.kind in COMPUTE:
-            self.pool = max(self.pool, activations + transient)
-        else:
-            self.beside = max(self.beside, transient)
+        self._compare_recorded(action, communication, transient)
         if activations + communication + transient > self.num_bytes:
             self.num_bytes = activations + communication + transient
             self.most = replace(self.most, activations=activations, communication=communication, transient=transient,
                                 in_flight=self._in_flight, during=str(action))
+
+    def _compare_recorded(self, action: Action, communication: int, transient: int) -> None:
+        """The same where micro-batches are recorded, each with memory of its own, as many as there are places."""
+        in_flight = self._in_flight + (action.kind is Kind.F)
+        kept = (self._kept + self._inputs) // max(1, self._in_flight)
+        others = max(0, in_flight - self._places)
+        if action.kind in COMPUTE:
+            self.at_once = max(self.at_once, in_flight)
+            self.pool = max(self.pool, transient + (action.kind is not Kind.F) * kept)
+        self.beside = max(self.beside, others * kept + communication + (
+            transient if others or action.kind not in COMPUTE else 0))
 
     def _transient(self, action: Action, fp: Footprint) -> int:
         """What an action takes on top."""

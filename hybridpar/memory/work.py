@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.config import Config, DataConfig, ModelConfig, ModelSpec, ParallelConfig, PipelineConfig, TrainConfig
+from hybridpar.grid import Axis
 from hybridpar.memory.footprint import Buffers, TracedStage, sample_microbatch
 from hybridpar.memory.ghost import Ghost, QuietMode, Tracker, tensors_in
 from hybridpar.memory.operators import Operator
@@ -93,25 +95,42 @@ def block_work(config: Config, number: int, device: torch.device) -> BlockWork:
 
     `config`: its tp size, micro-batch size and type count.
     """
+    with _one_block(config, number, device) as (traced, batch):
+        with _Noting() as noted:
+            kept, *_ = traced.forward(batch)
+        messages = _messages(traced.axis)
+        with _Noting() as noted_back:
+            traced.backward(first=False)
+        parameters = sum(p.numel() for p in traced.stage.parameters())
+        return BlockWork(
+            tuple(noted.ops), tuple(noted_back.ops), messages, _messages(traced.axis), parameters, kept)
+
+
+def block_messages(config: Config, number: int, device: torch.device) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The messages of `block_work` alone, forward and backward."""
+    with _one_block(config, number, device) as (traced, batch):
+        traced.forward(batch)
+        messages = _messages(traced.axis)
+        traced.backward(first=False)
+        return messages, _messages(traced.axis)
+
+
+@contextmanager
+def _one_block(config: Config, number: int, device: torch.device) -> Iterator[tuple[TracedStage, dict[str, Tensor]]]:
+    """A block as a stage of ghosts, and a micro-batch for it."""
     batch = sample_microbatch(config)
     with Tracker(device) as tracker:
         traced = TracedStage(config, range(number, number + 1), Recomputation(), Buffers(1, 1), tracker)
         batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
         tracker.ghost_integers = True
-        axis = traced.axis
-        axis.traffic.clear()
+        traced.axis.traffic.clear()
+        yield traced, batch
 
-        def noted(passes: Callable[[], Any]) -> tuple[Any, tuple[Op, ...], tuple[int, ...]]:
-            with _Noting() as noting:
-                found = passes()
-            messages = as_all_reduces(axis.traffic, axis.size)
-            axis.traffic.clear()
-            return found, tuple(noting.ops), messages
 
-        (kept, *_), forward, messages = noted(lambda: traced.forward(batch))
-        _, backward, messages_back = noted(lambda: traced.backward(first=False))
-        parameters = sum(p.numel() for p in traced.stage.parameters())
-    return BlockWork(forward, backward, messages, messages_back, parameters, kept)
+def _messages(axis: Axis) -> tuple[int, ...]:
+    found = as_all_reduces(axis.traffic, axis.size)
+    axis.traffic.clear()
+    return found
 
 
 def as_all_reduces(traffic: Any, size: int) -> tuple[int, ...]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
+from itertools import count
 
-from hybridpar.config import Config, ModelConfig
+import torch
+
+from hybridpar.config import Config, DataConfig, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
+from hybridpar.memory.work import KINDS, block_kinds, block_messages
 from hybridpar.planner.profile import BlockCost
 
-_HALVES = {"embedding": (1, 1), "layer": (4, 6), "head": (1, 2)}
-"""Gathers and scatters of a block, forward and backward."""
 _FORWARD, _BACKWARD = 2.0, 2.5
 
 
@@ -26,8 +29,24 @@ def split_rows(costs: Mapping[str, BlockCost], config: Config) -> dict[str, Bloc
     whole = max(layer.forward_messages)
     sent = sum(layer.forward_messages) + sum(layer.backward_messages)
     per_byte = (layer.forward_wait + layer.backward_wait) / sent
-    return {kind: _split(cost, _HALVES[kind], whole, per_byte, _norms(config) if kind == "layer" else 0.0,
+    changes = _changes(config.transformer, next(t for t in count(2) if config.parallel.tp % t == 0))
+    return {kind: _split(cost, changes[kind], whole, per_byte, _norms(config) if kind == "layer" else 0.0,
                          config.parallel.tp) for kind, cost in costs.items()}
+
+
+@lru_cache(maxsize=64)
+def _changes(model: ModelConfig, tp: int) -> dict[str, list[tuple[int, int]]]:
+    """Of a block of each kind, forward and backward: sums of activations that are no more, and gathers and scatters in
+    their stead. Its code is run on ghosts."""
+    kinds, whole, found = block_kinds(model), 4 * model.seq_length * model.hidden_size, {}
+    plain, split = (Config(
+        model=model, parallel=ParallelConfig(tp, 1, 1, sequence=sequence), pipeline=PipelineConfig(num_microbatches=1),
+        data=DataConfig(), train=TrainConfig(micro_batch_size=1, device="cpu")) for sequence in (False, True))
+    for kind in KINDS:
+        sent, in_parts = (block_messages(one, kinds.index(kind), torch.device("cpu")) for one in (plain, split))
+        found[kind] = [(sums.count(whole), round(2 * (sum(parts) - sum(sums)) / whole) + 2 * sums.count(whole))
+                       for sums, parts in zip(sent, in_parts, strict=True)]
+    return found
 
 
 def _norms(config: Config) -> float:
@@ -38,12 +57,13 @@ def _norms(config: Config) -> float:
 
 
 def _split(
-    cost: BlockCost, halves: tuple[int, int], whole: int, per_byte: float, norms: float, tp: int
+    cost: BlockCost, changes: list[tuple[int, int]], whole: int, per_byte: float, norms: float, tp: int
 ) -> BlockCost:
-    def with_halves(messages: tuple[int, ...], number: int) -> tuple[int, ...]:
-        return (*(n for n in messages if n != whole), *(whole // 2,) * number)
+    def changed(messages: tuple[int, ...], change: tuple[int, int]) -> tuple[int, ...]:
+        others = tuple(n for n in messages if n != whole)
+        return others + (whole,) * (len(messages) - len(others) - change[0]) + (whole // 2,) * change[1]
 
-    there, back = map(with_halves, (cost.forward_messages, cost.backward_messages), halves)
+    there, back = map(changed, (cost.forward_messages, cost.backward_messages), changes)
     saved = norms * cost.remake * (1 - 1 / tp)
     return replace(
         cost, forward=max(0.0, cost.forward - _FORWARD * saved), backward=max(0.0, cost.backward - _BACKWARD * saved),

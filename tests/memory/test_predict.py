@@ -91,11 +91,17 @@ def test_recorded_micro_batches_keep_their_memory_from_the_update() -> None:
     for update, most, graphs in ((7, 25, 7), (40, 40, 25)):
         memory = walked("1f1b", 1, 2, 0, replace(footprint, update=update))
         assert (memory.total, memory.graphs) == (most, graphs)
+    # three in flight of 25 each, where 35 are needed otherwise; of four on two places two have memory as ever
+    assert [walked(*of, footprint).graphs for of in (("1f1b", 4, 8, 1), ("gpipe", 2, 4, 0))] == [
+        3 * 25 + 7 - 35, 2 * 25 + 30 - 40]
     on, off = (make(train={"device": "cuda", "cuda_graphs": on}) for on in (True, False))
     recorded, plain = predict(on)[0], predict(off)[0]
     assert recorded == replace(plain, graphs=recorded.graphs)
     assert recorded.needed == plain.needed + recorded.graphs > plain.needed == plain.total
     assert {predict(config)[0].graphs for config in (off, make(), make(pp=2, train={"device": "cuda"}))} == {0}
+    grid = make(pp=2, train={"device": "cuda", "graph_grids": True})
+    assert (two := predict(grid)[0]).in_flight == 2
+    assert two.graphs == two.transient > 0, "which each place has of its own"
     assert "more for CUDA graphs" in table([recorded])
 
 

@@ -22,9 +22,10 @@ from hybridpar.planner.search import search
 from hybridpar.planner.sequence import split_rows, with_split_rows
 
 
-def test_messages_are_those_that_the_blocks_send() -> None:
-    """Of the large ones; the loss's sums over the vocabulary's parts stay."""
-    config = made.config(tp=2, num_layers=2)
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_messages_are_those_that_the_blocks_send(kind: str) -> None:
+    """Of the large ones; sums of the loss stay, and those of the rows that have a label, all that BERT's head has."""
+    config = made.config(tp=2, num_layers=2, kind=kind)
     sent = {}
     for one in (config, with_split_rows(config)):
         blocks: dict[str, dict[str, tuple[int, ...]]] = {}
