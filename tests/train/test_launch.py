@@ -217,3 +217,16 @@ def test_a_port_in_use_and_an_address_that_is_missing_are_said(monkeypatch: pyte
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(RankError, match=r"rank 0 cannot reach the others: .*MASTER_ADDR"):
         Job.connect(Launch(0, 0, 2, 1))
+
+
+def test_a_rank_that_waits_for_others_says_where(monkeypatch: pytest.MonkeyPatch,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    def nobody_comes(*_: object) -> None:
+        while "waits" not in (text := capsys.readouterr().err):
+            time.sleep(0.01)
+        raise ValueError(text)
+
+    monkeypatch.setattr("hybridpar.train.launch._SILENT_S", 0.01)
+    monkeypatch.setattr(dist, "rendezvous", nobody_comes)
+    with pytest.raises(RankError, match="rank 0 waits for the other 2 at host7:29500 "):
+        Job.connect(Launch(0, 0, 3, 1, store="host7:29500"))
