@@ -28,7 +28,7 @@ def _core() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 @pytest.mark.usefixtures("_core")
 def test_random_arguments(tmp_path: Path, seed: int) -> None:
     args, wrong = random_arguments(seed)

@@ -73,7 +73,7 @@ def test_options_of_the_schedule(pipeline: dict[str, Any]) -> None:
 def test_staleness_corrections(optim: str, staleness: str) -> None:
     """Over updates that follow one another, one that is skipped, and a resume."""
     on = config(optim={"name": optim, "staleness": staleness})
-    holds({"tp": 2, "pp": 2}, on, Disturbance(frozenset({2}), 4), num_batches=6)
+    holds({"tp": 2, "pp": 2}, on, Disturbance(frozenset({2}), 4), num_batches=5)
 
 
 @pytest.mark.parametrize("staleness", ["extrapolation", "prediction"])
