@@ -41,9 +41,8 @@ def test_sharded_optimizer_state(optim: str, grid: dict[str, int]) -> None:
     holds(grid, config(BERT, parallel=ZERO, optim={"name": optim, "weight_decay": 0.1}), RESUMED)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "pipedream"])
-def test_sharded_optimizer_state_under_every_schedule(schedule: str) -> None:
-    holds({"pp": 2, "dp": 2}, config(parallel=ZERO, pipeline={"schedule": schedule}), num_batches=3)
+def test_sharded_optimizer_state_of_several_versions() -> None:
+    holds({"pp": 2, "dp": 2}, config(parallel=ZERO, pipeline={"schedule": "pipedream"}), num_batches=3)
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
