@@ -57,7 +57,6 @@ CASES: list[tuple[dict[str, Any], ...]] = [
 ]
 SHARED: list[tuple[dict[str, Any], ...]] = [  # of which only the peak is compared
     ({"dp": 2, "zero": 3}, {"schedule": "gpipe", **SPLIT}, {"tie_embeddings": False}, {"dtype": "bf16"}),
-    ({"dp": 2, "pp": 2, "zero": 2}, {"schedule": "1f1b"}, DROPOUT, {"dtype": "bf16"}),
     ({"dp": 2, "pp": 2, "zero": 3}, {"schedule": "interleaved", **SPLIT, **STAGE}, {}, {}),
     ({"dp": 2, "pp": 2, "zero": 3}, {"schedule": "2bw", "placement": "v", "activations": "half", **SPLIT}, {}, {}),
     ({"dp": 2, "tp": 2, "pp": 2, "zero": 3}, {"recompute": "selective"}, DROPOUT, {"dtype": "bf16"}),
