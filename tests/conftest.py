@@ -13,7 +13,8 @@ from hybridpar.train import loop, peak
 with contextlib.suppress(ImportError):  # what tests a GPU does without it
     from hypothesis import settings
 
-    settings.register_profile("untimed", deadline=None)  # how busy the machine is says nothing of the code
+    # how busy the machine is says nothing of the code; and examples are others in every run
+    settings.register_profile("untimed", deadline=None, max_examples=60)
     settings.load_profile("untimed")
 
 

@@ -74,7 +74,6 @@ def test_a_configuration_is_right_and_its_plan_proven(path: Path) -> None:
     ("t5", {"tp": 2, "pp": 2}, {"pipeline": {"schedule": "1f1b", "recompute": "stage"}}),
     ("mixer", {"pp": 2, "dp": 2}, {"pipeline": {"split_backward": True}}),
     ("transformers_model", {"pp": 2, "dp": 2}, {"pipeline": {"recompute": "all"}}),
-    ("mixer", {"pp": 2, "dp": 2}, {"parallel": {"zero": 3}, "pipeline": {"schedule": "1f1b"}}),
     ("mixer", {"pp": 2}, {"pipeline": {"schedule": "interleaved", "chunks": 2, "recompute": "stage"},
                           "optim": {"name": "muon"}, "compression": {"messages": "int4"}}),
 ], ids=str)

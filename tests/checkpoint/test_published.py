@@ -200,7 +200,7 @@ def models(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     return kind, sizes | more | {"rms_norm_eps": eps, "num_key_value_heads": kv, "rope_theta": theta}
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models())
 def test_any_sizes(made: tuple[str, dict[str, Any]]) -> None:
     kind, sizes = made

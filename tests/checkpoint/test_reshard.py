@@ -152,7 +152,7 @@ GPT = {"kind": "gpt", "num_kv_heads": 2, "ffn_hidden_size": 11, "vocab_size": 13
 PLAIN = ("2bw", "adamw", "none")
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(GRIDS, GRIDS, st.integers(0, 1), st.integers(0, 1), MODELS, KEPT, st.sampled_from(["fp32", "bf16", "fp64"]),
        SPLITS, SPLITS)
 @example((4, 4, 4), (3, 2, 4), 1, 1, GPT, PLAIN, "fp32", None, None)

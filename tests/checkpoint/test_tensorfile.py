@@ -69,7 +69,7 @@ def cuts(draw: st.DrawFn, size: int) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(st.data())
 def test_what_is_read_is_compared_and_nothing_else(data: st.DataObject) -> None:
     """Chunks of 16 bytes. One byte of the file is damaged."""
@@ -181,7 +181,7 @@ VALUES = st.recursive(
         st.sampled_from(["dtype", "shape", "data_offsets", "__metadata__", "a"]), inner, max_size=4), max_leaves=12)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.one_of(VALUES, st.dictionaries(st.text(max_size=3), st.fixed_dictionaries({
     "dtype": st.sampled_from(["F32", "F64", "I8"]), "shape": st.lists(st.integers(-1, 5), max_size=3),
     "data_offsets": st.lists(st.integers(-1, 40), min_size=1, max_size=3)}), max_size=3)), st.integers(0, 40))

@@ -91,9 +91,8 @@ def test_every_case_has_a_bug() -> None:
     assert set(CASES) - set(FACTORIES) == {"packed_attention", "experts", "expert_losses"}, "of which there is no layer"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_ours_are_equal_to_one_process(num_ranks: int) -> None:
-    assert [str(result) for result in conform(FACTORIES, [num_ranks]) if not result.ok] == []
+def test_ours_are_equal_to_one_process() -> None:
+    assert [str(result) for result in conform(FACTORIES, [3]) if not result.ok] == []
 
 
 def test_modules_without_bugs_are_equal() -> None:

@@ -26,12 +26,6 @@ def test_batch_gives_the_same_samples(make_indexed):
     assert data.num_targets(order, order) == 32
 
 
-def test_every_token_of_a_part_but_the_first_is_a_label_once(make_indexed):
-    data = GPTDataset(make_indexed([[10], [30]]), 3, (10, 35))
-    labels = _stretches(data, 0)["labels"].ravel()
-    np.testing.assert_array_equal(labels, np.arange(11, 35))
-
-
 def _stretches(data, epoch):
     indices = np.arange(len(data))
     return data.batch(indices, np.full_like(indices, epoch))

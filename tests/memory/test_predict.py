@@ -379,19 +379,13 @@ def test_activations_of_a_v_are_even_over_ranks() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("tp", "pp", "model", "pipeline"), [
-    (2, 2, {"kind": "bert"} | DROPOUT, {"schedule": "2bw"}),
-    (3, 1, {"logits_chunk": 100, "seq_length": 62, "num_heads": 3, "hidden_size": 96}, {"split_backward": True}),
-], ids=str)
-def test_with_sequence_parallelism(tp: int, pp: int, model: dict[str, Any], pipeline: dict[str, Any]) -> None:
-    sections = {"model": model, "pipeline": pipeline}
-    split = small(tp=tp, pp=pp, parallel={"sequence": True}, **sections)
+def test_with_sequence_parallelism() -> None:
+    sections: dict[str, Any] = {"model": {"kind": "bert"} | DROPOUT, "pipeline": DOUBLE}
+    split = small(tp=2, pp=2, parallel={"sequence": True}, **sections)
     agree(split)
-    for less, more in zip(predict(split), predict(small(tp=tp, pp=pp, **sections)), strict=True):
-        assert less.activations <= more.activations
-        if "split_backward" not in pipeline:  # whose second part waits with gathered inputs
-            assert less.activations < more.activations
-            assert less.total < more.total
+    for less, more in zip(predict(split), predict(small(tp=2, pp=2, **sections)), strict=True):
+        assert less.activations < more.activations
+        assert less.total < more.total
 
 
 @pytest.mark.parametrize("tp", [2, 4])

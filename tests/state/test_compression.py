@@ -192,7 +192,6 @@ CASES = {
     "dct, tied weights, bf16": (
         DCT, {"dp": 2, "pp": 2}, "2bw", {"pipeline": {"split_backward": True}, "train": {"dtype": "bf16"}}),
     "dct, interleaved, ZeRO-1": (DCT, {"dp": 2, "pp": 2, "zero": 1}, "interleaved", DEEP),
-    "bf16, tp": (BF16, {"dp": 2, "tp": 2}, "1f1b", {}),
     "dct, on the host": (DCT, {"dp": 2, "pp": 2}, "2bw", DEEP | {"memory": {"host_optimizer": True}}),
     "bf16, on the host, a step is skipped": (BF16, {"dp": 3}, "1f1b", {"memory": {"host_optimizer": True}}),
     "int4 from the third batch on, in parts": (

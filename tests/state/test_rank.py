@@ -38,6 +38,7 @@ def sizes(config: Config) -> dict[str, int]:
     return trained(config).state.num_bytes()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("optim", [{"staleness": "prediction"}, {"name": "muon"}], ids=str)

@@ -16,7 +16,7 @@ from hybridpar.train.metrics import read_curves, read_metrics
 from hybridpar.train.progress import Reporter
 from hybridpar.train.records import Records
 
-LINES = 200_000
+LINES = 100_000
 RESUME = """
 import resource, sys
 from pathlib import Path
@@ -49,11 +49,11 @@ def test_a_log_of_many_lines_takes_no_memory(tmp_path: Path) -> None:
     inode = path.stat().st_ino
     done = subprocess.run([sys.executable, "-c", RESUME, str(path), str(LINES - 3)], capture_output=True, text=True,
                           timeout=200)
-    assert int(done.stdout) < 50, done.stderr
+    assert int(done.stdout) < 30, done.stderr
     with path.open("rb") as file:
         file.seek(-300, 2)
         last = [json.loads(line) for line in file.read().splitlines()[-2:]]
-    assert [(row["step"], row["loss"]) for row in last] == [(LINES - 3, 1.000005), (LINES - 2, 0.5)]
+    assert [(row["step"], row["loss"]) for row in last] == [(LINES - 3, 1.00001), (LINES - 2, 0.5)]
     assert path.stat().st_ino == inode, "what stays is not written again"
 
 

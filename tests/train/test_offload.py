@@ -99,7 +99,6 @@ def test_the_same_bits_by_way_of_the_host_of_a_gpu(tmp_path: Path, monkeypatch: 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("parallel", "pipeline"), [
     ({"pp": 4}, {"schedule": "2bw", "split": (1, 1, 2, 1)}), ({"pp": 2, "tp": 2, "sequence": True}, {}),
-    ({"pp": 2}, {"recompute": "stage"}),
     ({"pp": 2, "tp": 2}, {"schedule": "interleaved", "split": (1, 1, 1, 2)}),
     ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw", "warmup": "latency"})], ids=str)
 def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], tmp_path: Path) -> None:

@@ -41,9 +41,8 @@ def test_sharded_optimizer_state(optim: str, grid: dict[str, int]) -> None:
     holds(grid, config(BERT, parallel=ZERO, optim={"name": optim, "weight_decay": 0.1}), RESUMED)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "pipedream"])
-def test_sharded_optimizer_state_under_every_schedule(schedule: str) -> None:
-    holds({"pp": 2, "dp": 2}, config(parallel=ZERO, pipeline={"schedule": schedule}), num_batches=3)
+def test_sharded_optimizer_state_of_several_versions() -> None:
+    holds({"pp": 2, "dp": 2}, config(parallel=ZERO, pipeline={"schedule": "pipedream"}), num_batches=3)
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
@@ -73,7 +72,7 @@ def test_options_of_the_schedule(pipeline: dict[str, Any]) -> None:
 def test_staleness_corrections(optim: str, staleness: str) -> None:
     """Over updates that follow one another, one that is skipped, and a resume."""
     on = config(optim={"name": optim, "staleness": staleness})
-    holds({"tp": 2, "pp": 2}, on, Disturbance(frozenset({2}), 4), num_batches=6)
+    holds({"tp": 2, "pp": 2}, on, Disturbance(frozenset({2}), 4), num_batches=5)
 
 
 @pytest.mark.parametrize("staleness", ["extrapolation", "prediction"])

@@ -49,9 +49,6 @@ def test_an_update_that_gathers_comes_earlier():
         "F0v0 B0v0 F1v0 B1v0 F2v0 B2v0 F3v0 B3v0 REDUCE0 F4v0 B4v0 F5v0 B5v0 NORM0 F6v0 UPDATE0 B6v0 F7v0 B7v0 REDUCE1 "
         "F8v1 B8v1 F9v1 B9v1 NORM1 F10v1 UPDATE1 B10v1 F11v1 B11v1 REDUCE2 NORM2 UPDATE2"
     )
-    for name in SCHEDULES.keys() - {"2bw"}:  # no slack: as before
-        for sizes in (Sizes(4, 6), Sizes(1, 3)) if name != "interleaved" else (Sizes(4, 6, 2),):
-            assert make_plan(name, sizes, 0, 3, gather=True) == make_plan(name, sizes, 0, 3)
 
 
 def test_feedback_is_settled_before_the_next_batch_is_reduced():

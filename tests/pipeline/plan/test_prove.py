@@ -1,6 +1,5 @@
 """The proof at the start of a run: of the plan that runs, or of a smaller one that stands for it."""
 
-import time
 
 import pytest
 from hypothesis import assume, given, settings
@@ -76,9 +75,7 @@ def test_large_plans_are_proven(setting):
         options = options | {"chunks": chunks}
     if options.get("early_switch", 0) is None:
         del options["early_switch"]
-    start = time.process_time()
-    prove(make(name, p, m, **options))
-    assert time.process_time() - start < 5.0, "half a second on an idle core"
+    assert prove(make(name, p, m, **options))
 
 
 def test_a_wrong_plan_is_refused(monkeypatch):
