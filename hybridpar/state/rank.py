@@ -38,14 +38,14 @@ from hybridpar.state.weights import WeightStore
 
 
 class RankState:
-    """Weights, gradients, their reduction, and the optimizer, of the parameters of `stage`.
+    """Weights, gradients, their reduction, and the optimizer, for the parameters of `stage`.
 
-    `stage`: all blocks of the rank, built on the meta device; its parameters have global names. `partition`: which part
-    of them this rank updates. `slots`: those parts. `kinds`: what it keeps, by kind.
-    `parts`: blocks of the rank that are computed with at a time (none: all). An update is then made in `num_groups`
-    parts. `memory`: where the state is kept (None: on `device`). `shares`: of each gradient buffer, where replicas
-    split gradients. `compression`: of gradients that are sent (None: they are whole). `host_work`: how the host works,
-    where it updates. `outer`: what makes sites meet, where there are several.
+    `stage`: all blocks of the rank, built on the meta device; its parameters have global names. `partition`: the parts
+    of them that this rank updates, `slots`. `kinds`: its state, by kind. `parts`: blocks of the rank that are computed
+    with at a time (none: all); an update is then made in `num_groups` parts. `memory`: where the state is kept (None:
+    on `device`). `shares`: of each gradient buffer, if replicas split gradients. `compression`: of gradients that are
+    sent (None: they are whole). `host_work`: how the host works, if it updates. `outer`: lets sites meet, if there are
+    several.
     Until `initialize`, `fill` or `load` all weights are zero.
     """
 

@@ -66,10 +66,7 @@ def _implied_version(kind: Kind, microbatch: int) -> int:
 
 
 def parse_action(text: str) -> Action:
-    """The action that prints as `text`.
-
-    Raises: ConfigError if no action does.
-    """
+    """The action that prints as `text`. Raises: ConfigError if no action does."""
     match = _PATTERN.fullmatch(text)
     if match is None:
         raise config_error(
@@ -81,8 +78,5 @@ def parse_action(text: str) -> Action:
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """The actions of a text; any white space separates.
-
-    Raises: ConfigError at the first word that is not an action.
-    """
+    """The actions of a text; any white space separates. Raises: ConfigError at the first word that is not an action."""
     return tuple(map(parse_action, text.split()))
