@@ -64,9 +64,8 @@ def losses(results: list[tuple[list[StepResult], dict[str, Tensor], dict[str, fl
 @pytest.mark.parametrize(("dtype", "stretches"), [
     ("fp32", ((2, {}), (2, {"schedule": "1f1b"}), (3, {}), (2, {"chunks": 3}))), ("bf16", ((2, {}),)),
 ], ids=["fp32", "bf16"])
-def test_equal_to_1f1b_to_the_bit_however_often_they_change(
-    tmp_path: Path, dtype: str, stretches: tuple[tuple[int, dict[str, Any]], ...]
-) -> None:
+def test_equal_to_1f1b_to_the_bit_however_often_they_change(tmp_path: Path, dtype: str,
+                                                            stretches: tuple[tuple[int, dict[str, Any]], ...]) -> None:
     """Nothing is added in another order but the norm, which clips nothing here: 2 steps of each, on other grids too."""
     sections: dict[str, Any] = {"model": DROPOUT, "optim": {"clip_grad": 0.0}, "train": {"dtype": dtype}}
     last = 2 * len(stretches)
