@@ -163,9 +163,8 @@ def test_check_says_the_short_form(config: Path, capsys: pytest.CaptureFixture[s
     assert "would save" in said
 
 
-def test_a_trace_of_another_grid_is_refused_and_one_beyond_the_grid_is_old(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_of_another_grid_is_refused_and_one_beyond_the_grid_is_old(run: Path,
+                                                                           capsys: pytest.CaptureFixture[str]) -> None:
     old = run / MEMORY / "rank2.jsonl"
     old.write_text("old")
     assert main(["memory", "--run", str(run), "--json"]) == 0

@@ -98,8 +98,7 @@ def test_one_value_of_a_list_may_stand_alone() -> None:
 
 
 def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME",
-                 "TORCHELASTIC_RUN_ID"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     assert Launch.from_environment() == Launch(0, 0, 1, 1)
     for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")):

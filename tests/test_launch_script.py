@@ -14,9 +14,8 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="runs in a checkout"
 
 def launch(**variables: str) -> subprocess.CompletedProcess[str]:
     """With `echo` instead of Python: shows the command that would run."""
-    return subprocess.run(
-        ["bash", "-euc", f"PYTHON=echo; source '{SCRIPT}'; launch some.toml --optim.lr 1"], text=True, timeout=60,
-        capture_output=True, env={"PATH": os.environ["PATH"], **variables})
+    return subprocess.run(["bash", "-euc", f"PYTHON=echo; source '{SCRIPT}'; launch some.toml --optim.lr 1"], text=True,
+                          timeout=60, capture_output=True, env={"PATH": os.environ["PATH"], **variables})
 
 
 @pytest.mark.parametrize(("name", "value"), [

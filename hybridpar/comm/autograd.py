@@ -8,7 +8,8 @@ Source: Megatron-LM (arXiv 1909.08053), section 3: f is `copy_to`, g is `reduce_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch.autograd.function import Function
 from hybridpar.autograd import once_differentiable
 from hybridpar.comm.collectives import all_gather, all_reduce, reduce_scatter
 from hybridpar.grid import Axis
+
+Move = Callable[..., Tensor]
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
@@ -46,7 +49,7 @@ def gather_from(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = N
 
     Shapes: as `collectives.all_gather`. Collectives: forward one all-gather, backward none (own slice).
     """
-    return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim % x.dim(), sizes)
+    return x if axis.size == 1 else _Moved.apply(x, axis, dim % x.dim(), sizes, all_gather, _own)
 
 
 def scatter_to(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
@@ -61,7 +64,7 @@ def scatter_to(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = No
         assert x.shape[dim] % axis.size == 0, f"scatter_to of {x.shape[dim]} over {axis.size} ranks needs sizes"
         sizes = [x.shape[dim] // axis.size] * axis.size
     assert sum(sizes) == x.shape[dim], f"scatter_to of extent {x.shape[dim]} into sizes {sizes}"
-    return _ScatterTo.apply(x, axis, dim, sizes)
+    return _Moved.apply(x, axis, dim, sizes, _own, all_gather)
 
 
 def gather_sequence(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
@@ -70,7 +73,7 @@ def gather_sequence(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
     Shapes: [b, sizes[rank], ..] -> [b, sum(sizes), ..].
     Collectives: forward one all-gather, backward one reduce_scatter.
     """
-    return x if axis.size == 1 else _GatherSequence.apply(x, axis, sizes)
+    return x if axis.size == 1 else _Moved.apply(x, axis, 1, sizes, all_gather, reduce_scatter)
 
 
 def scatter_sequence(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
@@ -79,7 +82,7 @@ def scatter_sequence(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
     Shapes: [b, sum(sizes), ..] -> [b, sizes[rank], ..].
     Collectives: forward one reduce_scatter, backward one all-gather.
     """
-    return x if axis.size == 1 else _ScatterSequence.apply(x, axis, sizes)
+    return x if axis.size == 1 else _Moved.apply(x, axis, 1, sizes, reduce_scatter, all_gather)
 
 
 class _CopyTo(Function):
@@ -107,50 +110,22 @@ class _ReduceFrom(Function):
         return grad, None
 
 
-class _GatherFrom(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> Tensor:
-        ctx.dim, ctx.length = dim, x.shape[dim]
-        ctx.start = axis.rank * ctx.length if sizes is None else sum(sizes[: axis.rank])
-        return all_gather(x, axis, dim, sizes)
+class _Moved(Function):
+    """A tensor as `there(x, axis, dim, sizes)` gives it, and its gradient as `back` does."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad.narrow(ctx.dim, ctx.start, ctx.length), None, None, None
-
-
-class _ScatterTo(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
-        return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank])
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None, there: Move,
+                back: Move) -> Tensor:
+        ctx.back = partial(back, axis=axis, dim=dim, sizes=sizes)
+        return there(x, axis, dim, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return all_gather(grad, ctx.axis, ctx.dim, ctx.sizes), None, None, None
+        return ctx.back(grad), None, None, None, None, None
 
 
-class _GatherSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
-        ctx.axis, ctx.sizes = axis, sizes
-        return all_gather(x, axis, 1, sizes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_scatter(grad, ctx.axis, 1, ctx.sizes), None, None
-
-
-class _ScatterSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
-        ctx.axis, ctx.sizes = axis, sizes
-        return reduce_scatter(x, axis, 1, sizes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return all_gather(grad, ctx.axis, 1, ctx.sizes), None, None
+def _own(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None) -> Tensor:
+    """This rank's slice."""
+    length = x.shape[dim] // axis.size if sizes is None else sizes[axis.rank]
+    return x.narrow(dim, axis.rank * length if sizes is None else sum(sizes[: axis.rank]), length)

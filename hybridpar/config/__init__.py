@@ -32,15 +32,7 @@ from hybridpar.config.spec import (
     spec_folder,
     spec_name,
 )
-from hybridpar.config.toml import (
-    MAX_TOML,
-    MODEL_FOLDER,
-    as_typed,
-    from_mapping,
-    load_toml,
-    to_mapping,
-    to_toml,
-)
+from hybridpar.config.toml import MAX_TOML, MODEL_FOLDER, as_typed, from_mapping, load_toml, to_mapping, to_toml
 from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_plain, span
 from hybridpar.config.update_rule import UpdateRule, import_rule
 

@@ -204,9 +204,8 @@ class Bench:
             yield what, kind, sizes
 
 
-def measure_blocks(
-    config: Config, degrees: Sequence[int], sizes: Sequence[int], device: torch.device, effort: Effort = FULL
-) -> tuple[dict[Key, BlockCost], float]:
+def measure_blocks(config: Config, degrees: Sequence[int], sizes: Sequence[int], device: torch.device,
+                   effort: Effort = FULL) -> tuple[dict[Key, BlockCost], float]:
     """Every kind of block at every tp degree and micro-batch size; and the share of the time that ranks had a core
     while all of them computed. Collectives: on all ranks of the job.
 
@@ -232,9 +231,8 @@ def world_axis(device: torch.device) -> Axis:
     return ProcessGrid(dp=ranks, device_type=device.type).world
 
 
-def _measure(
-    config: Config, tp: int, b: int, axis: Axis, device: torch.device, effort: Effort
-) -> tuple[dict[Key, BlockCost], float]:
+def _measure(config: Config, tp: int, b: int, axis: Axis, device: torch.device,
+             effort: Effort) -> tuple[dict[Key, BlockCost], float]:
     world = world_axis(device)
     alone = Bench(config, b, silent_axis("tp", tp), device)
     messages = {(what, kind): sizes for what, kind, sizes in alone.messages()} if tp > 1 else {}

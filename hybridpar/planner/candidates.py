@@ -94,10 +94,9 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
             m, pieces = batch // (dp * b), config.parallel.tp_pieces if b % config.parallel.tp_pieces == 0 else 1
             parallel = replace(config.parallel, tp=tp, pp=pp, dp=dp, sequence=split_rows(tp, b), tp_pieces=pieces)
             for pipeline, optim in _schedules(config, pp, dp, m, request):
-                made = replace(
-                    config, pipeline=replace(pipeline, num_microbatches=m, recompute="none"), optim=optim,
-                    parallel=parallel, memory=config.memory.on_another_grid(),
-                    train=replace(config.train, micro_batch_size=b))
+                made = replace(config, pipeline=replace(pipeline, num_microbatches=m, recompute="none"), optim=optim,
+                               parallel=parallel, memory=config.memory.on_another_grid(),
+                               train=replace(config.train, micro_batch_size=b))
                 same = len(config.pipeline.split) == pp * pipeline.num_chunks
                 if config.pipeline.split and same and request.keep.get("pp"):
                     made = replace(made, pipeline=replace(made.pipeline, split=config.pipeline.split))
@@ -147,9 +146,8 @@ def micro_batches(machine: Machine, tp: int, samples: int, request: Request) -> 
     return [b for b in wanted if samples % b == 0]
 
 
-def _schedules(
-    config: Config, pp: int, dp: int, m: int, request: Request,
-) -> Iterator[tuple[PipelineConfig, OptimConfig]]:
+def _schedules(config: Config, pp: int, dp: int, m: int,
+               request: Request) -> Iterator[tuple[PipelineConfig, OptimConfig]]:
     """The configuration's own schedule and those on new weights, or those asked for; with what they need changed, and
     with what shortens their drain or takes less memory."""
     own = replace(config.pipeline, placement="loop", activations="full", zero_bubble=False)

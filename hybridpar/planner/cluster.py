@@ -39,16 +39,7 @@ from hybridpar.memory.limit import RESERVED
 from hybridpar.memory.silent import silent_axis
 from hybridpar.memory.work import KINDS, block_kinds, block_work
 from hybridpar.models.build import build_blocks
-from hybridpar.planner.hardware import (
-    GIB,
-    GIGABIT,
-    Cluster,
-    Device,
-    Level,
-    Link,
-    find_device,
-    find_link,
-)
+from hybridpar.planner.hardware import GIB, GIGABIT, Cluster, Device, Level, Link, find_device, find_link
 from hybridpar.planner.kernels import OURS, Kernels, activation_bytes, block_times, remake_time, work_time
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import BlockCost, Hardware, Key, Profile, settings_of
@@ -99,9 +90,8 @@ def read_cluster(path: Path) -> Cluster:
         tuple((other["servers"], _device(other["device"])) for other in others), document.get("stragglers", 0.0))
 
 
-def _tables(
-    name: str, tables: Iterable[object], known: Mapping[str, Any], needed: Iterable[str], works: str
-) -> Iterable[Problem]:
+def _tables(name: str, tables: Iterable[object], known: Mapping[str, Any], needed: Iterable[str],
+            works: str) -> Iterable[Problem]:
     for i, table in enumerate(tables):
         if isinstance(table, dict):
             yield from _problems(f"{name}[{i}].", table, known, needed)
@@ -115,9 +105,8 @@ def _levels(tables: Iterable[Mapping[str, Any]], devices: int) -> Iterable[Level
         yield Level(devices, _link(table["link"], f"levels[{i}].link"), table.get("links", 1))
 
 
-def _problems(
-    where: str, table: Mapping[str, Any], known: Mapping[str, Any], needed: Iterable[str]
-) -> Iterable[Problem]:
+def _problems(where: str, table: Mapping[str, Any], known: Mapping[str, Any],
+              needed: Iterable[str]) -> Iterable[Problem]:
     for key, value in table.items():
         if key not in known:
             yield Problem(f"{where}{key}", value, f"is not known here; there are {', '.join(known)}")
@@ -188,11 +177,10 @@ def machine_of(cluster: Cluster, profile: Profile, num_devices: int = 0, others:
     assert len(others) == len(cluster.others), "a profile for each kind of device"
     counts = [servers * cluster.devices_per_server for servers, _ in cluster.others]
     starts = accumulate(counts, initial=cluster.num_devices - sum(counts))
-    return Machine(
-        profile, num_devices or cluster.num_devices, cluster.devices_per_server, cluster.inner,
-        cluster.outer if cluster.num_servers > 1 else None, cluster.device.memory_bytes, cluster.outer_links,
-        measured=False, levels=cluster.levels, price=cluster.price, others=tuple(zip(starts, others, strict=False)),
-        stragglers=cluster.stragglers)
+    return Machine(profile, num_devices or cluster.num_devices, cluster.devices_per_server, cluster.inner,
+                   cluster.outer if cluster.num_servers > 1 else None, cluster.device.memory_bytes, cluster.outer_links,
+                   measured=False, levels=cluster.levels, price=cluster.price,
+                   others=tuple(zip(starts, others, strict=False)), stragglers=cluster.stragglers)
 
 
 def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
@@ -217,9 +205,7 @@ def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
     return Machine(profile, number, per, inner or Link("none", 1.0, 0.0), outer, memory)
 
 
-def estimate(
-    config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT, kernels: Kernels = OURS
-) -> Profile:
+def estimate(config: Config, cluster: Cluster, sizes: Sequence[int] = SWEPT, kernels: Kernels = OURS) -> Profile:
     """The profile of a model on a cluster's device: of GPT and BERT by formulas, of other models by their operators.
 
     Raises: ConfigError if the model is not in 16 bits.
@@ -236,9 +222,8 @@ def estimate(
     return Profile(hardware, blocks, {}, settings, estimated=True, about={"source": "planner.kernels"})
 
 
-def _own_costs(
-    config: Config, device: Device, degrees: Sequence[int], sizes: Sequence[int], kernels: Kernels
-) -> dict[Key, BlockCost]:
+def _own_costs(config: Config, device: Device, degrees: Sequence[int], sizes: Sequence[int],
+               kernels: Kernels) -> dict[Key, BlockCost]:
     """Blocks of a model of one's own: each kind's operators, run on ghosts."""
     kinds, blocks = block_kinds(config.model), dict[Key, BlockCost]()
     for tp, b in product(degrees, sizes):
@@ -256,9 +241,8 @@ def _own_costs(
     return blocks
 
 
-def _transformer_costs(
-    config: Config, device: Device, degrees: Sequence[int], sizes: Sequence[int], kernels: Kernels
-) -> dict[Key, BlockCost]:
+def _transformer_costs(config: Config, device: Device, degrees: Sequence[int], sizes: Sequence[int],
+                       kernels: Kernels) -> dict[Key, BlockCost]:
     model, blocks = config.transformer, dict[Key, BlockCost]()
     for tp in degrees:
         parameters = count_parameters(model, tp)
@@ -280,6 +264,5 @@ def _transformer_costs(
 
 def count_parameters(model: ModelConfig, tp: int) -> dict[str, int]:
     """Parameters of each kind of block on the first of `tp` ranks; nothing is allocated."""
-    built = build_blocks(
-        replace(model, tie_embeddings=False, num_layers=1), silent_axis("tp", tp), range(3))
+    built = build_blocks(replace(model, tie_embeddings=False, num_layers=1), silent_axis("tp", tp), range(3))
     return {kind: sum(p.numel() for p in built[n].parameters()) for n, kind in enumerate(KINDS)}

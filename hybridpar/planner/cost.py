@@ -79,9 +79,8 @@ class StepCost(StageCosts):
                 for r, (flat, of_link) in enumerate(zip(
                     zip(sources[:, 0].tolist(), targets[:, 0].tolist(), strict=True), crossed, strict=True))]
 
-    def _link(
-        self, way: int, num_bytes: int, carried: int, crossed: Sequence[tuple[AnyLink, float]]
-    ) -> tuple[float, float, float]:
+    def _link(self, way: int, num_bytes: int, carried: int,
+              crossed: Sequence[tuple[AnyLink, float]]) -> tuple[float, float, float]:
         """The slowest of the links that a message crosses, each shared by all that leave a group there."""
         whole, link = max(((link.transfer_time(num_bytes, flows, way), link) for link, flows in crossed),
                           key=lambda pair: pair[0])
@@ -174,13 +173,12 @@ class StepCost(StageCosts):
                 [Route({r: taken}, latency[r]) for r, taken in enumerate(times)] for times in (transfer, back)))
         elif p > 1 and self._half_duplex:  # where cores are shared, each takes the time of both
             transfer = back = [a + b for a, b in zip(transfer, back, strict=True)]
-        costs = Costs(
-            [s.forward for s in stages], [s.backward for s in stages], [r.update for r in ranks], calls,
-            reduce=reduce, norm=norm, gather=gather if self.splits else 0.0, transfer=transfer,
-            transfer_back=None if back == transfer else back, latency=latency,
-            tied=self.config.model.tie_embeddings and p > 1 and not self.sizes.is_v,
-            blocking_norm=self.is_cpu, serial_links=not self.is_cpu,
-            cores=cores, transfer_work=work, backward_input=self.backward_input, network=network)
+        costs = Costs([s.forward for s in stages], [s.backward for s in stages], [r.update for r in ranks], calls,
+                      reduce=reduce, norm=norm, gather=gather if self.splits else 0.0, transfer=transfer,
+                      transfer_back=None if back == transfer else back, latency=latency,
+                      tied=self.config.model.tie_embeddings and p > 1 and not self.sizes.is_v,
+                      blocking_norm=self.is_cpu, serial_links=not self.is_cpu, cores=cores, transfer_work=work,
+                      backward_input=self.backward_input, network=network)
         if self.moves:
             costs = self.moves.added_to(costs, [self.ranks_of(r) for r in range(p)], self.tp)
         return with_activations(costs, self.config, machine)

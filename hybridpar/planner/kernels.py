@@ -102,9 +102,8 @@ def product_time(device: Device, product: Product, result_bytes: int = HALF) -> 
     return max(working, device.memory_time(copies * (HALF * k * (m + n) + result_bytes * m * n)))
 
 
-def block_times(
-    model: ModelConfig, micro_batch_size: int, device: Device, tp: int = 1, kernels: Kernels = OURS
-) -> tuple[BlockTime, ...]:
+def block_times(model: ModelConfig, micro_batch_size: int, device: Device, tp: int = 1,
+                kernels: Kernels = OURS) -> tuple[BlockTime, ...]:
     """Each block (embedding, layers, head) on one of `tp` devices, without their collectives; an estimate.
 
     Raises: ConfigError if tp is less than 1.

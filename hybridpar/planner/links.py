@@ -187,10 +187,8 @@ def _groups_of(level: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
     return [tuple(here[:n]) for n in sorted(set(sizes))]
 
 
-def _measure_level(
-    name: str, pair: tuple[int, int], groups: Sequence[tuple[int, ...]], world: Axis, device: torch.device,
-    sizes: Sequence[int],
-) -> MeasuredLink:
+def _measure_level(name: str, pair: tuple[int, int], groups: Sequence[tuple[int, ...]], world: Axis,
+                   device: torch.device, sizes: Sequence[int]) -> MeasuredLink:
     send, send_work, calls = _sweep(sizes, lambda n, k: _ping(n, k, pair, world, device), world)
     there = _there(send, pair, world, device)
     found: dict[str, tuple[dict[int, Curve], dict[int, Curve]]] = {op: ({}, {}) for op in _COLLECTIVES}
@@ -222,9 +220,7 @@ def _there(send: Curve, pair: tuple[int, int], world: Axis, device: torch.device
     return there if abs(there - 1) > _UNEVEN else 1.0
 
 
-def _sweep(
-    sizes: Sequence[int], once: Callable[[int, int], Times], world: Axis
-) -> tuple[Curve, Curve, float]:
+def _sweep(sizes: Sequence[int], once: Callable[[int, int], Times], world: Axis) -> tuple[Curve, Curve, float]:
     """Seconds and CPU time against size, and the time that a call takes. Collectives: on all ranks."""
     seconds: list[tuple[float, float]] = []
     work: list[tuple[float, float]] = []
@@ -297,9 +293,8 @@ _COLLECTIVES: dict[str, Callable[[Tensor, Axis], object]] = {
     "reduce": all_reduce, "gather": _gather, "scatter": _scatter}
 
 
-def _timed(
-    call: Callable[[Tensor, Axis], object], num_bytes: int, repeats: int, axis: Axis | None, device: torch.device
-) -> Times:
+def _timed(call: Callable[[Tensor, Axis], object], num_bytes: int, repeats: int, axis: Axis | None,
+           device: torch.device) -> Times:
     if axis is None:
         return _NO_PART
     x = torch.zeros(num_bytes // 4, device=device)

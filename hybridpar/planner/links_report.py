@@ -154,8 +154,7 @@ def _stage_link(cost: StepCost) -> LinkNeed:
     wire = max(cost.codecs.wire_bytes(flow, into) for flow in (1, -1))
     item, num_bytes = cost.item * wire / cost.message_bytes, wire * chunks
     name = f"{cost.sizes.rank_name}s {worst} - {(worst + 1) % cost.pp}"
-    return LinkNeed(name, num_bytes / busy, num_bytes / taken, item, layers, more,
-                    deepest if deepest > 1 else 0)
+    return LinkNeed(name, num_bytes / busy, num_bytes / taken, item, layers, more, deepest if deepest > 1 else 0)
 
 
 def _reduction(cost: StepCost) -> LinkNeed:

@@ -16,9 +16,8 @@ from hybridpar.planner.measure_machine import identity, measure_machine
 from hybridpar.planner.profile import Profile, check_settings, read_profile, write_profile
 
 
-def machine_for(
-    config: Config, launch: Launch, profile: str, cluster: str, devices: int, keep: Mapping[str, int] | None = None
-) -> Machine:
+def machine_for(config: Config, launch: Launch, profile: str, cluster: str, devices: int,
+                keep: Mapping[str, int] | None = None) -> Machine:
     """The machine of a cluster's description, of a profile, of both, or this one, profiled now or before.
 
     devices: their number; 0: all, or, on CPUs, as many as go with the sizes of axes to keep.

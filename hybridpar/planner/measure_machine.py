@@ -31,10 +31,8 @@ from hybridpar.state.tiered import folder_to_measure
 from hybridpar.train.launch import Job, choose_backend, choose_device, keep_freed_memory, set_threads
 
 
-def measure_machine(
-    config: Config, launch: Launch, *, degrees: Sequence[int] = (), sizes: Sequence[int] = (), quick: bool = False,
-    ranks: int = 0,
-) -> Profile:
+def measure_machine(config: Config, launch: Launch, *, degrees: Sequence[int] = (), sizes: Sequence[int] = (),
+                    quick: bool = False, ranks: int = 0) -> Profile:
     """Measures in the ranks of the job that torchrun started; alone, in `ranks` processes (0: one a core or GPU).
 
     degrees: of tensor parallelism (none: 1, 2, 4, .. as many as ranks). sizes: of micro-batches (none: the
@@ -82,9 +80,8 @@ def _has_gpus(config: Config) -> bool:
     return config.train.device != "cpu" and torch.cuda.is_available()
 
 
-def measure_here(
-    config: Config, degrees: Sequence[int], sizes: Sequence[int], quick: bool, device: torch.device
-) -> Profile:
+def measure_here(config: Config, degrees: Sequence[int], sizes: Sequence[int], quick: bool,
+                 device: torch.device) -> Profile:
     """Collectives: on all ranks of the job."""
     if config.train.keep_memory and device.type == "cpu":
         keep_freed_memory()
@@ -110,8 +107,7 @@ def _hardware(device: torch.device, hosts: Sequence[str], *, shared: bool) -> Ha
         part = gpus / devices if shared else 1  # of a GPU, that a process has
         return Hardware(properties.name, devices, properties.total_memory * part, hosts=number,
                         host_memory=memory / devices)
-    return Hardware(
-        cpu_name(), here, memory / here, available_cores(), torch.get_num_threads(), number)
+    return Hardware(cpu_name(), here, memory / here, available_cores(), torch.get_num_threads(), number)
 
 
 def _about(effort: Effort, ranks: int) -> dict[str, Any]:

@@ -126,8 +126,7 @@ class Moves:
             self._plans[ordering, sizes] = {r: tuple(ghost.moved(ordering, sizes, number))
                                             for r, ghost in enumerate(ranks)}
         found = ((r, ghost.residency(sizes)) for r, ghost in enumerate(ranks))
-        timeline = simulate(
-            self._plans[ordering, sizes], costs, {r: items for r, items in found if items is not None})
+        timeline = simulate(self._plans[ordering, sizes], costs, {r: items for r, items in found if items is not None})
         starts = timeline.batch_starts(sizes.num_microbatches)
         return (starts[_SETTLING + _COUNTED] - starts[_SETTLING]) / _COUNTED
 

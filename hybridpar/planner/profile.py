@@ -243,8 +243,7 @@ def profile_json(profile: Profile) -> str:
         "blocks": [{"kind": kind, "tp": tp, "micro_batch": b, **_plain(cost)}
                    for (kind, tp, b), cost in profile.blocks.items()],
         "links": {name: _plain_link(link) for name, link in profile.links.items()},
-        "codecs": {name: asdict(speeds) for name, speeds in profile.codecs.items()},
-    }
+        "codecs": {name: asdict(speeds) for name, speeds in profile.codecs.items()}}
     return json.dumps(document, indent=1) + "\n"
 
 
@@ -341,9 +340,8 @@ def _profile(document: Any) -> Profile:
              for (kind, tp, _), cost in blocks.items()}
     if len(calls) > len({key[:2] for key in calls}):
         raise ValueError("blocks of one kind and tp degree must have equally many messages at every micro-batch size")
-    return Profile(read.hardware, blocks, {name: _link(name, link) for name, link in read.links.items()},
-                   read.settings, read.estimated, read.per_microbatch_s, read.per_batch_s, read.state,
-                   read.codecs, read.about)
+    return Profile(read.hardware, blocks, {name: _link(name, link) for name, link in read.links.items()}, read.settings,
+                   read.estimated, read.per_microbatch_s, read.per_batch_s, read.state, read.codecs, read.about)
 
 
 def _link(name: str, link: _Link) -> MeasuredLink:

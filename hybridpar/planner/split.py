@@ -34,10 +34,9 @@ class Split:
     period: float
 
 
-def best_split(
-    forward: Sequence[float], backward: Sequence[float], per_batch: Sequence[float], num_stages: int,
-    peaks: Callable[[int, bool], Matrix] | None = None, limit: float = math.inf, slowness: Sequence[float] = (),
-) -> Split | None:
+def best_split(forward: Sequence[float], backward: Sequence[float], per_batch: Sequence[float], num_stages: int,
+               peaks: Callable[[int, bool], Matrix] | None = None, limit: float = math.inf,
+               slowness: Sequence[float] = ()) -> Split | None:
     """The split whose slowest stage is the fastest; of equal ones, that whose fullest stage takes the least memory; of
     these, that whose later stages have fewer blocks. None: nothing fits.
 
@@ -88,9 +87,8 @@ def _band(matrix: Matrix, most: int) -> Matrix:
     return np.where(starts >= 0, matrix[starts, stops], np.inf)
 
 
-def _stages(
-    plain: Matrix, again: Matrix, slowness: Sequence[float], peaks: Callable[[int, bool], Matrix] | None, limit: float,
-) -> tuple[list[Matrix], list[NDArray[np.bool_]], list[Matrix]]:
+def _stages(plain: Matrix, again: Matrix, slowness: Sequence[float], peaks: Callable[[int, bool], Matrix] | None,
+            limit: float) -> tuple[list[Matrix], list[NDArray[np.bool_]], list[Matrix]]:
     """Bands of each stage: times, where it is recomputed (none: nowhere), and bytes, where there are peaks."""
     most, slower = plain.shape[1], {slow: plain if slow == 1 else slow * plain for slow in slowness}
     if peaks is None:

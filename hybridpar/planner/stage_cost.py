@@ -255,8 +255,7 @@ class StageCosts:
         if len(stages) == 1:
             return stages[0]
         more_than_once = (len(stages) - 1) * self.machine.profile.per_batch
-        return StageCost(
-            [number for stage in stages for number in stage.blocks], sum(s.forward for s in stages),
-            sum(s.backward for s in stages), sum(s.norm for s in stages),
-            sum(s.update for s in stages) - more_than_once, sum(s.parameters for s in stages),
-            sum(s.tied for s in stages), sum(s.idle for s in stages))
+        return StageCost([number for stage in stages for number in stage.blocks], sum(s.forward for s in stages),
+                         sum(s.backward for s in stages), sum(s.norm for s in stages),
+                         sum(s.update for s in stages) - more_than_once, sum(s.parameters for s in stages),
+                         sum(s.tied for s in stages), sum(s.idle for s in stages))

@@ -111,9 +111,8 @@ class Engine:
         self.replicas = None if self.whole is None else SharedChunks(
             self.whole, self.state, self.parts, self.sizes, self.tiers)
         self.state.initialize(config.train.seed)
-        self.executor = Executor(
-            stages, self.state.weights, Lane.of(config, grid, states.dtype, device, self.split),
-            self.sizes, self.replicas or self.tiers, self._stash())
+        self.executor = Executor(stages, self.state.weights, Lane.of(config, grid, states.dtype, device, self.split),
+                                 self.sizes, self.replicas or self.tiers, self._stash())
         by_block = config.train.record_memory or config.train.planned_memory  # a graph's pool is apart
         if config.train.cuda_graphs and device.type == "cuda" and not by_block and not self.parts.is_divided:
             self.executor.graphs = graphs.recorder(config, stages[self._held[0]][0], self.state.gradients, device,

@@ -193,9 +193,8 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
         return Engine(config, grid, torch.device("cpu"), policy=policy)
 
     engine = make_engine()
-    loader = SyntheticLoader(
-        config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, grid.replica,
-        grid.num_replicas, config.train.seed)
+    loader = SyntheticLoader(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches,
+                             grid.replica, grid.num_replicas, config.train.seed)
     snapshots: list[Tensors] = []
     gradients: list[Tensors] = []
     steps: list[StepResult] = []

@@ -46,8 +46,7 @@ def test_what_is_said_of_figures_8_and_12(text: str) -> None:
 
 def test_throughputs_of_the_figure(speeds: Speeds) -> None:
     """Read by eye, good for a tenth; the median of 30 is as near as that."""
-    errors = [abs(speeds[s][system] / read - 1) for s in GPT
-              for system, read in zip(SYSTEMS, FIGURES[s], strict=True)]
+    errors = [abs(speeds[s][system] / read - 1) for s in GPT for system, read in zip(SYSTEMS, FIGURES[s], strict=True)]
     assert statistics.median(errors) < 0.1
 
 

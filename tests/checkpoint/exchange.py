@@ -31,9 +31,8 @@ OURS = {
     "gpt_neox": ModelConfig(
         num_layers=2, hidden_size=48, num_heads=3, ffn_hidden_size=70, seq_length=20, vocab_size=101, position="rotary",
         rotary_fraction=0.25, parallel_residual=True, activation="gelu_exact", tie_embeddings=False),
-    "bert": ModelConfig(
-        kind="bert", num_layers=2, hidden_size=48, num_heads=3, ffn_hidden_size=70, seq_length=20, vocab_size=101,
-        activation="gelu_exact", norm_eps=1e-12),
+    "bert": ModelConfig(kind="bert", num_layers=2, hidden_size=48, num_heads=3, ffn_hidden_size=70, seq_length=20,
+                        vocab_size=101, activation="gelu_exact", norm_eps=1e-12),
 }
 
 

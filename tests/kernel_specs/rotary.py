@@ -3,8 +3,7 @@ import math
 from kernel_specs import Spec
 from kernel_specs.residual import pointers
 
-INTEGERS = ("heads", "size", "x_sample", "x_head", "x_position", "offset", "sample_positions", "blocks",
-            "groups")
+INTEGERS = ("heads", "size", "x_sample", "x_head", "x_position", "offset", "sample_positions", "blocks", "groups")
 
 
 def spec(dtype: str, half: int, given: bool, back: bool) -> Spec:

@@ -42,9 +42,8 @@ def test_equals_the_traced_stage(name: str, blocks: range, recompute: str) -> No
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("recompute", ["none", "all", "0-1,5", "stage:1"])
 def test_predictions_are_those_without(zero: int, recompute: str) -> None:
-    config = Config(
-        model=MODEL, parallel=ParallelConfig(1, 3, 2, zero),
-        pipeline=PipelineConfig(schedule="2bw", num_microbatches=6, recompute=recompute, split=(5, 4, 2)))
+    config = Config(model=MODEL, parallel=ParallelConfig(1, 3, 2, zero),
+                    pipeline=PipelineConfig(schedule="2bw", num_microbatches=6, recompute=recompute, split=(5, 4, 2)))
     footprints = Footprints()
     for _ in range(2):
         totals = [stage.total for stage in predict(config, trace=footprints)]

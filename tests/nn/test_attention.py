@@ -43,10 +43,9 @@ CASES = [
 
 
 def make(case: Case, axis: Axis, dropout: float = 0.0) -> ParallelAttention:
-    return ParallelAttention(
-        case.heads * HEAD_DIM, case.heads, axis, num_kv_heads=case.kv_heads, causal=case.causal, bias=case.bias,
-        rotary_base=case.rotary_base, rotary_fraction=case.rotary_fraction, attention_dropout=dropout,
-        name="blocks.0.attention", dtype=torch.float64)
+    return ParallelAttention(case.heads * HEAD_DIM, case.heads, axis, num_kv_heads=case.kv_heads, causal=case.causal,
+                             bias=case.bias, rotary_base=case.rotary_base, rotary_fraction=case.rotary_fraction,
+                             attention_dropout=dropout, name="blocks.0.attention", dtype=torch.float64)
 
 
 def reference(x: Tensor, mask: Tensor | None, whole: dict[str, Tensor], case: Case) -> Tensor:

@@ -14,12 +14,7 @@ from torch.nn import functional as F
 from hybridpar.comm import gather_from
 from hybridpar.errors import ConfigError, DataError
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.nn import (
-    split_ranges,
-    split_sizes,
-    vocab_parallel_cross_entropy,
-    vocab_parallel_linear_cross_entropy,
-)
+from hybridpar.nn import split_ranges, split_sizes, vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
 from hybridpar.nn.linear import column_linear
 
 

@@ -103,8 +103,7 @@ def test_adam_against_float64(backend: str, device: str, step: str, in_place: bo
 @everywhere
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("working", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_predicted_weights_go_on_by_the_update(backend: str, device: str, in_place: bool,
-                                               working: torch.dtype) -> None:
+def test_predicted_weights_go_on_by_the_update(backend: str, device: str, in_place: bool, working: torch.dtype) -> None:
     weights = weights_of(torch.float32, working, device, in_place=in_place, predicted=True)
     gradients, moments = randoms(1, torch.float32, device), moments_of(torch.float32, device)
     ops.optimizer(weights.old[0], backend).adam(weights, gradients, moments, DECAYS, 0.05, PLAIN)

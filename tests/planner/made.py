@@ -58,8 +58,7 @@ def any_grid(base: Config, devices: int = 4, *, memory: float = 1e9, wait: float
 
 def even(memory: float) -> tuple[Config, Machine]:
     """Sixteen blocks for four devices; the embedding takes no time."""
-    base = replace(config(m=8, b=1, num_layers=14, hidden_size=96, seq_length=256),
-                   parallel=ParallelConfig(dp=0))
+    base = replace(config(m=8, b=1, num_layers=14, hidden_size=96, seq_length=256), parallel=ParallelConfig(dp=0))
     return base, machine(base, 4, made=profile(base), memory=memory)
 
 

@@ -94,8 +94,7 @@ def test_measured_times_that_cannot_be_kept_are_used(tmp_path: Path, capsys: pyt
     assert "cannot be written (Not a directory), so these times are not kept" in capsys.readouterr().err
 
 
-def test_a_plan_of_a_busy_machine_is_not_trusted_to_the_end(tmp_path: Path,
-                                                            capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_a_busy_machine_is_not_trusted_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, profile, plan = write_config(tmp_path), tmp_path / "profile.json", tmp_path / "plan.toml"
     quiet = made.profile(load_toml(config), cores=2)
     for efficiency, said in ((0.6, True), (0.97, False)):

@@ -98,8 +98,7 @@ def test_ranks_of_tensor_parallelism_send_slices_and_gather_them() -> None:
     gather = inner.ring_time(n, 2) / 2
     layer, head = (model.block_time(number) for number in (1, 7))
     assert (first.forward, first.backward) == pytest.approx((3 * layer[0], 3 * layer[1] + gather))
-    assert (last.forward, last.backward) == pytest.approx(
-        (3 * layer[0] + head[0] + gather, 3 * layer[1] + head[1]))
+    assert (last.forward, last.backward) == pytest.approx((3 * layer[0] + head[0] + gather, 3 * layer[1] + head[1]))
     assert parts_of(model).tensor == pytest.approx(4 * (3 * sum(model.waits["layer"]) + gather))
     assert model.gathers(range(8)) == (0.0, 0.0), "between no stages"
 

@@ -12,15 +12,7 @@ from hybridpar.config import ModelConfig
 from hybridpar.errors import ConfigError
 from hybridpar.models.cost import forward_flops_per_token, layer_matmul_parameters
 from hybridpar.planner.hardware import DEVICES
-from hybridpar.planner.kernels import (
-    HALF,
-    MEGATRON_2020,
-    OURS,
-    Product,
-    activation_bytes,
-    block_times,
-    product_time,
-)
+from hybridpar.planner.kernels import HALF, MEGATRON_2020, OURS, Product, activation_bytes, block_times, product_time
 
 MODEL = ModelConfig(num_layers=6, hidden_size=1024, num_heads=16, seq_length=512, vocab_size=32000)
 V100, H200 = DEVICES["v100-16gb"], DEVICES["h200-141gb"]

@@ -48,8 +48,7 @@ class Uneven(SequentialSpec):
         return {"x": np.zeros(4, np.float32)}
 
 
-GPT = ModelConfig(num_layers=2, hidden_size=1024, num_heads=16, seq_length=1024, vocab_size=51200,
-                  tie_embeddings=False)
+GPT = ModelConfig(num_layers=2, hidden_size=1024, num_heads=16, seq_length=1024, vocab_size=51200, tie_embeddings=False)
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,7 @@ def big(dp: int = 0) -> Config:
 
 def test_recomputes_and_splits_by_memory() -> None:
     config = big()
-    plain = replace(config, parallel=made.ParallelConfig(1, 2, 1), pipeline=replace(
-        config.pipeline, split=(6, 6)))
+    plain = replace(config, parallel=made.ParallelConfig(1, 2, 1), pipeline=replace(config.pipeline, split=(6, 6)))
     most = max(stage.total for stage in predict(plain))
     tight = made.any_grid(config, 2, memory=0.6 * most / 0.96 + 1.5 * 2**30)
     request = Request(keep={"tp": 1, "pp": 2}, micro_batches=(2,), top=2)

@@ -120,8 +120,7 @@ def num_bytes(config: Config) -> tuple[dict[str, int], dict[str, int], int]:
     plain.state.allocate()
     compression = engine.state.compression
     assert compression is not None
-    return engine.state.num_bytes(), plain.state.num_bytes(), sum(
-        x.numel() for x in compression.feedback.kept.values())
+    return engine.state.num_bytes(), plain.state.num_bytes(), sum(x.numel() for x in compression.feedback.kept.values())
 
 
 def test_one_replica_has_no_feedback() -> None:

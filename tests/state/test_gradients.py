@@ -91,8 +91,7 @@ def test_parts_that_wait_are_added_to_the_same_bits(dtype, late, axis):
     results, reports = [], []
     for defers in (False, True):
         leaves = {name: x.clone().requires_grad_() for name, x in layers.items()}
-        accumulator = GradientAccumulator(
-            FlatLayout(list(SHAPES), list(SHAPES.values()), buffer), defers=defers)
+        accumulator = GradientAccumulator(FlatLayout(list(SHAPES), list(SHAPES.values()), buffer), defers=defers)
         final, waiting = [], []
         for batch in range(2):
             for view in accumulator.views(0).values():

@@ -85,8 +85,7 @@ def test_a_terminal_that_is_closed_stops_the_bar_alone(tmp_path: Path) -> None:
     os.close(ours)
     assert job.wait(60.0) == 0
     run = tmp_path / "runs" / "run"
-    assert [note["note"] for note in notes(run)] == [
-        "stderr is lost (Input/output error); training goes on in silence"]
+    assert [note["note"] for note in notes(run)] == ["stderr is lost (Input/output error); training goes on in silence"]
     assert steps(metrics(run)) == calm(config, *flags)
 
 

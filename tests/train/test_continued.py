@@ -80,9 +80,8 @@ def test_what_is_not_named_is_refused_with_what_would_allow_it(config: Config, w
 
 
 @pytest.mark.parametrize("what", ["mix", "data and batch", "dropout"])
-def test_going_on_with_a_change_is_the_same_wherever_it_stops(
-    config: Config, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_going_on_with_a_change_is_the_same_wherever_it_stops(config: Config, what: str,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """From step 4 to 12 at once, and with stops at 5, 8 and 10: the same steps and the same last checkpoint."""
     sections, folder = changes_to(config, what), config.run.folder
     drawn: list[tuple[int, ...]] = []
@@ -158,9 +157,8 @@ def test_only_settings_that_can_change_can_be_named(config: Config) -> None:
         until(config, 6, train={"continue_with": ("model.hidden_size",)})
 
 
-def test_a_longer_cosine_says_that_its_rate_rises_and_wsd_has_no_need_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_longer_cosine_says_that_its_rate_rises_and_wsd_has_no_need_to(tmp_path: Path,
+                                                                         capsys: pytest.CaptureFixture[str]) -> None:
     for decay, said in (("cosine", True), ("wsd", False)):
         config = tiny(tmp_path, optim={"decay": decay}, run={"name": decay, "dir": str(tmp_path / "runs")},
                       train={"num_steps": 10, "save_interval": 4, "eval_interval": 0})

@@ -21,9 +21,8 @@ from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.train.costs import RunCosts, describe, read_costs, run_costs, write_costs
 from hybridpar.train.trace import Host
 
-CONFIG = Config(
-    model=ModelConfig(num_layers=2), parallel=ParallelConfig(pp=2, dp=1),
-    pipeline=PipelineConfig("2bw", 4, early_switch=2))
+CONFIG = Config(model=ModelConfig(num_layers=2), parallel=ParallelConfig(pp=2, dp=1),
+                pipeline=PipelineConfig("2bw", 4, early_switch=2))
 COSTS = Costs((0.01, 0.02), (0.02, 0.04), 0.005, {Kind.NORM: 0.001}, norm=0.001, latency=0.002)
 
 
@@ -155,9 +154,8 @@ def simulated(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> 
     return json.loads(capsys.readouterr().out)
 
 
-def test_times_are_in_milliseconds_and_pictures_and_traces_too(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_times_are_in_milliseconds_and_pictures_and_traces_too(run_folder: Path,
+                                                               capsys: pytest.CaptureFixture[str]) -> None:
     svg, trace = run_folder / "a.svg", run_folder / "a.json"
     flags = ["--batches", "5", "--svg", str(svg), "--perfetto", str(trace)]
     assert main(["simulate", "--run", str(run_folder), *flags]) == 0

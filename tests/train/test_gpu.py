@@ -191,8 +191,7 @@ def test_an_optimizer_on_the_host(sections: Sections) -> None:
     Muon's matrices stay."""
     config = make({}, sections)
     config = replace(config, memory=replace(config.memory, host_optimizer=True))
-    with_it, again, on_gpu = (trained(one, ProcessGrid(), "cuda:0")
-                              for one in (config, config, make({}, sections)))
+    with_it, again, on_gpu = (trained(one, ProcessGrid(), "cuda:0") for one in (config, config, make({}, sections)))
     assert repr(with_it) == repr(again)  # a norm may be NaN
     compare(with_it, on_gpu, TOLERANCE[config.train.dtype])
     state = Engine(config, ProcessGrid(), torch.device("cuda:0")).state

@@ -27,15 +27,7 @@ from hybridpar.config import Launch, TrainConfig
 from hybridpar.errors import ConfigError, DataError, config_error
 from hybridpar.grid import ProcessGrid
 from hybridpar.train.errors import RankError
-from hybridpar.train.launch import (
-    Job,
-    _loopback_store,
-    choose_backend,
-    choose_device,
-    meet,
-    set_precision,
-    set_threads,
-)
+from hybridpar.train.launch import Job, _loopback_store, choose_backend, choose_device, meet, set_precision, set_threads
 
 
 def test_alone_everything_happens_at_once() -> None:

@@ -43,9 +43,7 @@ def until(what: Callable[[], bool]) -> None:
 
 
 @linux
-def test_an_outage_is_said_while_a_rank_waits_and_when_it_is_over(
-    tmp_path: Path, pair: Pair, impatient: None
-) -> None:
+def test_an_outage_is_said_while_a_rank_waits_and_when_it_is_over(tmp_path: Path, pair: Pair, impatient: None) -> None:
     flight, said = Flight(tmp_path / "rank"), []
     hosts = Hosts(HERE, {THERE: f"shed ({THERE})", HERE: f"attic ({HERE})"}, (0,))
     watch = LinkWatch(flight, 60.0, hosts, [tmp_path / "rank"], said.append)

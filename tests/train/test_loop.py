@@ -86,8 +86,7 @@ def test_a_finished_run_says_so_and_is_left_alone(config: Config, capsys: pytest
     assert {p: p.stat().st_mtime_ns for p in config.run.folder.rglob("*")} == before
 
 
-@pytest.mark.parametrize(("schedule", "number"), [
-    ("2bw", signal.SIGTERM), ("1f1b", signal.SIGUSR1)])
+@pytest.mark.parametrize(("schedule", "number"), [("2bw", signal.SIGTERM), ("1f1b", signal.SIGUSR1)])
 def test_a_signal_saves_and_the_same_command_goes_on(config: Config, schedule: str, number: int,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(config, pipeline=replace(config.pipeline, schedule=schedule))  # type: ignore[arg-type]

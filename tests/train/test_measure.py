@@ -21,9 +21,8 @@ CALLS = {
     Kind.SEND_F: (0.02, 0.03, 0.0), Kind.SEND_B: (0.0, 0.03, 0.02), Kind.RECV_F: (0.0, 0.01, 0.01),
     Kind.RECV_B: (0.01, 0.01, 0.0), Kind.REDUCE: (0.01, 0.02, 0.03), Kind.NORM: (0.2, 0.1, 0.1),
 }
-COSTS = Costs(
-    (1.0, 1.5, 1.25), (2.0, 3.0, 2.5), (0.5, 0.25, 0.75), CALLS, reduce=(0.5, 0.6, 0.5), norm=0.4,
-    latency=(0.3, 0.2))
+COSTS = Costs((1.0, 1.5, 1.25), (2.0, 3.0, 2.5), (0.5, 0.25, 0.75), CALLS, reduce=(0.5, 0.6, 0.5), norm=0.4,
+              latency=(0.3, 0.2))
 
 
 def measured_costs(ranks: list[RankEvents], *, tied: bool = False) -> Costs:
@@ -72,9 +71,8 @@ def test_costs_of_stages_in_parts_are_those_of_whole_ones(schedule: str) -> None
 def test_costs_of_chunks_are_found_stage_by_stage_and_those_of_ranks_rank_by_rank() -> None:
     """And on the link that closes the ring, those of its own."""
     sizes = Sizes(2, 4, 2)
-    costs = Costs(
-        (1.0, 1.5, 1.25, 2.0), (2.0, 3.0, 2.5, 4.0), (0.5, 0.25), {Kind.SEND_F: (0.02, 0.03), Kind.NORM: (0.2, 0.1)},
-        norm=0.4, latency=(0.3, 0.7))
+    costs = Costs((1.0, 1.5, 1.25, 2.0), (2.0, 3.0, 2.5, 4.0), (0.5, 0.25),
+                  {Kind.SEND_F: (0.02, 0.03), Kind.NORM: (0.2, 0.1)}, norm=0.4, latency=(0.3, 0.7))
     found = measure(recorded("interleaved", sizes, costs, 8), sizes, tied=False)
     assert found is not None
     for name in ("forward", "backward", "update", "latency"):

@@ -205,9 +205,8 @@ class Executing:
     [(30, 4, 0, range(13, 28)), (30, 4, 5, range(18, 33)), (6, 4, 0, range(12, 15)), (1, 4, 0, range(10, 10)),
      (40, 200, 0, range(13, 17)), (40, 5000, 0, range(13, 15))],
 )
-def test_the_recorder_takes_whole_batches_after_a_warm_up(
-    num_batches: int, num_microbatches: int, skip: int, expected: range
-) -> None:
+def test_the_recorder_takes_whole_batches_after_a_warm_up(num_batches: int, num_microbatches: int, skip: int,
+                                                          expected: range) -> None:
     executor: Any = Executing(num_microbatches)
     recorder = Recorder(executor, 10, num_batches, skip=skip)
     assert (executor.recording is not None) == (num_batches == 1), "only the shortest has no warm-up"

@@ -42,8 +42,7 @@ def test_an_anomaly_is_skipped_and_leaves_a_bundle(tmp_path: Path, monkeypatch: 
     assert "only checkpoint.keep of them stay" in capsys.readouterr().err
 
 
-def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(tmp_path: Path,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"loss_spike": 30.0, "on_loss_spike": "roll_back", "window": 8}
     config = tiny(tmp_path, anomalies=settings, train={"num_steps": 14, "eval_interval": 0, "save_interval": 4},
                   checkpoint={"keep": 10})

@@ -130,9 +130,8 @@ def test_with_tensor_and_data_parallelism(tp: int, pp: int, dp: int, schedule: s
     (2, 2, 1, {"schedule": "interleaved"}, {"parallel": {"sequence": True}}),
     (1, 2, 2, {"num_microbatches": 4}, {"parallel": {"zero": 1}}),
 ], ids=str)
-def test_filling_the_drain(
-    tp: int, pp: int, dp: int, options: dict[str, Any], sections: dict[str, dict[str, Any]],
-) -> None:
+def test_filling_the_drain(tp: int, pp: int, dp: int, options: dict[str, Any],
+                           sections: dict[str, dict[str, Any]]) -> None:
     same(tp * pp * dp, True, tp=tp, pp=pp, dp=dp, pipeline=options, **{"model": DROPOUT} | sections)
 
 

@@ -49,9 +49,8 @@ def test_verify(pp: int, more: dict[str, int], pipeline: dict[str, Any], section
     (4, "1f1b", (V | {"activations": "min", "recompute": "stage"},), {"train": {"dtype": "bf16"}}),
     (2, "2bw", (V | {"activations": "half"}, {}, {"chunks": 2}), {"model": DROPOUT}),
 ], ids=str)
-def test_equal_to_a_stage_on_each_rank_to_the_bit(
-    tmp_path: Path, pp: int, schedule: str, orders: tuple[dict[str, Any], ...], sections: dict[str, Any],
-) -> None:
+def test_equal_to_a_stage_on_each_rank_to_the_bit(tmp_path: Path, pp: int, schedule: str,
+                                                  orders: tuple[dict[str, Any], ...], sections: dict[str, Any]) -> None:
     """However often orders change, from checkpoint to checkpoint; also where none changes. Nothing is added in another
     order but the norm, which clips nothing here. (Ends that are tied are: on one rank, head and embedding by turns.)"""
     untied = {"model": {"tie_embeddings": False} | sections.get("model", {}), "optim": {"clip_grad": 0.0}}

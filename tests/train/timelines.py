@@ -16,10 +16,8 @@ from hybridpar.train.trace import Host, RankEvents
 STARTED = (Kind.REDUCE, Kind.NORM, Kind.HOST)
 
 
-def recorded(
-    schedule: str, sizes: Sizes, costs: Costs, num_batches: int, *, host: Host | None = None, split: bool = False,
-    parts: int = 1
-) -> list[RankEvents]:
+def recorded(schedule: str, sizes: Sizes, costs: Costs, num_batches: int, *, host: Host | None = None,
+             split: bool = False, parts: int = 1) -> list[RankEvents]:
     """The events of one pipeline that ran a schedule with these costs; its time goes on in whole batches.
 
     parts: of each stage.
@@ -42,8 +40,7 @@ def _events(timeline: Timeline, stage: int, sizes: Sizes, costs: Costs) -> list[
         own_time = done - start if in_parts or action.kind in (Kind.I, Kind.W, *costs.variation) else expand(
             own.get(action.kind, 0.0), size)[action.stage % size]
         over = end if action.kind in STARTED or (action.kind is Kind.UPDATE and costs.gather) else None
-        made.append(Event(
-            action, before, done, waits, own_time, 0.0, over))
+        made.append(Event(action, before, done, waits, own_time, 0.0, over))
         before = done
     assert all(e.action.kind not in PER_BATCH or e.end >= e.start for e in made)
     return made

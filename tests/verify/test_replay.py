@@ -129,9 +129,8 @@ def test_pipedreams_stages_are_replayed_in_one_process(tmp_path: Path, flags: tu
 @pytest.mark.ranks
 def test_a_bundle_of_stages_says_on_which_versions_they_ran(tmp_path: Path) -> None:
     config = write_config(tmp_path, "pipedream")
-    run_job(2, "train", config, "--parallel.pp", "2", "--train.num_steps", "8",
-                                "--train.eval_interval", "0", "--train.save_interval", "4", "--inject",
-                                "nan gradient rank 0 at step 7")
+    run_job(2, "train", config, "--parallel.pp", "2", "--train.num_steps", "8", "--train.eval_interval", "0",
+            "--train.save_interval", "4", "--inject", "nan gradient rank 0 at step 7")
     path = tmp_path / "runs" / "run" / "anomalies" / "step_00000007.json"
     plain = json.loads(path.read_text())
     assert plain["versions"] == [[5, 6], [6, 6]]

@@ -200,8 +200,7 @@ def _merge_leaves(w: Workload, label: Ints) -> Ints:
         if into[v] != v or len(neighbours[v]) != 1 or time[v] > 0:
             continue
         (u,) = neighbours[v]
-        if not ((roomy or size[v] == 0) and (supported[v] or not supported[u])
-                and all(u in net for net in nets_of[v])):
+        if not ((roomy or size[v] == 0) and (supported[v] or not supported[u]) and all(u in net for net in nets_of[v])):
             continue
         into[v] = u
         size[u] += size[v]

@@ -136,9 +136,8 @@ class _Covering:
         most, x = self._highest(prices, len(prices), np.ones(len(prices)), row, np.array([limit / self.unit]))
         return most, x > 0.5, float(time_of @ (x > 0.5))
 
-    def _highest(
-        self, values: Floats, num_integers: int, upper: Floats, matrix: csr_array, limits: Floats
-    ) -> tuple[float, Floats]:
+    def _highest(self, values: Floats, num_integers: int, upper: Floats, matrix: csr_array,
+                 limits: Floats) -> tuple[float, Floats]:
         if time.monotonic() > self.deadline:
             raise _Unknown
         integer = (np.arange(len(values)) < num_integers).astype(np.float64)

@@ -64,9 +64,8 @@ class Ideals:
         return np.flatnonzero(inside)
 
 
-def enumerate_ideals(
-    predecessors: Sequence[Sequence[int]], max_ideals: int = MAX_IDEALS, deadline: float = np.inf
-) -> Ideals:
+def enumerate_ideals(predecessors: Sequence[Sequence[int]], max_ideals: int = MAX_IDEALS,
+                     deadline: float = np.inf) -> Ideals:
     """The ideals of elements that are numbered in an order: predecessors have smaller numbers.
 
     Raises: ConfigError as soon as there are more than `max_ideals`; OutOfTime once `time.monotonic()` is past
@@ -95,8 +94,7 @@ def enumerate_ideals(
                         "max_ideals", max_ideals, f"the graph of {n} classes has more ideals than that, too many for "
                         "the exact dynamic program", "solver = 'dpl', which needs only one order of the classes")
                 masks.append(grown)
-                ready.append([w for w in choices if w != v]
-                             + [w for w in after[v] if needs[w] & grown == needs[w]])
+                ready.append([w for w in choices if w != v] + [w for w in after[v] if needs[w] & grown == needs[w]])
             covers.append((large, v, small))
         ready[small] = []
         small += 1

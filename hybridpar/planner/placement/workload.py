@@ -205,11 +205,10 @@ def make_workload(document: object) -> Workload:
     check.finish()
     _check_order(check, list(position), pairs, columns["backward"])
     check.finish()
-    return Workload(
-        ids=tuple(position), edges=np.array(pairs, np.int64).reshape(-1, 2), transfer_time=transfer_time,
-        memory=memory, num_accelerators=num_accelerators, num_cpus=num_cpus,
-        node_extra=tuple({k: x[k] for k in x if k not in NODE_KEYS} for x in nodes),
-        edge_extra=tuple({k: x[k] for k in x if k not in EDGE_KEYS} for x in edges), **columns)
+    return Workload(ids=tuple(position), edges=np.array(pairs, np.int64).reshape(-1, 2), transfer_time=transfer_time,
+                    memory=memory, num_accelerators=num_accelerators, num_cpus=num_cpus,
+                    node_extra=tuple({k: x[k] for k in x if k not in NODE_KEYS} for x in nodes),
+                    edge_extra=tuple({k: x[k] for k in x if k not in EDGE_KEYS} for x in edges), **columns)
 
 
 def _nodes(check: Checker, nodes: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[int, int]]:

@@ -88,8 +88,7 @@ def plans(draw, spare=SPARE):
     whole = make_plan(name, sizes, 0, 3, split=split, parts=Division(parts, norms=norms, part_major=major))
     room, residency, plan = draw(spare), {}, {}
     for rank, actions in whole.items():
-        touches, num_bytes, void = training_state(
-            find_schedule(name), sizes, rank, parts, norms=norms, shared=shared)
+        touches, num_bytes, void = training_state(find_schedule(name), sizes, rank, parts, norms=norms, shared=shared)
         least = max(sum(num_bytes[touch.item] for touch in touches(action)) for action in actions)
         residency[rank] = Residency(touches, num_bytes, least + room, void=void)
         plan[rank] = tuple(add_residency(actions, residency[rank], ahead=ahead))

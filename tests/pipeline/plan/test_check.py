@@ -189,9 +189,7 @@ def test_too_many_activations():
 
 def test_too_many_gradients():
     """Backwards of batch 1 before batch 0 is updated, where there is one gradient buffer."""
-    plan = {0: parse_actions(
-        "F0@0v0 B0@0v0 REDUCE0@0 NORM0@0 F1@0v0 B1@0v0 REDUCE1@0 UPDATE0@0 NORM1@0 UPDATE1@0"
-    )}
+    plan = {0: parse_actions("F0@0v0 B0@0v0 REDUCE0@0 NORM0@0 F1@0v0 B1@0v0 REDUCE1@0 UPDATE0@0 NORM1@0 UPDATE1@0")}
     assert check(plan, Sizes(1, 1), "2bw").peaks == (Live(1, 2, 2),)
     one = replace(SCHEDULES["2bw"], num_gradient_buffers=1)
     assert "gradients=2) after B1@0v0" in fault_of(plan, Sizes(1, 1), one)

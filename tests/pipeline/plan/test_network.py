@@ -23,10 +23,9 @@ def simulate_on(network: Network, plan, costs: Costs, blocking: bool = False):
 
 
 def links_of_their_own(p: int, transfer: float, latency: float = 0.0) -> Network:
-    return Network(
-        {(r, step): 1.0 for r in range(p - 1) for step in (1, -1)},
-        [Route({(r, 1): transfer}, latency) for r in range(p - 1)],
-        [Route({(r, -1): transfer}, latency) for r in range(p - 1)])
+    return Network({(r, step): 1.0 for r in range(p - 1) for step in (1, -1)},
+                   [Route({(r, 1): transfer}, latency) for r in range(p - 1)],
+                   [Route({(r, -1): transfer}, latency) for r in range(p - 1)])
 
 
 def two_by_two(bandwidth: float = 1.0, **changes: int) -> Cluster:
@@ -36,9 +35,8 @@ def two_by_two(bandwidth: float = 1.0, **changes: int) -> Cluster:
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    st.sampled_from(["naive", "gpipe", "1f1b", "2bw", "pipedream"]), st.integers(1, 6), st.integers(0, 4),
-    st.booleans(), st.booleans(), st.data())
+@given(st.sampled_from(["naive", "gpipe", "1f1b", "2bw", "pipedream"]), st.integers(1, 6), st.integers(0, 4),
+       st.booleans(), st.booleans(), st.data())
 def test_same_as_simulate_where_no_link_is_shared(name, p, extra, clip, tied, data) -> None:
     draw = lambda: data.draw(st.lists(seconds, min_size=p, max_size=p))  # noqa: E731
     transfer, latency = data.draw(st.floats(0.01, 3)), data.draw(seconds)

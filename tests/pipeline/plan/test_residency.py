@@ -132,9 +132,8 @@ def test_an_action_that_needs_the_spare_room_has_it():
     assert text(moves).startswith("FETCH0 FETCH1 F0 RELEASE0 FETCH2 F1")
 
 
-TOUCHES = st.lists(
-    st.builds(Touch, st.integers(0, 4), st.sampled_from([READ, WRITE, UPDATE])), min_size=0, max_size=2,
-    unique_by=lambda touch: touch.item)
+TOUCHES = st.lists(st.builds(Touch, st.integers(0, 4), st.sampled_from([READ, WRITE, UPDATE])), min_size=0, max_size=2,
+                   unique_by=lambda touch: touch.item)
 
 
 @given(st.lists(TOUCHES, max_size=12), st.integers(2, 4), st.integers(0, 4))

@@ -20,9 +20,7 @@ def relative_step(name, p, m, num_batches=12, gather=False, **costs):
 
 
 @settings(deadline=None, max_examples=25)
-@given(
-    st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 16), st.integers(1, 64), st.integers(1, 5), st.integers(1, 5)
-)
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 16), st.integers(1, 64), st.integers(1, 5), st.integers(1, 5))
 def test_bubble_of_flushing_schedules(name, p, m, forward, backward):
     """(m + p - 1) (f + b) a batch, so idle for (p - 1) / (m + p - 1) of it (GPipe, arXiv 1811.06965)."""
     timeline = simulate(make_plan(name, Sizes(p, m)), Costs(forward, backward))
@@ -198,12 +196,9 @@ SHARED = st.builds(
     reduce=st.integers(0, 3), norm=st.integers(0, 2), gather=st.sampled_from([0, 0.5]),
     transfer=st.sampled_from([0, 0.5]), latency=st.sampled_from([0, 0.5]), tied=st.booleans(),
     blocking_norm=st.booleans(), cores=st.sampled_from([None, 1, 2, 3.5, 4, 100]),
-    transfer_work=st.sampled_from([0, 0.5]),
-)
-PLANS = st.builds(
-    make_plan, st.sampled_from(["naive", "gpipe", "1f1b", "2bw", "pipedream"]), st.builds(Sizes, st.just(4),
-    st.integers(4, 6)), st.just(0), st.just(3),
-)
+    transfer_work=st.sampled_from([0, 0.5]))
+PLANS = st.builds(make_plan, st.sampled_from(["naive", "gpipe", "1f1b", "2bw", "pipedream"]),
+                  st.builds(Sizes, st.just(4), st.integers(4, 6)), st.just(0), st.just(3))
 
 
 def run_machine(plan, costs, reverse):

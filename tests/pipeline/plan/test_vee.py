@@ -54,8 +54,7 @@ def test_which_rank_has_which_stage() -> None:
         held = [list(sizes.stages_of(rank)) for rank in range(p)]
         assert held == [[rank, 2 * p - 1 - rank] for rank in range(p)]
         assert [sizes.rank_of(stage) for stage in range(2 * p)] == [*range(p), *reversed(range(p))]
-        assert [sizes.link(stage, 1) for stage in range(2 * p)] == [
-            *range(p - 1), None, *reversed(range(p - 1)), None]
+        assert [sizes.link(stage, 1) for stage in range(2 * p)] == [*range(p - 1), None, *reversed(range(p - 1)), None]
         assert sizes.peer(p - 1, 1) is sizes.peer(p, -1) is None
         assert Sizes.found({stage: sizes.rank_of(stage) for stage in range(2 * p)}, p) == sizes
     wave = Sizes(3, 1, 4, "v")
@@ -169,8 +168,7 @@ def torch_order(name: str, p: int, m: int, chunks: int = 2) -> dict[int, list[tu
         made._stages, made.number_of_rounds, made.microbatches_per_round = [None] * chunks, rounds, m // rounds
         actions = [one for action in made._calculate_single_rank_operations(rank) if action is not None
                    for one in (action.sub_actions or (action,))]
-        found[rank] = list(_split(
-            (kinds[a.computation_type], a.stage_index, a.microbatch_index) for a in actions))
+        found[rank] = list(_split((kinds[a.computation_type], a.stage_index, a.microbatch_index) for a in actions))
     return found
 
 

@@ -36,8 +36,7 @@ def test_own_time_leaves_out_waits_and_what_came_before_is_a_gap() -> None:
     recording.end(FORWARD)  # 2 more on the wall, 1 of its own
     recording.begin()  # 1 after, half of it without a core
     recording.end(SEND)
-    assert recording.events() == (
-        Event(FORWARD, 0, 6, ((1, 4),), own=2, gap=0), Event(SEND, 7, 8, (), own=1, gap=0.5))
+    assert recording.events() == (Event(FORWARD, 0, 6, ((1, 4),), own=2, gap=0), Event(SEND, 7, 8, (), own=1, gap=0.5))
     first = recording.events()[0]
     assert (first.ready, first.waited) == (4, 3)
 

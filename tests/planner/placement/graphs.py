@@ -46,8 +46,7 @@ def random_document(generator: np.random.Generator, *, training: bool, most: int
     """2 to `most` nodes in all: shared colours, orphans, unsupported nodes, tight memory, no CPU, zero costs."""
     n = int(generator.integers(2, most + 1))
     forward = n if not training else max(1, n - int(generator.integers(1, n)))
-    edges = [(u, v) for v in range(n) for u in range(v)
-             if generator.random() < 0.4 and not (u >= forward > v)]
+    edges = [(u, v) for v in range(n) for u in range(v) if generator.random() < 0.4 and not (u >= forward > v)]
     pick = lambda low, high: np.round(generator.uniform(low, high, n), 2)  # noqa: E731
     cheap = generator.random(n) < 0.25
     colours = generator.integers(0, max(1, int(forward * generator.uniform(0.7, 1.4))), n).tolist()

@@ -35,9 +35,8 @@ FAMILY: dict[str, dict[str, Any]] = {
     "no size": document(8, CHAIN, size=[0.0] * 8, memory=1e-30),
     "tiny": document(8, CHAIN, accelerator=[1e-29] * 8, cost=[1e-30] * 8, size=[1e-30] * 8, memory=1e-29),
     "huge": document(8, CHAIN, accelerator=[1e29] * 8, cost=[1e30] * 8, size=[1e30] * 8, memory=1e30),
-    "all magnitudes": document(
-        8, CHAIN, accelerator=[1e-20, 1e20, 0, 1, 1e-5, 1e10, 3, 7], cost=[0, 1e15, 1e-15, 1, 2, 3, 4, 5],
-        cpuLatency=[1e25, 0, 1e-20, 5, 5, 5, 1e-30, 1e30]),
+    "all magnitudes": document(8, CHAIN, accelerator=[1e-20, 1e20, 0, 1, 1e-5, 1e10, 3, 7],
+                               cost=[0, 1e15, 1e-15, 1, 2, 3, 4, 5], cpuLatency=[1e25, 0, 1e-20, 5, 5, 5, 1e-30, 1e30]),
     "more devices than nodes": document(8, CHAIN, k=1_000, num_cpus=1_000),
     "in parts": document(8, [(0, 1), (2, 3), (4, 5)], **EIGHT),
     "no edges": document(8, [], k=3, **EIGHT),

@@ -60,9 +60,8 @@ def failures(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.skipif(sys.platform != "linux", reason="an outage is made with a filter of Linux")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("patience_s", [60.0, 0.0])
-def test_an_outage_within_the_patience_changes_no_bit_and_starts_nothing_again(
-    tmp_path: Path, calm: Path, patience_s: float
-) -> None:
+def test_an_outage_within_the_patience_changes_no_bit_and_starts_nothing_again(tmp_path: Path, calm: Path,
+                                                                               patience_s: float) -> None:
     """Both time-outs are shorter than the outage. Without patience the link counts as lost, and the job recovers."""
     outage, limits = 4.0, ("--faults.timeout_s", "2", "--train.timeout_s", "3")
     code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", *STEPS, *limits, "--faults.patience_s",
@@ -149,8 +148,7 @@ def test_a_job_goes_on_without_a_rank_that_does_not_come_back(tmp_path: Path) ->
                       "disk full at step 5", "lose rank 1 at step 12")
     assert code == 0, out
     run = tmp_path / "runs" / "run"
-    assert [(one["kind"], one["rank"], one["saved"]) for one in failures(run)] == [
-        ("died", 1, 10), ("died", 1, 10)]
+    assert [(one["kind"], one["rank"], one["saved"]) for one in failures(run)] == [("died", 1, 10), ("died", 1, 10)]
     assert "rank 1 (stage 0, replica 1, tensor part 0) was ended by SIGKILL in step 12 during F22@0v11" in out
     assert out.count("rank 0 (stage 0, replica 0, tensor part 0) cannot write the checkpoint: [Errno 28]") == 1
     assert out.count("training goes on, and the next save tries again (1 of 3 failures in a row") == 1

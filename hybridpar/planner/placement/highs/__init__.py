@@ -89,8 +89,7 @@ class Highs:
                 if not self._connection.poll(left):
                     return Answer(np.empty(0), -np.inf, note=OUT_OF_TIME)
                 self._ready = self._connection.recv()
-            self._connection.send(
-                {f.name: getattr(program, f.name) for f in fields(program)} | {"deadline": deadline})
+            self._connection.send({f.name: getattr(program, f.name) for f in fields(program)} | {"deadline": deadline})
             values, bound, status = self._connection.recv()
         except (EOFError, OSError):
             return Answer(np.empty(0), -np.inf, note=_reason(self._process.wait()))

@@ -27,10 +27,9 @@ LEAST, MOST = 0.01, 1e9
 def answer(program: dict[str, Any]) -> tuple[Any, float, int]:
     """The values (None if there are none), the bound, and scipy's status of a program."""
     seconds = SHARE * (program["deadline"] - time.monotonic())
-    result = milp(
-        program["cost"], integrality=program["integer"], bounds=Bounds(program["lower"], program["upper"]),
-        constraints=LinearConstraint(program["matrix"], -np.inf, program["limits"]),
-        options={"time_limit": max(seconds, LEAST), "mip_rel_gap": program["gap"]})
+    result = milp(program["cost"], integrality=program["integer"], bounds=Bounds(program["lower"], program["upper"]),
+                  constraints=LinearConstraint(program["matrix"], -np.inf, program["limits"]),
+                  options={"time_limit": max(seconds, LEAST), "mip_rel_gap": program["gap"]})
     bound = result.get("mip_dual_bound")
     return result.x, -np.inf if bound is None else float(bound), int(result.status)
 

@@ -113,8 +113,7 @@ def _devices(check: Checker, top: Mapping[str, Any]) -> dict[str, Any]:
         "memory": check.number(top, "maxMemoryPerDevice", "", positive=True),
         "num_devices": check.integer(top, "maxDevices", "", 1, MAX_DEVICES, "8"),
         "bandwidth": check.number(top, "bandwidth", "", positive=True),
-        "num_microbatches": check.integer(top, "mbsInBatch", "", 1, 10**9, "512"),
-    }
+        "num_microbatches": check.integer(top, "mbsInBatch", "", 1, 10**9, "512")}
 
 
 def _links(check: Checker, edges: list[Mapping[str, Any]], position: Mapping[int, int]) -> dict[tuple[int, int], float]:

@@ -174,8 +174,7 @@ class _Table:
             if time.monotonic() > self.deadline:
                 raise OutOfTime
             subsets = self.downsets.subsets(downset)[:-1]
-            subsets = subsets[(self.best[subsets, -1, -1] <= limit)
-                              & (self.lowest[subsets] < self.highest[downset])]
+            subsets = subsets[(self.best[subsets, -1, -1] <= limit) & (self.lowest[subsets] < self.highest[downset])]
             for degree in self.degrees:
                 for below in subsets[degree.useful(self.layers[downset] & ~self.layers[subsets], self)].tolist():
                     self._try(downset, below, degree)
@@ -212,9 +211,7 @@ class _Table:
         """The degrees of data parallelism that so many devices suffice for."""
         return self.data[self.data * degree.t <= devices]
 
-    def _stage_times(
-        self, degree: _Degree, inside: Bools, data: Ints, most: int
-    ) -> Iterator[tuple[int, Floats]]:
+    def _stage_times(self, degree: _Degree, inside: Bools, data: Ints, most: int) -> Iterator[tuple[int, Floats]]:
         """For each degree of data parallelism: the stage's time by micro-batches in flight, from 1; of up to `most`
         replicas."""
         cost = self._costs(degree, inside, data)
