@@ -10,6 +10,7 @@ A script of that starts alone or under torchrun: `torchrun --nproc-per-node 2 sc
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,7 @@ class Trainer:
         for name, call in given.items():
             if not (call is None or callable(call)):
                 raise config_error(name, call, "must be a function", "None")
-        callbacks = Callbacks(**{name: call for name, call in given.items() if call is not None})  # type: ignore[arg-type]
+        callbacks = Callbacks(**{name: _staying(call) for name, call in given.items() if call is not None})
         threads = torch.get_num_threads()  # train.threads is of training, not of the program around it
         try:
             return train(self.config, Launch.from_environment(), callbacks=callbacks, datasets=self.datasets)
@@ -100,3 +101,14 @@ class Trainer:
         from hybridpar.memory import predict
 
         return predict(resolve(self.config, self.config.parallel.num_ranks))
+
+
+def _staying(call: Callable[..., None]) -> Callable[..., None]:
+    """The function with this working folder, in which run.dir may lie, again after each call."""
+    home = os.getcwd()
+
+    def called(*news: Any) -> None:
+        call(*news)
+        os.chdir(home)
+
+    return called

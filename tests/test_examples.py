@@ -181,16 +181,23 @@ def test_commands_that_predict_take_it(tmp_path: Path, monkeypatch: pytest.Monke
     assert "model.spec = 'mixer:Mixer': works with GPT and BERT only" in capsys.readouterr().err
 
 
-def test_a_trainer_tells_of_steps_evaluations_and_saves(tmp_path: Path) -> None:
+def test_a_trainer_tells_of_steps_evaluations_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it calls may go to another folder: files stay together."""
+    def on_save(folder: Path) -> None:
+        told.append(folder.name)
+        os.chdir("/")
+
+    monkeypatch.chdir(tmp_path)
     config = config_of("mixer", train={"num_steps": 4, "eval_interval": 2, "eval_batches": 1, "save_interval": 2},
-                       run={"dir": str(tmp_path)})
+                       run={"dir": "runs"})
     told: list[Any] = []
     outcome = Trainer(config=config).fit(
-        on_step=lambda result: told.append(result.step), on_save=lambda folder: told.append(folder.name),
+        on_step=lambda result: told.append(result.step), on_save=on_save,
         on_evaluation=lambda step, losses: told.append((step, losses)))
     assert [step for step in told if isinstance(step, int)] == [1, 2, 3, 4]
     assert [step for step, _ in (entry for entry in told if isinstance(entry, tuple))] == [0, 2, 4]
     assert [name for name in told if isinstance(name, str)] == ["step_00000002", "step_00000004"]
+    assert len([*(tmp_path / outcome.folder / "checkpoints").glob("step_*")]) == 2
     assert outcome.loss is not None
     assert outcome.val_loss == sum(told[-2][1].values()) if isinstance(told[-2], tuple) else outcome.val_loss
 
