@@ -61,10 +61,9 @@ class Traffic:
 class Axis:
     """One line of ranks that communicate, and this process's place on it.
 
-    `ranks` are global ranks in axis order, `rank` is the index of this process among them. `group` is None where no
-    communication can happen (size 1). `via_host`: the group takes host memory only (Gloo), and the ranks' tensors are
-    elsewhere, so messages go through copies there. `turns`: of functions that compute while another one waits for this
-    axis.
+    `ranks` are global ranks in axis order, `rank` is the index of this process among them. `group` is None if there is
+    no communication (size 1). `via_host`: the group takes host memory only (Gloo) and the tensors are elsewhere, so
+    messages are copied there. `turns`: functions that compute while another one waits for this axis.
     """
 
     name: str
@@ -114,14 +113,14 @@ _JOIN = " x "
 class ProcessGrid:
     """A grid over all processes of the job: `ProcessGrid(tp=2, pp=4)`, or `ProcessGrid({"x": 2, "tp": 2})`.
 
-    `axis("tp")` is this rank's line along an axis, `axis("dp", "x")` its line along those of `joined` together. By
-    attribute: `tp`, `dp`, `pp`; `pp_reverse` (the line of pp with a communicator of its own, for gradients that flow
-    against the activations); `ends` (the first and the last pipeline stage with all replicas of theirs, which share
-    tied embeddings; size 1 in between, and where pp is 1); `site` (the ranks that hold the same at other sites); `home`
-    (every rank of this one's site); `world` (every rank).
+    `axis("tp")` is this rank's line along an axis, `axis("dp", "x")` its line along the `joined` axes together. By
+    attribute: `tp`, `dp`, `pp`; `pp_reverse` (pp with a communicator of its own, for gradients that flow against the
+    activations); `ends` (the first and last pipeline stage with all their replicas, which share tied embeddings; size 1
+    in between, and if pp is 1); `site` (the ranks that hold the same at other sites); `home` (all ranks of this one's
+    site); `world` (all ranks).
 
-    `sizes`: the outermost first; an axis of tp, pp and dp that is missing has size 1. `place`: of this rank.
-    `device_type`: where the tensors are that its axes are given. `flight`: where these note what this rank waits for.
+    `sizes`: the outermost first; missing tp, pp and dp have size 1. `place`: that of this rank. `device_type`: of the
+    tensors that its axes are given. `flight`: where they note what this rank waits for.
     Collectives: creating a grid of more than one process is collective over all processes of the job.
     Raises: ConfigError if the sizes do not multiply to the number of processes.
     """

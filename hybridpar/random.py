@@ -61,10 +61,7 @@ def site(name: str) -> int:
 
 
 def philox_key(seed: int, site: int) -> tuple[int, int]:
-    """The two key words of the generator.
-
-    Raises: ConfigError if the seed does not fit 64 bits.
-    """
+    """The two key words of the generator. Raises: ConfigError if the seed does not fit 64 bits."""
     if not 0 <= seed < 1 << 64:
         raise config_error("train.seed", seed, "must be from 0 to 2**64 - 1", str(abs(seed) & (1 << 63) - 1))
     return seed & _MASK, (site & _MASK) ^ seed >> 32

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 class Trainer:
     """Trains `model` with `config` (a Config, a TOML file, or the defaults), changed by keywords named as its sections.
 
-    `model`: a ModelSpec, such as a ModelConfig; None: that of `config`. `datasets`: by part ("train", "valid"), in the
-    stead of those that the model names itself (`ModelSpec.dataset`), whose docstring says what they may be.
-    `optimizer`: a rule of one's own, in the stead of optim.name.
+    `model`: a ModelSpec, such as a ModelConfig; None: that of `config`. `datasets`: by part ("train", "valid"), instead
+    of the model's own (`ModelSpec.dataset` says what they may be). `optimizer`: your own UpdateRule, instead of
+    optim.name.
 
     Raises: ConfigError naming every key that is unknown and every value of a wrong type.
     """
@@ -61,11 +61,13 @@ class Trainer:
     def fit(self, *, on_step: Callable[[StepResult], None] | None = None,
             on_evaluation: Callable[[int, dict[str, float]], None] | None = None,
             on_save: Callable[[Path], None] | None = None) -> Outcome:
-        """Trains to the end, or to a signal; goes on from the last checkpoint where the run folder has one.
+        """Trains to the end, or to a signal; goes on from the last checkpoint of the run folder, if there is one.
 
         The functions are called as `train.callbacks.Callbacks` says. Collectives: on all processes of the job.
         Raises: HybridparError, as `hybridpar train` reports it.
         """
+        import torch
+
         from hybridpar.train.callbacks import Callbacks
         from hybridpar.train.loop import train
 
@@ -74,12 +76,16 @@ class Trainer:
             if not (call is None or callable(call)):
                 raise config_error(name, call, "must be a function", "None")
         callbacks = Callbacks(**{name: call for name, call in given.items() if call is not None})  # type: ignore[arg-type]
-        return train(self.config, Launch.from_environment(), callbacks=callbacks, datasets=self.datasets)
+        threads = torch.get_num_threads()  # train.threads is of training, not of the program around it
+        try:
+            return train(self.config, Launch.from_environment(), callbacks=callbacks, datasets=self.datasets)
+        finally:
+            torch.set_num_threads(threads)
 
     def verify(self, grid: Mapping[str, int] | None = None, num_batches: int = 4) -> Report:
         """Compares a few batches on a grid (None: that of the configuration) with one process, in float64.
 
-        Starts the ranks itself: not to be called under torchrun. Raises: ConfigError; HybridparError where one failed.
+        Starts the ranks itself, so not under torchrun. Raises: ConfigError; HybridparError if a rank failed.
         """
         from hybridpar.verify.run import on_grid, verify
 

@@ -34,16 +34,15 @@ from hybridpar.state.kinds import Anchor, OuterRemainder, Sent
 
 def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None], *, up_to: int | None = None,
            go_on_at: int = 0) -> int:
-    """Loads the newest checkpoint under `root` that is whole into `engine`; its step, or 0 where there is none.
+    """Loads the newest whole checkpoint under `root` into `engine`; its step, or 0 if there is none.
 
-    `up_to`: the latest step to load (None: any). `go_on_at`: the step that training goes on after, where that is later,
-    as if the batches between had not been in the data.
+    `up_to`: the latest step to load (None: any). `go_on_at`: a later step that training goes on after, as if the
+    batches between had not been in the data.
 
-    It may be of another grid, schedule or ZeRO setting (restate.py). Each rank reads what it needs and compares that
-    with its checksums. Where one finds damage all pass over this checkpoint, and `say` is told the file and what is
-    wrong with it.
+    The checkpoint may be of another grid, schedule or ZeRO setting (restate.py). Each rank reads what it needs and
+    compares it with its checksums. If one finds damage, all pass over this checkpoint, and `say` is told the file and
+    the damage. If train.continue_with lets data or batches change, the engine's `data_start` says since when.
     Collectives: on all ranks of the grid.
-    Where train.continue_with lets data or batches change, the engine's `data_start` says from where they come.
     Raises: CheckpointError, on all ranks: another model, batch size or corpus, or no checkpoint is whole.
     """
     world = engine.grid.world
@@ -178,8 +177,7 @@ class FullWeights:
         self._check_model()
 
     def _check_model(self) -> None:
-        """Compares the model with the tensors, so that nothing larger than the files is built. Their blocks have been
-        counted."""
+        """Compares the model with the tensors, whose blocks were counted: nothing larger than the files is built."""
         model = self.manifest.config.model
         largest = max(max(place.shape, default=1) for place in self.placements.values())
         for name in ("hidden_size", "num_heads", "kv_heads", "ffn_size", "vocab_size"):

@@ -16,8 +16,8 @@ from hybridpar.reading import to_json
 
 @dataclass(frozen=True)
 class Export:
-    """Write a checkpoint of any grid as a folder that Hugging Face transformers reads: GPT-2, LLaMA,
-    GPT-NeoX or BERT."""
+    """Write a checkpoint of any grid as a folder that Hugging Face transformers reads: GPT-2, LLaMA, GPT-NeoX or BERT.
+    """
 
     checkpoint: Positional[Annotated[Path, arg(metavar="RUN_OR_CHECKPOINT")]]
     """A run folder (its newest checkpoint), or one checkpoint in it."""

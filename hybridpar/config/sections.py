@@ -279,6 +279,7 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Config:
+    """All settings of a run: a field for each section of a TOML file."""
     model: ModelSpec = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)

@@ -58,28 +58,28 @@ class ModelSpec:
         raise self._undefined("num_blocks = 8")
 
     def block(self, number: int, build: Any) -> nn.Module:
-        """Block `number`, on the axes, the device and of the type that `build` (models.build.Build) says."""
+        """Block `number`, on the axes, the device and with the type of `build` (models.build.Build)."""
         raise self._undefined("def block(self, number, build): ...")
 
     def activation_shape(self, number: int) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
-        """The shape of one sample of what block `number` returns, features last; the last block's is not asked for.
+        """The shape of one sample of block `number`'s output, features last. The last block's is not asked for.
 
-        A block that returns several tensors, in a dict by name, has their shapes by name.
+        If a block returns several tensors in a dict, so are the shapes.
         """
         raise self._undefined("def activation_shape(self, number): ...")
 
     def sample(self, number: int, seed: int) -> dict[str, Any]:
-        """A random sample of the form of the data's: arrays by name, the same for the same arguments.
+        """A random sample in the form of the data's: arrays by name, the same for the same arguments.
 
-        Rehearsals use it: verify, profiles, predicted memory.
+        `verify`, profiles and predicted memory use it.
         """
         raise self._undefined("def sample(self, number, seed): ...")
 
     def dataset(self, part: str) -> Any:
-        """The samples of "train" or of "valid", dicts of arrays by name; None: there are none.
+        """The samples of "train" or "valid", dicts of arrays by name; None: there are none.
 
-        A map-style dataset (`len`, `[i]`), which is shuffled; or, in its own order, an iterable, of which a resumed run
-        skips what it has seen, or a function that returns an iterator which begins at the sample of a given number.
+        A map-style dataset (`len`, `[i]`) is shuffled. An iterable keeps its own order, and a resumed run skips what it
+        has seen. A function returns an iterator that begins at the sample of a given number.
         """
         return None
 
@@ -89,7 +89,7 @@ class ModelSpec:
 
     @property
     def max_tp_rule(self) -> str:
-        """What the number of tp ranks is at most, for people."""
+        """The largest number of tp ranks, in words."""
         return f"{self.max_tp}, as {self.kind}.max_tp says"
 
     def forward_flops(self, number: int) -> int | None:

@@ -27,11 +27,11 @@ MODEL_FOLDER = "model_folder"
 def load_toml(path: str | Path, spec: str = "") -> Config:
     """Reads a TOML file over the defaults.
 
-    The classes that model.spec and optim.spec name are imported, from beside the file, from the folders that a run has
-    noted there (MODEL_FOLDER), from the working folder, or of what is installed. `spec`: in the place of model.spec.
+    Classes that model.spec and optim.spec name are imported from beside the file, from the folder that a run has noted
+    there (MODEL_FOLDER), from the working folder, or from installed packages. `spec` replaces model.spec.
 
-    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type;
-    also if the file says nothing at all.
+    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type; also if
+    the file says nothing at all.
     """
     if not isinstance(path, str | Path):
         raise ConfigError(Problem("config", path, "must be the path of a TOML file", '"my.toml"'))
@@ -127,7 +127,7 @@ def _no_section(name: str, value: Any, base: Config) -> Problem:
 
 def _as_toml(value: Any) -> str:
     """A value as it would be written in the file; JSON's form is TOML's for all that a configuration has."""
-    return json.dumps(value)
+    return json.dumps(value, default=str)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class UpdateRule:
-    """An optimizer as a function of one tensor: element by element, so that any piece of a parameter may be given.
+    """An optimizer as a function of one tensor, element by element, so that it may be given any piece of a parameter.
 
-    Its state is what `state_names` name, a tensor each of the weight's shape, which starts as zeros: it is saved,
+    Its state has one tensor for each of `state_names`, of the weight's shape, which starts as zeros. It is saved,
     resumed, and divided over ranks as parameters are. The rule itself keeps nothing from one update to the next.
     """
 
@@ -37,10 +37,10 @@ class UpdateRule:
 
     def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], *, lr: float, decay: float,
                step: int) -> None:
-        """Changes `weight` and `state` in place; `gradient` is clipped, and may be written over.
+        """Changes `weight` and `state` in place; `gradient` is clipped, and may be overwritten.
 
-        decay: of this weight, by optim.weight_decay (0 of biases and norms). step: counts from 1.
-        Shapes: all alike. In float32, or float64.
+        decay: optim.weight_decay, or 0 for biases and norms. step: counts from 1.
+        Shapes: all alike, in float32 or float64.
         """
         raise NotImplementedError
 

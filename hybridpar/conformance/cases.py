@@ -30,11 +30,11 @@ class Layout(NamedTuple):
 
 @dataclass
 class Built:
-    """A parallel module on one rank, and what its framework does besides.
+    """A parallel module on one rank, and what its framework does outside of it.
 
-    finish: what is done to gradients after the last backward of a batch. norm: the norm of all gradients, each element
-    once, as the framework has it; None: not compared. layout: the part that this rank holds of a parameter, by name;
-    None: as DTensor, hybridpar and Megatron-LM (`partition_dim`) mark parameters, else a copy.
+    finish: what it does to gradients after the last backward of a batch. norm: its norm of all gradients, each element
+    once; None: not compared. layout: the part of a parameter that this rank holds, by name; None: as DTensor, hybridpar
+    and Megatron-LM (`partition_dim`) mark parameters, else a copy.
     """
 
     module: nn.Module
@@ -50,12 +50,12 @@ parameters."""
 
 @dataclass(frozen=True)
 class Case:
-    """A module in one process, which its parallel form must be equal to.
+    """A module in one process, with which its parallel form must agree.
 
-    plain: builds it. inputs: of one step. dealt: ranks have the same inputs ("copies"), or each its share of the first
-    dimension ("rows"; shares differ by one). returned: the same of what the module returns; a scalar is a loss of all
-    rows, and every rank has it. steps: backward passes before the update. dropout: the probability, of a module that
-    drops; then masks are compared, not numbers. bug: what was wrong elsewhere. source: where.
+    plain: builds it. inputs: of one step. dealt: ranks have the same inputs ("copies"), or each a share of the first
+    dimension ("rows"; shares differ by one). returned: the same for outputs; a scalar is a loss of all rows, and every
+    rank has it. steps: backward passes before the update. dropout: its probability, if the module drops; then masks are
+    compared, not numbers. bug: what was wrong elsewhere. source: where.
     """
 
     plain: Callable[[], nn.Module]

@@ -24,7 +24,7 @@ _LR = 0.1
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference: of what (output, input gradient, gradient, weight, norm, mask, or no such parameter), of which
+    """A difference: in what (output, input gradient, gradient, weight, norm, mask, or no such parameter), in which
     parameter or step, and what it looks like."""
 
     what: str

@@ -48,10 +48,7 @@ class SourceFile:
 
 
 def source_files(source: str | Path, text_key: str = TEXT_KEY) -> list[SourceFile]:
-    """The files of one source, in the order in which they are read.
-
-    Raises: DataError if there are none.
-    """
+    """The files of one source, in the order in which they are read. Raises: DataError if there are none."""
     text = str(source)
     if text == STDLIB:
         return _stdlib_files()

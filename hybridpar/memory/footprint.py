@@ -37,18 +37,20 @@ from hybridpar.state.policy import cut_into_parts
 class Footprint:
     """Bytes that a stage takes. Units: bytes.
 
-    weights: all working versions. gradients: all buffers. optimizer: its state, and kinds of state that have no column
-    of their own. kept: tensors that a micro-batch leaves between its forward and its backward, besides its input.
-    input: what it keeps of its input. output: what is sent of its output, where that is not kept anyway. message: an
-    activation that it sends. received, returned, returning: what a rank receives of an activation, receives of the
-    gradient of its output, and sends of the gradient of its input. forward, first_backward (of a batch), backward,
-    norm, update: the most that each takes above what was there when it began. waiting: tensors that a micro-batch keeps
-    between the two parts of a split backward; weight_gradients: the most that the second part takes; first_backward and
-    backward are then the first part's, and whole_backward is that of one that stays whole. factors: what weights'
-    gradients of a micro-batch are computed from, where that waits until its batch is reduced. whole_weights,
-    whole_gradients: chunks of what replicas share (ZeRO-2 and 3), at most. moved: what leaves of `kept` and the input
-    where activations are offloaded. early, late: 1 where the first (second) part of a split backward leaves gradients
-    in chunks that replicas share, else 0.
+    weights: all working versions. gradients: all buffers. optimizer: its state, and kinds of state without a column of
+    their own. kept: a micro-batch's tensors between its forward and its backward, besides its input. input: what it
+    keeps of its input. output: the part of its output that is sent and not kept anyway. message: an activation that it
+    sends. received, returned, returning: what a rank receives of an activation, receives of the gradient of its output,
+    and sends of the gradient of its input. forward, first_backward (of a batch), backward, norm, update: the most that
+    each takes beyond what was there at its start.
+
+    With a split backward, first_backward and backward are I's, weight_gradients is W's, whole_backward is that of one
+    that stays whole, and waiting is what a micro-batch keeps between the two. early, late: 1 if the first (second) part
+    leaves gradients in chunks that replicas share, else 0.
+
+    factors: what a micro-batch's weight gradients are computed from, if that waits until its batch is reduced.
+    whole_weights, whole_gradients: chunks that replicas share (ZeRO-2 and 3), at most. moved: the part of `kept` and
+    the input that leaves if activations are offloaded.
     """
 
     weights: int

@@ -30,8 +30,10 @@ SEGMENT_STEP = 2 << 20
 
 @dataclass(frozen=True)
 class Usage:
-    """Most bytes that the allocator reserves, and that blocks have at once. fits: whether a limit was kept; False: the
-    trace ends where it could not be."""
+    """Most bytes that the allocator reserves, and that blocks have at once.
+
+    fits: whether a limit was kept; False: the trace ends where it could not be.
+    """
 
     reserved: int
     largest_live: int
@@ -163,6 +165,3 @@ def segment_bytes(size: int) -> int:
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < LEAST_OWN_SEGMENT else round_up(size, SEGMENT_STEP)
-
-
-__all__ = ["Usage", "replay"]

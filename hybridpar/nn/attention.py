@@ -160,7 +160,7 @@ class ParallelAttention(ParallelModule):
     def without_bias(self, x: Tensor, padding_mask: Tensor | None, key: RandomKey | None,
                      cache: KeyValueCache | None = None, positions: Tensor | None = None,
                      sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
-        """The output without the bias of `out`, and that bias, for who adds it with something else."""
+        """The output without the bias of `out`, and that bias, for a caller that adds it in another operator."""
         q, k, v = (rearrange(t, "b s n d -> b n s d") for t in self.split_heads(self.qkv(x, sizes)))
         if self.rotary_base is not None:
             q, k = (self._turned(t, self.rotary_base, positions) for t in (q, k))

@@ -11,11 +11,11 @@ from hybridpar.random import RandomKey, site
 
 
 class Dropout(nn.Module):
-    """Zeroes elements with probability `p` and scales the others by 1 / (1 - p); the identity where `key` is None.
+    """Zeroes elements with probability `p` and scales the others by 1 / (1 - p); the identity if `key` is None.
 
-    `name` tells this place in the model from others, e.g. 'blocks.3.mlp.dropout'. It does not ask `self.training`.
+    `name` tells this place in the model from others, e.g. 'blocks.3.mlp.dropout'. `self.training` has no effect.
+    `first_row`: the row of each sample that x starts with, if a rank holds part of the rows.
 
-    `first_row`: the row of each sample that x starts with, where a rank holds part of the rows.
     Shapes: x [b, ..], replicated over tp, or [b, rows, h] -> same; b counts samples from key.sample.
     Raises: ConfigError for p outside [0, 1).
     """

@@ -22,11 +22,11 @@ from hybridpar.nn.placement import Init, ParallelModule, Placement, Shard
 
 
 class VocabParallelEmbedding(ParallelModule):
-    """Rows of a table whose rows are split over the axis; a rank may hold none.
+    """A table whose rows are split over the axis; a rank may hold none.
 
-    `tied`: the name under which the table is shared with another pipeline stage (see Placement).
-    `check_ids`: whether ids outside the table are looked for, which waits for the device; None: on the CPU only.
-    Unchecked ones give a zero row where tp > 1.
+    `tied`: the name under which another pipeline stage shares the table (see Placement). `check_ids`: whether to look
+    for ids outside the table, which waits for the device; None: on the CPU only. Unchecked ones give a zero row if tp >
+    1.
 
     Shapes: ids int64 [..] -> [.., hidden], replicated; with `sizes` [b, s] -> [b, sizes[rank], hidden].
     Collectives: forward one all-reduce, backward none. With `sizes`: forward one reduce_scatter, backward one
@@ -57,9 +57,9 @@ class VocabParallelEmbedding(ParallelModule):
 
 
 class LearnedPositionEmbedding(ParallelModule):
-    """A vector for each position, replicated. `sequence`: it is asked for this rank's rows only.
+    """A vector for each position, replicated. `sequence`: calls ask for this rank's rows only.
 
-    Shapes: forward(s, start=0) -> [s, hidden], the positions start to start + s.
+    Shapes: forward(s, start=0) -> [s, hidden], for positions start to start + s.
     Raises: ConfigError beyond `num_positions`.
     """
 

@@ -6,7 +6,7 @@ With sequence parallelism (`sizes`) x before column and y after row are this ran
 of these extents on each rank. Column gathers x, and again in its backward, as only the part is kept; row's sum is
 reduce-scattered.
 
-With a `codec` parts of these sums travel as bytes, where there is a graph: evaluation is exact.
+With a `codec` parts of these sums travel as bytes, if there is a graph; evaluation is exact.
 Sources: Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: arXiv 2205.05198, section 4.2.2.
 """
 
@@ -43,14 +43,14 @@ Device = str | torch.device | None
 class ColumnParallelLinear(ParallelModule):
     """y = x W^T + b with the rows of W (output features) split over the axis.
 
-    `shard`: which rows each rank holds, where not `Shard.even(0, ..)`; custom ones cannot be gathered.
-    `gather_output`: every rank returns all features, for consumers that are the same computation on every rank.
-    `tied`: the name under which the weight is shared with another pipeline stage; `matrices`: the hidden matrices it is
-    made of, where it is not a head (see Placement for both).
+    `shard`: the rows of each rank, if not `Shard.even(0, ..)`; others cannot be gathered. `gather_output`: every rank
+    returns all features, for consumers that compute the same on every rank. `tied`: the name under which another
+    pipeline stage shares the weight. `matrices`: the hidden matrices that it is made of, if it is no head (see
+    Placement for both).
 
     Shapes: [.., in_features] replicated -> [.., out_local], or [.., out_features] if gathered.
-    Collectives: forward none (gather_output: one all-gather); backward one all-reduce of the input's gradient, while
-    the weight's is computed; none if the input requires no gradient. With `sizes`: as column_linear.
+    Collectives: forward none (gather_output: one all-gather); backward one all-reduce of the input's gradient, beside
+    the product for the weight's; none if the input requires no gradient. With `sizes`: as column_linear.
     """
 
     weight: Tensor
@@ -76,16 +76,16 @@ class ColumnParallelLinear(ParallelModule):
         return y if self.gather_sizes is None else gather_from(y, self.axis, -1, self.gather_sizes)
 
     def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """x W^T, for who adds the bias with something else. Shapes: [.., in_features] -> [.., out_local]."""
+        """x W^T, for a caller that adds the bias in another operator. Shapes: [.., in_features] -> [.., out_local]."""
         return column_linear(x, self.weight, None, self.axis, sizes, self.codec)
 
 
 class RowParallelLinear(ParallelModule):
     """y = x W^T + b with the columns of W (input features) split over the axis, b added once, after the sum.
 
-    `input_is_parallel`: x holds this rank's features already, else its part is taken from a replicated x.
-    `shard`: which columns each rank holds, where not `Shard.even(1, ..)`; such an input must be parallel.
-    `matrices`: the hidden matrices that the weight is made of (see Placement). `sequence`: it is called with `sizes`.
+    `input_is_parallel`: x holds this rank's features already; otherwise its part is taken from a replicated x. `shard`:
+    the columns of each rank, if not `Shard.even(1, ..)`; then the input must be parallel. `matrices`: the hidden
+    matrices that the weight is made of (see Placement). `sequence`: calls have `sizes`.
 
     Shapes: [.., in_local] (or [.., in_features]) -> [.., out_features], replicated.
     Collectives: forward one all-reduce; backward none (replicated input: one all-gather of its gradient). With `sizes`:
@@ -115,7 +115,7 @@ class RowParallelLinear(ParallelModule):
         return row_linear(self._local(x), self.weight, self.bias, self.axis, sizes, self.codec)
 
     def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """x W^T, summed over the axis, for who adds the bias with something else. Shapes: as for forward."""
+        """x W^T, summed over the axis, for a caller that adds the bias in another operator. Shapes: as for forward."""
         return row_linear(self._local(x), self.weight, None, self.axis, sizes, self.codec)
 
     def _local(self, x: Tensor) -> Tensor:

@@ -1,17 +1,15 @@
 """The matrix products of a linear layer, forward and backward, by the library that is fastest for them.
 
-On CPUs torch hands float32 products to MKL, and bfloat16 ones to oneDNN. On an AMD EPYC with AVX-512, float32 products
-are faster by oneDNN: twice as fast where vectors are 512 bits wide in hardware (Zen 5, family 26: 218 against 95
-GFLOP/s on one core, 1024x1024x4096; the weight's gradient 158 to 198 against 98, though it is added in a pass of its
-own), 9% where they are not (Zen 4, family 25), if the weight is the second factor. On an Intel Xeon they are slower, by
-3 to 15% (GPT steps: 0 to 6%), and so they are on an EPYC with AVX2 alone, by 10 to 20% (35 shapes of 64 to 1024 rows).
-MKL adds a weight's gradient in the product itself (`addmm_`): no temporary, no pass over memory to add it.
+On CPUs torch gives float32 products to MKL and bfloat16 ones to oneDNN. On an AMD EPYC with AVX-512 oneDNN is faster
+for float32: twice as fast on a Zen 5 (family 26; 218 against 95 GFLOP/s on one core, 1024x1024x4096; the weight's
+gradient 158 to 198 against 98, with a pass of its own to add it), 9% on a Zen 4 (family 25) if the weight is the second
+factor. It is slower on an Intel Xeon, by 3 to 15%, and on an EPYC with AVX2 alone, by 10 to 20%. MKL adds a weight's
+gradient in the product itself (`addmm_`), without a temporary.
 
-Where a CPU has no instructions for bfloat16 or float16, torch's products of them take nine times as long as those of
-float32 (an AMD EPYC with AVX2: 131 against 14.7 ms, 512x512x2048). An Intel Xeon of the fifth generation whose AMX is
-switched off has AVX512-BF16, at half the speed of float32's products: 83 against 155 GFLOP/s on one core. In both cases
-the factors are converted, the product is float32's and is rounded once, which is what the instructions do: 15.1 ms on
-the EPYC, 135 to 147 GFLOP/s on the Xeon.
+On a CPU without instructions for bfloat16 or float16, torch's products of them take nine times as long as in float32
+(an AMD EPYC with AVX2: 131 against 14.7 ms, 512x512x2048). A Xeon whose AMX is off has AVX512-BF16, at half the speed
+of float32. On both we convert the factors, multiply in float32 and round once, as the instructions do: 15.1 ms on the
+EPYC, 135 to 147 GFLOP/s on the Xeon.
 """
 
 from __future__ import annotations
@@ -43,8 +41,8 @@ ONEDNN_BLOCK = 2**22
 cache. All 51 million of a vocabulary of 50,304 at once: 109 GFLOP/s; in blocks 169."""
 
 ADD_BLOCK = 2**18
-"""Elements of another type that are added at a time on a CPU, where torch first copies all of them to the sum's type.
-16 million of bfloat16 to float32, one thread: 110 ms and 64 MiB at once; in blocks 10 to 18 ms and 1 MiB."""
+"""Elements of another type that are added at a time on a CPU, where torch first copies all of them to the sum's type:
+16 million of bfloat16 take 64 MiB more, in blocks 1 MiB."""
 
 
 class Part(Protocol):

@@ -32,10 +32,10 @@ def activation_function(name: Activation, kernels: KernelsConfig = AUTO) -> Call
 class ParallelMLP(ParallelModule):
     """down(gelu(up x)), or down(silu(gate x) * (up x)) with 'swiglu'; any ffn size over any number of ranks.
 
-    'gelu' is the tanh form, 'gelu_exact' that by the error function. With 'swiglu' the weight `up` holds first the ffn
+    'gelu' is the tanh form, 'gelu_exact' the one by the error function. With 'swiglu' the weight `up` holds the ffn
     rows of gate, then those of up; every rank holds the same rows of both. `out_init_std`: the standard deviation of
-    `down` at the start (None: init_std), often made smaller with depth. `sequence`: it is called with `sizes`.
-    `remakes`: what goes into `down` is made again in the backward pass, not kept.
+    `down` at the start (None: init_std), often smaller in deeper models. `sequence`: calls have `sizes`. `remakes`: the
+    input of `down` is computed again in the backward pass, not kept.
 
     Shapes: [.., hidden] -> [.., hidden], both replicated.
     Collectives: forward one all-reduce, backward one. With `sizes`: those of column_linear and row_linear.
@@ -64,7 +64,7 @@ class ParallelMLP(ParallelModule):
         return y if bias is None else y + bias
 
     def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
-        """The output without the bias of `down`, and that bias, for who adds it with something else."""
+        """The output without the bias of `down`, and that bias, for a caller that adds it in another operator."""
         u, bias = self.up.without_bias(x, sizes), self.up.bias
         y = self.activation(u, bias)
         if self.remakes:

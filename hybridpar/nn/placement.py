@@ -69,11 +69,11 @@ class Init:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Split along dimension `dim` over `axis`.
+    """A split along dimension `dim` over `axis`.
 
     `ranges[r]` are the half-open ranges of the global dimension that rank r of the axis holds, in the order of its
-    local tensor. Ranges of different ranks may overlap (grouped KV heads shared by several ranks): the gradients of
-    rows held more than once are partial and must be summed over their holders.
+    local tensor. Ranges of different ranks may overlap (grouped KV heads shared by several ranks). Gradients of such
+    rows are partial and must be summed over their holders.
     """
 
     dim: int
@@ -112,11 +112,11 @@ class Shard:
 class Placement:
     """One parameter: its global shape, how it starts, how it is split (None: not at all), whether it decays.
 
-    `tied`: parameters that carry the same non-empty name are one parameter held by the first and last pipeline stage;
-    their gradients are summed over the `ends` axis and it is counted once.
-    `matrices`: the hidden matrices that a 2-D parameter is made of, each as the ranges of global rows that make it up,
-    in order; together they are all rows. Empty for what is no hidden matrix: embeddings, output heads, vectors.
-    `partial`: axes of the layer whose ranks all hold the parameter and each have a partial sum of its gradient.
+    `tied`: parameters with the same non-empty name are one parameter, held by the first and last pipeline stage; their
+    gradients are summed over the `ends` axis and it is counted once.
+    `matrices`: the hidden matrices that a 2-D parameter is made of, each as ranges of global rows, in order; together
+    they are all rows. Empty for embeddings, output heads and vectors.
+    `partial`: axes of the layer whose ranks all hold the parameter, each with a partial sum of its gradient.
     """
 
     shape: tuple[int, ...]

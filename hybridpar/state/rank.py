@@ -38,14 +38,14 @@ from hybridpar.state.weights import WeightStore
 
 
 class RankState:
-    """Weights, gradients, their reduction, and the optimizer, of the parameters of `stage`.
+    """Weights, gradients, their reduction, and the optimizer, for the parameters of `stage`.
 
-    `stage`: all blocks of the rank, built on the meta device; its parameters have global names. `partition`: which part
-    of them this rank updates. `slots`: those parts. `kinds`: what it keeps, by kind.
-    `parts`: blocks of the rank that are computed with at a time (none: all). An update is then made in `num_groups`
-    parts. `memory`: where the state is kept (None: on `device`). `shares`: of each gradient buffer, where replicas
-    split gradients. `compression`: of gradients that are sent (None: they are whole). `host_work`: how the host works,
-    where it updates. `outer`: what makes sites meet, where there are several.
+    `stage`: all blocks of the rank, built on the meta device; its parameters have global names. `partition`: the parts
+    of them that this rank updates, `slots`. `kinds`: its state, by kind. `parts`: blocks of the rank that are computed
+    with at a time (none: all); an update is then made in `num_groups` parts. `memory`: where the state is kept (None:
+    on `device`). `shares`: of each gradient buffer, if replicas split gradients. `compression`: of gradients that are
+    sent (None: they are whole). `host_work`: how the host works, if it updates. `outer`: lets sites meet, if there are
+    several.
     Until `initialize`, `fill` or `load` all weights are zero.
     """
 
@@ -120,8 +120,7 @@ class RankState:
             [(name, tensor, self.placements[name]) for name, tensor in tensors.items()], seed, self.grid.place))
 
     def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Sets the newest version of the weights as WeightStore.fill does: a beginning, which all sites have in common.
-        """
+        """Sets the newest version of the weights as WeightStore.fill does: a beginning that sites have in common."""
         self.weights.fill(write)
         if self.outer is not None:
             self.outer.begin(list(self.weights.parameters_of_optimizer().values()))
@@ -148,8 +147,7 @@ class RankState:
         self.reducer.arm(self.gradients.buffers[index])
 
     def bind(self, batch: int, versions: Sequence[int], *, last: bool = False, part: int = 0) -> None:
-        """The next backward, through a part at these versions, adds to the gradients of a batch. `last`: it makes them
-        final."""
+        """The next backward, of a part at these versions, adds to a batch's gradients. `last`: it makes them final."""
         self.reducer.proceed()
         for version in versions:
             self.gradients.bind(self.weights.leaves_of(version), self.gradients.buffer_index(batch))

@@ -1,4 +1,4 @@
-"""What a program is told of its training while it goes on."""
+"""Functions of a program that training calls as it goes on."""
 
 from __future__ import annotations
 

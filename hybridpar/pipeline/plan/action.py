@@ -66,24 +66,17 @@ def _implied_version(kind: Kind, microbatch: int) -> int:
 
 
 def parse_action(text: str) -> Action:
-    """The action that prints as `text`.
-
-    Raises: ConfigError if no action does.
-    """
+    """The action that prints as `text`. Raises: ConfigError if no action does."""
     match = _PATTERN.fullmatch(text)
     if match is None:
         raise config_error(
             "action", text, f"must be KIND MICROBATCH @ STAGE [. PART] [v VERSION] without spaces, KIND one of "
-            f"{', '.join(kind.value for kind in Kind)}", "F12@1v3 or SEND_F12@1",
-        )
+            f"{', '.join(kind.value for kind in Kind)}", "F12@1v3 or SEND_F12@1")
     kind, microbatch = Kind(match[1]), int(match[2])
     version = _implied_version(kind, microbatch) if match[5] is None else int(match[5])
     return Action(kind, int(match[3]), microbatch, version, int(match[4] or 0))
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """The actions of a text; any white space separates.
-
-    Raises: ConfigError at the first word that is not an action.
-    """
+    """The actions of a text; any white space separates. Raises: ConfigError at the first word that is not an action."""
     return tuple(map(parse_action, text.split()))

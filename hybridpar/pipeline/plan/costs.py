@@ -17,43 +17,39 @@ PerLink = float | Sequence[float]  # likewise for the links: link r joins ranks 
 class Costs:
     """Time that each step takes, in any one unit.
 
-    On the rank's own time: forward, backward: of one micro-batch. backward_input: the part of a backward that I takes
-    where it is split, W takes the rest; None: half. update: the optimizer step. calls: what a rank spends to issue a
-    SEND, a RECV, a REDUCE or a NORM, by kind, and to move a MiB of an item (FETCH, RELEASE); it takes effect when the
-    call is over.
+    On the rank's own time: forward and backward of one micro-batch. backward_input: I's part of a split backward, W
+    takes the rest; None: half. update: the optimizer step. calls: what a rank spends to issue a SEND, RECV, REDUCE or
+    NORM, by kind, and to move a MiB of an item (FETCH, RELEASE); it takes effect when the call is over.
 
     Beside it: reduce: gradients over the replicas. norm: the grid-wide reduction. gather: new weights over the replicas
-    (sharded optimizer state), after an UPDATE; the first F that uses them waits. transfer: how long one activation
-    occupies a link; transfer_back: how long a gradient does, which goes the other way; None: as long. latency: from its
-    leaving to its arrival, and from the posting of a receive until the sender knows.
+    (sharded optimizer state) after an UPDATE; the first F that uses them waits. transfer: how long an activation
+    occupies a link; transfer_back: a gradient, the other way; None: as long. latency: from leaving to arrival, and from
+    the posting of a receive until the sender knows.
 
-    fetch, release: how long a MiB occupies the engine that brings items of the rank's state into its fast tier, and
-    the one that writes back what was changed (copies.py); or the collectives that gather weights from replicas, and sum
-    gradients over them. An action waits for the items that it touches. shared: has what collectives take (fetch,
-    release, and calls of these) where a rank has both.
+    fetch, release: how long a MiB occupies the engine that brings items of the rank's state into its fast tier, and the
+    one that writes changed items back (copies.py); or the collectives that gather weights from replicas and sum
+    gradients over them. An action waits for the items that it touches. shared: the same for collectives (fetch, release
+    and their calls), if a rank has both.
 
-    offload, reload: how long what a micro-batch keeps on one stage occupies the engine that takes it to the slow tier,
-    and the one that brings it back. An EVICT waits for the one, a backward for the other.
+    offload, reload: how long a micro-batch's tensors of one stage occupy the engine to the slow tier, and the one back.
+    An EVICT waits for the first, a backward for the second.
 
-    to_host, host, from_host: of a rank whose weights the host makes: how long the gradients of a batch occupy the
-    engine that takes them there, the update the host, and the new weights the engine that brings them back, all groups
-    together. host_shares: of each group, by rank; none: all of a rank are equal. An UPDATE waits for its group.
-    host_works: all three are work on the cores that ranks share, so both slow down; else they take what they take.
+    to_host, host, from_host: how long a batch occupies the engine of gradients to the host, the update there, and the
+    engine of new weights back, all groups together. host_shares: of each group, by rank; none: all of a rank are equal.
+    An UPDATE waits for its group. host_works: all three are work on the cores that ranks share, so both slow down.
 
     tied: REDUCE also meets over the first and the last stage (tied embeddings). blocking_norm: NORM waits for its
-    REDUCE (a CPU rank that must read the result) instead of queueing behind it. serial_links: the transfers of a rank
-    on one axis share a queue.
+    REDUCE (a CPU rank must read the result) instead of queueing behind it. serial_links: a rank's transfers on one axis
+    share a queue.
 
-    variation: by kind (F; B, which I and W share) and stage, what micro-batch after micro-batch takes as a multiple of
-    that mean; from its end on again from the start. Where the time varies, stages wait for each other more than the
-    means let them.
+    variation: by kind (F; B, which I and W share) and stage, each micro-batch's time as a multiple of the mean; repeats
+    at its end. Stages wait longer for each other if times vary than their means say.
 
-    cores: how many ranks of the pipeline can work at full speed at once; where more do, all slow down alike. None:
-    each has its own. transfer_work: work on a transfer before it occupies the link, on a thread of its own, which
-    shares these cores.
+    cores: how many ranks of the pipeline can work at full speed at once; if more do, all slow down alike. None: each
+    has its own. transfer_work: work on a transfer before it occupies the link, on a thread of its own on these cores.
 
-    network: links that transfers share, in the place of transfer, transfer_back and latency. blocking: ranks wait for
-    what they send and receive, and for a REDUCE, before they do anything else.
+    network: links that transfers share, instead of transfer, transfer_back and latency. blocking: ranks wait for what
+    they send and receive, and for a REDUCE, before they do anything else.
     """
 
     forward: PerStage = 1.0

@@ -119,17 +119,17 @@ def begun(sizes: Sizes, place: int) -> int:
 
 
 class Receives:
-    """Order in which a rank posts its receives: each when it comes to the action that needs it, or where it closes a
-    ring when it arrives.
+    """Order in which a rank posts its receives: each at the action that needs it, or, if it closes a ring, when it
+    arrives.
 
-    What the last rank sends to the first (backward: the first to the last) comes back to the rank p forwards after it
-    left, which in a round of more than p is before its turn. It is taken when it comes: where the transfers of a rank
-    queue, as with NCCL, it would stand in the way of all others until then. And before the rank's own send of that time
-    is in the queue: all other ranks send first, and if all did, each would wait for the next one to receive.
+    A message from the last rank to the first (backward: the first to the last) returns p forwards after it left, in a
+    round of more than p before its turn. It is taken when it comes: with one queue for all transfers of a rank, as in
+    NCCL, it would block all others until then. It is also taken before the rank's own send of that time: all other
+    ranks send first, and if all did, each would wait for the next one to receive.
 
-    `lean`: with a lean warm-up ranks are closer together, and what goes round is back after a little more than half
-    of the ring. (The fractions were found by trying: with them no transport deadlocked for any p up to 40; where a
-    schedule is `endless`, up to 12.)
+    `lean`: with a lean warm-up ranks are closer together, and a message is back after a little more than half of the
+    ring. (The fractions were found by trying: with them no transport deadlocked for any p up to 40; for `endless`
+    schedules, up to 12.)
     """
 
     def __init__(self, sizes: Sizes, *, lean: bool = False, endless: bool = False):

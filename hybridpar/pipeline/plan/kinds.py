@@ -45,19 +45,18 @@ Step = tuple[Kind, int, int]
 class Row:
     """Properties of all actions of a kind.
 
-    `name`: the action, or what a transfer carries, in words. `needs`: kinds that come before it on its rank where the
-    plan has them, of the same stage and micro-batch. An action of a batch needs those of all micro-batches of the batch
-    on all stages of the rank; an action of a micro-batch needs the UPDATE that makes its weights.
-    `receive`, `send`: the transfers that bring its input and take its output away. `flow`: 1 for what passes on to
-    later stages, -1 to earlier ones. `met_by`: the receive that a send meets.
+    `name`: the action, or what a transfer carries, in words. `needs`: kinds that come before it on its rank if the plan
+    has them, of the same stage and micro-batch. An action of a batch needs those of all micro-batches of the batch on
+    all stages of the rank; an action of a micro-batch needs the UPDATE that makes its weights.
+    `receive`, `send`: the transfers of its input and output. `flow`: 1 to later stages, -1 to earlier ones. `met_by`:
+    the receive that a send meets.
     `beside`: it starts something and returns; all others take the rank's time. `per_batch`: its number is a batch.
-    `per_item`: its number is an item of the rank's state. `of_stash`: it moves what a micro-batch keeps between its
-    forward and its backward. `cut`: 1 where there is one for each part, from the first part to the last; -1: from the
-    last to the first.
-    `holds`: by how much it changes the number of micro-batches whose activations the rank holds. `reads`: it needs the
-    weights of its version. `adds`: it adds to its batch's gradients, which the batch's UPDATE empties.
-    `makes`: it writes the weights of its version. `after`: a kind whose action of the batch before comes before it.
-    `part_of`: the kind of which it is a part. `awaits`: what a rank lacks that waits before it, in words.
+    `per_item`: its number is an item of the rank's state. `of_stash`: it moves what a micro-batch keeps between forward
+    and backward. `cut`: 1 if there is one for each part, from the first to the last; -1: from the last to the first.
+    `holds`: its change of the number of micro-batches whose activations the rank holds. `reads`: it needs the weights
+    of its version. `adds`: it adds to its batch's gradients, which the batch's UPDATE empties. `makes`: it writes the
+    weights of its version. `after`: a kind whose action of the batch before comes first. `part_of`: the kind that it is
+    a part of. `awaits`: what a rank that waits before it lacks, in words.
     """
 
     name: str

@@ -82,12 +82,13 @@ def add_residency(actions: Iterable[Action], residency: Residency, *, ahead: int
                   batches: int = 4) -> Iterator[Action]:
     """Adds FETCH, RELEASE and DROP to one rank's actions: the last pass over a plan, which may be endless.
 
-    Who gives way: what is next overwritten, for that costs nothing; then what is touched last; of equals what need not
-    be written back. A RELEASE (DROP, where the content is next overwritten) stands behind the last use, a FETCH as
-    early as there is room, with at most `ahead` actions that touch anything before its use. What is not touched for
-    `batches` batches counts as never touched; the pass reads so far ahead. At the end all stay where they are.
+    First to give way is what is next overwritten, which costs nothing; then what is touched last; among equals, what
+    need not be written back. A RELEASE (DROP, if the content is next overwritten) stands behind the last use. A FETCH
+    stands as early as there is room, with at most `ahead` actions that touch anything before its use. What is not
+    touched for `batches` batches counts as never touched; the pass reads so far ahead. At the end all stay where they
+    are.
 
-    Raises: ConfigError, as soon as it is within these batches, if an action needs more than the budget.
+    Raises: ConfigError, once it is within these batches, if an action needs more than the budget.
     """
     return _Pass(actions, residency, ahead, batches).run()
 

@@ -109,9 +109,9 @@ class Method(ABC):
 
     @abstractmethod
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
-        """Encodes what the feedback's next_kept has, leaves in it what is not sent, and writes the sums over all ranks
-        into what `totals` gives for the gradients, one for each of `packed`. Yields what it has started, and goes on
-        once that is over. Where it is `factored`, it encodes what `parts` has, and takes it away.
+        """Encodes the feedback's next_kept, leaves in it what is not sent, and writes the sums over all ranks into the
+        gradients that `totals` gives, one for each of `packed`. Yields what it has started, and goes on once that is
+        over. `factored`: it encodes what `parts` has, and takes it away.
 
         message: this rank's on `wire`, behind the tensors that are sent whole.
         """
