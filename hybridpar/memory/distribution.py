@@ -1,14 +1,12 @@
-"""Distribution of values that spread over many factors of ten: a histogram of their logarithms, and percentiles."""
+"""Distribution of values that spread over many factors of ten: counts of their logarithms, and percentiles."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 
-PER_DECADE = 8
-"""Bins of a histogram for each factor of ten."""
-_FINE = 32
-"""Counts for each bin, from which percentiles are taken: neighbours are less than one percent apart."""
+_PER_DECADE = 256
+"""Counts for each factor of ten: neighbours are less than one percent apart."""
 
 
 class Distribution:
@@ -25,7 +23,7 @@ class Distribution:
         self.total += value
         self.least, self.most = min(self.least, value), max(self.most, value)
         if value > 0:
-            self._counts[math.floor(math.log10(value) * PER_DECADE * _FINE)] += 1
+            self._counts[math.floor(math.log10(value) * _PER_DECADE)] += 1
         else:
             self.zeros += 1
 
@@ -43,13 +41,5 @@ class Distribution:
         for key in sorted(self._counts):
             seen += self._counts[key]
             if seen >= wanted:
-                return min(max(10 ** ((key + 0.5) / (PER_DECADE * _FINE)), self.least), self.most)
+                return min(max(10 ** ((key + 0.5) / _PER_DECADE), self.least), self.most)
         return self.most
-
-    def histogram(self) -> list[tuple[float, float, int]]:
-        """(from, to, count) of bins of an eighth of a decade, from the first that counts any to the last; no zeros."""
-        bins: dict[int, int] = defaultdict(int)
-        for key, count in self._counts.items():
-            bins[key // _FINE] += count
-        return [(10 ** (i / PER_DECADE), 10 ** ((i + 1) / PER_DECADE), bins.get(i, 0))
-                for i in range(min(bins), max(bins) + 1)] if bins else []

@@ -167,12 +167,6 @@ def test_percentiles_are_near(values: list[float], percent: int) -> None:
     exact = sorted(values)[max(0, -(-len(values) * percent // 100) - 1)]
     assert found.percentile(percent) == pytest.approx(exact, rel=0.01)
     assert found.mean == pytest.approx(sum(values) / len(values))
-    bins = found.histogram()
-    assert sum(count for _, _, count in bins) == len(values)
-    for low, high, count in bins:
-        assert high == pytest.approx(low * 10 ** (1 / 8))
-        inside = sum(low * (1 - 1e-9) <= value < high * (1 + 1e-9) for value in values)
-        assert count <= inside
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "2bw", "pipedream"])

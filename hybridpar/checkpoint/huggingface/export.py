@@ -34,7 +34,6 @@ class Exported:
     dtype: str
     num_tensors: int
     num_parameters: int
-    num_files: int
     notes: tuple[str, ...]
 
 
@@ -75,7 +74,7 @@ def export_folder(path: str | Path, output: str | Path, *, dtype: str = "keep", 
         groups = _groups(plan, max_file_bytes // _ITEM_BYTES[dtype])
         _write(aside, groups, lambda names: dict(_tensors(full, plan, names, DTYPES[dtype])))
     return Exported(folder, output, plain["architectures"][0], dtype, sum(map(len, groups)), plan.num_parameters,
-                    len(groups), tuple(notes))
+                    tuple(notes))
 
 
 def _groups(plan: Plan, most: int) -> list[list[str]]:
