@@ -157,12 +157,12 @@ def apart(group: Path | None, threads: int, fn: Callable[..., Any], *args: Any) 
 
 @dataclass(frozen=True)
 class Bench:
-    """What the cases have in common."""
+    """Cases of one set of flags, each with its trainings and disk measured in processes of their own."""
 
     args: argparse.Namespace
 
     def bandwidth(self, shape: Shape) -> dict[str, float]:
-        """In items as large as a layer's weights, in all at least 2 GB."""
+        """Bytes a second of the state's file, in items as large as a layer's weights, of which 2 GB or more move."""
         layer = 4 * 12 * shape.hidden**2
         return apart(None, self.args.threads, bandwidth, self.args.folder, layer, -(-2 * 10**9 // layer))
 

@@ -120,7 +120,7 @@ class Dcp(Save):
 
 
 def saving(shape: str, folder: Path, rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
-    """By way of saving: bytes, and seconds of each round: total, blocked, write. Leaves the last ones in `folder`."""
+    """Seconds of each round by way of saving: total, blocked, write; and bytes. Leaves the last ones in `folder`."""
     grid = ProcessGrid(pp=2)
     step = OurStep(config_of(shape, pp=2), SHAPES[shape], grid)
     engine, root = step.engine, folder / "hybridpar"

@@ -145,8 +145,8 @@ class Given(nn.Module):
 
 
 def arrived() -> dict[str, dict[str, float]]:
-    """By compressor, the share that has arrived after all batches, and of the bytes that were sent. Collectives: called
-    on all ranks."""
+    """Share of gradients that has arrived after all batches, and of bytes that were sent, by compressor. Collectives:
+    called on all ranks."""
     grid = ProcessGrid(dp=dist.get_world_size())
     layout = FlatLayout(list(SIZES), list(SIZES.values()), torch.float32)
     placements = {name: Placement(size, Init("zeros"), matrices=(((0, size[0]),),)) for name, size in SIZES.items()}

@@ -147,8 +147,7 @@ class Where:
             "case": f"{self.size} {self.dtype} {name}",
             "settings": {"shape": self.size, "dtype": self.dtype, "op": name, "device": self.clock.device},
             "us": {side: [round(1e6 * q, 2) for q in statistics.quantiles(t, n=4)] for side, t in times.items()},
-            "share of the roof": of_roof,
-        }
+            "share of the roof": of_roof}
         texts = (f"{side} {1e6 * statistics.median(t):.1f} us ({of_roof[side]:.2f})" for side, t in times.items())
         print(f"{entry['case']:<36}{'  '.join(texts)}", flush=True)
         return entry

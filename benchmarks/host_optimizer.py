@@ -130,8 +130,7 @@ def sides_of(shape: str) -> dict[str, Side]:
         "torch fused": theirs(in_place, fused, one=False),
         "hybridpar": ours(in_place, FP32),
         "hybridpar, other buffer": ours(state_of(shape, "fp32", "2bw"), FP32),
-        "hybridpar, bf16 copy": ours(state_of(shape, "bf16", "1f1b"), COPY),
-    }
+        "hybridpar, bf16 copy": ours(state_of(shape, "bf16", "1f1b"), COPY)}
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError as error:

@@ -245,8 +245,7 @@ class Side:
             "tokens_per_s": round(self.tokens / statistics.median(wall), 1),
             "best_tokens_per_s": round(self.tokens / min(wall), 1),
             "share": ratio(wall_free, wall),
-            "share_by_bytes": round(alone / (max(alone, wire) if self.method.overlaps else alone + wire), 3),
-        }
+            "share_by_bytes": round(alone / (max(alone, wire) if self.method.overlaps else alone + wire), 3)}
         if self.method.tp == 1:
             pair = alone / free.simulated(1.0, 0.0)
             numbers["share_simulated"] = round(alone / self.simulated(pair, wire), 3)
@@ -260,8 +259,7 @@ class Side:
             "without_a_core": [middle(shares) for shares in of_ranks(rounds.no_core)],
             "cpu_cores": {
                 "ranks": middle(over_ranks(rounds.cpu, "sum")), "emulator": middle(over_ranks(rounds.emulator, "max"))},
-            "wall_ms": [round(1e3 * t, 3) for t in wall],
-        }
+            "wall_ms": [round(1e3 * t, 3) for t in wall]}
 
 
 def of_ranks(values: Sequence[float]) -> list[list[float]]:

@@ -195,8 +195,7 @@ def _row(setting: Setting, speeds: Mapping[str, float]) -> dict[str, Any]:
         "sequences_per_s": {s: round(v, 2) for s, v in speeds.items()}, "figure": figure,
         "ratios": {
             f"{a} / {b}": {"simulated": round(speeds[a] / speeds[b], 3), "figure": round(figure[a] / figure[b], 3)}
-            for a, b in pairs},
-    }
+            for a, b in pairs}}
 
 
 def write(machine: Machine, speeds: Speeds, checks: Sequence[Check], path: Path) -> None:
@@ -214,8 +213,7 @@ def write(machine: Machine, speeds: Speeds, checks: Sequence[Check], path: Path)
             name: [round(c.error, 4) for c in check(simulated_speeds(other, GPT))]
             for name, other in variants(machine).items()},
         "rows": [_row(setting, speeds[setting]) for setting in FIGURES],
-        "statements": {text: holds() for text, holds in STATEMENTS.items()}, "curves": list(rows()),
-    }
+        "statements": {text: holds() for text, holds in STATEMENTS.items()}, "curves": list(rows())}
     path.write_text(as_text(document) + "\n")
     print(path)
 

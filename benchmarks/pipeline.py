@@ -113,8 +113,7 @@ def measure(shape_name: str, dtype: str, m: int, schedule: str, rounds: int) -> 
     config = engine_config(shape, pp=size, num_microbatches=m, schedule=schedule, dtype=dtype)
     sides: dict[str, common.Step] = {
         OURS: OurStep(config, shape, ProcessGrid(pp=size)),
-        PEERS[schedule].__name__: TorchPipelineStep(shape, schedule, m, dtype),
-    }
+        PEERS[schedule].__name__: TorchPipelineStep(shape, schedule, m, dtype)}
     result = race(sides, rounds, tolerance=TOLERANCE[dtype])
     return case(f"{shape_name} {dtype} pp={size} {schedule} m={m}", result, m * shape.microbatch_tokens,
                 shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule=schedule, threads=1,

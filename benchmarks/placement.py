@@ -155,6 +155,9 @@ def cases(args: Namespace, data: Path) -> Iterator[dict[str, Any]]:
         if path.stem.endswith("inference"):
             small = latency_workload(read_workload(path), 0.6 * GIB)
             yield from placements(f"{path.stem} 0.6 GiB", small, ("latency-greedy", "latency-milp"), "paper", args)
+    for file in args.latency_graphs:
+        name = f"{Path(file).parent.name} {Path(file).stem}"
+        yield from placements(name, read_workload(file), ("latency-greedy", "latency-milp"), "paper", args)
     for name in ("wide", "gnmt-sized"):
         yield from placements(name, SHAPES[name].workload(), ("dp", "dpl"), name, args)
     yield from placements("2000 nodes", SHAPES["2000 nodes"].workload(), ("dpl", "pipedream", "greedy"), "2000 nodes",
@@ -181,12 +184,15 @@ def main() -> None:
     beside = [folder / "shared" / "data" for folder in Path(__file__).resolve().parents]
     parser.add_argument("--data", default=str(next((x for x in beside if x.is_dir()), beside[0])),
                         help="folder with device_placement/ and piper/")
+    parser.add_argument("--latency-graphs", nargs="*", default=[],
+                        help="files of the authors' latency-inputs, with the devices that they name")
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds of each integer program")
     parser.add_argument("--solvers", nargs="+", help="those alone; with --add the others' results stay")
     args = parse(parser)
     native.missing()  # loads the extension, which is in no one's time
     print(f"{'':<38} {'objective':>12} {'known':>10} {'time':>9}")
-    report("placement", cases(args, Path(args.data)), Namespace(**vars(args) | {"data": Path(args.data).name}),
+    report("placement", cases(args, Path(args.data)), Namespace(**vars(args) | {
+        "data": Path(args.data).name, "latency_graphs": [Path(x).name for x in args.latency_graphs]}),
            show=show, meaning=MEANING, shapes=SHAPES)
 
 

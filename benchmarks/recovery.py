@@ -83,8 +83,7 @@ def draw_faults(seed: int, job: int, kinds: Sequence[str]) -> tuple[list[str], i
         a, b = draw.choice(LINKS)
         found.append({
             "slow link": f"slow link {a}-{b} at step {step} for {SLOW_S:g} s",
-            "cut link": f"cut link {a}-{b} at step {step}",
-        }.get(kind, f"{kind} rank {rank} at step {step}"))
+            "cut link": f"cut link {a}-{b} at step {step}"}.get(kind, f"{kind} rank {rank} at step {step}"))
     return found, STRETCH * (stretch + 2)
 
 
@@ -178,8 +177,7 @@ def examine(job: Job, calm: Job, faults: Sequence[str], policy: str) -> dict[str
     wrong += [text for text, bad in (
         (f"exit code {job.exit_code}", job.exit_code != (policy == STOP)),
         ("damaged: " + "; ".join(job.damaged), job.damaged),
-        (f"did not happen: {set(faults) - {m['fault'] for m in marks}}", len(marks) != len(faults)),
-    ) if bad]
+        (f"did not happen: {set(faults) - {m['fault'] for m in marks}}", len(marks) != len(faults))) if bad]
     ending = [mark for mark in marks if mark["kind"] in ENDS]
     if not len(ending) == len(failures) == len(resumed):
         wrong.append(f"{len(ending)} faults that end a job, {len(failures)} failures, {len(resumed)} new starts")
@@ -192,8 +190,7 @@ def examine(job: Job, calm: Job, faults: Sequence[str], policy: str) -> dict[str
              mark["kind"] in ("kill", "hang", "hang save") and failure["rank"] != mark["rank"]),
             (f"{failure['text']}", mark["kind"] == "cut link" and not _names_link(mark, failure)),
             (f"went on after step {step}, {saved} was saved", step < saved),
-            (f"{lost} steps lost", lost > STRETCH),
-        ) if bad]
+            (f"{lost} steps lost", lost > STRETCH)) if bad]
         found.append({
             "fault": mark["fault"], "noticed_s": round(failure["time"] - mark["time"], 3),
             "again_s": round(when - mark["time"], 3), "lost_steps": lost, "said": failure["text"]})

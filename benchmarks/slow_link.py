@@ -125,8 +125,7 @@ class Case:
             "case": self.name, "settings": self.settings, "rounds": len(sides[best][FREE]["wall_ms"]),
             "links": {link.name: {"mbit": link.mbit, "delay_ms": link.delay_ms} for link in self.links},
             "sides": sides, "against": best,
-            "ratio": {other: {link: _over(sides[other], sides[best], link) for link in links} for other in others},
-        }
+            "ratio": {other: {link: _over(sides[other], sides[best], link) for link in links} for other in others}}
 
 
 def _over(other: Mapping[str, Any], best: Mapping[str, Any], link: str) -> dict[str, float]:
@@ -179,35 +178,24 @@ def cases(args: argparse.Namespace, links: Sequence[Link]) -> Iterator[dict[str,
 
 def plan_cases(args: argparse.Namespace, links: Sequence[Link]) -> Iterator[tuple[Case, int, int]]:
     """Yields the cases one by one, each with its rounds and the batches of a round."""
-    m, rounds, two_each = args.microbatches, args.rounds, dist.get_world_size() > 2
-    for kind in (kind for kind in args.kinds if (kind == "slices") == two_each):
-        if kind == "pipelines":
-            for shape, dtype in product(args.shapes, args.dtypes):
-                yield Case(kind, PIPELINES, links, shape, dtype, m), rounds, 2
-        elif kind == "codecs":
-            for shape in args.shapes:
-                yield Case(kind, CODECS, links, shape, args.dtypes[0], m), rounds, 2
-        elif kind == "tensor":  # over the slowest link a step takes many seconds
-            for dtype in args.dtypes:
-                yield Case(kind, TENSOR, links, args.shapes[0], dtype, m), min(rounds, 2), 1
-        elif kind == "turns":
-            for shape in args.shapes:
-                yield Case(kind, TURNS, links, shape, args.dtypes[0], m), rounds, 2
-        elif kind in ("replicas", "gradients"):
-            for m_local in args.replica_microbatches:
-                yield Case(kind, REPLICAS if kind == "replicas" else GRADIENTS, links, args.replica_shape,
-                           args.dtypes[0], m_local), rounds, 2
-        elif kind == "slices":
-            yield Case(kind, _paced(SLICES, PACES_S[0]), links, "light", "fp32", m), rounds, 2
-        elif kind == "split":
-            some = {name: method for name, method in SPLIT.items() if name in (args.methods or SPLIT)}
-            for shape in args.shapes:
-                methods = _paced(some, SPLIT_PACE_S) if shape == "light" else some
-                yield Case(kind, methods, links, shape, args.dtypes[0], m), rounds, 4
-        elif kind == "paced":
-            for pace in PACES_S:
-                yield Case(kind, _paced(PIPELINES, pace), links, "light", "fp32", m), rounds, 2
-            yield Case(kind, _paced(REPLICAS, PACES_S[0]), links, args.replica_shape, "fp32", m), rounds, 2
+    m, rounds, few, replica = args.microbatches, args.rounds, min(args.rounds, 2), args.replica_shape
+    first, some = args.dtypes[0], {name: method for name, method in SPLIT.items() if name in (args.methods or SPLIT)}
+    table: dict[str, list[tuple[Methods, str, str, int, int, int]]] = {
+        "pipelines": [(PIPELINES, shape, dtype, m, rounds, 2) for shape, dtype in product(args.shapes, args.dtypes)],
+        "codecs": [(CODECS, shape, first, m, rounds, 2) for shape in args.shapes],
+        # over the slowest link a step takes many seconds
+        "tensor": [(TENSOR, args.shapes[0], dtype, m, few, 1) for dtype in args.dtypes],
+        "turns": [(TURNS, shape, first, m, rounds, 2) for shape in args.shapes],
+        "replicas": [(REPLICAS, replica, first, each, rounds, 2) for each in args.replica_microbatches],
+        "gradients": [(GRADIENTS, replica, first, each, rounds, 2) for each in args.replica_microbatches],
+        "slices": [(_paced(SLICES, PACES_S[0]), "light", "fp32", m, rounds, 2)],
+        "split": [(_paced(some, SPLIT_PACE_S) if shape == "light" else some, shape, first, m, rounds, 4)
+                  for shape in args.shapes],
+        "paced": [*((_paced(PIPELINES, pace), "light", "fp32", m, rounds, 2) for pace in PACES_S),
+                  (_paced(REPLICAS, PACES_S[0]), replica, "fp32", m, rounds, 2)]}
+    for kind in (kind for kind in args.kinds if (kind == "slices") == (dist.get_world_size() > 2)):
+        for methods, shape, dtype, microbatches, times, batches in table[kind]:
+            yield Case(kind, methods, links, shape, dtype, microbatches), times, batches
 
 
 def _paced(methods: Methods, seconds: float) -> Methods:

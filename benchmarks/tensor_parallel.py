@@ -32,8 +32,7 @@ class DTensorStep:
         self.model = PlainGPT(shape, autocast=dtype == "bf16")
         plan: dict[str, Any] = {
             "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-        }
+            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
         for layer in self.model.layers:
             for column, row in (("qkv", "out"), ("up", "down")):
                 plan[f"layers.{layer}.{column}"] = ColwiseParallel()
@@ -60,8 +59,7 @@ def measure(shape_name: str, dtype: str, rounds: int) -> dict[str, Any]:
     config = engine_config(shape, tp=size, dtype=dtype)
     sides = {
         OURS: OurStep(config, shape, ProcessGrid(tp=size)),
-        "DTensor": DTensorStep(shape, init_device_mesh("cpu", (size,)), dtype),
-    }
+        "DTensor": DTensorStep(shape, init_device_mesh("cpu", (size,)), dtype)}
     result = race(sides, rounds, tolerance=TOLERANCE[dtype], repeat=3 if shape_name == "small" else 1)
     return case(f"{shape_name} {dtype} tp={size}", result, shape.microbatch_tokens, shape=shape_name, dtype=dtype,
                 tp=size, threads=1)

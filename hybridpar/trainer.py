@@ -66,6 +66,8 @@ class Trainer:
         The functions are called as `train.callbacks.Callbacks` says. Collectives: on all processes of the job.
         Raises: HybridparError, as `hybridpar train` reports it.
         """
+        import torch
+
         from hybridpar.train.callbacks import Callbacks
         from hybridpar.train.loop import train
 
@@ -74,7 +76,11 @@ class Trainer:
             if not (call is None or callable(call)):
                 raise config_error(name, call, "must be a function", "None")
         callbacks = Callbacks(**{name: call for name, call in given.items() if call is not None})  # type: ignore[arg-type]
-        return train(self.config, Launch.from_environment(), callbacks=callbacks, datasets=self.datasets)
+        threads = torch.get_num_threads()  # train.threads is of training, not of the program around it
+        try:
+            return train(self.config, Launch.from_environment(), callbacks=callbacks, datasets=self.datasets)
+        finally:
+            torch.set_num_threads(threads)
 
     def verify(self, grid: Mapping[str, int] | None = None, num_batches: int = 4) -> Report:
         """Compares a few batches on a grid (None: that of the configuration) with one process, in float64.

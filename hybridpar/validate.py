@@ -54,6 +54,8 @@ def _values(config: Config) -> Iterator[Problem]:
                 rule, works = "is too large", default
             elif any(isinstance(part, str) and "\0" in part for part in parts):
                 rule, works = "must not hold a zero byte", default
+            elif any(not isinstance(part, bool | int | float | str | tuple) for part in parts):
+                rule, works = "must be text, a number, a truth value or a list of these, as TOML has no others", 0
             elif name in rules:
                 rule, works = rules[name].rule, rules[name].works(value, default)
             else:

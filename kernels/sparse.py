@@ -69,7 +69,7 @@ def sparse_pack_(x: Tensor, threshold: Tensor, values: Tensor, places: Tensor) -
         places.zero_()
         return
     launch(pack_kernel, len(ends), x, threshold, values.view(torch.int16) if _rounded(x, values) else values, places,
-           ends, n, count, triton.cdiv(n, form["WIDTH"]), ROUNDED=_rounded(x, values), **form, num_warps=4)
+           ends, n, count, triton.cdiv(n, form["WIDTH"]), ROUNDED=_rounded(x, values), **form, num_warps=8)
 
 
 def sparse_add_(x: Tensor, values: Tensor, places: Tensor, overwrite: bool) -> None:
@@ -90,7 +90,7 @@ def sparse_add_(x: Tensor, values: Tensor, places: Tensor, overwrite: bool) -> N
         x.zero_()
     if count:
         launch(add_kernel, len(ends), x, values.view(torch.int16) if _rounded(x, values) else values, places, ends, n,
-               count, rows, ROUNDED=_rounded(x, values), **form, num_warps=4)
+               count, rows, ROUNDED=_rounded(x, values), **form, num_warps=8)
 
 
 def _form(n: int, count: int) -> dict[str, int]:

@@ -108,7 +108,7 @@ def train_watched(config: Config) -> Any:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "other"), [
-    ("vit", {"parallel": {"tp": 2}}), ("t5", {"parallel": {"tp": 2}}), ("transformers_model", {}),
+    ("t5", {"parallel": {"tp": 2}}), ("transformers_model", {}),
     ("mixer", {"parallel": {"dp": 2, "zero": 1}, "pipeline": {"num_microbatches": 2}}),
     ("own_schedule", {"pipeline": {"schedule": "1f1b", "order": [], "split_backward": False}})])
 def test_a_killed_run_goes_on_to_the_bit_and_on_another_grid(

@@ -36,12 +36,6 @@ def test_kernels_are_part_of_the_package(tmp_path):
         assert run.stdout.split() == ["hybridpar.kernels", "False"], run.stderr
 
 
-def test_kernels_import_nothing_of_hybridpar():
-    for file in (ROOT / "kernels").rglob("*.py"):
-        for line in file.read_text().splitlines():
-            assert not line.lstrip().startswith(("import hybridpar", "from hybridpar")), f"{file.name}: {line}"
-
-
 def test_importing_loads_no_extension(tmp_path):
     code = "import hybridpar.ops, hybridpar.random, sys; print([m for m in sys.modules if m == 'hybridpar._C'])"
     run = python(code, cwd=tmp_path, PYTHONPATH=str(ROOT))
@@ -117,7 +111,6 @@ def test_modes_that_cannot_be_met_fail_and_say_why():
         ({"HYBRIDPAR_BUILD": "gpu"}, "must be one of auto, cpu, cuda, none"),
         ({"HYBRIDPAR_BUILD": "cuda", "CUDA_HOME": "/nowhere"}, "no nvcc (looked in /nowhere/bin"),
         ({"HYBRIDPAR_BUILD": "cuda", "HYBRIDPAR_CUDA_ARCHS": "9.0"}, "must be compute capabilities of 8.0 or more"),
-        ({"HYBRIDPAR_BUILD": "cuda", "CXX": "/nowhere/c++"}, "no C++ compiler"),
         ({"HYBRIDPAR_BUILD": "cpu", "CXX": "/nowhere/c++"}, "no C++ compiler"),
     ]:
         status, stderr = build(**env)
@@ -174,13 +167,12 @@ runpy.run_path("setup.py", run_name="__main__")
 
 @needs_source
 @pytest.mark.skipif(native.missing() is not None, reason="needs a compiler")
-@pytest.mark.parametrize("mode", ["auto", "cpu"])
-def test_what_compiles_is_built_without_what_may_be_left_out(tmp_path, mode):
+def test_what_compiles_is_built_without_what_may_be_left_out(tmp_path):
     arguments = ("build_ext", "--inplace", "-b", tmp_path / "b", "-t", tmp_path / "t", tmp_path)
     run = subprocess.run([sys.executable, "-c", ONE_FAILS, *arguments], capture_output=True, text=True, cwd=ROOT,
-                         env={**os.environ, "HYBRIDPAR_BUILD": mode})
+                         env={**os.environ, "HYBRIDPAR_BUILD": "auto"})
     assert run.returncode == 0, run.stderr
-    for name in ("_C_recorder", *["_C_cuda"] * (mode == "auto")):
+    for name in ("_C_recorder", "_C_cuda"):
         assert f"(hybridpar.{name}): the compilation failed" in run.stderr
         assert not list(tmp_path.glob(f"{name}.*"))
     assert len(list(tmp_path.glob("_C.*so"))) == 1

@@ -20,8 +20,9 @@ from hybridpar.verify.run import verify
 BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     # 7452 (1): label smoothing over a split vocabulary: another loss on every rank, wrong gradients
     "label smoothing with tp": ({"tp": 3}, {"model": {"label_smoothing": 0.1}}),
+    "label smoothing in chunks": ({"tp": 2, "pp": 2}, {"model": {"label_smoothing": 0.1, "logits_chunk": 5}}),
     # 7452 (3): a mean of means where replicas count different numbers of labels
-    "unequal valid tokens over dp": ({"dp": 3}, {"model": {"kind": "bert"}, "train": {"micro_batch_size": 1}}),
+    "unequal valid tokens over dp": ({"tp": 2, "dp": 3}, {"model": {"kind": "bert"}, "train": {"micro_batch_size": 1}}),
     "unequal valid tokens over micro-batches": (
         {"pp": 2}, {"model": {"kind": "bert"}, "train": {"micro_batch_size": 1}}),
     # 7452 (8): a parameter split by heads that is left out of the clipping norm; TransformerEngine #715: one that is

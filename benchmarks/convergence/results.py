@@ -22,7 +22,7 @@ Curve = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run came to. `train_loss`: (last step of a bin of BIN_STEPS, mean loss of the bin)."""
+    """Numbers of a finished run. `train_loss`: (last step of a bin of BIN_STEPS, mean loss of the bin)."""
 
     model: str
     variant: str
@@ -42,7 +42,7 @@ class Result:
 
 
 def path_of(folder: Path, model: str, variant: str, seed: int) -> Path:
-    """Where the result of a run is, or will be."""
+    """Path of the result of a run, whether it is there or will be."""
     return folder / model / f"{variant}-s{seed}.json"
 
 

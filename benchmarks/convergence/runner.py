@@ -54,7 +54,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Folders:
-    """Where results are kept, and where runs train."""
+    """Folders of the study: `results` stay, and runs train below `work`."""
 
     results: Path
     work: Path

@@ -99,8 +99,7 @@ def prune(root: Path, newest: int, settings: CheckpointConfig) -> None:
 
 
 def best_steps(root: Path, most: int = 1) -> list[int]:
-    """The steps with the lowest validation losses among those saved below `root`, best first, of equal ones the newest.
-    """
+    """Steps with the lowest validation losses among those saved below `root`, best first, of equal ones the newest."""
     found = []
     for step in saved_steps(root) if most else ():
         with contextlib.suppress(CheckpointError):

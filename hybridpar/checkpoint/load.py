@@ -177,8 +177,7 @@ class FullWeights:
         self._check_model()
 
     def _check_model(self) -> None:
-        """Compares the model with the tensors, so that nothing larger than the files is built. Their blocks have been
-        counted."""
+        """Compares the model with the tensors, whose blocks were counted: nothing larger than the files is built."""
         model = self.manifest.config.model
         largest = max(max(place.shape, default=1) for place in self.placements.values())
         for name in ("hidden_size", "num_heads", "kv_heads", "ffn_size", "vocab_size"):

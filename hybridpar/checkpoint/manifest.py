@@ -147,8 +147,7 @@ class Manifest:
             "state": self.state.as_meta(),
             **({"other_sites": [state.as_meta() for state in self.other_sites]} if self.other_sites else {}),
             "shards": [shard.as_plain() for shard in self.shards],
-            "config": to_mapping(self.config),
-        }
+            "config": to_mapping(self.config)}
         return json.dumps(document | {_CHECKSUM: _checksum(document)}, indent=1)
 
     def _position(self) -> int:

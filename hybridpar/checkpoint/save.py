@@ -167,8 +167,7 @@ class Saver:
 
 def make_manifest(config: Config, corpus: str, state: TrainingState, written: Iterable[Written],
                   val_loss: float | None = None, other_sites: Iterable[TrainingState] = ()) -> Manifest:
-    """The table of contents of files that are all written; `state`: of any rank, of the first site if there are others.
-    """
+    """Table of contents of files that are all written; `state`: of any rank, of the first site if there are others."""
     shards, versions = zip(*written, strict=True)
     common = set.intersection(*map(set, versions))
     known = val_loss is not None and isfinite(val_loss)

@@ -170,8 +170,7 @@ class Saved:
 
     def _keepers(self, holders: Sequence[Holder], rank: int, kind: str, what: str,
                  replica: int | None = None) -> list[Keeper]:
-        """Tensors that make up part `rank` of what the holders split, in the order of their parts. `replica`: of that
-        one alone."""
+        """Tensors that make up part `rank` of what the holders split, in their order. `replica`: of that one alone."""
         found, of_kind = [], saved_kind(kind)
         for holder in holders:
             key = of_kind.key(holder.name, what)

@@ -88,10 +88,8 @@ def placements_to_plain(placements: Mapping[str, Placement]) -> dict[str, Any]:
             "shape": list(p.shape), "weight_decay": p.weight_decay, "tied": p.tied,
             "shard": None if p.shard is None else {
                 "dim": p.shard.dim, "ranges": [[list(r) for r in ranges] for ranges in p.shard.ranges],
-                **({"axis": p.shard.axis} if p.shard.axis != "tp" else {})},
-        }
-        for name, p in placements.items()
-    }
+                **({"axis": p.shard.axis} if p.shard.axis != "tp" else {})}}
+        for name, p in placements.items()}
 
 
 def _parse_json(file: TensorFile, key: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from hybridpar.cli.fitting import Room, fit_report
@@ -71,14 +71,13 @@ class Check:
             "stages": [[b.start, b.stop] for b in stages], "parameters": parameters,
             "batch_samples": config.global_batch_size, "batch_tokens": config.batch_tokens,
             "training_flops_per_token": training_flops_per_token(config.model),
-            "device": device.type, "peak_memory": [stage.as_json() for stage in memory], "absent": absent,
-        }
+            "device": device.type, "peak_memory": [stage.as_json() for stage in memory], "absent": absent}
         tiers, host, sites = forecasts(config), forecast_host(config), site_traffic(config)
         name, fullest = Sizes.of(config).rank_name, max(range(len(memory)), key=lambda rank: memory[rank].total)
         arena = forecast_planned(config, lines_of(sizes_of(grid))["pp"][0][fullest])
         fit, fit_lines = fit_report(config, memory, room, name, largest=self.largest)
         if self.json:
-            plain |= {"tiers": [one.as_json() for one in tiers]} | fit | {
+            plain |= {"tiers": [asdict(one) for one in tiers]} | fit | {
                 key: found.as_json() for key, found in (
                     ("host", host), ("offload", offload), ("planned", arena), ("sites", sites)) if found}
             if cost is not None:

@@ -33,8 +33,7 @@ def examine() -> dict[str, Any]:
                     "c++": shutil.which("c++"), "nvcc": shutil.which("nvcc")},
         "built": {"hybridpar._C": native.missing() or "yes", "hybridpar._C_cuda": native.missing_cuda() or "yes",
                   "hybridpar._C_recorder": native.missing_recorder() or "yes"},
-        "operators": {device: {op: _choices(op, device) for op in registry.ops()} for device in devices},
-    }
+        "operators": {device: {op: _choices(op, device) for op in registry.ops()} for device in devices}}
 
 
 def _versions() -> dict[str, str | None]:
@@ -53,8 +52,7 @@ def _cpu() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "cores": available_cores(),
-        "instructions": [name for name in CPU_FLAGS if name in known],
-    }
+        "instructions": [name for name in CPU_FLAGS if name in known]}
 
 
 def _memory_gib() -> float | None:
@@ -68,8 +66,7 @@ def _gpu(index: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(index)
     return {
         "name": properties.name, "capability": f"{properties.major}.{properties.minor}",
-        "memory_gib": round(properties.total_memory / 2**30, 1), "multiprocessors": properties.multi_processor_count,
-    }
+        "memory_gib": round(properties.total_memory / 2**30, 1), "multiprocessors": properties.multi_processor_count}
 
 
 def _choices(op: str, device: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybridpar.errors import config_error
 
@@ -41,18 +41,21 @@ class Launch:
     """Port of the store, where all processes are on this machine and make it themselves."""
     supervisor: int = 0
     """The process that has started this one, as `hybridpar train --ranks` does (0: none of ours)."""
+    store: str = field(default="", compare=False)
+    """Address and port of the launcher's store."""
 
     @staticmethod
     def from_environment(args: Sequence[str] = ()) -> Launch:
         """As the variables of torchrun say. Raises: ConfigError."""
-        def get(name: str, default: int) -> int:
+        def get(name: str, default: int, least: int = 0, most: int = 2**31) -> int:
             text = os.environ.get(name, str(default))
-            if not text.isdecimal():
-                raise config_error(name, text, "must be a whole number in the environment", str(default))
+            if not text.isdecimal() or not least <= int(text) <= most:
+                rule = f"must be a whole number from {least} to {most} in the environment"
+                raise config_error(name, text, rule, str(default))
             return int(text)
 
-        world = get("WORLD_SIZE", 1)
-        if get("RANK", 0) >= max(world, 1):
+        world, port = get("WORLD_SIZE", 1, 1), get("MASTER_PORT", 29500, 1, 2**16 - 1)
+        if get("RANK", 0) >= world:
             raise config_error("RANK", get("RANK", 0), f"must be below WORLD_SIZE = {world} in the environment", "0")
         local = get("LOCAL_WORLD_SIZE", world)
         here = world == get("LOCAL_WORLD_SIZE", 0) and "GLOO_SOCKET_IFNAME" not in os.environ
@@ -60,5 +63,6 @@ class Launch:
         near = local == world and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
         job = os.environ.get("TORCHELASTIC_RUN_ID", "")
         return Launch(get("RANK", 0), get("LOCAL_RANK", 0), world, local, "RANK" in os.environ, here, tuple(args),
-                      get("MASTER_PORT", 0) if near and not theirs else 0,
-                      int(job.removeprefix(JOB)) if job.startswith(JOB) else 0)
+                      port if near and not theirs and "MASTER_PORT" in os.environ else 0,
+                      int(job.removeprefix(JOB)) if job.startswith(JOB) else 0,
+                      f"{os.environ.get('MASTER_ADDR', '')}:{port}")

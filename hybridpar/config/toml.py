@@ -127,7 +127,7 @@ def _no_section(name: str, value: Any, base: Config) -> Problem:
 
 def _as_toml(value: Any) -> str:
     """A value as it would be written in the file; JSON's form is TOML's for all that a configuration has."""
-    return json.dumps(value)
+    return json.dumps(value, default=str)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

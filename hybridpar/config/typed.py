@@ -182,7 +182,7 @@ def convert(value: Any, kind: Any) -> Any:
             raise ValueError("must be a list")
         if origin is tuple and inner[-1] is not Ellipsis and len(items) != len(inner):
             raise ValueError(f"must have {len(inner)} entries")
-        return tuple(convert(v, inner[0]) for v in items)
+        return tuple(map(convert, items, [inner[0]] * len(items) if Ellipsis in inner or origin is Sequence else inner))
     if origin in (typing.Union, UnionType):
         return _convert_to_any(value, typing.get_args(kind))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

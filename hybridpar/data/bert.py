@@ -115,8 +115,7 @@ class BertDataset:
             "labels": labels,
             "token_types": ((place >= end_a) & (place < end)).astype(np.int64),
             "padding_mask": place < end,
-            "sentence_labels": pairs.label,
-        }
+            "sentence_labels": pairs.label}
 
     def num_targets(self, indices: Ints, epochs: Ints) -> int:
         """How many labels of these samples count. Shapes: `indices`, `epochs` [b]."""

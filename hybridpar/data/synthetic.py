@@ -57,5 +57,4 @@ class _Samples:
             "labels": np.where(masked, tokens[1:], -100),
             "token_types": (np.arange(s) >= length // 2).astype(np.int64),
             "padding_mask": real,
-            "sentence_labels": np.asarray(random.integers(0, 2)),
-        }
+            "sentence_labels": np.asarray(random.integers(0, 2))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -27,8 +27,7 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True)
 class Swapped:
-    """Number of intervals in which a block could leave over a link and come back in time, and bytes saved at the peak.
-    """
+    """Number of intervals in which a block could leave over a link and be back in time, and bytes saved at the peak."""
 
     link: str
     num_intervals: int
@@ -104,20 +103,14 @@ def examine(header: Header, behaviour: Behaviour, read: Callable[[], Iterable[Sp
     if shown[-1].step == first:
         before = excerpt(read(), first - 1, first)
         first, shown = next((span.step, before) for span in before if span.step >= first - 1)
-    order = {block: i for i, block in enumerate(_handed_out(shown))}
+    order = {block: i for i, block in enumerate(
+        event.block for span in shown for event in span.events if event.what is What.MALLOC)}
     blocks = sorted(lives(shown), key=lambda life: order[life.block])
     swaps = [Swapped(link.name, len(feasible(blocks, link)), saved_at_peak(blocks, link, behaviour.peak))
              for link in LINKS.values()] if timed else []
     usage = replay(event for span in read() for event in span.events)
     categories = {life.block: life.category for life in blocks}
-    return Account(header, behaviour, shown, blocks, _gaps(blocks, categories), list(levels(shown, categories)), swaps,
-                   usage, plan(blocks_of(shown)), timed, first)
-
-
-def _handed_out(spans: Iterable[Span]) -> Iterator[int]:
-    return (event.block for span in spans for event in span.events if event.what is What.MALLOC)
-
-
-def _gaps(blocks: Iterable[Life], categories: Mapping[int, Category]) -> list[Gap]:
-    return [Gap(after.time - before.time, life.num_bytes, categories[life.block])
+    gaps = [Gap(after.time - before.time, life.num_bytes, categories[life.block])
             for life in blocks for before, after in pairwise(life.accesses)]
+    return Account(header, behaviour, shown, blocks, gaps, list(levels(shown, categories)), swaps,
+                   usage, plan(blocks_of(shown)), timed, first)

@@ -249,6 +249,3 @@ def _swept(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> tuple[Ints, in
                 offsets[large], lowest = found, top
     offsets[small] += lowest
     return offsets, lowest + rest
-
-
-__all__ = ["ALIGNMENT", "Arena", "Block", "blocks_of", "check", "plan"]

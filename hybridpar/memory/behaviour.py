@@ -307,6 +307,3 @@ class _Steps:
         groups = itertools.groupby(sorted(step for step in self._rows if step > 0), self._rows.__getitem__)
         runs = [list(steps) for _, steps in groups]
         return [(steps[0], steps[-1]) for steps in runs]
-
-
-__all__ = ["Behaviour", "Distribution", "Interval", "Intervals", "Peak", "Totals", "analyse"]

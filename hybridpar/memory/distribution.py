@@ -53,6 +53,3 @@ class Distribution:
             bins[key // _FINE] += count
         return [(10 ** (i / PER_DECADE), 10 ** ((i + 1) / PER_DECADE), bins.get(i, 0))
                 for i in range(min(bins), max(bins) + 1)] if bins else []
-
-
-__all__ = ["PER_DECADE", "Distribution"]

@@ -116,6 +116,3 @@ class _Placed:
 
 def _by_offset(rows: Ints) -> Ints:
     return rows[:, rows[0].argsort()]
-
-
-__all__ = ["place", "search"]

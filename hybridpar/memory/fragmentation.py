@@ -30,14 +30,13 @@ SEGMENT_STEP = 2 << 20
 
 @dataclass(frozen=True)
 class Usage:
-    """Most bytes that the allocator reserves, and that blocks have at once. num_segments: when the most are reserved.
+    """Most bytes that the allocator reserves, and that blocks have at once.
 
     fits: whether a limit was kept; False: the trace ends where it could not be.
     """
 
     reserved: int
     largest_live: int
-    num_segments: int = 0
     fits: bool = True
 
 
@@ -53,14 +52,14 @@ def replay(events: Iterable[MemoryEvent], limit: int | None = None) -> Usage:
         if event.what is What.MALLOC and event.num_bytes:
             piece = allocator.malloc(event.num_bytes)
             if piece is None:
-                return Usage(allocator.most_reserved, largest, allocator.most_segments, fits=False)
+                return Usage(allocator.most_reserved, largest, fits=False)
             pieces[event.block] = piece
             live += event.num_bytes
             largest = max(largest, live)
         elif event.what is What.FREE and event.num_bytes:
             allocator.free(pieces.pop(event.block))
             live -= event.num_bytes
-    return Usage(allocator.most_reserved, largest, allocator.most_segments)
+    return Usage(allocator.most_reserved, largest)
 
 
 def round_up(num_bytes: int, step: int) -> int:
@@ -107,7 +106,7 @@ class _Allocator:
     def __init__(self, limit: int | None):
         self._limit, self._end = limit, 0
         self._small, self._large = _Pool(ROUND), _Pool(SMALL + 1)
-        self._reserved = self._segments = self.most_reserved = self.most_segments = 0
+        self._reserved = self.most_reserved = 0
 
     def malloc(self, num_bytes: int) -> _Piece | None:
         """A piece; None: it does not fit under the limit."""
@@ -149,9 +148,8 @@ class _Allocator:
                 return None
         piece = _Piece(wanted, self._end, pool)
         self._end += wanted
-        self._reserved, self._segments = self._reserved + wanted, self._segments + 1
-        if self._reserved > self.most_reserved:
-            self.most_reserved, self.most_segments = self._reserved, self._segments
+        self._reserved += wanted
+        self.most_reserved = max(self.most_reserved, self._reserved)
         return piece
 
     def _release(self) -> None:
@@ -159,7 +157,7 @@ class _Allocator:
         for pool in (self._small, self._large):
             for piece in [piece for piece in pool.at.values() if piece.before is None and piece.after is None]:
                 pool.remove(piece)
-                self._reserved, self._segments = self._reserved - piece.size, self._segments - 1
+                self._reserved -= piece.size
 
 
 def segment_bytes(size: int) -> int:
@@ -167,6 +165,3 @@ def segment_bytes(size: int) -> int:
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < LEAST_OWN_SEGMENT else round_up(size, SEGMENT_STEP)
-
-
-__all__ = ["Usage", "replay"]

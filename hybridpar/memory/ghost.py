@@ -87,7 +87,15 @@ class Ghost(Tensor):
         return _zeros(tuple(self.shape))
 
 
-class Tracker(TorchDispatchMode):
+class QuietMode(TorchDispatchMode):
+    """A dispatch mode that the compiler is not told of: to let it know would first import it, which takes seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Tracker(QuietMode):
     """Makes new floating-point tensors ghosts on `device` while it is active, and counts the bytes of all tensors.
 
     Values read from a ghost are zeros, so it is not for code whose course depends on them. results: forms of what
@@ -101,11 +109,6 @@ class Tracker(TorchDispatchMode):
         self.current = self.peak = 0
         self._real: list[tuple[StorageWeakRef, _Block]] = []
         self._results = {} if results is None else results  # layers repeat each other; meta forms in Python are slow
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Returns False: to let the compiler know would first import it, which takes seconds."""
-        return False
 
     def read(self) -> Usage:
         """The bytes that tensors made since the start would hold; the peak since it was last restarted."""

@@ -116,6 +116,3 @@ def _peak(blocks: Iterable[_Given], num_entries: int) -> int:
         now += change
         peak = max(peak, now)
     return peak
-
-
-__all__ = ["ALLOC", "FREE", "Agreement", "compare"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,10 +33,6 @@ class Saving:
     knob: str
     saves: int
     peak: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values only."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar.memory.events import MemoryEvent, What
-from hybridpar.memory.ghost import Ghost, cast_bytes, is_in_place_without_a_mode, tensors_in
+from hybridpar.memory.ghost import Ghost, QuietMode, cast_bytes, is_in_place_without_a_mode, tensors_in
 from hybridpar.memory.operators import Operator, Use, adds_nothing, in_place_form
 
 Reading = Callable[[Callable[[Any], float]], Sequence[MemoryEvent]]
@@ -36,7 +35,7 @@ _Raw = tuple[What, int, int, str, Any, int, str]
 """A memory event whose time is a clock's stamp."""
 
 
-class ModeObserver(TorchDispatchMode):
+class ModeObserver(QuietMode):
     """An Observer (see memory.recorder). `now`: stamps of a clock."""
 
     def __init__(self, now: Callable[[], Any]):
@@ -50,11 +49,6 @@ class ModeObserver(TorchDispatchMode):
         self._next = 0
         self._events: list[_Raw] = []
         self._now = now
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Returns False: to let the compiler know would first import it, which takes seconds."""
-        return False
 
     def enter(self) -> None:
         self._thread = get_ident()

@@ -88,6 +88,12 @@ class Observer(Protocol):
     def close(self) -> None: ...
 
 
+def _passed_on(to: str, name: str) -> Any:
+    """A property that is another one's, of the object that the attribute `to` holds."""
+    return property(lambda self: getattr(getattr(self, to), name),
+                    lambda self, value: setattr(getattr(self, to), name, value))
+
+
 class _NativeObserver:
     """The observer in C++. It keeps events as text, and times of the host's clock."""
 
@@ -95,21 +101,7 @@ class _NativeObserver:
         self._inner = native.recorder().Observer(described, begun)
         self.enter, self.exit, self.close = self._inner.enter, self._inner.exit, self._inner.close
 
-    @property
-    def layer(self) -> int:
-        return self._inner.layer
-
-    @layer.setter
-    def layer(self, layer: int) -> None:
-        self._inner.layer = layer
-
-    @property
-    def paused(self) -> bool:
-        return self._inner.paused
-
-    @paused.setter
-    def paused(self, paused: bool) -> None:
-        self._inner.paused = paused
+    layer, paused = _passed_on("_inner", "layer"), _passed_on("_inner", "paused")
 
     def adopt(self, name: str, tensors: list[Tensor]) -> None:
         self._inner.adopt(json.dumps(name), tensors)
@@ -160,23 +152,10 @@ class Recorder:
         self.is_active = False
         self._observer.exit()
 
-    @property
-    def layer(self) -> int:
-        """Number of the model's block that runs, as the owner sets it; -1: none."""
-        return self._observer.layer
-
-    @layer.setter
-    def layer(self, layer: int) -> None:
-        self._observer.layer = layer
-
-    @property
-    def paused(self) -> bool:
-        """Whether operators are let pass."""
-        return self._observer.paused
-
-    @paused.setter
-    def paused(self, paused: bool) -> None:
-        self._observer.paused = paused
+    layer = _passed_on("_observer", "layer")
+    """Number of the model's block that runs, as the owner sets it; -1: none."""
+    paused = _passed_on("_observer", "paused")
+    """Whether operators are let pass."""
 
     def adopt(self, name: str, tensors: Iterable[Tensor]) -> None:
         """Names blocks: from now on in the trace those that were there, from their birth those made in this span."""

@@ -74,6 +74,3 @@ class ReuseDistances:
         index = np.arange(1, len(self._sizes) + 1)
         self._tree = [0, *(sums[index] - sums[index - (index & -index)]).tolist()]
         self._total = int(sums[-1])
-
-
-__all__ = ["ReuseDistances"]

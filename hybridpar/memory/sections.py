@@ -73,12 +73,11 @@ def as_json(account: Account, savings: Sequence[Saving]) -> dict[str, Any]:
         "peak": {"bytes": peak.num_bytes, "step": peak.step, "action": peak.action,
                  "by_category": {c.value: n for c, n in peak.by_category.items()},
                  "activations_by_block": peak.by_layer},
-        "knobs": [saving.as_json() for saving in savings],
-        "offloaded": [saving.as_json() for saving in offloading(account.levels)],
+        "knobs": [asdict(saving) for saving in savings],
+        "offloaded": [asdict(saving) for saving in offloading(account.levels)],
         "swaps": [asdict(swap) for swap in account.swaps],
         "fragmentation": {"largest_live": usage.largest_live, "reserved": usage.reserved,
-                          "arena": account.arena.num_bytes},
-    }
+                          "arena": account.arena.num_bytes}}
 
 
 def as_text(sections: Iterable[Section]) -> str:

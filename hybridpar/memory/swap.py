@@ -42,8 +42,7 @@ LINKS = {
         Link("pcie4", 25e9, 25e9),
         Link("pcie5", 50e9, 50e9),
         # of 450 GB/s each way, measured: Schieffer et al., arXiv 2407.07850
-        Link("c2c", 297e9, 375e9),
-    )
+        Link("c2c", 297e9, 375e9))
 }
 
 
@@ -133,6 +132,3 @@ class _Queue:
         """Drops a copy. Returns False."""
         self._taken[self._place[i]] = 0.0
         return False
-
-
-__all__ = ["LINKS", "Link", "Swap", "away_at_peak", "feasible", "saved_at_peak", "swappable"]

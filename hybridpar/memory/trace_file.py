@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from hybridpar.pipeline.plan.action import parse_action
 from hybridpar.reading import BoundedReader, errors_as, open_regular, parse_json
 
 FORMAT = "hybridpar memory 1"
+_COMPACT: Any = {"separators": (",", ":"), "check_circular": False}
 
 
 def header_line(header: Header) -> str:
@@ -30,14 +31,8 @@ def header_line(header: Header) -> str:
 def span_line(span: Span) -> str:
     """The line of an action."""
     head = json.dumps({"step": span.step, "action": span.action, "start": span.start, "end": span.end}, **_COMPACT)
-    return f'{head[:-1]},"events":{_events_text(span.events)}}}\n'
-
-
-_COMPACT: Any = {"separators": (",", ":"), "check_circular": False}
-
-
-def _events_text(events: Sequence[MemoryEvent]) -> str:
-    return events.text if isinstance(events, WrittenEvents) else json.dumps(events, **_COMPACT)
+    events = span.events.text if isinstance(span.events, WrittenEvents) else json.dumps(span.events, **_COMPACT)
+    return f'{head[:-1]},"events":{events}}}\n'
 
 
 def read_trace(path: Path) -> tuple[Header, Iterator[Span]]:

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar.config import Config, DataConfig, ModelConfig, ModelSpec, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.memory.footprint import Buffers, TracedStage, sample_microbatch
-from hybridpar.memory.ghost import Ghost, Tracker, tensors_in
+from hybridpar.memory.ghost import Ghost, QuietMode, Tracker, tensors_in
 from hybridpar.memory.operators import Operator
 from hybridpar.models.build import Recomputation
 
@@ -35,7 +34,7 @@ class Op(NamedTuple):
     flops: int
 
 
-class _Noting(TorchDispatchMode):
+class _Noting(QuietMode):
     """Notes the operators on ghosts; must be entered after their tracker."""
 
     def __init__(self) -> None:
@@ -45,11 +44,6 @@ class _Noting(TorchDispatchMode):
         self.ops: list[Op] = []
         self._operators: dict[int, Operator] = {}
         self._formulas = flop_registry
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Returns False: to let the compiler know would first import it, which takes seconds."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

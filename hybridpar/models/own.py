@@ -105,7 +105,7 @@ def adopt(block: nn.Module, model: ModelSpec, number: int, dtype: torch.dtype) -
     From now on floats of micro-batches come to it as `dtype`, and what it returns is compared with what the model says.
     Raises: ConfigError for a module that does not do the same on every grid.
     """
-    _require_same_everywhere(block, model, number)
+    require_same_everywhere(block, model, number)
     wanted = model.activation_shape(number) if number < model.num_blocks - 1 else None
     block.register_forward_pre_hook(partial(_given, wanted is None, dtype))
     block.register_forward_hook(partial(_check_output, model, number, wanted))
@@ -161,6 +161,10 @@ def _check_output(model: ModelSpec, number: int, wanted: Any, block: nn.Module, 
         if names != list(model.losses) or any(loss.dim() for loss in out.values()):
             raise config_error("model.losses", list(model.losses), f"are numbers (0-d) that the last block returns by "
                                f"name; {where} returns {names}", "the names of that dict")
+        if (torch.is_grad_enabled() and isinstance(args[0], Tensor) and args[0].requires_grad
+                and not any(loss.requires_grad for loss in out.values())):
+            rule = f"returns losses without a gradient: {where} leaves autograd's graph (detach, item, numpy, no_grad)"
+            raise config_error("model.spec", spec_name(type(model)), rule, "a loss that torch computes of its input")
         if not {"num_samples", "num_targets"} & args[1].asked:
             rule = (f"returns losses that are not divided by the size of the whole batch: {where} reads neither "
                     "batch['num_samples'] nor batch['num_targets'], so micro-batches would not add up to a mean")
@@ -186,7 +190,8 @@ def _placement(module: nn.Module, parameter: nn.Parameter, draw: Constructed, in
                      matrices=(((0, len(parameter)),),) if is_matrix else ())
 
 
-def _require_same_everywhere(block: nn.Module, model: ModelSpec, number: int) -> None:
+def require_same_everywhere(block: nn.Module, model: ModelSpec, number: int) -> None:
+    """Raises: ConfigError for a module whose numbers depend on micro-batches, or on the place of the process."""
     for name, module in block.named_modules():
         for kind, (why, works) in _UNLIKE.items():
             if isinstance(module, kind) and getattr(module, "p", 1.0) > 0:

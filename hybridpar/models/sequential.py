@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.config import ModelSpec, spec_name
-from hybridpar.errors import config_error
-from hybridpar.models.own import Build, making
+from hybridpar.errors import ConfigError, config_error
+from hybridpar.models.own import Build, making, require_same_everywhere
 
 Shape = tuple[int, ...] | dict[str, tuple[int, ...]]
 
@@ -80,7 +80,14 @@ class _Layer(nn.Module):
         if not self._is_last:
             return out
         share = len(batch[self._model.inputs]) / batch["num_samples"]
-        return {"loss": self._model.loss(out, batch) * share}
+        if not isinstance(loss := self._model.loss(out, batch), Tensor):
+            raise _wrong(self._model, f"returns a {type(loss).__name__} from loss(), which must be a number (0-d)",
+                         "nn.functional.mse_loss(out, batch['y'])")
+        return {"loss": loss * share}
+
+
+def _wrong(model: SequentialSpec, rule: str, works: str) -> ConfigError:
+    return config_error("model.spec", spec_name(type(model)), rule, works)
 
 
 @lru_cache(maxsize=16)
@@ -90,27 +97,38 @@ def _shapes(model: SequentialSpec) -> tuple[Shape, ...]:
     Raises: ConfigError where there is none, or two of them share a parameter.
     """
     with making("meta", torch.float32):
-        row = list(model.layers())
-    name = spec_name(type(model))
+        row = list(model.layers() or ())
     if not row:
-        rule = "has no modules: its method layers() gives none"
-        raise config_error("model.spec", name, rule, "yield nn.Linear(8, 8)")
+        raise _wrong(model, "has no modules: its method layers() gives none", "yield nn.Linear(8, 8)")
     held: dict[int, str] = {}
     for number, module in enumerate(row):
+        if not isinstance(module, nn.Module):
+            raise _wrong(model, f"gives {module!r} as module {number}, which must be a torch.nn.Module", "nn.Tanh()")
+        require_same_everywhere(module, model, number)
         for own, parameter in module.named_parameters():
             where = f"{own} of module {number}"
             if (other := held.setdefault(id(parameter), where)) != where:
                 rule = f"has one parameter in two modules ({other}, {where}), which may be on two processes"
-                raise config_error("model.spec", name, rule, "two parameters, or both in one module")
-    if model.inputs not in (sample := model.sample(0, 0)):
+                raise _wrong(model, rule, "two parameters, or both in one module")
+    if not isinstance(sample := model.sample(0, 0), dict):
+        rule = f"has samples of type {type(sample).__name__}, which must be dicts of arrays"
+        raise _wrong(model, rule, '{"x": .., "y": ..}')
+    if model.inputs not in sample:
         rule = f"takes the input {model.inputs!r}, which its samples lack: they have {', '.join(sample)}"
-        raise config_error("model.spec", name, rule, f"inputs = {next(iter(sample))!r}")
+        raise _wrong(model, rule, f"inputs = {next(iter(sample), '')!r}")
     x: Any = torch.as_tensor(np.asarray(sample[model.inputs])).to("meta")[None]
     x = x.float() if x.is_floating_point() else x
     shapes: list[Shape] = []
     with torch.no_grad():
-        for module in row[:-1]:
-            x = module(x)
-            shapes.append({part: tuple(one.shape[1:]) for part, one in x.items()} if isinstance(x, dict)
-                          else tuple(x.shape[1:]))
+        for number, module in enumerate(row):
+            given = x
+            try:
+                x = module(x)
+                if module is not row[-1]:
+                    shapes.append({part: tuple(one.shape[1:]) for part, one in x.items()} if isinstance(x, dict)
+                                  else tuple(x.shape[1:]))
+            except Exception as error:
+                what = tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
+                rule = f"has a module {number} ({type(module).__name__}) that makes of {what} no tensor: {error}"
+                raise _wrong(model, rule, "a module that takes what the one before returns") from error
     return tuple(shapes)

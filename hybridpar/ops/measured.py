@@ -5,8 +5,8 @@
 
 By device (what torch calls a GPU; "cpu" is any CPU), operation and type: microseconds of forward and backward, or of a
 pass, summed over the shapes of the benchmark. Where which is fastest depends on the class of a shape, that follows the
-operation's name. `python -m benchmarks.gpu_ops --table` writes it. A GPU that is not in it has the times of the one of
-its compute capability that is.
+operation's name. `python -m benchmarks.gpu_ops --table` writes it. A GPU has the times of the one of its compute
+capability that is in it, but for what was measured on it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ def medians(op: str, device_type: str | None, dtype: torch.dtype | None, shape: 
     """Microseconds of each backend that was measured on such tensors; empty where none was. shape: their class."""
     if device_type is None or dtype is None:
         return {}
-    table = _table().get(device_name(device_type))
-    if table is None and device_type == "cuda" and torch.cuda.is_available():
-        table = _table().get(ALIKE.get(torch.cuda.get_device_capability(), ""))
-    found = [(table or {}).get(name, {}).get(str(dtype).removeprefix("torch.")) for name in (f"{op} {shape}", op)]
+    devices = [device_name(device_type)]
+    if device_type == "cuda" and torch.cuda.is_available():
+        devices.append(ALIKE.get(torch.cuda.get_device_capability(), ""))
+    kind = str(dtype).removeprefix("torch.")
+    found = [_table().get(device, {}).get(name, {}).get(kind) for device in devices for name in (f"{op} {shape}", op)]
     return next(filter(None, found), {})
 
 

@@ -44,7 +44,7 @@ def quantize(x: Tensor, bits: int, *, rotate: bool = False, backend: str = "auto
     Source of the rotation: arXiv 2506.01352 (TAH-Quant).
     """
     _check(x, bits)
-    return resolve("quantize", backend, x)().encode(x.contiguous(), bits, rotate)
+    return resolve("quantize", backend, x)().quantize(x.contiguous(), bits, rotate)
 
 
 def dequantize_(x: Tensor, message: Tensor, bits: int, *, rotate: bool = False, backend: str = "auto") -> Tensor:
@@ -58,7 +58,7 @@ def dequantize_(x: Tensor, message: Tensor, bits: int, *, rotate: bool = False, 
     if message.dtype != torch.uint8 or message.numel() != expected:
         raise ValueError(
             f"message must be {expected} bytes for {tuple(x.shape)}, got {message.numel()} of {message.dtype}")
-    resolve("quantize", backend, x)().decode_(x, message.contiguous(), bits, rotate)
+    resolve("quantize", backend, x)().dequantize_(x, message.contiguous(), bits, rotate)
     return x
 
 
@@ -73,7 +73,7 @@ class Passes:
     """The torch reference."""
 
     @staticmethod
-    def encode(x: Tensor, bits: int, rotate: bool) -> Tensor:
+    def quantize(x: Tensor, bits: int, rotate: bool) -> Tensor:
         padded = F.pad(x.to(wide_type(x)), (0, -x.shape[1] % TILE))
         tiles = padded.view(len(x), padded.shape[1] // TILE, TILE)
         if rotate:
@@ -89,7 +89,7 @@ class Passes:
         return torch.cat((codes.flatten(1), scale.view(torch.uint8)), 1)
 
     @staticmethod
-    def decode_(x: Tensor, message: Tensor, bits: int, rotate: bool) -> None:
+    def dequantize_(x: Tensor, message: Tensor, bits: int, rotate: bool) -> None:
         num_tiles = -(-x.shape[1] // TILE)
         sizes = num_tiles * TILE * bits // 8, num_tiles * _SCALE_BYTES
         codes, scales = message.view(len(x), sum(sizes)).split(sizes, 1)
@@ -121,18 +121,9 @@ def _scale(largest: Tensor, limit: int) -> Tensor:
     return rounded.view(torch.float32).to(torch.bfloat16)
 
 
-class Compiled:
-    """The passes of a library, such as torch.ops.hybridpar."""
-
-    def __init__(self, library: Any) -> None:
-        self._library = library
-
-    def encode(self, x: Tensor, bits: int, rotate: bool) -> Tensor:
-        made: Tensor = self._library.quantize(x, bits, rotate)
-        return made
-
-    def decode_(self, x: Tensor, message: Tensor, bits: int, rotate: bool) -> None:
-        self._library.dequantize_(x, message, bits, rotate)
+def compiled(library: Any) -> Any:
+    """The passes of a library, such as torch.ops.hybridpar: its operators."""
+    return library
 
 
 PASSES: Shapes = {

@@ -35,6 +35,7 @@ import torch
 
 from hybridpar.config import MAX_TOML, Config, ModelConfig
 from hybridpar.errors import ConfigError, Problem, config_error
+from hybridpar.memory.limit import RESERVED
 from hybridpar.memory.silent import silent_axis
 from hybridpar.memory.work import KINDS, block_kinds, block_work
 from hybridpar.models.build import build_blocks
@@ -123,7 +124,7 @@ def _problems(
             continue
         kinds = (int, float) if known[key] is float else known[key]
         if not isinstance(value, kinds) or isinstance(value, bool) is not (kinds is bool):
-            yield Problem(f"{where}{key}", value, "is of the wrong type")
+            yield Problem(f"{where}{key}", value, "is of the wrong type", _works(key, kinds))
         elif kinds is bool:
             continue
         elif isinstance(value, int | float) and not 0 < value <= _MOST and key != "latency_us":  # true for NaN
@@ -134,7 +135,13 @@ def _problems(
             yield Problem(f"{where}{key}", value, "is a share, so at most 1", "0.8")
     for key in needed:
         if key not in table:
-            yield Problem(f"{where}{key}", None, "is missing")
+            yield Problem(f"{where}{key}", None, "is missing", _works(key, known[key]))
+
+
+def _works(key: str, kind: Any) -> str:
+    """A value of the type that the key takes."""
+    named = '"a100-80gb"' if key == "device" else '"ethernet-25"'
+    return {int: "2", float: "25", (int, float): "25", bool: "true", str: '"mine"', list: f"[[{key}]]"}.get(kind, named)
 
 
 def _device(given: str | Mapping[str, Any]) -> Device:
@@ -142,13 +149,16 @@ def _device(given: str | Mapping[str, Any]) -> Device:
         return find_device(given)
     if found := [*_problems("device.", given, _DEVICE, ("tflops", "memory_gib", "memory_gb_per_s"))]:
         raise ConfigError(*found)
+    if GIB * given["memory_gib"] <= RESERVED:
+        rule = f"must be above {RESERVED / GIB}, which an accelerator's context and communicators take"
+        raise config_error("device.memory_gib", given["memory_gib"], rule, "8")
     return Device(given.get("name", "own device"), 1e12 * given["tflops"], GIB * given["memory_gib"],
                   1e9 * given["memory_gb_per_s"], given.get("matmul_share", 0.6))
 
 
 def _link(given: str | Mapping[str, Any], where: str) -> Link:
     if isinstance(given, str):
-        return find_link(given)
+        return find_link(given, where)
     if found := [*_problems(f"{where}.", given, _LINK, ("gbit_per_s",))]:
         raise ConfigError(*found)
     return Link(given.get("name", where), GIGABIT * given["gbit_per_s"], 1e-6 * given.get("latency_us", 10.0),

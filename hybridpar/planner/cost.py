@@ -68,12 +68,10 @@ class StepCost(StageCosts):
         targets = (sources + size) % (self.pp * size)
         crossed: list[list[tuple[AnyLink, float]]] = [[] for _ in sources]  # by link: what it crosses, and its flows
         for of_group, link, links in self.machine.borders:
-            groups, crosses = sources // of_group, sources // of_group != targets // of_group
-            if crosses.any():
-                leaving = np.bincount(groups[crosses])
-                if link.half_duplex:  # what enters shares it, as links are in step
-                    leaving = leaving + np.bincount(targets[crosses] // of_group, minlength=len(leaving))
-                most = np.where(crosses, leaving[np.minimum(groups, len(leaving) - 1)], 0).max(axis=1)
+            groups, others = sources // of_group, targets // of_group
+            if (crosses := groups != others).any():
+                ends = np.concatenate((groups[crosses], others[crosses])) if link.half_duplex else groups[crosses]
+                most = np.where(crosses, np.bincount(ends, minlength=self.pp * size)[groups], 0).max(axis=1)
                 for of_link, number in zip(crossed, most.tolist(), strict=True):
                     of_link += [(link, max(number / links, 1))] if number else []
         return [self._link(flow if flat[0] < flat[1] else -flow, self._sent_bytes(flow, r), self._sent_bytes(1, r),

@@ -139,9 +139,9 @@ def find_device(name: str) -> Device:
     return _find("device", name, DEVICES, "a100-80gb")
 
 
-def find_link(name: str) -> Link:
-    """Raises: ConfigError if the table has no such link."""
-    return _find("link", name, LINKS, "nvlink3")
+def find_link(name: str, field: str = "link") -> Link:
+    """Raises: ConfigError, about `field`, if the table has no such link."""
+    return _find(field, name, LINKS, "nvlink3")
 
 
 def _find(field: str, name: str, known: Mapping[str, T], works: str) -> T:

@@ -147,7 +147,7 @@ def _stage_link(cost: StepCost) -> LinkNeed:
     taken = max(ways[worst], 1e-12) * chunks
     inner = range(1, cost.config.model.num_blocks - 1) or range(1)
     layer = sum(sum(cost.block_time(n)) for n in inner) / len(inner) or 1e-12
-    layers = min(sum(n in inner for n in rank.blocks) for rank in cost.ranks)
+    layers = max(1, min(sum(n in inner for n in rank.blocks) for rank in cost.ranks))  # a head may be alone
     more = math.ceil(max(0.0, taken / _SPARE - busy) / layer)
     deepest = len(inner) // (-(-len(inner) // cost.pp) + more) if more else 0
     into = cost.stages[(worst + 1) % cost.sizes.num_stages].blocks[0]

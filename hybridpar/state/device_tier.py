@@ -34,10 +34,6 @@ def state_memory(config: Config, device: torch.device, policy: StatePolicy) -> T
     return DeviceTieredMemory(budget, device, whole)
 
 
-def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
 def _is_late(device: torch.device) -> bool:
     """Whether work goes on when a call has returned."""
     return device.type == "cuda"
@@ -104,7 +100,7 @@ class DeviceTieredMemory(TieredMemory):
 
     def __init__(self, budget: int, device: torch.device, whole: WholeChunks | None = None):
         super().__init__(budget, Path(), device, whole)
-        self._stream = _new_stream(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def _region(self, num_bytes: int) -> TensorRegion:
         with on(self._stream):

@@ -155,8 +155,7 @@ class GradientAccumulator:
                 self._bound_leaves[name].grad = None
 
     def finish(self, index: int, names: Iterable[str] | None = None) -> None:
-        """The batch is over: parameters (or these of them) that got no gradient have zero, and backward reports nothing
-        until armed."""
+        """The batch is over: parameters (or these) without a gradient have zero; no backward reports until armed."""
         assert all(buffer != index for buffer, _ in self._waiting.values()), "parts of this batch still wait"
         self.on_final = None
         self.settle(index, self.layout.names if names is None else names)

@@ -112,8 +112,7 @@ class OuterStep:
         self._under_way, self.timeline = None, replace(self.timeline, since=since)
 
     def go_on(self, version: int) -> None:
-        """Before training from a version: what was under way then and came with a load leaves. Collectives: as `step`.
-        """
+        """Before training from a version: what was under way and came with a load leaves. Collectives: as `step`."""
         fragment = self.timeline.under_way(version)
         if fragment is not None and self._under_way is None:
             self.notes = (0.0,) * NUM_NOTES

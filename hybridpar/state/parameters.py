@@ -37,5 +37,4 @@ class StageParameters:
         # every place in the module tree that holds a parameter; a tied one has several
         self.places = [
             (module._parameters, key, by_id[id(parameter)])
-            for module in stage.modules() for key, parameter in module._parameters.items() if parameter is not None
-        ]
+            for module in stage.modules() for key, parameter in module._parameters.items() if parameter is not None]

@@ -120,8 +120,7 @@ class RankState:
             [(name, tensor, self.placements[name]) for name, tensor in tensors.items()], seed, self.grid.place))
 
     def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Sets the newest version of the weights as WeightStore.fill does: a beginning, which all sites have in common.
-        """
+        """Sets the newest version of the weights as WeightStore.fill does: a beginning that sites have in common."""
         self.weights.fill(write)
         if self.outer is not None:
             self.outer.begin(list(self.weights.parameters_of_optimizer().values()))
@@ -148,8 +147,7 @@ class RankState:
         self.reducer.arm(self.gradients.buffers[index])
 
     def bind(self, batch: int, versions: Sequence[int], *, last: bool = False, part: int = 0) -> None:
-        """The next backward, through a part at these versions, adds to the gradients of a batch. `last`: it makes them
-        final."""
+        """The next backward, of a part at these versions, adds to a batch's gradients. `last`: it makes them final."""
         self.reducer.proceed()
         for version in versions:
             self.gradients.bind(self.weights.leaves_of(version), self.gradients.buffer_index(batch))

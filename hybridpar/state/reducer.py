@@ -44,10 +44,6 @@ class GradientReducer:
         self._started: deque[list[Waitable]] = deque()  # by batch, oldest first
 
     @property
-    def armed(self) -> bool:
-        return self._flat is not None
-
-    @property
     def summed_beside(self) -> list[tuple[str, ...]]:
         """Parameters of each bucket whose sum needs no memory but the gradients' own, so that any stream may start it;
         none, where some do, or nothing is summed."""

@@ -82,7 +82,7 @@ class WholeChunks(Memory):
 
     @property
     def most_bytes(self) -> int:
-        """The most that is whole at once: weights of a part and the next, gradients of one and the one being summed."""
+        """Most that is whole at once: weights of a part and the next, gradients of one and the one being summed."""
         return self.room("weights", 2) + self.room("gradients", 2)
 
     def _storage(self, view: Tensor) -> object:
@@ -102,8 +102,7 @@ class WholeChunks(Memory):
 
 
 def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:
-    """Bytes that so many consecutive parts of a rank need of chunks that do not stay: the most. chunks: use and bytes.
-    """
+    """Most bytes that so many consecutive parts of a rank need of chunks that do not stay. chunks: use and bytes."""
     moving = [(set(use.parts), num_bytes) for use, num_bytes in chunks if not use.stays]
     last = max((max(parts) for parts, _ in moving), default=-1)
     return max((sum(num_bytes for parts, num_bytes in moving if not parts.isdisjoint(range(part, part + consecutive)))
@@ -183,8 +182,7 @@ class Shares:
         return self.partition.gather(self._unwatched, lambda other: other == use)
 
     def reduce_scatter(self, use: Use) -> Works:
-        """Starts to sum a whole chunk over the replicas, for `take`. Collectives: a reduce-scatter for each of its
-        buckets."""
+        """Starts to sum a whole chunk over replicas, for `take`. Collectives: a reduce-scatter for each bucket."""
         return self.partition.reduce_scatter(self._unwatched, lambda other: other == use)
 
     def names(self, use: Use) -> list[str]:

@@ -37,8 +37,7 @@ def folder_to_measure(config: Config) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StateItem:
-    """A chunk of one kind of state: 'weights/0' and 'weights/1' (of two versions), 'gradients/0', 'master', or
-    'optimizer/exp_avg'."""
+    """A chunk of a kind of state: 'weights/0', 'weights/1' (two versions), 'gradients/0', 'master', 'optimizer/..'."""
 
     kind: str
     use: Use

@@ -117,8 +117,7 @@ class WeightStore:
         return {name: leaf for name, leaf in self.leaves_of(version).items() if self.is_kept(self._uses(name))}
 
     def on_host(self, kind: str, dtype: torch.dtype | None = None) -> Buffer:
-        """A new buffer in the host's memory, of what this rank owns and the host updates. dtype: None, the master
-        copy's."""
+        """A new buffer in host memory, of what this rank owns and the host updates. dtype: None, the master copy's."""
         assert self._host is not None
         assert self.master is not None
         chunks = [chunk for chunk in self.master.chunks if chunk.use.hosted] or [Chunk(0, 0)]

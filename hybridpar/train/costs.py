@@ -60,8 +60,7 @@ def run_costs(config: Config, ranks: Sequence[RankEvents]) -> RunCosts | None:
     host = ranks[0].host
     return RunCosts(Ordering.of(config), sizes, measured, {
         "hosts": sorted({r.host.name for r in ranks}), "device": host.device, "cores": host.cores,
-        "threads": host.threads, "ranks": len(ranks), "torch": torch.__version__,
-    })
+        "threads": host.threads, "ranks": len(ranks), "torch": torch.__version__})
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -82,10 +81,8 @@ def write_costs(run: RunCosts, path: Path) -> None:
         "format": FORMAT, "schedule": asdict(run.ordering), "sizes": asdict(run.sizes), "costs_s": costs,
         "measured": {
             "batches": measured.num_batches, "step_s": measured.step_time, "idle_share": measured.idle,
-            "parts_s": [asdict(parts) for parts in measured.parts],
-        },
-        "hardware": dict(run.hardware),
-    }
+            "parts_s": [asdict(parts) for parts in measured.parts]},
+        "hardware": dict(run.hardware)}
     write_text(path, json.dumps(_rounded(document), indent=1) + "\n")
 
 
@@ -206,8 +203,7 @@ def describe(run: RunCosts, folder: Path | None = None) -> list[str]:
         f"the measured costs ({simulated / step:.0%})",
         f"idle by {name}: {percent(measured.idle)} measured, {percent(idle)} simulated",
         f"slowest {name} {slowest}: computing {in_ms(parts.compute)} ({parts.compute / step:.0%} of the step; the mean "
-        f"{name} {in_ms(fmean(p.compute for p in measured.parts))}){rest}",
-    ]
+        f"{name} {in_ms(fmean(p.compute for p in measured.parts))}){rest}"]
 
 
 def in_ms(seconds: float) -> str:

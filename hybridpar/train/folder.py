@@ -101,8 +101,7 @@ def find_run(config: Config) -> tuple[int, list[str]]:
     changed = [
         f"{section}.{key}: {old[section].get(key)!r} -> {value!r}"
         for section, table in new.items() if section != "run" for key, value in table.items()
-        if old[section].get(key) != value
-    ]
+        if old[section].get(key) != value]
     return (steps[0] if steps else 0), changed
 
 

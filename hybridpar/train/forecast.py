@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
 
 from hybridpar.config import Config
 from hybridpar.pipeline.plan.action import Action
@@ -35,10 +34,6 @@ class TierForecast:
         return (f"of {state} MiB of state, {least} have to be in memory; a step reads {read} from the file, and writes "
                 f"{written}")
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values only."""
-        return asdict(self)
-
 
 def forecasts(config: Config) -> list[TierForecast]:
     """The tiers of the first replica's ranks, in the order of the pipeline; none without memory.budget."""
@@ -63,8 +58,7 @@ def forecast(config: Config, rank: int = 0) -> TierForecast:
 
 
 def moved(actions: Iterable[Action], touches: Touches, budget: int, batches: range) -> tuple[int, int]:
-    """Bytes read and written from one update to another of these batches, of a run that starts with all in the slow
-    tier."""
+    """Bytes read and written from update to update of these batches, of a run that starts with all in the slow tier."""
     residency = touches.residency(budget)
     fast, read, written, counts = FastTier(residency), 0, 0, False
     for action in add_residency(actions, residency):

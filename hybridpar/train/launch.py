@@ -11,6 +11,8 @@ import ctypes
 import json
 import secrets
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,6 +31,8 @@ T = TypeVar("T")
 _POLL_S = 0.002, 0.5
 """First and longest pause between two polls of the store."""
 _PART_S = 5.0
+_SILENT_S = 20.0
+"""How long a rank waits for others before it says so."""
 LOOPBACK = "127.0.0.1"
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
@@ -49,6 +53,11 @@ class Job:
         """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names. Raises: RankError."""
         if launch.world_size == 1:
             return Job(launch)
+        waiting = threading.Timer(_SILENT_S, lambda: print(
+            f"rank {launch.rank} waits for the other {launch.world_size - 1} at {launch.store} (MASTER_ADDR and "
+            "MASTER_PORT, the same on all)", file=sys.stderr, flush=True))
+        waiting.daemon = True
+        waiting.start()
         try:
             store: dist.Store = (_loopback_store(launch) if launch.own_store_port else
                                  next(dist.rendezvous("env://", launch.rank, launch.world_size))[0])
@@ -59,6 +68,8 @@ class Job:
         except (OSError, ValueError) as error:  # the port is in use; MASTER_ADDR is not set
             raise RankError(f"rank {launch.rank} cannot reach the others: {error}; MASTER_ADDR and MASTER_PORT must be "
                             "set as torchrun does, to a host of the job and a port that is free there") from None
+        finally:
+            waiting.cancel()
 
     def together(self, action: Callable[[], T], *, here: bool = True) -> T | None:
         """Runs `action` on the processes where `here` is true; a failure of one is a failure of all.

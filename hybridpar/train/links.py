@@ -10,6 +10,7 @@ Where all ranks are on one host there is no such thread.
 
 from __future__ import annotations
 
+import math
 import platform
 import threading
 import time
@@ -32,13 +33,14 @@ DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class Silence:
-    """A link to another host that is out. since: seconds since 1970."""
+    """A link to another host that is out. since: as time.monotonic() tells it."""
 
     host: str
     since: float
 
     def __str__(self) -> str:
-        lasts, clock = time.time() - self.since, time.strftime("%H:%M:%S", time.localtime(self.since))
+        lasts = time.monotonic() - self.since
+        clock = time.strftime("%H:%M:%S", time.localtime(time.time() - lasts))
         return f"the link to {self.host} has been silent for {lasts:.0f} s, since {clock}"
 
 
@@ -119,7 +121,7 @@ class LinkWatch:
         self._flight, self._limit_s, self._files, self._say = flight, limit_s, files, say or (lambda text: None)
         self._known: dict[int, sockets.Connection] = {}
         self._silence: Silence | None = None
-        self._said = 0.0
+        self._said = -math.inf
         self._over = threading.Event()
         self._look()
         self._thread = threading.Thread(target=self._run, name="links", daemon=True)
@@ -156,7 +158,7 @@ class LinkWatch:
             self._look()
 
     def _judge(self, found: Sequence[sockets.Connection]) -> None:
-        record, before, now = self._flight.read(), self._silence, time.time()
+        record, before, now = self._flight.read(), self._silence, time.monotonic()
         silent = {host: min(one.silent_s for one in found if one.host == host) for host in {one.host for one in found}}
         stuck = {one.host for one in found if one.retries >= _STUCK_RETRIES}
         out = {host: s for host, s in silent.items() if s >= SILENT_S or host in stuck}
@@ -165,7 +167,7 @@ class LinkWatch:
             name = self.hosts.names.get(host, host)
             if before is None or before.host != name:
                 self._silence = before = Silence(name, now - out[host])
-                self._said = 0.0
+                self._said = -math.inf
             if now - self._said >= _SAY_EVERY_S:
                 self._say(f"waiting for the link to {name}, {now - before.since:.0f} s")
                 self._said = now

@@ -82,8 +82,7 @@ def measure(ranks: Sequence[RankEvents], sizes: Sizes, *, tied: bool) -> Measure
     typical = steps[margin : len(steps) - margin]
     typical_events = {r.rank: [
         list(r.events[first_uses[r.rank][batch] : first_uses[r.rank][batch + 1]])
-        for batch in sorted(batch for _, batch in typical)
-    ] for r in ranks}
+        for batch in sorted(batch for _, batch in typical)] for r in ranks}
     places = [[r for r in ranks if r.stage == s] for s in range(sizes.num_ranks)]
     parts = tuple(_mean([_parts(r, typical_events[r.rank]) for r in place]) for place in places)
     idle = tuple(p.waiting / sum(astuple(replace(p, beside=0.0))) for p in parts)
@@ -138,8 +137,7 @@ def _inputs(inputs: Sequence[Sequence[float]], weights: Sequence[Sequence[float]
 
 
 def _whole(batch: Sequence[Event], kinds: Collection[Kind], stage: int | None, m: int) -> list[float]:
-    """Own times of the actions of these kinds, of a stage, in the order of micro-batches: of each the sum of its
-    parts."""
+    """Own times of a stage's actions of these kinds, in the order of micro-batches: of each the sum of its parts."""
     sums: dict[tuple[int, int], float] = {}
     for e in batch:
         if e.action.kind in kinds and stage in (None, e.action.stage):

@@ -61,6 +61,8 @@ def stage_costs(config: Config) -> Costs:
     pp, chunks = config.parallel.pp, config.pipeline.num_chunks
     stages = stage_split(config.model, pp, config.pipeline.split, chunks, config.pipeline.placement)
     again = recomputed_blocks(config.pipeline.recompute, config.model, stages)
+    if not any(flops):  # of operators that are not counted alone
+        flops = [1] * len(flops)
     forward = [sum(flops[b] for b in blocks) for blocks in stages]
     backward = [2 * f + sum(flops[b] for b in stage.blocks) for f, stage in zip(forward, again, strict=True)]
     sizes = Sizes.of(config)
@@ -126,7 +128,8 @@ def differences(config: Config, run: RunCosts) -> list[str]:
         points = [a - b for a, b in zip(idle, idle_before, strict=True)]
         effect = max(abs(step - before) / counted, *map(abs, points))
         if effect > _WORTH_SAYING:
-            reasons.append((effect, f"{what} ({1e3 * (step - before):+.3g} ms, idle {_points(points)})"))
+            shifts = ", ".join(f"{100 * change:+.0f}" for change in points)
+            reasons.append((effect, f"{what} ({1e3 * (step - before):+.3g} ms, idle {shifts} points)"))
     rest = measured.step_time - step
     if abs(rest) > _SAME * counted:
         reasons.append((0.0, f"other programs, or what no cost explains ({1e3 * rest:+.3g} ms)"))
@@ -146,7 +149,3 @@ def _counted(config: Config, run: RunCosts) -> Costs:
     took, units = (sum(map(sum, (expand(c.forward, stages), expand(c.backward, stages)))) for c in (measured, counted))
     forward, backward = ([took / units * x for x in expand(c, stages)] for c in (counted.forward, counted.backward))
     return Costs(forward, backward)
-
-
-def _points(changes: Sequence[float]) -> str:
-    return ", ".join(f"{100 * change:+.0f}" for change in changes) + " points"

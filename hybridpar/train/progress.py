@@ -54,8 +54,7 @@ class Status:
         parts |= {
             "norm": f"grad norm {row['grad_norm']:.3f}", "lr": f"lr {row['lr']:.2e}",
             "speed": f"{row['tokens_per_s']:,.0f} {row.get('counts', 'tokens')}/s", "ms": f"{row['step_ms']:,.0f} ms",
-            "mfu": f"MFU {100 * row['mfu']:.1f} %", "memory": f"{row['memory_mib']:,.0f} MiB",
-        }
+            "mfu": f"MFU {100 * row['mfu']:.1f} %", "memory": f"{row['memory_mib']:,.0f} MiB"}
         if "sent_gb_a_day" in row:
             parts["data"] = a_day(1e9 * row["sent_gb_a_day"], 1e9 * row["received_gb_a_day"])
         if row.get("skipped"):

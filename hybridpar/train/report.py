@@ -133,8 +133,7 @@ class RunReport:
             "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds,
             "consumed_tokens": samples * config.model.tokens_per_sample,
             "mfu": self._peak.share(tokens / seconds * self._flops_per_token),
-            "memory_mib": peak_memory_mib(self.engine.device),
-        }
+            "memory_mib": peak_memory_mib(self.engine.device)}
         if self.links is not None:
             sent, received = (self.links.traffic() - self._traffic).a_day
             row |= {"sent_gb_a_day": sent / 1e9, "received_gb_a_day": received / 1e9}

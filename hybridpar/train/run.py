@@ -118,7 +118,8 @@ class Run:
     def go(self) -> Outcome:
         """Trains to the end, or to a signal; saves and draws; says how it went."""
         engine, end, stopped_by = self.engine, self.config.train.num_steps, 0
-        with noting_signals(self.config.train.stop_signals, self._on_signal) as request:
+        alone = self.grid.world.size == 1
+        with noting_signals(self.config.train.stop_signals, self._on_signal, alone) as request:
             if engine.batches_done == 0:
                 self._evaluate()
                 if self.config.anomalies.rolls_back:

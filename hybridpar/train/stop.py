@@ -46,12 +46,14 @@ def end_with(supervisor: int) -> None:
 
 
 @contextlib.contextmanager
-def noting_signals(names: Sequence[str], on_first: Callable[[int], None]) -> Iterator[StopRequest]:
+def noting_signals(names: Sequence[str], on_first: Callable[[int], None],
+                   alone: bool = False) -> Iterator[StopRequest]:
     """Notes a first signal of these names and calls `on_first` with its number, while entered.
 
     A signal that comes more than SAME_REQUEST_S later ends the process. A launcher that has seen one rank die ends the
     others, which are then about to report what they waited for and may be closing a checkpoint. So where an error
     leaves this block, one signal in the next ERROR_TIME_S is ignored; those that follow act as before the block.
+    alone: there are no others.
     """
     request, failed_at, noted_at = StopRequest(), 0.0, 0.0
     before: list[tuple[signal.Signals, Any]] = []
@@ -79,7 +81,7 @@ def noting_signals(names: Sequence[str], on_first: Callable[[int], None]) -> Ite
     try:
         yield request
     except Exception:
-        failed_at = time.monotonic()
+        failed_at = 0.0 if alone else time.monotonic()
         raise
     finally:
         if not failed_at or request.number:

@@ -28,8 +28,7 @@ Layer = ColumnParallelLinear | RowParallelLinear
 
 
 def add_boundaries(blocks: Mapping[int, nn.Module], config: Config) -> None:
-    """Puts the links of `config` behind blocks of the whole model, by number; without gradients those of an evaluation.
-    """
+    """Puts the links of `config` behind a whole model's blocks, by number; without gradients those of an evaluation."""
     _add_sums(blocks, config)
     codecs, pipeline = Codecs.of(config), config.pipeline
     split = stage_split(config.model, config.parallel.pp, pipeline.split, pipeline.num_chunks, pipeline.placement)

@@ -83,8 +83,7 @@ class Report:
             "stage_norms": [list(bundle.stage_norms), list(self.stage_norms)],
             "first_not_finite": {"weight": self.weights or None, "activation": self.activation or None,
                                  "gradient": self.gradient or None},
-            "largest": self.largest,
-        }
+            "largest": self.largest}
 
     def lines(self) -> list[str]:
         """For people."""
@@ -131,7 +130,8 @@ def replay(path: Path, step: int, say: Say) -> Report:
     data = open_data(config.model, config.data, config.cache_folder, seed=config.train.seed)
     _check_data(bundle, data)
     judge = KnownJudge(bundle.skipped)
-    staged = StagedPolicy(config, bundle.config, judge) if _has_versions_by_stage(bundle.config) else None
+    was = bundle.config
+    staged = StagedPolicy(config, was, judge) if was.pipeline.schedule == "pipedream" and was.parallel.pp > 1 else None
     if staged is not None:
         engine = staged_engine(config, bundle.config, staged)
     else:
@@ -148,10 +148,6 @@ def replay(path: Path, step: int, say: Say) -> Report:
     if between:
         engine.train(loader, between, lambda result: None)
     return _probe(engine, loader, bundle)
-
-
-def _has_versions_by_stage(config: Config) -> bool:
-    return config.pipeline.schedule == "pipedream" and config.parallel.pp > 1
 
 
 def _check_versions(bundle: Bundle, versions: tuple[tuple[int, ...], ...]) -> None:

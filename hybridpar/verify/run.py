@@ -292,12 +292,12 @@ def compare(config: Config, run: GridRun, num_batches: int, disturbance: Disturb
 
 
 def _compare_step(report: Report, t: int, run: GridRun, step: OracleStep) -> None:
-    report.add(t, "loss", "loss", abs(run.losses[t] - step.loss) / abs(step.loss))
+    report.add(t, "loss", "loss", abs(run.losses[t] - step.loss) / (abs(step.loss) or 1.0))
     skipped = not math.isfinite(step.grad_norm)
     if skipped:
         report.add(t, "grad_norm", "grad_norm", float("inf") if math.isfinite(run.norms[t]) else 0.0)
     else:
-        report.add(t, "grad_norm", "grad_norm", abs(run.norms[t] - step.grad_norm) / step.grad_norm)
+        report.add(t, "grad_norm", "grad_norm", abs(run.norms[t] - step.grad_norm) / (step.grad_norm or 1.0))
     for name, tensor in run.gradients[t].items() if not skipped else ():
         # a gradient that is zero in exact arithmetic is rounding noise: measure it against the whole gradient
         report.add(t, "gradient", name, relative_error(tensor, step.gradients[name], 1e-3 * step.grad_norm))

@@ -71,8 +71,7 @@ class Board:
                 "changes": _lines(self._events[CHANGES][1]),
                 "anomalies": sorted(path.name for path in self.folder.glob("anomalies/*.json"))[-_EVENTS:],
                 "picture": (picture := next((name for name in PICTURES if (self.folder / name).is_file()), "")),
-                "drawn": "as executed" if picture == PICTURES[0] else "simulated",
-            }
+                "drawn": "as executed" if picture == PICTURES[0] else "simulated"}
 
     def _read_metrics(self, most_bytes: int) -> None:
         for row in self._metrics.rows(most_bytes):

@@ -30,7 +30,9 @@ def page(board: Board | None = None) -> str:
     if board is None:
         return html
     data = board.look()
-    data["picture"] = f"data:image/svg+xml;base64,{_picture(board.folder / data['picture'])}" if data["picture"] else ""
+    if data["picture"]:
+        picture = base64.b64encode(read_limited(board.folder / data["picture"], _MAX_PICTURE)).decode()
+        data["picture"] = f"data:image/svg+xml;base64,{picture}"
     return html.replace(_NO_DATA, to_json(data, separators=(",", ":")).replace("<", "\\u003c"))
 
 
@@ -84,7 +86,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args: Any) -> None:
         """Says nothing."""
-
-
-def _picture(path: Path) -> str:
-    return base64.b64encode(read_limited(path, _MAX_PICTURE)).decode()

@@ -102,7 +102,7 @@ def test_modules_without_bugs_are_equal() -> None:
              "attention": wrong.heads(""), "grouped_attention": wrong.heads("", grouped=True),
              "sequence_attention": wrong.rows_attention(""), "packed_attention": wrong.rows_attention(""),
              "experts": wrong.experts(""), "expert_losses": wrong.experts("")}
-    assert [str(result) for result in conform(right, [3, 4]) if not result.ok] == []
+    assert [str(result) for result in conform(right, [4]) if not result.ok] == []
 
 
 def torch_mlp(plain: nn.Module, group: dist.ProcessGroup) -> nn.Module:

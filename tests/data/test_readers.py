@@ -184,21 +184,19 @@ def test_a_record_is_not_read_to_no_end(tmp_path: Path, monkeypatch: pytest.Monk
 _DRAIN = """
 import pathlib, sys
 from hybridpar.data.corpus import corpus_files, read_parts
-print(sum(len(part.text) for part in read_parts(corpus_files([sys.argv[1]]))))
-print(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+for path in sys.argv[1:]:
+    print(sum(len(part.text) for part in read_parts(corpus_files([path]))))
+    print(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of its memory there")
 def test_what_a_small_file_expands_to_takes_no_memory(tmp_path: Path) -> None:
-    def drained(name: str, data: bytes) -> tuple[int, int]:
-        (tmp_path / name).write_bytes(data)
-        done = subprocess.run([sys.executable, "-c", _DRAIN, str(tmp_path / name)], check=True, capture_output=True)
-        length, peak_kib = done.stdout.split()
-        return int(length), int(peak_kib)
-
     for compress in (gzip.compress, _zstd):
-        _, small = drained("small", compress(b"word " * 1000))
-        length, large = drained("large", compress(b"word " * 10_000_000))
+        paths = [tmp_path / name for name in ("small", "large")]
+        for path, repeats in zip(paths, (1000, 10_000_000), strict=True):
+            path.write_bytes(compress(b"word " * repeats))
+        done = subprocess.run([sys.executable, "-c", _DRAIN, *map(str, paths)], check=True, capture_output=True)
+        _, small, length, large = map(int, done.stdout.split())
         assert length == 50_000_000
         assert large - small < 30_000  # KiB: blocks of a MiB

@@ -10,7 +10,8 @@ SPECS = {
                            "piece": "i32"}, {"BLOCK": 1024}, most_registers=64)],
     "places_kernel": [Spec({"places_ptr": "*u8", "counts_ptr": "*i64", "rows": "i32"}, {"BITS": True, "ROWS": 256},
                            most_registers=64)],
-    "pack_kernel": [Spec({**MESSAGE, "threshold_ptr": "*fp32", "values_ptr": values}, form, most_registers=128)
-                    for values, form in FORMS],
-    "add_kernel": [Spec({**MESSAGE, "values_ptr": values}, form, most_registers=128) for values, form in FORMS],
+    "pack_kernel": [Spec({**MESSAGE, "threshold_ptr": "*fp32", "values_ptr": values}, form, num_warps=8,
+                         most_registers=80) for values, form in FORMS],
+    "add_kernel": [Spec({**MESSAGE, "values_ptr": values}, form, num_warps=8, most_registers=64)
+                   for values, form in FORMS],
 }

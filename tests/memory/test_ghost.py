@@ -188,6 +188,7 @@ def stage_memory(model: ModelConfig, dtype: torch.dtype, blocks: range, recomput
     return rows[-1]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("options", "blocks"), [
     ({}, range(0, 5)), (DROPOUT, range(1, 3)), (LLAMA, range(1, 3)), ({"kind": "bert", **DROPOUT}, range(0, 3)),

@@ -22,7 +22,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("blocks", [range(0, 6), range(2, 8), range(5, 11), range(10, 11)])
 @pytest.mark.parametrize("recompute", ["none", "layers", "whole"])
@@ -38,6 +38,7 @@ def test_equals_the_traced_stage(name: str, blocks: range, recompute: str) -> No
     assert few == traced
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("recompute", ["none", "all", "0-1,5", "stage:1"])
 def test_predictions_are_those_without(zero: int, recompute: str) -> None:

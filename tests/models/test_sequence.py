@@ -108,7 +108,7 @@ def test_on_one_rank_nothing_changes() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("tp", [3, 4])
 def test_blocks_on_parts_of_the_sequence(tp: int) -> None:
     run_ranks(run_cases, tp, tp)
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybridpar import SequentialSpec
+from hybridpar import SequentialSpec, Trainer
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
+from hybridpar.train.preview import stage_costs
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class Net(SequentialSpec):
     def layers(self) -> Iterable[nn.Module]:
         if self.what == "list":
             return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
-        return [] if self.what == "nothing" else self._one_by_one()
+        rows: dict[str, Any] = {"nothing": list, "function": lambda: [torch.tanh], "misfit": lambda: [nn.Linear(8, 5)],
+                                "a pair": lambda: [nn.LSTM(3, 8), nn.Tanh()], "a norm": lambda: [nn.BatchNorm1d(3)]}
+        return rows.get(self.what, self._one_by_one)()
 
     def _one_by_one(self) -> Iterable[nn.Module]:
         first = nn.Linear(3, 8)
@@ -34,9 +37,12 @@ class Net(SequentialSpec):
         yield nn.Linear(8, 5)
 
     def loss(self, out: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(out, batch["label"])
+        loss = nn.functional.cross_entropy(out, batch["label"])
+        return {"no loss": loss.item(), "detached": loss.detach()}.get(self.what, loss)  # type: ignore[return-value]
 
     def sample(self, number: int, seed: int) -> dict[str, Any]:
+        if self.what == "no sample":
+            return 5  # type: ignore[return-value]
         random = np.random.default_rng([seed, number])
         name = "x" if self.what == "other input" else "numbers"
         return {name: random.normal(size=3).astype(np.float32), "label": random.integers(5)}
@@ -84,7 +90,45 @@ def test_a_generator_makes_only_its_own_module_with_memory(monkeypatch: pytest.M
     ("tied", r"one parameter in two modules \(weight of module 0, 2.weight of module 1\)"),
     ("nothing", r"has no modules"),
     ("other input", r"takes the input 'numbers', which its samples lack: they have x, label; try inputs = 'x'"),
+    ("no sample", r"has samples of type int, which must be dicts"), ("function", r"gives <.*tanh.*> as module 0, whi"),
+    ("misfit", r"has a module 0 \(Linear\) that makes of \(1, 3\) no tensor: "),
+    ("a pair", r"has a module 0 \(LSTM\) that makes"), ("a norm", r"has a BatchNorm1d \(itself\) in block 0"),
 ])
 def test_rows_that_cannot_be_right(what: str, text: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.spec = .*{text}"):
         _ = Net(what).num_blocks
+
+
+@pytest.mark.parametrize(("what", "text"), [
+    ("no loss", r"returns a float from loss\(\), which must be a number"), ("detached", "losses without a gradient")])
+def test_losses_that_cannot_be_right(what: str, text: str) -> None:
+    batch, h = {"numbers": torch.ones(2, 3), "label": torch.ones(2).long(), "num_samples": torch.tensor(2.0)}, None
+    *others, last = build_blocks(Net(what), Axis("tp"), range(3), device="cpu").values()
+    for block in others:
+        h = block(h, batch, None)
+    with pytest.raises(ConfigError, match=rf"model\.spec = .*{text}"):
+        last(h, batch, None)
+
+
+@dataclass(frozen=True)
+class Scales(Net):
+    """Nothing but operators whose operations are not counted; its loss is 0."""
+
+    unknown: int | None = 0
+
+    def layers(self) -> Iterable[nn.Module]:
+        return [nn.PReLU(3) for _ in range(4)]
+
+    def loss(self, out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return 0 * out.sum()
+
+
+def test_a_model_without_products_is_simulated_and_verified() -> None:
+    trainer = Trainer(Scales(), parallel={"pp": 2}, train={"micro_batch_size": 1}, pipeline={"num_microbatches": 2})
+    assert stage_costs(trainer.config).forward == [1.0, 1.0]
+    assert trainer.verify(num_batches=1).ok
+
+
+def test_settings_that_no_file_can_hold() -> None:
+    with pytest.raises(ConfigError, match=r"model\.unknown = None: must be text, a number, .* TOML has no others"):
+        Trainer(Scales(unknown=None)).memory()

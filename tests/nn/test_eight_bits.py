@@ -84,7 +84,6 @@ def test_hidden_matrices_are_multiplied_so() -> None:
 
 
 @pytest.mark.parametrize("sections", [
-    {"pipeline": {"schedule": "gpipe", "num_microbatches": 4}, "train": {"micro_batch_size": 2}},
     {"pipeline": {"recompute": "all"}}, {"pipeline": {"split_backward": True}},
     {"pipeline": {"schedule": "gpipe", "num_microbatches": 4}, "train": {"micro_batch_size": 2},
      "memory": {"offload_activations": 2}},

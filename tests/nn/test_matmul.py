@@ -36,14 +36,6 @@ def test_equal_to_torch(dtype: torch.dtype, batch: tuple[int, ...], with_bias: b
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_strided_and_expanded() -> None:
-    w = torch.randn(7, 5, requires_grad=True)
-    x = torch.randn(5, 3, 2).permute(2, 1, 0)
-    torch.testing.assert_close(matmul.linear(x, w.detach()), F.linear(x, w.detach()))
-    column_linear(x, w, None, AXIS).sum().backward()  # an expanded gradient
-    torch.testing.assert_close(w.grad, x.reshape(6, 5).sum(0).expand(7, 5))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_adds_in_place(dtype: torch.dtype) -> None:
     """The buffer stays the buffer, hooks run once in each backward, also where the weight has another use."""
@@ -63,15 +55,6 @@ def test_adds_in_place(dtype: torch.dtype) -> None:
         torch.testing.assert_close(flat.view(7, 5), w_ref.grad)
         assert len(calls) == i
         assert w.grad.data_ptr() == flat.data_ptr()
-
-
-def test_a_leaf_without_buffer_gets_its_gradient() -> None:
-    w, w_ref = pair(torch.float64, 7, 5)
-    x = torch.randn(3, 5, dtype=torch.float64)
-    column_linear(x, w, None, AXIS).sum().backward()
-    F.linear(x, w_ref).sum().backward()
-    assert not w.grad.is_sparse
-    torch.testing.assert_close(w.grad, w_ref.grad)
 
 
 def mlp(dtype: torch.dtype) -> Tensor:

@@ -110,13 +110,14 @@ def test_the_table_names_what_there_is():
 
 
 def test_the_class_of_a_shape_and_the_kind_of_gpu_decide(monkeypatch):
-    """An H100 has an H200's times; a head dimension that was not measured has the first row that can."""
+    """An H100 has an H200's times, but for its own; what was not measured has the first row that can."""
     monkeypatch.setattr(Backend, "unsupported", lambda row, device_type=None, dtype=None: (
         "for CPUs" if row.device == "cpu" else None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(measured, "_table", lambda: {"NVIDIA H200": {
         "attention d128": {"bfloat16": {"sdpa": 3.0, "cuda": 2.0}}, "attention d96": {"bfloat16": {
-            "sdpa": 1.0, "triton": 2.0}}, "rotary": {"bfloat16": {"cuda": 1.0, "triton": 2.0}}}})
+            "sdpa": 1.0, "triton": 2.0}}, "rotary": {"bfloat16": {"cuda": 1.0, "triton": 2.0}}},
+        "NVIDIA H100 PCIe": {"rotary": {"bfloat16": {"cuda": 3.0, "triton": 2.0}}}})
 
     def chosen(op, shape, name, capability):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
@@ -127,6 +128,8 @@ def test_the_class_of_a_shape_and_the_kind_of_gpu_decide(monkeypatch):
         assert [chosen("attention", shape, name, (9, 0)) for shape in ("d128", "d96", "d72", "d128 grouped")] == [
             "cuda", "sdpa", "sdpa", "sdpa"]
         assert chosen("rotary", "", name, (9, 0)) == "cuda"
+    assert chosen("attention", "d128", "NVIDIA H100 PCIe", (9, 0)) == "cuda"
+    assert chosen("rotary", "", "NVIDIA H100 PCIe", (9, 0)) == "triton"
     assert chosen("attention", "d128", "NVIDIA A100-SXM4-80GB", (8, 0)) == "sdpa"
     assert chosen("rotary", "", "NVIDIA A100-SXM4-80GB", (8, 0)) == "triton"
     assert attention_class(128, grouped=True) == "d128 grouped"

@@ -65,28 +65,6 @@ def torch_reference(settings, scale=1.0):
     return parameters
 
 
-def adam_directions(settings, step, g, m, v):
-    """Bias-corrected m / (sqrt(v) + eps), written out."""
-    b1, b2 = settings.betas
-    m.copy_(b1 * m + (1 - b1) * g)
-    v.copy_(b2 * v + (1 - b2) * g * g)
-    return (m / (1 - b1 ** (step + 1))) / ((v / (1 - b2 ** (step + 1))).sqrt() + settings.eps)
-
-
-def written_out_reference(settings, scale=1.0):
-    parameters = random_tensors(0)
-    means, squares = ([torch.zeros_like(x) for x in parameters] for _ in range(2))
-    for step in range(STEPS):
-        lr = settings.lr / (1 + step)
-        rows = zip(parameters, gradient(step), means, squares, placements(1).values(), strict=True)
-        for x, g, m, v, placement in rows:
-            decay = settings.weight_decay if placement.weight_decay else 0.0
-            update = adam_directions(settings, step, g * scale, m, v) + decay * x
-            adapts = settings.name == "lamb" and placement.weight_decay
-            x -= lr * (x.norm() / update.norm() if adapts else 1.0) * update
-    return parameters
-
-
 def assert_close(got, wanted, tolerance):
     for name, a, b in zip(placements(1), got, wanted, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
@@ -106,24 +84,11 @@ def test_equals_torch_optim(variant, scale, float64_scalars):
     assert_close(train(VARIANTS[variant], scale=scale)[0], torch_reference(VARIANTS[variant], float(scale)), 1e-13)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3, torch.tensor(0.3, dtype=torch.float64)], ids=["1", "0.3", "tensor"])
-@pytest.mark.parametrize("variant", ["adamw", "adamw_no_decay", "lamb"])
-def test_equals_the_formula(variant, scale):
-    settings = VARIANTS[variant]
-    assert_close(train(settings, scale=scale)[0], written_out_reference(settings, float(scale)), 1e-12)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_float32_follows_float64(variant):
     exact, _ = train(VARIANTS[variant], scale=0.3)
     got, _ = train(VARIANTS[variant], scale=0.3, dtype=torch.float32)
     assert_close(got, exact, 2e-6)  # 20 steps of float32 rounding on values of order 1
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_same_inputs_give_the_same_bits(variant):
-    first, second = (train(VARIANTS[variant], dtype=torch.float32, scale=0.7)[0] for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

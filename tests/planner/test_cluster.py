@@ -40,13 +40,14 @@ def test_names_and_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("change", "message"), [
     (('"a100-80gb"', '"a200"'), "device = 'a200': must be one of v100-16gb"),
-    (('"nvlink3"', '"wire"'), "link = 'wire': must be one of nvlink2"),
+    (('"a100-80gb"', "{ tflops = 1, memory_gib = 1.5, memory_gb_per_s = 9 }"), "memory_gib = 1.5: must be above"),
+    (('"nvlink3"', '"wire"'), "inner = 'wire': must be one of nvlink2"),
     (("servers = 2", "servers = -2"), "servers = -2: must be positive"),
     (("servers = 2\n", ""), "servers = None: is missing"),
-    (("servers = 2", 'servers = "two"'), "servers = 'two': is of the wrong type"),
+    (("servers = 2", 'servers = "two"'), "servers = 'two': is of the wrong type; try 2"),
     (("outer_links", "outer_link"), "outer_link = 2: is not known here"),
     (("latency_us = 7", "latency_us = -7"), "outer.latency_us = -7: must not be negative"),
-    (("gbit_per_s = 100,", ""), "outer.gbit_per_s = None: is missing"),
+    (("gbit_per_s = 100,", ""), "outer.gbit_per_s = None: is missing; try 25"),
     (("servers = 2", "servers ="), "is not valid TOML"),
     (("servers = 2", "servers = 1000000"), "servers = 1000000: are 4000000 devices; there may be 100000"),
     (("gbit_per_s = 100", "gbit_per_s = inf"), "outer.gbit_per_s = inf: must be positive, and at most 1e.09"),

@@ -44,6 +44,9 @@ def test_recomputation_is_another_forward_where_it_is() -> None:
     stages = StepCost(config, made.machine(config, 2)).stages
     assert stages[0].backward - 2 * stages[0].forward == pytest.approx(2.0)
     assert stages[1].backward == pytest.approx(2 * stages[1].forward)
+    cheap = made.config(pp=2, m=4, b=1, split=(4, 4), recompute="selective")
+    for stage in StepCost(cheap, made.machine(cheap, 2, made=made.profile(cheap, remake=0.25))).stages:
+        assert stage.backward - 2 * stage.forward == pytest.approx(3 * 0.25)
 
 
 def test_tensor_parallelism_waits_as_measured_and_pays_for_a_slower_link() -> None:

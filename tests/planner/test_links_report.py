@@ -48,6 +48,13 @@ def test_a_stage_link_needs_what_the_formula_says(layers: int, pp: int) -> None:
     assert (need.is_bound, need.ratio, need.more_layers, need.layers) == (False, 1.0, 0, layers // pp)
 
 
+def test_a_stage_of_the_head_alone_has_a_stage_link() -> None:
+    one = cost()
+    pipeline = replace(one.config.pipeline, split=(9, 1))
+    (need,) = link_needs(StepCost(replace(one.config, pipeline=pipeline), one.machine))
+    assert need.layers == 1
+
+
 @pytest.mark.parametrize(("there", "slower"), [(1.0, 1.0), (1.5, 1.5), (0.4, 1.6)])
 def test_the_slower_way_counts(there: float, slower: float) -> None:
     (need,) = link_needs(cost(bandwidth=1e5, there=there))

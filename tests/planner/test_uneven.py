@@ -85,7 +85,7 @@ def test_each_device_has_its_own_memory(tmp_path: Path) -> None:
     totals = [stage.total for stage in best.memory or ()]
     assert all(total <= limit for total, limit in zip(totals, best.cost.limits, strict=True))
     assert max(totals) > min(best.cost.limits)
-    assert best.peak <= min(best.cost.limits)
+    assert best.peak <= best.cost.machine.memory_limit == min(best.cost.limits)
     alone = replace(cluster, others=(), num_servers=2)
     assert not search(large, estimated(large, alone), request).ranked
 
@@ -112,22 +112,23 @@ def test_stragglers_are_drawn_again_alike_and_the_slowest_counts(tmp_path: Path)
     assert medians == sorted(medians)
 
 
-def linked(half_duplex: bool, device_type: str = "cuda") -> StepCost:
-    """Two stages with messages of 1 s each way, a layer of 0.01 s, and many micro-batches in flight."""
-    base = replace(made.config(pp=2, m=12, b=1, split=(4, 4), schedule="2bw"), train=TrainConfig(
+def linked(half_duplex: bool, device_type: str = "cuda", split: tuple[int, ...] = (4, 4)) -> StepCost:
+    """Stages with messages of 1 s each way, a layer of 0.01 s, and many micro-batches in flight."""
+    base = replace(made.config(pp=len(split), m=12, b=1, split=split, schedule="2bw"), train=TrainConfig(
         micro_batch_size=1, device=device_type, dtype="fp32"))
     base = replace(base, pipeline=replace(base.pipeline, warmup="bandwidth"))
     link = Link("wire", 4 * 32 * 64, 0.0, 1.0, half_duplex=half_duplex)
     profile = made.profile(base, layer=0.01, head=0.0, cores=4 * (device_type == "cpu"))
-    return StepCost(base, Machine(profile, 2, 1, link, link, 1e9, measured=False))
+    return StepCost(base, Machine(profile, len(split), 1, link, link, 1e9, measured=False))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_link_that_carries_one_way_at_a_time_takes_both_ways_time(device: str) -> None:
-    """12 messages of 1 s each way: they take 12 s at once, by turns 24."""
+    """12 messages of 1 s each way: they take 12 s at once, by turns 24; with a server between, which passes them on, 48."""
     both, turns = linked(False, device).step_time, linked(True, device).step_time
     assert both == pytest.approx(12, rel=0.05)
     assert turns == pytest.approx(24, rel=0.05)
+    assert linked(True, "cpu", (3, 3, 2)).step_time == pytest.approx(48, rel=0.05)
 
 
 def test_rings_on_such_links_take_twice_the_time() -> None:

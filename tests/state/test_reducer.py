@@ -132,7 +132,7 @@ def test_starts_early_and_in_order():
     reducer.ready("c")
     assert reducer._next == 2
     reducer.flush()
-    assert not reducer.armed
+    assert reducer._flat is None
 
 
 def test_one_replica_needs_no_special_case():

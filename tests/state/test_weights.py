@@ -49,6 +49,7 @@ def static_bytes(config: Config) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.ranks
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("pp", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("gradient_buffers", [0, 1])

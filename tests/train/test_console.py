@@ -39,7 +39,7 @@ def test_a_killed_tee_ends_neither_ranks_nor_their_supervisor(tmp_path: Path) ->
     (log := tmp_path / "log").touch()
     reads, writes = os.pipe()
     tee = subprocess.Popen(["tee", str(log)], stdin=reads, stdout=subprocess.DEVNULL)
-    faults = ("--inject", "slow link 0-1 at step 9 for 4 s", "kill rank 1 at step 13")
+    faults = ("--inject", "slow link 0-1 at step 9 for 2 s", "kill rank 1 at step 13")
     job = Forked((*TRAIN, str(config), "--ranks", "2", *flags, *faults), os.environ, writes, closed=(reads,))
     os.close(reads)
     os.close(writes)

@@ -69,7 +69,7 @@ def test_the_master_is_what_accumulates(dtype: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
 def test_overflow_is_skipped_by_all_and_the_scale_backs_off(schedule: str) -> None:
     config = make(pp=2, dp=2, pipeline={"schedule": schedule}, train={"dtype": "fp16"}, optim={"loss_scale": 2.0**24})
     for steps, weights in run_ranks(_overflow, 4, config):
@@ -98,20 +98,17 @@ def test_a_skipped_step_changes_nothing() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("schedule", "clip"), [("naive", 1.0), ("1f1b", 1.0), ("2bw", 1.0), ("pipedream", 1.0),
-                                                ("pipedream", 0.0)])
+@pytest.mark.parametrize(("schedule", "clip"), [("1f1b", 1.0), ("2bw", 1.0), ("pipedream", 0.0)])
 def test_a_stop_request_of_one_rank_stops_all_after_the_same_batch(schedule: str, clip: float) -> None:
-    results = run_ranks(_stop, 4, make(pp=4, pipeline={"schedule": schedule, "num_microbatches": 4},
-                                       optim={"clip_grad": clip}))
+    config = make(pp=4, pipeline={"schedule": schedule, "num_microbatches": 4}, optim={"clip_grad": clip})
+    results = run_ranks(_stop, 4, config)
     ends = {end for end, _, _ in results}
     assert len(ends) == 1
     assert 5 < ends.pop() <= 5 + 5, "soon after the request, which comes at step 5"
     assert len({steps for _, steps, _ in results}) == 1
-    whole = [s.loss for s in run_ranks(_whole, 4, make(pp=4, pipeline={"schedule": schedule, "num_microbatches": 4},
-                                                       optim={"clip_grad": clip}))[0]]
     end, _, got = results[0]
     if schedule != "pipedream":  # whose versions depend on when the pipeline was drained
-        assert got == whole[: len(got)]
+        assert got == run_ranks(losses, 4, config, 15)[0][: len(got)]
     assert end == len(results[0][2]) - 2
 
 
@@ -129,37 +126,6 @@ def _stop(config: Config) -> tuple[int, int, list[float]]:
     engine.stop_requested = False
     engine.train(loader, 2, on_step)  # goes on as if nothing had been
     return end, len(steps), [s.loss for s in steps]
-
-
-def _whole(config: Config) -> list[StepResult]:
-    engine, loader = start(config)
-    steps: list[StepResult] = []
-    engine.train(loader, 15, steps.append)
-    return steps
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.ranks
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
-def test_state_goes_on_to_the_bit(schedule: str, dtype: str) -> None:
-    config = make(tp=2, pp=2, pipeline={"schedule": schedule}, train={"dtype": dtype})
-    for straight, resumed in run_ranks(_resume, 4, config):
-        assert straight == resumed
-
-
-def _resume(config: Config) -> tuple[list[StepResult], list[StepResult]]:
-    engine, loader = start(config)
-    straight: list[StepResult] = []
-    engine.train(loader, 3, straight.append)
-    tensors = {n: t.clone() for n, t in engine.state.tensors().items()}
-    meta = engine.state_meta()
-    engine.train(loader, 3, straight.append)
-    other, _ = start(config)
-    other.load_state(tensors, meta)
-    resumed: list[StepResult] = []
-    other.train(loader, 3, resumed.append)
-    return straight[3:], resumed
 
 
 def test_state_of_another_model_is_refused() -> None:

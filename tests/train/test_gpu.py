@@ -142,6 +142,26 @@ def test_every_grid_trains_as_one_process_does(backend: str, cases: list[Case]) 
                 compare(alone, on_cpu, OF_A_CPU[config.train.dtype])
 
 
+def replicas(device: str, cuda_graphs: bool) -> tuple[Steps, int]:
+    """20 batches of 4 micro-batches on two replicas, and how many micro-batches were replayed."""
+    os.environ.update(APART, NCCL_HOSTID=f"host{dist.get_rank()}")
+    config = make({"dp": 2}, ZERO | {"pipeline": {"num_microbatches": 4},
+                                     "train": {"dtype": "bf16", "cuda_graphs": cuda_graphs}})
+    grid = ProcessGrid(dp=2, device_type=device.partition(":")[0])
+    engine, steps = Engine(config, grid, torch.device(device)), list[StepResult]()
+    engine.train(SyntheticLoader(config.model, 2, 4, grid.dp.rank, 2), 20, steps.append)
+    graphs = engine.executor.graphs
+    return [(s.loss, s.grad_norm, s.skipped) for s in steps], graphs.num_replayed if graphs else 0
+
+
+def test_replicas_replay_all_but_the_first_of_each_kind_over_nccl() -> None:
+    plain, replayed = (run_ranks(replicas, 2, "cuda:0", on, backend="nccl", start="spawn", timeout_s=240)
+                       for on in (False, True))
+    for (expected, _), (steps, num_replayed) in zip(plain, replayed, strict=True):
+        assert num_replayed == 78
+        compare(steps, expected, TOLERANCE["bf16"])
+
+
 def on_both(cases: list[Case], device: str) -> list[tuple[Steps, Steps]]:
     """Of each case: on its grid over Gloo, on the device and on a CPU."""
     torch.cuda.set_device(device)

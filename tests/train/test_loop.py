@@ -87,7 +87,7 @@ def test_a_finished_run_says_so_and_is_left_alone(config: Config, capsys: pytest
 
 
 @pytest.mark.parametrize(("schedule", "number"), [
-    ("2bw", signal.SIGTERM), ("1f1b", signal.SIGHUP), ("1f1b", signal.SIGUSR1)])
+    ("2bw", signal.SIGTERM), ("1f1b", signal.SIGUSR1)])
 def test_a_signal_saves_and_the_same_command_goes_on(config: Config, schedule: str, number: int,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(config, pipeline=replace(config.pipeline, schedule=schedule))  # type: ignore[arg-type]
@@ -123,14 +123,6 @@ def test_metrics_are_cut_back_to_the_resumed_step(config: Config) -> None:
     assert [r.get("val_loss") for r in metrics(folder)] == [r.get("val_loss") for r in whole]
 
 
-def test_a_run_can_be_made_longer(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
-    loop.train(config, ALONE)
-    outcome = loop.train(with_train(config, num_steps=8), ALONE)
-    assert (outcome.resumed_from, outcome.step) == (6, 8)
-    assert "train.num_steps: 6 -> 8" in capsys.readouterr().err
-    assert [row[0] for row in steps(metrics(config.run.folder))] == list(range(1, 9))
-
-
 def test_a_run_goes_on_under_another_schedule(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
     loop.train(config, ALONE)
     pipeline = replace(config.pipeline, schedule="1f1b", num_microbatches=4)  # type: ignore[arg-type]
@@ -138,8 +130,8 @@ def test_a_run_goes_on_under_another_schedule(config: Config, capsys: pytest.Cap
     outcome = loop.train(longer, ALONE)
     assert (outcome.resumed_from, outcome.step) == (6, 8)
     err = capsys.readouterr().err
-    assert "pipeline.schedule: '2bw' -> '1f1b'" in err
-    assert "pipeline.num_microbatches: 2 -> 4" in err
+    for change in ("train.num_steps: 6 -> 8", "schedule: '2bw' -> '1f1b'", "pipeline.num_microbatches: 2 -> 4"):
+        assert change in err
     assert metrics(config.run.folder)[-2]["consumed_tokens"] == 8 * 4 * 16
     with pytest.raises(CheckpointError, match=r"batches of 4 samples .* here they are 8 samples"):
         loop.train(with_train(longer, num_steps=9, micro_batch_size=2), ALONE)

@@ -33,9 +33,7 @@ SPLIT, STAGE = {"split_backward": True}, {"recompute": "stage"}
 
 CASES: list[tuple[dict[str, Any], ...]] = [
     # parallel, pipeline, model, train, and other sections where there are any
-    ({}, {}, {}, {}),
     ({}, {"recompute": "all"}, DROPOUT, {"dtype": "bf16"}),
-    ({"pp": 2}, {"schedule": "naive"}, {}, {}),
     ({"pp": 2}, {"schedule": "gpipe", "recompute": "1"}, {}, {}),
     ({"pp": 2}, {"schedule": "1f1b"}, {"kind": "bert", **DROPOUT}, {}),
     ({"pp": 2}, {"schedule": "2bw", **SPLIT}, {"logits_chunk": 10}, {}),
@@ -46,13 +44,11 @@ CASES: list[tuple[dict[str, Any], ...]] = [
     ({"dp": 2, "pp": 2, "zero": 1}, {"schedule": "interleaved", **SPLIT}, {}, {"dtype": "bf16"}),
     ({"pp": 2}, {"zero_bubble": True, **SPLIT}, DROPOUT, {}),
     ({"pp": 2}, {"schedule": "2bw"}, {}, {}, {"compression": {"messages": "int8", "messages_backward": "bf16"}}),
-    ({"tp": 2, "pp": 2}, {"schedule": "1f1b"}, {}, {}, {"compression": {"messages": "int4"}}),
     ({"pp": 2}, {"schedule": "2bw", "placement": "v", "activations": "half", **SPLIT, **STAGE}, {}, {}),
     ({"tp": 2, "pp": 2}, {"schedule": "2bw"}, {}, {}, {"compression": {"messages": "dct"}}),
     ({"dp": 2, "zero": 2}, {}, {}, {"dtype": "bf16"}),
     ({"dp": 2, "pp": 2, "zero": 3}, {"schedule": "2bw", **SPLIT}, DROPOUT, {"dtype": "bf16"}),
     ({"pp": 3}, {"schedule": "2bw"}, {"num_layers": 3}, {}, {"memory": {"offload_activations": [2, 1, 0]}}),
-    ({}, {"schedule": "gpipe"}, {}, {"dtype": "bf16"}, {"memory": {"offload_activations": 2}}),
     ({"dp": 2, "zero": 3}, {}, {}, {}, {"compression": {"gradients": "int8", "gradients_smallest": 100}}),
     ({"dp": 2, "pp": 2}, {"schedule": "2bw", **SPLIT}, {}, {"dtype": "bf16"},
      {"compression": {"gradients": "powersgd", "gradients_rank": 2, "gradients_smallest": 100}}),

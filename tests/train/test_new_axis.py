@@ -39,8 +39,8 @@ def train(root: Path, sizes: dict[str, int], zero: int = 0, changed: int = -1) -
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("sizes", "zero", "files"), [
-    ({"pp": 2, "x": 2, "tp": 1}, 0, ["pp0-tp0", "pp1-tp0"]), ({"x": 2, "dp": 2}, 1, ["pp0-tp0", "pp0-tp0-dp1"]),
-    ({"tp": 2, "x": 2}, 0, ["pp0-tp0", "pp0-tp1"])], ids=str)
+    ({"pp": 2, "x": 2, "tp": 1}, 0, ["pp0-tp0", "pp1-tp0"]), ({"x": 2, "dp": 2}, 1, ["pp0-tp0", "pp0-tp0-dp1"])],
+    ids=str)
 def test_it_is_one_process_with_copies(tmp_path: Path, sizes: dict[str, int], zero: int, files: list[str]) -> None:
     wanted = [step for _ in range(3) for step in run_ranks(train, 1, tmp_path / "alone", {})[0][0]]
     first, alone, last = (run_ranks(train, *run) for run in (

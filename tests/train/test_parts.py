@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Config
 from hybridpar.errors import DataError
 from hybridpar.flight import Record
@@ -253,11 +252,3 @@ def test_recomputed_layers_cost_their_stage_a_forward() -> None:
     assert [a - b for a, b in zip(again.backward, plain.backward, strict=True)] == pytest.approx([plain.forward[0], 0])
     whole = stage_costs(Config(**parts, pipeline=PipelineConfig(split=(2, 2), recompute="stage:1")))
     assert [a - b for a, b in zip(whole.backward, plain.backward, strict=True)] == pytest.approx([0, plain.forward[1]])
-
-
-def test_files_are_replaced_as_a_whole(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    for text in ("one", "two"):
-        write_text(path, text)
-    assert path.read_text() == "two"
-    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from train.runs import run_job, write_config
-from train.test_memory_trace import DROPOUT, SPLIT, STAGE, config_of
+from train.test_memory_trace import DROPOUT, STAGE, config_of
 
 from hybridpar import native
 from hybridpar.comm.ranks import run_on_ranks
@@ -31,7 +31,6 @@ CPU = torch.device("cpu")
 CASES: list[tuple[dict[str, Any], ...]] = [
     ({"pp": 2}, {"schedule": "1f1b"}, {"kind": "bert", **DROPOUT}, {}),
     ({"pp": 2}, {"schedule": "interleaved", **STAGE}, {}, {}),
-    ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "interleaved", **SPLIT}, {}, {}),
     ({"pp": 3}, {"schedule": "2bw"}, {"tie_embeddings": False}, {"dtype": "bf16"}),  # the first rank's cycle: 3 steps
     ({"dp": 2, "zero": 3}, {}, {}, {}),
 ]

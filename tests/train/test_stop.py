@@ -103,3 +103,13 @@ time.sleep(60)
         assert supervisor.stdout.read() == ""  # at once: both ends of the pipe are closed
     done = run("stop.end_with(1); print('not reached')")
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
+
+
+def test_where_there_are_no_others_all_is_as_it_was_after_an_error() -> None:
+    done = run("""
+try:
+    with noting_signals(noted.append, alone=True): raise RuntimeError
+except RuntimeError:
+    print(as_before())
+""")
+    assert done.stdout == "True\n", done.stderr

@@ -32,7 +32,6 @@ from hybridpar.state.tiered import TieredMemory
 from hybridpar.train import trace
 from hybridpar.train.costs import describe, run_costs
 from hybridpar.train.engine import Engine
-from hybridpar.verify.run import verify
 
 CPU = torch.device("cpu")
 PLENTY = 1 << 30
@@ -161,8 +160,7 @@ def test_a_part_at_a_time_moves_weights_once_a_sweep(tmp_path: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("parallel", "pipeline", "dtype"), [
     ({"tp": 2, "sequence": True}, {}, "fp32"), ({"dp": 2}, {}, "bf16"),
-    ({"pp": 2, "tp": 2}, {"schedule": "gpipe"}, "bf16"), ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw"}, "bf16"),
-    ({"tp": 2, "dp": 2, "zero": 2}, {"schedule": "2bw"}, "bf16"),
+    ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw"}, "bf16"),
     ({"pp": 2, "dp": 2, "zero": 3}, {"schedule": "interleaved"}, "fp32"),
 ], ids=str)
 def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], dtype: str, tmp_path: Path) -> None:
@@ -210,15 +208,6 @@ def test_shares_that_are_updated_at_once(tmp_path: Path) -> None:
     """Muon's least budget has room for all shares."""
     config = make({"num_layers": 2}, parallel={"dp": 2, "zero": 3}, optim={"name": "muon"}, train={"num_steps": 60})
     assert run_ranks(resumed, 2, config, tmp_path) == [0, 0]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("zero", [0, 3])
-def test_a_grid_with_a_budget_is_the_same_training(zero: int, tmp_path: Path) -> None:
-    config = make(memory={"budget": 920_000 if zero else 800_000, "folder": str(tmp_path)}, parallel={"zero": zero},
-                  pipeline={"schedule": "2bw"}, train={"num_steps": 10})
-    report = verify(config, {"tp": 2, "pp": 2, "dp": 2}, 3)
-    assert report.ok, report.first_divergence
 
 
 @pytest.mark.parametrize(("before", "after", "dtype"), [(0.0, None, "bf16"), (None, 0.1, "fp32")])

@@ -31,9 +31,7 @@ def make(pipeline: dict[str, Any], pp: int = 2, **sections: dict[str, Any]) -> C
 
 
 @pytest.mark.parametrize(("pp", "more", "pipeline", "sections"), [
-    (2, {}, {"activations": "full"}, {"model": DROPOUT}),
     (4, {}, {"activations": "full", "num_microbatches": 3, "recompute": "stage:1,4"}, {}),
-    (2, {}, {"chunks": 4, "num_microbatches": 3}, {"model": DROPOUT}),
     (2, {"dp": 2}, {"activations": "full"}, {"parallel": {"zero": 1}}),
     (2, {"tp": 2}, {"activations": "half", "schedule": "2bw", "sync_steps": 1},
      {"model": DROPOUT, "parallel": {"sequence": True}}),

@@ -65,8 +65,7 @@ def both(config: Config) -> list[str]:
 
 
 @pytest.mark.parametrize(("sections", "dtype"), [
-    ({"pipeline": {"schedule": "1f1b"}}, "fp32"), ({"pipeline": {"schedule": "gpipe"}}, "fp32"),
-    ({"pipeline": {"schedule": "gpipe"}, "model": UNTIED}, "bf16"), ({"pipeline": {"schedule": "2bw"}}, "fp32"),
+    ({"pipeline": {"schedule": "gpipe"}}, "fp32"), ({"pipeline": {"schedule": "gpipe"}, "model": UNTIED}, "bf16"),
     ({"pipeline": {"schedule": "pipedream"}, "optim": {"clip_grad": 0.0}}, "fp32"),
     ({"pipeline": {"schedule": "naive"}, "memory": {"parts": 2}}, "fp32"),
     ({"pipeline": {"schedule": "1f1b", "split_backward": True, "recompute": "selective"}, "optim": {"name": "muon"}},
@@ -76,15 +75,6 @@ def both(config: Config) -> list[str]:
 ], ids=str)
 def test_weights_in_shares_change_nothing(sections: dict[str, Any], dtype: str) -> None:
     for found in run_ranks(both, 2, make(train={"dtype": dtype}, **sections)):
-        assert not found
-
-
-@pytest.mark.parametrize(("parallel", "pipeline"), [
-    ({"dp": 3}, {"schedule": "1f1b"}), ({"pp": 2}, {"schedule": "interleaved"}),
-    ({"tp": 2, "pp": 2, "sequence": True}, {"schedule": "2bw"})], ids=str)
-def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any]) -> None:
-    config = make(parallel=parallel, pipeline=pipeline)
-    for found in run_ranks(both, config.parallel.num_ranks, config):
         assert not found
 
 
@@ -144,9 +134,8 @@ def resumed(config: Config, folder: Path) -> dict[str, Tensor]:
     return run.engine.state.weights.full_weights()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_shares_are_saved_and_gone_on_with_anywhere(dtype: str, tmp_path: Path) -> None:
-    config = with_zero(make(pipeline={"schedule": "2bw"}, train={"dtype": dtype}), 3)
+def test_shares_are_saved_and_gone_on_with_anywhere(tmp_path: Path) -> None:
+    config = with_zero(make(pipeline={"schedule": "2bw"}, train={"dtype": "bf16"}), 3)
     (differs, weights), (others, _) = run_ranks(saves_and_goes_on, 2, config, tmp_path)
     assert not differs
     assert not others

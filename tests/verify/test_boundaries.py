@@ -29,7 +29,7 @@ def make(compression: dict[str, Any], model: dict[str, Any] | None = None, **sec
 
 
 @pytest.mark.ranks
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("compression", [
     INT4, DCT, SUBSPACE, INT8 | {"messages_backward": "int4"}, DCT | {"messages_values": "bf16", "messages_kept": 0.3},
     {"messages": "bf16", "messages_backward": "none"}, {"messages_backward": "int8"}], ids=str)
@@ -59,9 +59,8 @@ def test_coded_sums_over_tp_equal_those_of_coded_products_in_one_process(grid, c
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("compression", [INT4, DCT], ids=str)
-def test_a_step_that_is_not_finite_is_one_behind_a_codec_too(compression):
-    report = verify(make(compression, pipeline={"schedule": "2bw"}), {"pp": 2}, 4, Disturbance(frozenset({1}), 3))
+def test_a_step_that_is_not_finite_is_one_behind_a_codec_too():
+    report = verify(make(DCT, pipeline={"schedule": "2bw"}), {"pp": 2}, 4, Disturbance(frozenset({1}), 3))
     assert report.ok, report.first_divergence
 
 

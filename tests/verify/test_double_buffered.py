@@ -48,10 +48,11 @@ def test_sharded_optimizer_state_under_every_schedule(schedule: str) -> None:
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_rows_that_several_tensor_ranks_hold_are_not_shared_out(optim: str) -> None:
-    holds({"tp": 4, "dp": 2}, config(LLAMA, parallel=ZERO, optim={"name": optim}), num_batches=3)
+    shared = {**LLAMA, "num_kv_heads": 1}
+    holds({"tp": 2, "dp": 2}, config(shared, parallel=ZERO, optim={"name": optim}), num_batches=3)
 
 
-@pytest.mark.parametrize(("p", "m", "early_switch"), [(1, 4, 2), (2, 4, 0), (2, 4, 3), (4, 8, 1)])
+@pytest.mark.parametrize(("p", "m", "early_switch"), [(1, 4, 2), (2, 4, 0), (4, 8, 1)])
 def test_early_switch(p: int, m: int, early_switch: int) -> None:
     pipeline = {"num_microbatches": m, "early_switch": early_switch}
     holds({"pp": p, "dp": 2 if p < 3 else 1}, config(DROPOUT, pipeline=pipeline), Disturbance(frozenset({2}), 3))
@@ -78,7 +79,7 @@ def test_staleness_corrections(optim: str, staleness: str) -> None:
 @pytest.mark.parametrize("staleness", ["extrapolation", "prediction"])
 def test_corrections_of_parts(staleness: str) -> None:
     """With ZeRO-1, on early switch, both kinds of version in one batch."""
-    holds({"pp": 2, "dp": 3}, config(
+    holds({"pp": 2, "dp": 2}, config(
         parallel=ZERO, pipeline={"early_switch": 1}, optim={"staleness": staleness}), RESUMED)
 
 

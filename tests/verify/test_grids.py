@@ -51,15 +51,9 @@ def test_schedules(schedule: str, grid: dict[str, int]) -> None:
     holds(grid, make(DROPOUT, pipeline={"schedule": schedule}), num_batches=4)
 
 
-@pytest.mark.parametrize("optim", ["sgd", "lamb"])
-def test_optimizers(optim: str) -> None:
-    holds({"tp": 2, "pp": 2}, make(pipeline={"schedule": "2bw"}, optim={"name": optim, "weight_decay": 0.1}))
-
-
-@pytest.mark.parametrize("tp", [3, 6])
-def test_uneven_heads_groups_features_and_vocabulary(tp: int) -> None:
+def test_uneven_heads_groups_features_and_vocabulary() -> None:
     """6 query heads in 3 groups, 50 ffn features, 61 words: nothing divides; beyond tp 3 ranks share keys, values."""
-    holds({"tp": tp}, make(LLAMA), num_batches=2)
+    holds({"tp": 6}, make(LLAMA), num_batches=2)
 
 
 def test_uneven_groups_with_everything_else() -> None:
@@ -74,9 +68,8 @@ def test_parallel_residuals_and_partial_rotary_positions(grid: dict[str, int], r
     holds(grid, make({**NEOX, **DROPOUT}, pipeline={"schedule": "2bw", "recompute": recompute}))
 
 
-@pytest.mark.parametrize("model", [{}, BERT], ids=["gpt", "bert"])
-def test_a_position_table_that_is_longer_than_sequences(model: dict[str, Any]) -> None:
-    config = make({**model, "max_positions": 23})
+def test_a_position_table_that_is_longer_than_sequences() -> None:
+    config = make({**BERT, "max_positions": 23})
     holds({"tp": 2, "pp": 2}, config)
     on_grid = from_mapping({"parallel": {"tp": 2, "pp": 2, "dp": 1}, "train": {"dtype": "fp64"}}, config)
     gradient = run_grid(on_grid, 1).gradients[0]["blocks.0.positions.weight"]
@@ -85,7 +78,7 @@ def test_a_position_table_that_is_longer_than_sequences(model: dict[str, Any]) -
     assert not gradient[14:].any()
 
 
-@pytest.mark.parametrize("split", [(1, 4), (4, 1), (1, 1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("split", [(4, 1), (1, 1, 1, 1, 1)], ids=str)
 def test_uneven_layer_splits(split: tuple[int, ...]) -> None:
     """Down to a stage that holds just the embedding, or just the head."""
     holds({"pp": len(split)}, make(pipeline={"split": split, "num_microbatches": 6, "schedule": "2bw"}))
@@ -115,12 +108,6 @@ def test_no_clipping(schedule: str) -> None:
     holds({"pp": 3}, make(pipeline={"schedule": schedule}, optim={"clip_grad": 0.0}), num_batches=4)
 
 
-def test_label_smoothing_over_a_split_vocabulary() -> None:
-    """Megatron-LM #7452 (1): per-rank losses and wrong gradients with label smoothing and tp > 1."""
-    holds({"tp": 3}, make({"label_smoothing": 0.1}))
-    holds({"tp": 2, "pp": 2}, make({"label_smoothing": 0.1, "logits_chunk": 3}))
-
-
 def test_init_is_equal_to_the_bit_on_all_grids() -> None:
     config = make(LLAMA)
     runs = {}
@@ -143,9 +130,3 @@ def test_a_wrong_gradient_is_found_and_named() -> None:
     assert report.first_divergence.name == "blocks.2.mlp.up.weight"
     assert report.first_divergence.batch == 1
     assert report.worst["gradient"].error > TOLERANCE
-
-
-def test_bert_padding_differs_between_replicas() -> None:
-    """Samples of one batch count different numbers of labels on each replica; the loss is a mean over all of them."""
-    config = make({**BERT, **DROPOUT}, train={"micro_batch_size": 1})
-    holds({"dp": 3, "tp": 2}, config)

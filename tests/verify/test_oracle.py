@@ -100,7 +100,7 @@ def test_tied_weights_stay_one_where_stages_have_gradients_of_different_age(zero
     assert report.ok, report.first_divergence
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.ranks
 @pytest.mark.parametrize(("grid", "model"), [
     ({"tp": 2, "pp": 2}, {}),

@@ -33,14 +33,13 @@ def make(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Con
                           "train": {"micro_batch_size": 2}}),
 ], ids=str)
 def test_is_the_training_of_one_process(grid: dict[str, int], settings: dict[str, Any]) -> None:
-    report = verify(make(**settings), grid, 3)
+    report = verify(make(**settings), grid, 3 if "num_microbatches" in settings.get("pipeline", {}) else 2)
     assert report.ok, report.first_divergence
 
 
-@pytest.mark.parametrize("schedule", [{"schedule": "1f1b"}, {"schedule": "2bw", "split_backward": True}], ids=str)
-def test_weights_are_those_of_smaller_microbatches_to_the_bit(schedule: dict[str, Any]) -> None:
+def test_weights_are_those_of_smaller_microbatches_to_the_bit() -> None:
     """But for the sums of losses, which nothing else depends on; embeddings that are tied have two parts."""
-    config = make({"tie_embeddings": False}, pipeline=schedule)
+    config = make({"tie_embeddings": False}, pipeline={"schedule": "2bw", "split_backward": True})
     smaller = from_mapping({"pipeline": {"num_microbatches": 6}, "train": {"micro_batch_size": 2},
                             "parallel": {"tp_pieces": 1}}, config)
     pieces, whole = (run_grid(one, 3) for one in (config, smaller))

@@ -26,8 +26,8 @@ def test_optimizers_follow_the_rules(name: str, staleness: str) -> None:
     optimizer = build_optimizer(settings, slots(1, 0), ONE)
     for step in range(12):
         lr = 0.02 / (1 + step)
-        weights = rule(weights, dict(zip(NAMES, random_tensors(step + 50), strict=True)), lr)
-        optimizer.step(parameters, random_tensors(step + 50), lr=lr)
+        weights = rule(weights, {n: 0.3 * g for n, g in zip(NAMES, random_tensors(step + 50), strict=True)}, lr)
+        optimizer.step(parameters, random_tensors(step + 50), lr=lr, gradient_scale=0.3)
     for got, wanted in zip(parameters, weights.values(), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)
 

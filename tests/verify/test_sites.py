@@ -26,7 +26,6 @@ def make(parallel: dict[str, Any], outer: dict[str, Any], **sections: dict[str, 
 
 
 @pytest.mark.parametrize(("parallel", "outer", "sections"), [
-    ({"pp": 2}, PLAIN, {}),
     ({"pp": 2}, STREAMED, {"pipeline": {"schedule": "2bw"}}),
     ({"dp": 2, "zero": 1}, STREAMED, {"optim": {"name": "muon"}}),
     ({"tp": 2}, PLAIN, {"pipeline": {"schedule": "2bw"}}),

@@ -163,8 +163,7 @@ def _mismatches(model: ModelConfig, family: Family) -> list[Problem]:
     rule = f"transformers has no such model; the nearest there is {family.model_type}"
     return [
         Problem(f"model.{name}", ours[name], rule, " or ".join(map(str, works)))
-        for name, works in allowed.items() if ours[name] not in works
-    ]
+        for name, works in allowed.items() if ours[name] not in works]
 
 
 def canonical(model: ModelConfig) -> dict[str, Any]:

@@ -25,8 +25,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of ours, of a module such as head.norm: the tensors of theirs that it is made of, in order, with
-    their shapes."""
+    """One parameter of ours, of a module such as head.norm: the tensors of theirs in it, in order, and their shapes."""
 
     ours: str
     module: str

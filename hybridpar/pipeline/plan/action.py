@@ -71,8 +71,7 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise config_error(
             "action", text, f"must be KIND MICROBATCH @ STAGE [. PART] [v VERSION] without spaces, KIND one of "
-            f"{', '.join(kind.value for kind in Kind)}", "F12@1v3 or SEND_F12@1",
-        )
+            f"{', '.join(kind.value for kind in Kind)}", "F12@1v3 or SEND_F12@1")
     kind, microbatch = Kind(match[1]), int(match[2])
     version = _implied_version(kind, microbatch) if match[5] is None else int(match[5])
     return Action(kind, int(match[3]), microbatch, version, int(match[4] or 0))

@@ -55,8 +55,7 @@ class CheckReport:
             f"{self.schedule}, {self.sizes.num_stages} stages{held}, {self.sizes.num_microbatches} micro-batches, "
             f"batches {self.first_batch} to {self.first_batch + self.num_batches - 1}: {self.num_actions} actions are "
             f"right; at most {worst.activations} activations, {worst.versions} weight versions, {worst.gradients} "
-            "gradients"
-        )
+            "gradients")
 
 
 def check(plan: Plan, sizes: Sizes, schedule: str | Schedule, first_batch: int | None = None,

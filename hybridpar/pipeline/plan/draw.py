@@ -40,8 +40,7 @@ def draw(drawn: Plan | Timeline, *, unit: float | None = None, width: int = 0) -
     unit = unit or min((length for length in lengths if length > 0), default=1.0)
     width = width or max(
         (-(-(len(label) + 1) // max(1, round((end - start) / unit))) for row in rows.values()
-         for label, start, end in row if label != "*"), default=3,
-    )
+         for label, start, end in row if label != "*"), default=3)
     what = timeline.rank_name
     name = len(f"{what} {max(rows, default=0)}") + 2
     return "\n".join(f"{f'{what} {rank}':<{name}}{_text_row(row, unit, width)}".rstrip() for rank, row in rows.items())
@@ -93,8 +92,7 @@ def draw_steps(plan: Plan, marked: Sequence[tuple[int, int]] = (), *, num_steps:
         start = max(0, min(middle - num_steps // 2, len(actions) - num_steps))
         cells = [
             f">{action}<" if step in marks[rank] else f" {action} "
-            for step, action in enumerate(actions[start : start + num_steps], start)
-        ]
+            for step, action in enumerate(actions[start : start + num_steps], start)]
         far = [f"... step {s}: >{actions[s]}<" for s in marks[rank] if not start <= s < start + num_steps]
         lines.append((f"rank {rank}, step {start}:", cells, " ".join(far)))
     heading = max(len(line[0]) for line in lines)

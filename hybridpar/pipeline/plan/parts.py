@@ -106,8 +106,7 @@ def _cut(actions: Iterable[Action], division: Division) -> Iterator[Action]:
 
 
 def _delay_updates(actions: Iterable[Action], division: Division) -> Iterator[Action]:
-    """Puts each part of an UPDATE right before the first forward that needs it, or before what is neither a forward nor
-    a transfer."""
+    """Puts each part of an UPDATE before the first forward that needs it, or what is neither forward nor transfer."""
     waiting = deque[Action]()
     first: dict[int, int] = {}  # part of the rank, by stage; a stage comes first forward, and behind those before it
     for action in actions:

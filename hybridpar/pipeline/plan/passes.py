@@ -268,8 +268,7 @@ def _division(parts: int | Division, sizes: Sizes, rank: int) -> Division:
 
 def make_plan(schedule: str | Schedule, sizes: Sizes, first_batch: int = 0, num_batches: int = 1,
               **options: Any) -> dict[int, tuple[Action, ...]]:
-    """The lists of all ranks, for check, simulate and draw; a rank that runs needs only its own `lower`, which has the
-    options, too."""
+    """Lists of all ranks, for check, simulate and draw; a rank that runs needs its own `lower`, with these options."""
     return {rank: tuple(lower(schedule, sizes, rank, first_batch, num_batches, **options))
             for rank in range(sizes.num_ranks)}
 

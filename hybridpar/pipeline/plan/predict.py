@@ -29,8 +29,7 @@ _KEPT = 32
 _BESIDE_REDUCTION = 2 / 3
 """The host's share of the slack where gradients are reduced over replicas before."""
 _WORTH = 1.01
-"""Step time that counts as the same: of a smaller early switch over the paper's rule, with activations away over all
-in memory."""
+"""Step time that counts as the same: of a smaller early switch over the paper's, with activations away over without."""
 
 
 @dataclass(frozen=True)

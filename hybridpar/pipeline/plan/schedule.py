@@ -63,8 +63,7 @@ class Schedule:
         return interleaved.begun(sizes, place + self.warmup(sizes, sizes.rank_of(action.stage)))
 
     def position(self, sizes: Sizes, action: Action) -> int:
-        """Place of an F, B, I or W in an endless row of forwards and backwards by turns: the k-th backward ends at
-        2k + 1."""
+        """Place of an F, B, I or W in an endless row of forwards and backwards by turns: backward k ends at 2k + 1."""
         if self.activations:
             step = action.kind, action.stage, action.microbatch
             last = Kind.W, sizes.rank_of(action.stage), 0
@@ -193,8 +192,7 @@ class Schedule:
             raise config_error(
                 "pipeline.num_microbatches", m, f"schedule {self.name} keeps two weight versions, which takes at least "
                 f"the {warmup} micro-batches in a batch that stage 0 runs ahead (parallel.pp = {sizes.num_ranks})",
-                str(next(fits)),
-            )
+                str(next(fits)))
         if self.early_switch is None:
             return
         # W(t+1) is made after the last backward of batch t, and stage 0 runs `warmup` forwards of batch t+1 before that
@@ -204,8 +202,7 @@ class Schedule:
             raise config_error(
                 "pipeline.early_switch", self.early_switch, f"must be {lowest} to {highest} here: the {warmup} "
                 "micro-batches that stage 0 runs ahead need the older weights, and parallel.pp - 1 + early_switch of "
-                f"the pipeline.num_microbatches = {m} use them", str(min(lowest + 1, highest)),
-            )
+                f"the pipeline.num_microbatches = {m} use them", str(min(lowest + 1, highest)))
 
     def compute_actions(self, sizes: Sizes, rank: int, first_batch: int = 0,
                         num_batches: int | None = None) -> Iterator[Action]:

@@ -118,9 +118,7 @@ SCHEDULES: dict[str, Schedule] = {
             _latest_version, _stashed_versions, options=frozenset({"sync_steps"}),
             # Receives posted early may stand before a send that another stage needs for its update, which this one
             # waits for: check finds that deadlock where an axis has one communicator.
-            receive_ahead=0,
-        ),
-    )
+            receive_ahead=0))
 }
 
 OWN = _synchronous("own", "pipeline.order", _constant(0), "order", "chunks", "placement")
@@ -152,8 +150,7 @@ def make_schedule(name: str, *, warmup: str = "depth", early_switch: int | None 
         "early_switch": (early_switch, None, (early_switch or 0) >= 0, "must be off or at least 0"),
         "gradient_buffers": (
             gradient_buffers, gradient_buffers, gradient_buffers in buffers,
-            f"must be {' or '.join(map(str, buffers))} with schedule {name} and pipeline.warmup = {warmup!r}",
-        ),
+            f"must be {' or '.join(map(str, buffers))} with schedule {name} and pipeline.warmup = {warmup!r}"),
         "sync_steps": (sync_steps, 0, sync_steps >= 0, "must not be negative"),
         "zero_bubble": (zero_bubble, False, not zero_bubble or placement != "v",
                         "is what the order of a V does of itself"),
@@ -164,8 +161,7 @@ def make_schedule(name: str, *, warmup: str = "depth", early_switch: int | None 
         "order": (tuple(order), (), bool(order) == (name == "own"),
                   "must name what each rank computes with schedule own"),
         "chunks": (chunks, 0, chunks != 1 and (placement == "loop" or chunks % 2 == 0),
-                   "must be at least 2, or 0 for the default, and even with pipeline.placement = v"),
-    }
+                   "must be at least 2, or 0 for the default, and even with pipeline.placement = v")}
     problems = []
     for option, (value, default, allowed, rule) in options.items():
         known = schedule.options | ({"chunks"} if placement == "v" and schedule.flush else set())
@@ -193,8 +189,7 @@ def make_schedule(name: str, *, warmup: str = "depth", early_switch: int | None 
         # with word of them on its way before (of latencies alone, up to two forwards). With the longer warm-up that
         # cannot deadlock on any transport, if no stage waits for a drain; earlier ones could.
         receive_ahead=factor if factor > 1 and not schedule.flush else schedule.receive_ahead,
-        early_switch=early_switch, num_gradient_buffers=gradient_buffers or most, sync_steps=sync_steps,
-    )
+        early_switch=early_switch, num_gradient_buffers=gradient_buffers or most, sync_steps=sync_steps)
 
 
 def _on_v(schedule: Schedule, activations: str, chunks: int, *, warmup: str, early_switch: int | None) -> Schedule:

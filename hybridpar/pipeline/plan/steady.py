@@ -44,8 +44,7 @@ def fewer(schedule: Schedule, sizes: Sizes) -> Iterator[int]:
 
 
 def time_of_more(timeline: Timeline, schedule: Schedule, sizes: Sizes) -> float | None:
-    """Time that each more micro-batch adds to a batch of the timeline, which is of these sizes and drains; None: it
-    does not show."""
+    """Time that each more micro-batch adds to a batch of a timeline of these sizes that drains; None: does not show."""
     alike, number = _alike(sizes), sizes.num_microbatches * sizes.chunks
     stop = number - schedule.warmup(sizes, 0)
     window = range(stop - _window(sizes), stop)

@@ -90,8 +90,7 @@ def draw_svg(drawn: Plan | Timeline, *, title: str = "", unit: str = FORWARDS, w
         f'<text class="title" x="{_LEFT}" y="30">{escape(heading)}</text>',
         f'<text class="muted" x="{scale.x(span) + 12:.1f}" y="{_TOP - 10}">idle</text>',
         *rows, *_svg_axis(scale, span, axis),
-        f'<text class="muted" x="{_LEFT}" y="{axis + 28}">time in {escape(unit)}</text>', *legend,
-    ])
+        f'<text class="muted" x="{_LEFT}" y="{axis + 28}">time in {escape(unit)}</text>', *legend])
     return page(full_width, bottom, body)
 
 
@@ -187,8 +186,7 @@ def _svg_legend(timeline: Timeline, y: float, full_width: float, visible: set[Ki
                 microbatches.setdefault(action.version, []).append(action.microbatch)
     items = [
         (_swatch(version), f"W{version}: {min(used)}-{max(used)}" if version >= 0 else "evaluation")
-        for version, used in sorted(microbatches.items())[: len(_COLOURS)]
-    ]
+        for version, used in sorted(microbatches.items())[: len(_COLOURS)]]
     if len(microbatches) > len(_COLOURS):
         items.append(([], "... and so on"))
     items += [
@@ -196,8 +194,7 @@ def _svg_legend(timeline: Timeline, y: float, full_width: float, visible: set[Ki
         ([f'<path d="M8 3 h10 l-5 9 z" fill="{INK}"/>'], "update"),
         *[([rect(0, 0, 26, 14, INK)], "optimizer makes the new weights")] * (Kind.UPDATE in visible),
         ([rect(0, 5, 13, 4, MUTED), rect(13, 5, 13, 4, "#c9d0d8")], "gradients reduced, then ready for the update"),
-        ([rect(0, 0, 26, 14, IDLE)], "idle"),
-    ]
+        ([rect(0, 0, 26, 14, IDLE)], "idle")]
     for kinds, what in (((Kind.SEND_F, Kind.SEND_B), "activation, gradient on its way"),
                         ((Kind.FETCH, Kind.RELEASE), "fetched, released"),
                         ((Kind.RELOAD, Kind.OFFLOAD), "activations reloaded, offloaded"),

@@ -89,8 +89,7 @@ class Timeline:
             start
             for action, start in zip(self.plan[0], self.starts[0], strict=True)
             if action.kind is Kind.F and action.stage == 0 and action.microbatch % num_microbatches == 0
-            and action.part == 0
-        ]
+            and action.part == 0]
 
     def steady(self, num_microbatches: int) -> tuple[float, float, int]:
         """A stretch of whole batches in the steady state, as rank 0 begins them: since when, until when, how many.

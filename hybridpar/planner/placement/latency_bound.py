@@ -1,91 +1,22 @@
-"""Times of one sample that no placement can beat: of paths, and of a small integer program that knows devices by kind.
-
-A placement says which accelerator, and which of its calls; the program knows only what is on accelerators at all:
-
-    y[c]        class c of nodes that share a device is on one of the accelerators, else on CPUs
-    done[v]     when v has run, its output not yet moved out of a call
-    calls[v]    calls that paths to v have been through, which come back to none of them
-
-    done[v] >= done[u] + time of v there + what moves u's output where one of both is on an accelerator, the other not
-    the same, output moved out and in, where both are on accelerators and do not fit on one
-    calls[v] >= calls[u] + 1 where v is on an accelerator, u is not
-
-So it has neither the big constants nor the equal solutions of the program that places (latency_milp.py), and is solved
-in seconds where that one's bound does not leave the path's.
-"""
+"""Times of one sample that no placement can beat: of paths, alone and cut into calls of accelerators."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from hybridpar.planner.placement.classes import ClassGraph
-from hybridpar.planner.placement.highs import Highs
-from hybridpar.planner.placement.ideals import OutOfTime
-from hybridpar.planner.placement.program import ProgramBuilder, TooLargeError
 from hybridpar.planner.placement.workload import Floats, Ints, Workload, order_of
 
-SCALE = 1e3
-"""The time in which everything must end, in the program's unit."""
 PRICES = 64
 """Prices of a byte that are tried for the bound."""
-
-
-def relaxed_bound(colours: ClassGraph, slots: int, horizon: float, deadline: float, highs: Highs) -> float:
-    """A latency that no placement is below, at most `horizon`, within which there is one; 0 where there is no time.
-
-    colours: of what must share a device. slots: calls of an accelerator.
-    """
-    try:
-        program = _relaxed(colours, slots, horizon / SCALE, deadline)
-    except (TooLargeError, OutOfTime):
-        return 0.0
-    answer = highs.solve(program.program(), deadline)
-    return horizon if answer.infeasible else min(horizon, max(0.0, answer.bound * horizon / SCALE))
-
-
-def _relaxed(colours: ClassGraph, slots: int, unit: float, deadline: float) -> ProgramBuilder:
-    w, class_of = colours.workload, colours.class_of
-    n, k, count = w.num_nodes, w.num_accelerators, int(class_of.max()) + 1
-    cpu, accelerator, moved = (  # what takes too long takes twice too long
-        np.minimum(times / unit, 2 * SCALE) for times in (w.cpu_time, w.accelerator_time, w.transfer_time))
-    size = np.bincount(class_of, w.size / w.room, count)
-    allowed = (np.bincount(class_of, ~w.supported, count) == 0) & (size <= 1)
-    accelerator = np.where(allowed[class_of], accelerator, 0.0)
-    more = accelerator - cpu
-    model = ProgramBuilder(deadline)
-    y = model.variables((count,), float(not w.num_cpus), np.maximum(allowed, not w.num_cpus), integer=True)
-    done, end = model.variables((n,), 0.0, SCALE), model.variables((1,), 0.0, SCALE)
-    calls = model.variables((n,), 0.0, float(k * slots))
-    model.objective, on = int(end[0]), y[class_of]
-    model.at_most([(size[None] / k, y[None])], 1.0)
-    if len(large := y[size > 0.5]):  # no two of these are on one
-        model.at_most([(1.0, large[None])], float(k))
-    model.at_most([(more, on), (-1.0, done)], -cpu)
-    model.at_most([(1.0, on), (-1.0, calls)], 0.0)
-
-    def run_after(pairs: Ints, into: float, out: float, both: float) -> None:
-        """The later of each pair has run so long after the earlier, by where they are: `into`, `out` and `both` times
-        what moves the output, as v is on an accelerator, as u is, and as they are on two."""
-        if len(pairs):
-            a, b = pairs.T
-            model.at_most([(1.0, done[a]), (more[b] + into * moved[a], on[b]), (out * moved[a], on[a]),
-                           (-1.0, done[b])], both * moved[a] - cpu[b])
-
-    edges = np.asarray(w.edges)
-    apart = edges[class_of[edges[:, 0]] != class_of[edges[:, 1]]]
-    run_after(edges, 0, 0, 0)
-    run_after(apart, 1, -1, 0)
-    run_after(apart, -1, 1, 0)
-    run_after(apart[size[class_of[apart]].sum(1) > 1], 2, 2, 2)
-    if len(edges):
-        u, v = edges.T
-        model.at_most([(1.0, calls[u]), (-1.0, calls[v])], 0.0)
-        model.at_most([(1.0, calls[u]), (1.0, on[v]), (-1.0, on[u]), (-1.0, calls[v])], 0.0)
-    model.at_most([(1.0, done), (-1.0, np.full(n, end[0]))], 0.0)
-    model.at_most([(accelerator[None] / k, on[None]), (-1.0, end[None])], 0.0)
-    return model
+MOST_CALLS = 64
+"""How many calls are counted; where there may be more, any number of them is allowed."""
+Order = list[tuple[int, list[int]]]
+"""Nodes with all that they read, each after these."""
 
 
 def path_bound(colours: ClassGraph, deadline: float) -> float:
@@ -106,20 +37,152 @@ def path_bound(colours: ClassGraph, deadline: float) -> float:
         prices = np.unique(np.quantile(np.append(np.maximum(worth, 0.0), 0.0), np.linspace(0, 1, PRICES)))
     bound = 0.0
     for price in prices:
-        bound = max(bound, _longest_path(np.minimum(accelerator + price * w.size, cpu), order) - price * room)
+        longest = _heaviest(np.minimum(accelerator + price * w.size, cpu), order)[0]
+        bound = max(bound, longest - price * room)
         if time.monotonic() > deadline:
             break
     return bound
 
 
-def _longest_path(times: Floats, order: list[tuple[int, list[int]]]) -> float:
-    done = times.tolist()
+def cut_bound(colours: ClassGraph, slots: int, deadline: float) -> float:
+    """The least time of a path whose nodes are on CPUs or in calls of accelerators, the best of three paths.
+
+    No path comes back to a call, which would wait for itself. So a call holds one part of a path and all between its
+    ends, and whoever waits for it waits for all that it runs and moves. It fits on an accelerator, and there are no
+    more than accelerators have. 0 where there is no time.
+
+    colours: of what must share a device. slots: calls of an accelerator.
+    """
+    w, order = colours.workload, _in_order(colours.workload)
+    compute, size = (x / (x.sum() or 1.0) for x in (np.where(w.supported, w.accelerator_time, w.cpu_time), w.size))
+    paths = {tuple(_heaviest(x, order)[1]) for x in (compute, size, compute + size)}
+    return max(_CutPath(colours, slots, np.array(path), order).least(deadline) for path in sorted(paths))
+
+
+@dataclass(eq=False)
+class _CutPath:
+    """A path of L nodes, and what calls that hold parts of it take: those before and behind the part are not in it.
+
+    Nor is what comes behind one that is behind, or leads to one before: of outputs that go there some must be moved.
+    """
+
+    colours: ClassGraph
+    slots: int
+    path: Ints
+    order: Order
+
+    @cached_property
+    def reach(self) -> tuple[Ints, Ints]:
+        """[n] the last position on the path that leads to a node, or -1; the first that a node leads to, or L."""
+        n, length = self.colours.workload.num_nodes, len(self.path)
+        last, first = np.full(n, -1), np.full(n, length)
+        last[self.path] = first[self.path] = np.arange(length)
+        for v, before in self.order:
+            last[v] = max([last[v], *last[before]])
+        for v, before in reversed(self.order):
+            first[before] = np.minimum(first[before], first[v])
+        return last, first
+
+    @cached_property
+    def read_at(self) -> Ints:
+        """[n] the end of the longest part, from 0, behind which something that reads the node is known to be."""
+        source, to = self.colours.workload.edges.T
+        return _extreme(np.maximum, source, self.reach[0][to], self.colours.workload.num_nodes, -1)
+
+    @cached_property
+    def detours(self) -> list[tuple[int, int, Ints, float]]:
+        """Ways around parts of the path that share no nodes and no start: start and end, what is between, and the least
+        time that moves an output of these or the start: one is moved where only one of both ends is in a call.
+        """
+        w, of = self.colours.workload, self.colours.class_of
+        before, position = dict(self.order), {v: i for i, v in enumerate(self.path.tolist())}
+        taken, found = set(position), {}
+        for v in reversed(self.path.tolist()):
+            for u in before[v]:
+                way = [v]
+                while u not in taken and before[u]:
+                    way.append(u)
+                    u = max(before[u], key=self.reach[0].__getitem__)
+                if len(way) > 1 and u in position and position[u] not in found:
+                    taken.update(way)
+                    to, source = np.array(way), np.array([*way[1:], u])
+                    apart = source[(of[source] != of[to]) | (self.slots > 1)]  # in one call, where the class is
+                    if len(apart):
+                        found[position[u]] = (position[v], source[:-1], float(w.transfer_time[apart].min()))
+        return [(a, *rest) for a, rest in found.items()]
+
+    def calls_from(self, i: int) -> Floats:
+        """[L + 1] what a call takes that holds the path from i on, by where it ends; infinite where there is none."""
+        w, of, length, never = self.colours.workload, self.colours.class_of, len(self.path), len(self.path) + 1
+        last, first = self.reach
+        source, to = w.edges.T
+        enters = np.where((last >= i) & (first < length), first + 1, never)  # the first end with the node in the call
+        classes = _extreme(np.minimum, of, enters, self.colours.num_classes, never)
+        size = self._sums(classes, np.bincount(of, np.where(w.supported, w.size, np.inf)))
+        apart = np.zeros(length + 1)
+        if self.slots == 1:  # a class is in one call, so none of it may be before or behind
+            enters = classes[of]
+            until = np.where(first < i, length, last)
+            apart = self._sums(enters, np.ones_like(of), np.maximum(until + 1, enters))
+        took = self._sums(enters, np.where(w.supported, w.accelerator_time, 0.0))
+        took += self._sums(enters, w.transfer_time, np.maximum(self.read_at + 1, enters))
+        known = (first[source] < i) & (enters[to] < never)
+        comes = _extreme(np.minimum, source[known], enters[to[known]], w.num_nodes, never)
+        took += self._sums(comes, w.transfer_time)
+        for a, b, between, moved in self.detours:
+            u = self.path[a]
+            if i <= a:
+                took[max(a, self.read_at[u]) + 1:min(b + 1, enters[between].min())] += moved
+            elif i <= b and first[between].min() >= i:
+                took[b + 1:comes[u]] += moved
+        took[(size > w.room) | (apart > 0)] = np.inf
+        return took
+
+    def _sums(self, at: Ints, by: Floats | Ints, until: Ints | None = None) -> Floats:
+        """[L + 1] the sum of what has been added, each from its position on, until another one."""
+        room = len(self.path) + 2
+        added = np.bincount(at, by, room)
+        return np.cumsum(added if until is None else added - np.bincount(until, by, room))[:room - 1]
+
+    def least(self, deadline: float) -> float:
+        """The least time of the path; 0 if it is not found by then."""
+        w, length, calls = self.colours.workload, len(self.path), self.colours.workload.num_accelerators * self.slots
+        counted = calls <= MOST_CALLS
+        best = np.full((calls + 1 if counted else 1, length + 1), np.inf)  # of the path up to there, by calls
+        best[0, 0] = 0.0
+        for i, v in enumerate(self.path.tolist()):
+            if time.monotonic() > deadline:
+                return 0.0
+            if w.num_cpus:
+                best[:, i + 1] = np.minimum(best[:, i + 1], best[:, i] + w.cpu_time[v])
+            one_more = best[1:, i + 1:] if counted else best[:, i + 1:]
+            np.minimum(one_more, best[:len(one_more), i, None] + self.calls_from(i)[i + 1:], out=one_more)
+        return float(best[:, -1].min())
+
+
+def _extreme(which: np.ufunc, at: Ints, of: Ints, number: int, start: int) -> Ints:
+    """[number] the least or the largest of the values at each place, or `start`."""
+    found = np.full(number, start)
+    which.at(found, at, of)
+    return found
+
+
+def _heaviest(weights: Floats, order: Order) -> tuple[float, list[int]]:
+    """The path of the largest sum, and that."""
+    done, came = weights.tolist(), [-1] * len(weights)
     for v, before in order:
-        done[v] += max((done[u] for u in before), default=0.0)
-    return max(done)
+        if before:
+            came[v] = max(before, key=done.__getitem__)
+            done[v] += done[came[v]]
+    v = max(range(len(done)), key=done.__getitem__)
+    most, path = done[v], []
+    while v >= 0:
+        path.append(v)
+        v = came[v]
+    return most, path[::-1]
 
 
-def _in_order(w: Workload) -> list[tuple[int, list[int]]]:
+def _in_order(w: Workload) -> Order:
     """Nodes, each after all that it reads."""
     before: list[list[int]] = [[] for _ in range(w.num_nodes)]
     for u, v in w.edges.tolist():

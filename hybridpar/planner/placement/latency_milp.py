@@ -24,7 +24,7 @@ from hybridpar.planner.placement.bound import check_possible
 from hybridpar.planner.placement.classes import ClassGraph, class_graph
 from hybridpar.planner.placement.highs import Highs
 from hybridpar.planner.placement.ideals import OutOfTime
-from hybridpar.planner.placement.latency_bound import path_bound, relaxed_bound
+from hybridpar.planner.placement.latency_bound import cut_bound, path_bound
 from hybridpar.planner.placement.latency_search import searched_placements, simple_placements
 from hybridpar.planner.placement.program import ProgramBuilder, TooLargeError
 from hybridpar.planner.placement.result import GAP, Assignment, make_assignment
@@ -34,8 +34,8 @@ from hybridpar.planner.placement.workload import Floats, Ints, Workload
 SLACK = 1e-6
 SCALE = 1e3
 """The time in which everything must end, in the program's unit."""
-SEARCH_SHARE, BOUND_SHARE = 0.4, 0.3
-"""Shares of the time limit for the search that integer programming begins with, and for the bound."""
+SEARCH_SHARE = 0.4
+"""Share of the time limit for the search that integer programming begins with."""
 
 
 def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: bool = True) -> Assignment:
@@ -55,7 +55,7 @@ def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: 
     check_possible(graph if slots == 1 else colours)
     name = "latency-milp" if search else "latency-greedy"
     found = [(x, np.zeros_like(x)) for x in simple_placements(graph, deadline)]
-    bound = path_bound(colours, deadline)
+    bound = max(path_bound(colours, deadline), cut_bound(colours, slots, deadline))
     if not search:
         if not found and time.monotonic() > deadline:
             raise config_error("time_limit", seconds, "was not enough to find any placement", f"{10 * seconds:g}")
@@ -67,9 +67,6 @@ def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: 
         better_ones = searched_placements(graph, colours, [x for x, _ in found], start + SEARCH_SHARE * seconds)
         found += [(x, np.zeros_like(x)) for x in better_ones]
         known = min((latency(workload, *x) for x in found), default=np.inf)
-        if bound * (1 + GAP) < known < np.inf:
-            until = min(deadline, time.monotonic() + BOUND_SHARE * seconds)
-            bound = max(bound, relaxed_bound(colours, slots, known * (1 + SLACK), until, highs))
         solution = _Problem(workload, colours, slots, known, bound, deadline).solve(highs)
     found += solution.placements
     if not found:

@@ -109,8 +109,7 @@ class Factors(LowRank):
         return torch.where(lengths > 0, factor / lengths.clamp(min=torch.finfo(self.dtype).tiny), fresh)
 
     def _multiply(self, message: Reader, matrices: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
-        """Writes the products into a message, and returns what that says of them: column by column, as these differ in
-        size."""
+        """Writes products into a message, column by column, as these differ in size; returns what it says of them."""
         products = []
         for matrix, factor in zip(matrices, factors, strict=True):
             columns = factor.t() @ matrix.t()

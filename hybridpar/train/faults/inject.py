@@ -3,8 +3,8 @@
     kill rank 3 at step 20              SIGKILL
     lose rank 3 at step 20              the same, and that rank never starts again (on a grid of that size)
     hang rank 1 at step 7               it stops, and stays alive
-    hang save rank 1 at step 10         so does its thread that writes the next checkpoint
-    slow link 0-1 at step 5 for 3 s     one message from rank 0 to rank 1 comes so much later
+    hang save rank 1 at step 10         the same of its thread that writes the next checkpoint
+    slow link 0-1 at step 5 for 3 s     what rank 0 sends to rank 1 comes so much later, once
     cut link 0-1 at step 5              ... and never
     outage rank 1 at step 5 for 3 s     the kernel drops whatever comes to rank 1, and TCP sends it again
     corrupt shard at step 10            a bit of the file that rank 0 writes into the next checkpoint flips
@@ -125,8 +125,7 @@ def parse_fault(text: str, config: Config) -> Fault:
         (fault.kind == "outage" and sys.platform != "linux", "the kernel must be Linux", "cut link 0-1 at step 5"),
         ("link" in fault.kind and rank == fault.peer, "a link is between two ranks", f"{fault.kind} 0-1"),
         (not first <= fault.step <= last, f"steps are {first} to train.num_steps = {last}", f"step {last}"),
-        (fault.microbatch >= m, f"micro-batches of a step are 0 to {m - 1}", f"micro-batch {m - 1}"),
-    ):
+        (fault.microbatch >= m, f"micro-batches of a step are 0 to {m - 1}", f"micro-batch {m - 1}")):
         if is_wrong:
             raise config_error("inject", text, rule, works)
     sizes = sizes_of(parallel)
@@ -187,7 +186,7 @@ class Injector:
         """Makes a fault happen; returns the hooks to be removed after the action."""
         if fault.kind == "nan gradient":
             leaves = self._engine.state.weights.leaves_of(action.version)
-            return [leaf.register_hook(_not_finite) for leaf in leaves.values()]
+            return [leaf.register_hook(lambda gradient: gradient * math.nan) for leaf in leaves.values()]
         if fault.kind == "outage":
             threading.Thread(target=_be_deaf, args=[fault.seconds], daemon=True).start()
             return []
@@ -258,7 +257,3 @@ def _is_over_link(action: Action, axis: Axis, sizes: Sizes, peer: int) -> bool:
 def _be_deaf(seconds: float) -> None:
     with sockets.deaf():
         time.sleep(seconds)
-
-
-def _not_finite(gradient: Tensor) -> Tensor:
-    return gradient * math.nan

@@ -48,6 +48,8 @@ def test_what_was_changed_is_written_before_what_takes_its_room_comes():
     fetch = next(step for step, action in enumerate(timeline.plan[0]) if str(action) == "FETCH1@0")
     assert timeline.stalls[0][fetch] == 2
     assert timeline.ends[0][fetch] == 8.5
+    own = run(SWEEP, UPDATE, fetch=3.0, release=2.0, calls={Kind.FETCH: 0.5, Kind.RELEASE: 0.25})
+    assert own.busy(0) == timeline.busy(0) + 3 * 0.5 + 2 * 0.25, "what moves take of the rank's own time"
 
 
 def test_what_is_made_waits_for_its_room():

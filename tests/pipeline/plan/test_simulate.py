@@ -302,15 +302,17 @@ def test_a_host_and_two_copy_engines_by_hand():
     plan = make_plan("1f1b", Sizes(1, 1), 0, 2, host=1.0, parts=2)
     assert text_of(plan[0]).startswith(
         "F0@0v0 F0@0.1v0 B0@0.1v0 B0@0v0 REDUCE0@0 NORM0@0 HOST0@0 UPDATE0@0 F1@0v1 UPDATE0@0.1 F1@0.1v1")
-    timeline = simulate(plan, Costs(to_host=3.0, host=6.0, from_host=3.0, host_shares=((2.0, 1.0),)))
+    costs = Costs(to_host=3.0, host=6.0, from_host=3.0, host_shares=((2.0, 1.0),))
+    timeline = simulate(plan, costs)
     starts = dict(zip(map(str, plan[0]), timeline.starts[0], strict=True))
     assert (starts["NORM0@0"], starts["HOST0@0"], starts["F1@0v1"], starts["UPDATE0@0.1"], starts["F1@0.1v1"]) == (
         3.0, 3.0, 11.0, 12.0, 12.0)
     host = plan[0].index(Action(Kind.HOST, 0, 0, 1))
     assert (timeline.returns[0][host], timeline.ends[0][host]) == (3.0, 12.0)
     assert timeline.busy(0, 3.0, 11.0) == 0
-    slow_norm = simulate(plan, Costs(norm=1.5, to_host=3.0, host=6.0, from_host=3.0, host_shares=((2.0, 1.0),)))
+    slow_norm, slow_sum = simulate(plan, replace(costs, norm=1.5)), simulate(plan, replace(costs, reduce=1.5))
     assert slow_norm.makespan == timeline.makespan, "gradients leave while the norm is on its way"
+    assert slow_sum.makespan == timeline.makespan + 2 * 1.5, "but not before they are summed"
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])

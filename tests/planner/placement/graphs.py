@@ -67,6 +67,26 @@ def random_workload(seed: int, *, training: bool, most: int = 8) -> Workload:
     return make_workload(random_document(np.random.default_rng(seed), training=training, most=most))
 
 
+def branched_inference(seed: int, num_nodes: int) -> Workload:
+    """A chain, chains beside parts of it, and edges over others; tight memory, shared colours, or no CPU."""
+    generator = np.random.default_rng(seed)
+    chain = int(generator.integers(3, num_nodes))
+    edges, made = {(v, v + 1) for v in range(chain - 1)}, chain
+    while made < num_nodes:
+        start = int(generator.integers(chain - 1))
+        more = int(generator.integers(1, num_nodes - made + 1))
+        edges |= set(itertools.pairwise([start, *range(made, made + more), int(generator.integers(start + 1, chain))]))
+        made += more
+    edges |= {(u, v) for u, v in generator.integers(0, chain, (int(generator.integers(3)), 2)).tolist() if u < v}
+    pick = lambda low, high: np.round(generator.uniform(low, high, num_nodes), 2)  # noqa: E731
+    colours = [int(generator.integers(3)) if generator.random() < 0.25 else 100 + v for v in range(num_nodes)]
+    return make_workload(document(
+        num_nodes, sorted(edges), accelerator=pick(0.1, 2).tolist(), cost=np.maximum(pick(-0.7, 3), 0).tolist(),
+        num_cpus=int(generator.integers(3)), memory=float(generator.choice([3.0, 5.0, 8.0])),
+        cpuLatency=pick(0.2, 12).tolist(), supportedOnFpga=(generator.random(num_nodes) < 0.95).tolist(),
+        size=pick(0, 2).tolist(), colorClass=colours))
+
+
 def layered_training(num_layers: int, branches: int, per_layer: int, seed: int = 0, **devices: Any) -> Workload:
     """An operator graph with its backward nodes: layers of parallel branches that meet, as in attention."""
     generator = np.random.default_rng(seed)
@@ -144,6 +164,8 @@ def best_latency(w: Workload, slots: int) -> float:
     best = np.inf
     options = [(d, s) for d in range(k) for s in range(slots)] + [(k, 0)] * (w.num_cpus > 0)
     for choice in itertools.product(options, repeat=w.num_nodes):
+        if [*(used := dict.fromkeys(d for d, _ in choice if d < k))] != [*range(len(used))]:
+            continue  # accelerators are equal
         devices, slot = (np.array(x) for x in zip(*choice, strict=True))
         if problems(w, devices):
             continue

@@ -11,9 +11,9 @@ from hybridpar.planner.placement.bound import work_bound
 from hybridpar.planner.placement.classes import class_graph
 from hybridpar.planner.placement.cover import cover_bound
 from hybridpar.planner.placement.highs import Highs
-from hybridpar.planner.placement.latency_bound import path_bound, relaxed_bound
+from hybridpar.planner.placement.latency_bound import cut_bound, path_bound
 
-from .graphs import best_latency, best_pipeline, best_placement, document, random_workload
+from .graphs import best_latency, best_pipeline, best_placement, branched_inference, document, random_workload
 
 SIZES = {False: 5, True: 7}  # of inference and training graphs
 
@@ -65,25 +65,20 @@ def test_latency_milp_finds_the_best_placement(slots: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_no_placement_is_below_the_bounds_of_latency(slots: int, highs: Highs) -> None:
-    paths = relaxed = 0.0
-    for seed in range(2000, 2024):
-        w = random_workload(seed, training=False, most=4 if slots == 2 else 5)
+def test_no_placement_is_below_the_bounds_of_latency(slots: int) -> None:
+    """They are most often what the best placement takes, where a path has ways around parts of it."""
+    made, met = [random_workload(seed, training=False, most=4 if slots == 2 else 5) for seed in range(2000, 2020)], 0
+    made += [branched_inference(seed, 7 - slots) for seed in range(12)]
+    if slots == 1:  # what moves would be counted twice, or where it need not, but for one rule each
+        made += [branched_inference(seed, 7) for seed in (43, 1043, 4302)]
+    for i, w in enumerate(made):
         best = best_latency(w, slots)
-        if np.isfinite(best) and best > 0:
+        if np.isfinite(best):
             colours = class_graph(w, pipeline=False, merge_leaves=False)
-            one, other = path_bound(colours, np.inf), relaxed_bound(colours, slots, 10 * best, np.inf, highs)
-            assert max(one, other) <= best * (1 + 1e-6), seed
-            paths, relaxed = paths + one / best, relaxed + max(one, other) / best
-    assert relaxed > paths + 0.5, "it is nearer than paths alone"
-
-
-def test_large_neighbours_on_accelerators_pay_for_the_way(highs: Highs) -> None:
-    """Each takes more than half of an accelerator: what goes between them is moved out and in, or one is on a CPU."""
-    w = make_workload(document(2, [(0, 1)], cost=[9, 0], cpuLatency=[50, 50], size=[60, 60]))
-    colours = class_graph(w, pipeline=False, merge_leaves=False)
-    assert path_bound(colours, np.inf) == 2
-    assert relaxed_bound(colours, 1, 200, np.inf, highs) == pytest.approx(best_latency(w, 1)) == 20
+            one, other = path_bound(colours, np.inf), cut_bound(colours, slots, np.inf)
+            assert max(one, other) <= best * (1 + 1e-9), i
+            met += i >= 20 and other == pytest.approx(best, rel=1e-9)
+    assert met >= 6
 
 
 def test_colours_on_cpus_need_not_be_one_call() -> None:
