@@ -82,7 +82,7 @@ class WholeChunks(Memory):
 
     @property
     def most_bytes(self) -> int:
-        """Most that is whole at once: weights of a part and the next, gradients of one and the one being summed."""
+        """The most that is whole at once: weights of a part and the next, gradients of one and the one being summed."""
         return self.room("weights", 2) + self.room("gradients", 2)
 
     def _storage(self, view: Tensor) -> object:

@@ -62,7 +62,7 @@ def stage_costs(config: Config) -> Costs:
     stages = stage_split(config.model, pp, config.pipeline.split, chunks, config.pipeline.placement)
     again = recomputed_blocks(config.pipeline.recompute, config.model, stages)
     if not any(flops):  # of operators that are not counted alone
-        flops = [1] * len(flops)
+        flops = (1,) * len(flops)
     forward = [sum(flops[b] for b in blocks) for blocks in stages]
     backward = [2 * f + sum(flops[b] for b in stage.blocks) for f, stage in zip(forward, again, strict=True)]
     sizes = Sizes.of(config)

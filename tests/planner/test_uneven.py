@@ -124,7 +124,7 @@ def linked(half_duplex: bool, device_type: str = "cuda", split: tuple[int, ...] 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_link_that_carries_one_way_at_a_time_takes_both_ways_time(device: str) -> None:
-    """12 messages of 1 s each way: they take 12 s at once, by turns 24; with a server between, which passes them on, 48."""
+    """12 messages of 1 s each way take 12 s at once, by turns 24; with a server between, which passes them on, 48."""
     both, turns = linked(False, device).step_time, linked(True, device).step_time
     assert both == pytest.approx(12, rel=0.05)
     assert turns == pytest.approx(24, rel=0.05)
