@@ -31,8 +31,7 @@ _TRACE, _SVG, _HTML, _PERFETTO = "trace.jsonl", "memory.svg", "memory.html", "me
 
 @dataclass(frozen=True)
 class Memory:
-    """Say which blocks make up a rank's memory, when they are used, and what each setting saves; predicted or recorded.
-    """
+    """Say which blocks make up a rank's memory, when they are used, and what settings save; predicted or recorded."""
 
     path: ConfigFile
     config: Overrides

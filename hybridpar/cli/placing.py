@@ -51,8 +51,8 @@ class Place:
     """All operators of a block (the nodes' layerId) share a device, as in `hybridpar train`. A placement that is a
     pipeline is then its pipeline.split; one that goes round the devices more than once, its pipeline.chunks, too."""
     time_limit: float = 60.0
-    """Seconds, after which the best that was found counts, with a bound. dp may take one more second, the milps half of
-    one."""
+    """Seconds, after which the best that was found counts, with a bound. dp may take one second more, the milps half.
+    """
     max_ideals: int = 0
     """dp and piper: most ideals (sets of operators that may come first). With more they try some orders of the
     operators, and give the best with a bound. Their memory and time grow with it; 0: 60,000."""
