@@ -38,15 +38,16 @@ SCHEDULES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 """Name, schedule and options."""
 _HEAD = """# All schedules
 
-Written by `scripts/schedule_gallery.py`. One forward of a rank takes 1, a backward 2, of which each part, I for the
-input and W for the weights, takes 1; transfers take nothing.
+Written by `scripts/schedule_gallery.py`. A forward of a rank takes 1, a backward 2 (I, for the input, and W, for the
+weights, 1 each), a transfer nothing.
 
-- idle: by what share of its work on a rank a batch takes longer; in the steady state, where batches do not drain.
-- activations: the most that a rank holds, in micro-batches of all its layers. versions: of the weights, likewise.
+- idle: the time of a batch beyond a rank's work in it, as a share of that work; without a drain, in the steady state.
+- activations: the most that a rank holds, in micro-batches of all its layers.
+- versions: the most versions of the weights that a rank holds.
 - messages: activations and gradients that go from rank to rank for each micro-batch.
 
-All are proven by `check` as a run's plan is. `pipeline.schedule = "auto"` measures those that drain, and takes the
-fastest.
+`check` proves each of them, as it does a run's plan. `pipeline.schedule = "auto"` measures those that drain, and takes
+the fastest.
 """
 
 
@@ -109,7 +110,7 @@ def page() -> str:
     drawn = "\n\n".join(f"{title}: {settings(name, options)}\n\n```text\n{picture(name, options)}\n```"
                         for title, name, options in SCHEDULES)
     return (f"{_HEAD}\n{table()}\n\n## On one axis\n\n{p} ranks, {m} micro-batches, {_COLUMNS} columns for half a "
-            "forward; where nothing drains, the first batches. `F0b` is on the second stage of a rank, `*` an update."
+            "forward; without a drain, the first batches. `F0b` is on the second stage of a rank, `*` an update."
             f"\n\n{drawn}\n")
 
 

@@ -20,16 +20,15 @@ class Check:
     path: ConfigFile
     config: Overrides
     world_size: Annotated[int, Within(0, 2**20)] = 0
-    """Processes of the pretended job; 0: as many as the grid has."""
+    """Processes of an imagined job; 0: as many as the grid has."""
     profile: str = ""
-    """What `hybridpar profile` has measured: also says what links need and give, the time of a step, and what each
-    remedy costs of it."""
+    """A file of `hybridpar profile`. Adds what links need and give, the time of a step, and what each remedy costs."""
     cluster: str = ""
-    """A cluster.toml: the same of those machines, with estimated times (or those of the profile)."""
+    """A cluster.toml: the same for those machines, with estimated times (or those of the profile)."""
     device_gb: Annotated[float, Within(0, 1e9)] = 0.0
-    """Memory of a device, or of a process on CPUs, in GB; 0: as the profile or cluster has it, else as this machine."""
+    """Memory of a device, or of a process on CPUs, in GB; 0: from the profile or cluster, else this machine's."""
     largest: bool = False
-    """Also say how many layers of this width would fit, as it is and with each setting that saves memory."""
+    """Also say how many layers of this width would fit, now and with each setting that saves memory."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:

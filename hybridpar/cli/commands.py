@@ -27,15 +27,15 @@ from hybridpar.errors import config_error
 
 @dataclass(frozen=True)
 class Train:
-    """Train a model; go on from the last checkpoint where the run folder has one."""
+    """Train a model, or go on from the last checkpoint of the run folder."""
 
     path: ConfigFile
     config: Overrides
     ranks: Ranks = 0
-    """Start so many ranks on this machine, and start them again where one fails ([faults]); 0: torchrun starts them, or
+    """Start so many ranks on this machine, and start them again if one fails ([faults]). 0: torchrun starts them, or
     there is one."""
     inject: tuple[str, ...] = ()
-    """Faults that are to happen, once each, such as "kill rank 3 at step 20" (hybridpar/train/faults/inject.py)."""
+    """Faults to inject, once each, such as "kill rank 3 at step 20" (hybridpar/train/faults/inject.py)."""
     json: bool = False
     """One JSON object on stdout at the end."""
 
@@ -60,7 +60,7 @@ class Preprocess:
     """Files of text, JSON lines, JSON, CSV, parquet or Arrow, folders of them, Hugging Face datasets, or stdlib (the
     Python standard library's source)."""
     input: tuple[str, ...] = ()
-    """More sources, by Megatron-LM's name of this flag."""
+    """More sources, under Megatron-LM's name of this flag."""
     text_key: str = "text"
     """The field or column that holds a document's text."""
     output: str = "data"
@@ -70,7 +70,7 @@ class Preprocess:
     tokenizer: str = ""
     """A tokenizer.json; empty: one is trained on the text."""
     max_bytes: Annotated[int, Within(0, 2**60)] = 0
-    """Use only so much of the text; 0: all."""
+    """Use only so many bytes of the text; 0: all."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:
@@ -91,19 +91,19 @@ class Preprocess:
 
 @dataclass(frozen=True)
 class Generate:
-    """Sample text from a trained GPT, on one process or on a grid that holds a part of it on each."""
+    """Sample text from a trained GPT, in one process or split over a grid."""
 
     checkpoint: str
     """A run folder (its newest checkpoint), or one checkpoint in it."""
     prompt: UseAppendAction[tuple[str, ...]] = ()
-    """Beginning of the text; given several times, there are several texts, which are computed together."""
+    """Beginning of a text. Several make several texts, which are computed together."""
     max_tokens: int = 200
     temperature: float = 0.8
-    """0: always the likeliest token."""
+    """0: always the most likely token."""
     top_k: int = 40
     """Candidates for each token; 0: all."""
     top_p: float = 1.0
-    """Probability of the likeliest candidates together; the others are left out."""
+    """Keep the most likely candidates whose probabilities add up to this; leave the others out."""
     seed: Annotated[int, Within(-(2**63), 2**63 - 1)] = 0
     threads: Threads = 0
     """CPU threads of a process; 0: all cores."""
@@ -149,7 +149,7 @@ class Watch:
     folder: Positional[Annotated[Path, arg(metavar="RUN")]]
     """A run folder, such as runs/NAME."""
     html: str = ""
-    """Write the page to this file, which needs no other, in the stead of serving it."""
+    """Write the page to this file, complete in itself, instead of serving it."""
     port: Annotated[int, Within(0, 2**16 - 1)] = 0
     """Port on 127.0.0.1; 0: a free one."""
 

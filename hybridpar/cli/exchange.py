@@ -54,9 +54,9 @@ class Import:
     output: Positional[Annotated[Path, arg(metavar="OUTPUT")]]
     """The new folder: config.toml, tokenizer.json and a checkpoint."""
     vocab_size: int | None = None
-    """Megatron-LM: tokens of the vocabulary; further rows of the embedding are its padding."""
+    """Megatron-LM: size of the vocabulary; further rows of the embedding are padding."""
     verify: bool = False
-    """Load both sides afterwards and compare their logits; needs transformers, for Megatron-LM's megatron-core."""
+    """Load both sides afterwards and compare their logits; needs transformers, or megatron-core for Megatron-LM."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:

@@ -31,24 +31,24 @@ _TRACE, _SVG, _HTML, _PERFETTO = "trace.jsonl", "memory.svg", "memory.html", "me
 
 @dataclass(frozen=True)
 class Memory:
-    """Say which blocks make up a rank's memory, when they are used, and what each knob saves; predicted or recorded."""
+    """Say which blocks make up a rank's memory, when they are used, and what settings save; predicted or recorded."""
 
     path: ConfigFile
     config: Overrides
     measured: Annotated[str, arg(name="run")] = ""
-    """A run folder: look at what it recorded (train.record_memory). Stands for its configuration, too."""
+    """A run folder: use what it recorded (train.record_memory), and its configuration."""
     rank: Annotated[int, Within(-1, 2**40)] = -1
-    """A rank of the job; -1: the one whose peak is the largest, of all that recorded, or of the first pipeline."""
+    """A rank of the job; -1: the one with the largest peak, of all that recorded, or of the first pipeline."""
     world_size: Annotated[int, Within(0, 2**20)] = 0
-    """Processes of the pretended job; 0: as many as the grid has."""
+    """Processes of an imagined job; 0: as many as the grid has."""
     steps: Annotated[int, Within(1, 1000)] = 4
-    """Steps to predict; the first and the last one may be unlike the others."""
+    """Steps to predict; the first and the last one may differ from the others."""
     profile: str = ""
-    """Predict with the times of blocks and links that `hybridpar profile` has measured."""
+    """Predict with the times of a file of `hybridpar profile`."""
     cluster: str = ""
     """A cluster.toml: predict with estimated times on those machines (or those of the profile)."""
     output: str = ""
-    """A folder for memory.html, memory.svg, memory.perfetto.json and, of what is predicted, trace.jsonl."""
+    """A folder for memory.html, memory.svg, memory.perfetto.json and, for predictions, trace.jsonl."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:

@@ -31,16 +31,16 @@ GraphFile = Positional[Annotated[Path, arg(metavar="GRAPH.json")]]
 
 @dataclass(frozen=True)
 class Place:
-    """Place a graph of operators on accelerators and CPUs, and say how good the placement is known to be."""
+    """Place a graph of operators on accelerators and CPUs, and say how far from the best the placement may be."""
 
     path: GraphFile
-    """A workload of Tarnawski et al., which `hybridpar graph` writes too, or an instance of Piper's planner."""
+    """A workload of Tarnawski et al., such as `hybridpar graph` writes, or an instance of Piper's planner."""
     solver: str = ""
-    """dp: the best pipeline. dpl (what is taken if empty): the best split of one order of the operators. milp: the best
-    placement at all, in which a device may hold several chunks of the model, as interleaved pipelines have them (such
-    as `hybridpar train` runs: --whole-blocks). milp-contiguous: of those without. Baselines: pipedream, greedy,
-    local-search, one-accelerator, expert (with --split). latency-milp, latency-greedy: the time of one sample. Piper
-    instances: piper, or its baseline equi."""
+    """dp: the best pipeline. dpl (the default): the best split of one order of the operators. milp: the best placement
+    of all, in which a device may hold several chunks of the model, as in interleaved pipelines (--whole-blocks: such
+    as `hybridpar train` runs). milp-contiguous: the best with one chunk each. Baselines: pipedream, greedy,
+    local-search, one-accelerator, expert (with --split). latency-milp, latency-greedy: for the time of one sample.
+    Piper instances: piper, or its baseline equi."""
     accelerators: int = 0
     """0: as many as the file says."""
     cpus: int = -1
@@ -48,13 +48,14 @@ class Place:
     memory_gb: float = 0.0
     """Memory of each accelerator, in 1e9 bytes; 0: as the file says."""
     whole_blocks: bool = False
-    """All operators of a block (the nodes' layerId) share a device, as in `hybridpar train`, whose pipeline.split the
-    placement then is, if it is a pipeline; or its pipeline.chunks, if it goes round the devices more than once."""
+    """All operators of a block (the nodes' layerId) share a device, as in `hybridpar train`. A placement that is a
+    pipeline is then its pipeline.split; one that goes round the devices more than once, its pipeline.chunks, too."""
     time_limit: float = 60.0
-    """Seconds; then the best that was found counts, and a bound. dp may take one more, the milps half of one."""
+    """Seconds, after which the best that was found counts, with a bound. dp may take one second more, the milps half.
+    """
     max_ideals: int = 0
-    """dp and piper: with more ideals (sets of operators that may come first) than this, they give the best of some
-    orders of the operators instead, and a bound. Their memory and time grow with it; 0: 60,000."""
+    """dp and piper: most ideals (sets of operators that may come first). With more they try some orders of the
+    operators, and give the best with a bound. Their memory and time grow with it; 0: 60,000."""
     slots: int = 1
     """latency-milp: how often each accelerator may be called for a sample."""
     split: str = ""
@@ -134,7 +135,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Graph:
-    """Write the operator graph of a model, with what its operators take, for `hybridpar place`."""
+    """Write the operator graph of a model, with times and memory of its operators, for `hybridpar place`."""
 
     path: ConfigFile
     config: Overrides
@@ -142,15 +143,15 @@ class Graph:
     training: bool = False
     """With backward nodes, gradients and optimizer state."""
     profile: str = ""
-    """File that `hybridpar profile` wrote: the operators of a block add up to its times. Empty: estimates."""
+    """A file of `hybridpar profile`, whose times of a block its operators share out. Empty: estimates."""
     cluster: str = ""
     """A cluster.toml: the devices, and the slowest of its links. With a profile: its blocks, and these links."""
     device: str = "a100-80gb"
-    """To estimate for, without profile and cluster."""
+    """Device to estimate for, without profile and cluster."""
     link: str = "nvlink3"
-    """Between such devices."""
+    """Link between these devices."""
     accelerators: Devices = 0
-    """How many; 0: all of the profile or cluster, else 8."""
+    """Number of devices; 0: all of the profile or cluster, else 8."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:

@@ -32,7 +32,7 @@ _WIDEST = 400
 
 @dataclass(frozen=True)
 class Profile:
-    """Measure what the blocks of a model, and messages, take on this machine; alone, or under torchrun."""
+    """Measure blocks of the model and messages on this machine; alone, or under torchrun."""
 
     path: ConfigFile
     config: Overrides
@@ -42,9 +42,9 @@ class Profile:
     micro_batch: MicroBatches = ()
     """Micro-batch sizes; empty: the configuration's and twice that."""
     ranks: Ranks = 0
-    """Processes on a CPU, where torchrun has not started any; 0: one a core."""
+    """Processes on CPUs, if torchrun has not started any; 0: one a core."""
     quick: bool = False
-    """A few seconds: less of everything."""
+    """Take a few seconds, and measure less."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:
@@ -72,29 +72,29 @@ class Plan:
     path: ConfigFile
     config: Overrides
     profile: str = ""
-    """What `hybridpar profile` has measured; empty: this machine is measured, quickly, and that is kept."""
+    """A file of `hybridpar profile`; empty: this machine is measured, quickly, and the times are kept."""
     cluster: str = ""
-    """A cluster.toml: plan for machines that are not at hand. With a profile, its blocks are used, and these links."""
+    """A cluster.toml: plan for those machines. With a profile, its blocks are used, and these links."""
     devices: Devices = 0
-    """How many to use; 0: all GPUs or cores here, or all of the cluster."""
+    """Number of devices to use; 0: all GPUs or cores here, or all of the cluster."""
     batch_size: Annotated[int, Within(0, 2**30)] = 0
-    """Samples of a step, however they are divided; 0: the configuration's micro-batches on its replicas."""
+    """Samples of a step, in all; 0: the configuration's micro-batches on its replicas."""
     grid: str = ""
-    """Sizes to keep, such as tp=2,pp=1. Axes to which the configuration gives more than one rank are kept, too."""
+    """Sizes to keep, such as tp=2,pp=1. Axes with more than one rank in the configuration are kept, too."""
     schedules: tuple[str, ...] = ()
     """Schedules to choose from; empty: the configuration's, 1f1b and interleaved. One that trains on old gradients
-    (2bw, pipedream) is chosen where it is 5 % faster than all others; to have it in any case, name it alone."""
+    (2bw, pipedream) is chosen if it is 5 % faster than all others, or if it is the only one named."""
     micro_batches: MicroBatches = ()
     """Micro-batch sizes to choose from; empty: those profiled, and powers of two between."""
     top: Annotated[int, Within(1, 10_000)] = 5
-    """How many to rank."""
+    """Number of plans to show."""
     compression: bool = False
     """Also try codecs of messages and gradients, which change training."""
     out: str = "plan.toml"
     svg: str = ""
     """Also draw the pipeline, to this file."""
     brief: bool = False
-    """For scripts: one line, on stderr; a run that has begun goes on as it is."""
+    """For scripts: one line, on stderr; the grid of a run that has begun stays as it is."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:
@@ -205,15 +205,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Simulate:
-    """Draw the pipeline schedule of a configuration, and say how long stages would be idle and a step would take."""
+    """Draw the pipeline schedule of a configuration, and predict idle times and the time of a step."""
 
     path: ConfigFile
     config: Overrides
     measured: Annotated[str, arg(name="run")] = ""
-    """A run folder: simulate with the costs that it has measured. Stands for its configuration, too; other schedules
-    and numbers of micro-batches may be asked for."""
+    """A run folder: simulate with its measured costs and its configuration; other schedules and numbers of
+    micro-batches may be asked for."""
     profile: str = ""
-    """Simulate with the times of blocks and links that `hybridpar profile` has measured."""
+    """Simulate with the times of a file of `hybridpar profile`."""
     cluster: str = ""
     """A cluster.toml: simulate on those machines, with estimated times (or those of the profile)."""
     svg: str = ""

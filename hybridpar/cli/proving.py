@@ -30,7 +30,7 @@ class Verify:
     nan_batches: tuple[int, ...] = ()
     """Batches (from 0) whose gradient is made NaN on one rank: all ranks must skip their updates."""
     resume_at: int = 0
-    """Save after so many batches, start afresh from the checkpoint and go on; 0: never."""
+    """Save after so many batches, start afresh from the checkpoint, and go on; 0: never."""
     json: bool = False
     """The report as one JSON object on stdout."""
 
@@ -70,7 +70,7 @@ class Conform:
     ranks: Annotated[tuple[int, ...], Within(1, 64)] = (1, 2, 3, 4)
     """Numbers of processes to run each case on."""
     tolerance: Annotated[float, Within(above=0, most=1)] = 1e-9
-    """Largest difference, as a share of the largest element; 1e-5 for modules that compute in float32."""
+    """Largest difference, as a share of the largest element; take 1e-5 for modules that compute in float32."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:

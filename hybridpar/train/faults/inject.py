@@ -3,8 +3,8 @@
     kill rank 3 at step 20              SIGKILL
     lose rank 3 at step 20              the same, and that rank never starts again (on a grid of that size)
     hang rank 1 at step 7               it stops, and stays alive
-    hang save rank 1 at step 10         so does its thread that writes the next checkpoint
-    slow link 0-1 at step 5 for 3 s     one message from rank 0 to rank 1 comes so much later
+    hang save rank 1 at step 10         the same of its thread that writes the next checkpoint
+    slow link 0-1 at step 5 for 3 s     what rank 0 sends to rank 1 comes so much later, once
     cut link 0-1 at step 5              ... and never
     outage rank 1 at step 5 for 3 s     the kernel drops whatever comes to rank 1, and TCP sends it again
     corrupt shard at step 10            a bit of the file that rank 0 writes into the next checkpoint flips
