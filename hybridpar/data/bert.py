@@ -6,21 +6,21 @@
     none            only A                                                                         -100
 
 A document is cut into windows of whole sentences that fill a sequence; a sample is a window, so an epoch visits every
-window once. In each epoch the windows of a document begin elsewhere: all are moved by the same share of a window. What
-that leaves of the document, before its first window or in its last, is used where it is the longer of the two.
+window once. Each epoch moves all windows of a document by the same share of a window. Of the two leftovers, before
+the first window and in the last, the longer one is used.
 
     windows            | s0 s1 s2 | s3 s4 s5 s6 | s7 s8 |
-    moved by half        s0 | s1 s2 s3 | s4 s5 s6 | s7 s8 |       three samples, as ever: s0 is left out
+    moved by half        s0 | s1 s2 s3 | s4 s5 s6 | s7 s8 |       three samples again: s0 is left out
 
 Everything else is drawn anew in each epoch from (seed, epoch, sample): a shorter target length (1 in 10), where A ends,
-B, what is cut off when the two are too long, the masked places and what stands in for them.
+B, the ends that are cut off a pair that is too long, the masked places and their stand-ins.
 
 A pair is two stretches (start, length) of the token file, so a whole micro-batch is built by arithmetic on arrays.
 Shape letters: b samples, s sequence.
 
 Source: Devlin et al., "BERT", 2019, section 3.1 and appendix A.2, and its create_pretraining_data.py (pairs,
-truncation); Lan et al., "ALBERT", 2020, section 3.1 (sop). Differences: what a shortened sample leaves of its window is
-not used in that epoch, and for sop a window of one sentence is cut between two tokens.
+truncation); Lan et al., "ALBERT", 2020, section 3.1 (sop). Differences: the rest of a shortened sample's window is not
+used in that epoch, and for sop a window of one sentence is cut between two tokens.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class _Pairs:
 
 
 class BertDataset:
-    """Sentence pairs of up to `seq_length` tokens from a part of a token file whose sequences are sentences.
+    """Sentence pairs of up to `seq_length` tokens, from a token file whose sequences are sentences.
 
-    `tokens`: the part, as positions (start, stop) in `indexed.tokens` (default: all of it).
+    `tokens`: the part to use, as positions (start, stop) in `indexed.tokens` (default: all).
 
     Raises: ConfigError if sequences are too short to hold a pair; DataError if the part has no sample, or only one
     document for 'nsp'.
@@ -97,7 +97,7 @@ class BertDataset:
         return len(self._windows)
 
     def batch(self, indices: Ints, epochs: Ints) -> dict[str, NDArray[Any]]:
-        """Several samples as they are in their epochs.
+        """Samples by number, each as it is in its epoch.
 
         Shapes: `indices`, `epochs` [b]; returns `tokens`, `labels`, `token_types` [b, s] int64, `padding_mask` [b, s]
         bool (True = real token), `sentence_labels` [b] int64.
@@ -118,7 +118,7 @@ class BertDataset:
             "sentence_labels": pairs.label}
 
     def num_targets(self, indices: Ints, epochs: Ints) -> int:
-        """How many labels of these samples count. Shapes: `indices`, `epochs` [b]."""
+        """Number of labels of these samples that count. Shapes: `indices`, `epochs` [b]."""
         keys = derive(self._key, epochs, indices)
         pairs = self._pairs(self._moved(indices, epochs), keys)
         _, ordinary = self._assemble(pairs)
@@ -139,7 +139,7 @@ class BertDataset:
         return windows[self._sentences[stops] - self._sentences[windows] >= 2]
 
     def _stop(self, sentences: Ints, num_tokens: Ints) -> Ints:
-        """The sentence behind those that, from each one on, hold so many tokens or reach the document's end."""
+        """The sentence behind a stretch, from each of these on, of so many tokens or up to the document's end."""
         enough = np.searchsorted(self._sentences, self._sentences[sentences] + num_tokens)
         return np.minimum(enough, self._documents[self._document_of(sentences) + 1])
 
@@ -147,7 +147,7 @@ class BertDataset:
         return np.searchsorted(self._documents, sentences, side="right") - 1
 
     def _moved(self, indices: Ints, epochs: Ints) -> tuple[Ints, Ints]:
-        """Windows as they are in their epochs: the first sentence, and the one that they end before. Shapes: [b] all.
+        """Each window in its epoch: its first sentence, and the one it ends before. Shapes: [b] all.
 
         Two sentences of a window stay in it, so it keeps two tokens.
         """

@@ -1,15 +1,15 @@
-"""The peak memory of every stage, before anything runs: the stage's footprint, walked along its list of actions.
+"""Predicts the peak memory of every stage before anything runs: its footprint is walked along its list of actions.
 
     static          weights (all versions), fp32 master, gradient buffers, optimizer state; on CPUs also the copy of the
-                    state that a checkpoint is written from while training goes on, which of a GPU is in host memory
-    activations     inputs and kept tensors of the micro-batches in flight, and of those behind them whose gradients are
-                    kept as factors until the batch is reduced
-    communication   posted receives, outputs that wait, sends that have not been waited for: of each what one tp rank
-                    sends; what was received last, whole
-    transient       what the action at the peak takes on top: a forward, a backward, the norm, the update; with ZeRO-2
-                    and 3 the whole gradients and weights of parts of the stage
+                    state that a checkpoint is written from during training (a GPU's copy is in host memory)
+    activations     inputs and kept tensors of the micro-batches in flight, and gradients of earlier ones that are kept
+                    as factors until the batch is reduced
+    communication   posted receives, waiting outputs and unfinished sends, each a tp rank's slice; the message
+                    received last, whole
+    transient       what the action at the peak needs besides: a forward, a backward, the norm, the update; with ZeRO-2
+                    and 3 also whole gradients and weights of parts of the stage
 
-The plan says what is in flight when, so a schedule needs no rule of its own here.
+The plan says what is in flight when, so schedules need no rules here.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Tracer = Callable[[Config, range, Recomputation, Buffers, torch.device], Footpri
 
 def predict(config: Config, schedule: Schedule | None = None, device: torch.device | None = None, *,
             trace: Tracer = trace_stage, ranks: Iterable[int] | None = None) -> list[StageMemory]:
-    """The peak memory of a process of each pipeline rank (or of `ranks`), as the allocator of `device` will count it.
+    """The peak memory of one process of each pipeline rank (or of `ranks`), as the allocator of `device` counts it.
 
-    `config`: resolved. `schedule`, `device`: None: those that the configuration names (`default_device`). The device
-    need not be on this machine. On a CPU, what kernels need inside is not in it: up to some megabytes a thread.
-    `trace`: one that remembers (layers.Footprints) where many configurations are asked for.
+    `config`: resolved. `schedule`, `device`: None: those of the configuration (`default_device`). The device need not
+    be on this machine. Memory inside CPU kernels is left out: up to some megabytes a thread. `trace`: for many
+    configurations, one that remembers (layers.Footprints).
     """
     pipeline = _Pipeline(config, schedule or schedule_of(config.pipeline), device or default_device(config), trace)
     return [pipeline.memory(rank) for rank in (range(config.parallel.pp) if ranks is None else ranks)]
 
 
 class _Pipeline:
-    """The ranks of a pipeline, of which parts of equal blocks are traced once."""
+    """The ranks of a pipeline; parts of equal blocks are traced once."""
 
     def __init__(self, config: Config, schedule: Schedule, device: torch.device, trace: Tracer):
         self._config, self._schedule, self._device, self._trace = config, schedule, device, trace
@@ -63,7 +63,7 @@ class _Pipeline:
         self._states: dict[object, StateFootprint] = {}
 
     def memory(self, rank: int) -> StageMemory:
-        """That of a rank of the pipeline."""
+        """The peak memory of a rank."""
         config, schedule = self._config, self._schedule
         buffers = Buffers(schedule.max_live_versions(self._sizes, rank), schedule.num_gradient_buffers, num_away(
             config.memory.num_away, schedule, self._sizes, rank) > 0)
@@ -96,7 +96,7 @@ class _Pipeline:
         return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)), state)
 
     def _footprints(self, parts: Parts, buffers: Buffers) -> dict[int, list[Footprint]]:
-        """Those of the parts of a rank's stages."""
+        """The footprints of the parts of a rank's stages."""
         stages = parts.of_stage
 
         def of_part(stage: int, number: int, blocks: range) -> Footprint:
@@ -117,7 +117,7 @@ class _Pipeline:
         return self._traced[pattern]
 
     def _placed(self, memory: StageMemory, state: StateFootprint) -> StageMemory:
-        """The same with what is in host memory or a file, and with the copy for checkpoints."""
+        """The same with state moved to host memory or a file, and with the copy for checkpoints."""
         config, on_gpu = self._config, self._device.type == "cuda"
         if config.saves_beside_training:
             copy = memory.weights + memory.master + memory.optimizer
@@ -132,7 +132,7 @@ class _Pipeline:
 
 
 def kept_by_stage(config: Config, device: torch.device, trace: Tracer = trace_stage) -> tuple[int, ...]:
-    """What a micro-batch keeps on each stage between its forward and its backward. Units: bytes."""
+    """What a micro-batch keeps on each stage from forward to backward. Units: bytes."""
     pipeline, model = config.pipeline, config.model
     split = stage_split(model, config.parallel.pp, pipeline.split, pipeline.num_chunks, pipeline.placement)
     held = [trace(config, blocks, again, Buffers(1, 1), device)
@@ -141,23 +141,23 @@ def kept_by_stage(config: Config, device: torch.device, trace: Tracer = trace_st
 
 
 def default_device(config: Config) -> torch.device:
-    """The kind of device that the configuration names; train.device = "auto": what this machine has."""
+    """The kind of device of the configuration; with train.device = "auto", what this machine has."""
     if config.train.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.train.device)
 
 
 def batches_to_peak(config: Config) -> int:
-    """After how many batches a run has been in its steady state, with as many unfinished sends as there will be."""
+    """Number of batches after which a run has been in its steady state, unfinished sends included."""
     needed = 3 + -(-2 * max_unfinished_sends(config.parallel.pp) // config.pipeline.num_microbatches)
     return min(needed, config.train.num_steps)
 
 
 def _enough(schedule: Schedule, sizes: Sizes) -> Sizes:
-    """Sizes with as many micro-batches in a batch as make a difference: more only repeat what these do."""
+    """Sizes with only as many micro-batches as can change the peak: more would repeat these."""
     if not schedule.repeats(sizes):
         return sizes
-    least = sizes.num_ranks - 1 + (schedule.early_switch or 0)  # which those on older weights are
+    least = sizes.num_ranks - 1 + (schedule.early_switch or 0)  # those on older weights
     few = replace(sizes, num_microbatches=min(sizes.num_microbatches, max(4 * sizes.num_ranks + 4, least)))
     same = all(schedule.warmup(few, rank) == schedule.warmup(sizes, rank) for rank in range(sizes.num_ranks))
     return few if same else sizes

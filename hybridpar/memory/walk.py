@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds along its list of actions, and where that is the most."""
+"""Walks a pipeline rank's list of actions, and finds where it holds the most memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hybridpar.pipeline.run.executor import max_unfinished_sends
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes on one rank of the pipeline when they are the most. Units: bytes.
+    """Peak memory of one rank of the pipeline, by what it holds. Units: bytes.
 
-    in_flight: micro-batches between forward and backward then, counted on each stage of the rank. during: the action at
-    the peak. host: of host memory, beside a GPU's: the copy of the state that a checkpoint is written from, and what an
-    optimizer there has. file: of the state, what is in the slow tier. moved: what of a micro-batch leaves
-    where activations do, of the rank's stages on average. graphs: what recorded micro-batches keep that the allocator
-    counts as free, each for those that run in its place: so much more than `total` a GPU needs.
+    in_flight: micro-batches between forward and backward at the peak, counted on each stage of the rank. during: the
+    action at the peak. host: host memory beside a GPU's, for the copy that checkpoints are written from and for an
+    optimizer there. file: state in the slow tier. moved: offloaded activations of a micro-batch, averaged over the
+    rank's stages. graphs: what CUDA graphs keep of micro-batches and the allocator counts as free; a GPU needs it
+    besides `total`.
     """
 
     weights: int
@@ -44,12 +44,12 @@ class StageMemory:
 
     @property
     def state(self) -> int:
-        """Bytes of what training keeps."""
+        """Bytes of the training state."""
         return self.weights + self.master + self.gradients + self.optimizer
 
     @property
     def static(self) -> int:
-        """Bytes that are taken all the time."""
+        """Bytes that are always taken."""
         return self.state - self.file + self.checkpoint
 
     @property
@@ -59,7 +59,7 @@ class StageMemory:
 
     @property
     def needed(self) -> int:
-        """What a device must have."""
+        """Bytes that a device must have."""
         return self.total + self.graphs
 
     def as_json(self) -> dict[str, Any]:
@@ -69,10 +69,10 @@ class StageMemory:
 
 def walk(actions: Iterable[Action], footprints: Mapping[int, Sequence[Footprint]], sizes: Sizes,
          state: StateFootprint | None = None, anew: Mapping[int, Sequence[Footprint]] | None = None) -> StageMemory:
-    """Follows what a rank holds along its actions, as pipeline.run.executor does, to where it is the most.
+    """The peak memory of a rank that runs these actions as pipeline.run.executor does.
 
-    `footprints`: of the parts of the rank's stages, by number. `state`: of the rank; None: that of its stages. `anew`:
-    as `footprints`, where a backward makes gradients that replicas share.
+    `footprints`: of each stage's parts, by stage. `state`: the rank's; None: its stages' together. `anew`: footprints
+    of backwards that make gradients, where replicas share them.
     """
     found = _Walk(footprints, sizes, state or together(fp for parts in footprints.values() for fp in parts),
                   anew or footprints)
@@ -83,7 +83,7 @@ def walk(actions: Iterable[Action], footprints: Mapping[int, Sequence[Footprint]
 
 
 def together(footprints: Iterable[Footprint]) -> StateFootprint:
-    """The state of stages that have nothing in common."""
+    """The state of stages that share nothing."""
     held = list(footprints)
     weights, master, gradients, optimizer, norm, update = (
         sum(getattr(fp, name) for fp in held)
@@ -92,7 +92,7 @@ def together(footprints: Iterable[Footprint]) -> StateFootprint:
 
 
 class _Walk:
-    """What a rank holds, action by action, and what it held when that was the most."""
+    """What a rank holds, action by action, and what it held at the peak."""
 
     def __init__(self, footprints: Mapping[int, Sequence[Footprint]], sizes: Sizes, state: StateFootprint,
                  anew: Mapping[int, Sequence[Footprint]]):
@@ -113,7 +113,7 @@ class _Walk:
         self.most = StageMemory(state.weights, state.master, state.gradients, state.optimizer, 0, 0, 0, 0, 0, "")
 
     def follow(self, action: Action) -> None:
-        """Goes past an action."""
+        """Follows an action."""
         kind, row, parts = action.kind, ROWS[action.kind], self._footprints[action.stage]
         if self._shared is not None:
             self._follow_shared(self._shared, action)
@@ -143,7 +143,7 @@ class _Walk:
             self._give(action, fp)
 
     def _follow_shared(self, shared: SharedTiers, action: Action) -> None:
-        """Goes past an action: what replicas share comes and goes. What nothing was added to is not summed."""
+        """Moves the chunks that replicas share; one to which nothing was added is not summed."""
         if action.kind is Kind.RELEASE and action.microbatch not in self._filled:
             fault = shared.follow(action, None)
         else:
@@ -157,14 +157,14 @@ class _Walk:
                 self._filled.update(shared.added(action))
 
     def _is_anew(self, shared: SharedTiers, action: Action) -> bool:
-        """Whether a backward adds to gradients that are all made for it."""
+        """Whether all gradients that a backward adds to are made for it."""
         key, anew = (action.stage, action.part, action.microbatch), set(shared.made) >= set(shared.added(action))
         if anew and action.kind is Kind.I:
             self._made.add(key)
         return anew or (action.kind is Kind.W and key in self._made)
 
     def _beside(self, action: Action, step: int) -> tuple[bool, Footprint | None]:
-        """Whether anything comes before (after) the part of an action in the model, and what of it this rank has."""
+        """Whether the model has a part before (after) the action's; its footprint, if it is on this rank."""
         part, parts = action.part + step, self._footprints[action.stage]
         if 0 <= part < len(parts):
             return True, parts[part]
@@ -173,7 +173,7 @@ class _Walk:
         return there, other[0 if step > 0 else -1] if other else None
 
     def _take(self, action: Action, fp: Footprint) -> int:
-        """Takes what an action computes with: bytes of it while it does."""
+        """Takes the input of an action, and returns its bytes."""
         forth = ROWS[action.kind].flow > 0
         there, own = self._beside(action, -1 if forth else 1)
         if own is not None:
@@ -183,7 +183,7 @@ class _Walk:
         return (fp.input if action.kind is Kind.F else fp.message) if there else 0
 
     def _compare(self, action: Action, fp: Footprint, taken: int) -> None:
-        """Notes what is there while an action runs, if that is the most so far."""
+        """Notes what is held while an action runs, if it is the most so far."""
         shared = self._shared
         activations = self._kept + self._inputs + sum(self._factors.values())
         if action.kind is Kind.RELOAD:
@@ -197,7 +197,7 @@ class _Walk:
                                 in_flight=self._in_flight, during=str(action))
 
     def _compare_recorded(self, action: Action, communication: int, transient: int) -> None:
-        """The same where micro-batches are recorded, each with memory of its own, as many as there are places."""
+        """The same with CUDA graphs: micro-batches have memory of their own, one for each place."""
         in_flight = self._in_flight + (action.kind is Kind.F)
         kept = (self._kept + self._inputs) // max(1, self._in_flight)
         others = max(0, in_flight - self._places)
@@ -208,7 +208,7 @@ class _Walk:
             transient if others or action.kind not in COMPUTE else 0))
 
     def _transient(self, action: Action, fp: Footprint) -> int:
-        """What an action takes on top."""
+        """Bytes that an action needs besides."""
         kind = action.kind
         if kind is Kind.F or kind is Kind.W:
             return fp.forward if kind is Kind.F else fp.weight_gradients
@@ -220,11 +220,11 @@ class _Walk:
         return self._state.norm if kind is Kind.NORM else 0
 
     def _moved(self, action: Action) -> int:
-        """What of a micro-batch leaves."""
+        """Bytes of a micro-batch that leave."""
         return sum(part.moved for part in self._footprints[action.stage])
 
     def _give(self, action: Action, fp: Footprint) -> None:
-        """Keeps what a forward leaves, or gives it up after a backward, and the output or the input's gradient."""
+        """Keeps what a forward leaves, or frees it after a backward; hands on the output or the input's gradient."""
         (has_input, before), (has_output, after) = self._beside(action, -1), self._beside(action, 1)
         if action.kind is Kind.F:
             self._kept, self._inputs = self._kept + fp.kept, self._inputs + has_input * fp.input

@@ -1,42 +1,41 @@
-"""Time that a plan takes: an exact event-driven simulation of its dependencies, given what each step costs.
+"""Simulates the time that a plan takes, event by event, from the cost of each action.
 
-The rules are those of the executor, so a plan that ends here cannot deadlock there:
+The rules are the executor's, so a plan that ends here cannot deadlock there:
 
     F, B, I   wait for their receive (F also for the gather of its weights), then take the rank's time
     W         takes the rank's time
-    SEND      returns at once. A transfer starts when it was sent, word of the posted receive is there (there is no
-              mailbox; word takes `latency`) and the one before it on that link is over, and takes `transfer`; it
-              arrives `latency` later. With `serial_links`, all transfers of a rank on one axis, SEND_F and RECV_F, or
-              SEND_B and RECV_B, go one by one in the order they were issued: so does NCCL where the axis has one
-              communicator
+    SEND      returns at once. Its transfer starts once the sender knows that the receive is posted (word takes
+              `latency`; nothing is buffered) and the link's previous transfer is over. It takes `transfer`, and arrives
+              `latency` later. With `serial_links`, a rank's transfers on one axis (SEND_F and RECV_F, or SEND_B and
+              RECV_B) go one by one in the order of issue, as NCCL's do on one communicator
     RECV      posts the receive, returns at once
-    REDUCE    returns at once, ends `reduce` later; with `tied` the end stages meet in it
-    NORM      returns at once, ends `norm` after the last stage has issued it and ended its REDUCE
-    HOST      waits for NORM of all stages, returns at once; the host then makes the new weights (copies.py), of
-              gradients that have been on their way since NORM
-    UPDATE    waits for NORM of all stages (for its own REDUCE where there is no NORM) and, where there is a HOST, for
-              its part of what that makes, then takes the rank's time; with sharded optimizer state the new weights are
-              there `gather` later
+    REDUCE    returns at once, ends `reduce` later; with `tied`, the first and the last stage share one
+    NORM      returns at once, ends `norm` after all stages have issued it and ended their REDUCE
+    HOST      waits for NORM of all stages, returns at once; the host then makes the new weights (copies.py). Gradients
+              have been on their way to it since NORM
+    UPDATE    waits for NORM of all stages (without a NORM, for its own REDUCE) and for its part of HOST's new weights,
+              if there is a HOST; then takes the rank's time. With sharded optimizer state the new weights are there
+              `gather` later
 
-    OFFLOAD, RELOAD return at once; what a micro-batch keeps leaves and comes back beside the rank's work (copies.py).
-              EVICT waits until it has left, its backward until it is back
+    OFFLOAD, RELOAD return at once; a micro-batch's activations leave and come back beside the rank's work (copies.py).
+              EVICT waits until they have left, the backward until they are back
 
-    FETCH, RELEASE, DROP return at once; items come and go beside the rank's work (copies.py). What touches an item
-              waits until it is there. Of chunks that replicas share they are collectives
+    FETCH, RELEASE, DROP return at once; items move beside the rank's work (copies.py). An action waits for the items
+              that it touches. For chunks that replicas share, these are collectives
 
-Of what is cut into parts, the part that runs first waits (every part of an F for the gather of weights that were made
-before it), the one that runs last sets going what follows, and all take equal times.
+Where an action is cut into parts, the first part to run waits (of an F, every part waits for the gather), the last one
+starts what follows, and all take equal times.
 
-Where costs have a `network`, transfers share its links (network.py), and take what that lets them, not `transfer`. With
-`blocking` a rank computes nothing while it communicates: SENDs and RECVs with one neighbour that follow each other are
-one exchange, and what comes next waits for it to be over, and for a REDUCE.
+With a `network`, transfers share its links (network.py), which say how long they take; `transfer` does not count. With
+`blocking` a rank computes nothing while it communicates: consecutive SENDs and RECVs with one neighbour are one
+exchange, and the next action waits for its end, as for that of a REDUCE.
 
-"At once" is after the time that its call takes (`calls`). With a number of `cores`, work takes longer while more ranks,
-hosts and transfers are at work than there are cores: all of them slow down alike.
+"At once" means after the time of the call itself (`calls`). With a number of `cores`, all ranks, hosts and transfers
+slow down alike while more of them are at work than there are cores.
 
-Each rank runs until it must wait for another, and is woken by what it waits for; where cores are shared, it also stops
-at each piece of work until that is done. No result depends on the order in which ranks are taken, because every queue
-has one writer and one reader: one run that ends is a proof.
+Each rank runs until it must wait, and is woken by what it waits for; where cores are shared, it also stops at each
+piece of work until that is done. The order in which ranks are taken changes no result, because every queue has one
+writer and one reader: one run that ends is a proof.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ def simulate(plan: Plan, costs: Costs | None = None, residency: Mapping[int, Res
              ready: Sequence[float] | None = None) -> Timeline:
     """Runs a lowered plan (`passes.make_plan`) with the given costs (default: a forward takes 1, a backward 2).
 
-    residency: by rank, where the plan moves items, between tiers or replicas; without it moves take no time. ready: by
-    rank, when it has the weights that its plan begins with; None: at once.
+    residency: by rank, the items that the plan moves between tiers or replicas; without it, moves take no time. ready:
+    by rank, the time at which it has its first weights; None: at once.
 
     Raises: StuckError if a rank waits for something that never comes.
     """
@@ -91,8 +90,9 @@ class _Meeting:
 class _Machine:
     """All ranks, and what connects them.
 
-    The table has for each kind: when an action can start (none: when the one before has returned; it returns None and
-    notes what the rank waits for if that is not known yet), by rank what it takes of its time, and what it then does.
+    The table has three entries for each kind of action: a function that says when it can start (None: once the one
+    before has returned), its durations by stage, and its effect. The function returns None while the start is not
+    known, and notes what the rank waits for.
     """
 
     def __init__(self, plan: Plan, costs: Costs, residency: Mapping[int, Residency | SharedItems],
@@ -131,7 +131,7 @@ class _Machine:
         self.runnable = deque(self.ranks)
 
     def _blocking(self, kind: Kind, when: When | None, work: Work, effect: Effect | None) -> Entry:
-        """The table's entry where a rank waits for its exchange before it does anything else."""
+        """The table's entry under `blocking`: a rank waits for its exchange before anything else."""
         side, joins = ROWS[kind].side, ROWS[kind].side != 0 or kind is Kind.REDUCE
 
         def when_over(rank: Rank, action: Action) -> float | None:
@@ -166,7 +166,7 @@ class _Machine:
                 self._wake(rank, exchange)
 
     def _by_part(self, kind: Kind, when: When | None, work: Work, effect: Effect | None) -> Entry:
-        """The table's entry of a kind of which ranks have a part at a time."""
+        """The table's entry of a kind that is cut into parts."""
         counts = [self.parts[rank] for rank in self.homes]
 
         def when_first(rank: Rank, action: Action) -> float | None:
@@ -275,7 +275,7 @@ class _Machine:
         return self.meetings[key]
 
     def _join(self, meeting: _Meeting, rank: Rank, step: int, ready: float, duration: float) -> None:
-        """Takes part in a collective; the last one to come ends it, and wakes who waits for it."""
+        """Takes part in a collective; the last one to join sets its end, and wakes those who wait for it."""
         meeting.issued.append((rank, step))
         meeting.ready = max(meeting.ready, ready)
         if len(meeting.issued) < meeting.size:

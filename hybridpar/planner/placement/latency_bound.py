@@ -1,4 +1,4 @@
-"""Times of one sample that no placement can beat: of paths, alone and cut into calls of accelerators."""
+"""Lower bounds on one sample's time on any placement: the time of a path, alone or cut into accelerator calls."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from hybridpar.planner.placement.classes import ClassGraph
 from hybridpar.planner.placement.workload import Floats, Ints, Workload, order_of
 
 PRICES = 64
-"""Prices of a byte that are tried for the bound."""
+"""Number of prices of a byte that are tried."""
 MOST_CALLS = 64
-"""How many calls are counted; where there may be more, any number of them is allowed."""
+"""Calls that are counted at most; where more may be made, any number is allowed."""
 Order = list[tuple[int, list[int]]]
-"""Nodes with all that they read, each after these."""
+"""Nodes with what they read, each after that."""
 
 
 def path_bound(colours: ClassGraph, deadline: float) -> float:
-    """The longest path, every node on the device that is best at it, and without transfers.
+    """The time of the longest path, with every node on its fastest device and no transfers.
 
-    Where accelerators cannot hold everything, a byte of theirs has a price, and all that they hold is given back: a
-    bound whatever the price is (the Lagrangian relaxation of their memory), so the best of `PRICES` counts, or of
-    those that were tried until `deadline`.
+    If accelerators cannot hold everything, nodes pay for each byte there, and the price of the whole memory is given
+    back (a Lagrangian relaxation). Each price gives a bound; the best of those tried until `deadline` counts.
     """
     w = colours.workload
     runs = np.isfinite(colours.accelerator_time)[colours.class_of]  # what must be with it fits an accelerator too
@@ -45,13 +44,13 @@ def path_bound(colours: ClassGraph, deadline: float) -> float:
 
 
 def cut_bound(colours: ClassGraph, slots: int, deadline: float) -> float:
-    """The least time of a path whose nodes are on CPUs or in calls of accelerators, the best of three paths.
+    """The least time of a path whose nodes run on CPUs or in accelerator calls: the best bound of three paths.
 
     No path comes back to a call, which would wait for itself. So a call holds one part of a path and all between its
-    ends, and whoever waits for it waits for all that it runs and moves. It fits on an accelerator, and there are no
-    more than accelerators have. 0 where there is no time.
+    ends, and whoever waits for it waits for all that it runs and moves. A call fits on an accelerator, and there are
+    no more than `slots` for each. 0 if there is no time.
 
-    colours: of what must share a device. slots: calls of an accelerator.
+    colours: classes of nodes that must share a device.
     """
     w, order = colours.workload, _in_order(colours.workload)
     compute, size = (x / (x.sum() or 1.0) for x in (np.where(w.supported, w.accelerator_time, w.cpu_time), w.size))
@@ -61,9 +60,10 @@ def cut_bound(colours: ClassGraph, slots: int, deadline: float) -> float:
 
 @dataclass(eq=False)
 class _CutPath:
-    """A path of L nodes, and what calls that hold parts of it take: those before and behind the part are not in it.
+    """A path of L nodes, and the time of a call that holds a part of it.
 
-    Nor is what comes behind one that is behind, or leads to one before: of outputs that go there some must be moved.
+    Outside the call are the rest of the path, what leads to it before the part, and what follows from it behind the
+    part. Outputs that go from one side to the other may have to be moved.
     """
 
     colours: ClassGraph
@@ -73,7 +73,7 @@ class _CutPath:
 
     @cached_property
     def reach(self) -> tuple[Ints, Ints]:
-        """[n] the last position on the path that leads to a node, or -1; the first that a node leads to, or L."""
+        """[n] the last position on the path that leads to a node, or -1; the first that the node leads to, or L."""
         n, length = self.colours.workload.num_nodes, len(self.path)
         last, first = np.full(n, -1), np.full(n, length)
         last[self.path] = first[self.path] = np.arange(length)
@@ -85,14 +85,14 @@ class _CutPath:
 
     @cached_property
     def read_at(self) -> Ints:
-        """[n] the end of the longest part, from 0, behind which something that reads the node is known to be."""
+        """[n] the largest end of a part that is known to have a reader of the node behind it."""
         source, to = self.colours.workload.edges.T
         return _extreme(np.maximum, source, self.reach[0][to], self.colours.workload.num_nodes, -1)
 
     @cached_property
     def detours(self) -> list[tuple[int, int, Ints, float]]:
-        """Ways around parts of the path that share no nodes and no start: start and end, what is between, and the least
-        time that moves an output of these or the start: one is moved where only one of both ends is in a call.
+        """Ways around parts of the path, with no node or start in common: start, end, nodes between, and the least time
+        that moves an output on the way. One is moved where only one of the ends is in a call.
         """
         w, of = self.colours.workload, self.colours.class_of
         before, position = dict(self.order), {v: i for i, v in enumerate(self.path.tolist())}
@@ -112,7 +112,7 @@ class _CutPath:
         return [(a, *rest) for a, rest in found.items()]
 
     def calls_from(self, i: int) -> Floats:
-        """[L + 1] what a call takes that holds the path from i on, by where it ends; infinite where there is none."""
+        """[L + 1] the time of a call that holds the path from i on, by its end; infinite where there is none."""
         w, of, length, never = self.colours.workload, self.colours.class_of, len(self.path), len(self.path) + 1
         last, first = self.reach
         source, to = w.edges.T
@@ -139,13 +139,13 @@ class _CutPath:
         return took
 
     def _sums(self, at: Ints, by: Floats | Ints, until: Ints | None = None) -> Floats:
-        """[L + 1] the sum of what has been added, each from its position on, until another one."""
+        """[L + 1] running sums of `by`, each counted from its position `at` to `until`."""
         room = len(self.path) + 2
         added = np.bincount(at, by, room)
         return np.cumsum(added if until is None else added - np.bincount(until, by, room))[:room - 1]
 
     def least(self, deadline: float) -> float:
-        """The least time of the path; 0 if it is not found by then."""
+        """The least time of the path; 0 if it is not found by the deadline."""
         w, length, calls = self.colours.workload, len(self.path), self.colours.workload.num_accelerators * self.slots
         counted = calls <= MOST_CALLS
         best = np.full((calls + 1 if counted else 1, length + 1), np.inf)  # of the path up to there, by calls
@@ -161,14 +161,14 @@ class _CutPath:
 
 
 def _extreme(which: np.ufunc, at: Ints, of: Ints, number: int, start: int) -> Ints:
-    """[number] the least or the largest of the values at each place, or `start`."""
+    """[number] the least or the largest value at each place, or `start`."""
     found = np.full(number, start)
     which.at(found, at, of)
     return found
 
 
 def _heaviest(weights: Floats, order: Order) -> tuple[float, list[int]]:
-    """The path of the largest sum, and that."""
+    """The largest sum along a path, and the path."""
     done, came = weights.tolist(), [-1] * len(weights)
     for v, before in order:
         if before:

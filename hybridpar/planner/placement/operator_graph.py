@@ -1,19 +1,17 @@
-"""The operator graph of a model of ours, in the workload format of Tarnawski et al., which `placement` reads.
+"""Builds the operator graph of a model of ours, in the workload format of Tarnawski et al., which `placement` reads.
 
-Every kind of block is exported once (operators.py), and the blocks are put one after the other. For training there is
-a backward node for each forward one, of the same colour class, with all edges turned round; the losses lead from one
-half to the other. Gradients of an output that several nodes read are added up where the first of them is, by a node of
-no cost, and go on from there as one.
+Every kind of block is exported once (operators.py), and the blocks are put one after the other. For training, each
+forward node has a backward node of the same colour class, with all edges reversed; the losses join the two halves.
+Where several nodes read an output, a node of no cost adds up its gradients on the device of the first.
 
-    time    the nodes of a block share out what it takes forward, and backward, by the profile: each by the longer of
-            its operations' and its bytes' time
-    size    an operator's parameters, with all versions, gradients and optimizer state for training; and of what a
-            micro-batch leaves in the block its share by output: what the backward keeps, else all outputs
-    edge    the bytes of the output, over the slowest link; of a backward node its largest gradient
+    time    a node's share of its block's profiled time, forward and backward: by its operations' or its bytes' time,
+            whichever is longer
+    size    an operator's parameters, for training with all versions, gradients and optimizer state; and its share, by
+            output, of what a micro-batch leaves in the block: what the backward keeps, or without one all outputs
+    edge    the time of the output on the slowest link; of a backward node, that of its largest gradient
 
-So the nodes of a block add up to what `hybridpar plan` reckons with for it. Left out, as the format has no place for
-them: updates, what a stage takes besides its blocks, more than one micro-batch in flight, and that tied weights are
-held once where both ends are on one device.
+So the nodes of a block add up to what `hybridpar plan` counts for it. The format has no place for updates, a stage's
+costs besides its blocks, several micro-batches in flight, or tied weights held once where both ends are on one device.
 
 Units: milliseconds and bytes, as in the paper's files.
 """
@@ -38,16 +36,16 @@ from hybridpar.planner.placement.operators import INPUT, block_operators
 from hybridpar.planner.profile import Hardware
 
 CPU_SLOWDOWN = 23.0
-"""Slowdown of a node on a CPU, of which nothing is known: as in the paper's operator graphs."""
+"""Slowdown of a node on a CPU, where nothing was measured: as in the paper's operator graphs."""
 _MS = 1e3
 _CORE = Device("a core", 1e11, 1.0, 1e10, 1.0, 1.0)
-"""Ten operations in the time of a byte, as about any CPU has it."""
+"""Ten operations in the time of a byte, as on most CPUs."""
 _OTHER = DEVICES["a100-80gb"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """An operator and what it costs: milliseconds, bytes. reads: numbers of nodes. leaves: its block's output."""
+    """An operator and its costs: milliseconds, bytes. reads: its inputs' numbers. leaves: it is its block's output."""
 
     name: str
     block: int
@@ -60,12 +58,11 @@ class _Node:
 
 
 def operator_graph(config: Config, machine: Machine, *, training: bool) -> dict[str, Any]:
-    """The graph's document, for `make_workload`: with the machine's devices as accelerators, and no CPU.
+    """The graph as a document for `make_workload`; the machine's devices are its accelerators, and it has no CPU.
 
-    `about`: what its costs are of, and whether they are estimates.
+    Its `about` says what was costed, and whether costs are estimates.
 
-    Raises: ConfigError where the configuration splits layers, the profile knows nothing of whole ones, or there is one
-    device only.
+    Raises: ConfigError where the configuration splits layers, the profile has no whole ones, or there is one device.
     """
     if config.parallel.tp > 1:
         raise config_error("parallel.tp", config.parallel.tp, "operators are placed whole", "1")
@@ -92,7 +89,7 @@ def operator_graph(config: Config, machine: Machine, *, training: bool) -> dict[
 
 
 def _mirrored(nodes: Sequence[_Node], sent: Sequence[float]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Backward nodes and the edges between them; `sent`: what each output, and so each gradient, takes on a link."""
+    """Backward nodes and the edges between them. sent: time of each output, and so of its gradient, on a link."""
     n = len(nodes)
     readers: list[list[int]] = [[] for _ in nodes]
     for v, node in enumerate(nodes):
@@ -113,7 +110,7 @@ def _mirrored(nodes: Sequence[_Node], sent: Sequence[float]) -> tuple[list[dict[
 
 def _row(number: int, name: str, node: _Node, time: float, *, size: int = 0,
          colour: int | None = None) -> dict[str, Any]:
-    """A node of the document; with a colour a backward one, else a forward one, which has the colour of its number."""
+    """A node of the document: a backward one has a colour; a forward one takes its number for it."""
     return {
         "id": number, "name": name, "supportedOnFpga": True, "cpuLatency": CPU_SLOWDOWN * time, "fpgaLatency": time,
         "isBackwardNode": colour is not None, "colorClass": number if colour is None else colour, "size": size,
@@ -125,12 +122,12 @@ def _edge(source: int, to: int, cost: float) -> dict[str, Any]:
 
 
 def _stitched(config: Config, machine: Machine, training: bool) -> tuple[list[_Node], list[int]]:
-    """The forward nodes of the whole model in an order in which they can run, and which of them are its losses."""
+    """The forward nodes of the whole model, in an order in which they can run, and the numbers of its losses."""
     last = config.model.num_blocks - 1
     kinds = {0: KINDS[0], last: KINDS[2]}
     known: dict[str, list[_Node]] = {}
     nodes: list[_Node] = []
-    leaving: list[int] = []  # what the next block's input is
+    leaving: list[int] = []  # the next block's input
     for number in range(last + 1):
         kind, first = kinds.get(number, KINDS[1]), len(nodes)
         if kind not in known:
@@ -143,7 +140,7 @@ def _stitched(config: Config, machine: Machine, training: bool) -> tuple[list[_N
 
 
 def _of_block(config: Config, machine: Machine, kind: str, number: int, training: bool) -> list[_Node]:
-    """The nodes of a block; what they read is numbered as in `Operator`."""
+    """The nodes of a block; `reads` is numbered as in `Operator`."""
     operators = block_operators(config, number)
     time = machine.profile.block(kind, 1, config.train.micro_batch_size)
     device = _balance(machine.profile.hardware)
@@ -167,7 +164,7 @@ def _of_block(config: Config, machine: Machine, kind: str, number: int, training
 
 
 def _balance(hardware: Hardware) -> Device:
-    """A device with about the same balance of operations and bytes, which is all that shares within a block take."""
+    """A device with about the same ratio of operations to bytes: shares within a block need no more."""
     return _CORE if hardware.cores else DEVICES.get(hardware.name, _OTHER)
 
 
