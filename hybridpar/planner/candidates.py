@@ -1,4 +1,4 @@
-"""The candidates: every grid, micro-batch size and schedule that the devices and the batch allow."""
+"""Makes the planner's candidates: every grid, micro-batch size and schedule that devices and batch allow."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from hybridpar.planner.stragglers import Spread, spread
 
 INTERLEAVED, CHUNKS = "interleaved", (2, 3, 4)
 STALE = frozenset({"2bw", "pipedream"})
-"""Schedules that train on older weights: one is considered where it is asked for, beside those on new ones."""
+"""Schedules that train on older weights; one is considered only where it is asked for."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Wishes of the user. keep: sizes of axes that stay. batch_size: samples of a step (0: the configuration's).
+    """The user's wishes. keep: fixed sizes of axes. batch_size: samples of a step (0: the configuration's).
 
     schedules: names (none: the configuration's, and those on new weights). micro_batches: sizes (none: all profiled
-    ones and powers of two between them). top: number of candidates to rank. quick: memory is predicted of the best
-    alone, and of those that may not fit. compression: codecs are tried, too. split_backward: so are zero bubbles, and
-    two stages on each rank, there and back.
+    ones and powers of two between them). top: number of candidates to rank. quick: memory is predicted only for the
+    best, and for those that may not fit. compression: also tries codecs. split_backward: also tries zero bubbles and V
+    schedules.
     """
 
     keep: Mapping[str, int] = field(default_factory=dict)
@@ -47,8 +47,8 @@ class Request:
 
 @dataclass
 class Candidate:
-    """One configuration under consideration. `reason`: why it cannot run; empty where it can. `because`: why its state
-    moves, where it does."""
+    """One configuration under consideration. `reason`: why it cannot run; empty if it can. `because`: why its state
+    moves, if it does."""
 
     config: Config
     cost: StepCost
@@ -59,7 +59,7 @@ class Candidate:
 
     @cached_property
     def spread(self) -> Spread | None:
-        """Its step times among stragglers, where the machine has them."""
+        """Its step times with stragglers, where the machine has them."""
         return spread(self.cost)
 
     @cached_property
@@ -69,7 +69,7 @@ class Candidate:
 
     @property
     def peak(self) -> float:
-        """Bytes of the fullest stage; where some have more memory, as large a share of the least that any has."""
+        """Bytes of the fullest stage; where limits differ, scaled to the smallest."""
         least = min(self.cost.limits)
         return max((stage.needed * least / limit
                     for stage, limit in zip(self.memory or [], self.cost.limits, strict=True)), default=0.0)
@@ -106,7 +106,7 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
 
 
 def _split_rows_take_less(config: Config, machine: Machine, tp: int, b: int) -> bool:
-    """Whether a layer takes less time with sequence parallelism, which never takes more memory; or it is asked for."""
+    """Whether sequence parallelism is asked for, or makes a layer faster; it never takes more memory."""
     made = replace(config, parallel=ParallelConfig(tp, dp=1), pipeline=PipelineConfig(),
                    memory=MemoryConfig(), train=replace(config.train, micro_batch_size=b))
     if config.parallel.sequence or not may_split_rows(made):
@@ -124,7 +124,7 @@ def batch_size(config: Config, request: Request) -> int:
 
 
 def grids(config: Config, machine: Machine, keep: Mapping[str, int]) -> list[tuple[int, int, int]]:
-    """(tp, pp, dp) of all devices. Tensor parallelism stays within a server, unless the user has chosen it."""
+    """(tp, pp, dp) of all devices. Tensor parallelism stays within a server, unless the user has set it."""
     number = machine.num_devices
     found = []
     for tp in [t for t in range(1, number + 1) if number % t == 0]:
@@ -148,8 +148,8 @@ def micro_batches(machine: Machine, tp: int, samples: int, request: Request) -> 
 
 def _schedules(config: Config, pp: int, dp: int, m: int,
                request: Request) -> Iterator[tuple[PipelineConfig, OptimConfig]]:
-    """The configuration's own schedule and those on new weights, or those asked for; with what they need changed, and
-    with what shortens their drain or takes less memory."""
+    """The configuration's own schedule and those on new weights, or those asked for, each with the settings it needs,
+    and variants that drain faster or take less memory."""
     own = replace(config.pipeline, placement="loop", activations="full", zero_bubble=False)
     names = request.schedules or ("1f1b" if own.order else own.schedule, "1f1b", INTERLEAVED)
     own = replace(own, order=())
@@ -203,8 +203,8 @@ def _schedules(config: Config, pp: int, dp: int, m: int,
 
 
 def on_v(pipeline: PipelineConfig, pp: int, than: str = "") -> Iterator[PipelineConfig]:
-    """A pipeline on a V, for all sizes of what a rank keeps there, or those below `than`; the largest, which has the
-    fewest gaps, first."""
+    """V schedules with every amount of activations that a rank may keep, or those below `than`; the largest, which has
+    the fewest gaps, first."""
     sizes = ("full", "half", "min")
     for activations in sizes[sizes.index(than) + 1 if than else 0 :]:
         made = replace(pipeline, activations=activations, split=())  # type: ignore[arg-type]
@@ -216,8 +216,8 @@ def on_v(pipeline: PipelineConfig, pp: int, than: str = "") -> Iterator[Pipeline
 
 
 def balanced(config: Config, machine: Machine) -> Candidate:
-    """With the split that makes the slowest stage the fastest, whatever it takes of memory; of equal ones, which many
-    are, that which takes the least."""
+    """A candidate with the split whose slowest stage is fastest, whatever memory it needs; of equal splits, the one
+    that needs the least."""
     cost = StepCost(config, machine)
     if cost.pp > 1:
         costs = block_costs(cost)
@@ -232,8 +232,8 @@ def balanced(config: Config, machine: Machine) -> Candidate:
 
 
 def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
-    """By stage, [i, j]: about what blocks i .. j-1 take there, to compare splits by: weights, gradients and Adam's
-    state, and what is kept of micro-batches in flight."""
+    """By stage, [i, j]: about the memory of blocks i .. j-1 there, to compare splits: weights, gradients, Adam's state,
+    and activations of micro-batches in flight."""
     config, sizes = cost.config, cost.sizes
     schedule = cost.schedule
     mixed, moments = config.train.dtype in ("bf16", "fp16"), 2 * (config.optim.name in ("adamw", "lamb"))
@@ -254,7 +254,7 @@ def _held(cost: StepCost) -> Callable[[int, bool], Matrix]:
 
 
 def block_costs(cost: StepCost) -> tuple[list[float], list[float], list[float]]:
-    """Forward and backward of each block, and its share of a batch's norm and update for each micro-batch."""
+    """Times of each block: forward, backward, and a micro-batch's share of the batch's norm and update."""
     blocks, m = range(cost.config.model.num_blocks), cost.sizes.num_microbatches
     times = [cost.block_time(n) for n in blocks]
     updates = [(cost.block(n).norm + cost.block(n).update / cost.zero_share) / m for n in blocks]

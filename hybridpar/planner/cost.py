@@ -1,14 +1,13 @@
-"""Cost of a step of a configuration on a machine: its stages, the links between them, and its time by simulation.
+"""Costs a step of a configuration on a machine: its stages, the links between them, and its time by simulation.
 
     stages       stage_cost.py
-    pp           messages, of which each tp rank sends its slice, on links that all pipelines which cross them share;
-                 CPU time that goes into them
-    dp           ring all-reduce of the stage's gradients (ZeRO-1: half of it, the gather is the other), or compressed
-                 messages to all; tied weights over both ends; hidden or not as the schedule has it
+    pp           messages, a slice from each tp rank, on links that all pipelines across them share; their CPU time
+    dp           ring all-reduce of the stage's gradients (ZeRO-1: a reduce-scatter, then a gather), or compressed
+                 messages to all; tied weights over both ends; hidden or not, by the schedule
     moves        of state that is split over replicas (ZeRO-2 and 3), on a host, or in a file: moves.py
 
 `pipeline.plan.simulate` puts these together, so bubbles, slack and warm-up are those of the plan that would run. All
-replicas and tp ranks of a stage run in step: one pipeline stands for all of them. Units: seconds, bytes.
+replicas and tp ranks of a stage run in step, so one pipeline stands for all. Units: seconds, bytes.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from hybridpar.state.partition import BUCKET_BYTES
 TRANSFERS = (Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B)
 _NORM_BYTES = 64
 _FEWEST_MOVED = 16
-"""Micro-batches, besides those of a full pipeline, whose moves are simulated where there are many."""
+"""Micro-batches, beyond a full pipeline's, whose moves are simulated where there are many."""
 
 
 class StepCost(StageCosts):
-    """Cost of a step of one configuration on a machine: its stages, and what goes between ranks.
+    """Cost of a step of one configuration on a machine: stages, and traffic between ranks.
 
     Raises: ConfigError, as its stages do.
     """
@@ -50,16 +49,16 @@ class StepCost(StageCosts):
 
     @cached_property
     def links(self) -> list[tuple[float, float, float]]:
-        """Time that each link between ranks is taken by an activation, latency after that, CPU time.
+        """Of each link between ranks: the time that an activation takes it, the latency after that, the CPU time.
 
-        A link leads from a rank to the next, in a ring also from the last to the first. Pipelines run in step, and so
-        do all links: whatever leaves a server one way shares what the server has.
+        A link leads from a rank to the next, in a ring also from the last to the first. All pipelines and links run in
+        step, so messages that leave a server one way share its bandwidth.
         """
         return self._links(1)
 
     @cached_property
     def links_back(self) -> list[tuple[float, float, float]]:
-        """The same of a gradient, which goes from the later rank to the earlier."""
+        """The same for a gradient, from the later rank to the earlier."""
         return self._links(-1)
 
     def _links(self, flow: int) -> list[tuple[float, float, float]]:
@@ -81,18 +80,18 @@ class StepCost(StageCosts):
 
     def _link(self, way: int, num_bytes: int, carried: int,
               crossed: Sequence[tuple[AnyLink, float]]) -> tuple[float, float, float]:
-        """The slowest of the links that a message crosses, each shared by all that leave a group there."""
+        """The slowest of the links that a message crosses, each shared by all messages that leave a group there."""
         whole, link = max(((link.transfer_time(num_bytes, flows, way), link) for link, flows in crossed),
                           key=lambda pair: pair[0])
         latency, work = link.transfer_time(1), link.transfer_work(carried)
         return max(0.0, whole - latency - work), min(latency, max(0.0, whole - work)), work
 
     def _sent_bytes(self, flow: int, r: int) -> int:
-        """Bytes of a message that a rank of tp sends between pipeline ranks r and r + 1."""
+        """Bytes that a tp rank sends of a message between pipeline ranks r and r + 1."""
         return -(-self.codecs.wire_bytes(flow, self.stages[(r + 1) % self.sizes.num_stages].blocks[0]) // self.tp)
 
     def reduction(self, stage: StageCost, index: int) -> tuple[float, float]:
-        """Seconds that what is reduced once a batch of a rank's gradients takes, and CPU time that goes into it."""
+        """Seconds, and CPU time, to reduce those of a rank's gradients that are reduced once a batch."""
         machine, ranks = self.machine, self.ranks_of(index)
         own = 0 if self.splits > 1 and not self.config.feeds_back else (
             self.gradient_bytes * (stage.parameters - stage.tied))
@@ -107,7 +106,7 @@ class StepCost(StageCosts):
         return seconds, work
 
     def _compressed(self, own: float, ranks: Sequence[int], stage: StageCost) -> tuple[float, float]:
-        """The same where replicas exchange compressed messages, all of which go to all."""
+        """The same where every replica sends compressed messages to all."""
         share, speeds = gradient_share(self.config), self.machine.profile.codecs.get(self.config.compression.gradients)
         groups, seconds, work = [(own, ranks)], 0.0, 0.0
         if stage.tied:
@@ -121,7 +120,7 @@ class StepCost(StageCosts):
         return seconds, work
 
     def _in_buckets(self, num_bytes: float, ranks: Sequence[int]) -> float:
-        """All-reduces over these ranks, of each of the tp parts at the same time."""
+        """Seconds of all-reduces over these ranks, of all tp parts at the same time."""
         whole, rest = divmod(num_bytes, BUCKET_BYTES)
         return sum(times * self.machine.all_reduce(size, ranks, self.tp) for times, size in (
             (whole, BUCKET_BYTES), (1, rest)))
@@ -191,7 +190,7 @@ class StepCost(StageCosts):
 
     @property
     def backward_input(self) -> list[float] | None:
-        """Of the stages' split backwards, the part that the stage before waits for; None: it was not measured."""
+        """The part of each stage's split backward that the stage before waits for; None: it was not measured."""
         if not all(cost.backward_input for cost in self.kinds.values() if cost.backward):
             return None
         costs = [[self.block(n, self.sizes.rank_of(s)) for n in stage.blocks] for s, stage in enumerate(self.stages)]
@@ -235,5 +234,5 @@ class StepCost(StageCosts):
 
     @property
     def price(self) -> float:
-        """Of a million tokens, in the currency of the machine's price; 0: not known."""
+        """Price of a million tokens, in the currency of the machine's; 0: not known."""
         return self.machine.price * self.machine.num_devices / 3600 * 1e6 / self.tokens_per_s

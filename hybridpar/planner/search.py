@@ -1,16 +1,16 @@
-"""The search: every grid, micro-batch size and schedule that the devices allow, best first, as far as it can matter.
+"""Searches all grids, micro-batch sizes and schedules that the devices allow, until no other can be among the best.
 
     1  every candidate gets the split that balances its stages' measured times          candidates, split
-    2  bounds: the least time that a candidate takes; the one with the least is next    bound
-    3  where its memory is too much, a new split, with recomputation where needed,
-       and the same with sequence parallelism                                           memory, sequence
-    4  its step time, simulated; done when no candidate that is left can be among the
-       best; the memory of these is predicted exactly, and mended where it is too much  cost, memory
-    5  the best with the optimizer on the host, or activations in a file, where that
-       is faster; with codecs of messages and gradients, where they are asked for;      moves, offloaded,
-       where nothing fits, with a part of the state in a file                           compressed, memory
+    2  the candidate with the lowest bound on its time is next                          bound
+    3  if it needs too much memory: a new split, with recomputation where needed, and
+       the same with sequence parallelism                                               memory, sequence
+    4  its step time is simulated; when no candidate that is left can be among the
+       best, the memory of these is predicted exactly, and reduced if it is too much    cost, memory
+    5  the best are tried with the optimizer on the host, or activations in a file;
+       with codecs of messages and gradients, if asked for; and if nothing fits, with   moves, offloaded,
+       a part of the state in a file                                                    compressed, memory
 
-So what is left out is slower, as far as the bound is one. Axes that the user has chosen stay.
+So what is left out is slower, if the bounds hold. Axes that the user has set stay.
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ from hybridpar.validate import problems
 
 STALE_GAIN = 0.05
 """Share by which a schedule on older weights must be faster than all others. Old gradients cost loss at equal tokens,
-and of step times that differ by little the planner cannot say which is the shorter (ERROR)."""
+and the planner cannot order step times that differ by little (ERROR)."""
 ERROR = 0.035
-"""Half of the step times that were predicted and measured differ by more (25 of two machines and a slow link:
-benchmarks/results/planner*.json). A configuration whose memory is nearly full must be faster by this share."""
+"""Median error of predicted step times (25, on two machines and a slow link: benchmarks/results/planner*.json). A
+configuration whose memory is nearly full must be faster by this share."""
 CODEC_GAIN = 0.05
-"""Share by which a codec must be faster than what is more exact."""
+"""Share by which a codec must be faster than a more exact one."""
 _WORTH_SHARING = 0.01
-"""Share of the step that the optimizer takes from which ZeRO-1 is tried, besides where memory is short."""
+"""ZeRO-1 is tried where the optimizer takes this share of the step or more, or memory is short."""
 _DOUBT = 0.02
-"""Share by which each stage of ZeRO, or a host's update, must be faster than none: less is within predictions' error.
-"""
+"""Share by which each ZeRO stage, or an update on the host, must be faster than none: less is within the error."""
 _MOST_IN_FILES = 12
-"""Grids and schedules of which one with a budget is looked at."""
+"""Grids and schedules that are tried with a memory budget."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Candidates that can run, best first; those that cannot, likeliest first; the number that was looked at."""
+    """The candidates that can run, best first; those that cannot, likeliest first; the number considered."""
 
     ranked: list[Candidate]
     failed: list[Candidate]
@@ -63,7 +62,7 @@ class Result:
 
 
 def search(config: Config, machine: Machine, request: Request) -> Result:
-    """Raises: ConfigError if nothing can be tried: no grid has that many devices, or divides the batch."""
+    """The best candidates. Raises: ConfigError if no grid has that many devices and divides the batch."""
     collects = gc.isenabled()
     gc.disable()  # it would look for cycles among the millions of objects of plans, for an eighth of the time
     try:
@@ -105,7 +104,7 @@ class _Search:
         self._pushed = 0
         self._too_large: dict[object, int] = {}
         self._seen: set[Config] = set()
-        """Variants of others that were made: from several sides one comes to the same."""
+        """Variants that were made: several candidates may lead to one."""
         for candidate in candidates:
             self.considered += 1
             self._push(candidate)
@@ -113,7 +112,7 @@ class _Search:
     def _push(self, candidate: Candidate) -> None:
         self._pushed += 1
         least = _less_sure(candidate) * candidate.least_time
-        if not candidate.config.parallel.zero:  # of what it leads to, ZeRO-1 alone may be faster: by its update
+        if not candidate.config.parallel.zero:  # of its variants only ZeRO-1 may be faster, by its update
             update = max(rank.update for rank in candidate.cost.ranks)
             least = min(least, (_less_sure(candidate) + _DOUBT) * (candidate.least_time - update))
         heapq.heappush(self._queue, (least, self._pushed, candidate))
@@ -125,14 +124,14 @@ class _Search:
             self._push(balanced(config, machine))
 
     def consider_all(self, places: int, within: float = math.inf) -> None:
-        """Considers candidates, that with the lowest bound first, until no other can be among so many of those ranked,
-        or `within` that time."""
+        """Considers candidates, the lowest bound first, until no other can be among the best `places`, or take less
+        than `within`."""
         while self._queue and self._queue[0][0] < (
                 within if len(self.ranked) < places else min(within, _rank(self.ranked[places - 1]))):
             self._consider(heapq.heappop(self._queue)[-1])
 
     def _consider(self, candidate: Candidate) -> None:
-        """Ranks it where it fits, as far as estimates say; else puts it back with recomputation, or gives it up."""
+        """Ranks a candidate that fits by estimate; else puts it back with recomputation, or gives it up."""
         fits = self.memory.fits(candidate.cost)
         self._add_sharded(candidate, only_if_worth=fits)
         if not fits:
@@ -148,7 +147,7 @@ class _Search:
             insort(self.ranked, candidate, key=_rank)
 
     def _add_sharded(self, candidate: Candidate, *, only_if_worth: bool) -> None:
-        """Also tries ZeRO-1 beside one that may gain by it, and ZeRO-2 and 3 beside one that does not fit."""
+        """Also tries ZeRO-1 for a candidate that may gain by it, and ZeRO-2 and 3 for one that does not fit."""
         parallel, cost = candidate.config.parallel, candidate.cost
         if parallel.zero == 3 or parallel.dp == 1 or candidate.tried_recomputation:
             return
@@ -162,15 +161,15 @@ class _Search:
                     self._consider_later(config, cost.machine)
 
     def _part_by_part(self, config: Config) -> Iterator[Config]:
-        """The same with all micro-batches through one block before the next, where each then comes but once a batch."""
+        """The same with all micro-batches through one block before the next: each block's state comes once a batch."""
         pipeline = config.pipeline
         if (config.parallel.pp == 1 and pipeline.num_microbatches > 1 and pipeline.schedule == "1f1b"
                 and not config.model.tie_embeddings and not self.request.schedules):
             yield replace(config, pipeline=replace(pipeline, schedule="gpipe"))
 
     def _add_recomputed(self, candidate: Candidate) -> bool:
-        """Puts the candidate back with recomputation: what is cheap of all layers, if that is enough, and layers where
-        it is needed, of which there may be few. False: it does not fit so either."""
+        """Puts the candidate back with recomputation: selective if that is enough, and of whole layers where needed.
+        False: it does not fit so either."""
         pipeline, b = candidate.config.pipeline, candidate.config.train.micro_batch_size
         parallel = candidate.config.parallel
         kind = (candidate.grid, parallel.zero, parallel.sequence, pipeline.schedule, pipeline.warmup,
@@ -192,14 +191,14 @@ class _Search:
         return True
 
     def _add_leaner(self, candidate: Candidate) -> None:
-        """Also tries a V that keeps less, where there is one."""
+        """Also tries a V schedule that keeps less, if there is one."""
         config = candidate.config
         if config.pipeline.placement == "v" and not candidate.tried_recomputation:
             for pipeline in islice(on_v(config.pipeline, candidate.cost.pp, config.pipeline.activations), 1):
                 self._consider_later(replace(config, pipeline=pipeline), candidate.cost.machine)
 
     def host_updates(self) -> None:
-        """Also ranks the best that leave a host slack with the optimizer there, where it is the faster."""
+        """Also ranks the best that leave the host slack with their optimizer there, if that is faster."""
         for candidate in self.ranked[: self.request.top]:
             config, cost = candidate.config, candidate.cost
             made = replace(config, memory=replace(config.memory, host_optimizer=True))
@@ -218,7 +217,7 @@ class _Search:
         self.ranked.sort(key=_rank)
 
     def offloaded(self) -> None:
-        """Also ranks the best that recompute, or else those that have no room, with activations in a file."""
+        """Also ranks the best that recompute, or else those that do not fit, with activations in a file."""
         some_fit = bool(self.ranked)
         best = [one for one in self.ranked[: self.request.top] if one.config.pipeline.recompute != "none"] if some_fit \
             else sorted(self.failed, key=lambda one: one.least_time)[:_MOST_IN_FILES]
@@ -236,8 +235,8 @@ class _Search:
         self.ranked.sort(key=_rank)
 
     def compressed(self) -> None:
-        """Also ranks the best with codecs of their messages and gradients, from the most exact on, each where it is the
-        faster by far."""
+        """Also ranks the best with codecs of messages and gradients, the most exact first, each only if it is faster by
+        CODEC_GAIN."""
         for candidate in self.ranked[: self.request.top]:
             before = candidate.cost.step_time
             for made in with_codecs(candidate.config):
@@ -252,8 +251,8 @@ class _Search:
         self.ranked.sort(key=_rank)
 
     def in_files(self) -> list[Candidate]:
-        """Candidates that fit with a part of their state in a file, best first. Of each grid and schedule the smallest
-        micro-batches are tried, and at most so many grids."""
+        """Candidates that fit with a part of their state in a file, best first. Each grid and schedule is tried with
+        its smallest micro-batch, at most _MOST_IN_FILES of them."""
         smallest: dict[object, Candidate] = {}
         for one in sorted(self.failed, key=lambda one: one.config.train.micro_batch_size):
             config = one.config
@@ -272,7 +271,7 @@ class _Search:
         return sorted(found, key=_rank)
 
     def explain(self, candidate: Candidate) -> None:
-        """Says why gradients are split, where they are: what the candidate would need with ZeRO-1."""
+        """Says why gradients are split, if they are: by the memory that ZeRO-1 would need."""
         parallel = candidate.config.parallel
         if parallel.zero > 1 and not candidate.because:
             less = replace(candidate.config, parallel=replace(parallel, zero=1))
@@ -282,7 +281,7 @@ class _Search:
                                  f"{self.memory.limit / 1e9:.2f} GB")
 
     def verified(self) -> list[Candidate]:
-        """The best of those ranked, whose memory was predicted exactly (quick: until one has room, no others)."""
+        """The best of those ranked, with memory predicted exactly (quick: only until one has room)."""
         sure: list[Candidate] = []
         while True:
             enough = math.inf if len(sure) < self.request.top else min(map(self._rank_with_room, sure))
@@ -306,7 +305,7 @@ class _Search:
         return candidate.memory is None or candidate.peak <= TIGHT * self.memory.limit
 
     def rank_among_stragglers(self, candidate: Candidate) -> float:
-        """As candidates are ranked, by the median of their steps."""
+        """The rank of a candidate by the median of its steps."""
         median = candidate.spread.median if candidate.spread else candidate.cost.step_time
         return self._rank_with_room(candidate) * median / candidate.cost.step_time
 
@@ -319,7 +318,7 @@ def _rank(candidate: Candidate) -> float:
 
 
 def _less_sure(candidate: Candidate) -> float:
-    """By how much it must be faster than what is simpler."""
+    """The factor by which it must be faster than a simpler candidate."""
     memory = candidate.config.memory
     doubts = candidate.config.parallel.zero + memory.host_optimizer + (memory.num_away != 0)
     return (1 + _DOUBT * doubts) * (1 + STALE_GAIN * candidate.is_stale)
