@@ -3,10 +3,9 @@
     stage r     x ---- encode ----> bytes ==== link ====> bytes ---- decode_ ----> C(x)     stage r + 1
                 dC(x) <---- decode_ ---- bytes ==== link ==== bytes <---- encode ---- dx
 
-A row is a token's features. Its bytes depend on it alone, so slices of an activation over tp, parts of a sequence and
-replicas' micro-batches all travel as the same bytes. The backward takes C for the identity (straight through), but for
-two: with `Largest` the gradient of y = C(x) is that of the features that were sent (`Marked`), which both sides know,
-and with `Subspace` C is linear.
+A row is a token's features. Its bytes depend on it alone, so it travels as the same bytes on every grid. The backward
+takes C for the identity (straight through), with two exceptions: with `Largest` only the gradients of the features that
+were sent go back (`Marked`; both sides know which), and with `Subspace` C is linear.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from hybridpar.state.compression.streaming import basis
 
 
 class Codec(Protocol):
-    """Rows of numbers as bytes. Both ways depend on nothing but their arguments."""
+    """Turns rows of numbers into bytes, and back. Both ways depend only on their arguments."""
 
     def row_bytes(self, cols: int) -> int:
         """Bytes of a row of `cols` numbers."""
 
     def encode(self, x: Tensor) -> Tensor:
-        """Shapes: [rows, cols] -> uint8 [rows, row_bytes(cols)], which does not keep `x` alive."""
+        """The bytes of `x`, which do not keep it alive. Shapes: [rows, cols] -> uint8 [rows, row_bytes(cols)]."""
 
     def decode_(self, x: Tensor, message: Tensor) -> None:
-        """Fills x [rows, cols] with what `message` [rows, row_bytes(cols)] says."""
+        """Fills x [rows, cols] from `message` [rows, row_bytes(cols)]."""
 
 
 @dataclass(frozen=True)
@@ -85,23 +84,23 @@ class _Share:
     rounded: bool = False
 
     def kept(self, cols: int) -> int:
-        """Numbers that are sent of rows of `cols`."""
+        """Numbers that are sent of a row of `cols`."""
         return max(1, round(self.share * cols))
 
     def values(self, cols: int) -> int:
-        """Bytes of the numbers that are sent of rows of `cols`."""
+        """Bytes of these numbers."""
         return self.kept(cols) * value_bytes(self.dtype, self.rounded)
 
 
 @dataclass(frozen=True)
 class Largest(_Share):
-    """Of each row the k numbers farthest from zero, and where they are (ops.largest); zeros in place of the others.
+    """Sends the k numbers of each row that are farthest from zero, and their places (ops.largest); the others become 0.
 
-    Bytes of a row: k values and ceil(cols / 8), k = share * cols to the nearest. This is DCT-MP (arXiv 2010.08899,
-    algorithm 2) with a threshold for each token, its own k-th largest feature, in place of one for a tensor that is set
-    anew every L iterations. So there is no state that could differ between the ends of a link, messages have one
-    length, and which features pass depends neither on micro-batches nor on the grid. What is left out is not added
-    later: it belongs to a sample that does not come again.
+    Bytes of a row: those of k values, and ceil(cols / 8); k is share * cols, rounded. This is DCT-MP (arXiv 2010.08899,
+    algorithm 2), but each token has its own threshold, its k-th largest feature; there a tensor has one, which is set
+    anew every L iterations. So the ends of a link share no state that could differ, messages have one length, and which
+    features pass depends neither on micro-batches nor on the grid. What is left out is not added later: its sample
+    does not come again.
     """
 
     backend: str = "auto"
@@ -118,13 +117,13 @@ class Largest(_Share):
         largest(x, self.backend).spread_(x, values, places, self.rounded)
 
     def places(self, message: Tensor, cols: int) -> Tensor:
-        """Where the numbers of a message are: a copy. Shapes: uint8 [rows, `places_bytes`]."""
+        """The places of a message's numbers: a copy. Shapes: uint8 [rows, `places_bytes`]."""
         return message[:, self.values(cols):].clone()
 
 
 @dataclass(frozen=True, eq=False)
 class Marked:
-    """Of each row the numbers at `where`, which both ends of the link know; zeros in place of the others."""
+    """Sends the numbers of each row at `where`, which both ends of the link know; the others become 0."""
 
     of: Largest
     where: Tensor | None = None
@@ -147,11 +146,11 @@ class Marked:
 
 @dataclass(frozen=True)
 class Subspace(_Share):
-    """Of each row its r = share * cols coordinates along fixed directions: x U, and U^T of them behind the link.
+    """Sends the r = share * cols coordinates of each row along fixed directions, x U; U^T maps them back.
 
-    U [cols, r] is orthonormal, drawn once for all links of a run, and never sent. Both ways have it, so gradients are
-    those of the layer y = x U U^T, and what trains before and behind a link meets in these r directions. (Subspace
-    Networks, NeurIPS 2025, without their rule that weights stay in the subspace.)
+    U [cols, r] is orthonormal, drawn once for all links of a run, and never sent. Both ways use it, so gradients are
+    those of a layer y = x U U^T, and both sides of a link train to work in these r directions. (Subspace Networks,
+    NeurIPS 2025, without their rule that weights stay in the subspace.)
     """
 
     _bases: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -197,8 +196,8 @@ CODECS: dict[str, Callable[[Config], Codec | None]] = {
 
 @dataclass(frozen=True)
 class Codecs:
-    """The codecs of a pipeline's messages: of activations and of their gradients. `exact`: first blocks of stages that
-    get exact ones: a head alone, and on a V those that a rank hands over to itself."""
+    """The codecs of a pipeline's activations and their gradients. `exact`: first blocks of the stages whose messages
+    stay exact: a head alone, and on a V those that a rank hands to itself."""
 
     forward: Codec | None = None
     backward: Codec | None = None
@@ -206,7 +205,7 @@ class Codecs:
 
     @classmethod
     def of(cls, config: Config) -> Codecs:
-        """Those that a configuration names. Raises: ConfigError where one takes as many bytes as the numbers do."""
+        """The codecs of a configuration. Raises: ConfigError where one saves no bytes."""
         names = config.compression.both_ways
         forward, backward = (CODECS[name](config) for name in names)
         if isinstance(backward, Largest):
@@ -224,8 +223,8 @@ class Codecs:
     def on(self, flow: int, first: int, *, training: bool = True) -> Codec | None:
         """The codec on the link into the stage that begins with block `first`; None: messages are exact.
 
-        flow: 1 for activations, -1 for their gradients. training: else messages are exact, but for those of a subspace:
-        what lies outside of it was never seen behind the link, so the projection is a part of the model.
+        flow: 1 for activations, -1 for their gradients. training: if False, messages are exact, except with `Subspace`:
+        its projection is a part of the model, as stages behind the link never saw the rest.
         """
         codec = self.forward if flow > 0 else self.backward
         return None if first in self.exact or not (training or isinstance(codec, Subspace)) else codec
@@ -233,14 +232,14 @@ class Codecs:
 
 @dataclass(frozen=True)
 class PartialSums:
-    """What tp ranks send of their parts of a layer's sums (nn.coded.SumCodec): forward the output's, backward the
-    input's gradient. A part's gradient is that of the sum, with `Largest` of the features that were sent."""
+    """The codec of the sums over tp (nn.coded.SumCodec): forward of a layer's output, backward of its input's gradient.
+    Each part's gradient is that of the sum; with `Largest`, only of the features that were sent."""
 
     codec: Codec
 
     @classmethod
     def of(cls, config: Config) -> PartialSums | None:
-        """That of a configuration. Raises: ConfigError where it takes as many bytes as the numbers do."""
+        """The codec of a configuration. Raises: ConfigError where it saves no bytes."""
         codec = CODECS[config.compression.tensor](config)
         if codec is not None:
             _require_fewer(config, "tensor", config.compression.tensor, codec)
@@ -263,7 +262,7 @@ Blocks = TypeVar("Blocks", bound=Mapping[int, nn.Module])
 
 
 def with_coded_sums(blocks: Blocks, config: Config) -> Blocks:
-    """The blocks, of which linear layers sum over tp as compression.tensor says; not those of embeddings and heads."""
+    """The blocks, whose linear layers sum over tp as compression.tensor says; embeddings and heads do not."""
     sums = PartialSums.of(config)
     for module in coded_layers(blocks) if sums is not None else ():
         module.codec = sums
@@ -279,7 +278,7 @@ def coded_layers(blocks: Mapping[int, nn.Module]) -> Iterator[ColumnParallelLine
 
 
 def _require_fewer(config: Config, key: str, name: str, codec: Codec) -> None:
-    """Raises: ConfigError where a codec takes as many bytes of a token as its numbers do."""
+    """Raises: ConfigError where a codec saves no bytes of a token."""
     hidden, dtype = message_shape(config.model, 0)[-1], config.train.dtype
     plain, coded = hidden * DTYPES[dtype].itemsize, codec.row_bytes(hidden)
     if coded >= plain:
@@ -288,7 +287,7 @@ def _require_fewer(config: Config, key: str, name: str, codec: Codec) -> None:
 
 
 def through(codec: Codec | None, x: Tensor) -> Tensor:
-    """What arrives of `x` [b, s, h] on the other side of a link."""
+    """`x` [b, s, h] as it arrives behind a link."""
     if codec is None:
         return x
     rows = x.reshape(-1, x.shape[-1])

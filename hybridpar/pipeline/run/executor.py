@@ -1,14 +1,14 @@
-"""Walks one rank's action list. Holds no ordering rule: what happens when is the plan's, this file says only how.
+"""Executes one rank's action list. The plan says what happens when; this file says only how.
 
     F       wait for its receive, bind the version, run the stage, keep the graph
     B       wait for its receive, bind the version (recomputation), run backward, keep the input's gradient
-    I       the same, but what it takes to compute the weights' gradients waits        W   adds these up (batch hooks)
+    I       the same, but the inputs of the weights' gradients are kept        W   adds up these gradients (batch hooks)
     RECV_*  post the receive        SEND_*  start the send        REDUCE NORM HOST UPDATE   handed to the batch hooks
-    FETCH RELEASE DROP              handed to the tiers of the state; what an action touches is waited for before it
-    OFFLOAD EVICT RELOAD            handed to the stash of what micro-batches keep, which a backward waits for
+    FETCH RELEASE DROP              handed to the tiers of the state; every action waits for the state that it touches
+    OFFLOAD EVICT RELOAD            handed to the stash of kept activations; a backward waits for its own
 
-Parts of a stage hand activations and gradients to each other, and so do stages that follow each other on a rank. It is
-the only place that waits for other stages.
+Parts of a stage, and consecutive stages on a rank, hand each other activations and gradients. Only this file waits for
+other stages.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class BatchHooks:
-    """Work of the layer above the pipeline, which is done once a batch or around a backward."""
+    """Work of the layer above the pipeline, once a batch or around a backward."""
 
     before_backward: Callable[[Action], float]
-    """Points gradients at the right buffer; returns what the loss's gradient starts from (the loss scale)."""
+    """Points gradients at the right buffer; returns the loss's own gradient (the loss scale)."""
     after_backward: Callable[[Action], None]
-    """Called once the gradients of a micro-batch on a part of a stage are there."""
+    """Called once a part's gradients of a micro-batch are there."""
     reduce: Callable[[Action], None]
     norm: Callable[[Action], None]
     host: Callable[[Action], None]
     update: Callable[[Action], None]
     weight_gradients: Callable[[Action], None]
-    """Adds up what waits since the backward to the input of that micro-batch."""
+    """Adds the gradients of weights that the micro-batch's I left for later."""
 
 
 def _refuse(_: object) -> NoReturn:
@@ -68,8 +68,8 @@ def _refuse(_: object) -> NoReturn:
 
 
 def max_unfinished_sends(num_ranks: int) -> int:
-    """Messages kept until they have left: once so many later ones have, a neighbour in step has taken the oldest, and
-    waiting for it is free."""
+    """Messages that are kept at most. After so many later ones, a neighbour in step has taken the oldest, so waiting
+    for it is free."""
     return 2 * num_ranks
 
 
@@ -107,8 +107,7 @@ class Tiers(Protocol):
 class Executor:
     """Runs the actions of one rank against its stages (by number, in parts), its weights and its neighbours.
 
-    `tiers`: of its state; None: all of it is always at hand. `stash`: of what its micro-batches keep; None: nothing
-    leaves.
+    `tiers`: of its state; None: all of it is always here. `stash`: of its kept activations; None: none leave.
     """
 
     def __init__(self, stages: Mapping[int, Sequence[Stage]], weights: WeightStore, lane: Lane, sizes: Sizes,
@@ -119,13 +118,13 @@ class Executor:
         self.losses: dict[int, Losses] = {}
         """Sum of each batch's partial losses so far (last stage only); whoever reads an entry takes it out."""
         self.recording: Recording | None = None
-        """Takes down what is executed from now on."""
+        """Records what is executed from now on."""
         self.current: Action | None = None
         """The action being executed."""
         self.listeners: list[Callable[[Action | None], None]] = []
         """Told of every action before it is executed, and of the end (None)."""
         self.graphs: MicroBatchGraphs | None = None
-        """Replays what it can."""
+        """Replays the micro-batches that it can."""
         self._flight: dict[tuple[int, int, int], InFlight] = {}  # by stage, part and micro-batch
         self._handed: dict[tuple[Kind, int, int, int], Tensor] = {}  # to a part by its neighbour, by kind and as above
         self._received: dict[tuple[Kind, int, int], tuple[Work, Tensor]] = {}  # by kind, stage and micro-batch
@@ -179,7 +178,7 @@ class Executor:
             self.recording.wait(wait)
 
     def watch(self, is_done: Callable[[], bool]) -> None:
-        """Has it recorded when what the current action has started is over."""
+        """Records when the work that the current action has started is over."""
         if self.recording is not None and self.current is not None:
             self.recording.watch(self.current, is_done)
 
@@ -278,8 +277,8 @@ class Executor:
         self._received[action.kind, action.stage, action.microbatch] = (work, buffer)
 
     def _way(self, action: Action) -> tuple[int, Axis]:
-        """The rank at the other end of a transfer, and the axis. All that one rank sends to another on an axis arrives
-        in the order in which both have it, as NCCL needs: there are no tags."""
+        """The rank at the other end of a transfer, and the axis. Messages between two ranks on an axis have no tags:
+        both ranks must have them in the same order, as NCCL needs."""
         lane, row = self.lane, ROWS[action.kind]
         turn = self.sizes.turn(action.stage) if lane.turns else 0
         forth, reverse = ((lane.pp, lane.reverse), *lane.turns)[turn]
@@ -296,15 +295,15 @@ class Executor:
         return self._lanes.get(into, self.lane), codec
 
     def _keep_places(self, kind: Kind, stage: int, k: int, message: Tensor, codec: Codec | None) -> None:
-        """Keeps which features `message` has, for the transfer of their gradients."""
+        """Notes which features `message` has, for the transfer of their gradients."""
         if isinstance(codec, Largest) and isinstance(self._link(kind, stage, k)[1], Marked):
             self._places[kind, stage, k] = codec.places(message, self.lane.shape[-1])
 
     def _take(self, kind: Kind, stage: int, k: int, packed: bool = False) -> Any:
-        """The received tensor, once it is here; None where this stage receives nothing of that kind. `packed`: as the
-        bytes that it came in, where a codec made some.
+        """The received tensor, once it is here; None where this stage receives nothing of that kind. `packed`: as bytes
+        if a codec made it.
 
-        Time of the gathering counts like that of the stage's own collectives, as the action's: it is no transfer.
+        The time of the gather over tp counts as the action's, not as a transfer's.
         """
         if (entry := self._received.pop((kind, stage, k), None)) is None:
             return None

@@ -1,16 +1,16 @@
-"""Micro-batches as CUDA graphs: to launch a thousand small kernels takes a CPU longer than to run them takes a GPU.
+"""Runs micro-batches as CUDA graphs: a CPU takes longer to launch a thousand small kernels than a GPU to run them.
 
     first micro-batch of a kind     runs as usual: kernels are compiled, libraries set up
     second                          F, then B are recorded, and replayed
-    all later ones                  inputs, and what dropout counts by, are copied into place, F and B replayed
+    all later ones                  inputs and dropout's counters are copied into place, F and B replayed
 
-Sums of gradients over replicas go on beside the last backward of a batch: where a bucket of gradients is final, the
-graph records an event, and the bucket's sum begins behind that, not behind the whole graph.
+Gradients are summed over replicas beside the last backward of a batch: where a bucket of gradients is final, the graph
+records an event, and the bucket's sum waits for that, not for the whole graph.
 
-Micro-batches are of one kind if they run on the same buffer of weights and write the same buffer of gradients, where
-they both are the first of their batches, which overwrite, or both are not. All kinds share memory, as one alone is
-between its F and its B; with stages, several are, which have a place each: memory, and graphs, of its own. Everything
-runs on a stream of its own, as torch's recorded kernels must. What tensor parallelism communicates is recorded, too.
+Micro-batches are of one kind if they run on the same buffer of weights and write the same buffer of gradients, and
+both or neither are the first of their batch, which overwrites. Only one micro-batch at a time is between its F and its
+B, so all kinds share memory. In a pipeline several are: each then has a place, with memory and graphs of its own.
+Graphs run on a stream of their own, as torch needs. Communication of tensor parallelism is recorded, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Buckets = Sequence[Collection[str]]
 
 def recorder(config: Config, stage: Stage, gradients: Gradients, device: torch.device,
              buckets: Buckets, traffic: Traffic) -> MicroBatchGraphs | None:
-    """Recorder of a job's micro-batches on a GPU; None, and a line in the log, where they cannot be recorded.
+    """The recorder of a job's micro-batches on a GPU; None, and a line in the log, if they cannot be recorded.
 
     traffic: over tp.
     """
@@ -114,8 +114,8 @@ class _Recorded:
 class MicroBatchGraphs:
     """Runs the forward and backward passes of `stage` into `gradients`.
 
-    buckets: parameters by what is summed over replicas at once, where that may begin before a backward is over.
-    num_places: how many micro-batches may be between their passes, each in memory of its own; others are not replayed.
+    buckets: parameters that are summed over replicas together, if sums may begin before a backward is over.
+    num_places: micro-batches in flight that have memory of their own; others are not replayed.
     traffic: of the axis on which the stage communicates; None: it does not.
     """
 
@@ -131,11 +131,11 @@ class MicroBatchGraphs:
         self._flight: dict[int, _Recorded] = {}  # by micro-batch
         self._works = True
         self.num_replayed = 0
-        """Micro-batches so far."""
+        """Micro-batches replayed so far."""
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Context in which work runs after all that came before, and before all that comes after."""
+        """While in it, work runs after all that came before, and before all that comes after."""
         outer = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(outer)
         try:
@@ -146,8 +146,8 @@ class MicroBatchGraphs:
 
     def forward(self, number: int, slot: int, x: Tensor | None, batch: MicroBatch,
                 key: RandomKey | None) -> Losses | Tensor | None:
-        """What the stage makes of a micro-batch on the weights that are bound, those of buffer `slot`; None: it is not
-        replayed. `number` counts micro-batches.
+        """The stage's output for micro-batch `number` on the bound weights, those of buffer `slot`; None: it is not
+        replayed.
         """
         kind = self._kind(number, slot)
         taken = {recorded.place for recorded in self._flight.values()}
@@ -174,7 +174,7 @@ class MicroBatchGraphs:
         return out.clone() if isinstance(out, Tensor) else {name: loss.clone() for name, loss in out.items()}
 
     def backward(self, number: int, gradient: Tensor) -> Tensor | None:
-        """The backward pass of a micro-batch whose forward was replayed; the gradient of what the stage was given."""
+        """Runs the backward of a micro-batch whose forward was replayed; returns the gradient of the stage's input."""
         recorded = self._flight.pop(number)
         buffer = self._gradients.buffer_index(number // self._m)
         missing = frozenset(self._gradients.missing(buffer))
@@ -214,7 +214,7 @@ class MicroBatchGraphs:
 
     @contextmanager
     def _counting(self, calls: Traffic) -> Iterator[None]:
-        """Notes in `calls` what is communicated meanwhile."""
+        """Notes in `calls` the communication meanwhile."""
         if (traffic := self._traffic) is None:
             yield
             return

@@ -1,10 +1,10 @@
-"""What travels between neighbouring stages, and over which axes.
+"""Messages between neighbouring stages, and the axes that they travel on.
 
     tp rank 0    [ a | b ]   sends a    ---- link ---->    receives a   [ a | b ]   gathered over tp,
     tp rank 1    [ a | b ]   sends b    ---- link ---->    receives b   [ a | b ]   behind the link
 
-With a codec (codecs.py) slices are whole rows, and they are gathered as the bytes that they came in; gradients of the
-features that were sent as numbers, since a rank knows only of its own rows which these are.
+With a codec (codecs.py) slices are whole rows, and are gathered as bytes. Gradients with `Marked` are gathered as
+numbers, since a rank knows only its own rows' features.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from hybridpar.pipeline.run.codecs import Codec, Codecs, Marked
 
 @dataclass(frozen=True)
 class Lane:
-    """The pipeline's neighbours and what travels between them: one activation, or its gradient, of `shape`.
+    """The axes to a pipeline's neighbours, and the message between them: an activation of `shape`, or its gradient.
 
-    `reverse`: of gradients. `turns`: both kinds of axes for each turn after the first, where stages go back through the
-    ranks of a V, there again, and so on. `shapes`: where it is not the same everywhere, of the activation into each
-    stage.
-    `slicing`: axis whose ranks all hold the same activation, so that each sends a slice of it. None: each rank sends
-    all of what it holds. `codecs`: of messages, between the stages of `split` (none: messages are exact).
+    `pp`: axis of activations. `reverse`: of gradients. `turns`: both axes for each pass through the ranks after the
+    first, on a V. `shapes`: of the activation into each stage, where they differ.
+    `slicing`: axis whose ranks all hold the same activation, so each sends a slice. None: each rank sends all that it
+    holds. `codecs`: of messages, between the stages of `split` (none: messages are exact).
     """
 
     pp: Axis
@@ -84,9 +83,9 @@ class Lane:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def room(self, codec: Codec | None = None) -> Tensor:
-        """An empty tensor for what this rank receives of an activation.
+        """An empty tensor for the part of an activation that this rank receives.
 
-        Shapes: `shape`, or [n] where it is sliced; of a codec: uint8 [rows, bytes of a row].
+        Shapes: `shape`, or [n] where it is sliced; with a codec uint8 [rows, bytes of a row].
         """
         if codec is not None:
             start, stop = self._rows
@@ -97,7 +96,7 @@ class Lane:
         return torch.empty(stop - start, dtype=self.dtype, device=self.device)
 
     def cut(self, x: Tensor, codec: Codec | None = None) -> Tensor:
-        """What this rank sends of `x`: a copy of its slice, or its bytes, which do not keep `x` alive; else `x`."""
+        """The part of `x` that this rank sends: a copy of its slice, or its bytes (`x` is not kept); else `x`."""
         if codec is not None:
             start, stop = self._rows
             return codec.encode(x.reshape(-1, x.shape[-1])[start:stop])
@@ -107,7 +106,7 @@ class Lane:
         return x.flatten()[start:stop].clone()
 
     def join(self, part: Tensor, codec: Codec | None = None) -> Tensor:
-        """The activation of which this rank has received `part`.
+        """The activation that `part`, received by this rank, belongs to.
 
         Shapes: as `room` -> `shape`. Collectives: one all-gather over `slicing`.
         """
@@ -122,13 +121,13 @@ class Lane:
         return all_gather(part, self.slicing, 0, split_sizes(prod(self.shape), self.slicing.size)).view(self.shape)
 
     def gather(self, part: Tensor) -> Tensor:
-        """The rows of the activation of which this rank has received `part`. Collectives: one all-gather as `join`."""
+        """All rows of the activation that `part` belongs to. Collectives: one all-gather as `join`."""
         if self.slicing is None:
             return part
         return all_gather(part, self.slicing, 0, split_sizes(self._num_rows, self.slicing.size))
 
     def decode(self, message: Tensor, codec: Codec) -> Tensor:
-        """The activation that these bytes of it say."""
+        """The activation of these bytes."""
         x = self.whole()
         codec.decode_(x.view(-1, x.shape[-1]), message)
         return x
@@ -153,16 +152,16 @@ class Lane:
 
     @cached_property
     def _slice(self) -> Range | None:
-        """Where the numbers that this rank sends are in the activation, read in order; None: it sends all of them."""
+        """The range of the flattened activation that this rank sends; None: it sends all."""
         if self.slicing is None or self.slicing.size == 1:
             return None
         return split_ranges(prod(self.shape), self.slicing.size)[self.slicing.rank]
 
 
 class Packed:
-    """An activation as bytes, for a stage that is recomputed: it decodes them in its forward and in its backward.
+    """An activation as bytes, for a recomputed stage, which decodes them in its forward and again in its backward.
 
-    `leaf`: takes the activation's gradient; of one element's memory.
+    `leaf`: takes the activation's gradient, in the memory of one element.
     """
 
     def __init__(self, lane: Lane, message: Tensor, codec: Codec):
@@ -170,13 +169,13 @@ class Packed:
         self.leaf = torch.empty((), dtype=lane.dtype, device=lane.device).expand(lane.shape).requires_grad_()
 
     def __call__(self) -> Tensor:
-        """The activation, whose gradient is the leaf's."""
+        """The activation; its gradient goes to the leaf."""
         unpacked: Tensor = _Unpacked.apply(self.leaf, self._lane, self._message, self._codec)
         return unpacked
 
 
 class _Unpacked(Function):
-    """What the bytes say; the gradient passes."""
+    """Decodes the bytes; the gradient passes through."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, lane: Lane, message: Tensor, codec: Codec) -> Tensor:

@@ -1,4 +1,4 @@
-"""Several named tensors between two stages as one: what travels is a row of numbers for each sample.
+"""Packs several named tensors between two stages into one: a row of numbers for each sample.
 
     {"encoder": [b, s, h], "decoder": [b, t, h]}   ->   [b, s h + t h]   ->   the same names in the next stage
 """
@@ -17,13 +17,13 @@ from hybridpar.config import ModelSpec
 
 @dataclass(frozen=True)
 class Packing:
-    """The tensors of an activation, by name, with the shape of a sample of each."""
+    """The tensors of an activation: each name, with the shape of one sample."""
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
     def after(cls, model: ModelSpec, number: int) -> Packing | None:
-        """That of what block `number` returns; None where it is one tensor."""
+        """The packing of what block `number` returns; None if it is one tensor."""
         shapes = model.activation_shape(number)
         return cls(tuple(shapes.items())) if isinstance(shapes, Mapping) else None
 
@@ -32,6 +32,6 @@ class Packing:
         return torch.cat([tensors[name].flatten(1) for name, _ in self.shapes], 1)
 
     def unpack(self, x: Tensor) -> dict[str, Tensor]:
-        """The tensors, whose gradients are the parts of that of `x`."""
+        """The tensors; their gradients are parts of that of `x`."""
         parts = x.split([prod(shape) for _, shape in self.shapes], 1)
         return {name: part.unflatten(1, shape) for part, (name, shape) in zip(parts, self.shapes, strict=True)}

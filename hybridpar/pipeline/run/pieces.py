@@ -1,5 +1,5 @@
-"""A micro-batch in pieces of equal numbers of samples, which a stage computes by turns: sums over tp of one piece are
-under way while another one is computed, forward and backward.
+"""Splits a micro-batch into equal pieces that a stage computes by turns: while one piece is computed, another one's
+sums over tp are under way, forward and backward.
 
     forward     A attention | B attention | A mlp         | B mlp ...
     A's sums                  ===========                   =======
@@ -31,8 +31,8 @@ Function = Callable[[Tensor | None], Tensor]
 def by_turns(turns: Turns, block: Block, x: Tensor | None, batch: MicroBatch, key: RandomKey | None) -> Any:
     """`block(x, batch, key)`, a piece of the samples at a time; losses are the sums of the pieces'.
 
-    Shapes: x [b, ..] -> [b, ..], or 0-d losses; b is a multiple of `turns.number`, and what of the batch has dimensions
-    has b samples in the first one. Collectives: those of the block, for each piece.
+    Shapes: x [b, ..] -> [b, ..], or 0-d losses; b is a multiple of `turns.number`. Tensors of the batch are 0-d or
+    [b, ..]. Collectives: those of the block, for each piece.
     """
     number, names, joined = turns.number, list[str](), list[Tensor]()
 
@@ -63,7 +63,7 @@ def _pieces_of(batch: MicroBatch, number: int) -> list[dict[str, Tensor]]:
 
 
 def _later(key: RandomKey, samples: int) -> RandomKey:
-    """The key of what comes so many samples later."""
+    """The key of the micro-batch so many samples later."""
     return replace(key, counter=key.counter + key.counter.new_tensor([0, samples]))
 
 

@@ -1,10 +1,10 @@
-"""Records what a rank does and when, action by action: on the wall, and on the rank's own time.
+"""Records what a rank does and when, action by action: by the wall clock, and by the rank's own time.
 
     wall    |--------- F7 --------|   B3 waits    |------ B3 ------|
     own     |-- F7 --|- no core --|               |----- B3 -------|
 
-A rank's own time stands still while it is ready to go on but other work has its core. So it tells what an action costs,
-also where ranks share cores.
+A rank's own time stands still while it is ready but other work has its core. So it tells what an action costs, even
+where ranks share cores.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _SCHEDSTAT, _STAT = "/proc/thread-self/schedstat", "/proc/stat"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One executed action (seconds): when it began and ended, and from when to when it waited for others meanwhile.
+    """One executed action, in seconds: its start and end, and the intervals in which it waited for others.
 
-    own: what it took of the rank's own time, waiting left out. gap: likewise from the end of the action before. over:
-    when what it had started was seen to be over; None: it was not looked for, or not seen. for_state: whether the first
-    wait was for the rank's state to move.
+    own: the rank's own time in it, without waits. gap: likewise since the end of the action before. over: when the work
+    that it had started was seen to be over; None: nobody looked, or it was not seen. for_state: whether the first wait
+    was for the rank's state to move.
     """
 
     action: Action
@@ -54,14 +54,14 @@ class Event:
 
     @property
     def waited_for_state(self) -> float:
-        """Of these, for the rank's state to move."""
+        """Seconds of these for the rank's state to move."""
         return self.waits[0][1] - self.waits[0][0] if self.for_state else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Seconds of CPU time over a recording of `seconds`: of this process, of its threads other than the one that
-    recorded, and of all processes of the machine (0 where that cannot be told)."""
+    """CPU seconds during a recording of `seconds`: of this process, of its threads other than the recording one, and of
+    all processes of the machine (0 if unknown)."""
 
     seconds: float = 0.0
     process: float = 0.0
@@ -70,7 +70,7 @@ class Usage:
 
 
 class Clock(Protocol):
-    """Says what time it is; what `now` returns may be read off later, by `read`, as seconds on the wall and own."""
+    """Tells the time. `read` turns a result of `now`, then or later, into seconds on the wall and of own time."""
 
     def now(self) -> Any: ...
     def read(self, stamp: Any) -> tuple[float, float]: ...
@@ -79,8 +79,8 @@ class Clock(Protocol):
 class HostClock:
     """The clock of the thread that makes it. 3 us a look.
 
-    Linux says how long a thread was kept waiting for a core. Elsewhere own time is the thread's CPU time, so whatever
-    else it waits for looks like that.
+    Linux tells how long a thread waited for a core. Elsewhere own time is the thread's CPU time, so every wait looks
+    like one for a core.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class HostClock:
                 return seconds, seconds - 1e-9 * int(kept)
 
     def _kept_waiting(self) -> bytes:
-        """Nanoseconds so far, in digits."""
+        """Nanoseconds that the thread has waited for a core, in digits."""
         assert self._file is not None
         return os.pread(self._file.fileno(), 96, 0).split()[1]
 
@@ -107,7 +107,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """The clock of the current CUDA stream: when it got to where it was when asked."""
+    """The clock of the current CUDA stream: when it reached the point at which it was asked."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()
@@ -127,12 +127,12 @@ class DeviceClock:
 
 
 def make_clock(device: torch.device) -> Clock:
-    """The clock by which what runs on `device` is recorded."""
+    """The clock for work on `device`."""
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 class Recording:
-    """Takes down the actions of one executor."""
+    """Records the actions of one executor."""
 
     def __init__(self, clock: Clock):
         self._clock = clock
@@ -150,7 +150,7 @@ class Recording:
         self._look(self._start)
 
     def watch(self, action: Action, is_done: Callable[[], bool]) -> None:
-        """Has it noted when what `action` has started is over: between two actions, or at the end of a wait."""
+        """Notes when the work that `action` has started is over; looks between actions and at the end of waits."""
         self._watched.append((action, is_done))
 
     def wait_for_state(self, wait: Callable[[], None]) -> None:

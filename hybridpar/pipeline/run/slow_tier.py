@@ -1,4 +1,4 @@
-"""The slow tier of what micro-batches keep: a file or, of a GPU, pinned memory of the host."""
+"""The slow tier of kept activations: a file or, for a GPU, pinned host memory."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _Move = Callable[[_Place, _Pieces], None]
 
 
 class SlowTier(Protocol):
-    """Where the bytes of tensors can be that have no memory. What goes on is waited for by `result`."""
+    """Holds the bytes of tensors without memory. A future's `result` waits for its move."""
 
     def write(self, content: Sequence[Tensor]) -> tuple[Any, Future[None]]:
-        """Starts to take it, as flat tensors of bytes; what to read it by."""
+        """Starts to write flat tensors of bytes; returns the place to read them from, and the move."""
     def read(self, place: Any, into: Sequence[Tensor]) -> Future[None]:
-        """Starts to bring it back, once: its place is then free."""
+        """Starts to bring them back, once: their place is then free."""
     def seconds_per_move(self) -> tuple[float, float]:
-        """How long a write and a read took so far, on average, without waiting for their turn; 0: there was none."""
+        """Mean seconds of a write and of a read so far, without waiting for their turn; 0: there was none."""
     def work_per_move(self) -> tuple[float, float]:
-        """CPU time of a write and of a read so far, on average."""
+        """Mean CPU seconds of a write and of a read so far."""
     def close(self) -> None:
-        """Ends what is under way, and gives back the room."""
+        """Ends the moves under way, and gives back the room."""
 
 
 class FileTier:
-    """A file in `folder`, which grows as it must. Raises: HybridparError from `result`, where there is no room."""
+    """A file in `folder` that grows as needed. Raises: HybridparError from `result`, if there is no room."""
 
     def __init__(self, folder: Path):
         self._folder, self._stores, self._free = folder, list[Any](), deque[tuple[Any, int]]()
@@ -107,9 +107,9 @@ class FileTier:
 
 
 class HostTier(FileTier):
-    """Memory of the host of a GPU, pinned, which grows as it must; a stream for copies each way.
+    """Pinned host memory of a GPU, which grows as needed, and a stream for copies each way.
 
-    They begin behind what the launch thread had started when it asked for them, and are over when its future is.
+    Copies begin after the work that the launch thread had started before, and are over when their future is done.
     """
 
     def __init__(self, device: torch.device):
@@ -138,7 +138,7 @@ class HostTier(FileTier):
 
 
 def _pieces(content: Sequence[Tensor]) -> _Pieces:
-    """Bytes in pieces of equal size: of each what is in it, and where."""
+    """Bytes in pieces of equal size: the tensors in each, and where they begin."""
     pieces: _Pieces = []
     at = _PIECE
     for tensor in content:

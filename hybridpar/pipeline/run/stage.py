@@ -23,12 +23,12 @@ Input = Tensor | Callable[[], Tensor] | None
 class Stage(nn.Module):
     """The blocks that this rank holds, under their global numbers (`blocks.3.attention.qkv.weight`).
 
-    A recomputed block keeps nothing between forward and backward but its input; a stage that is recomputed as a whole
-    nothing but the stage's. Of a layer that is recomputed selectively, outputs of norms and activations are made again.
-    `model`: where stages hand on several tensors, as one. `turns`: of pieces of a micro-batch (None: of
-    the whole one).
-    Shapes: x [b, s, h] (None for the stage that holds the embedding; or a function that makes it, each time that the
-    stage runs) -> [b, s, h], or partial losses (0-d each) for the stage that holds the head.
+    Between forward and backward a recomputed block keeps only its input, and a stage that is recomputed as a whole only
+    its own. A layer that is recomputed selectively makes outputs of norms and activations again.
+    `model`: given if stages exchange several tensors, packed as one. `turns`: of pieces of a micro-batch (None: it is
+    computed whole).
+    Shapes: x [b, s, h] (None with the embedding; or a function that makes it at each run) -> [b, s, h], or with the
+    head partial losses (0-d each).
     Source: arXiv 2006.09503, section 4.1 (whole stages).
     """
 

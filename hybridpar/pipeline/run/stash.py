@@ -1,12 +1,12 @@
-"""What micro-batches keep from forward to backward, and its way to the slow tier and back.
+"""The tensors that micro-batches keep from forward to backward, and their way to the slow tier and back.
 
-    F          notes the memory of what autograd keeps                              (hooks of saved tensors)
-    OFFLOAD    starts to write it; EVICT waits for that, and empties it
+    F          notes the memory that autograd keeps                                 (hooks of saved tensors)
+    OFFLOAD    starts to write it; EVICT waits for that, and frees the memory
     RELOAD     takes memory again, and starts to read; the backward waits for that
 
-Memory stays what it is to all who hold it: views of it, of whatever number, move once, and are there again afterwards.
-So only that moves which is the micro-batch's alone. What anybody else holds stays: weights, an output that is being
-sent. So do integers, and what is smaller than a page.
+A block of memory moves once, whatever the number of its views, and these are valid again afterwards. Only blocks that
+the micro-batch alone holds move. What anybody else holds stays: weights, an output that is being sent. So do integers,
+and blocks smaller than a page.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from hybridpar.state.store import PAGE
 
 
 class Blocks(Protocol):
-    """What tells of tensors which memory they are on."""
+    """Tells which block of memory a tensor is on."""
 
     def key(self, tensor: Tensor) -> object:
         """Equal for tensors that share memory; None: this memory cannot move."""
     def num_holders(self, tensor: Tensor) -> int:
         """Number of tensors that share the memory of this one, itself included."""
     def num_bytes(self, tensor: Tensor) -> int:
-        """Of all of that memory."""
+        """Bytes of all that memory."""
     def content(self, tensor: Tensor) -> Tensor:
-        """All of that memory, flat."""
+        """All that memory, flat."""
     def resize(self, content: Tensor, num_bytes: int) -> None:
         """Gives that memory back (0), or takes it anew."""
 
@@ -67,21 +67,21 @@ STORAGES = _Storages()
 
 @dataclass(slots=True)
 class _Block:
-    """A block of memory. tensor: any on it; num_holders: of those that are known."""
+    """A block of memory. tensor: any one on it; num_holders: known tensors on it."""
 
     tensor: Tensor
     num_holders: int = 0
 
 
 class Notes:
-    """The memory of what autograd keeps of the code that runs while it is noting."""
+    """The memory that autograd keeps for the code that runs in `noting`."""
 
     def __init__(self, blocks: Blocks = STORAGES):
         self._blocks, self._found = blocks, dict[object, _Block]()
 
     @contextmanager
     def noting(self, leaf: Tensor | None) -> Iterator[None]:
-        """leaf: what the code starts from, if anything, which autograd's caller keeps."""
+        """leaf: the code's input, if any, which its caller keeps."""
         with saved_tensors_hooks(self._pack, _same):
             yield
         if leaf is not None and (block := self._found.get(self._blocks.key(leaf))) is not None:
@@ -101,7 +101,7 @@ class Notes:
                 if self._blocks.num_holders(block.tensor) == block.num_holders]
 
     def num_bytes(self) -> int:
-        """Bytes of all these."""
+        """Bytes of these blocks."""
         return sum(map(self._blocks.num_bytes, self.alone()))
 
     def forget(self) -> None:
@@ -115,7 +115,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class _Kept:
-    """What a micro-batch keeps on a stage, and where it is. sizes: bytes by block, of what moves."""
+    """What a micro-batch keeps on a stage, and where it is. sizes: bytes of each block that moves."""
 
     notes: Notes
     content: list[Tensor] = field(default_factory=list)
@@ -130,7 +130,7 @@ class _Kept:
 
 
 class Stash:
-    """What the micro-batches of a rank keep, along its plan. listeners: are called with what was emptied or is back."""
+    """Moves what a rank's micro-batches keep, along its plan. listeners: called with each block freed or taken."""
 
     def __init__(self, tier: SlowTier, blocks: Blocks = STORAGES):
         self.tier, self._blocks = tier, blocks
@@ -140,11 +140,11 @@ class Stash:
         """Bytes that have left so far."""
 
     def noting(self, action: Action, leaf: Tensor | None) -> AbstractContextManager[None]:
-        """To be entered while a forward runs; leaf: its input, if it has one."""
+        """Context for a forward; leaf: its input, if it has one."""
         return self._kept.setdefault((action.stage, action.microbatch), _Kept(Notes(self._blocks))).notes.noting(leaf)
 
     def offload(self, action: Action) -> Callable[[], bool]:
-        """Starts to write what a micro-batch keeps. What it returns says whether that is over."""
+        """Starts to write what a micro-batch keeps; the function that it returns says whether that is over."""
         kept = self._of(action)
         tensors = kept.notes.alone()
         kept.content = list(map(self._blocks.content, tensors))
@@ -154,14 +154,14 @@ class Stash:
         return kept.moving.done
 
     def evict(self, action: Action) -> None:
-        """Waits for that, and gives up the memory."""
+        """Waits until that is over, and frees the memory."""
         kept = self._of(action)
         kept.wait()
         for content in kept.content:
             self._resize(content, 0)
 
     def reload(self, action: Action) -> Callable[[], bool]:
-        """Takes memory, and starts to bring it back. What it returns says whether that is over."""
+        """Takes memory, and starts to read; the function that it returns says whether that is over."""
         kept = self._of(action)
         for content, size in zip(kept.content, kept.sizes, strict=True):
             self._resize(content, size)
@@ -174,19 +174,19 @@ class Stash:
             listener(content)
 
     def is_here(self, action: Action) -> bool:
-        """Whether a backward need not wait for what it needs."""
+        """Whether all that a backward needs is here."""
         kept = self._kept.get((action.stage, action.microbatch))
         return kept is None or kept.moving is None or kept.moving.done()
 
     def release(self, action: Action) -> None:
-        """Waits until what a backward needs is here, and leaves it to autograd."""
+        """Waits until all that a backward needs is here, and leaves it to autograd."""
         if (kept := self._kept.pop((action.stage, action.microbatch), None)) is not None:
             kept.wait()
             kept.notes.forget()
 
     @property
     def left(self) -> list[tuple[int, int]]:
-        """Stages and micro-batches of which anything is kept."""
+        """Stages and micro-batches that still keep anything."""
         return list(self._kept)
 
     def _of(self, action: Action) -> _Kept:
