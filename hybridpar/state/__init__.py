@@ -1,4 +1,4 @@
-"""What a rank keeps of training: versions of the weights, gradients, optimizer state, and who updates which part."""
+"""The training state of a rank: weight versions, gradients, optimizer state, and which rank updates which part."""
 
 from hybridpar.state.audit import Mismatch, audit_replicas, find_divergence, replicas_along
 from hybridpar.state.gradients import GradientAccumulator

@@ -1,4 +1,4 @@
-"""Comparison of replicas, to the bit."""
+"""Compares replicas, to the bit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Read = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor that replicas disagree on: its name, and the axis ranks that differ from what most have (where as many
-    have one as another, from that on the first of them); `first`: a rank that has it."""
+    """A tensor that replicas disagree on: its name, and the ranks of the axis that differ from the majority (of equal
+    groups, the one with the first rank); `first`: a rank of the majority."""
 
     name: str
     ranks: tuple[int, ...]
@@ -36,11 +36,11 @@ class Mismatch:
 
 def find_divergence(tensors: Iterable[tuple[str, Tensor, ParameterSlot]], grid: ProcessGrid,
                     read: Read = lambda tensor: tensor) -> str:
-    """The first tensor that is not the same on all ranks that hold it, and whose it is; empty where all agree.
+    """The first tensor that is not the same on all ranks that hold it, and which ranks differ; empty if all agree.
 
-    Compared are hashes of the bits along every axis on which the parameter is a copy. `tensors`: all kinds of state, as
-    RankState.placed gives them, which has the master copy and the optimizer's state where they are not shared out
-    (ZeRO). `read`: gives the content of one. Collectives: on all ranks of the grid, its pipeline drained.
+    Hashes of the bits are compared along every axis on which the parameter is a copy. `tensors`: all kinds of state,
+    from RankState.placed; master copy and optimizer state only where replicas do not share them out (ZeRO). `read`:
+    gives a tensor's content. Collectives: on all ranks of the grid, its pipeline drained.
     """
     mine, held = "", list(tensors)
     lines = {name: grid.axis(name) for name in grid.sizes if name != "pp"} | {"pp": grid.ends}
@@ -57,8 +57,8 @@ def _ranks(of_axis: tuple[int, ...], axis: Axis) -> str:
 def audit_replicas(tensors: Mapping[str, Tensor], axis: Axis, read: Read = lambda tensor: tensor) -> Mismatch | None:
     """The first tensor, by name, that is not the same on all ranks of the axis that pass one of that name.
 
-    Pass it the `replicas_along` that axis. Compares dtype, shape and a hash of the bits: a difference confined to one
-    element is found with certainty, any other but for odds of about 2**-64. All ranks return the same.
+    Pass it the `replicas_along` that axis. Compares dtype, shape and a hash of the bits: a difference in one element is
+    always found, any other one is missed with odds of about 2**-64. All ranks return the same.
     Collectives: one gather_objects of some 100 bytes for each tensor; also with no tensors.
     """
     if axis.size == 1:
@@ -75,10 +75,10 @@ def audit_replicas(tensors: Mapping[str, Tensor], axis: Axis, read: Read = lambd
 
 
 def replicas_along(axis: str, tensors: Iterable[tuple[str, Tensor, ParameterSlot]]) -> dict[str, Tensor]:
-    """Tensors that must be equal on the ranks along an axis; rows that several of them share as 'name[start:stop]'.
+    """Tensors that must be equal on the ranks along an axis; rows that several ranks share as 'name[start:stop]'.
 
-    `tensors`: a name, and what this rank has of the parameter of a slot. Tied parameters, which differ in name, go by
-    their common one along pp.
+    `tensors`: names, with this rank's part of the parameter of each slot. Tied parameters have different names, so
+    along pp their common one is used.
     """
     held: dict[str, Tensor] = {}
     for name, tensor, slot in tensors:

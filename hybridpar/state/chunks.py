@@ -1,4 +1,4 @@
-"""A flat buffer in chunks: contiguous ranges of whole parameters that are needed at the same times.
+"""Flat buffers in chunks: contiguous ranges of whole parameters that are needed at the same times.
 
     layout   [ tied | norms, biases | 0 1 2 3 ]      each kind of reduction has its run of parameters
     chunks   [ a    | b             | c d e f ]      of blocks 0 to 3, in parts of one block each
@@ -24,9 +24,9 @@ from hybridpar.state.layout import FlatLayout
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a chunk is needed for. parts: of the rank, in ascending order, that compute with it; its gradient is final
-    after the backward of the first. group: part of an UPDATE that updates it. stays: it never leaves fast memory.
-    hosted: of a master copy, the host updates it."""
+    """What a chunk is needed for. parts: the rank's parts that compute with it, ascending; its gradient is final after
+    the backward of the first. group: part of an UPDATE that updates it. stays: it never leaves fast memory. hosted: the
+    host updates it (a master copy's)."""
 
     parts: tuple[int, ...] = (0,)
     group: int = 0
@@ -47,7 +47,7 @@ class Chunk:
 
 
 class Memory:
-    """Memory of a device, taken at once and kept. is_limited: it has not room for all state at once."""
+    """Memory of a device, taken at once and kept. is_limited: it cannot hold all state at once."""
 
     is_limited = False
 
@@ -59,25 +59,25 @@ class Memory:
         return zeros(chunk.stop - chunk.start, dtype, self.device)
 
     def for_optimizer(self, uses: Callable[[str], Use]) -> StateMemory | None:
-        """Memory that optimizers are to keep their state in; None: that of the device. uses: of parameters."""
+        """Memory for the optimizer's state; None: the device's. uses: of parameters, by name."""
         return None
 
     def seal(self, allocate: Callable[[], object]) -> None:
-        """To be called once all state but the optimizer's is taken, which `allocate` takes."""
+        """Ends the taking of memory. Call it once all state has its own but the optimizer's, which `allocate` takes."""
 
     def close(self) -> None:
-        """Gives back what is not memory of this process."""
+        """Gives back files and other room outside this process."""
 
     def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
-        """While in it, views of a chunk, or of what it is a view of, can be made."""
+        """While in it, views of a chunk, or of its base, can be made."""
         return nullcontext()
 
     def writing(self, *views: Tensor) -> AbstractContextManager[object]:
-        """While in it, what these are views of is here, and may be written. Only where no plan runs."""
+        """While in it, the chunks of these views are here, and may be written. Only while no plan runs."""
         return nullcontext()
 
     def read(self, view: Tensor) -> Tensor:
-        """The view, or an equal one of a copy; to be read at once, and not to be written."""
+        """The view, or an equal one of a copy. Read it at once, and do not write to it."""
         return view
 
 
@@ -88,7 +88,7 @@ def block_of(name: str) -> int:
 
 
 def cut(layout: FlatLayout, use: Callable[[str], Use]) -> tuple[Chunk, ...]:
-    """The layout in chunks: neighbours of equal use, by the parameter's name, are one."""
+    """The layout in chunks: neighbouring parameters of equal use are one. use: by a parameter's name."""
     ends = (*layout.offsets[1:], layout.numel)
     runs = [(key, list(run)) for key, run in groupby(range(len(layout.names)), lambda i: use(layout.names[i]))]
     return tuple(Chunk(layout.offsets[run[0]], ends[run[-1]], key) for key, run in runs) or (Chunk(0, 0),)
@@ -97,7 +97,7 @@ def cut(layout: FlatLayout, use: Callable[[str], Use]) -> tuple[Chunk, ...]:
 class Buffer:
     """A flat buffer of a layout: one tensor for each chunk.
 
-    Slices are of the whole buffer and must lie within one chunk. kind: of state, as the memory is told.
+    Slices count from the buffer's start and must lie within one chunk. kind: of state, for the memory.
     """
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, memory: Memory, chunks: Sequence[Chunk] = (),
@@ -137,6 +137,6 @@ class Buffer:
         return [i for i, chunk in enumerate(self.chunks) if chunk.use.group == group]
 
     def take(self, other: Buffer, number: int) -> None:
-        """Takes the elements of a chunk from a buffer of the same offsets, in which they lie in one chunk."""
+        """Copies a chunk from a buffer of the same offsets, in which one chunk holds it."""
         chunk = self.chunks[number]
         self.tensors[number].copy_(other[chunk.start : chunk.stop])

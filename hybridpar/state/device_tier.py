@@ -1,7 +1,7 @@
-"""The two tiers of a GPU's state: its memory, and pinned memory of the host. What moves is as on a CPU (tiered.py).
+"""The two tiers of a GPU's state: its memory, and pinned host memory. The same items move as on a CPU (tiered.py).
 
-An item's memory is that of its tensor's storage, which is empty while the item is not here: so views stay views. It
-leaves once the launch thread's stream has come past where it was released, and each way of copies has a stream.
+An item's memory is its tensor's storage, which is empty while the item is away: so views stay views. An item leaves
+once the launch thread's stream has passed its release, and copies each way have a stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridpar.state.tiers import Tiers
 
 
 def state_memory(config: Config, device: torch.device, policy: StatePolicy) -> TieredMemory | WholeChunks | None:
-    """The memory of a rank's state that a configuration asks for; None: the device's."""
+    """The configured memory of a rank's state; None: the device's."""
     budget, whole = config.memory.budget, WholeChunks(device, policy) if policy.moves else None
     if not budget:
         return whole
@@ -35,12 +35,12 @@ def state_memory(config: Config, device: torch.device, policy: StatePolicy) -> T
 
 
 def _is_late(device: torch.device) -> bool:
-    """Whether work goes on when a call has returned."""
+    """Whether a call returns before its work is over."""
     return device.type == "cuda"
 
 
 class DevicePages:
-    """As SparePages; but a device's allocator keeps what is given back."""
+    """As SparePages, for a device: its allocator keeps the memory that is given back."""
 
     def add(self, region: TensorRegion) -> None:
         region.give_back()
@@ -53,7 +53,7 @@ class DevicePages:
 
 
 class HostStore:
-    """Room for items of these sizes (bytes) in memory of the host, taken at once; of a GPU pinned."""
+    """Room for items of these sizes (bytes) in host memory, taken at once; for a GPU pinned."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device):
         sizes = [padded(size) for size in sizes]
@@ -61,11 +61,11 @@ class HostStore:
         self._items = self._memory.zeros("tier", Chunk(0, sum(sizes)), torch.uint8).split(sizes)
 
     def read(self, item: int, into: Tensor) -> None:
-        """Brings an item; returns once it is here."""
+        """Copies an item to `into`; returns once it is there."""
         self._copy("in", into, self._items[item])
 
     def write(self, item: int, content: Tensor) -> None:
-        """Takes an item's content, as `read`."""
+        """Stores an item's content; returns once it is there."""
         self._copy("out", self._items[item], content)
 
     def item(self, number: int) -> Tensor:
@@ -73,7 +73,7 @@ class HostStore:
         return self._items[number]
 
     def close(self) -> None:
-        """Ends nothing: the memory goes with this."""
+        """Does nothing: the memory goes with this object."""
 
     @torch.no_grad()
     def _copy(self, way: str, target: Tensor, source: Tensor) -> None:
@@ -82,7 +82,7 @@ class HostStore:
 
 
 class _Passed:
-    """Done once the launch thread's stream has come to where it was when this was made."""
+    """Is done once the launch thread's stream has reached the point at which this was made."""
 
     def __init__(self, device: torch.device):
         self._event = torch.cuda.Event()
@@ -96,7 +96,7 @@ class _Passed:
 
 
 class DeviceTieredMemory(TieredMemory):
-    """Memory of a device, of which state takes `budget` bytes at most, and memory of the host for the rest."""
+    """State in at most `budget` bytes of a device's memory, and the rest in host memory."""
 
     def __init__(self, budget: int, device: torch.device, whole: WholeChunks | None = None):
         super().__init__(budget, Path(), device, whole)
@@ -117,7 +117,7 @@ class DeviceTieredMemory(TieredMemory):
         return tiers
 
     def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
-        """While in it, views of a chunk can be made. Before there are tiers its content is lost after it."""
+        """While in it, views of a chunk can be made. Before `seal` its content is lost afterwards."""
         if self._is_whole(chunk):
             return super().viewing(chunk)
         region = self._regions[self.number_of(chunk)]

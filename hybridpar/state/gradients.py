@@ -22,16 +22,16 @@ class GradientAccumulator:
     sets of leaves (weight versions) may be bound to one buffer in turn.
 
     For each batch: `begin(i)`, `bind(leaves, i)` before its first backward, `arm(callback)` before its last and
-    `finish(i)` after it. A parameter's first gradient of a batch overwrites what is there, which saves a pass to empty
+    `finish(i)` after it. A parameter's first gradient of a batch overwrites the old one, which saves a pass to empty
     the buffer. A parameter used several times in a graph is reported once in each backward, when its gradient is
     complete; one that gets no gradient is not reported. Backward must not build a graph itself (create_graph), and
-    gradients come from `backward` only, never from torch.autograd.grad.
+    gradients must come from `backward`, not from torch.autograd.grad.
 
     With `defers`, parts that are given to a sink (nn.matmul.SINK) may wait: those of the backward that follows
-    `collect(key)` are added by `apply(key)`, in the same order, to the same bits. Some are added at once all the
-    same; of the parameters in `tied`, which are used in several places, none.
+    `collect(key)` are added by `apply(key)`, in the same order, to the same bits. Some parts are still added at once,
+    but none of the parameters in `tied`, which are used in several places.
 
-    With `pieces` a micro-batch has so many backwards, through graphs of their own.
+    With `pieces`, a micro-batch has so many backwards, each through a graph of its own.
 
     Parts of the parameters in `factored` are never added up: `parts(index)` has them, in the order of the backwards,
     and whoever takes them writes the view.
@@ -64,11 +64,11 @@ class GradientAccumulator:
         return self._views[index]
 
     def missing(self, index: int) -> set[str]:
-        """The parameters of which buffer `index` holds no gradient of its batch yet; live."""
+        """The parameters that have no gradient of the batch in buffer `index` yet; live."""
         return self._void[index]
 
     def begin(self, index: int) -> None:
-        """A new batch: what buffer `index` holds is void."""
+        """Begins a batch: the content of buffer `index` is void."""
         self._parts[index].clear()
         self._void[index].update(self.layout.names)
         self._bound_leaves = None
@@ -76,8 +76,8 @@ class GradientAccumulator:
     def bind(self, leaves: Mapping[str, Tensor], index: int) -> None:
         """From now on, backward through these leaves adds to buffer `index`.
 
-        Binding what is bound already costs nothing, so it may be done before every micro-batch.
-        Nothing waits, unless `collect` says so again.
+        Binding again costs nothing, so it may be done before every micro-batch.
+        No part waits, unless `collect` is called again.
         Shapes: one leaf for each parameter of the layout, of its shape.
         """
         self.collecting = None
@@ -97,11 +97,11 @@ class GradientAccumulator:
             leaf.grad = hook.view if type(hook) is _Report and name not in hook.void else None
 
     def waits(self, name: str) -> bool:
-        """Whether parts of a parameter wait, or may come from somewhere else, too."""
+        """Whether parts of a parameter wait, or may come from elsewhere, too."""
         return name in self.tied or any(name in parts for _, parts in self._waiting.values())
 
     def collect(self, key: Hashable) -> None:
-        """Has parts that a sink takes in the backward that follows, through the bound leaves, wait for `apply`."""
+        """Makes the parts that a sink takes in the next backward through the bound leaves wait for `apply`."""
         assert self.defers, "parts of gradients are added at once"
         assert key not in self._waiting, f"parts of {key} wait already"
         self.collecting = {}
@@ -135,19 +135,19 @@ class GradientAccumulator:
 
     def arm(self, on_final: Callable[[str], None] | None) -> None:
         """The next backward is the last of its batch: `on_final(name)` is called as gradients become final in it. None:
-        it is not (where a rank's stages take turns, another one's may have been)."""
+        it is not the last."""
         self.on_final = on_final
         self._reports.clear()
 
     def report(self, name: str) -> None:
-        """A graph has given a parameter all of its gradient; the micro-batch's last one makes it final."""
+        """Notes that a graph has completed a parameter's gradient; the micro-batch's last graph makes it final."""
         if self.on_final is not None:
             self._reports[name] += 1
             if self._reports[name] % self._pieces == 0:
                 self.on_final(name)
 
     def renew(self, index: int, names: Iterable[str]) -> None:
-        """What buffer `index` holds of these parameters is void, in the middle of a batch."""
+        """Makes the gradients of these parameters in buffer `index` void, in the middle of a batch."""
         names = list(names)
         self._void[index].update(names)
         if self._bound_leaves is not None and self._bound_index == index:
@@ -155,13 +155,13 @@ class GradientAccumulator:
                 self._bound_leaves[name].grad = None
 
     def finish(self, index: int, names: Iterable[str] | None = None) -> None:
-        """The batch is over: parameters (or these) without a gradient have zero; no backward reports until armed."""
+        """Ends the batch: parameters (or these) without a gradient get zero; no backward reports until armed."""
         assert all(buffer != index for buffer, _ in self._waiting.values()), "parts of this batch still wait"
         self.on_final = None
         self.settle(index, self.layout.names if names is None else names)
 
     def settle(self, index: int, names: Iterable[str]) -> None:
-        """The gradients of these parameters are final: those that got none have zero."""
+        """Makes the gradients of these parameters final: those without one get zero."""
         void = self._void[index]
         for name in void.intersection(names):
             self._views[index][name].zero_()
@@ -180,8 +180,8 @@ class _Report:
         self.void: set[str]
 
     def add(self, part: Part, now: bool = False) -> None:
-        """A part of the gradient that is written into the buffer itself (see nn.matmul.SINK), at once or later. now: at
-        once, unless earlier ones wait."""
+        """Takes a part that is written into the buffer itself (see nn.matmul.SINK), at once or later. now: at once,
+        unless earlier ones wait."""
         waiting = self.owner.collecting
         if waiting is not None and (not now or self.owner.waits(self.name)):
             waiting.setdefault(self.name, []).append(_detached(part))
@@ -201,17 +201,17 @@ class _Report:
         if self.name in self.void:
             self.view.copy_(gradient)
             self.void.remove(self.name)
-        elif not gradient.is_sparse:  # sparse: empty, in the stead of what a sink took
+        elif not gradient.is_sparse:  # sparse: empty, in place of what a sink took
             add_(self.view, gradient)
 
 
 def _detached(part: Any) -> Part:
-    """The part without the graph that its tensors are in, which they would keep alive."""
+    """The part without its tensors' graph, which they would keep alive."""
     return type(part)._make(x.detach() if isinstance(x, Tensor) else x for x in part)
 
 
 class _Dense(NamedTuple):
-    """A part that autograd has computed, of a parameter of which other parts wait: their order stays."""
+    """A part from autograd, of a parameter whose other parts wait: their order stays."""
 
     gradient: Tensor
 
@@ -220,7 +220,7 @@ class _Dense(NamedTuple):
 
 
 class _AddAndReport(_Report):
-    """The same for leaves of lower precision than the buffer, and for those of which parts may wait."""
+    """The same for leaves of lower precision than the buffer, and for those whose parts may wait."""
 
     __slots__ = ()
 

@@ -1,16 +1,16 @@
-"""Updates on the host, beside training: gradients go there group by group, and new weights come back.
+"""Updates weights on the host, beside training: gradients go there group by group, and new weights come back.
 
     launch thread   NORM t: send      HOST t: begin                                UPDATE t, group 0: wait   group 1 ..
     to host              |-- 0 --||-- 1 --|
     host                              |---- 0 ----||---- 1 ----|      as many threads as the launch thread has
     from host                                      |- 0 -|      |- 1 -|
 
-The master copy, the optimizer's state and room for one batch's gradients, of what the host updates, are in its memory,
-taken once. Each of the three rows is a thread. Nothing of a batch begins before the launch thread has waited for the
-batch before. What fails in a thread is raised where the launch thread waits.
+For the parameters that the host updates, its memory has the master copy, the optimizer's state and room for one batch's
+gradients, taken once. Each of the three rows is a thread. A batch begins there after the launch thread has waited for
+the one before. Errors of a thread are raised where the launch thread waits.
 
-Beside a GPU the two rows of copies are streams, too: a copy begins behind what the launch thread had started when it
-asked for it, and is over before its thread goes on. Memory of the host is pinned then.
+Beside a GPU both rows of copies are also streams: a copy begins after the work that the launch thread had started
+before it, and ends before its thread goes on. Host memory is then pinned.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hybridpar.state.weights import WeightStore
 
 
 class HostMemory(Memory):
-    """Memory of the host that a device copies to and from: for a GPU pinned, near it, each tensor as it is.
+    """Host memory that a device copies to and from. For a GPU it is pinned, near it, in tensors of exact size.
 
     torch's own pinned memory comes in powers of two.
-    Raises: RuntimeError of CUDA, where the system pins no more.
+    Raises: RuntimeError of CUDA, if the system pins no more.
     """
 
     def __init__(self, device: torch.device):
@@ -51,7 +51,7 @@ class HostMemory(Memory):
 
 
 class UpdatedMemory(Memory):
-    """Memory of what is updated, of a rank whose host does that: the host's, but for chunks that it does not update."""
+    """Memory of what is updated, on a rank whose host updates: host memory, except for chunks that it leaves out."""
 
     def __init__(self, memory: Memory):
         super().__init__()
@@ -67,14 +67,14 @@ def _unpin(tensors: Sequence[Tensor]) -> None:
 
 
 class HostWork:
-    """What is done on the host and on the way there: copies of flat tensors, and the optimizer's step of a group."""
+    """The work on the host and on the way there: copies of flat tensors, and the optimizer's step of a group."""
 
     def mark(self) -> Any:
-        """A point that the launch thread's work has come to, which copies wait for; in that thread."""
+        """The point that the launch thread's work has reached, for copies to wait for. Call it in that thread."""
         return None
 
     def reach(self, mark: Any, way: str) -> AbstractContextManager[object]:
-        """To be entered by the thread that copies one way, behind that point, if any. At the end copies are over."""
+        """Context for the thread that copies one way: its copies follow that point, if any, and are over at the end."""
         return nullcontext()
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -115,16 +115,16 @@ class StreamWork(HostWork):
 
 
 def host_work(device: torch.device) -> HostWork:
-    """How what is on a device and on the host is copied."""
+    """The work of the host beside this device."""
     return StreamWork(device) if device.type == "cuda" else HostWork()
 
 
 class HostUpdates:
-    """The updates of a rank's weights on the host.
+    """Updates a rank's weights on the host.
 
-    For each batch: `send` once its gradients are final and reduced, `begin` once it is known by what they are
-    multiplied, and `wait` for each group. optimizer: its first groups are those of the weights that are hosted; they
-    are stepped in order. gradients: flat buffers that batches take turns with.
+    For each batch: `send` once its gradients are final and reduced, `begin` once their factor is known, and `wait` for
+    each group. optimizer: its first groups are the hosted weights'; they are stepped in order. gradients: flat buffers
+    that batches use in turn.
     """
 
     def __init__(self, weights: WeightStore, optimizer: GroupedOptimizer, num_groups: int, gradients: Sequence[Buffer],
@@ -144,7 +144,7 @@ class HostUpdates:
         """Bytes copied each way so far."""
 
     def held(self) -> tuple[int, int]:
-        """Memory of the host: for the master copy; for the optimizer's state and what travels. Units: bytes."""
+        """Host memory of the master copy, and of the optimizer's state and copies under way. Units: bytes."""
         master, made = self._weights.master, self._weights.made
         assert master is not None
         hosted = (t for chunk, t in zip(master.chunks, master.tensors, strict=True) if chunk.use.hosted)
@@ -153,12 +153,12 @@ class HostUpdates:
         return sum(t.nbytes for t in hosted), sum(t.nbytes for t in state) + rooms
 
     def work_here(self, here: bool) -> None:
-        """Whether all is done at once, by the thread that asks for it, as what that does is recorded."""
+        """here: the thread that asks does all work itself, at once, so that it can be recorded."""
         for thread in (self._to_host, self._host, self._from_host):
             thread.is_here = here
 
     def send(self, index: int) -> None:
-        """The gradients in a buffer leave, as soon as the batch before is over."""
+        """Sends the gradients in a buffer, as soon as the batch before is over."""
         if self._sent:
             assert self._later is None, "two batches wait for the one before"
             self._later = index
@@ -171,9 +171,9 @@ class HostUpdates:
             self._sent[group] = self._to_host.submit(self._copy, "to host", mark, pairs)
 
     def begin(self, version: int, lr: float, factor: float | None, *, predict: bool = True) -> None:
-        """Has the host make a version of the weights, of what `send` has sent, times `factor`; None: it does not.
+        """Starts to make a version of the weights, from the gradients sent times `factor`; None: makes none.
 
-        predict: as WeightStore.advance has it.
+        predict: as in WeightStore.advance.
         """
         assert not self._made, "the batch before was not waited for"
         mark = self._work.mark()
@@ -197,11 +197,11 @@ class HostUpdates:
                         self.sizes[group])
 
     def is_done(self, group: int | None = None) -> bool:
-        """Whether a group that the host makes (None: all of them) is there."""
+        """Whether a group that the host makes (None: all of them) has arrived."""
         return all(made.done() for number, made in self._made.items() if group in (None, number))
 
     def wait(self, group: int) -> None:
-        """Returns once a group that the host makes is there, or is known not to be made. Raises: what failed."""
+        """Returns once a group that the host makes has arrived, or will not be made. Raises: what failed."""
         self._made.pop(group).result()
         del self._sent[group]
         if not self._sent and self._later is not None:
@@ -210,9 +210,9 @@ class HostUpdates:
 
 
 class _Thread:
-    """A thread that does one thing after the other; of torch's threads it has as many as the one that makes it.
+    """A thread that does one call after the other, with as many torch threads as its maker has.
 
-    is_here: whatever it is asked for is done at once, by the one that asks.
+    is_here: calls are made at once, by the thread that asks.
     """
 
     def __init__(self, name: str):
@@ -220,7 +220,7 @@ class _Thread:
         self._pool = ThreadPoolExecutor(1, name, torch.set_num_threads, (torch.get_num_threads(),))
 
     def submit(self, call: Callable[..., None], *args: object, after: Future[None] | None = None) -> Future[None]:
-        """Has it call that with these arguments, once what comes before it is over; if that fails, so does this."""
+        """Makes a call in the thread, once those before it and `after` are over; if `after` fails, so does this."""
         def task() -> None:
             if after is not None:
                 after.result()
@@ -232,7 +232,7 @@ class _Thread:
         done: Future[None] = Future()
         try:
             task()
-        except Exception as failure:  # raised where it is waited for, as of a thread
+        except Exception as failure:  # raised where it is waited for, as in a thread
             done.set_exception(failure)
         else:
             done.set_result(None)

@@ -1,4 +1,4 @@
-"""What a kind of state is, and whose it is: the registry of all is kinds.py."""
+"""Defines a kind of state, and who holds it; kinds.py lists them all."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Stored(Protocol):
 
     def read(self, slot: ParameterSlot, kind: str, what: str = "") -> Tensor: ...
     def keeps(self, slot: ParameterSlot, kind: str, what: str) -> bool:
-        """Whether such a tensor was kept of this parameter or of any other one beside it."""
+        """Whether such a tensor was kept for this parameter, or for any other one beside it."""
     def share(self, slot: ParameterSlot, kind: str) -> Tensor | None:
-        """Of what the ranks that sum a parameter's gradient have each kept: the sum of those that fall to this one."""
+        """The sum of this rank's share of the tensors kept by the ranks that sum a parameter's gradient."""
     def same(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
-        """What a rank of the same place in a grid of the same size has kept; None: there is no such rank."""
+        """The tensor kept by the rank at the same place in a grid of the same size; None: there was none."""
     def alike(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
-        """What all ranks with the same part of the parameter have kept; None: no rank had that part."""
+        """The tensor kept by all ranks with the same part of the parameter; None: no rank had that part."""
     def newest(self, slot: ParameterSlot) -> Tensor:
         """The newest weights, neither rounded nor predicted."""
     def version(self, slot: ParameterSlot, version: int) -> Tensor:
-        """The weights that the new run takes as that version."""
+        """The weights that the new run takes for that version."""
 
 
 class Holder(Protocol):
@@ -58,10 +58,10 @@ class Holder(Protocol):
 class StateKind(ABC):
     """One kind of state, of one rank.
 
-    name: first part of its tensors' keys. form: the rest of them. what: pattern of the part that tells several tensors
-    of a parameter apart. whole: its tensors are whole local parameters, which all replicas have; else this rank has
-    those of the parts that it owns. differs: every replica has tensors of its own. joint: all sites have the same.
-    shaped: tensors have the parameters' shapes. saved: checkpoints have it. column: where the memory report shows it.
+    name: first part of its tensors' keys. form: the rest. what: pattern of the part of a key that tells a parameter's
+    tensors apart. whole: its tensors are whole local parameters, on all replicas; else this rank has only the parts
+    that it owns. differs: every replica has tensors of its own. joint: all sites have the same. shaped: tensors have
+    the parameters' shapes. saved: checkpoints have it. column: where the memory report shows it.
     """
 
     name: ClassVar[str]
@@ -84,7 +84,7 @@ class StateKind(ABC):
 
     @classmethod
     def parse(cls, rest: str) -> tuple[str, str]:
-        """The parameter and `what` of a key without the kind's name. Raises: ValueError where it is no key."""
+        """The parameter and `what` of a key without the kind's name. Raises: ValueError if it is no key."""
         pattern = cls.form.replace(".", r"\.").format(parameter="(?P<parameter>.+)", what=f"(?P<what>{cls.what})")
         if (match := re.fullmatch(pattern, rest)) is None:
             raise ValueError(f"{rest!r} is not {cls.form}")
@@ -92,19 +92,19 @@ class StateKind(ABC):
 
     @classmethod
     def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
-        """The tensor that a run which goes on from a checkpoint begins with; None: zero."""
+        """The tensor with which a run continues from a checkpoint; None: zero."""
         return stored.read(slot, cls.name, what) if stored.keeps(slot, cls.name, what) else None
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors there are, by key; live."""
+        """The tensors, by key; live."""
 
     def memory(self) -> list[Tensor]:
-        """The tensors that take its memory: at least as much as `tensors` ever will."""
+        """The tensors that take its memory, at least as much as `tensors` ever needs."""
         return list(self.tensors().values())
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
-        """Takes tensors by key, without the kind's name. `versions`: of the weights, oldest first.
+        """Loads tensors by key, without the kind's name. `versions`: of the weights, oldest first.
 
         Raises: CheckpointError.
         """
@@ -113,7 +113,7 @@ class StateKind(ABC):
 
 
 class BufferKind(StateKind):
-    """Kind of state that is a flat buffer of what this rank owns, or is not there."""
+    """Kind of state that is a flat buffer of this rank's parts, or None."""
 
     @abstractmethod
     def buffer(self) -> Buffer | None:
@@ -129,7 +129,7 @@ class BufferKind(StateKind):
 
 
 class RoomKind(StateKind):
-    """Kind of state that is room for what is on its way. Void between updates, and never saved."""
+    """Kind of state that is room for transfers. Void between updates, and never saved."""
 
     saved = False
 
@@ -141,7 +141,7 @@ class RoomKind(StateKind):
 
 
 class Under(Mapping[str, Tensor]):
-    """The tensors whose names begin with `prefix`, under the rest of their names; each is fetched when asked for."""
+    """The tensors whose names begin with `prefix`, by the rest of their names; each is fetched when it is read."""
 
     def __init__(self, prefix: str, tensors: Mapping[str, Tensor]):
         self._prefix, self._tensors = prefix, tensors

@@ -1,6 +1,6 @@
-"""The kinds of state that a rank keeps: what each is called, where it lies, and how a load restates it.
+"""The kinds of state that a rank keeps: name, place, and how a load restates each.
 
-    key                            tensors                                    a load finds none
+    key                            tensors                                    if a load finds none
     weights/<version>/<parameter>  whole local parameters, on all replicas    (there always are)
     shares/<version>/<parameter>   parts that this rank owns, of weights that  the weights
                                    replicas share (ZeRO-3)
@@ -19,7 +19,7 @@
     basis/<parameter>.<what>       the same, equal on all replicas            zero: it begins anew
     gradients                      whole local parameters; never saved
     messages                       room for compressed gradients; never saved
-    host                           room for what goes to the host and comes from it; never saved
+    host                           room for copies to and from the host; never saved
 
 Checkpoints, copies of the state, audits and the prediction of memory go through `KINDS`.
 """
@@ -60,7 +60,7 @@ class WeightVersions(StateKind):
 
 
 class WeightShares(WeightVersions):
-    """What this rank owns of every live version of the weights, in the working precision, where replicas share them."""
+    """This rank's parts of every live version of the weights, in the working precision, where replicas share them."""
 
     name, whole = "shares", False
 
@@ -97,13 +97,13 @@ class Gradients(StateKind):
 
 
 def _kept(buffers: Iterable[Buffer], is_kept: Callable[[Use], bool]) -> list[Tensor]:
-    """Memory of the chunks that are whole all the time."""
+    """Memory of the chunks that are always whole."""
     return [tensor for buffer in buffers for chunk, tensor in zip(buffer.chunks, buffer.tensors, strict=True)
             if is_kept(chunk.use)]
 
 
 class Master(StateKind):
-    """The newest weights in full precision, where the working ones are rounded or predicted."""
+    """The newest weights in full precision, if the working ones are rounded or predicted."""
 
     name, column = "master", "master"
 
@@ -126,7 +126,7 @@ class Master(StateKind):
 
 
 class OptimizerState(StateKind):
-    """Tensors that the optimizer keeps of each parameter, say 'exp_avg'."""
+    """Tensors that the optimizer keeps for each parameter, say 'exp_avg'."""
 
     name, form = "optimizer", "{parameter}.{what}"
 
@@ -160,7 +160,7 @@ class OuterMomentum(BufferKind):
 
 
 class Sent(StateKind):
-    """Differences that this rank has sent to other sites, and that no version has taken yet."""
+    """Differences that this rank has sent to other sites, but no version has taken yet."""
 
     name = "sent"
 
@@ -175,7 +175,7 @@ class Sent(StateKind):
 
 
 class OuterRemainder(BufferKind):
-    """What lossy messages to other sites have left out so far; of those under way, what they were made of."""
+    """What lossy messages to other sites have left out so far; for one under way, what it was made of."""
 
     name = "remainder"
 
@@ -184,7 +184,7 @@ class OuterRemainder(BufferKind):
 
 
 class Unsent(StateKind):
-    """What this rank has not sent of its gradients, in the units of their sum over replicas."""
+    """The gradients that this rank has not sent, in the units of their sum over replicas."""
 
     name, whole, differs = "feedback", True, True
 
@@ -203,7 +203,7 @@ class Unsent(StateKind):
 
 
 class Learned(StateKind):
-    """What the method that compresses gradients has learned of each parameter; its memory is counted with `Unsent`."""
+    """What the compression of gradients has learned of each parameter; its memory is counted with `Unsent`."""
 
     name, form, whole, differs, shaped = "learned", "{parameter}.{what}", True, True, False
 
@@ -226,7 +226,7 @@ class Learned(StateKind):
 
 
 class Bases(Learned):
-    """The same of methods that learn from what all replicas have in common."""
+    """The same, for methods that learn from what all replicas have in common."""
 
     name, differs = "basis", False
 
@@ -236,7 +236,7 @@ class Bases(Learned):
 
 
 class Messages(RoomKind):
-    """Room for compressed gradients of all replicas, and for what they leave behind."""
+    """Room for compressed gradients of all replicas, and for their remainders."""
 
     name, column = "messages", "gradients"
 
@@ -246,7 +246,7 @@ class Messages(RoomKind):
 
 
 class HostRoom(RoomKind):
-    """Room on the host for gradients that have come and weights that leave, where it updates."""
+    """Room on the host, where it updates, for gradients that arrive and weights that leave."""
 
     name = "host"
 
@@ -258,11 +258,11 @@ class HostRoom(RoomKind):
 KINDS: tuple[type[StateKind], ...] = (
     WeightVersions, WeightShares, Gradients, Master, OptimizerState, Anchor, OuterMomentum, Sent, OuterRemainder,
     Unsent, Learned, Bases, Messages, HostRoom)
-"""All kinds, in the order in which checkpoints have them."""
+"""All kinds, in the order of checkpoints."""
 
 
 def saved_kind(name: str) -> type[StateKind]:
-    """The kind of that name, which checkpoints have. Raises: ValueError."""
+    """The saved kind of that name. Raises: ValueError."""
     for kind in KINDS:
         if kind.saved and kind.name == name:
             return kind
@@ -270,7 +270,7 @@ def saved_kind(name: str) -> type[StateKind]:
 
 
 def parse_key(key: str) -> tuple[type[StateKind], str, str]:
-    """The kind, the parameter and `what` of a tensor of a checkpoint. Raises: ValueError where it is none."""
+    """The kind, the parameter and `what` of a checkpoint's key. Raises: ValueError if it is none."""
     name, _, rest = key.partition("/")
     try:
         kind = saved_kind(name)

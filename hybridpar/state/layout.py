@@ -40,9 +40,9 @@ class Owned:
 class FlatLayout:
     """Parameters one after the other in one flat buffer, each at a multiple of 64 bytes.
 
-    Offsets and `numel` count elements. `offset_dtype`: the narrowest dtype among buffers that are to have the same
-    offsets, say a master copy and its working copies; each parameter is aligned in all of them. Padding is part of
-    every buffer: allocated as zeros, it stays zero.
+    Offsets and `numel` count elements. `offset_dtype`: the narrowest dtype of the buffers that share these offsets, say
+    a master copy and its working copies; each parameter is aligned in all of them. Padding is part of every buffer:
+    allocated as zeros, it stays zero.
     """
 
     def __init__(self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype,
@@ -74,8 +74,8 @@ class FlatLayout:
                 for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True)}
 
     def joined(self, parts: Sequence[Tensor], base: int = 0) -> list[Tensor]:
-        """The elements of contiguous parts of a flat buffer, in ascending order, in fewer tensors: neighbours are
-        joined, with the padding between them. base: element of the buffer at which the memory of the parts begins."""
+        """Contiguous parts of a flat buffer, ascending, in fewer tensors: neighbours are joined, with the padding
+        between them. base: element of the buffer at which the parts' memory begins."""
         padded: dict[int, int] = {offset + prod(shape): following for offset, shape, following in zip(
             self.offsets, self.shapes, (*self.offsets[1:], self.numel), strict=True)}
         spans: list[list[int]] = []

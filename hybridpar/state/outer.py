@@ -1,13 +1,13 @@
-"""The outer step: what makes the weights of sites that train apart meet again.
+"""The outer step: it brings the weights of sites that train apart together again.
 
     site 0   W ----- inner steps -----> W0    anchor - W0 -.                      anchor, momentum: equal to the bit
     site 1   W ----- inner steps -----> W1    anchor - W1 --+-> mean d;  v = momentum v + d
                                                             |   anchor -= lr (d + momentum v)
                                                             '-> W0, W1 = mix W0, W1 + (1 - mix) anchor
 
-It is part of UPDATE: it changes a version as that is made (outer_timeline.py: which). A rank talks to those that hold
-the same parameters at other sites, of what it updates: with ZeRO-1 of its share. Every element goes through the same
-exactly rounded operations at all sites, whatever the number of threads and the width of vectors there.
+It is part of UPDATE: it changes a version as that is made (outer_timeline.py says which). A rank exchanges what it
+updates (with ZeRO-1 its share) with the ranks that hold the same parameters at other sites. Every element goes through
+the same exactly rounded operations at all sites, whatever their threads and vector widths.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from hybridpar.state.outer_timeline import OuterTimeline, fragment_of
 from hybridpar.state.precision import Precision
 
 _PIECE = 1 << 16
-"""Elements that are worked on at a time: what they take stays in a cache."""
+"""Elements that are worked on at a time, so that they stay in a cache."""
 _PARCEL_BYTES = 4 << 20
-"""Bytes of a message that go at once: each parcel has the whole train.timeout_s, however slow the link."""
+"""Bytes of a message that go at once: each parcel has the whole train.timeout_s, also on slow links."""
 NUM_NOTES = 4
 """Numbers that sites tell each other with every message."""
 
 
 def _pieces(slot: ParameterSlot) -> list[int]:
-    """Sizes of the pieces of a slot's tensor; rows that others hold as well are pieces of their own, so that they are
-    written alike wherever they lie."""
+    """Sizes of the pieces of a slot's tensor; rows that others hold as well are pieces of their own, so all write them
+    alike."""
     rows = [stop - start for start, stop in slot.segments] if slot.num_parts > 1 else [1]
     parts = [slot.numel // sum(rows) * number for number in rows]
     return [min(_PIECE, part - start) for part in parts for start in range(0, part, _PIECE)] or [0]
@@ -48,10 +48,10 @@ def _pieces(slot: ParameterSlot) -> list[int]:
 class OuterStep:
     """The outer optimizer of what this rank updates, the `slots`, and its messages over `site`.
 
-    dtype: of the master copy, if there is one, else of the weights. `notes`: what this rank tells the others with the
-    next message; `heard`: what all told with the one that was taken last, a row a site, until somebody takes it out.
-    `remainder`: where messages are lossy, what the last one of a parameter has left out, which goes with the next; of
-    one under way, all that it was made of. Between two versions at most one message is under way.
+    dtype: of the master copy, if there is one, else of the weights. `notes`: numbers that this rank sends with the next
+    message; `heard`: those of the message taken last, one row per site, until somebody takes them out. `remainder`: if
+    messages are lossy, what a parameter's last one left out, which goes with the next; of one under way, all that it
+    was made of. Between two versions at most one message is under way.
     """
 
     def __init__(self, settings: OuterConfig, site: Axis, slots: Sequence[ParameterSlot], dtype: torch.dtype,
@@ -78,7 +78,7 @@ class OuterStep:
         self._told = torch.zeros(site.size * NUM_NOTES, dtype=torch.float64, device=memory.device)
         self._under_way: Works | None = None
         self.waits_by: Callable[[Callable[[], None]], None] = lambda wait: wait()
-        """Called with what waits for other sites."""
+        """Called with a function that waits for other sites."""
 
     @property
     def room(self) -> list[Tensor]:
@@ -86,19 +86,19 @@ class OuterStep:
         return [self.wire, self._room]
 
     def message_bytes(self, fragment: int) -> int:
-        """Bytes of a message of this rank. Over the axis go as many from each site."""
+        """Bytes of this rank's message, the same at each site."""
         return sum(self._sizes[fragment]) * self.wire.element_size() + self._told.nbytes // self.site.size
 
     def sent(self, version: int) -> dict[str, Tensor]:
-        """The differences that this rank has sent and not taken yet by a version, by parameter; where messages are
-        lossy, `remainder` has what they were made of."""
+        """The differences that this rank has sent but not taken yet by a version, by parameter; none if messages are
+        lossy: `remainder` has what they were made of."""
         if (fragment := self.timeline.under_way(version)) is None or self._form.is_lossy:
             return {}
         return {self._slots[i].name: message.view(self._slots[i].shape) for i, message in self._own(fragment)}
 
     @torch.no_grad()
     def begin(self, weights: Sequence[Tensor]) -> None:
-        """Takes weights that all sites have in common: those of the slots, in order."""
+        """Begins with weights that all sites have in common: those of the slots, in order."""
         for anchor, momentum, weight in zip(self._anchors, self._momenta, weights, strict=True):
             anchor.copy_(weight)
             momentum.zero_()
@@ -106,13 +106,13 @@ class OuterStep:
             kept.zero_()
 
     def begin_at(self, since: int) -> None:
-        """Before a load: sites have trained apart `since` a version; what is under way is void."""
+        """Prepares for a load: sites have trained apart `since` a version; a message under way is void."""
         if self._under_way is not None:
             self._under_way.wait()
         self._under_way, self.timeline = None, replace(self.timeline, since=since)
 
     def go_on(self, version: int) -> None:
-        """Before training from a version: what was under way and came with a load leaves. Collectives: as `step`."""
+        """Prepares to train from a version: resends the message under way that was loaded. Collectives: as `step`."""
         fragment = self.timeline.under_way(version)
         if fragment is not None and self._under_way is None:
             self.notes = (0.0,) * NUM_NOTES
@@ -129,7 +129,7 @@ class OuterStep:
 
     @torch.no_grad()
     def step(self, version: int, weights: Weights) -> None:
-        """Does what is due as a version of the weights is made; `weights`: the new ones of all slots, in order.
+        """Takes and sends what is due as a version is made; `weights`: the new ones of all slots, in order.
 
         Collectives: where a fragment leaves, all-gathers of it and of the notes over `site`.
         """

@@ -1,4 +1,4 @@
-"""When which fragment of the weights is exchanged between sites: a function of the number of the version alone.
+"""Says when sites exchange which fragment of the weights: by the version's number alone.
 
     every = 6, fragments = 2, delay = 2
 
@@ -6,7 +6,7 @@
     fragment 0            *---------->*           *---------->*               * its differences leave
     fragment 1                        *---------->*           *------ ..      > the averages are taken
 
-Version v is what UPDATE(v - 1) makes. What leaves at v is taken by version v + delay as it is made.
+UPDATE(v - 1) makes version v. Differences that leave at v are taken by version v + delay as it is made.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hybridpar.state.chunks import block_of
 
 @dataclass(frozen=True)
 class OuterTimeline:
-    """The timeline of these settings. since: the version from which on sites have trained apart in this way; what would
-    have left up to then never did."""
+    """The timeline of these settings. since: the version since which sites have trained apart in this way; nothing
+    left up to then."""
 
     every: int
     fragments: int
@@ -43,7 +43,7 @@ class OuterTimeline:
         return self.leaving(version - self.delay)
 
     def under_way(self, version: int) -> int | None:
-        """The fragment whose averages have left by a version, and that a later one takes."""
+        """The fragment that has left by a version, and that a later one takes."""
         starts = (self.leaving(v) for v in range(max(version - self.delay + 1, 1), version + 1))
         return next((fragment for fragment in starts if fragment is not None), None)
 
@@ -58,5 +58,5 @@ class OuterTimeline:
 
 
 def fragment_of(parameter: str, tied: str, fragments: int) -> int:
-    """The fragment of a parameter: that of its block, which take turns; of a tied one, that of the embedding."""
+    """The fragment of a parameter: blocks take turns; a tied parameter is in the embedding's."""
     return 0 if tied else max(block_of(parameter), 0) % fragments

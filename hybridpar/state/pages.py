@@ -1,7 +1,7 @@
-"""Memory at fixed addresses, whose pages are taken, given back, and handed on from one region to another.
+"""Memory at fixed addresses, whose pages are taken, given back, and handed from one region to another.
 
 The kernel clears a page that it gives out. Reading into such pages takes eight times the CPU time of reading into
-pages that were there, so what one region gives up another one takes as it is.
+pages in use, so a region takes the pages that another one gives up.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class AnyRegion(Protocol):
 class Region:
     """Memory at one address that is taken and given back. tensor: a view of it, in bytes, in whole pages.
 
-    It begins at a huge page, so that `pieces` of regions, address and bytes of each huge page and of the rest, are
-    alike.
+    It begins at a huge page, so regions have like `pieces`: address and bytes of each huge page and of the rest.
     """
 
     def __init__(self, num_bytes: int):
@@ -67,9 +66,9 @@ class Region:
 
 
 class SparePages:
-    """Pages of regions that were given up, where they are until another region takes them.
+    """Pages that regions have given up, kept until another region takes them.
 
-    num_bytes: of them. Regions must stay for as long as this does.
+    num_bytes: of these pages. Regions must live as long as this.
     """
 
     def __init__(self) -> None:
@@ -86,7 +85,7 @@ class SparePages:
         self.num_bytes += len(region.view)
 
     def hand_to(self, region: Region) -> None:
-        """Gives a region that has no pages as many as it takes; what they hold is anything."""
+        """Gives a region without pages as many as it takes; their content is anything."""
         for address, num_bytes in region.pieces:
             if found := self._pieces.get(num_bytes):
                 source = address if address in found else next(reversed(found))
@@ -96,7 +95,7 @@ class SparePages:
                     _move(source, address, num_bytes)
 
     def shrink_to(self, num_bytes: int) -> None:
-        """Gives the kernel what is more than that."""
+        """Gives the kernel all pages beyond these bytes."""
         for size, found in self._pieces.items():
             while found and self.num_bytes > num_bytes:
                 _free(next(iter(found)), size)

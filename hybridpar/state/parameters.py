@@ -1,4 +1,4 @@
-"""The parameters of a stage: what each is globally, which modules hold it, and where it lies in a flat buffer."""
+"""The parameters of a stage: their place in the whole model, the modules that hold them, and the flat buffer."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""ZeRO: which replica updates which part of the parameters, and keeps the optimizer state for it.
+"""ZeRO: decides which replica updates which part of the parameters, and keeps the optimizer state for it.
 
     flat buffer   [ a a a a a a b b | c c c c c c c | d ... ]     buckets, in the order of the layout
     owner           0 0 0 0 1 1 1 1   1 1 1 1 1 1 1   ...         c must stay whole (LAMB, Muon's matrices)
 
-Each bucket's gradient is reduce-scattered over its axis, the owners update their parts, and an all-gather brings these
-to the others. Source: Rajbhandari et al., arXiv 1910.02054, section 5.
+Each bucket's gradient is reduce-scattered over its axis, owners update their parts, and an all-gather brings these to
+the others. Source: Rajbhandari et al., arXiv 1910.02054, section 5.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class Route:
-    """The way of one parameter's gradient.
+    """The route of one parameter's gradient.
 
-    axis: the ranks it is summed over. group: any value that must not share a message with another one. sharded: those
-    ranks share the update among them. whole: 0 where the update may be cut anywhere; else it must not be, and this is
-    its size for balancing, equal on all tp ranks.
+    axis: the ranks it is summed over. group: parameters of different groups share no message. sharded: those ranks
+    share the update. whole: 0 if the update may be cut anywhere; else it may not, and this is its size for balancing,
+    equal on all tp ranks.
     """
 
     axis: Axis
@@ -48,10 +48,10 @@ def make_routes(policy: StatePolicy, placements: Mapping[str, Placement], grid: 
     """Routes of the gradients of a stage's parameters.
 
     A weight tied across stages is summed over both its holders and all their replicas at once (`ends`); a rank that has
-    both ends has summed them. Replicated parameters are apart from split ones: the order in which Gloo adds depends on
-    the place in the message, and they must come out equal on all tp ranks, whose split parameters differ in size. Rows
-    that several tp ranks hold lie at different places there, so everyone updates those. What is partial along the axis
-    of a layer is summed over that later, by `reduce_shared_gradients`.
+    both ends has summed them already. Replicated parameters are apart from split ones: Gloo adds in an order that
+    depends on the place in the message, and they must come out equal on all tp ranks, whose split parameters differ in
+    size. Rows that several tp ranks hold lie at different places there, so everyone updates those. Sums that are still
+    partial along a layer's axis are completed later, by `reduce_shared_gradients`.
     """
     def route(name: str, placement: Placement) -> Route:
         tied, common_rows = placement.along("pp") is Held.PARTIAL and policy.ends_apart, has_shared_rows(placement)
@@ -64,11 +64,11 @@ def make_routes(policy: StatePolicy, placements: Mapping[str, Placement], grid: 
 
 
 class Partition:
-    """A flat buffer in buckets, and who updates which part of each.
+    """A flat buffer in buckets, and the rank that updates each part of them.
 
-    Whole parameters go to the rank that has least so far, the rest is cut evenly. Both follow from the order of the
-    parameters and from global sizes, so tp ranks of one replica own the same whole parameters.
-    `uses`: what a bucket has in common, besides its route.
+    Whole parameters go to the rank that has least so far, the rest is cut evenly. Both depend only on the order of the
+    parameters and on global sizes, so tp ranks of one replica own the same whole parameters.
+    `uses`: parameters of a bucket have their use in common, besides their route.
     """
 
     def __init__(self, layout: FlatLayout, routes: Mapping[str, Route], bucket_bytes: int = BUCKET_BYTES,
@@ -95,12 +95,12 @@ class Partition:
         return any(self.parts)
 
     def is_alone(self, part: int) -> bool:
-        """Whether nobody else has a share in the gradients that a part's backward makes final."""
+        """Whether no other rank has a share in the gradients that a part's backward makes final."""
         return part not in self._shared_parts
 
     @cached_property
     def _shared_parts(self) -> frozenset[int]:
-        """Parts whose backward makes gradients final that others have a share in."""
+        """Parts whose backward makes shared gradients final."""
         return frozenset(self.use_of(bucket).parts[0] for bucket, axis in zip(self.buckets, self.axes, strict=True)
                          if axis.size > 1)
 
@@ -113,7 +113,7 @@ class Partition:
         return self.uses(bucket.names[0])
 
     def gather(self, flat: Tensor | Buffer, wanted: Callable[[Use], bool] = lambda use: True) -> Works:
-        """Starts bringing what each rank owns of `flat`, or of the buckets of some uses, to the others.
+        """Starts to bring each rank's own parts of `flat`, or of its buckets of some uses, to the others.
 
         Collectives: an all-gather for each bucket over its axis.
         """
@@ -133,13 +133,13 @@ class Partition:
                 if parts and wanted(self.use_of(bucket)))
 
     def owned_views(self, flat: Tensor | Buffer, wanted: Callable[[Use], bool] = lambda use: True) -> Iterator[Tensor]:
-        """Views of what this rank owns of a flat buffer, in order: parameters, or parts of them as vectors."""
+        """Views of this rank's own parts of a flat buffer, in order: parameters, or parts of them as vectors."""
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
         return (flat[o.start : o.stop].view(shapes[o.name] if o.part is None else (-1,)) for o in self.owned
                 if wanted(self.uses(o.name)))
 
     def whole(self, owned: Iterable[Tensor], device: torch.device) -> dict[str, Tensor]:
-        """All parameters, by name, from what each rank owns of them, in order. Collectives: as `gather`."""
+        """All parameters, by name, from each rank's own parts, in order. Collectives: as `gather`."""
         flat = self.layout.zeros(device)
         for view, own in zip(self.owned_views(flat), owned, strict=True):
             view.copy_(own)
@@ -148,7 +148,7 @@ class Partition:
 
     def layout_of_owned(self, dtype: torch.dtype, *, offset_dtype: torch.dtype | None = None,
                         wanted: Callable[[Use], bool] = lambda use: True) -> FlatLayout:
-        """The layout of what this rank owns, in order: parameters, or parts of them as vectors."""
+        """The layout of this rank's own parts, in order: parameters, or parts of them as vectors."""
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
         own = {o.name: shapes[o.name] if o.part is None else (o.stop - o.start,)
                for o in self.owned if wanted(self.uses(o.name))}

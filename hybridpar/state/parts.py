@@ -1,4 +1,4 @@
-"""The parts that a rank's stages are cut into, of which one is computed with at a time."""
+"""The parts that a rank's stages are cut into; one at a time computes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from hybridpar.state.rank import RankState
 
 @dataclass(frozen=True)
 class Parts:
-    """The blocks of each part, by stage of the rank. They are counted through all its stages.
+    """The blocks of each part, by stage of the rank. Parts are numbered through all stages.
 
-    part_major: all micro-batches of a batch go through a part before the next one. Not where the last part has a weight
-    in common with the first, whose gradients would then be added up in another order. late: parts are updated as they
-    are needed, so that what an update needs of the slow tier comes while others compute. is_divided: stages are cut, if
-    only into one part.
+    part_major: all micro-batches of a batch go through a part before the next one; not if the last part shares a weight
+    with the first, whose gradients would then be added in another order. late: parts are updated as they are needed, so
+    that their state comes from the slow tier while others compute. is_divided: stages are cut, if only into one part.
     """
 
     of_stage: Mapping[int, tuple[range, ...]]
@@ -46,7 +45,7 @@ class Parts:
 
     @cached_property
     def last(self) -> int:
-        """Number of the part whose backwards come first."""
+        """Number of the part whose backward comes first."""
         return sum(map(len, self.of_stage.values())) - 1
 
     @cached_property
@@ -61,7 +60,7 @@ class Parts:
         return self._first[action.stage] + action.part
 
     def division(self, state: RankState) -> Division:
-        """How the plan of the rank is to be cut, whose state this is."""
+        """How to cut the plan of the rank with this state."""
         if not self.is_divided:
             return WHOLE
         norms = state.num_groups > 1 and not all(map(state.is_alone, range(1, state.num_parts)))

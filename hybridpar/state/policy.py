@@ -1,4 +1,4 @@
-"""The few values of a configuration that bear on the state a rank keeps."""
+"""The values of a configuration that decide what state a rank keeps."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class StatePolicy:
     optim: settings of the optimizer. parallel: whether replicas share the update. backend: of the optimizer's passes.
     defers: whether weights' gradients may be computed later than those of inputs. on_host: whether the host updates.
     ends_apart: whether embedding and head are on different ranks of a pipeline.
-    outer: how sites meet, where there are several.
-    compression: of gradients; kernels: backends of its passes. eight_bits: whether hidden matrices are multiplied so.
+    outer: how sites meet, if there are several.
+    compression: of gradients; kernels: backends of its passes. eight_bits: whether hidden matrices multiply in 8 bits.
     """
 
     dtype: torch.dtype
@@ -61,18 +61,18 @@ class StatePolicy:
 
     @property
     def moves_gradients(self) -> bool:
-        """Whether gradients are whole of a part of the blocks at a time. Not where they are compressed: each replica
-        has what it has not sent, of all of them."""
+        """Whether only one part's gradients are whole at a time. Not if they are compressed: each replica keeps the
+        unsent rest of all."""
         return self.splits_gradients and self.compression.gradients == "none"
 
     @property
     def moves(self) -> bool:
-        """Whether anything is whole of a part of the blocks at a time."""
+        """Whether any state is whole only for one part at a time."""
         return self.moves_gradients or self.splits_weights
 
     @property
     def splits_weights(self) -> bool:
-        """Whether they share the weights, too (ZeRO-3)."""
+        """Whether replicas share the weights, too (ZeRO-3)."""
         return self.parallel.zero > 2 and self.splits_gradients
 
     @property
@@ -82,7 +82,7 @@ class StatePolicy:
 
 
 def cut_into_parts(config: Config, blocks: range) -> tuple[range, ...]:
-    """Blocks of a stage in consecutive parts, of which one is computed with at a time; none where it is whole."""
+    """Blocks of a stage in consecutive parts, of which one at a time computes; none if it is whole."""
     memory = config.memory
     by_block = memory.budget > 0 or memory.host_optimizer or config.state_moves
     if not (wanted := memory.parts or config.model.num_blocks * by_block):

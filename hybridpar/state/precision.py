@@ -1,8 +1,8 @@
-"""The numbers of a message between replicas or sites: how a piece of a tensor is written and read.
+"""Writes and reads messages between replicas or sites, in several precisions.
 
     full    as it is        bf16    rounded        int8, int4    tiles of integers (ops/quantize.py)
 
-int4 is rotated before, so that large numbers do not make the others zero.
+int4 rotates numbers before, so that large ones do not make the others zero.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _BITS = {"int8": 8, "int4": 4}
 
 
 class Precision:
-    """The form of messages of a precision. dtype: of what they are made of. backend: of ops.quantize. `unit`: the type
-    of a message's elements."""
+    """The form of messages of a precision. dtype: of the numbers. backend: of ops.quantize. `unit`: dtype of a
+    message's elements."""
 
     def __init__(self, name: str, dtype: torch.dtype, backend: str = "auto"):
         self._bits, self._backend = _BITS.get(name, 0), backend
@@ -38,7 +38,7 @@ class Precision:
                       if self._bits else x)
 
     def read(self, x: Tensor, message: Tensor) -> Tensor:
-        """Fills a piece with what its message says, and returns it. Shapes: as `write`."""
+        """Fills a piece from its message, and returns it. Shapes: as `write`."""
         if self._bits:
             return dequantize_(x.view(1, -1), message, self._bits, rotate=self._bits == 4,
                                backend=self._backend).view(-1)

@@ -1,4 +1,4 @@
-"""All that one rank keeps of training, built in one place: to train with, to predict its memory, or to measure it.
+"""The whole training state of a rank, built in one place: to train, to predict its memory, or to measure it.
 
     batch     begin .. bind .. (backward) .. bind .. close, bind, (backward) .. reduce .. square_norm .. update
     on the host:                                                          square_norm, send .. begin_update .. update
@@ -40,12 +40,11 @@ from hybridpar.state.weights import WeightStore
 class RankState:
     """Weights, gradients, their reduction, and the optimizer, for the parameters of `stage`.
 
-    `stage`: all blocks of the rank, built on the meta device; its parameters have global names. `partition`: the parts
-    of them that this rank updates, `slots`. `kinds`: its state, by kind. `parts`: blocks of the rank that are computed
-    with at a time (none: all); an update is then made in `num_groups` parts. `memory`: where the state is kept (None:
-    on `device`). `shares`: of each gradient buffer, if replicas split gradients. `compression`: of gradients that are
-    sent (None: they are whole). `host_work`: how the host works, if it updates. `outer`: lets sites meet, if there are
-    several.
+    `stage`: all blocks of the rank, built on the meta device, with global names. `partition`: the parts of its
+    parameters that this rank updates, `slots`. `kinds`: its state, by kind. `parts`: blocks that compute at a time
+    (none: all); an update then has `num_groups` parts. `memory`: holds the state (None: `device` does). `shares`: of
+    each gradient buffer, if replicas split gradients. `compression`: of gradients that are sent (None: they are whole).
+    `host_work`: does the host's work, if it updates. `outer`: the outer step, if there are several sites.
     Until `initialize`, `fill` or `load` all weights are zero.
     """
 
@@ -111,7 +110,7 @@ class RankState:
 
     @cached_property
     def whole_slots(self) -> dict[str, ParameterSlot]:
-        """Slots of all that this rank has of its parameters, by name."""
+        """Slots of this rank's parts of its parameters, by name."""
         return {name: ParameterSlot(name, place, self.grid.place) for name, place in self.placements.items()}
 
     def initialize(self, seed: int) -> None:
@@ -120,13 +119,13 @@ class RankState:
             [(name, tensor, self.placements[name]) for name, tensor in tensors.items()], seed, self.grid.place))
 
     def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Sets the newest version of the weights as WeightStore.fill does: a beginning that sites have in common."""
+        """Sets the newest version of the weights, as WeightStore.fill; sites then begin with it in common."""
         self.weights.fill(write)
         if self.outer is not None:
             self.outer.begin(list(self.weights.parameters_of_optimizer().values()))
 
     def allocate(self) -> None:
-        """Takes the memory of the optimizer's state now; else its first step does."""
+        """Takes the memory of the optimizer's state now, not at its first step."""
         hosts = self.num_groups if self.host is not None else 0
         for number, optimizer in enumerate(self.optimizer.groups):
             device = torch.device("cpu") if number < hosts else self.memory.device
@@ -135,11 +134,11 @@ class RankState:
     # -- a batch -----------------------------------------------------------------------------------------------------
 
     def begin(self, batch: int) -> None:
-        """Before the first backward of a batch: what its gradient buffer holds is void."""
+        """Begins a batch, before its first backward: the content of its gradient buffer is void."""
         self.gradients.begin(self.gradients.buffer_index(batch))
 
     def close(self, batch: int, scale: float = 1.0) -> None:
-        """Before the last backward of a batch: what is final from now on may be reduced. scale: of its loss."""
+        """Call before the last backward of a batch: gradients may be reduced once final. scale: of its loss."""
         index = self.gradients.buffer_index(batch)
         if self.compression is not None:
             self.compression.begin(batch, self.gradients.parts(index), scale, self.gradients.views(index),
@@ -147,7 +146,7 @@ class RankState:
         self.reducer.arm(self.gradients.buffers[index])
 
     def bind(self, batch: int, versions: Sequence[int], *, last: bool = False, part: int = 0) -> None:
-        """The next backward, of a part at these versions, adds to a batch's gradients. `last`: it makes them final."""
+        """Makes the next backward, of a part at these versions, add to a batch's gradients. `last`: it is the last."""
         self.reducer.proceed()
         for version in versions:
             self.gradients.bind(self.weights.leaves_of(version), self.gradients.buffer_index(batch))
@@ -155,16 +154,16 @@ class RankState:
         self.gradients.arm(self._reporter(part) if last and len(versions) == 1 else None)
 
     def collect(self, key: Hashable) -> None:
-        """Before a backward without weights' gradients: what these are made of waits for `apply(key)`."""
+        """Call before a backward to inputs only: the parts of weights' gradients wait for `apply(key)`."""
         self.gradients.collect(key)
 
     def apply(self, key: Hashable, *, last: bool = False, part: int = 0) -> None:
-        """Adds the weights' gradients of a backward that waited. `last`: they are final then."""
+        """Adds the weights' gradients that wait since `collect(key)`. `last`: they are then final."""
         self.gradients.arm(self._reporter(part) if last else None)
         self.gradients.apply(key)
 
     def is_kept(self, use: Use) -> bool:
-        """Whether gradients of a use are whole all the time, and reduced once a batch."""
+        """Whether gradients of a use are always whole, and reduced once a batch."""
         return use.stays or not self._moves_gradients
 
     def _is_final(self, name: str, part: int) -> bool:
@@ -175,13 +174,13 @@ class RankState:
     def _reporter(self, part: int) -> Callable[[str], None]:
         """Takes the names of gradients that the last backward of a part has finished."""
         if self.num_parts == 1 and not self._moves_gradients:
-            # of a rank's stages the first one's backward comes last: what the last one shares with it is not final
+            # a rank's first stage has its backward last: what the last stage shares with it is not final
             return self.reducer.ready if not part or not self._in_both_ends else (
                 lambda name: None if name in self._in_both_ends else self.reducer.ready(name))
         return lambda name: self.reducer.ready(name) if self._is_final(name, part) else None
 
     def finish(self, batch: int, part: int) -> None:
-        """After the last backward of a part of a batch, where there are several: no gradient of it is missing."""
+        """Ends a part of a batch, after its last backward, if there are several: missing gradients are zero."""
         index = self.gradients.buffer_index(batch)
         final = [name for name in self.placements if self._is_final(name, part)]
         self.gradients.settle(index, final)
@@ -190,17 +189,17 @@ class RankState:
             self._squares[index].add(part)
 
     def is_alone(self, part: int) -> bool:
-        """Whether the gradients that the last backward of a part makes final are so for all ranks."""
+        """Whether gradients that a part's last backward makes final need no other rank's."""
         return self.partition.is_alone(part) and (part > 0 or self.grid.tp.size == 1)
 
     def reduce(self, batch: int) -> None:
-        """After the last backward of a batch: starts what has not been started."""
+        """Starts the reductions that are not started, after the last backward of a batch."""
         self.gradients.finish(
             self.gradients.buffer_index(batch), [name for name in self.placements if self.is_kept(self.uses(name))])
         self.reducer.flush()
 
     def await_sums(self, batch: int) -> None:
-        """Waits for what was reduced once of a batch, the oldest that is under way."""
+        """Waits for the reductions of a batch, the oldest under way."""
         self.reducer.wait()
         if self.compression is not None and self.shares:
             shares = self.shares[self.gradients.buffer_index(batch)]
@@ -218,12 +217,12 @@ class RankState:
         return self._squares[self.gradients.buffer_index(batch)].total()
 
     def send(self, batch: int) -> None:
-        """After `square_norm`, where the host updates: the gradients of a batch leave."""
+        """Sends a batch's gradients to the host, if it updates; call it after `square_norm`."""
         if self.host is not None:
             self.host.send(self.gradients.buffer_index(batch))
 
     def begin_update(self, lr: float, factor: float | None, *, predict: bool = True) -> None:
-        """Has the host begin to make the next version of the weights, as `update` would."""
+        """Starts the host on the next version of the weights, as `update` would make it."""
         assert self.host is not None
         self.await_copy()
         self._settle(made=factor is not None)
@@ -232,8 +231,8 @@ class RankState:
     def update(self, batch: int, lr: float, factor: float | None, *, predict: bool = True, group: int = 0) -> None:
         """Makes the next version of the weights, from the gradients of a batch times `factor`; None: an equal one.
 
-        `predict`: micro-batches are to run on a prediction of it, where weights are predicted. `group`: which part of
-        the update. Where the host makes it, `begin_update` and `host.wait` come before, and `factor` says but whether.
+        `predict`: whether to predict this version, if weights are predicted. `group`: part of the update. If the host
+        updates, `begin_update` and `host.wait` come before, and `factor` only says whether there is a step.
         Collectives: as Optimizer.step and WeightStore.advance; of several sites, as OuterStep.step.
         """
         self.await_copy()
@@ -260,12 +259,12 @@ class RankState:
         self.weights.advance(step, predict=predict, group=group)
 
     def _settle(self, *, made: bool) -> None:
-        """It is known whether the oldest batch's step is made: what it has not sent is the next one's, or is not."""
+        """Tells the compression whether the oldest batch's step is made: only then its unsent rest goes on."""
         if self.compression is not None:
             self.compression.feedback.close(made=made)
 
     def full_gradients(self, batch: int) -> dict[str, Tensor]:
-        """The reduced gradients of a batch, of all parameters; read only.
+        """The reduced gradients of a batch, for all parameters; read only.
 
         Collectives: an all-gather where replicas share the update.
         """
@@ -277,7 +276,7 @@ class RankState:
     # -- copies of it ------------------------------------------------------------------------------------------------
 
     def hold(self, until: Callable[[], object]) -> None:
-        """Nothing changes `tensors` before `until` has returned: they are being copied."""
+        """Lets nothing change `tensors`, which are being copied, before `until` has returned."""
         self._await_copy = until
 
     def await_copy(self) -> None:
@@ -286,12 +285,12 @@ class RankState:
 
     @property
     def parts(self) -> dict[str, tuple[int, int]]:
-        """Elements of the local tensor that this rank updates, of the parameters that it updates in part."""
+        """Elements (start, stop) of the local tensor that this rank updates, for parameters that it updates in part."""
         return {o.name: o.part for o in self.partition.owned if o.part is not None}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state that checkpoints have, by key (see kinds); live, so copy or write it before going on. What they
-        hold is given by `memory.read`."""
+        """The state that checkpoints have, by key (see kinds); live, so copy or write it before going on. `memory.read`
+        gives the content."""
         return {key: tensor for kind in self.kinds if kind.saved for key, tensor in kind.tensors().items()}
 
     def placed(self) -> Iterator[tuple[str, Tensor, ParameterSlot]]:
@@ -311,8 +310,8 @@ class RankState:
         return sizes
 
     def whole_bytes(self) -> tuple[int, int]:
-        """Memory of whole chunks of what replicas share, at most: of weights, of one part and the next, and of
-        gradients, of one part and the one whose are summed. Units: bytes."""
+        """Most memory of whole chunks that replicas share: weights of two consecutive parts, and gradients of one part
+        and of the one being summed. Units: bytes."""
         def of(buffer: Buffer, shares: Sequence[Shares]) -> int:
             sizes = [(c.use, tensor.nbytes) for c, tensor in zip(buffer.chunks, buffer.tensors, strict=True)]
             return room(sizes, 2) if shares else 0
@@ -321,7 +320,7 @@ class RankState:
                 of(self.gradients.buffers[0], self.shares if self._moves_gradients else ()))
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int, since: int = 0) -> None:
-        """Takes tensors by key. Each is asked for once; an optimizer's are kept as they are.
+        """Loads tensors by key. Each is read once; an optimizer's are kept as they are.
 
         `versions`: of the weights, oldest first. `num_updates`: steps that the optimizer has taken. `since`: the
         version from which on sites have trained apart.

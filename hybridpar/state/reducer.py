@@ -21,9 +21,9 @@ class GradientReducer:
     For each batch: `arm(flat)` before its last backward, `ready(name)` as gradients become final (see
     GradientAccumulator.arm), `flush()` after it for those that got none, `wait()` before the sums are used. A batch may
     be armed while the reduction of an earlier one, flushed but not waited for, is still under way in another buffer.
-    `reduces`: uses whose buckets these are; others are reduced elsewhere. `compression`: of those that it covers.
+    `reduces`: uses that are reduced here; others are elsewhere. `compression`: of the buckets that it covers.
 
-    Afterwards the sums are on the ranks that own them: on all, or each in part where the partition is sharded.
+    Afterwards the sums are on their owners: on all ranks, or in parts if the partition is sharded.
 
     Collectives: one all-reduce or reduce-scatter for each bucket over its axis, in the order of the buckets on every
     rank: a bucket that fills early is held back until those before it have started. On an axis of size 1 nothing is
@@ -45,14 +45,14 @@ class GradientReducer:
 
     @property
     def summed_beside(self) -> list[tuple[str, ...]]:
-        """Parameters of each bucket whose sum needs no memory but the gradients' own, so that any stream may start it;
-        none, where some do, or nothing is summed."""
+        """Parameters of each bucket, if no sum needs more memory than the gradients' own, so that any stream may start
+        it; else none, nor if nothing is summed."""
         if self._compression is not None:
             return []
         return [bucket.names for bucket, (axis, _) in zip(self.buckets, self._ways, strict=True) if axis.size > 1]
 
     def arm(self, flat: Tensor | Buffer) -> None:
-        """The backward that follows is the last one into `flat`."""
+        """Call before the last backward into `flat`."""
         assert self._flat is None, "the batch before was not flushed"
         self._flat = flat
         self._missing = [set(bucket.names) for bucket in self.buckets]
@@ -60,21 +60,21 @@ class GradientReducer:
         self._started.append([])
 
     def ready(self, name: str) -> None:
-        """The gradient of this parameter is final; starts what that completes."""
+        """Notes that the gradient of this parameter is final; starts the bucket that it completes."""
         missing = self._missing[self._bucket_of[name]]
         missing.remove(name)  # fails if the gradient was called final before
         if not missing:
             self._start_complete()
 
     def complete(self, names: Iterable[str]) -> None:
-        """No further gradient of these parameters will come; starts what that completes."""
+        """Notes that these parameters get no more gradients; starts the buckets that are complete."""
         if self._flat is not None:
             for name in names:
                 self._missing[self._bucket_of[name]].discard(name)
             self._start_complete()
 
     def flush(self) -> None:
-        """Starts the buckets that are not started: no further gradient will come."""
+        """Starts the other buckets: no more gradients will come."""
         if self._flat is None:
             return
         for missing in self._missing:
@@ -84,7 +84,7 @@ class GradientReducer:
         self._flat = None
 
     def wait(self) -> None:
-        """Waits for the oldest reduction under way; nothing to do if there is none."""
+        """Waits for the oldest reduction under way, if there is one."""
         if not self._started:
             return
         assert self._flat is None or len(self._started) > 1, "flush before waiting: buckets are missing"
@@ -98,7 +98,7 @@ class GradientReducer:
     def proceed(self) -> None:
         """Takes the next step of compressed sums under way within this stage; replicas must call it at the same places.
 
-        What is summed over several stages, which are not at one place of their plans, is left to `wait`.
+        Sums over several stages, whose plans are at different places, are left to `wait`.
         """
         for works in self._started:
             _proceed(work for work in works if isinstance(work, Exchange) and not work.over_stages)
@@ -109,7 +109,7 @@ class GradientReducer:
         return Works(self._started[-1] if self._started else ())
 
     def of(self, use: Use) -> Works:
-        """The part of that reduction which parameters of this use have; all of it has started."""
+        """The part of that reduction for parameters of this use; all of it has started."""
         works = self._started[-1]
         numbers = [i for i, bucket in enumerate(self.buckets) if self.partition.use_of(bucket) == use]
         assert all(i < len(works) for i in numbers), "a bucket of another use holds this one back"

@@ -1,4 +1,4 @@
-"""Tensors whose memory comes and goes, while views of them stay: of whole chunks (ZeRO), and of items on a GPU."""
+"""Tensors whose memory comes and goes, while their views stay: whole chunks (ZeRO), and items on a GPU."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    """While in it, this thread's work goes to a stream; None: there are none."""
+    """While in it, this thread's work goes to a stream; None: changes nothing."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class TensorRegion:
     """A tensor whose memory is taken and given back; meanwhile it and its views have no content.
 
-    tensor: all of its storage. view: the same, of which autograd need not know that it comes back with what it had.
-    stream: that memory is taken on; None: the current one. Memory of a stream of its own has not been of what the
-    launch thread's may still be at.
+    tensor: all of its storage. view: the same, from which autograd does not notice that content has come back.
+    stream: memory is taken on it; None: on the current one. On a stream of its own no memory is taken that the launch
+    thread's may still use.
     """
 
     def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None = None):
@@ -43,7 +43,7 @@ class TensorRegion:
         self.tensor.untyped_storage().resize_(num_bytes)
 
     def another(self) -> TensorRegion:
-        """One of the same size, of zeros, of the current stream's memory: for the launch thread to read."""
+        """One of the same size, of zeros, in the current stream's memory: for the launch thread to read."""
         found = TensorRegion(torch.empty_like(self.tensor))
         found.clear()
         return found
@@ -58,7 +58,7 @@ class TensorRegion:
 
 @contextmanager
 def taken(regions: Iterable[TensorRegion]) -> Iterator[None]:
-    """While in it, these have memory. What those hold that had none is lost after it."""
+    """While in it, these have memory. The content of those that had none before is lost afterwards."""
     absent = [region for region in regions if not region.is_here]
     for region in absent:
         region.take()

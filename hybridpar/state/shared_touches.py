@@ -1,4 +1,4 @@
-"""What the actions of a plan touch of chunks that replicas share (ZeRO-2 and 3)."""
+"""Which chunks that replicas share (ZeRO-2 and 3) each action of a plan touches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hybridpar.state.shares import WholeChunks
 
 
 class SharedTouches:
-    """What an action touches of the chunks that come and go, by number.
+    """Which of the chunks that come and go an action touches, by number.
 
     weights of a part     F B I reads                       gradients   B I W adds
     what an UPDATE makes  new shares: a whole chunk is old              REDUCE: all are in the shares
 
-    chunks: by number, of which those before `first` are items of the rank's tiers.
+    chunks: by number, from `first` on: lower numbers are items of the rank's tiers.
     """
 
     def __init__(self, memory: WholeChunks, state: RankState, parts: Parts, sizes: Sizes, first: int = 0):
@@ -48,8 +48,8 @@ class SharedTouches:
         return []
 
     def items(self) -> SharedItems:
-        """The chunks as a plan knows them. Weights have room for two consecutive parts, so what comes next is gathered
-        while a part computes; gradients have room for one, besides those that are being summed."""
+        """The chunks as a plan knows them. Weights have room for two consecutive parts, so the next is gathered while a
+        part computes; gradients have room for one part, besides those being summed."""
         num_bytes = [0] * self._first + [chunk.num_bytes for chunk in self.chunks.values()]
         summed = frozenset(i for i, chunk in self.chunks.items() if chunk.kind.startswith("gradients/"))
 

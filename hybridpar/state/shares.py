@@ -1,7 +1,7 @@
-"""ZeRO-2 and 3: of what comes and goes, a rank keeps its own share, and has whole chunks only while it needs them.
+"""ZeRO-2 and 3: a rank keeps its own share of each chunk, and has the whole chunk only while it needs it.
 
     whole    [ a a a a ]   .   .   [ b b b b ]     chunks of a flat buffer, here for as long as a part computes
-    share    [ a | b | c | d ]                     what this rank owns of them, here all the time
+    share    [ a | b | c | d ]                     this rank's own part of each, always here
 
 Weights: a whole chunk is gathered from the shares of all replicas, and dropped. Gradients: a backward adds to a whole
 chunk, which is summed over the replicas into their shares, and dropped. Uses that stay are whole on every rank.
@@ -23,12 +23,12 @@ from hybridpar.state.policy import StatePolicy
 from hybridpar.state.region import TensorRegion, taken
 
 SHARES = "shares/"
-"""Begins the kind of a share, before that of what it is of."""
+"""Prefix of a share's kind: the kind of the whole follows."""
 
 
 class WholeChunk(TensorRegion):
     """A chunk that comes and goes. kind: of state, with its number: 'weights/0', 'gradients/1'. index: that number.
-    listeners: are called with it when it has come or gone."""
+    listeners: called with it when it has come or gone."""
 
     def __init__(self, kind: str, use: Use, tensor: Tensor, listeners: Sequence[Callable[[WholeChunk], object]]):
         super().__init__(tensor)
@@ -36,7 +36,7 @@ class WholeChunk(TensorRegion):
         self._listeners = listeners
 
     def take(self) -> None:
-        """Takes memory, whose content is anything, if it has none."""
+        """Takes memory, if it has none; its content is anything."""
         if not self.is_here:
             super().take()
             self._tell()
@@ -53,8 +53,8 @@ class WholeChunk(TensorRegion):
 
 
 class WholeChunks(Memory):
-    """Memory of a device, where the chunks that replicas share come and go: `chunks`, in the order in which they were
-    asked for. At the start none is here. `listeners`: as a chunk's."""
+    """Memory of a device, where the chunks that replicas share come and go: `chunks`, in the order of their making. At
+    the start none is here. `listeners`: as a chunk's."""
 
     chunk = WholeChunk
 
@@ -77,12 +77,12 @@ class WholeChunks(Memory):
         return not use.stays and kind.startswith(self._kinds)
 
     def room(self, kind: str, consecutive: int) -> int:
-        """As the function, of chunks of a kind, say 'weights'."""
+        """As the function `room`, for chunks of a kind, say 'weights'."""
         return room(((chunk.use, chunk.num_bytes) for chunk in self.chunks if chunk.kind == f"{kind}/0"), consecutive)
 
     @property
     def most_bytes(self) -> int:
-        """The most that is whole at once: weights of a part and the next, gradients of one and the one being summed."""
+        """Most bytes that are whole at once: weights of two parts, gradients of one and of the one being summed."""
         return self.room("weights", 2) + self.room("gradients", 2)
 
     def _storage(self, view: Tensor) -> object:
@@ -92,7 +92,7 @@ class WholeChunks(Memory):
         return self.writing(chunk)
 
     def writing(self, *views: Tensor) -> AbstractContextManager[None]:
-        """While in it, chunks that these are views of are here. Their content is lost after it: `Shares` keep it."""
+        """While in it, the chunks of these views are here. Their content is lost afterwards: `Shares` keep it."""
         return taken(chunk for chunk in map(self.of, views) if chunk is not None)
 
     def of(self, view: Tensor) -> WholeChunk | None:
@@ -102,7 +102,7 @@ class WholeChunks(Memory):
 
 
 def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:
-    """Most bytes that so many consecutive parts of a rank need of chunks that do not stay. chunks: use and bytes."""
+    """Most bytes of chunks that so many consecutive parts need, without those that stay. chunks: use and bytes."""
     moving = [(set(use.parts), num_bytes) for use, num_bytes in chunks if not use.stays]
     last = max((max(parts) for parts, _ in moving), default=-1)
     return max((sum(num_bytes for parts, num_bytes in moving if not parts.isdisjoint(range(part, part + consecutive)))
@@ -110,10 +110,10 @@ def room(chunks: Iterable[tuple[Use, int]], consecutive: int) -> int:
 
 
 class Shares:
-    """What this rank owns of the chunks of `whole` that do not stay, or `of_all`.
+    """This rank's shares of the chunks of `whole` that do not stay, or `of_all`.
 
-    buffer: their memory, in chunks by use. kind: of state of the whole ones. views: of each parameter that it owns all
-    of, or of the part of it as a vector, by name.
+    buffer: their memory, in chunks by use. kind: of state of the whole ones. views: by name, each parameter that it
+    owns, or its part of it as a vector.
     """
 
     def __init__(self, partition: Partition, whole: Buffer, dtype: torch.dtype, memory: Memory, kind: str = "", *,
@@ -134,8 +134,8 @@ class Shares:
     @staticmethod
     def of(partition: Partition, buffers: Sequence[Buffer], memory: Memory, kind: str, *, split: bool,
            of_all: bool = False) -> list[Shares]:
-        """Shares of all buffers of a kind; none where replicas do not split them. of_all: in one memory, as those of
-        one buffer at a time are needed."""
+        """Shares of all buffers of a kind; none if replicas do not split them. of_all: in one memory, as only one
+        buffer's are needed at a time."""
         found: list[Shares] = []
         for i, whole in enumerate(buffers if split else ()):
             found.append(Shares(partition, whole, whole.tensors[0].dtype, memory, f"{kind}/{i}", of_all=of_all,
@@ -151,19 +151,19 @@ class Shares:
         return 0 if self._of_all else next(chunk.start for chunk in self.buffer.chunks if chunk.use == use)
 
     def owned(self) -> list[Tensor]:
-        """What this rank owns, in the order of the partition: its shares, and views of what stays."""
+        """This rank's own parts, in the order of the partition: its shares, and views of what stays."""
         kept = self.partition.owned_views(self.whole, lambda use: not self.has(use))
         return [self.views[o.name] if o.name in self.views else next(kept) for o in self.partition.owned]
 
     @torch.no_grad()
     def take(self, names: Iterable[str], *, add: bool = False) -> None:
-        """Copies (or adds) to the shares of some parameters what the whole chunks have."""
+        """Copies (or adds) some parameters from the whole chunks to their shares."""
         for share, part in self._pairs(names):
             share.add_(part) if add else share.copy_(part)
 
     @torch.no_grad()
     def put(self, name: str, whole: Tensor) -> None:
-        """Copies to a parameter's share, if there is one, the same part of a whole tensor."""
+        """Copies the same part of a whole tensor to a parameter's share, if there is one."""
         if name in self.views:
             start, stop = self._owned[name].part or (0, whole.numel())
             self.views[name].view(-1).copy_(whole.view(-1)[start:stop])
@@ -190,7 +190,7 @@ class Shares:
         return self._names[use]
 
     def _pairs(self, names: Iterable[str]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The share of each of these that this rank owns any of, and the same part of the whole chunk."""
+        """For each of these in which this rank has a share: the share, and the same part of the whole chunk."""
         for name in names:
             if name in self.views:
                 owned = self._owned[name]

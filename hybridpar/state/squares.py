@@ -20,8 +20,7 @@ from hybridpar.state.uses import layout_run
 
 
 class Squares:
-    """Sums of squares of one gradient buffer, of what this rank counts: `views` of it or of `shares`, one for each
-    slot.
+    """Sums of squares of the gradients that this rank counts: `views` of a buffer or of its shares, one a slot.
 
     They are added up block by block in one order, so a stage has equal bits however it is cut into parts.
     """
@@ -62,7 +61,7 @@ class Squares:
         self._sums[part] = sums_of_squares(self._tensors.get(part, ()), self._backend)
 
     def total(self) -> Tensor:
-        """All squares, with those of the parts that were not added; a float64 scalar. What was added is forgotten.
+        """All squares, including parts that were not added; a float64 scalar. Forgets what was added.
 
         Collectives: as `add`.
         """
@@ -76,8 +75,8 @@ class Squares:
 
 
 def _home(gradients: Buffer | Shares, use: Use, start: int) -> tuple[FlatLayout, int]:
-    """The layout in which gradients of a use lie, and its element at which their memory begins. start: of one of them,
-    in the flat buffer."""
+    """The layout of gradients of a use, and its element at which their memory begins. start: of one, in the flat
+    buffer."""
     if isinstance(gradients, Shares):
         if gradients.has(use):
             return gradients.buffer.layout, gradients.base(use)

@@ -1,6 +1,6 @@
 """The slow tier of a rank's state on a machine without a GPU: one file, read and written past the page cache.
 
-The file has no name: a run that is killed leaves nothing, and nothing of it is trusted after a restart.
+The file has no name: a killed run leaves nothing behind, and a restart trusts nothing of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def padded(num_bytes: int) -> int:
 
 
 class DiskStore:
-    """Room for items of these sizes (bytes) in a file in `folder`; what was never written is zeros.
+    """Room for items of these sizes (bytes) in a file in `folder`, zeros until written.
 
     Reads and writes are of whole pages, in pieces that several threads move at a time.
     Raises: HybridparError naming the folder, where there is no room or it cannot be written to.
@@ -51,7 +51,7 @@ class DiskStore:
             raise self._failure("make the file of the state", error) from None
 
     def _go_direct(self, name: str) -> bool:
-        """Opens the file anew past the page cache, where its file system can do that."""
+        """Opens the file anew past the page cache, if its file system can do that."""
         try:
             direct = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_DIRECT)
         except OSError as error:
@@ -63,11 +63,11 @@ class DiskStore:
         return True
 
     def read(self, item: int, into: memoryview) -> None:
-        """Brings an item; returns once it is here. `into`: of the item's pages, at a page. Raises: HybridparError."""
+        """Reads an item into `into`: whole pages, beginning at a page. Raises: HybridparError."""
         self._move(os.preadv, "read", item, into)
 
     def write(self, item: int, content: memoryview) -> None:
-        """Takes an item's content, as `read`."""
+        """Writes an item's content, as `read`."""
         self._move(os.pwritev, "write", item, content)
 
     def _move(self, call: object, what: str, item: int, memory: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""State whose memory is limited: chunks of all kinds are items that move between memory and a file."""
+"""State in limited memory: chunks of all kinds are items that move between memory and a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybridpar.state.store import DiskStore, padded
 from hybridpar.state.tiers import Tiers
 
 FOLDER = "state"
-"""Folder of a run where the file is, if the configuration does not name one."""
+"""Subfolder of a run for the file, if the configuration names none."""
 
 
 def slow_folder(config: Config) -> Path:
@@ -30,7 +30,7 @@ def slow_folder(config: Config) -> Path:
 
 
 def folder_to_measure(config: Config) -> Path:
-    """That folder, or the nearest one above it that is there."""
+    """That folder, or the nearest one above it that exists."""
     folder = Path(config.memory.folder or config.run.folder).absolute()
     return next(one for one in (folder, *folder.parents) if one.is_dir())
 
@@ -45,9 +45,9 @@ class StateItem:
 
 
 class ItemMemory(Memory):
-    """Memory whose chunks are told one by one: `items`, in the order in which they are taken.
+    """Memory that lists its chunks: `items`, in the order in which they are taken.
 
-    whole: has those that replicas share, whose items are this rank's shares; None: they share none.
+    whole: holds the chunks that replicas share; their items are this rank's shares. None: they share none.
     """
 
     is_limited = True
@@ -65,7 +65,7 @@ class ItemMemory(Memory):
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of what replicas share that is whole at once, at most."""
+        """Most bytes of shared chunks that are whole at once."""
         return 0 if self.whole is None else self.whole.most_bytes
 
     def for_optimizer(self, uses: Callable[[str], Use]) -> ItemMemory:
@@ -73,7 +73,7 @@ class ItemMemory(Memory):
         return self
 
     def state(self, what: str, slots: Sequence[ParameterSlot], dtype: torch.dtype) -> list[Tensor]:
-        """Zeros of the slots' shapes; those of one use are an item. what: the name of an optimizer's state."""
+        """Zeros of the slots' shapes, an item for each use. what: name of an optimizer's state."""
         found: dict[str, Tensor] = {}
         for use in dict.fromkeys(self._uses(slot.name) for slot in slots):
             names = {slot.name: slot.shape for slot in slots if self._uses(slot.name) == use}
@@ -101,9 +101,9 @@ class ItemMemory(Memory):
 
 
 class TieredMemory(ItemMemory):
-    """Memory of a CPU, of which state takes `budget` bytes at most, and a file in `folder` for the rest.
+    """State in at most `budget` bytes of a CPU's memory, and the rest in a file in `folder`.
 
-    From `seal` on, `tiers` moves what was taken from it, in what `whole` leaves of the budget.
+    From `seal` on, `tiers` moves the items, in the part of the budget that `whole` leaves.
     """
 
     def __init__(self, budget: int, folder: Path, device: torch.device | str = "cpu", whole: WholeChunks | None = None):
@@ -116,7 +116,7 @@ class TieredMemory(ItemMemory):
 
     @property
     def room_bytes(self) -> int:
-        """What of the budget items have."""
+        """Bytes of the budget for items."""
         return self.budget - self.whole_bytes
 
     def _take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -130,7 +130,7 @@ class TieredMemory(ItemMemory):
         return Region(num_bytes)
 
     def seal(self, allocate: Callable[[], object]) -> None:
-        """Makes the slow tier. Raises: HybridparError where there is no room for it."""
+        """Makes the slow tier. Raises: HybridparError if there is no room for it."""
         super().seal(allocate)
         pinned = frozenset(i for i, item in enumerate(self.items) if item.use.stays)
         self.tiers = self._make_tiers(pinned, [0 if item.use.stays else item.num_bytes for item in self.items])
@@ -168,5 +168,5 @@ class TieredMemory(ItemMemory):
         return content.as_strided(view.shape, view.stride(), view.storage_offset())
 
     def forget(self) -> None:
-        """What was read is going to change."""
+        """Forgets the copy that was read: it is going to change."""
         self._copy = None

@@ -1,10 +1,10 @@
-"""Items of state in two tiers: memory of a limited size, and a store that has room for all of them.
+"""Items of state in two tiers: memory of limited size, and a store with room for all.
 
     absent  --fetch-->  arriving  -->  here  --release-->  leaving  -->  absent
        \\------------ create -----------^  \\----------- drop ------------^
 
-What is asked for is started in that order, and is waited for only where it is needed. Memory counts as taken from when
-an item begins to arrive until it has left.
+Requests are started in order, and are waited for only where they are needed. Memory counts as taken from when an item
+begins to arrive until it has left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hybridpar.comm import Waitable
 from hybridpar.state.pages import AnyRegion, SparePages
 
 _LOOKS_S = 2e-4
-"""Between looks at what holds an item: collectives tell nobody that they are over."""
+"""Seconds between looks at what holds an item: collectives do not report their end."""
 
 
 class Store(Protocol):
@@ -36,7 +36,7 @@ class Store(Protocol):
 
 
 class Spare(Protocol):
-    """What becomes of the memory of regions that items give up, and where others take theirs from."""
+    """Takes over memory of regions that items give up, and hands it to others."""
 
     def add(self, region: Any) -> None: ...
     def hand_to(self, region: Any) -> None: ...
@@ -54,9 +54,9 @@ class Where(Enum):
 
 @dataclass(slots=True)
 class Item:
-    """One item: its memory, where it is, and whether the store lacks its content. `written`: the store has any.
+    """One item: its memory, and where it is. `changed`: the store lacks its content. `written`: the store has any.
 
-    `holds`: when these are done it may leave. `used`: when it was last asked for, by a count.
+    `holds`: it may leave once these are done. `used`: when it was last requested, by a count.
     """
 
     region: AnyRegion
@@ -74,7 +74,7 @@ class Item:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes moved between the tiers, the most that was in memory at once, and seconds that were waited."""
+    """Bytes moved between the tiers, the most in memory at once, and seconds waited."""
 
     read: int = 0
     written: int = 0
@@ -85,8 +85,8 @@ class Traffic:
 class Tiers:
     """Moves items between `regions` and a store, never having more than `budget` bytes in memory.
 
-    `pinned`: numbers of the items that are always there. Errors of the store are raised by the next call. `mark`: what
-    is done once that is over which the caller has started so far; None: it is over when a call returns.
+    `pinned`: numbers of the items that stay in memory. Errors of the store are raised by the next call. `mark`: makes
+    what is done once the caller's work so far is over; None: work is over when its call returns.
     """
 
     def __init__(self, regions: Sequence[AnyRegion], pinned: frozenset[int], budget: int, store: Store,
@@ -141,7 +141,7 @@ class Tiers:
         self.release(number)
 
     def create(self, number: int) -> None:
-        """Takes memory for an absent item, zeros; waits until what leaves has made room."""
+        """Takes memory for an absent item, zeros; waits until leaving items have made room."""
         item = self.items[number]
 
         def has_taken() -> bool:  # in one step: what is on its way may want the same room
@@ -163,7 +163,7 @@ class Tiers:
         return self.items[number].where in (Where.ABSENT, Where.LEAVING)
 
     def await_item(self, number: int, *, changing: bool = False) -> None:
-        """Returns once an item that was fetched is here. `changing`: its content is going to be another one."""
+        """Returns once an item that was fetched is here. `changing`: its content is going to change."""
         item = self.items[number]
         if item.where is not Where.HERE:
             assert item.where is Where.ARRIVING, f"item {number} is {item.where.value} and nobody has fetched it"
@@ -172,18 +172,18 @@ class Tiers:
         item.changed |= changing
 
     def settle(self) -> None:
-        """Waits for the end of all that is moving."""
+        """Waits for the end of all moves."""
         self._wait(lambda: not any(self._queues.values()))
 
     def hold(self, number: int, until: Waitable) -> None:
-        """An item stays where it is until this is done, also where it is to leave."""
+        """Keeps an item in memory until this is done, even if it is to leave."""
         self.items[number].holds.append(until)
 
     # -- what is asked for beside plans --------------------------------------------------------------------------------
 
     @contextmanager
     def using(self, numbers: Sequence[int], *, changing: bool = False) -> Iterator[None]:
-        """While in it, items are here; those that were used the longest ago make room. Not while a plan runs."""
+        """While in it, items are here; the least recently used make room. Not while a plan runs."""
         for number in numbers:
             self._use(self.items[number])
         for number in numbers:
@@ -197,7 +197,7 @@ class Tiers:
         yield
 
     def content(self, number: int) -> Tensor:
-        """An item's bytes: itself where it is here, else a copy. Changes nothing about where it is."""
+        """An item's bytes: itself if it is here, else a copy. Moves nothing."""
         item = self.items[number]
         if item.where in (Where.ARRIVING, Where.LEAVING):
             self._wait(lambda: item.where in (Where.HERE, Where.ABSENT))
@@ -265,7 +265,7 @@ class Tiers:
             item.where = Where.ABSENT
 
     def _work(self, where: Where) -> None:
-        """A mover: brings what is to arrive, or takes away what is to leave, one after the other."""
+        """A mover: brings arriving items, or takes leaving ones away, one after the other."""
         try:
             while self._move_next(where):
                 pass

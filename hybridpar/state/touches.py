@@ -1,4 +1,4 @@
-"""What each action of a rank touches of its state: the access string that its plan is."""
+"""Which items of its state each action of a rank touches: a plan is thus an access string."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _Touches = tuple[Touch, ...]
 
 
 class Touches:
-    """The items that an action touches, but for those that stay.
+    """The items that an action touches, except those that stay.
 
     weights of a part     F B I             gradients   B I W, the first of a batch writes; NORM, where they are reduced
     what an UPDATE makes  all of its group: it reads gradients, changes moments and master, writes the new weights
-    of what replicas share, items are shares, and numbers behind them whole chunks (replicas.py):
+    where replicas share, items are shares, and whole chunks have the numbers behind (shared_touches.py):
     FETCH of weights      reads the share                RELEASE of gradients   adds to it; the first B or I writes it
 
     items: of the rank's state, by number.
@@ -49,11 +49,11 @@ class Touches:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes with which nothing moves between the tiers."""
+        """Bytes of memory with which nothing moves."""
         return sum(self.num_bytes) + self.whole_bytes
 
     def least_budget(self) -> int:
-        """Bytes of memory that the state needs at least."""
+        """Least bytes of memory that the state needs."""
         state = self.state
         versions, buffers = range(state.weights.num_versions), range(len(state.gradients.buffers))
         one = [self._compute(Kind.B, part, slot, buffer, False)
@@ -66,15 +66,15 @@ class Touches:
             sum(self.items[touch.item].num_bytes for touch in touches) for touches in one)
 
     def require(self, budget: int) -> None:
-        """Raises: ConfigError where a budget is too small for any plan."""
+        """Raises: ConfigError if a budget is too small for any plan."""
         if (least := self.least_budget()) > budget:
             rule = f"must hold what one part of this rank needs at a time: {least} bytes"
             raise config_error("memory.budget", budget, rule, str(least))
 
     def residency(self, budget: int, resident: Mapping[int, bool] | None = None) -> Residency:
-        """What the tiers of a budget keep and move. resident: as Residency has it; None: all is in the slow tier.
+        """What the tiers keep and move with a budget. resident: as in Residency; None: all is in the slow tier.
 
-        Where not all has room, two of the largest items have: one that comes while another leaves.
+        If not all items fit, two of the largest do: one comes while another leaves.
         """
         num_bytes, budget = self.num_bytes, budget - self.whole_bytes
         spare = 2 * max((num_bytes[i] for i in self.moving), default=0) if sum(num_bytes) > budget else 0
@@ -95,7 +95,7 @@ class Touches:
         return self._shared(kind, number) if kind in PER_ITEM else ()
 
     def of(self, kind: str) -> Iterator[tuple[int, StateItem]]:
-        """Those of a kind of state that come and go."""
+        """The items of a kind of state that come and go."""
         return ((i, item) for i, item in self.moving.items() if item.kind == kind)
 
     def _compute_touches(self, kind: Kind, part: int, slot: int, buffer: int, begins: bool) -> _Touches:
@@ -115,7 +115,7 @@ class Touches:
         return (Touch(share, Mode.UPDATE if share in self.void else Mode.READ),)
 
     def _norm_touches(self, buffer: int, part: int) -> _Touches:
-        """Gradients whose squares are not known since the backward."""
+        """Gradients whose squares the backward has not left."""
         return tuple(Touch(i, Mode.UPDATE) for i, item in self.of(f"gradients/{buffer}")
                      if not self.state.is_alone(own := item.use.parts[0]) and (own == part or not self._norms))
 

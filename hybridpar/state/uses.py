@@ -1,4 +1,4 @@
-"""What a parameter is needed for: the parts of a rank that use it, and the part of an UPDATE that it belongs to."""
+"""The uses of parameters: the parts of a rank that compute with each, and the part of an UPDATE it belongs to."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hybridpar.state.chunks import WHOLE, Use
 
 
 def layout_run(placement: Placement) -> int:
-    """The place of a parameter in the layout: tied ones first, then replicated ones, then split ones, and last split
-    ones with rows on several tp ranks. Gradients of each of these are reduced apart, so they are contiguous."""
+    """The place of a parameter in the layout: tied ones first, then replicated, then split, and last split ones with
+    rows on several tp ranks. Each of these is contiguous, as its gradients are reduced apart."""
     if placement.tied or placement.shard is None:
         return 0 if placement.tied else 1
     return 3 if has_shared_rows(placement) else 2
@@ -21,10 +21,10 @@ def uses_of(parts: Sequence[range], placements: Mapping[str, Placement], blocks:
             elementwise: bool, alone: bool = True) -> Callable[[str], Use]:
     """The use of each parameter by name, on a rank whose blocks are in these parts.
 
-    What is summed over the ranks of a layer stays, and so do norms and biases, which are small, where they do not lie
-    between the matrices. `blocks`: that have a parameter; a tied one may be in several. `elementwise`: every element is
-    updated on its own; else all are together. `alone`: the pipeline has one rank. Else a tied weight stays as well:
-    its gradient waits for the other end.
+    Parameters whose gradients are summed over the ranks of a layer stay; so do norms and biases, which are small, if
+    they do not lie between the matrices. `blocks`: those with a parameter; a tied one may be in several. `elementwise`:
+    every element is updated on its own; else all together. `alone`: the pipeline has one rank. Else a tied weight stays
+    too: its gradient waits for the other end.
     """
     if not parts:
         return lambda name: WHOLE

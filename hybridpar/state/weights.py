@@ -1,17 +1,17 @@
 """The live versions of one stage's weights: flat buffers, bound to the modules by pointer.
 
                  version t        version t+1
-    master  ........................[=======]      fp32, in mixed precision or where weights are predicted: the newest;
-                                                   in any precision where the host makes it
-    working [=======]...............[=======]      what micro-batches run on; version v lives in buffer v % n
+    master  ........................[=======]      the newest, fp32: in mixed precision or where weights are predicted;
+                                                   in any precision where the host updates
+    working [=======]...............[=======]      micro-batches run on it; version v lives in buffer v % n
     leaves   views of a working buffer; an in-flight micro-batch keeps the leaves it ran on through its autograd graph
 
 A switch of version rebinds pointers. Making version t+1 writes the buffer of version t+1-n, whose last backward is over
 (the plan's check proves it; autograd's own version counters would raise if it were not).
 
-Where replicas share the update (ZeRO-1), a rank keeps the master of its own parts only, writes those, and an all-gather
-fills in the others' while training goes on; the first micro-batch on the new version waits for it. Where they share the
-weights (ZeRO-3), a rank keeps shares of working buffers, and their chunks come and go (shares.py).
+Where replicas share the update (ZeRO-1), a rank keeps only its own parts of the master and writes those; an all-gather
+brings the others while training goes on, and the first micro-batch on the new version waits for it. Where they share
+the weights (ZeRO-3), a rank keeps shares of working buffers, and whole chunks come and go (shares.py).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class WeightStore:
     batches then run on W + (W - W before the last update), a guess at the weights their gradient will be applied to.
     Source of prediction: PipeOptim, arXiv 2312.00839.
     `partition`: which parts this rank updates, and how it gets the others. `places`: modules that hold each parameter.
-    `uses`: of parameters, by name; the buffers are cut into chunks by it. An update is made group by group.
-    `splits`: replicas share the weights; `shares` are then what this rank owns of each buffer.
-    `host`: memory of what is updated, where the host updates `hosted` parameters (host.py); None: there are none, all
-    are updated where the weights are.
+    `uses`: of parameters, by name; they cut the buffers into chunks. An update is made group by group.
+    `splits`: replicas share the weights; `shares` then has this rank's part of each buffer.
+    `host`: memory of the `hosted` parameters, which the host updates (host.py); None: all are updated where the weights
+    are.
     """
 
     def __init__(self, parameters: StageParameters, partition: Partition, num_versions: int, memory: Memory, *,
@@ -55,7 +55,7 @@ class WeightStore:
         self.dtype, self.master_dtype = parameters.dtype, parameters.master_dtype
         self.partition, self.memory, self._uses, self._host = partition, memory, uses, host
         self.keeps_master = predict or self.dtype != self.master_dtype
-        """Whether the master copy has what no version of the weights has."""
+        """Whether the master copy differs from every version of the weights."""
         chunks = cut(self.layout, uses)
         self.buffers = [Buffer(self.layout, self.dtype, memory, chunks, f"weights/{i}") for i in range(num_versions)]
         self.leaves = [{name: view.detach().requires_grad_() for name, view in buffer.views().items()}
@@ -67,7 +67,7 @@ class WeightStore:
             own_chunks = cut(own_layout, lambda name: replace(uses(name), hosted=name in hosted))
             self.master = Buffer(own_layout, self.master_dtype, host or memory, own_chunks, "master")
         self.made = self.on_host("weights", self.dtype) if self.keeps_master and host is not None else None
-        """New weights on the host, in the type of the versions, where the master copy is of another."""
+        """New weights on the host, in the versions' dtype, if the master copy has another."""
         self._host_spans = list(self._merged_spans(hosted))
         # of owned parameters, by group and whether they are hosted
         self._indices: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
@@ -75,7 +75,7 @@ class WeightStore:
             self._indices[self.group_of(name), name in hosted].append(i)
         self._working = [shares.owned() for shares in self.shares] or [
             list(partition.owned_views(buffer)) for buffer in self.buffers]
-        """What this rank owns of the working buffers, in order."""
+        """This rank's own parts of the working buffers, in order."""
         if self.master is not None:
             self._views = [self.master.views()] * num_versions
         else:
@@ -89,7 +89,7 @@ class WeightStore:
         self.bind(0)
 
     def _merged_spans(self, names: Collection[str]) -> Iterator[tuple[int, int, int, int]]:
-        """(start, stop, start in the master, group) of what this rank owns of these; neighbours in a chunk are one."""
+        """(start, stop, start in the master, group) of this rank's parts of these; neighbours in a chunk are one."""
         start, stop, at, group = 0, 0, 0, 0
         cuts, goes_on = {chunk.start for chunk in self.buffers[0].chunks}, False
         for owned, offset in zip(self.partition.owned, self._own_layout.offsets, strict=True):
@@ -109,33 +109,33 @@ class WeightStore:
         return self._uses(name).group
 
     def is_kept(self, use: Use) -> bool:
-        """Whether chunks of a use are whole all the time."""
+        """Whether chunks of a use are always whole."""
         return use.stays or not self.shares
 
     def kept(self, version: int) -> dict[str, Tensor]:
-        """The parameters of a live version that are, by name."""
+        """The parameters of a live version that are always whole, by name."""
         return {name: leaf for name, leaf in self.leaves_of(version).items() if self.is_kept(self._uses(name))}
 
     def on_host(self, kind: str, dtype: torch.dtype | None = None) -> Buffer:
-        """A new buffer in host memory, of what this rank owns and the host updates. dtype: None, the master copy's."""
+        """A new buffer in host memory for this rank's hosted parts. dtype: None: the master copy's."""
         assert self._host is not None
         assert self.master is not None
         chunks = [chunk for chunk in self.master.chunks if chunk.use.hosted] or [Chunk(0, 0)]
         return Buffer(self._own_layout, dtype or self.master_dtype, self._host, chunks, f"host/{kind}")
 
     def spans(self, group: int) -> list[tuple[int, int, int]]:
-        """(start, stop, start in the master) of what this rank owns and the host updates of a group."""
+        """(start, stop, start in the master) of this rank's hosted parts in a group."""
         return [(start, stop, at) for start, stop, at, of_group in self._host_spans if of_group == group]
 
     def update_on_host(self, group: int, *, predict: bool) -> Weights:
-        """What the host's update of a group reads and writes."""
+        """The tensors that the host's update of a group reads and writes."""
         numbers = self._indices[group, True]
         master = [self._lists[0][i] for i in numbers]
         made = [self._made[self._own_layout.names[i]] for i in numbers] if self._made else ()
         return Weights(master, master, made, self.predicts and predict)
 
     def arriving(self, version: int, group: int) -> list[tuple[Tensor, Tensor]]:
-        """Where a group of a version goes, and where on the host it is made."""
+        """Pairs of places of a group: in a version, and on the host, where it is made."""
         source, target = self.made or self.master, self.buffers[self.slot(version)]
         assert source is not None
         return [(target[start:stop], source[at : at + stop - start]) for start, stop, at in self.spans(group)]
@@ -164,15 +164,15 @@ class WeightStore:
         self._bound = slot
 
     def arriving_parts(self, version: int) -> Works:
-        """The parts of `version` that other replicas make, on their way."""
+        """The parts of `version` that are on their way from other replicas."""
         return self._arriving.get(version, Works())
 
     def is_arriving(self, version: int) -> bool:
-        """Whether any of these are not here yet."""
+        """Whether any of these have not arrived."""
         return not self.arriving_parts(version).is_done()
 
     def await_version(self, version: int) -> None:
-        """Returns once `version` is all here."""
+        """Returns once all of `version` is here."""
         if (arriving := self._arriving.pop(version, None)) is not None:
             arriving.wait()
 
@@ -205,9 +205,9 @@ class WeightStore:
 
     @torch.no_grad()
     def advance(self, update: Update | None, *, predict: bool = True, group: int = 0) -> None:
-        """Makes version newest + 1: `update` writes it, from what this rank owns of the newest one; None: it is equal,
-        and nothing is predicted of it. `predict`: whether that is wanted of this version, where weights are predicted.
-        `group`: which part of it; part 0 comes first. Hosted parameters are there already, unless it is equal.
+        """Makes version newest + 1: `update` writes it, from this rank's parts of the newest; None: an equal one,
+        without prediction. `predict`: whether to predict this version, if weights are predicted. `group`: which part of
+        it; part 0 comes first. Hosted parameters are there already, unless it is equal.
 
         Collectives: an all-gather over the owners, which `bind` waits for, where the update is shared.
         """
@@ -237,14 +237,14 @@ class WeightStore:
                     buffers[after].take(buffers[before], number)
 
     def _write(self, slot: int, numbers: Sequence[int]) -> None:
-        """Copies the master to what this rank owns of a working buffer: owned parameters by number."""
+        """Copies owned parameters, by number, from the master to a working buffer."""
         assert self.master is not None
         for i in numbers:
             self._working[slot][i].copy_(self._lists[slot][i])
 
     @torch.no_grad()
     def full_weights(self) -> dict[str, Tensor]:
-        """All parameters of this stage as training has made them (neither rounded nor predicted); read only.
+        """All parameters of this stage, neither rounded nor predicted; read only.
 
         Collectives: an all-gather where the master is shared.
         """
@@ -256,7 +256,7 @@ class WeightStore:
 
     @contextmanager
     def unpredicted(self) -> Iterator[None]:
-        """While in it, the newest version is W itself rather than what is predicted. Collectives: as `full_weights`."""
+        """While in it, the newest version is W itself, not its prediction. Collectives: as `full_weights`."""
         if not self.predicts:
             yield
             return
@@ -282,7 +282,7 @@ class WeightStore:
     @torch.no_grad()
     def restore(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Takes `tensors`, by parameter name, as `version`, which is the newest from now on; call in ascending order.
-        Of what replicas share, none is taken.
+        Chunks that replicas share are left out.
 
         Raises: CheckpointError.
         """
@@ -298,13 +298,13 @@ class WeightStore:
 
     @torch.no_grad()
     def restore_master(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes `tensors` as what this rank owns of the master copy, where there is one. Raises: CheckpointError."""
+        """Takes `tensors` as this rank's parts of the master copy, if there is one. Raises: CheckpointError."""
         if self.master is not None and self.keeps_master:
             copy_all(self.master.views(), tensors, "master weights", self.memory)
 
 
 def copy_all(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str, memory: Memory) -> None:
-    """Copies tensors by name to their targets. Raises: CheckpointError where one is missing or of another shape."""
+    """Copies tensors by name to their targets. Raises: CheckpointError if one is missing or of another shape."""
     for name, target in targets.items():
         if name not in tensors:
             raise CheckpointError(f"{what}: {name} is missing")
