@@ -149,7 +149,7 @@ class BertDataset:
     def _moved(self, indices: Ints, epochs: Ints) -> tuple[Ints, Ints]:
         """Each window in its epoch: its first sentence, and the one it ends before. Shapes: [b] all.
 
-        Two sentences of a window stay in it, so it keeps two tokens.
+        Two or more sentences of a window stay in it, so it has two tokens.
         """
         document = self._document_of(self._windows[indices])
         begin, end = self._documents[document], self._documents[document + 1]
