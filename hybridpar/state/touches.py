@@ -115,7 +115,7 @@ class Touches:
         return (Touch(share, Mode.UPDATE if share in self.void else Mode.READ),)
 
     def _norm_touches(self, buffer: int, part: int) -> _Touches:
-        """Gradients whose squares the backward has not left."""
+        """Gradients whose squares were not noted at their backward."""
         return tuple(Touch(i, Mode.UPDATE) for i, item in self.of(f"gradients/{buffer}")
                      if not self.state.is_alone(own := item.use.parts[0]) and (own == part or not self._norms))
 

@@ -171,7 +171,7 @@ class Executor:
             listener(action)
 
     def wait(self, wait: Callable[[], None]) -> None:
-        """Calls `wait`, which waits for other ranks, in the course of an action."""
+        """Calls `wait`, which waits for other ranks, as a part of an action."""
         if self.recording is None or self.current is None:
             wait()
         else:

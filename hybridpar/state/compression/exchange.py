@@ -1,11 +1,11 @@
-"""Which parameters are compressed, and the exchange of their buckets beside training.
+"""Chooses the parameters to compress, and exchanges their buckets beside training.
 
     REDUCE(t)   G(t) + E(t) encoded, bucket by bucket; messages start
     later       next steps of the exchange, where replicas' plans have them: at the first backward of batch t+1
     NORM(t)     the sums of the decoded messages are in the place of the gradients
-    UPDATE(t)   what was not sent becomes E(t+1); of a skipped step E(t+1) = E(t)
+    UPDATE(t)   the unsent rest becomes E(t+1); after a skipped step E(t+1) = E(t)
 
-With ZeRO-2 and 3 what is not sent stays in the memory of G(t), and of a decoded sum a rank keeps the part that it owns.
+With ZeRO-2 and 3 the unsent rest stays in the memory of G(t), and a rank keeps only its own part of a decoded sum.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ METHODS: dict[str, type[Method]] = {method.name: method for method in (
 
 
 class Exchange:
-    """The steps of a bucket's sum, of which one at a time is under way; to be waited for as a Work is.
+    """The steps of a bucket's sum, one at a time; wait for it as for a Work.
 
-    rounds: how many messages follow on each other, at most. over_stages: ranks of several stages take part.
+    rounds: most messages that follow each other. over_stages: ranks of several stages take part.
     """
 
     def __init__(self, steps: Iterator[Works], rounds: int, *, over_stages: bool = False):
@@ -69,11 +69,11 @@ class Exchange:
 
 
 class Compression:
-    """Compressed sums of the gradients of a partition, where there is something to compress.
+    """Compressed sums of the gradients of a partition.
 
-    Compressed are parameters of at least `gradients_smallest` elements that are summed over more than one rank. Not
-    those with partial sums along tp, which are small or rare: they are sent whole. `shared`: a rank has its own part of
-    the sums alone (ZeRO-2 and 3), and gradients become what is not sent.
+    Parameters of at least `gradients_smallest` elements that are summed over several ranks are compressed. Those with
+    partial sums along tp, which are small or rare, are sent whole. `shared`: a rank has only its own part of the sums
+    (ZeRO-2 and 3), and its gradients become the unsent rest.
     """
 
     def __init__(self, partition: Partition, placements: Mapping[str, Placement], settings: CompressionConfig,
@@ -107,7 +107,7 @@ class Compression:
     @staticmethod
     def of(partition: Partition, placements: Mapping[str, Placement], policy: StatePolicy, memory: Memory
            ) -> Compression | None:
-        """None where nothing is compressed."""
+        """None if nothing is compressed."""
         if policy.compression.gradients == "none":
             return None
         made = Compression(partition, placements, policy.compression, memory, policy.kernels,
@@ -116,13 +116,13 @@ class Compression:
 
     @property
     def factored(self) -> frozenset[str]:
-        """Parameters of which it takes the factors of the gradients."""
+        """Parameters whose gradients it takes as factors."""
         return self.packed if self.method.factored else frozenset()
 
     def begin(self, batch: int, parts: dict[str, list[Part]], scale: float = 1.0,
               gradients: Mapping[str, Tensor] = NONE, sums: Shares | None = None) -> None:
-        """The gradients of a batch are about to be reduced, which are multiplied by `scale`. parts: of those that are
-        `factored`; it takes them away. Where sums are `shared`, gradients: all of them, by parameter; sums: are there.
+        """Begins to reduce a batch's gradients, which are multiplied by `scale`. parts: of `factored` parameters; it
+        takes them away. With `shared`, gradients: all, by parameter; sums: their place.
         """
         if batch >= self._start:
             self.feedback.open(scale, gradients)
@@ -142,7 +142,7 @@ class Compression:
 
     @property
     def sent(self) -> Sent:
-        """What this rank has sent since the start of the run."""
+        """The amount that this rank has sent since the start of the run."""
         total = Sent()
         for method in self._methods.values():
             total.elements += method.sent.elements
@@ -159,14 +159,14 @@ class Compression:
 
 
 def _is_packed(shape: Sequence[int], placement: Placement, settings: CompressionConfig) -> bool:
-    """Whether a parameter of that local shape is compressed where it is summed over several ranks."""
+    """Whether a parameter of that local shape is compressed if it is summed over several ranks."""
     packs = METHODS[settings.gradients].packs(shape, placement)
     return (packs and prod(shape) >= max(settings.gradients_smallest, 1)
             and placement.along("tp") is not Held.PARTIAL and not has_shared_rows(placement))
 
 
 def _without_grad(steps: Iterator[Works]) -> Iterator[Works]:
-    """The same steps, none of them seen by autograd, wherever it is that they are taken."""
+    """The same steps, unseen by autograd wherever they are taken."""
     while True:
         with torch.no_grad():
             work = next(steps, None)

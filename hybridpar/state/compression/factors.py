@@ -1,14 +1,14 @@
-"""PowerSGD: a matrix of gradients as the product of two thin ones, by one step of power iteration in each batch.
+"""PowerSGD: sends a matrix of gradients as a product of two thin ones, by one step of power iteration in each batch.
 
     P = sum of M Q       over ranks, M [m, n] = G + E of a rank, Q [n, r] of the batch before
     P <- orthonormal
     Q = sum of M^T P     over ranks
     the sum of all M is taken to be P Q^T; each rank's E is its M - P (its M^T P)^T
 
-Factors may be sent in fewer bits (gradients_values): then P and Q are sums of what messages say, and what rounding
-takes off a rank's M^T P is in its E. P is made orthonormal after that, so its rounding only turns the basis.
+Factors may be sent in fewer bits (gradients_values): then P and Q are sums of rounded messages, and the rounding error
+of a rank's M^T P goes into its E. P is made orthonormal after that, so its rounding only turns the basis.
 
-Source: arXiv 1905.13727, algorithms 1 and 2, with sums in the place of means.
+Source: arXiv 1905.13727, algorithms 1 and 2, with sums instead of means.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FACTOR = "factor"
 
 
 class LowRank(Method):
-    """What methods have in common whose messages are thin matrices, which are added in rank order."""
+    """Methods whose messages are thin matrices, which are added in rank order."""
 
     @staticmethod
     def packs(shape: Sequence[int], placement: Placement) -> bool:
@@ -42,7 +42,7 @@ class LowRank(Method):
 
     @cached_property
     def _form(self) -> Precision:
-        """Of the numbers of factors."""
+        """Precision of the factors."""
         return Precision("full", self.dtype)
 
     def _read(self, message: Reader, numel: int) -> Tensor:
@@ -101,15 +101,15 @@ class Factors(LowRank):
             self.feedback.next_learned[f"{entry.name}.{_FACTOR}"].copy_(total)
 
     def _start(self, entry: Entry) -> Tensor:
-        """The Q to begin with: of the batch before, its columns of length 1; those without one are random ones, the
-        same for all matrices of a shape."""
+        """The Q to begin with: the batch before's, columns scaled to length 1; zero columns are replaced by random
+        ones, the same for all matrices of a shape."""
         factor = self.feedback.learned[f"{entry.name}.{_FACTOR}"]
         fresh = self._random(*factor.shape)
         lengths = torch.linalg.vector_norm(factor, dim=0)
         return torch.where(lengths > 0, factor / lengths.clamp(min=torch.finfo(self.dtype).tiny), fresh)
 
     def _multiply(self, message: Reader, matrices: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
-        """Writes products into a message, column by column, as these differ in size; returns what it says of them."""
+        """Writes products into a message, column by column, as these differ in size; returns them as it has them."""
         products = []
         for matrix, factor in zip(matrices, factors, strict=True):
             columns = factor.t() @ matrix.t()
@@ -124,8 +124,8 @@ class Factors(LowRank):
 
 
 def orthonormal(x: Tensor) -> Tensor:
-    """An orthonormal basis of what the columns of x span, by Gram-Schmidt in float64, twice; columns that nothing is
-    left of are zero. Shapes: [rows, columns] -> [rows, columns]."""
+    """An orthonormal basis of the span of x's columns, by Gram-Schmidt in float64, twice; dependent columns become
+    zero. Shapes: [rows, columns] -> [rows, columns]."""
     basis = x.to(torch.float64, copy=True)
     for _ in range(2):
         for i, column in enumerate(basis.unbind(1)):

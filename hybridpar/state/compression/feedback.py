@@ -1,4 +1,4 @@
-"""What this rank has not sent of its gradients, and what a method has learned: at the last update, and at the next."""
+"""The unsent rest of this rank's gradients, and what a method has learned: at the last update, and at the next."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ NONE: Mapping[str, Tensor] = MappingProxyType({})
 class Feedback:
     """Two states of error feedback: the settled one, which a batch begins with, and what that batch leaves behind.
 
-    `close` makes the one the other, once the batch's update has been made; if it was skipped, nothing has happened.
+    `close` settles what the batch leaves, if its update was made; a skipped update changes nothing.
     kept: by parameter, in the units of the summed gradient. learned: by 'parameter.what'; zeros: nothing yet. scaled:
-    those of them that are in the same units. Where losses are scaled, so is all of this while a batch is sent, and only
-    then: another batch has another scale. in_place: a batch's gradients become what it leaves behind, so that there is
-    no memory for it besides.
+    those of them in the same units. If losses are scaled, so are these, but only while a batch is sent: the next batch
+    may have another scale. in_place: a batch's gradients become its unsent rest, which needs no other memory.
     """
 
     def __init__(self, kept: Shapes, learned: Shapes, dtype: torch.dtype, memory: Memory,
@@ -37,7 +36,7 @@ class Feedback:
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """What was not sent so far."""
+        """The unsent rest so far."""
         return self._views[0 if self._in_place else self._settled][0]
 
     @property
@@ -47,7 +46,7 @@ class Feedback:
 
     @property
     def next_kept(self) -> Mapping[str, Tensor]:
-        """What will not have been sent after the batch that is under way."""
+        """The unsent rest after the batch that is under way."""
         return self._gradients if self._in_place else self._views[1 - self._settled][0]
 
     @property
@@ -56,13 +55,13 @@ class Feedback:
         return self._views[1 - self._settled][-1]
 
     def open(self, scale: float = 1.0, gradients: Mapping[str, Tensor] = NONE) -> None:
-        """A batch begins to be sent, whose gradients are multiplied by `scale`. gradients: these, by parameter."""
+        """Begins to send a batch, whose gradients are multiplied by `scale`. gradients: these, by parameter."""
         assert not self._is_open, "the update of the batch before is not made"
         self._is_open, self._scale, self._gradients = True, scale, gradients
         self._multiply(scale)
 
     def close(self, *, made: bool) -> None:
-        """The update of the batch is made, or skipped; nothing happens where none was sent."""
+        """Ends the batch, whose update is made or skipped; does nothing if none was sent."""
         if self._is_open and made:
             for name, x in self.kept.items() if self._in_place else ():
                 x.copy_(self._gradients[name])
@@ -73,7 +72,7 @@ class Feedback:
 
     @torch.no_grad()
     def _multiply(self, factor: float) -> None:
-        """Brings the settled state to other units: to the bit, where the factor is a power of two."""
+        """Brings the settled state to other units; exact if the factor is a power of two."""
         if factor != 1:
             for tensor in (*self.kept.values(), *(self.learned[name] for name in self._scaled)):
                 tensor.mul_(factor)

@@ -1,4 +1,4 @@
-"""What all ways of compressing gradients have in common: tensors that are sent whole, and the order of steps."""
+"""The base of all ways to compress gradients: tensors that are sent whole, and the order of steps."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Entry:
         return prod(self.shape)
 
     def view(self, flat: Tensor) -> Tensor:
-        """The parameter in a bucket whose first element is the first of the first parameter."""
+        """The parameter's view in a bucket that begins with its first parameter."""
         return flat[self.start : self.start + self.numel].view(self.shape)
 
 
 @dataclass(slots=True)
 class Sent:
-    """What this rank has sent: elements and bytes, headers included, and how many these would have been whole."""
+    """The elements and bytes that this rank has sent, headers included, and what they would have been uncompressed."""
 
     elements: int = 0
     num_bytes: int = 0
@@ -65,10 +65,10 @@ class Method(ABC):
     """Compression of the parameters of one bucket, between the ranks of an axis.
 
     A message has the tensors that are sent whole, then what `exchange` writes. `kernels`: backends of operators.
-    `name`: the value of compression.gradients. `rounds`: how many messages follow on each other, at most. `factored`:
-    it takes the factors of gradients, which are never multiplied with each other; it then has no feedback, and what it
-    learns is equal on all replicas. `scaled`: what it learns that is in the units of gradients. `looks`: the numbers
-    that it finds decide which operators it runs.
+    `name`: the value of compression.gradients. `rounds`: most messages that follow each other. `factored`: it takes
+    gradients as factors, which are never multiplied; it then has no feedback, and what it learns is equal on all
+    replicas. `scaled`: what it learns that is in the units of gradients. `looks`: values of the data decide which
+    operators it runs.
     """
 
     name: ClassVar[str]
@@ -88,9 +88,9 @@ class Method(ABC):
         self.sent = Sent()
         self.parts: dict[str, list[Part]] = {}
         self.sums: Shares | None = None
-        """Where this rank's part of the sums belongs (ZeRO-2 and 3); None: they are in the place of the gradients."""
+        """Place of this rank's part of the sums (ZeRO-2 and 3); None: sums replace the gradients."""
         self.scratch: Tensor | None = None
-        """Room for the sum of one parameter, where gradients become feedback; None: it is made in their place."""
+        """Room for the sum of one parameter, if gradients become feedback; None: the sum replaces them."""
 
     @staticmethod
     def packs(shape: Sequence[int], placement: Placement) -> bool:
@@ -104,20 +104,20 @@ class Method(ABC):
 
     @abstractmethod
     def most_bytes(self) -> tuple[int, int]:
-        """The most that `exchange` writes into the message on `wire`, behind the tensors that are sent whole, and into
-        that on `other`. Units: bytes."""
+        """Most bytes that `exchange` writes into the message on `wire`, behind the tensors that are sent whole, and
+        into that on `other`. Units: bytes."""
 
     @abstractmethod
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
-        """Encodes the feedback's next_kept, leaves in it what is not sent, and writes the sums over all ranks into the
-        gradients that `totals` gives, one for each of `packed`. Yields what it has started, and goes on once that is
-        over. `factored`: it encodes what `parts` has, and takes it away.
+        """Encodes the feedback's next_kept, leaves the unsent rest in it, and writes the sums over all ranks into the
+        gradients that `totals` gives, one for each of `packed`. Yields what it has started, and continues once that is
+        over. `factored`: it encodes `parts`, and takes them away.
 
         message: this rank's on `wire`, behind the tensors that are sent whole.
         """
 
     def steps(self, flat: Tensor, batch: int) -> Iterator[Works]:
-        """Sums the bucket `flat` over the axis; from each yield on, what was started is to be waited for.
+        """Sums the bucket `flat` over the axis; yields works to be waited for before it continues.
 
         Collectives: those of `exchange`, all in one order on every rank; one all-reduce before `gradients_start`.
         """
@@ -141,7 +141,7 @@ class Method(ABC):
                 add(entry.view(flat).view(-1), reader.take(entry.numel, self.dtype), overwrite=rank == 0)
 
     def totals(self, gradients: Sequence[Tensor]) -> Iterator[Tensor]:
-        """For each compressed parameter a tensor that is to have its sum when the next one is asked for."""
+        """For each compressed parameter a tensor; write its sum there before you take the next."""
         for entry, gradient in zip(self.packed, gradients, strict=True):
             total = gradient if self.scratch is None else self.scratch[: entry.numel].view(entry.shape)
             yield total

@@ -1,8 +1,8 @@
-"""Gradients in a type of fewer bytes; what rounding takes off is added to the next batch's.
+"""Sends gradients in fewer bytes; the rounding error is added to the next batch's.
 
     bf16    2 bytes an element
     int8    66 bytes for 64 elements: a scale and as many integers (ops/quantize.py)
-    int4    34 bytes for 64 elements; these are rotated before
+    int4    34 bytes for 64 elements, rotated before
 """
 
 from __future__ import annotations

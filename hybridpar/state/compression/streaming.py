@@ -1,4 +1,4 @@
-"""Streaming batch PCA: gradients as D diag(s) X^T, tracked from their factors; none is ever multiplied out but once.
+"""Streaming batch PCA: tracks gradients as D diag(s) X^T from their factors, and multiplies out only the result.
 
 A batch's micro-batches are blocks, in order. Of block i, G = sum of dy^T x over its rows on all ranks, dy [rows, m] and
 x [rows, n]; w = (i + 1) / (i + 2), v = 1 / (i + 2):
@@ -9,12 +9,12 @@ x [rows, n]; w = (i + 1) / (i + 2), v = 1 / (i + 2):
 
     the sum of the batch's gradients is taken to be (number of blocks) D diag(s) X^T
 
-Q is that of QR with a positive diagonal of R. What a batch begins with counts as one block, so an estimate is in part
-that of the batches before. Where there is nothing to begin with, that has no weight: w = i / (i + 1), and D is random.
-Where G is what it was, X and D are a step of power iteration closer to its singular vectors.
+Q is that of QR with a positive diagonal of R. A batch's initial estimate counts as one block, so each estimate is
+partly that of earlier batches. Without an initial estimate w = i / (i + 1), and D is random. If G does not change, X
+and D come a step of power iteration closer to its singular vectors.
 
-Source: doi 10.1145/3577214, with sums over rows in the place of means, and over ranks: X, D and s are those of one
-process that has all rows.
+Source: doi 10.1145/3577214, with sums over rows instead of means, and over ranks: X, D and s are those of one process
+that has all rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _X, _D, _S = "basis_in", "basis_out", "scale"
 
 
 class Tracked(NamedTuple):
-    """Estimate of a block's gradient. Shapes: x [n, k], d [m, k], s [k]."""
+    """Estimate of a gradient. Shapes: x [n, k], d [m, k], s [k]."""
 
     x: Tensor
     d: Tensor
@@ -45,21 +45,21 @@ class Tracked(NamedTuple):
 
     @property
     def is_new(self) -> Tensor:
-        """Whether it is none yet. Shapes: bool []."""
+        """Whether there is no estimate yet. Shapes: bool []."""
         return (self.s == 0).all()
 
     def divisor(self) -> Tensor:
-        """s, or 1 where there is none; none of it is close to zero beside the largest. Shapes: [k]."""
+        """s, or 1 without an estimate; kept away from zero, relative to the largest. Shapes: [k]."""
         sizes = self.s.abs()
         least = sizes.max() * torch.finfo(self.s.dtype).eps ** 0.5
         return torch.where(self.is_new, 1.0, torch.where(self.s < 0, -1.0, 1.0) * torch.maximum(sizes, least))
 
     def with_x(self, p: Tensor, w: Tensor, v: Tensor) -> Tracked:
-        """With the X that follows from P."""
+        """The same with the X from P."""
         return self._replace(x=basis(w * self.x + v * p / self.divisor()))
 
     def with_d(self, s: Tensor, w: Tensor, v: Tensor) -> Tracked:
-        """With the D and the s that follow from S."""
+        """The same with the D and s from S."""
         kept = torch.where(self.is_new, 0.0, w)
         d = basis(kept * self.d + v * s / self.divisor())
         return Tracked(self.x, d, w * self.s + v * (d * s).sum(0))
@@ -122,7 +122,7 @@ class StreamingPCA(LowRank):
                 self.feedback.next_learned[key].copy_(tensor)
 
     def _begun(self, of: Tracked) -> Tracked:
-        """One that is none yet, with a random D, and an X that has no weight."""
+        """For a new one, a random D, and an X that has no weight."""
         return Tracked(torch.zeros_like(of.x), basis(self._random(*of.d.shape)), of.s)
 
     def _take(self, name: str) -> list[Product]:
@@ -139,14 +139,14 @@ class StreamingPCA(LowRank):
             product.addmm_(left.t().to(self.dtype), right.to(self.dtype) @ onto)
 
     def _gather(self, message: Reader, *, is_first: bool = False) -> Iterator[Works]:
-        """Starts bringing a message to all ranks."""
+        """Starts to bring a message to all ranks."""
         self.sent.num_bytes += message.num_bytes
         self.sent.elements += message.num_bytes // self.dtype.itemsize - is_first * self._dense_numel
         yield (self.wire if is_first else self.other).gather([message.num_bytes] * self.axis.size)
 
 
 def basis(x: Tensor) -> Tensor:
-    """Orthonormal columns that span what those of x do, each turned as x's is; of columns that nothing is left of, some
-    others. Shapes: [rows, k], k <= rows -> [rows, k]."""
+    """Orthonormal columns with the span of x's, each in the direction of x's; dependent ones are replaced by others.
+    Shapes: [rows, k], k <= rows -> [rows, k]."""
     q, r = torch.linalg.qr(x.double())
     return (q * torch.where(r.diagonal() < 0, -1.0, 1.0)).to(x.dtype)

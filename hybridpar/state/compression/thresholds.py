@@ -1,12 +1,12 @@
 """DCT-DP: elements above a threshold of the tensor are sent, with their places; the others wait in the feedback.
 
     threshold   set every `gradients_period` batches to the k-th largest size, k = gradients_kept of the elements
-    wire        header: int32, how many of each compressed tensor; then tensors that are sent whole, values, places
+    wire        header: int32, elements of each compressed tensor; then tensors that are sent whole, values, places
                 (ops/sparse.py has the form of places)
-    limit       where old thresholds let more through than gradients_limit k, this batch takes a higher one
+    limit       if an old threshold lets more than gradients_limit k through, this batch takes a higher one
 
-Source: arXiv 2010.08899, algorithm 1, with a limit: without, kept elements pile up, and 10 times as many pass a new
-threshold as were meant to.
+Source: arXiv 2010.08899, algorithm 1, with a limit: without it kept elements pile up, and 10 times as many as intended
+pass a new threshold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COUNT = torch.int32
 
 
 class Thresholds(Method):
-    """Messages of as many elements as are above a threshold that each replica has of its own."""
+    """Messages of the elements above a threshold, of which each replica has its own."""
 
     name, rounds, scaled, looks = "dct", 2, frozenset({_THRESHOLD}), True
 

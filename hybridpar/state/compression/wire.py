@@ -14,37 +14,37 @@ from hybridpar.state.layout import ALIGN_BYTES
 
 
 class Wire:
-    """Room for a message of up to `most_bytes` of each rank of the axis; kept from batch to batch."""
+    """Room for a message of up to `most_bytes` from each rank of the axis; kept from batch to batch."""
 
     def __init__(self, most_bytes: int, axis: Axis, device: torch.device):
         self.axis, self._stride = axis, -(-most_bytes // ALIGN_BYTES) * ALIGN_BYTES
         self.room = zeros(axis.size * self._stride, torch.uint8, device)
 
     def gather(self, num_bytes: Sequence[int]) -> Works:
-        """Starts bringing every rank's message to all; `num_bytes`: of each.
+        """Starts to bring every rank's message to all; `num_bytes`: of each.
 
-        Collectives: a broadcast for each rank, of its message alone.
+        Collectives: a broadcast for each rank, of its own message.
         """
         starts = [rank * self._stride for rank in range(self.axis.size)]
         return all_gather_async(self.room, [(rank, start, start + length) for rank, (start, length) in enumerate(
             zip(starts, num_bytes, strict=True))], self.axis)
 
     def reader(self, rank: int) -> Reader:
-        """Goes through the message of an axis rank."""
+        """A reader of the message of an axis rank."""
         return Reader(self.room[rank * self._stride : (rank + 1) * self._stride])
 
     @property
     def own(self) -> Reader:
-        """Goes through this rank's message, which may be written."""
+        """A reader of this rank's message, which may be written."""
         return self.reader(self.axis.rank)
 
     def readers(self) -> Iterator[Reader]:
-        """Those of all ranks, in rank order: sums that are added in it have equal bits on all ranks."""
+        """Readers of all messages, in rank order: sums in that order have equal bits on all ranks."""
         return map(self.reader, range(self.axis.size))
 
 
 class Reader:
-    """A message from its start on; each type's elements must lie at a multiple of their size."""
+    """Reads a message from its start; each type's elements must lie at a multiple of their size."""
 
     def __init__(self, message: Tensor):
         self._message, self.num_bytes = message, 0
