@@ -11,19 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from hybridpar import ColumnParallelLinear, Dropout
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
-from hybridpar.nn import (
-    ColumnParallelLinear,
-    Dropout,
-    Init,
-    ParallelModule,
-    Placement,
-    Shard,
-    named_placements,
-    split_ranges,
-    split_sizes,
-)
+from hybridpar.nn import Init, ParallelModule, Placement, Shard, named_placements, split_ranges, split_sizes
 from hybridpar.nn.placement import has_shared_rows
 
 NORMAL = Init("normal", 0.02)

@@ -28,8 +28,7 @@ def test_training_is_deterministic_and_saved_whole(trained, tmp_path):
 
 
 def test_a_word_without_end_is_learned_from_in_parts():
-    """A million of one letter, whose pairs took hours, and as many letters of four, as in a genome."""
-    made = train_tokenizer(["a" * 1_000_000], 300)
+    made = train_tokenizer(["a" * 1_000_000], 300)  # whole, it takes minutes
     assert made.encode("a" * 4096).tolist() == [made.vocabulary["a" * 4096]]
     assert made.decode(made.encode(text := "a" * 10_001)) == text
     pre_tokenizer = json.loads(made.to_json())["pre_tokenizer"]
