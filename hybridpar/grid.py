@@ -272,10 +272,12 @@ def lines_of(sizes: AxisSizes, joined: Sequence[tuple[str, ...]] = ()) -> dict[s
 
 
 def _complete(sizes: AxisSizes) -> dict[str, int]:
-    """Sizes with those of pp, dp and tp that are missing. Raises: ConfigError if one is below 1."""
+    """Sizes with those of pp, dp and tp that are missing. Raises: ConfigError if one is no number of ranks."""
+    if not isinstance(sizes, Mapping):
+        raise config_error("sizes", sizes, "must be the sizes of axes by name", '{"pp": 2, "tp": 2}, or pp=2, tp=2')
     for name, size in sizes.items():
-        if size < 1:
-            raise config_error(f"parallel.{name}", size, "must be at least 1", "1")
+        if not isinstance(size, int) or size < 1:
+            raise config_error(f"parallel.{name}", size, "must be at least 1, a whole number", "1")
     return {name: 1 for name in ("pp", "dp", "tp") if name not in sizes} | dict(sizes)
 
 

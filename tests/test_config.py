@@ -112,6 +112,7 @@ def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
         assert Launch.from_environment().supervisor == supervisor
     for name, value, rule in (("RANK", "8", "below WORLD_SIZE = 8"), ("LOCAL_RANK", "-1", "a whole number"),
+                              ("LOCAL_RANK", "8", "below LOCAL_WORLD_SIZE = 8"),
                               ("WORLD_SIZE", "two", "a whole number"), ("WORLD_SIZE", "0", "a whole number from 1"),
                               ("MASTER_PORT", "99999", "a whole number from 1 to 65535")):
         monkeypatch.setenv(name, value)

@@ -44,11 +44,13 @@ def test_axes_count_separately() -> None:
     assert grid.tp.traffic == Traffic()
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 0}, {"pp": -1}])
-def test_sizes_below_one(sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize("sizes", [{"tp": 0}, {"pp": -1}, {"tp": "2"}])
+def test_sizes_that_are_none(sizes: Any) -> None:
     ((name, value),) = sizes.items()
-    with pytest.raises(ConfigError, match=rf"parallel\.{name} = {value}: must be at least 1"):
+    with pytest.raises(ConfigError, match=rf"parallel\.{name} = {value!r}: must be at least 1"):
         ProcessGrid(**sizes)
+    with pytest.raises(ConfigError, match=r"sizes = 5: must be the sizes of axes by name; try \{"):
+        ProcessGrid(5)  # type: ignore[arg-type]
 
 
 def test_more_ranks_than_processes() -> None:

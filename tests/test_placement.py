@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from hybridpar import ColumnParallelLinear, Dropout
+from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
 from hybridpar.nn import Init, ParallelModule, Placement, Shard, named_placements, split_ranges, split_sizes
 from hybridpar.nn.placement import has_shared_rows
@@ -119,3 +122,12 @@ def test_named_placements() -> None:
     assert [name for name, _, _ in named_placements(model)] == ["a.weight"]
     with pytest.raises(AssertionError, match=r"0\.weight has no placement"):
         list(named_placements(nn.Sequential(nn.Linear(2, 2))))
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: ColumnParallelLinear(4, 4, 2), "axis = 2: must be a hybridpar.Axis"),  # type: ignore[arg-type]
+    (lambda: Init("x"), "Init.kind = 'x': must be one of normal, zeros"),  # type: ignore[arg-type]
+    (lambda: Dropout("x", "name"), "model.dropout = 'x': must be a number")])  # type: ignore[arg-type]
+def test_a_layer_refuses_what_cannot_work(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

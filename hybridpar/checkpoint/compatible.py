@@ -82,7 +82,8 @@ def _reasons(saved: Config, wanted: Config, corpora: Corpora, refused: list[str]
         yield (f"was trained on batches of {_batch(saved)}, here they are {_batch(wanted)}; {_remedy(saved, wanted)}")
     if corpora and corpora[0] != corpora[1] and any(name in STREAM for name in refused):
         yield (f"was trained on other data than data.corpus = {shown(list(wanted.data.corpus))} holds now (fingerprint "
-               f"{corpora[0]}, now {corpora[1]})")
+               f"{corpora[0]}, now {corpora[1]}), unless another version of hybridpar computed the fingerprint in "
+               "another way")
 
 
 def _with_positions(config: Config) -> Config:

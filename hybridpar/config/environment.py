@@ -58,6 +58,9 @@ class Launch:
         if get("RANK", 0) >= world:
             raise config_error("RANK", get("RANK", 0), f"must be below WORLD_SIZE = {world} in the environment", "0")
         local = get("LOCAL_WORLD_SIZE", world)
+        if get("LOCAL_RANK", 0) >= get("LOCAL_WORLD_SIZE", 2**31):
+            rule = f"must be below LOCAL_WORLD_SIZE = {local} in the environment"
+            raise config_error("LOCAL_RANK", get("LOCAL_RANK", 0), rule, "0")
         here = world == get("LOCAL_WORLD_SIZE", 0) and "GLOO_SOCKET_IFNAME" not in os.environ
         theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         near = local == world and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")

@@ -19,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from hybridpar.config.typed import hints_of
 from hybridpar.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -184,13 +185,18 @@ def import_class(field: str, name: str, base: type[T], folders: Sequence[str | P
 
 
 def require_settings(kind: type[ModelSpec]) -> None:
-    """Raises: ConfigError where the class is no frozen dataclass whose fields all have defaults."""
+    """Raises: ConfigError where the class is no frozen dataclass whose fields all have types and defaults."""
     if not is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         rule = "must be a frozen dataclass"
         raise ConfigError(Problem("model.spec", spec_name(kind), rule, "@dataclass(frozen=True)"))
     if bare := [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]:
         rule = f"must have a default for every field; {bare[0]} has none"
         raise ConfigError(Problem("model.spec", spec_name(kind), rule, f"{bare[0]}: int = 8"))
+    try:
+        hints_of(kind)
+    except (NameError, AttributeError) as error:
+        rule = f"must have annotations of names that are imported or defined at the top of its module ({error})"
+        raise ConfigError(Problem("model.spec", spec_name(kind), rule, "depth: int = 8")) from None
     try:
         hash(kind())
     except TypeError as error:

@@ -17,6 +17,7 @@ from hybridpar.config import ModelSpec
 from hybridpar.errors import DataError
 
 Arrays = dict[str, NDArray[Any]]
+Form = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def as_arrays(sample: Any, what: str) -> Arrays:
@@ -30,17 +31,20 @@ def as_arrays(sample: Any, what: str) -> Arrays:
     return arrays
 
 
-def stacked(samples: Iterable[tuple[str, Arrays]]) -> Arrays:
-    """A batch of samples, each with its name. Shapes: [..] each -> [b, ..]. Raises: DataError if they differ."""
+def stacked(samples: Iterable[tuple[str, Arrays]], like: Form | None = None) -> Arrays:
+    """A batch of samples, each with its name. Shapes: [..] each -> [b, ..].
+
+    like: the form of the data's first sample (None: that of the batch). Raises: DataError if one has another.
+    """
     named = list(samples)
-    first, form = named[0][0], form_of(named[0][1])
+    form = form_of(named[0][1]) if like is None else like
     for name, arrays in named:
         if (other := form_of(arrays)) != form:
-            raise DataError(f"{name} has {other}, and {first} has {form}: samples of a batch must be of one form")
+            raise DataError(f"{name} has {other}, and the first sample has {form}: samples must be of one form")
     return {key: np.stack([arrays[key] for _, arrays in named]) for key in form}
 
 
-def form_of(arrays: Arrays) -> dict[str, tuple[str, tuple[int, ...]]]:
+def form_of(arrays: Arrays) -> Form:
     """Type and shape of each."""
     return {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
 
@@ -56,6 +60,7 @@ class MappedDataset:
         if not len(self):
             raise DataError(f"{self._where()} is empty")
         ends = [self._sample(i) for i in sorted({0, len(self) // 2, len(self) - 1})]
+        self._form = form_of(ends[0])
         digest = hashlib.sha256(f"{len(self)}".encode())
         for name, array in (item for sample in ends for item in sorted(sample.items())):
             digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
@@ -66,7 +71,7 @@ class MappedDataset:
 
     def batch(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> Arrays:
         """The samples at these places. Shapes: [b] -> [b, ..] by name."""
-        return stacked((self._where(i), self._sample(i)) for i in indices.tolist())
+        return stacked(((self._where(i), self._sample(i)) for i in indices.tolist()), self._form)
 
     def num_targets(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> int:
         """How many labels count in the samples at these places."""

@@ -33,7 +33,8 @@ class StreamedSamples:
             raise DataError(f"{self._where()} gives batches (of {size}), which must be samples: batch_size=None")
         self._open(0)
         first = self._at(0)
-        digest = hashlib.sha256(repr(form_of(first)).encode())
+        self._form = form_of(first)
+        digest = hashlib.sha256(repr(self._form).encode())
         for _, array in sorted(first.items()):
             digest.update(array.tobytes())
         self.fingerprint = digest.hexdigest()[:32]
@@ -41,7 +42,7 @@ class StreamedSamples:
 
     def batch(self, counter: NDArray[np.int64]) -> Arrays:
         """The samples at these positions. Shapes: [b] -> [b, ..] by name."""
-        return stacked((self._where(n), self._at(n)) for n in counter.tolist())
+        return stacked(((self._where(n), self._at(n)) for n in counter.tolist()), self._form)
 
     def num_targets(self, counter: NDArray[np.int64]) -> int:
         """How many labels count in the samples at these positions."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,8 @@ _SYNONYMS = {BEGIN: (BEGIN, "<|begin_of_text|>", "<bos>"), END: (END, "<|end_of_
              "[MASK]": ("[MASK]", "<mask>")}
 _NUM_BYTES = 256
 _MAX_BYTES = 256 << 20
+_WORD_BYTES = 4096
+"""Longest word that training sees whole."""
 _BATCH_CHARACTERS, _BATCH_PIECES = 2 << 20, 2048  # encoded at a time
 
 
@@ -169,7 +171,8 @@ class Tokenizer:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: Kind = "gpt") -> Tokenizer:
     """A byte-level BPE of at most `vocab_size` entries (fewer if the texts have no more pairs to merge).
 
-    The same texts give the same tokenizer. Special tokens come first, then the bytes, then the merges.
+    The same texts give the same tokenizer. Special tokens come first, then the bytes, then the merges. Words of more
+    than 4096 bytes (a long run of one letter) are learned from in parts: time grows with the square of their length.
 
     Raises: ConfigError if the vocabulary cannot hold every byte and the special tokens.
     """
@@ -178,13 +181,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: Kind = "gpt") -
 
     check_vocab_size(vocab_size, kind)
     inner = tokenizers.Tokenizer(models.BPE())
-    pre_tokenizer: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.pre_tokenizer = pre_tokenizer
+    words: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.pre_tokenizer = cast(Any, pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(_WORD_BYTES)]))
     inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS[kind]),
                                   initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator(texts, trainer)
+    inner.pre_tokenizer = words
     return Tokenizer(inner)
 
 

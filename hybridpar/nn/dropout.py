@@ -22,8 +22,8 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float, name: str, kernels: KernelsConfig = AUTO):
         super().__init__()
-        if not 0.0 <= p < 1.0:
-            raise config_error("model.dropout", p, "must be at least 0 and below 1", "0.1")
+        if not (isinstance(p, int | float) and 0.0 <= p < 1.0):
+            raise config_error("model.dropout", p, "must be a number of at least 0 and below 1", "0.1")
         self.p, self.site, self.kernels = p, site(name), kernels
 
     def forward(self, x: Tensor, key: RandomKey | None, first_row: int = 0) -> Tensor:

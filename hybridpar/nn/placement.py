@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm import all_reduce
+from hybridpar.errors import config_error
 from hybridpar.grid import BATCH, Axis, Place
 
 Range = tuple[int, int]  # half open
@@ -65,6 +66,10 @@ class Init:
     kind: Literal["normal", "zeros", "ones", "constructed"]
     std: float = 0.0
     draw: Callable[[int], Tensor] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in (kinds := ("normal", "zeros", "ones", "constructed")):
+            raise config_error("Init.kind", self.kind, f"must be one of {', '.join(kinds)}", '"normal"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +186,8 @@ class ParallelModule(nn.Module):
 
     def __init__(self, axis: Axis, sequence: bool = False):
         super().__init__()
+        if not isinstance(axis, Axis):
+            raise config_error("axis", axis, "must be a hybridpar.Axis, a line of a grid", "build.axis, or grid.tp")
         self.axis, self._partial = axis, (axis.name,) if sequence else ()
         self.placements: dict[str, Placement] = {}
 

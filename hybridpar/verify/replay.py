@@ -219,7 +219,7 @@ def _check_data(bundle: Bundle, data: Data) -> None:
     corpus, found = bundle.corpus, data.train.fingerprint
     if corpus and corpus != found:
         raise DataError(f"data.corpus = {list(bundle.config.data.corpus)} holds other data than then (fingerprint "
-                        f"{corpus}, now {found})")
+                        f"{corpus}, now {found}), or another version of hybridpar computes it in another way")
     if bundle.tokens and bundle.tokens != content_hash(data.train, bundle.samples):
         raise DataError(f"samples {bundle.samples.start} to {bundle.samples.stop - 1} are not what they were then")
 

@@ -27,6 +27,14 @@ def test_training_is_deterministic_and_saved_whole(trained, tmp_path):
     assert loaded.encode(TEXTS[0]).tolist() == trained.encode(TEXTS[0]).tolist()
 
 
+def test_a_word_without_end_is_learned_from_in_parts():
+    made = train_tokenizer(["a" * 1_000_000], 300)  # whole, it takes minutes
+    assert made.encode("a" * 4096).tolist() == [made.vocabulary["a" * 4096]]
+    assert made.decode(made.encode(text := "a" * 10_001)) == text
+    pre_tokenizer = json.loads(made.to_json())["pre_tokenizer"]
+    assert pre_tokenizer["type"] == "ByteLevel", "other texts are cut as before"
+
+
 def test_special_tokens(trained):
     assert [trained.special(name) for name in (END, *BERT_TOKENS)] == [0, 1, 2, 3, 4]
     assert trained.bert().special == (0, 1, 2, 3, 4)

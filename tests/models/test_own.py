@@ -214,6 +214,7 @@ def test_a_configuration_names_the_class_and_has_its_keys() -> None:
     ("json:JSONDecoder", "must name a class that inherits from hybridpar.ModelSpec"),
     ("json:missing", "must name a class"), ("bare_specs:Thawed", "must be a frozen dataclass"),
     ("bare_specs:Bare", "must have a default for every field; depth has none"),
+    ("bare_specs:Unnamed", r"annotations of names.*\(name 'Width' is not defined\)"),
     ("bare_specs:Listed", r"must have values that can be compared.*try tuple\[int"),
 ])
 def test_names_that_are_no_model(name: str, text: str, tmp_path: Any, monkeypatch: Any) -> None:
@@ -221,6 +222,7 @@ def test_names_that_are_no_model(name: str, text: str, tmp_path: Any, monkeypatc
         "from dataclasses import dataclass, field\nfrom hybridpar import ModelSpec\n"
         "@dataclass\nclass Thawed(ModelSpec):\n    depth: int = 1\n"
         "@dataclass(frozen=True)\nclass Bare(ModelSpec):\n    depth: int\n"
+        "@dataclass(frozen=True)\nclass Unnamed(ModelSpec):\n    width: 'Width' = 3\n"
         "@dataclass(frozen=True)\nclass Listed(ModelSpec):\n"
         "    widths: list[int] = field(default_factory=list)\n")
     with monkeypatch.context() as patch:
