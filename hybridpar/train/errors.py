@@ -12,6 +12,8 @@ from hybridpar.flight import Record
 
 # Gloo raises plain RuntimeErrors with these words when a connection breaks or stays silent.
 _GLOO = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "gloo/transport", "Socket closed")
+# What torch says of a CPU's allocation that failed; the second is an operator of ours that asked it for a tensor.
+_NO_MEMORY = ("can't allocate memory", "aoti_torch_empty_strided")
 
 
 class RankError(HybridparError):
@@ -48,6 +50,10 @@ def describe_failure(error: Exception, who: str, record: Record | None = None, l
         return RankError(f"{who}: {error}")
     if isinstance(error, OSError) and (text := about_file(error)):
         return RankError(f"{who}: {text}")
+    if is_out_of_memory(error):
+        said = str(error).partition("\n")[0] or type(error).__name__
+        less = 'a smaller train.micro_batch_size, pipeline.recompute = "all" or memory.budget needs less'
+        return RankError(f"{who} is out of memory{situation}: {said}; {less}, and `hybridpar check` says how much")
     trace = "".join(traceback.format_exception(error)).rstrip()
     return RankError(f"{who} failed{situation}:\n{trace}")
 
@@ -59,3 +65,9 @@ def is_lost_contact(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _GLOO)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, of a CPU or of a GPU."""
+    return (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+            or (isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridpar import ops
 from hybridpar.config import Config
 from hybridpar.errors import DataError
 from hybridpar.flight import Record
@@ -228,6 +230,19 @@ def test_a_lost_neighbour_is_one_line_and_a_defect_keeps_its_traceback() -> None
     alone = describe_failure(DataError("corpus.bin: is damaged"), "rank 2")
     assert (str(alone), type(alone)) == ("rank 2: corpus.bin: is damaged", RankError)
     assert "ValueError: our mistake" in str(describe_failure(ValueError("our mistake"), "rank 3"))
+
+
+@pytest.mark.parametrize("allocate", [
+    lambda: torch.empty(2**50), lambda: [None] * 2**60,
+    lambda: ops.rms_norm(torch.ones(1).expand(2**45, 64), torch.ones(64)),
+], ids=["torch", "Python", "an operator"])
+def test_memory_that_is_not_there_is_one_line(allocate: Callable[[], object]) -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        allocate()
+    said = str(describe_failure(caught.value, "rank 1", Record(5, 0.0, "training", True, "F", 1, 37, 2)))
+    assert said.startswith("rank 1 is out of memory during F37@1v2: ")
+    assert "memory.budget" in said
+    assert "\n" not in said
 
 
 def test_plain_lines_come_at_most_every_other_second(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import os, signal, time
 from functools import partial
 from hybridpar.train import stop
 from hybridpar.train.stop import ERROR_TIME_S, SAME_REQUEST_S
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 noting_signals = partial(stop.noting_signals, ("INT", "TERM", "HUP"))
 now = 100.0
 time.monotonic = lambda: now
