@@ -83,8 +83,9 @@ def _warm(tmp_path_factory: pytest.TempPathFactory):
 
     if torch.cuda.is_available():
         return  # autograd with GPUs in it does not survive a fork
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert not main(["train", str(write_config(tmp_path_factory.mktemp("warm")))])
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = main(["train", str(write_config(tmp_path_factory.mktemp("warm")))])
+    assert code == 0, f"{code}: {said.getvalue()}"
 
 
 def pytest_unconfigure() -> None:

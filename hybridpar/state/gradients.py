@@ -111,8 +111,6 @@ class GradientAccumulator:
     def apply(self, key: Hashable) -> None:
         """Adds the parts that wait since `collect(key)`. A parameter that has some is reported now, after its last."""
         index, waiting = self._waiting.pop(key)
-        if waiting is self.collecting:
-            self.collecting = None
         for name in list(waiting):
             for part in waiting.pop(name):
                 self.take(name, part, index)

@@ -111,6 +111,8 @@ def test_shares_in_a_file_cost_both_kinds_of_moves(zero: int) -> None:
     assert tight.moves is not None
     (ghost,), ordering = tight.moves.ghosts, Ordering.of(base)
     items = {0: ghost.residency(tight.sizes)}
+    of_tiers = items[0].weights.num_bytes[: len(items[0].tiers.num_bytes)]  # type: ignore[union-attr]
+    assert not any(of_tiers)
     plan = {0: tuple(ghost.moved(ordering, tight.sizes, 2))}
     check(plan, tight.sizes, "gpipe", residency=items)  # type: ignore[arg-type]
     without = [action for action in plan[0] if action.kind is not Kind.FETCH or action.microbatch > 3]

@@ -19,7 +19,7 @@ from hybridpar.config import Config, Launch, ModelConfig, ParallelConfig, Pipeli
 from hybridpar.errors import ConfigError
 from hybridpar.memory import Footprints, predict
 from hybridpar.memory.work import BlockWork, block_kinds, block_work
-from hybridpar.models.build import build_blocks
+from hybridpar.models.build import build_blocks, recomputed_blocks
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cluster import estimate, measured_machine
 from hybridpar.planner.cost import StepCost
@@ -163,9 +163,12 @@ def test_estimated_peaks_are_near_those_of_the_stages(model: ModelSpec) -> None:
     base = config(model, pp=2, b=4, split=(3, model.num_blocks - 3))
     cost = StepCost(base, measured_machine(profile(base, dict.fromkeys(block_kinds(model), 1.0)), 2))
     check, exact = MemoryCheck(1e9), predict(base, device=CPU)
-    for stage, blocks in enumerate((range(3), range(3, model.num_blocks))):
+    layers = recomputed_blocks("all", model, split := (range(3), range(3, model.num_blocks)))
+    for stage, blocks in enumerate(split):
         rough = check._peaks(cost, False)(stage, False)[blocks.start, blocks.stop]
         assert exact[stage].total == pytest.approx(rough, rel=0.15)
+        again = MemoryCheck(cost.limits[stage])._peaks(cost, False)(stage, True)[blocks.start, blocks.stop]
+        assert again == MemoryCheck(1e9)._peak(cost, stage, blocks, layers[stage])
 
 
 @pytest.mark.ranks

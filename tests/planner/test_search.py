@@ -119,6 +119,17 @@ def test_recomputes_and_splits_by_memory() -> None:
     assert not MemoryCheck(tight.memory_limit).fits(StepCost(plain, tight))
 
 
+def test_stages_are_recomputed_whole_where_layers_keep_too_much() -> None:
+    config = made.config(pp=2, m=64, b=1, schedule="gpipe", num_layers=4)
+    whole = replace(config, pipeline=replace(config.pipeline, recompute="stage"))
+    most = max(stage.total for stage in predict(whole))
+    tight = made.machine(config, 2, memory=1.2 * most / 0.96 + 1.5 * 2**30)
+    found = MemoryCheck(tight.memory_limit).recomputed(Candidate(config, StepCost(config, tight)))
+    assert found is not None
+    assert found.config.pipeline.recompute.startswith("stage")
+    assert found.peak <= tight.memory_limit
+
+
 def test_what_is_cheap_is_recomputed_where_that_is_enough() -> None:
     """A layer's forward takes 1 s, what is cheap of it `remake`: of ten layers less than one layer more, or more."""
     config = replace(big(), parallel=made.ParallelConfig(1, 1, 1))

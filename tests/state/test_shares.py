@@ -10,6 +10,7 @@ from hybridpar.memory import measure
 from hybridpar.state import Partition, Route, StatePolicy
 from hybridpar.state.chunks import Buffer, Use, cut
 from hybridpar.state.layout import FlatLayout
+from hybridpar.state.policy import cut_into_parts
 from hybridpar.state.shares import Shares, WholeChunks, room
 
 CPU = torch.device("cpu")
@@ -58,3 +59,8 @@ def test_room_for_consecutive_parts() -> None:
     tied = [(Use((0, 2)), 100), (Use((0,)), 1), (Use((1,)), 10), (Use((2,)), 5), (Use((0, 1, 2), stays=True), 999)]
     assert [room(tied, n) for n in (1, 2, 3)] == [105, 115, 116]
     assert room([], 2) == 0
+
+
+def test_any_budget_cuts_a_stage_into_its_blocks() -> None:
+    config = from_mapping({"memory": {"budget": 1}})
+    assert cut_into_parts(config, range(2, 4)) == (range(2, 3), range(3, 4))
