@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -93,7 +93,8 @@ def _run(output: int, module: str, *args: str) -> NoReturn:
     except SystemExit as ended:
         code = ended.code
     except BaseException:
-        os.write(2, traceback.format_exc().encode())
+        with suppress(BrokenPipeError):  # else this process would go on with the caller's tests
+            os.write(2, traceback.format_exc().encode())
     os._exit(code if isinstance(code, int) else bool(code))
 
 

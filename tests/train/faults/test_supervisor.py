@@ -316,18 +316,18 @@ def test_a_closed_terminal_is_survived_under_nohup_and_another_signal_saves(tmp_
     flags = ("--parallel.pp", "2", "--train.num_steps", "100000", "--optim.decay", "constant",
              "--train.eval_interval", "5", "--train.save_interval", "0", "--train.stop_signals", "TERM", "HUP", "USR1")
 
-    def begin() -> Job:
-        return Job("hybridpar", "train", config, "--ranks", "2", *flags)
+    def begin(at_hangup: signal.Handlers) -> Job:
+        before = signal.signal(signal.SIGHUP, at_hangup)
+        try:
+            return Job("hybridpar", "train", config, "--ranks", "2", *flags)
+        finally:
+            signal.signal(signal.SIGHUP, before)
 
     def until(job: Job, step: int) -> None:
         while int(job.wait_for(r"^step (\d+)/")[1]) < step:
             pass
 
-    nohup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        job = begin()
-    finally:
-        signal.signal(signal.SIGHUP, nohup)
+    job = begin(signal.SIG_IGN)
     until(job, 5)
     os.kill(job.pid, signal.SIGHUP)
     until(job, 10)
@@ -336,7 +336,7 @@ def test_a_closed_terminal_is_survived_under_nohup_and_another_signal_saves(tmp_
     root = tmp_path / "runs" / "run"
     (saved,) = saved_steps(root / "checkpoints")
     assert saved >= 10
-    job = begin()
+    job = begin(signal.SIG_DFL)
     until(job, saved + 5)
     os.kill(job.pid, signal.SIGHUP)
     assert job.end()[0] == 128 + signal.SIGHUP
