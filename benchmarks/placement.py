@@ -50,6 +50,9 @@ PIPER = {  # devices, GiB of each
     (32, 8): {"piper": 0.041515, "equi": 0.051351},
     (32, 80): {"piper": 0.030844},
 }
+PIPER_GRAPHS = {  # of the paper's other graphs: devices, GiB of each
+    "gnmt": ((2, 2.5), (2, 3.5), (4, 1.2), (4, 2.5), (8, 0.6), (8, 1.2), (8, 2.4), (16, 0.3), (16, 0.6), (16, 1.2)),
+}
 PLANNERS: Mapping[str, Callable[[Instance], Any]] = {
     "piper": plan_stages, "equi": plan_equal_stages, "noDP": lambda x: plan_stages(x, Allowed(data=False)),
     "noTP": lambda x: plan_stages(x, Allowed(tensor=False)), "noAR": lambda x: plan_stages(x, Allowed(recompute=False)),
@@ -164,13 +167,20 @@ def cases(args: Namespace, data: Path) -> Iterator[dict[str, Any]]:
                           args)
     if (path := data / "piper" / "bert32a100.json").exists():
         for (devices, gib), known in PIPER.items():
-            instance = read_instance(path).with_devices(
-                num_devices=devices, memory=gib * GIB, bandwidth=25 * GIB, num_microbatches=1920)
-            for planner in wanted(PLANNERS, args):
-                plan = PLANNERS[planner]
-                entry = run(f"bert32 {devices} x {gib} GiB {planner}", lambda plan=plan, x=instance: plan(x),
-                            lambda p: p.time, known.get(planner), 1)
-                yield entry | {"settings": {"shape": "paper", "solver": planner, "accelerators": devices}}
+            yield from stages("bert32", read_instance(path).with_devices(num_microbatches=1920), devices, gib, known,
+                              args)
+    for file in args.piper_graphs:
+        for devices, gib in PIPER_GRAPHS[Path(file).stem]:
+            yield from stages(Path(file).stem, read_instance(file), devices, gib, {}, args)
+
+
+def stages(name: str, instance: Instance, devices: int, gib: float, known: Mapping[str, float],
+           args: Namespace) -> Iterator[dict[str, Any]]:
+    on = instance.with_devices(num_devices=devices, memory=gib * GIB, bandwidth=25 * GIB)
+    for planner in wanted(PLANNERS, args):
+        entry = run(f"{name} {devices} x {gib} GiB {planner}", lambda planner=planner: PLANNERS[planner](on),
+                    lambda p: p.time, known.get(planner), 1)
+        yield entry | {"settings": {"shape": "paper", "solver": planner, "accelerators": devices}}
 
 
 def show(entry: dict[str, Any]) -> None:
@@ -186,13 +196,15 @@ def main() -> None:
                         help="folder with device_placement/ and piper/")
     parser.add_argument("--latency-graphs", nargs="*", default=[],
                         help="files of the authors' latency-inputs, with the devices that they name")
+    parser.add_argument("--piper-graphs", nargs="*", default=[], help="Piper's gnmt.json")
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds of each integer program")
     parser.add_argument("--solvers", nargs="+", help="those alone; with --add the others' results stay")
     args = parse(parser)
     native.missing()  # loads the extension, which is in no one's time
     print(f"{'':<38} {'objective':>12} {'known':>10} {'time':>9}")
     report("placement", cases(args, Path(args.data)), Namespace(**vars(args) | {
-        "data": Path(args.data).name, "latency_graphs": [Path(x).name for x in args.latency_graphs]}),
+        "data": Path(args.data).name, "piper_graphs": [Path(x).name for x in args.piper_graphs],
+        "latency_graphs": [Path(x).name for x in args.latency_graphs]}),
            show=show, meaning=MEANING, shapes=SHAPES)
 
 

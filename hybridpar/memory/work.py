@@ -115,6 +115,16 @@ def block_messages(config: Config, number: int, device: torch.device) -> tuple[t
         return messages, _messages(traced.axis)
 
 
+@lru_cache(maxsize=64)
+def messages_by_kind(model: ModelConfig, tp: int, sequence: bool = False) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The messages of GPT's or BERT's blocks, forward and backward, by kind: of one sample, in half precision."""
+    config = Config(
+        model=model, parallel=ParallelConfig(tp, 1, 1, sequence=sequence), pipeline=PipelineConfig(num_microbatches=1),
+        data=DataConfig(), train=TrainConfig(micro_batch_size=1, device="cpu", dtype="bf16"))
+    kinds = block_kinds(model)
+    return {kind: block_messages(config, kinds.index(kind), torch.device("cpu")) for kind in KINDS}
+
+
 @contextmanager
 def _one_block(config: Config, number: int, device: torch.device) -> Iterator[tuple[TracedStage, dict[str, Tensor]]]:
     """A block as a stage of ghosts, and a micro-batch for it."""

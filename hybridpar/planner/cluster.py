@@ -37,10 +37,10 @@ from hybridpar.config import MAX_TOML, Config, ModelConfig
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.memory.limit import RESERVED
 from hybridpar.memory.silent import silent_axis
-from hybridpar.memory.work import KINDS, block_kinds, block_work
+from hybridpar.memory.work import KINDS, block_kinds, block_work, messages_by_kind
 from hybridpar.models.build import build_blocks
 from hybridpar.planner.hardware import GIB, GIGABIT, Cluster, Device, Level, Link, find_device, find_link
-from hybridpar.planner.kernels import OURS, Kernels, activation_bytes, block_times, remake_time, work_time
+from hybridpar.planner.kernels import OURS, Kernels, block_times, remake_time, work_time
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import BlockCost, Hardware, Key, Profile, settings_of
 from hybridpar.reading import nearest_path, read_toml
@@ -246,13 +246,11 @@ def _transformer_costs(config: Config, device: Device, degrees: Sequence[int], s
     model, blocks = config.transformer, dict[Key, BlockCost]()
     for tp in degrees:
         parameters = count_parameters(model, tp)
+        messages = messages_by_kind(model, 2) if tp > 1 else dict.fromkeys(KINDS, ((), ()))  # as large of more ranks
         for b in sizes:
             times = block_times(model, b, device, tp, kernels)
-            message = activation_bytes(model, b)
-            # all-reduces over tp, forward and backward
-            calls = {"embedding": ((message,), ()), "layer": ((message,) * 2, (message,) * 2), "head": ((), (message,))}
             for kind, time in zip(KINDS, (times[0], times[1], times[-1]), strict=True):
-                forward, backward = calls[kind] if tp > 1 else ((), ())
+                forward, backward = (tuple(b * n for n in sizes) for sizes in messages[kind])
                 n = parameters[kind]
                 blocks[kind, tp, b] = BlockCost(
                     time.forward, time.backward, device.memory_time(NORM_TRAFFIC * n),

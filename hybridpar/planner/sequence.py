@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from itertools import count
 
-import torch
-
-from hybridpar.config import Config, DataConfig, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
-from hybridpar.memory.work import KINDS, block_kinds, block_messages
+from hybridpar.config import Config, ModelConfig
+from hybridpar.memory.work import KINDS, messages_by_kind
+from hybridpar.planner.kernels import HALF
 from hybridpar.planner.profile import BlockCost
 
 _FORWARD, _BACKWARD = 2.0, 2.5
@@ -34,19 +32,13 @@ def split_rows(costs: Mapping[str, BlockCost], config: Config) -> dict[str, Bloc
                          config.parallel.tp) for kind, cost in costs.items()}
 
 
-@lru_cache(maxsize=64)
 def _changes(model: ModelConfig, tp: int) -> dict[str, list[tuple[int, int]]]:
     """Of a block of each kind, forward and backward: sums of activations that are no more, and gathers and scatters in
     their stead. Its code is run on ghosts."""
-    kinds, whole, found = block_kinds(model), 4 * model.seq_length * model.hidden_size, {}
-    plain, split = (Config(
-        model=model, parallel=ParallelConfig(tp, 1, 1, sequence=sequence), pipeline=PipelineConfig(num_microbatches=1),
-        data=DataConfig(), train=TrainConfig(micro_batch_size=1, device="cpu")) for sequence in (False, True))
-    for kind in KINDS:
-        sent, in_parts = (block_messages(one, kinds.index(kind), torch.device("cpu")) for one in (plain, split))
-        found[kind] = [(sums.count(whole), round(2 * (sum(parts) - sum(sums)) / whole) + 2 * sums.count(whole))
-                       for sums, parts in zip(sent, in_parts, strict=True)]
-    return found
+    whole = HALF * model.seq_length * model.hidden_size
+    plain, split = (messages_by_kind(model, tp, sequence) for sequence in (False, True))
+    return {kind: [(sums.count(whole), round(2 * (sum(parts) - sum(sums)) / whole) + 2 * sums.count(whole))
+                   for sums, parts in zip(plain[kind], split[kind], strict=True)] for kind in KINDS}
 
 
 def _norms(config: Config) -> float:

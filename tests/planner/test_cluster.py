@@ -10,6 +10,7 @@ from planner import made
 
 from hybridpar.config import ParallelConfig, TrainConfig
 from hybridpar.errors import ConfigError
+from hybridpar.models.blocks import LABELLED
 from hybridpar.planner.cluster import count_parameters, estimate, machine_of, measured_machine, read_cluster
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.kernels import block_times
@@ -97,6 +98,10 @@ def test_estimates_are_those_of_the_hardware_tables(tmp_path: Path) -> None:
         assert profile.block("layer", tp, b).forward == pytest.approx(times[1].forward)
         assert profile.block("head", tp, b).backward == pytest.approx(times[-1].backward)
     assert profile.block("layer", 2, 1).forward_messages == (2 * 32 * 64,) * 2
+    bert = estimate(replace(config, model=replace(config.model, kind="bert")), cluster, (3,))
+    labelled = 3 * round(LABELLED["bert"] * 32)  # rows: the head has no others
+    assert bert.block("head", 4, 3).forward_messages == (4 * labelled,) * 3
+    assert bert.block("head", 4, 3).backward_messages == (2 * labelled * 64,)
     with pytest.raises(ConfigError, match=r"train.dtype = 'fp32': estimates are of bf16 and fp16 only"):
         estimate(made.config(), cluster)
     with pytest.raises(ConfigError, match="devices = 9: the cluster has 8; try 8"):

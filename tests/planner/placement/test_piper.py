@@ -179,6 +179,33 @@ def test_the_first_plan_within_no_limit_is_not_taken(monkeypatch: pytest.MonkeyP
     assert found == pytest.approx([plan_stages(instance).time for instance in instances], rel=1e-12)
 
 
+@pytest.mark.parametrize(("seed", "memory", "devices"), [(0, 100.0, 4), (1, 12.0, 4), (2, 9.0, 3), (4, 2.0, 3)])
+def test_free_layers_are_left_out(seed: int, memory: float, devices: int) -> None:
+    """One leads to all of a line, another takes the place of an edge that costs nothing: the same plans, and as many
+    downsets as there are of the line."""
+    line = small(3, seed, memory, devices)
+    line["edges"][0]["communicationCost"] = 0.0
+    for v, key, other in ((0, "syncTimeBw", "1"), (1, "syncTimeFw", "0")):
+        for way in itertools.chain(*line["nodes"][v]["TMPCs"].values()):
+            way[key][other] = 0.0
+    best = all_plans(make_instance(line))
+
+    nothing = dict.fromkeys(("timePerSample", "parameterSize", "memoryUsageA", "memoryUsageB"), 0.0)
+    for v in (3, 4):
+        line["nodes"].append({"id": v, "TMPCs": {t: [{"id": "vanilla"} | nothing] for t in "12"}})
+    line["edges"][0]["destId"] = 3
+    more = [(3, 1), *((4, v) for v in range(3))]
+    line["edges"] += [{"sourceId": u, "destId": v, "communicationCost": 0.0} for u, v in more]
+    for node in line["nodes"]:
+        for way in itertools.chain(*node["TMPCs"].values()):
+            for key, own, end in (("syncTimeFw", "destId", "sourceId"), ("syncTimeBw", "sourceId", "destId")):
+                others = [str(edge[end]) for edge in line["edges"] if edge[own] == node["id"]]
+                way[key] = {other: way.get(key, {}).get(other, 0.0) for other in others}
+    plan = plan_stages(make_instance(line))
+    assert plan.time == pytest.approx(best, rel=1e-12)
+    assert plan.stats["downsets"] == 4
+
+
 def test_one_order_is_enough_for_a_line() -> None:
     instance = make_instance(small(5, 2, 9.0, 4))
     assert plan_stages(instance, max_downsets=3).time == plan_stages(instance).time

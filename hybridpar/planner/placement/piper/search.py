@@ -13,7 +13,7 @@ Source: Piper (NeurIPS 2021), section 4 and appendix A.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,10 +23,11 @@ from hybridpar.errors import ConfigError
 from hybridpar.planner.placement.exact import OutOfTime
 from hybridpar.planner.placement.ideals import MAX_IDEALS, Ideals, enumerate_ideals
 from hybridpar.planner.placement.piper.equal import Allowed, plan_equal_stages
+from hybridpar.planner.placement.piper.free import without_free
 from hybridpar.planner.placement.piper.instance import RECOMPUTED, Instance, Way
 from hybridpar.planner.placement.piper.knapsack import leaner
 from hybridpar.planner.placement.piper.scoring import LayerGroup, StagePlan, make_plan
-from hybridpar.planner.placement.workload import Bools, Floats, Ints, order_of
+from hybridpar.planner.placement.workload import Bools, Floats, Ints
 
 SLACK = 1e-9
 FIRST_LIMIT, NEXT_LIMIT, LIMITS = 1.15, 1.4, 3
@@ -45,13 +46,11 @@ def plan_stages(instance: Instance, allowed: Allowed | None = None, max_downsets
     start = time.monotonic()
     allowed = allowed or Allowed()
     equal = plan_equal_stages(instance, allowed)
-    order = order_of(instance.num_layers, [(u, v) for u, v, _ in instance.edges])[::-1]
+    order, behind = without_free(instance)
     number = {v: i for i, v in enumerate(order)}
-    after: list[list[int]] = [[] for _ in order]
-    for u, v, _ in instance.edges:
-        after[number[u]].append(number[v])
+    after = [[number[w] for w in behind[v]] for v in order]
     line = [[i - 1] if i else [] for i in range(len(order))]
-    table = partial(_Table, instance, allowed, np.array(order, np.int64))
+    table = partial(_Table, instance, allowed, order, behind)
     reason, what = "", ""
     try:
         last = start + LONG * time_limit
@@ -116,12 +115,18 @@ def _sync(way: Way, side: int, other: int) -> float:
 
 
 class _Table:
-    """The table best[D][k][s], and how each entry came about. `order`: the layer of each element of the downsets."""
+    """The table best[D][k][s], and how each entry came about.
 
-    def __init__(self, instance: Instance, allowed: Allowed, order: Ints, downsets: Ideals, deadline: float):
+    order: the layer of each element of the downsets. Any other is in a downset if all of `behind` it are.
+    """
+
+    def __init__(self, instance: Instance, allowed: Allowed, order: list[int], behind: Mapping[int, set[int]],
+                 downsets: Ideals, deadline: float):
         self.instance, self.downsets, self.limit, self.deadline = instance, downsets, np.inf, deadline
         self.layers = np.zeros((len(downsets), instance.num_layers), np.bool_)
         self.layers[:, order] = downsets.members.astype(np.bool_)
+        for v in set(behind).difference(order):
+            self.layers[:, v] = self.layers[:, list(behind[v])].all(1)
         self.edges = np.array([(u, v) for u, v, _ in instance.edges], np.int64).reshape(-1, 2)
         k = instance.num_devices
         self.most = min(k, instance.num_microbatches)
