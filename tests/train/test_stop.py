@@ -13,7 +13,8 @@ import os, signal, time
 from functools import partial
 from hybridpar.train import stop
 from hybridpar.train.stop import ERROR_TIME_S, SAME_REQUEST_S
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup
 noting_signals = partial(stop.noting_signals, ("INT", "TERM", "HUP"))
 now = 100.0
 time.monotonic = lambda: now
