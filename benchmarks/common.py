@@ -1,4 +1,4 @@
-"""What the benchmarks share: shapes, hybridpar's side of a race, interleaved timing, ranks, and the result file.
+"""Parts that benchmarks share: shapes, hybridpar's side of a race, interleaved timing, ranks, and the result file.
 
 A race: several sides run the same training step by turns, in the same processes, and in another order in every round:
 

@@ -38,7 +38,7 @@ from hybridpar.ops import measured, registry
 from hybridpar.ops.attention import attention_class
 
 ROUGH = 0.01
-"""Of torch's passes over lists: its float32 sum of 57 million squares on a CPU is 0.4% too low."""
+"""Tolerance of torch's passes over lists: its float32 sum of 57 million squares on a CPU is 0.4% too low."""
 
 GPU_SIZES = {"345M": Size(8, 1024, 1024, 16, 50304), "1.3B": Size(4, 2048, 2048, 16, 50304),
              "6.7B": Size(2, 2048, 4096, 32, 50304), "large": Size(16, 2048, 2048, 16, 50304),
@@ -48,13 +48,13 @@ GPU_SIZES = {"345M": Size(8, 1024, 1024, 16, 50304), "1.3B": Size(4, 2048, 2048,
 NAMES = {"bias + add + rms_norm": "add_norm", "bias + gelu": "gelu", "bias + swiglu": "swiglu",
          "causal attention": "attention", "cross-entropy": "cross_entropy",
          "AdamW": "optimizer", "embedding backward": "embedding"}
-"""What the registry calls them, where it is not their name here."""
+"""The registry's names of operations, where they differ from those here."""
 FORWARD = "causal attention forward"
 UNCAPTURED = ("cross-entropy",)
-"""Whose reference waits for the GPU, and so cannot be part of a CUDA graph."""
+"""Operations whose reference waits for the GPU, and so cannot be part of a CUDA graph."""
 ROUND_S = 5e-3
 ATTENTION = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
-"""PyTorch's kernels of it, by what SDPBackend calls them."""
+"""PyTorch's kernels of attention, and SDPBackend's names of them."""
 MEANING = "microseconds of forward and backward, or of a pass: median of the rounds, and their quartiles"
 
 
@@ -65,7 +65,7 @@ class Clock:
     device: str
 
     def prepared(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """The same work without Python's part, where that can be."""
+        """`work` as a CUDA graph on a GPU, so that Python's part takes no time; on a CPU `work` itself."""
         if self.device == "cpu":
             return work
         stream = torch.cuda.Stream()
@@ -106,7 +106,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Roof:
-    """What the device reaches: bytes read and written by a copy, and operations of a matrix product, a second."""
+    """Highest speeds of a device: bytes that a copy reads and writes, and operations of a matrix product, a second."""
 
     bytes_per_s: float
     flops_per_s: dict[str, float]
@@ -130,7 +130,7 @@ class Roof:
 
 @dataclass(frozen=True)
 class Where:
-    """What is measured with what."""
+    """A size and type that operations are measured with, on a device with this clock and roof."""
 
     clock: Clock
     roof: Roof
@@ -280,7 +280,7 @@ def main() -> None:
     failed: list[str] = []
 
     def note(name: str, work: Callable[[], dict[str, Any]]) -> None:
-        """As soon as it is known: whoever runs this may have to cut it off."""
+        """Writes a case as soon as it is measured, as the run may be cut off."""
         try:
             cases.append(work())
         except Exception:

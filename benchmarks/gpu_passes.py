@@ -105,7 +105,7 @@ def norm(size: Size, device: str) -> Pass:
 
 
 def newton_schulz(size: Size, dtype: torch.dtype, device: str) -> Pass:
-    """Of the widest layer; symmetric products whole, and by rows of blocks of which one triangle is computed."""
+    """Newton-Schulz of the widest layer: symmetric products whole, and as one triangle of blocks."""
     x = torch.randn(1 if device == "cpu" else LAYERS, size.hidden, 4 * size.hidden, device=device).to(dtype)
 
     def ours(blocks: int) -> list[Tensor]:
@@ -122,7 +122,7 @@ def newton_schulz(size: Size, dtype: torch.dtype, device: str) -> Pass:
 
 
 def embedding(size: Size, dtype: torch.dtype, device: str) -> Pass:
-    """Of words as frequent as those of a language, added to a float32 gradient."""
+    """The embedding's backward, of words as frequent as in a language, added to a float32 gradient."""
     rows, h = size.vocab, size.hidden
     often = 1 / torch.arange(1, rows + 1, device=device)
     ids = torch.multinomial(often, size.tokens, replacement=True)

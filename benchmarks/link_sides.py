@@ -142,7 +142,7 @@ def grid_on(link: Link, sizes: AxisSizes) -> ProcessGrid:
 
 @cache
 def _socket_thread(interface: str) -> Any:
-    """What all groups on one interface share."""
+    """The Gloo device of an interface, which all groups on it share."""
     return dist.ProcessGroupGloo.create_device(interface=interface)  # type: ignore[attr-defined]
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -58,17 +58,20 @@ def indices(ranges: Sequence[Range]) -> Tensor:
     return torch.cat([torch.arange(a, b) for a, b in ranges] or [torch.arange(0)])
 
 
+InitKind = Literal["normal", "zeros", "ones", "constructed"]
+
+
 @dataclass(frozen=True, slots=True)
 class Init:
     """How the global parameter starts: 'normal' (mean 0, standard deviation `std`), 'zeros', 'ones', or 'constructed':
     with what `draw(seed)` returns."""
 
-    kind: Literal["normal", "zeros", "ones", "constructed"]
+    kind: InitKind
     std: float = 0.0
     draw: Callable[[int], Tensor] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in (kinds := ("normal", "zeros", "ones", "constructed")):
+        if self.kind not in (kinds := get_args(InitKind)):
             raise config_error("Init.kind", self.kind, f"must be one of {', '.join(kinds)}", '"normal"')
 
 
