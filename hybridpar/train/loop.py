@@ -86,6 +86,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
         return Outcome(folder, saved, num_steps, resumed_from=saved)
     with contextlib.ExitStack() as stack:
         job.together(lambda: stack.enter_context(run_folder.in_use(folder)), here=first)
+        run_folder.require_shared(folder, job)
         data = _open_data(config, job, datasets)
         require_equal_data(data, job)
         if start or (saved and config.train.continue_with):  # else other data are refused, whatever their tokens
