@@ -69,6 +69,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     job = Job.connect(launch)
     require_equal_settings(config, job)
     device = choose_device(config.train, launch, job.gather)
+    job.require_addresses(choose_backend(config.train, device))
     require_planned(config.train, device)
     threads = set_threads(config.train.threads, launch)
     set_precision(config.train, device)
