@@ -104,11 +104,13 @@ class Trainer:
 
 
 def _staying(call: Callable[..., None]) -> Callable[..., None]:
-    """The function with this working folder, in which run.dir may lie, again after each call."""
+    """The function with this working folder, in which run.dir may lie, again after each call, also where it raises."""
     home = os.getcwd()
 
     def called(*news: Any) -> None:
-        call(*news)
-        os.chdir(home)
+        try:
+            call(*news)
+        finally:
+            os.chdir(home)
 
     return called

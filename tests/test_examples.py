@@ -201,6 +201,14 @@ def test_a_trainer_tells_of_steps_evaluations_and_saves(tmp_path: Path, monkeypa
     assert outcome.loss is not None
     assert outcome.val_loss == sum(told[-2][1].values()) if isinstance(told[-2], tuple) else outcome.val_loss
 
+    def fail(result: StepResult) -> None:
+        os.chdir("/")
+        raise ValueError("of the caller")
+
+    with pytest.raises(HybridparError, match="of the caller"):
+        Trainer(config=config, run={"name": "failed"}).fit(on_step=fail)
+    assert Path.cwd() == tmp_path
+
 
 def test_a_trainer_goes_on_in_a_stream(tmp_path: Path) -> None:
     from mixer import Mixer
