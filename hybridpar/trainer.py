@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,8 +70,10 @@ class Trainer:
         """
         import torch
 
+        drawn = random.getstate()  # rich draws from it when it is imported
         from hybridpar.train.callbacks import Callbacks
         from hybridpar.train.loop import train
+        random.setstate(drawn)
 
         given = {"on_step": on_step, "on_evaluation": on_evaluation, "on_save": on_save}
         for name, call in given.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import random
 import shutil
 import signal
 import subprocess
@@ -208,6 +210,21 @@ def test_a_trainer_tells_of_steps_evaluations_and_saves(tmp_path: Path, monkeypa
     with pytest.raises(HybridparError, match="of the caller"):
         Trainer(config=config, run={"name": "failed"}).fit(on_step=fail)
     assert Path.cwd() == tmp_path
+
+
+def test_a_trainer_draws_from_no_global_generator(tmp_path: Path) -> None:
+    """In a fork, which imports rich anew."""
+    def states() -> list[Any]:
+        return [random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().tolist()]
+
+    def fit() -> None:
+        for name in [name for name in sys.modules if name.startswith(("rich", "hybridpar.train.", "hybridpar.data."))]:
+            del sys.modules[name]
+        before = states()
+        Trainer(config=config_of("mixer", run={"dir": str(tmp_path)})).fit()
+        assert states() == before
+
+    fork_ranks(1, fit)
 
 
 def test_a_trainer_goes_on_in_a_stream(tmp_path: Path) -> None:
