@@ -171,7 +171,7 @@ def test_commands_that_predict_take_it(tmp_path: Path, monkeypatch: pytest.Monke
     for command, said in (
             (["check", *given, "--parallel.pp=2"], "fine on tp=1 pp=2"),
             (["simulate", *given, "--parallel.pp=2"], "steady state"),
-            (["profile", *given, "--quick", "--ranks=1", "--out=profile.json"], "blocks.1"),
+            (["profile", *given, "--quick", "--ranks=1", "--output=profile.json"], "blocks.1"),
             (["check", *given, "--profile=profile.json"], "samples/s"),
             (["plan", *given, "--profile=profile.json", "--devices=1"], "samples/s predicted"),
             (["plan", *given, f"--cluster={cluster}", "--train.dtype=bf16", "--batch-size=64"],
