@@ -43,6 +43,8 @@ class Launch:
     """The process that has started this one, as `hybridpar train --ranks` does (0: none of ours)."""
     store: str = field(default="", compare=False)
     """Address and port of the launcher's store."""
+    interface: str = field(default="", compare=False)
+    """The network interface that Gloo is to use (GLOO_SOCKET_IFNAME); empty: the one that this host's name leads to."""
 
     @staticmethod
     def from_environment(args: Sequence[str] = ()) -> Launch:
@@ -68,4 +70,4 @@ class Launch:
         return Launch(rank, local_rank, world, local, "RANK" in os.environ, here, tuple(args),
                       port if near and not theirs and "MASTER_PORT" in os.environ else 0,
                       int(job.removeprefix(JOB)) if job.startswith(JOB) else 0,
-                      f"{os.environ.get('MASTER_ADDR', '')}:{port}")
+                      f"{os.environ.get('MASTER_ADDR', '')}:{port}", os.environ.get("GLOO_SOCKET_IFNAME", ""))
