@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from hybridpar.cli.fitting import Room, fit_report
-from hybridpar.cli.planning import ConfigFile, Overrides, cost_on_machine, resolved
-from hybridpar.cli.values import Within
+from hybridpar.cli.planning import cost_on_machine, resolved
+from hybridpar.cli.values import ConfigFile, Overrides, Within
 from hybridpar.config import Config, Launch, from_mapping
 from hybridpar.errors import CheckpointError
 

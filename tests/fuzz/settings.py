@@ -18,7 +18,7 @@ from hybridpar.memory.trace_file import read_trace
 from hybridpar.planner.cluster import read_cluster
 from hybridpar.planner.placement import make_workload, read_document, read_split
 from hybridpar.planner.placement.piper import is_instance, make_instance
-from hybridpar.planner.profile import read_profile, write_profile
+from hybridpar.planner.profile_file import read_profile, write_profile
 from hybridpar.train import trace
 from hybridpar.train.bundle import Bundle, read_bundle
 from hybridpar.train.continued import settings_of
