@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,7 +63,7 @@ class Memory:
             cost = cost_on_machine(self.config, self.profile, self.cluster, launch)
             config, costs = cost.config, cost.costs
         counts = self._planned(config) if self.measured else {}
-        placed = {"planned": {str(rank): one.as_json() for rank, one in counts.items()}} if counts else {}
+        placed = {"planned": {str(rank): asdict(one) for rank, one in counts.items()}} if counts else {}
         if counts and not self._paths(config):
             print(json.dumps({"ok": True} | placed) if self.json else as_text([planned_section(counts)]))
             return 0

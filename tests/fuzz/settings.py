@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -136,5 +136,5 @@ TARGETS = (
     Target("graph", make_graphs, read_graph, {"graph.json": mutate_json, "split.json": mutate_json}),
     Target("cluster", make_clusters, lambda folder: read_cluster(folder / "cluster.toml"), {".toml": mutate_toml}),
     Target("memory trace", lambda folder: [folder_with(folder / "m", memory__jsonl=MEMORY, planned0__json=json.dumps(
-        Counts(hits=5, num_bytes=1 << 20).as_json()))], read_memory, {".jsonl": mutate_lines, ".json": mutate_json}),
+        asdict(Counts(hits=5, num_bytes=1 << 20))))], read_memory, {".jsonl": mutate_lines, ".json": mutate_json}),
 )
