@@ -41,13 +41,13 @@ class Trainer:
     def __init__(self, model: ModelSpec | None = None, /, config: Config | str | Path | None = None, *,
                  datasets: Mapping[str, Any] | None = None, optimizer: type[UpdateRule] | None = None,
                  **sections: Mapping[str, Any]):
-        base = Config() if config is None else as_typed(config) if isinstance(config, Config) else load_toml(config)
-        if model is not None:
-            if not isinstance(model, ModelSpec):
-                rule = "must be a ModelSpec; a configuration or its file is named config"
-                raise config_error("model", model, rule, "hybridpar.ModelConfig()")
-            require_settings(type(model))
-            base = as_typed(dataclasses.replace(base, model=model))
+        base = Config() if config is None else config if isinstance(config, Config) else load_toml(config)
+        base = base if model is None else dataclasses.replace(base, model=model)
+        if not isinstance(base.model, ModelSpec):
+            rule = "must be a ModelSpec; a configuration or its file is named config"
+            raise config_error("model", base.model, rule, "hybridpar.ModelConfig()")
+        require_settings(type(base.model))
+        base = as_typed(base)
         if optimizer is not None:
             if not (isinstance(optimizer, type) and issubclass(optimizer, UpdateRule)):
                 raise config_error("optimizer", optimizer, "must be a class made of hybridpar.UpdateRule", "None")

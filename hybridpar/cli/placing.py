@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from hybridpar.cli.outputs import check_outputs, write_output
-from hybridpar.cli.planning import ConfigFile, Overrides, resolved
-from hybridpar.cli.values import Devices
+from hybridpar.cli.planning import resolved
+from hybridpar.cli.values import ConfigFile, Devices, Overrides
 from hybridpar.config import Launch, ParallelConfig
 from hybridpar.errors import config_error
 

@@ -15,7 +15,8 @@ from train.runs import write_config
 from hybridpar.cli import main
 from hybridpar.config import Config, load_toml
 from hybridpar.planner.cost import StepCost
-from hybridpar.planner.profile import StateSpeeds, write_profile
+from hybridpar.planner.profile import StateSpeeds
+from hybridpar.planner.profile_file import write_profile
 from hybridpar.planner.remedies import AS_IT_IS, Fitting
 
 CPU = torch.device("cpu")
