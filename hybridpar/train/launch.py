@@ -32,7 +32,7 @@ from hybridpar.train.errors import TO_CONNECT, LostContactError, RankError
 T = TypeVar("T")
 _POLL_S = 0.002, 0.5
 """First and longest pause between two polls of the store."""
-_PART_S = 5.0
+_PART_S = 30.0
 _SILENT_S = 20.0
 """How long a rank waits for others before it says so."""
 LOOPBACK = "127.0.0.1"

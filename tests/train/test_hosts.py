@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
-from train.runs import metrics, run_job, steps, write_config
+from train.runs import LONG_S, metrics, reserved_port, run_job, steps, write_config
 
 from hybridpar.cli import main
 
@@ -27,19 +26,18 @@ def two_hosts(folder: Path, ranks_each: int, *args: str | Path, restarts: int = 
 
     Each host works in a folder `home` of its own; HOST in an argument is its number.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    hosts = [multiprocessing.get_context("fork").Process(target=_agent, args=(folder / f"host{host}", [
-        "--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", str(ranks_each), "--master-addr", "127.0.0.1",
-        "--master-port", str(port), "--max-restarts", str(restarts), "--monitor-interval", "0.1", "hybridpar",
-        *(str(arg).replace("HOST", str(host)) for arg in args)])) for host in range(2)]
-    for host, process in enumerate(hosts):
-        (folder / f"home{host}").mkdir(exist_ok=True)
-        process.start()
-    for process in hosts:
-        process.join(120.0)
-        process.kill()
-        process.join()
+    with reserved_port() as port:
+        hosts = [multiprocessing.get_context("fork").Process(target=_agent, args=(folder / f"host{host}", [
+            "--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", str(ranks_each), "--master-addr",
+            "127.0.0.1", "--master-port", str(port), "--max-restarts", str(restarts), "--monitor-interval", "0.1",
+            "hybridpar", *(str(arg).replace("HOST", str(host)) for arg in args)])) for host in range(2)]
+        for host, process in enumerate(hosts):
+            (folder / f"home{host}").mkdir(exist_ok=True)
+            process.start()
+        for process in hosts:
+            process.join(LONG_S)
+            process.kill()
+            process.join()
     return [(process.exitcode or 0, (folder / f"host{host}").read_text()) for host, process in enumerate(hosts)]
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from train.runs import on_ranks
+from train.runs import on_ranks, reserved_port
 
 from hybridpar.comm import all_reduce
 from hybridpar.config import Launch, TrainConfig
@@ -149,24 +149,26 @@ def test_matrices_of_fp32_on_a_gpu_in_tf32(monkeypatch: pytest.MonkeyPatch) -> N
     assert said == ["highest", "high"]
 
 
-def test_ranks_that_compile_first_are_waited_for_longer() -> None:
+def test_ranks_that_compile_first_are_waited_for_longer(tmp_path: Path) -> None:
     """What communicates afterwards gives up after the time that was set then, not that of the start, on each group."""
-    errors, _ = run_ranks(_waits, 2)
+    errors, _ = run_ranks(_waits, 2, tmp_path / "over")
     assert len(errors) == 2
     assert all("imed out" in error for error in errors), errors
 
 
-def _waits() -> list[str]:
+def _waits(over: Path) -> list[str]:
     grid, errors = ProcessGrid(pp=2), []
     axes = grid.pp, grid.again("pp")
     grid.wait_at_most(0.3)
-    if grid.rank:
-        time.sleep(1.5)
-        return []
+    while grid.rank:
+        if over.exists():
+            return []
+        time.sleep(0.01)
     for axis in axes:
         with pytest.raises(RuntimeError) as caught:
             all_reduce(torch.ones(3), axis)
         errors.append(str(caught.value))
+    over.touch()
     return errors
 
 
@@ -193,9 +195,8 @@ def test_freed_memory_is_kept() -> None:
 
 
 def test_the_store_of_one_machine_listens_on_the_loopback_interface_alone() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    store = _loopback_store(Launch(0, 0, 1, 1, own_store_port=port))
+    with reserved_port() as port:
+        store = _loopback_store(Launch(0, 0, 1, 1, own_store_port=port))
     store.set("a", "b")
     rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
     listening = [row[1] for row in rows if row[3] == "0A"]
