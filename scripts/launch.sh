@@ -37,6 +37,11 @@ launch() {
         rendezvous=(--nnodes "$nnodes" --node-rank "${NODE_RANK:?rank of this host, 0 to NNODES - 1}"
                     --master-addr "${MASTER_ADDR:?address of host 0}" --master-port "${MASTER_PORT:-29500}"
                     --max-restarts "${RESTARTS:-0}")
+        if [ "$NODE_RANK" -ge "$nnodes" ]; then
+            echo "hybridpar: NODE_RANK = '$NODE_RANK': must be below NNODES = $nnodes, the first host's is 0; try NODE_RANK=0" >&2
+            return 2
+        fi
+        echo "host $NODE_RANK of 0 to $((nnodes - 1)) waits for the others at $MASTER_ADDR:${MASTER_PORT:-29500}" >&2  # torchrun is silent
         if [ -z "${NPROC:-}" ]; then
             NPROC=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
             [ "$NPROC" -gt 0 ] || NPROC=$(( (number + nnodes - 1) / nnodes ))
