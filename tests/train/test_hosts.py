@@ -25,9 +25,9 @@ def two_hosts(folder: Path, ranks_each: int, *args: str | Path, restarts: int = 
     """Exit code and output of each agent of `hybridpar *args`. Agents and ranks are forks, which import nothing."""
     with reserved_port() as port:
         hosts = [multiprocessing.get_context("fork").Process(target=_agent, args=(folder / f"host{host}", [
-            "--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", str(ranks_each), "--master-addr", "127.0.0.1",
-            "--master-port", str(port), "--max-restarts", str(restarts), "--monitor-interval", "0.1", "hybridpar",
-            *map(str, args)])) for host in range(2)]
+            "--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", str(ranks_each), "--master-addr",
+            "127.0.0.1", "--master-port", str(port), "--max-restarts", str(restarts), "--monitor-interval", "0.1",
+            "hybridpar", *map(str, args)])) for host in range(2)]
         for process in hosts:
             process.start()
         for process in hosts:
