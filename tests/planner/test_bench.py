@@ -18,7 +18,8 @@ from hybridpar.memory.silent import silent_axis
 from hybridpar.optim import Optimizer
 from hybridpar.planner import local_profile
 from hybridpar.planner.bench import Bench, Effort, _timed
-from hybridpar.planner.profile import Profile, read_profile, write_profile
+from hybridpar.planner.profile import Profile
+from hybridpar.planner.profile_file import read_profile, write_profile
 from hybridpar.train.engine import Engine
 
 CPU = torch.device("cpu")

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -210,6 +211,29 @@ def test_a_port_in_use_and_an_address_that_is_missing_are_said(monkeypatch: pyte
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(RankError, match=r"rank 0 cannot reach the others: .*MASTER_ADDR"):
         Job.connect(Launch(0, 0, 2, 1))
+
+
+@pytest.mark.parametrize(("interface", "alone", "error"), [
+    pytest.param("", False, r"rank 1: GLOO_\w+ = '': must name .* to 127.0.0.9, .*; try eth0", id="Debian"),
+    pytest.param("", True, None, id="one host"),
+    pytest.param("eth0", False, None, id="named"),
+    pytest.param("eth0,lan7", True, r"'eth0,lan7': names no network interface: .*, here, has eth0", id="no such"),
+])
+def test_addresses_that_others_cannot_reach(monkeypatch: pytest.MonkeyPatch, interface: str, alone: bool,
+                                            error: str | None) -> None:
+    """alone: all processes are on one host."""
+    nodes = iter(["here"] * 9 if alone else map(str, range(9)))
+    monkeypatch.setattr(platform, "node", lambda: next(nodes))
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("203.0.113.1", "127.0.0.9")])
+
+    def check(job: Job) -> None:
+        Job(replace(job.launch, interface=interface), job.store).require_addresses("gloo")
+
+    for outcome in on_ranks(2, check):
+        assert (outcome is None) if error is None else re.search(error, str(outcome)), outcome
+    assert on_ranks(2, lambda job: job.require_addresses("nccl")) == [None, None]
 
 
 def test_a_rank_that_waits_for_others_says_where(monkeypatch: pytest.MonkeyPatch,
