@@ -95,7 +95,7 @@ def test_the_legend_names_what_each_line_ends_at(tmp_path: Path, monkeypatch: py
 
 def test_the_peak_is_measured_in_plausible_units() -> None:
     peak, source = peak_flops(Config(), torch.device("cpu"), Axis("world"))
-    assert 1e8 < peak < 1e14
+    assert 1e6 < peak < 1e14
     assert "fp32" in source
 
 
