@@ -247,6 +247,15 @@ def test_memory_that_is_not_there_is_one_line(allocate: Callable[[], object]) ->
     assert "\n" not in said
 
 
+def test_what_else_a_lack_of_memory_says_is_one_line() -> None:
+    loader = "_image.so: failed to map segment from shared object"
+    for error in (RuntimeError("could not create a primitive"), ImportError(loader)):
+        assert str(describe_failure(error, "rank 1")).startswith(f"rank 1 is out of memory: {error}; a smaller")
+    for error in (RuntimeError("could not create a primitive descriptor for a matmul primitive"),
+                  ImportError(f"{loader}: Operation not permitted")):
+        assert str(describe_failure(error, "rank 1")).startswith("rank 1 failed:\n")
+
+
 def test_plain_lines_come_at_most_every_other_second(capsys: pytest.CaptureFixture[str]) -> None:
     reporter = PlainReporter(100)
     row = {"loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 1e4, "step_ms": 3.0, "mfu": 0.5,
