@@ -132,8 +132,8 @@ class StreamingPCA(LowRank):
         return cast("list[Product]", parts)
 
     def _project(self, message: Reader, entry: Entry, dim: int, parts: Sequence[Product], onto: Tensor) -> None:
-        """Writes this rank's part of G onto (dim 0) or of G^T onto (dim 1) into a message, whose place for it may not be
-        aligned: products have other bits there."""
+        """Writes this rank's part of G onto (dim 0) or of G^T onto (dim 1) into a message. Its place there may not be
+        aligned, and a product has other bits then."""
         columns = torch.zeros(onto.shape[1], entry.shape[dim], dtype=self.dtype, device=self.device)
         for dy, x in parts:
             left, right = (dy, x) if dim == 0 else (x, dy)
