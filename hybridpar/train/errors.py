@@ -19,6 +19,10 @@ _NO_MEMORY_ENDS = ("could not create a primitive", "failed to map segment from s
 # All that Python and Gloo say of a thread that cannot be had.
 _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
 
+TO_CONNECT = ("between hosts, GLOO_SOCKET_IFNAME names the interface that leads to the others, and firewalls let all "
+              "ports of TCP through")
+"""What ranks need to find each other."""
+
 
 class RankError(HybridparError):
     """An error of this rank alone; the message names the rank. The others learn of it by losing contact."""
@@ -50,8 +54,7 @@ def describe_failure(error: Exception, who: str, record: Record | None = None, l
         peers = record.peers if record is not None else ()
         other = f"rank {peers[0]}" if len(peers) == 1 else "another rank"
         if not link and record is not None and record.phase == "connecting":
-            link = ("between hosts, GLOO_SOCKET_IFNAME names the interface that leads to the others, and firewalls let "
-                    "all ports of TCP through")
+            link = TO_CONNECT
         return LostContactError(f"{who} lost contact with {other}{situation}" + (f"; {link}" if link else ""))
     if isinstance(error, HybridparError):
         return RankError(f"{who}: {error}")

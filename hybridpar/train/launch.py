@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from hybridpar import native, sockets
 from hybridpar.config import Launch, TrainConfig
 from hybridpar.cpu import available_cores
 from hybridpar.errors import HybridparError, config_error
-from hybridpar.train.errors import LostContactError, RankError
+from hybridpar.train.errors import TO_CONNECT, LostContactError, RankError
 
 T = TypeVar("T")
 _POLL_S = 0.002, 0.5
@@ -55,23 +55,18 @@ class Job:
         """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names. Raises: RankError."""
         if launch.world_size == 1:
             return Job(launch)
-        waiting = threading.Timer(_SILENT_S, lambda: print(
-            f"rank {launch.rank} waits for the other {launch.world_size - 1} at {launch.store} (MASTER_ADDR and "
-            "MASTER_PORT, the same on all)", file=sys.stderr, flush=True))
-        waiting.daemon = True
-        waiting.start()
+        text = f"at {launch.store} (MASTER_ADDR and MASTER_PORT, the same on all)"
         try:
-            store: dist.Store = (_loopback_store(launch) if launch.own_store_port else
-                                 next(dist.rendezvous("env://", launch.rank, launch.world_size))[0])
-            store = dist.PrefixStore("hybridpar", store)
-            return Job(launch, dist.PrefixStore(meet(store, launch), store))
+            with _says_if_it_waits(launch, text):
+                store: dist.Store = (_loopback_store(launch) if launch.own_store_port else
+                                     next(dist.rendezvous("env://", launch.rank, launch.world_size))[0])
+                store = dist.PrefixStore("hybridpar", store)
+                return Job(launch, dist.PrefixStore(meet(store, launch), store))
         except dist.DistError as error:
             raise _lost_store(launch.rank, error) from None
         except (OSError, ValueError) as error:  # the port is in use; MASTER_ADDR is not set
             raise RankError(f"rank {launch.rank} cannot reach the others: {error}; MASTER_ADDR and MASTER_PORT must be "
                             "set as torchrun does, to a host of the job and a port that is free there") from None
-        finally:
-            waiting.cancel()
 
     def together(self, action: Callable[[], T], *, here: bool = True) -> T | None:
         """Runs `action` on the processes where `here` is true; a failure of one is a failure of all.
@@ -155,15 +150,28 @@ class Job:
         if self.launch.loopback and backend == "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        dist.init_process_group(backend, store=dist.PrefixStore("group", self.store), rank=self.launch.rank,
-                                world_size=self.launch.world_size, timeout=timedelta(seconds=timeout_s),
-                                device_id=device if backend == "nccl" else None, pg_options=options)
+        with _says_if_it_waits(self.launch, f"to connect: {TO_CONNECT}"):
+            dist.init_process_group(backend, store=dist.PrefixStore("group", self.store), rank=self.launch.rank,
+                                    world_size=self.launch.world_size, timeout=timedelta(seconds=timeout_s),
+                                    device_id=device if backend == "nccl" else None, pg_options=options)
 
     def end_group(self) -> None:
         """Leaves the process group, where there is one, after everyone has got here."""
         if self.store is not None and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _says_if_it_waits(launch: Launch, text: str) -> Iterator[None]:
+    waiting = threading.Timer(_SILENT_S, lambda: print(
+        f"rank {launch.rank} waits for the other {launch.world_size - 1} {text}", file=sys.stderr, flush=True))
+    waiting.daemon = True
+    waiting.start()
+    try:
+        yield
+    finally:
+        waiting.cancel()
 
 
 def meet(store: dist.Store, launch: Launch) -> str:
