@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,8 +70,10 @@ class Trainer:
         """
         import torch
 
+        drawn = random.getstate()  # rich draws from it when it is imported
         from hybridpar.train.callbacks import Callbacks
         from hybridpar.train.loop import train
+        random.setstate(drawn)
 
         given = {"on_step": on_step, "on_evaluation": on_evaluation, "on_save": on_save}
         for name, call in given.items():
@@ -104,11 +107,13 @@ class Trainer:
 
 
 def _staying(call: Callable[..., None]) -> Callable[..., None]:
-    """The function with this working folder, in which run.dir may lie, again after each call."""
+    """The function with this working folder, in which run.dir may lie, again after each call, also where it raises."""
     home = os.getcwd()
 
     def called(*news: Any) -> None:
-        call(*news)
-        os.chdir(home)
+        try:
+            call(*news)
+        finally:
+            os.chdir(home)
 
     return called

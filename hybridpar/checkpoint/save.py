@@ -104,17 +104,17 @@ class Saver:
         return grid.describe(Sizes.of(self._engine.config).stages_of(grid.pp.rank))
 
     def _begin(self, step: int) -> Path:
-        """The folder to write into, the same on all ranks."""
+        """The folder to write into: the first rank's, as this rank's own run.dir names it."""
         grid, aside, failure = self._engine.grid, None, ""
         if grid.rank == 0:
             try:
-                aside = begin(self._root, step, self._num_bytes)
+                aside = begin(self._root, step, self._num_bytes).name
             except OSError as error:
                 failure = explain(error, self._who(), self._num_bytes)
         aside, failure = gather_objects((aside, failure), grid.world)[0]
         if aside is None:
             raise CheckpointError(failure)
-        return aside
+        return self._root / aside
 
     def _publish(self, aside: Path, states: Sequence[TrainingState], val_loss: float | None, began: float,
                  given_up: Event) -> Path:

@@ -26,7 +26,7 @@ class Profile:
 
     path: ConfigFile
     config: Overrides
-    out: str = "profile.json"
+    output: str = "profile.json"
     tp: Annotated[tuple[int, ...], Within(1, 2**16)] = ()
     """Tensor-parallel degrees; empty: 1, 2, 4, .. as many as ranks."""
     micro_batch: MicroBatches = ()
@@ -43,15 +43,15 @@ class Profile:
         from hybridpar.planner.report import profile_lines
 
         resolved(self.config)
-        check_outputs([self.path], out=self.out)
+        check_outputs([self.path], output=self.output)
         profile = measure_machine(self.config, launch, degrees=self.tp, sizes=self.micro_batch, quick=self.quick,
                          ranks=self.ranks)
         if launch.rank:
             return 0
-        write_output("out", self.out, profile_json(profile))
-        print(json.dumps({"ok": True, "profile": self.out}) if self.json else "\n".join(profile_lines(profile)))
+        write_output("output", self.output, profile_json(profile))
+        print(json.dumps({"ok": True, "profile": self.output}) if self.json else "\n".join(profile_lines(profile)))
         if not self.json:
-            print(self.out)
+            print(self.output)
         return 0
 
 
@@ -80,7 +80,7 @@ class Plan:
     """Number of plans to show."""
     compression: bool = False
     """Also try codecs of messages and gradients, which change training."""
-    out: str = "plan.toml"
+    output: str = "plan.toml"
     svg: str = ""
     """Also draw the pipeline, to this file."""
     brief: bool = False
@@ -99,9 +99,9 @@ class Plan:
             memory=self.config.memory.on_another_grid(),
             pipeline=PipelineConfig(num_microbatches=self.config.pipeline.num_microbatches),
             optim=replace(self.config.optim, staleness="none")))
-        check_outputs([self.path, self.profile, self.cluster], out=self.out, svg=self.svg or None)
+        check_outputs([self.path, self.profile, self.cluster], output=self.output, svg=self.svg or None)
         if self.brief and (begun := self._begun()) is not None:
-            write_output("out", self.out, to_toml(begun))
+            write_output("output", self.output, to_toml(begun))
             print(f"plan: {report.describe(begun)}, as {self.config.run.folder} began", file=sys.stderr)
             return 0
         request = Request(self._keep(), self.batch_size, self.schedules, self.micro_batches, self.top, quick=self.brief,
@@ -117,7 +117,7 @@ class Plan:
                     *closest_remedies(result.failed, result.limit)]
             print("\n".join(said), file=sys.stderr)
             return 1
-        write_output("out", self.out, report.plan_toml(result.ranked[0]))
+        write_output("output", self.output, report.plan_toml(result.ranked[0]))
         if self.svg:
             self._draw(result.ranked[0])
         self._show_choice(result, machine, request)
@@ -156,15 +156,15 @@ class Plan:
                 number = fewer.cost.machine.num_devices
                 print(f"  {number} devices are as fast: {1e3 * fewer.cost.step_time:.4g} ms with "
                       f"{report.describe(fewer.config)} (--devices {number})", file=out)
-            print(f"{self.out}: {self._command(machine)}", file=out)
+            print(f"{self.output}: {self._command(machine)}", file=out)
 
     def _command(self, machine: Machine) -> str:
         """The command line that trains with the plan."""
         servers = -(-machine.num_devices // machine.devices_per_server)
         if servers == 1:
-            return f"hybridpar train {self.out} --ranks {machine.num_devices}"
+            return f"hybridpar train {self.output} --ranks {machine.num_devices}"
         return (f"on each of the {servers} servers, R = 0 to {servers - 1}: torchrun --nnodes {servers} --node-rank R "
-                f"--nproc-per-node {machine.devices_per_server} --master-addr SERVER0 -m hybridpar train {self.out}")
+                f"--nproc-per-node {machine.devices_per_server} --master-addr SERVER0 -m hybridpar train {self.output}")
 
     def _begun(self) -> Config | None:
         """This configuration, divided as that of the run that is in its folder; None: there is none."""

@@ -53,7 +53,8 @@ def measure_machine(config: Config, launch: Launch, *, degrees: Sequence[int] = 
         job = Job.connect(launch)
         device = choose_device(config.train, launch, job.gather)
         set_threads(config.train.threads, launch)
-        job.start_group(device, choose_backend(config.train, device), max(config.train.timeout_s, 120.0))
+        job.require_addresses(backend := choose_backend(config.train, device))
+        job.start_group(device, backend, max(config.train.timeout_s, 120.0))
         profile = measure_here(*request, device)
         job.end_group()
         return profile

@@ -63,7 +63,7 @@ def read_profile(path: Path) -> Profile:
     Raises: ConfigError if there is no such file; DataError, with the place, if it holds something else.
     """
     if not path.exists():
-        works = nearest_path(path) or f"hybridpar profile CONFIG --out {path}"
+        works = nearest_path(path) or f"hybridpar profile CONFIG --output {path}"
         raise config_error("profile", str(path), "does not exist", works)
     with errors_as(DataError, path, "cannot be read"):
         document = read_json(path, _MAX_BYTES)

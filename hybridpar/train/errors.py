@@ -45,6 +45,9 @@ def describe_failure(error: Exception, who: str, record: Record | None = None, l
     if is_lost_contact(error):
         peers = record.peers if record is not None else ()
         other = f"rank {peers[0]}" if len(peers) == 1 else "another rank"
+        if not link and record is not None and record.phase == "connecting":
+            link = ("between hosts, GLOO_SOCKET_IFNAME names the interface that leads to the others, and firewalls let "
+                    "all ports of TCP through")
         return LostContactError(f"{who} lost contact with {other}{situation}" + (f"; {link}" if link else ""))
     if isinstance(error, HybridparError):
         return RankError(f"{who}: {error}")

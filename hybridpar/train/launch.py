@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import json
+import platform
 import secrets
 import socket
 import sys
@@ -21,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hybridpar import native
+from hybridpar import native, sockets
 from hybridpar.config import Launch, TrainConfig
 from hybridpar.cpu import available_cores
 from hybridpar.errors import HybridparError, config_error
@@ -30,7 +32,7 @@ from hybridpar.train.errors import LostContactError, RankError
 T = TypeVar("T")
 _POLL_S = 0.002, 0.5
 """First and longest pause between two polls of the store."""
-_PART_S = 5.0
+_PART_S = 30.0
 _SILENT_S = 20.0
 """How long a rank waits for others before it says so."""
 LOOPBACK = "127.0.0.1"
@@ -133,6 +135,15 @@ class Job:
         except dist.DistError as error:
             raise _lost_store(rank, error) from None
 
+    def require_addresses(self, backend: str) -> None:
+        """Has processes on several hosts see whether Gloo would offer the others an address that they can reach.
+
+        Raises: ConfigError, as `together`.
+        """
+        if backend == "gloo" and self.store is not None:
+            several = len(set(self.gather(platform.node()))) > 1
+            self.together(lambda: _require_address(self.launch.interface, several))
+
     def start_group(self, device: torch.device, backend: str, timeout_s: float) -> None:
         """Creates the process group. Communication gives up after `timeout_s` seconds (see `ProcessGrid.wait_at_most`).
 
@@ -207,6 +218,20 @@ def _poll(done: Callable[[], bool]) -> None:
     while not done():
         time.sleep(pause)
         pause = min(2 * pause, longest)
+
+
+def _require_address(interface: str, several_hosts: bool) -> None:
+    """Raises: ConfigError."""
+    there = sockets.interfaces()
+    found = f"this host, {platform.node()}, has {', '.join(there) or 'none but lo'}"
+    for name in interface.split(",") if interface else ():
+        if name not in (*there, "lo"):
+            raise config_error("GLOO_SOCKET_IFNAME", interface, f"names no network interface: {found}", *there[:1])
+    address = sockets.own_address() if several_hosts and not interface else ""
+    if address and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        rule = (f"must name the interface that leads to the other hosts, as the host's name leads to {address}, "
+                f"where they do not find it; {found}")
+        raise config_error("GLOO_SOCKET_IFNAME", "", rule, *there[:1])
 
 
 def choose_device(config: TrainConfig, launch: Launch, gather: Callable[[str], list[str]]) -> torch.device:

@@ -69,6 +69,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     job = Job.connect(launch)
     require_equal_settings(config, job)
     device = choose_device(config.train, launch, job.gather)
+    job.require_addresses(choose_backend(config.train, device))
     require_planned(config.train, device)
     threads = set_threads(config.train.threads, launch)
     set_precision(config.train, device)
@@ -86,6 +87,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
         return Outcome(folder, saved, num_steps, resumed_from=saved)
     with contextlib.ExitStack() as stack:
         job.together(lambda: stack.enter_context(run_folder.in_use(folder)), here=first)
+        run_folder.require_shared(folder, job)
         data = _open_data(config, job, datasets)
         require_equal_data(data, job)
         if start or (saved and config.train.continue_with):  # else other data are refused, whatever their tokens

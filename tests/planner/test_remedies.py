@@ -96,5 +96,5 @@ def test_check_and_plan_say_what_would_fit(tmp_path: Path, capsys: pytest.Captur
     tiny = replace(measured, hardware=replace(measured.hardware, devices_per_host=1, memory=0.05 * room))
     write_profile(tiny, profile)
     assert main(["plan", str(path), "--profile", str(profile), "--devices", "1",
-                 "--out", str(tmp_path / "plan.toml")]) == 1
+                 "--output", str(tmp_path / "plan.toml")]) == 1
     assert "fit" in capsys.readouterr().err.partition("nothing fits")[2]

@@ -16,12 +16,15 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handlers
 import torch.distributed.run
+from train.runs import LONG_S
 
 import hybridpar.train.faults.supervisor
 import hybridpar.train.loop  # noqa: F401  # here once, else in every rank
 from hybridpar.cli import main
+from hybridpar.train.faults.inject import Fault, Injector
 
 MAINS = {"hybridpar": main, "torch.distributed.run": torch.distributed.run.main}
 """What `python -m` would start."""
@@ -44,7 +47,7 @@ class Job:
         """What has been said so far."""
         return Path(self._output.name).read_text()
 
-    def wait_for(self, pattern: str, timeout_s: float = 120.0) -> re.Match[str]:
+    def wait_for(self, pattern: str, timeout_s: float = LONG_S) -> re.Match[str]:
         """That in the output which matches a regular expression, behind what was waited for before.
 
         Raises: AssertionError where it does not come in time.
@@ -60,7 +63,7 @@ class Job:
             assert time.monotonic() < end, f"no {pattern} after {timeout_s} s: {text}"
             time.sleep(0.02)
 
-    def end(self, timeout_s: float = 200.0) -> tuple[int, str]:
+    def end(self, timeout_s: float = LONG_S) -> tuple[int, str]:
         """Exit code and output. Raises: AssertionError where it does not end in time."""
         try:
             code = self.process.wait(timeout_s)
@@ -70,7 +73,7 @@ class Job:
         return code, self.output
 
 
-def supervised(*args: str | Path, timeout_s: float = 200.0) -> tuple[int, str]:
+def supervised(*args: str | Path, timeout_s: float = LONG_S) -> tuple[int, str]:
     """Exit code and output of `hybridpar *args`, whose ranks are forks as well."""
     return Job("hybridpar", *args).end(timeout_s)
 
@@ -79,6 +82,23 @@ def torchrun(num_ranks: int, *args: str | Path, max_restarts: int = 0) -> Job:
     """`hybridpar *args` on so many local ranks that torch's own launcher starts."""
     return Job("torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}",
                f"--max-restarts={max_restarts}", "-m", "hybridpar", *args)
+
+
+def held(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[Path, Path]:
+    """Has `slow link` of jobs to come last until the second of two files is there; the first appears as it begins."""
+    begun, over, stop = folder / "held", folder / "go on", Injector._stop_here
+
+    def wait(fault: Fault) -> None:
+        if fault.kind != "slow link":
+            return stop(fault)
+        begun.touch()
+        end = time.monotonic() + LONG_S
+        while not over.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        return None
+
+    monkeypatch.setattr(Injector, "_stop_here", staticmethod(wait))
+    return begun, over
 
 
 def _run(output: int, module: str, *args: str) -> NoReturn:

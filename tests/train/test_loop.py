@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -11,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train.runs import metrics, steps, write_config
+from train.runs import metrics, on_ranks, steps, write_config
 
 from hybridpar.cli import main
 from hybridpar.config import Config, Launch, from_mapping, load_toml, to_toml
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes
 from hybridpar.train import loop
-from hybridpar.train.folder import in_use, measured
+from hybridpar.train.folder import in_use, measured, require_shared
+from hybridpar.train.launch import Job
 from hybridpar.train.run import Run
 from hybridpar.validate import resolve
 
@@ -186,6 +188,25 @@ def test_another_model_is_refused_and_nothing_overwritten(config: Config) -> Non
 def test_two_jobs_do_not_share_a_folder(config: Config) -> None:
     with in_use(config.run.folder), pytest.raises(ConfigError, match="another job is training"):
         loop.train(config, ALONE)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_machines_share_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    monkeypatch.setattr("hybridpar.train.folder._SEEN_AFTER_S", 0.0)
+    folders = [tmp_path / name / "run" for name in ("a", "a" if shared else "b", "a")]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def on_own_machine(job: Job) -> None:
+        require_shared(folders[job.launch.rank], Job(replace(job.launch, local_rank=0), job.store))
+
+    outcomes = on_ranks(3, on_own_machine)
+    if shared:
+        assert outcomes == [None] * 3
+    else:
+        assert {re.match(r"rank 1: run\.dir = '(\S+)': is no folder that this machine shares with rank 0",
+                         str(one))[1] for one in outcomes} == {str(tmp_path / "b")}  # type: ignore[index]
+    assert not any(os.listdir(folder) for folder in folders)
 
 
 def test_bert_trains_too(config: Config) -> None:

@@ -160,7 +160,7 @@ class Late:
     steps: list[Path]
 
     def wait(self) -> None:
-        own, end = self.steps[-1].stat().st_size, time.monotonic() + 20
+        own, end = self.steps[-1].stat().st_size, time.monotonic() + 200
         while min(path.stat().st_size for path in self.steps) < own:
             assert time.monotonic() < end, "a site waits for a message that may still take a step"
             time.sleep(0.001)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from hybridpar.planner.placement import (
     write_assignment,
 )
 from hybridpar.planner.placement import exact as exact_module
+from hybridpar.planner.placement import solve as solve_module
 from hybridpar.planner.placement.classes import class_graph
 from hybridpar.planner.placement.ideals import enumerate_ideals
 from hybridpar.planner.placement.linear import solve_linear
@@ -99,10 +101,19 @@ def test_subsets_are_found_as_sets_of_ideals() -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_dp_out_of_time_says_so(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    w = layered_training(6, 3, 4)
+    """Nothing takes any time until the table is filled, which then has none left."""
+    w, now, fill = layered_training(6, 3, 4), 0.0, solve_module.best_loads
+
+    def late(*args: Any) -> Any:
+        nonlocal now
+        now = 1.1
+        return fill(*args)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(solve_module, "best_loads", late)
     if not compiled:
         monkeypatch.setattr(exact_module.native, "missing", lambda: "not built")
-    placement = place(w, "dp", Options(time_limit=1e-3))
+    placement = place(w, "dp", Options(time_limit=1.0))
     assert placement.note == "the time limit was reached: this is the best split of 1 order"
     assert not placement.proven
     assert 0 < placement.bound < placement.objective
@@ -111,17 +122,17 @@ def test_dp_out_of_time_says_so(compiled: bool, monkeypatch: pytest.MonkeyPatch)
     assert placement.objective == place(w, "dpl").objective
 
 
-def test_milp_out_of_time_gives_the_best_found_with_its_bound() -> None:
+def test_milp_out_of_time_gives_the_best_found_with_its_bound(only_highs_takes_time: None) -> None:
+    """HiGHS would take minutes."""
     w = layered_training(4, 3, 3)
-    start = time.monotonic()
     placement = place(w, "milp", Options(time_limit=1.0))
-    assert time.monotonic() - start < 20
+    assert 0 < placement.seconds <= 1.0
     assert placement.note == "the time limit was reached"
     assert 0 < placement.bound < placement.objective <= place(w, "dpl").objective
     assert not problems(w, placement.devices)
 
 
-def test_latency_out_of_time() -> None:
+def test_latency_out_of_time(only_highs_takes_time: None) -> None:
     w = make_workload(document(40, [(v, v + i) for v in range(36) for i in (1, 3)], cost=[0.3] * 40, k=3, memory=9.0,
                                num_cpus=8))
     simple = place(w, "latency-greedy")
