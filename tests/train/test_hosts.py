@@ -28,9 +28,9 @@ def two_hosts(folder: Path, ranks_each: int, *args: str | Path, restarts: int = 
     """
     with reserved_port() as port:
         hosts = [multiprocessing.get_context("fork").Process(target=_agent, args=(folder / f"host{host}", [
-            "--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", str(ranks_each), "--master-addr", "127.0.0.1",
-            "--master-port", str(port), "--max-restarts", str(restarts), "--monitor-interval", "0.1", "hybridpar",
-            *(str(arg).replace("HOST", str(host)) for arg in args)])) for host in range(2)]
+            "--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", str(ranks_each), "--master-addr",
+            "127.0.0.1", "--master-port", str(port), "--max-restarts", str(restarts), "--monitor-interval", "0.1",
+            "hybridpar", *(str(arg).replace("HOST", str(host)) for arg in args)])) for host in range(2)]
         for host, process in enumerate(hosts):
             (folder / f"home{host}").mkdir(exist_ok=True)
             process.start()

@@ -114,8 +114,8 @@ def test_four_ranks_recover_to_the_bit(tmp_path: Path, monkeypatch: pytest.Monke
     run_job(4, "train", config, *grid, *STEPS, "--run.name", "calm")
     hurry(monkeypatch, tmp_path / "runs" / "run", "checkpoints/step_00000010")
     limit = str(2 * FASTER)
-    code, out = train(4, config, *grid, *STEPS, "--faults.timeout_s", limit, "--faults.save_timeout_s", limit, "--inject",
-                      "slow link 0-1 at step 9 for 0.2 s", "corrupt shard stage 1 at step 10",
+    code, out = train(4, config, *grid, *STEPS, "--faults.timeout_s", limit, "--faults.save_timeout_s", limit,
+                      "--inject", "slow link 0-1 at step 9 for 0.2 s", "corrupt shard stage 1 at step 10",
                       "hang rank 1 at step 14 micro-batch 1", "hang save rank 3 at step 15")
     assert code == 0, out
     run, calm = tmp_path / "runs" / "run", tmp_path / "runs" / "calm"
