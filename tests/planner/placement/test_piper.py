@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,18 @@ def test_the_first_plan_within_no_limit_is_not_taken(monkeypatch: pytest.MonkeyP
     assert found == pytest.approx([plan_stages(instance).time for instance in instances], rel=1e-12)
 
 
+def add_nothing(line: dict[str, Any], layers: Iterable[int], edges: Iterable[tuple[int, int]]) -> None:
+    """Adds layers and edges that cost nothing."""
+    nothing = dict.fromkeys(("timePerSample", "parameterSize", "memoryUsageA", "memoryUsageB"), 0.0)
+    line["nodes"] += [{"id": v, "TMPCs": {t: [{"id": "vanilla"} | nothing] for t in "12"}} for v in layers]
+    line["edges"] += [{"sourceId": u, "destId": v, "communicationCost": 0.0} for u, v in edges]
+    for node in line["nodes"]:
+        for way in itertools.chain(*node["TMPCs"].values()):
+            for key, own, end in (("syncTimeFw", "destId", "sourceId"), ("syncTimeBw", "sourceId", "destId")):
+                others = [str(edge[end]) for edge in line["edges"] if edge[own] == node["id"]]
+                way[key] = {other: way.get(key, {}).get(other, 0.0) for other in others}
+
+
 @pytest.mark.parametrize(("seed", "memory", "devices"), [(0, 100.0, 4), (1, 12.0, 4), (2, 9.0, 3), (4, 2.0, 3)])
 def test_free_layers_are_left_out(seed: int, memory: float, devices: int) -> None:
     """One leads to all of a line, another takes the place of an edge that costs nothing: the same plans, and as many
@@ -190,20 +203,22 @@ def test_free_layers_are_left_out(seed: int, memory: float, devices: int) -> Non
             way[key][other] = 0.0
     best = all_plans(make_instance(line))
 
-    nothing = dict.fromkeys(("timePerSample", "parameterSize", "memoryUsageA", "memoryUsageB"), 0.0)
-    for v in (3, 4):
-        line["nodes"].append({"id": v, "TMPCs": {t: [{"id": "vanilla"} | nothing] for t in "12"}})
     line["edges"][0]["destId"] = 3
-    more = [(3, 1), *((4, v) for v in range(3))]
-    line["edges"] += [{"sourceId": u, "destId": v, "communicationCost": 0.0} for u, v in more]
-    for node in line["nodes"]:
-        for way in itertools.chain(*node["TMPCs"].values()):
-            for key, own, end in (("syncTimeFw", "destId", "sourceId"), ("syncTimeBw", "sourceId", "destId")):
-                others = [str(edge[end]) for edge in line["edges"] if edge[own] == node["id"]]
-                way[key] = {other: way.get(key, {}).get(other, 0.0) for other in others}
+    add_nothing(line, (3, 4), [(3, 1), *((4, v) for v in range(3))])
     plan = plan_stages(make_instance(line))
     assert plan.time == pytest.approx(best, rel=1e-12)
     assert plan.stats["downsets"] == 4
+
+
+@pytest.mark.parametrize(("edge", "sync"), [((2, 3), 0.0), ((3, 0), 1.0)], ids=["leads nowhere", "synchronized"])
+def test_layers_that_are_not_free_stay(edge: tuple[int, int], sync: float) -> None:
+    line = small(3)
+    add_nothing(line, (3,), [edge])
+    for way in itertools.chain(*line["nodes"][3]["TMPCs"].values()):
+        way["syncTimeBw"] = dict.fromkeys(way["syncTimeBw"], sync)
+    plan = plan_stages(make_instance(line))
+    assert plan.stats["downsets"] == 5
+    assert sorted(v for stage in plan.stages for v in stage.ways) == [0, 1, 2, 3]
 
 
 def test_one_order_is_enough_for_a_line() -> None:
