@@ -186,7 +186,7 @@ def test_evaluation():
     assert text_of(forward_actions(sizes, 1, 2, version=5)) == (
         "RECV_F0@1 RECV_F1@1 F0@1v5 SEND_F0@1 F1@1v5 SEND_F1@1"
     )
-    assert text_of(forward_actions(sizes, 2, 2, ahead=0)) == "RECV_F0@2 F0@2 RECV_F1@2 F1@2"
+    assert text_of(forward_actions(sizes, 2, 2)) == "RECV_F0@2 RECV_F1@2 F0@2 F1@2"
 
 
 @settings(deadline=None, max_examples=50)
