@@ -33,12 +33,10 @@ KNOWN = {  # devices, GiB: seconds a micro-batch; None: nothing fits. The benchm
     (16, 8): {"equi": 0.102604, "noDP": 0.100427},
     (32, 2): {"piper": 0.066550, "equi": None, "noDP": 0.073906, "noTP": None, "noAR": None},
     (32, 8): {"equi": 0.051351},
-    (32, 80): {"piper": 0.030844},
-}
+    (32, 80): {"piper": 0.030844}}
 PLANNERS = {
     "piper": plan_stages, "equi": plan_equal_stages, "noDP": lambda x: plan_stages(x, Allowed(data=False)),
-    "noTP": lambda x: plan_stages(x, Allowed(tensor=False)), "noAR": lambda x: plan_stages(x, Allowed(recompute=False)),
-}
+    "noTP": lambda x: plan_stages(x, Allowed(tensor=False)), "noAR": lambda x: plan_stages(x, Allowed(recompute=False))}
 
 
 @pytest.mark.parametrize("devices", KNOWN, ids=str)
@@ -124,8 +122,7 @@ def test_a_stage_by_hand() -> None:
     ([LayerGroup({2: "vanilla"}, 1, 1), LayerGroup({0: "vanilla", 1: "vanilla"}, 1, 1)], "leads to an earlier stage"),
     ([LayerGroup({0: "vanilla", 1: "vanilla", 2: "none"}, 1, 1)], "is none at tensor 1"),
     ([LayerGroup(dict.fromkeys(range(3), "vanilla"), 3, 1)], "must divide 4"),
-    ([LayerGroup(dict.fromkeys(range(3), "vanilla"), 4, 2)], "are more than 4"),
-])
+    ([LayerGroup(dict.fromkeys(range(3), "vanilla"), 4, 2)], "are more than 4")])
 def test_what_breaks_a_rule_is_named(stages: list[LayerGroup], message: str) -> None:
     score = score_stages(make_instance(small(3)), stages)
     assert any(message in str(problem) for problem in score.problems)
@@ -144,8 +141,7 @@ def test_what_breaks_a_rule_is_named(stages: list[LayerGroup], message: str) -> 
     (("nodes", 1, "id"), 0, "is the id of"),
     (("edges", 0, "destId"), 7, "must be the id of a node"),
     (("edges", 0, "destId"), 0, "is a cycle"),
-    (("edges", 1), {"sourceId": 0, "destId": 1, "communicationCost": 1.0}, "is there twice"),
-])
+    (("edges", 1), {"sourceId": 0, "destId": 1, "communicationCost": 1.0}, "is there twice")])
 def test_bad_instances(path: tuple, value: object, message: str) -> None:
     bad = copy.deepcopy(small(3))
     target: Any = bad
@@ -158,8 +154,7 @@ def test_bad_instances(path: tuple, value: object, message: str) -> None:
 
 @pytest.mark.parametrize(("options", "reason"), [
     ({"max_downsets": 3}, "more than 3 downsets: this is the best of one order of the layers"),
-    ({"time_limit": 1e-9}, "the time limit was reached: this is the best of equal stages"),
-])
+    ({"time_limit": 1e-9}, "the time limit was reached: this is the best of equal stages")])
 def test_what_could_not_be_searched_is_said(options: dict[str, Any], reason: str) -> None:
     instance = make_instance(small(6, 1, 15.0, 5, branch=True))
     best, plan = plan_stages(instance), plan_stages(instance, **options)
