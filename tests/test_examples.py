@@ -212,16 +212,17 @@ def test_a_trainer_tells_of_steps_evaluations_and_saves(tmp_path: Path, monkeypa
     assert Path.cwd() == tmp_path
 
 
-def test_a_trainer_draws_from_no_global_generator(tmp_path: Path) -> None:
+def test_a_trainer_leaves_generators_and_threads_as_they_were(tmp_path: Path) -> None:
     """In a fork, which imports rich anew."""
     def states() -> list[Any]:
-        return [random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().tolist()]
+        return [random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().tolist(),
+                torch.get_num_threads()]
 
     def fit() -> None:
         for name in [name for name in sys.modules if name.startswith(("rich", "hybridpar.train.", "hybridpar.data."))]:
             del sys.modules[name]
         before = states()
-        Trainer(config=config_of("mixer", run={"dir": str(tmp_path)})).fit()
+        Trainer(config=config_of("mixer", train={"threads": 2}, run={"dir": str(tmp_path)})).fit()
         assert states() == before
 
     fork_ranks(1, fit)

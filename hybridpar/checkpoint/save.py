@@ -95,9 +95,9 @@ class Saver:
             take = self._snapshot.begin(part.tensors) if beside else partial(dict, part.tensors)
             check = partial(part.check, aside, flight=self._flight) if engine.config.checkpoint.read_back else None
             task.writes(take, self.wrap(partial(part.write, aside, flight=self._flight)), check)
+        task.start()
         engine.state.hold(task.copied.wait)
         self._task = task
-        task.start()
 
     def _who(self) -> str:
         grid = self._engine.grid

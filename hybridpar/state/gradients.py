@@ -27,9 +27,9 @@ class GradientAccumulator:
     complete; one that gets no gradient is not reported. Backward must not build a graph itself (create_graph), and
     gradients must come from `backward`, not from torch.autograd.grad.
 
-    With `defers`, parts that are given to a sink (nn.matmul.SINK) may wait: those of the backward that follows
-    `collect(key)` are added by `apply(key)`, in the same order, to the same bits. Some parts are still added at once,
-    but none of the parameters in `tied`, which are used in several places.
+    With `defers`, `bind` comes before every backward. Parts that are given to a sink (nn.matmul.SINK) may wait: those
+    of the backward that follows `collect(key)` are added by `apply(key)`, in the same order, to the same bits. Some
+    parts are still added at once, but none of the parameters in `tied`, which are used in several places.
 
     With `pieces`, a micro-batch has so many backwards, each through a graph of its own.
 

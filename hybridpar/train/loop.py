@@ -33,7 +33,14 @@ from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, Callbacks
 from hybridpar.train.engine import Engine
 from hybridpar.train.equal_plans import require_equal_data, require_equal_plans, require_equal_settings
-from hybridpar.train.errors import AnomalyError, LostContactError, SaveError, SetupError, describe_failure
+from hybridpar.train.errors import (
+    AnomalyError,
+    LostContactError,
+    SaveError,
+    SetupError,
+    describe_failure,
+    is_out_of_memory,
+)
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
 from hybridpar.train.launch import (
@@ -251,7 +258,9 @@ def _sample(config: Config, reporter: Reporter) -> None:
         generator = Generator.load(folder, reporter.say)
         text = prompt + "".join(generator.generate(prompt, replace(Sampling(), seed=config.train.seed)))
         (folder / "sample.txt").write_text(text, encoding="utf-8")
-    except (HybridparError, OSError) as error:
+    except Exception as error:
+        if not (isinstance(error, HybridparError | OSError) or is_out_of_memory(error)):
+            raise
         reporter.say(f"no sample.txt: {error}")
         return
     reporter.say(f"{folder / 'sample.txt'}:\n{text}")

@@ -441,6 +441,17 @@ def test_with_shared_gradients_and_weights(zero: int, pp: int, pipeline: dict[st
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(("zero", "tied"), [(1, False), (3, True)])
+def test_the_replica_that_has_most(zero: int, tied: bool) -> None:
+    """LAMB's parameters are not cut, and embeddings are much of this model: the last replica has one, or one more."""
+    config = small(dp=3, parallel={"zero": zero}, optim={"name": "lamb"},
+                   model={"num_layers": 2, "vocab_size": 4096, "tie_embeddings": tied})
+    peaks = [peak for _, peak in run_ranks(peak_of_run, 3, config)]
+    assert predict(config)[0].total == pytest.approx(peaks[2], rel=0.02)
+    assert max(peaks[:2]) < 0.95 * peaks[2], peaks
+
+
+@pytest.mark.ranks
 def test_with_shares_in_a_file(tmp_path: Path) -> None:
     """A tied weight's sum ends early where a tier makes room by it; some gradients of a backward are new, others not.
     """

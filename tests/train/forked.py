@@ -47,35 +47,37 @@ class Job:
         """What has been said so far."""
         return Path(self._output.name).read_text()
 
-    def wait_for(self, pattern: str, timeout_s: float = LONG_S) -> re.Match[str]:
-        """That in the output which matches a regular expression, behind what was waited for before.
+    def wait_for(self, wanted: str | Path) -> str:
+        """Until a file is there; or that in the output, behind what was waited for before, which matches a regular
+        expression: its first group, if any.
 
-        Raises: AssertionError where it does not come in time.
+        Raises: AssertionError where it does not come, or the job ends before.
         """
-        end, wanted = time.monotonic() + timeout_s, re.compile(pattern, re.MULTILINE)
+        end = time.monotonic() + LONG_S
         while True:
             ended = self.process.poll() is not None
-            text = self.output
-            if found := wanted.search(text, self._read):
+            if isinstance(wanted, Path) and wanted.exists():
+                return ""
+            if isinstance(wanted, str) and (found := re.compile(wanted, re.MULTILINE).search(self.output, self._read)):
                 self._read = found.end()
-                return found
-            assert not ended, f"the job has ended: {text}"
-            assert time.monotonic() < end, f"no {pattern} after {timeout_s} s: {text}"
+                return found[found.lastindex or 0]
+            assert not ended, f"the job has ended: {self.output}"
+            assert time.monotonic() < end, f"no {wanted}: {self.output}"
             time.sleep(0.02)
 
-    def end(self, timeout_s: float = LONG_S) -> tuple[int, str]:
-        """Exit code and output. Raises: AssertionError where it does not end in time."""
+    def end(self) -> tuple[int, str]:
+        """Exit code and output. Raises: AssertionError where it does not end."""
         try:
-            code = self.process.wait(timeout_s)
+            code = self.process.wait(LONG_S)
         except subprocess.TimeoutExpired:
             os.kill(self.pid, signal.SIGTERM)
             raise AssertionError(f"the job has not ended: {self.output}") from None
         return code, self.output
 
 
-def supervised(*args: str | Path, timeout_s: float = LONG_S) -> tuple[int, str]:
+def supervised(*args: str | Path) -> tuple[int, str]:
     """Exit code and output of `hybridpar *args`, whose ranks are forks as well."""
-    return Job("hybridpar", *args).end(timeout_s)
+    return Job("hybridpar", *args).end()
 
 
 def torchrun(num_ranks: int, *args: str | Path, max_restarts: int = 0) -> Job:

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 from train.runs import metrics, on_ranks, steps, write_config
 
+from hybridpar.checkpoint.background import Task
 from hybridpar.cli import main
 from hybridpar.config import Config, Launch, from_mapping, load_toml, to_toml
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes
 from hybridpar.train import loop
+from hybridpar.train.errors import RankError
 from hybridpar.train.folder import in_use, measured, require_shared
 from hybridpar.train.launch import Job
 from hybridpar.train.run import Run
@@ -217,6 +219,23 @@ def test_bert_trains_too(config: Config) -> None:
     assert rows[1]["loss"] == pytest.approx(sum(rows[1]["losses"].values()))
     assert rows[0]["val_losses"].keys() == {"mlm", "sop"}
     assert not (config.run.folder / "sample.txt").exists()
+
+
+def test_a_lack_of_memory_at_the_end_is_said_in_a_line(config: Config, monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """First for the thread that saves, then for the text that is written at last, without which the run is whole."""
+    def fail(*args: Any) -> None:
+        raise RuntimeError(said)
+
+    with monkeypatch.context() as patched:
+        said = "can't start new thread"
+        patched.setattr(Task, "start", fail)
+        with pytest.raises(RankError, match=r"^rank 0 .*cannot start a thread while saving: it is out of memory, or"):
+            loop.train(config, ALONE)
+    said = "could not create a primitive"
+    monkeypatch.setattr(loop.Generator, "generate", fail)
+    assert loop.train(config, ALONE).step == config.train.num_steps
+    assert f"no sample.txt: {said}" in capsys.readouterr().err
 
 
 def test_training_is_a_command_with_json(config: Config, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

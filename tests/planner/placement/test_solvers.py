@@ -166,8 +166,7 @@ def test_a_second_call_can_help_latency() -> None:
 @pytest.mark.parametrize(("change", "message"), [
     ({"memory": 0.5}, "maxSizePerFPGA = 0.5"),
     ({"memory": 4.0}, "maxSizePerFPGA = 4.0"),
-    ({"supportedOnFpga": [True] * 9 + [False]}, "no accelerator can run node 9"),
-])
+    ({"supportedOnFpga": [True] * 9 + [False]}, "no accelerator can run node 9")])
 def test_what_fits_nowhere_is_one_clear_error(solver: str, change: dict, message: str) -> None:
     w = make_workload(document(10, CHAIN, num_cpus=0, **change))
     with pytest.raises(ConfigError) as caught:
@@ -187,8 +186,7 @@ def test_memory_that_only_some_placement_keeps(solver: str) -> None:
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"time_limit": 0.0}, "time_limit = 0.0"), ({"time_limit": math.nan}, "time_limit = nan"),
-    ({"restarts": -1}, "restarts = -1"), ({"slots": 0}, "slots = 0"), ({"max_ideals": True}, "max_ideals = True"),
-])
+    ({"restarts": -1}, "restarts = -1"), ({"slots": 0}, "slots = 0"), ({"max_ideals": True}, "max_ideals = True")])
 def test_options_are_checked(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         place(make_workload(document(2, [(0, 1)])), "dpl", Options(**options))
@@ -221,8 +219,7 @@ def test_placements_are_written_and_read(tmp_path) -> None:
     ({"fpgas": [{"nodes": [0]}, {"nodes": [0, 1]}]}, "is on two machines"),
     ({"fpgas": [{"nodes": [0]}]}, "split = 1: this node is on no machine"),
     ({"fpgas": [{"nodes": [0]}, {"nodes": [1]}, {"nodes": [1]}]}, "more machines in use than the workload's 2"),
-    ([], "must be a JSON object"),
-])
+    ([], "must be a JSON object")])
 def test_splits_are_checked(split: object, message: str, tmp_path) -> None:
     (path := tmp_path / "split.json").write_text(json.dumps(split))
     with pytest.raises(ConfigError, match=message):

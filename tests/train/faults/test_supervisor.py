@@ -355,7 +355,7 @@ def test_a_closed_terminal_is_survived_under_nohup_and_another_signal_saves(tmp_
             signal.signal(signal.SIGHUP, before)
 
     def until(job: Job, step: int) -> None:
-        while int(job.wait_for(r"^step (\d+)/")[1]) < step:
+        while int(job.wait_for(r"^step (\d+)/")) < step:
             pass
 
     job = begin(signal.SIG_IGN)
