@@ -243,8 +243,13 @@ def profile_lines(profile: Profile) -> list[str]:
         numbers = (cost.forward, cost.backward, cost.forward_wait + cost.backward_wait, cost.norm + cost.update)
         lines.append(f"{kind:<10} {tp:>3} {b:>11} " + " ".join(f"{1e3 * x:9.3f}" for x in numbers))
     for name, link in profile.links.items():
-        reduce = ", ".join(f"all-reduce over {n} {curve.bandwidth / 1e6:,.0f} MB/s" for n, curve in link.reduce.items())
-        there, back = (f"{rate / 1e6:,.0f} MB/s" for rate in link.rates)
+        reduce = ", ".join(f"all-reduce over {n} {_rate(curve.bandwidth)}" for n, curve in link.reduce.items())
+        there, back = map(_rate, link.rates)
         rates = there if link.there == 1 else f"{there} to a later rank, {back} back"
         lines.append(f"{name}: {1e6 * link.send.latency:.0f} us, {rates}; {reduce}")
     return lines
+
+
+def _rate(bytes_per_s: float) -> str:
+    mb = bytes_per_s / 1e6
+    return f"{mb:,.0f} MB/s" if mb >= 100 else f"{mb:.3g} MB/s"

@@ -15,6 +15,7 @@ from hybridpar.errors import ConfigError, DataError
 from hybridpar.planner.links import Curve, MeasuredLink, rising
 from hybridpar.planner.profile import StateSpeeds, check_settings
 from hybridpar.planner.profile_file import read_profile, write_profile
+from hybridpar.planner.report import profile_lines
 
 
 def test_reads_back_what_was_written(tmp_path: Path) -> None:
@@ -145,3 +146,9 @@ def test_a_measured_link_shares_and_scales_like_a_ring() -> None:
     # of 4 ranks: 3 steps for 1, and 2 * 3/4 of the bytes for 2 * 1/2
     assert link.ring_time(101, 4) == pytest.approx(3 * 1.0 + 1.5 * 1.0)
     assert link.ring_work(101, 4) == 0
+
+
+@pytest.mark.parametrize(("bandwidth", "shown"), [(1.19e6, "1.19 MB/s"), (2143e6, "2,143 MB/s")])
+def test_rates_of_slow_links_have_three_digits(bandwidth: float, shown: str) -> None:
+    found = replace(made.profile(made.config()), links={"network": made.link(bandwidth=bandwidth, ranks=(2,))})
+    assert profile_lines(found)[-1] == f"network: 0 us, {shown}; all-reduce over 2 {shown}"
