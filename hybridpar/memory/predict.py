@@ -37,24 +37,25 @@ from hybridpar.state.parts import Parts
 Tracer = Callable[[Config, range, Recomputation, Buffers, torch.device], Footprint]
 
 
-def predict(config: Config, schedule: Schedule | None = None, device: torch.device | None = None, *,
-            trace: Tracer = trace_stage, ranks: Iterable[int] | None = None) -> list[StageMemory]:
+def predict(config: Config, *, device: torch.device | None = None, trace: Tracer = trace_stage,
+            ranks: Iterable[int] | None = None) -> list[StageMemory]:
     """The peak memory of one process of each pipeline rank (or of `ranks`), as the allocator of `device` counts it: of
     the replica that has most, if whole parameters lie on one each.
 
-    `config`: resolved. `schedule`, `device`: None: those of the configuration (`default_device`). The device need not
-    be on this machine. Memory inside CPU kernels is left out: up to some megabytes a thread. `trace`: for many
-    configurations, one that remembers (layers.Footprints).
+    `config`: resolved. `device`: need not be on this machine; None: the configuration's (`default_device`). Memory
+    inside CPU kernels is left out: up to some megabytes a thread. `trace`: for many configurations, one that remembers
+    (layers.Footprints).
     """
-    pipeline = _Pipeline(config, schedule or schedule_of(config.pipeline), device or default_device(config), trace)
+    pipeline = _Pipeline(config, device or default_device(config), trace)
     return [pipeline.memory(rank) for rank in (range(config.parallel.pp) if ranks is None else ranks)]
 
 
 class _Pipeline:
     """The ranks of a pipeline; parts of equal blocks are traced once."""
 
-    def __init__(self, config: Config, schedule: Schedule, device: torch.device, trace: Tracer):
-        self._config, self._schedule, self._device, self._trace = config, schedule, device, trace
+    def __init__(self, config: Config, device: torch.device, trace: Tracer):
+        self._config, self._device, self._trace = config, device, trace
+        self._schedule = schedule = schedule_of(config.pipeline)
         self._sizes = sizes = Sizes.of(config)
         self._split = stage_split(
             config.model, sizes.num_ranks, config.pipeline.split, sizes.chunks, config.pipeline.placement)
