@@ -41,7 +41,8 @@ from hybridpar.planner.cluster import measured_machine
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.links_report import LinkNeed, link_needs
 from hybridpar.planner.measure_machine import measure_here, measure_machine
-from hybridpar.planner.profile import Profile, read_profile, write_profile
+from hybridpar.planner.profile import Profile
+from hybridpar.planner.profile_file import read_profile, write_profile
 from hybridpar.planner.search import search
 from hybridpar.train.engine import Engine
 from hybridpar.train.launch import keep_freed_memory

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 import hybridpar as hp
 from hybridpar.memory.events import Span
-from hybridpar.memory.ghost import Tracker
+from hybridpar.memory.ghost import Tracker, tensors_in
 from hybridpar.memory.recorder import Recorder
 
 ITERATIONS = 5
@@ -177,7 +177,14 @@ def recorded(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, *, to
     spans: list[Span] = []
     recorder = Recorder(spans.append)
     recorder.adopt("batch", [x, y])
-    recorder.adopt_model(model, optimizer)
+
+    def name(*_: object) -> None:
+        recorder.adopt("weights", (*model.parameters(), *model.buffers()))
+        recorder.adopt("gradients", (p.grad for p in model.parameters() if p.grad is not None))
+        recorder.adopt("optimizer", tensors_in([tuple(state.values()) for state in optimizer.state.values()]))
+
+    name()
+    optimizer.register_step_post_hook(name)
     with recorder:
         for iteration in range(ITERATIONS):
             recorder.step = iteration + 1

@@ -79,6 +79,21 @@ def _are_apart(own: str, host: str) -> bool:
     return own != host
 
 
+def own_address() -> str:
+    """The address that this host's name leads to, which Gloo offers others unless it is given an interface."""
+    with suppress(OSError):
+        for family, kind, *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return str(address[0])
+    return "127.0.0.1"  # as Gloo does
+
+
+def interfaces() -> list[str]:
+    """Network interfaces of this host, the loopback one apart."""
+    return [name for _, name in socket.if_nameindex() if name != "lo"]
+
+
 def prepare(limit_s: float) -> None:
     """Has the kernel ask silent hosts, send again often, and not give up before `limit_s` seconds."""
     last = int(1e3 * min(max(2 * limit_s, _KERNEL_GIVES_UP_S), 2**21))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,13 +41,13 @@ class Trainer:
     def __init__(self, model: ModelSpec | None = None, /, config: Config | str | Path | None = None, *,
                  datasets: Mapping[str, Any] | None = None, optimizer: type[UpdateRule] | None = None,
                  **sections: Mapping[str, Any]):
-        base = Config() if config is None else as_typed(config) if isinstance(config, Config) else load_toml(config)
-        if model is not None:
-            if not isinstance(model, ModelSpec):
-                rule = "must be a ModelSpec; a configuration or its file is named config"
-                raise config_error("model", model, rule, "hybridpar.ModelConfig()")
-            require_settings(type(model))
-            base = as_typed(dataclasses.replace(base, model=model))
+        base = Config() if config is None else config if isinstance(config, Config) else load_toml(config)
+        base = base if model is None else dataclasses.replace(base, model=model)
+        if not isinstance(base.model, ModelSpec):
+            rule = "must be a ModelSpec; a configuration or its file is named config"
+            raise config_error("model", base.model, rule, "hybridpar.ModelConfig()")
+        require_settings(type(base.model))
+        base = as_typed(base)
         if optimizer is not None:
             if not (isinstance(optimizer, type) and issubclass(optimizer, UpdateRule)):
                 raise config_error("optimizer", optimizer, "must be a class made of hybridpar.UpdateRule", "None")
@@ -69,8 +70,10 @@ class Trainer:
         """
         import torch
 
+        drawn = random.getstate()  # rich draws from it when it is imported
         from hybridpar.train.callbacks import Callbacks
         from hybridpar.train.loop import train
+        random.setstate(drawn)
 
         given = {"on_step": on_step, "on_evaluation": on_evaluation, "on_save": on_save}
         for name, call in given.items():
@@ -104,11 +107,13 @@ class Trainer:
 
 
 def _staying(call: Callable[..., None]) -> Callable[..., None]:
-    """The function with this working folder, in which run.dir may lie, again after each call."""
+    """The function with this working folder, in which run.dir may lie, again after each call, also where it raises."""
     home = os.getcwd()
 
     def called(*news: Any) -> None:
-        call(*news)
-        os.chdir(home)
+        try:
+            call(*news)
+        finally:
+            os.chdir(home)
 
     return called

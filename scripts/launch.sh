@@ -43,7 +43,7 @@ launch() {
         fi
     elif [ "${#grid[@]}" -lt 6 ] && ! grep -q '^\[plan\]' "$config"; then
         "$PYTHON" -m hybridpar plan "$config" "$@" --brief --grid "$kept" --devices "${NPROC:-0}" \
-            --batch_size "${BATCH:-0}" --out "runs/plans/$(basename "$config")" >/dev/null
+            --batch_size "${BATCH:-0}" --output "runs/plans/$(basename "$config")" >/dev/null
         config="runs/plans/$(basename "$config")" grid=()
         for word in "$@"; do [ "$word" != --json ] || json=(--json); done
         set -- ${json[@]+"${json[@]}"}  # the plan has the other flags in it

@@ -95,6 +95,7 @@ def test_help_needs_no_torch() -> None:
     (("train", "CONFIG", "--hidden_size=3"), "unknown flag --hidden_size; did you mean --model.hidden_size?"),
     (("train", "CONFIG", "--model.num-layer", "3"), "did you mean --model.num_layers?"),
     (("generate", "--chekpoint", "x"), "did you mean --checkpoint?"),
+    (("plan", "CONFIG", "--out", "plan.toml"), "unknown flag --out; did you mean --output?"),
     (("train", "--parallel.tp", "2"), "the first argument must be a configuration file"),
     (("trian", "CONFIG"), "did you mean train?"),
     (("train", "CONFIG", "--model.num_layers", "two"), "num_layers two: must be a whole number; try --model."),

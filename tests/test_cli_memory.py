@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -103,11 +103,11 @@ def test_what_became_of_planned_memory(run: Path, config: Path, capsys: pytest.C
     counts = Counts(hits=1200, occupied=3, top=1 << 20, most_living=1 << 20, num_bytes=1 << 20)
     empty = recorded(tmp_path / "none", config, {})
     for folder in (run, empty):
-        (folder / MEMORY / "planned1.json").write_text(json.dumps(counts.as_json()))
+        (folder / MEMORY / "planned1.json").write_text(json.dumps(asdict(counts)))
         assert main(["memory", "--run", str(folder)]) == 0
         assert capsys.readouterr().out.splitlines()[-1].split() == ["1", "1.00", "1.00", "1.00", "1,200", "0", "3", "0"]
         assert main(["memory", "--run", str(folder), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["planned"] == {"1": counts.as_json()}
+        assert json.loads(capsys.readouterr().out)["planned"] == {"1": asdict(counts)}
     (run / MEMORY / "planned1.json").write_text("[]")
     assert "planned1.json: is no count of planned memory" in fails(capsys, "memory", "--run", run)
 

@@ -113,12 +113,35 @@ def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Launch.from_environment().supervisor == supervisor
     for name, value, rule in (("RANK", "8", "below WORLD_SIZE = 8"), ("LOCAL_RANK", "-1", "a whole number"),
                               ("LOCAL_RANK", "8", "below LOCAL_WORLD_SIZE = 8"),
+                              ("LOCAL_WORLD_SIZE", "0", "a whole number from 1 to 8"),
                               ("WORLD_SIZE", "two", "a whole number"), ("WORLD_SIZE", "0", "a whole number from 1"),
                               ("MASTER_PORT", "99999", "a whole number from 1 to 65535")):
         monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError, match=f"{name} = .*{rule}"):
             Launch.from_environment()
         monkeypatch.setenv(name, "1")
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    ({"WORLD_SIZE": "4"}, "RANK = '': .*below WORLD_SIZE = 4"),
+    ({"RANK": "1"}, "RANK = '1': .*below WORLD_SIZE = 1"),
+    ({"LOCAL_RANK": "1"}, "LOCAL_RANK = '1': .*below LOCAL_WORLD_SIZE = 1"),
+    ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE = '2': .*at most WORLD_SIZE = 1"),
+    ({"RANK": "5", "WORLD_SIZE": "8"}, (5, 5, 8, 8)),
+    ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (5, 1, 8, 4)),
+    ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, (5, 1, 8, 8))], ids=str)
+def test_launch_without_a_variable(given: dict[str, str], expected: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            Launch.from_environment()
+    else:
+        found = Launch.from_environment()
+        assert (found.rank, found.local_rank, found.world_size, found.local_world_size) == expected
+        assert not found.loopback
 
 
 def test_batch_sizes() -> None:

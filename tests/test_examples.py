@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import random
 import shutil
 import signal
 import subprocess
@@ -169,7 +171,7 @@ def test_commands_that_predict_take_it(tmp_path: Path, monkeypatch: pytest.Monke
     for command, said in (
             (["check", *given, "--parallel.pp=2"], "fine on tp=1 pp=2"),
             (["simulate", *given, "--parallel.pp=2"], "steady state"),
-            (["profile", *given, "--quick", "--ranks=1", "--out=profile.json"], "blocks.1"),
+            (["profile", *given, "--quick", "--ranks=1", "--output=profile.json"], "blocks.1"),
             (["check", *given, "--profile=profile.json"], "samples/s"),
             (["plan", *given, "--profile=profile.json", "--devices=1"], "samples/s predicted"),
             (["plan", *given, f"--cluster={cluster}", "--train.dtype=bf16", "--batch-size=64"],
@@ -200,6 +202,30 @@ def test_a_trainer_tells_of_steps_evaluations_and_saves(tmp_path: Path, monkeypa
     assert len([*(tmp_path / outcome.folder / "checkpoints").glob("step_*")]) == 2
     assert outcome.loss is not None
     assert outcome.val_loss == sum(told[-2][1].values()) if isinstance(told[-2], tuple) else outcome.val_loss
+
+    def fail(result: StepResult) -> None:
+        os.chdir("/")
+        raise ValueError("of the caller")
+
+    with pytest.raises(HybridparError, match="of the caller"):
+        Trainer(config=config, run={"name": "failed"}).fit(on_step=fail)
+    assert Path.cwd() == tmp_path
+
+
+def test_a_trainer_leaves_generators_and_threads_as_they_were(tmp_path: Path) -> None:
+    """In a fork, which imports rich anew."""
+    def states() -> list[Any]:
+        return [random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().tolist(),
+                torch.get_num_threads()]
+
+    def fit() -> None:
+        for name in [name for name in sys.modules if name.startswith(("rich", "hybridpar.train.", "hybridpar.data."))]:
+            del sys.modules[name]
+        before = states()
+        Trainer(config=config_of("mixer", train={"threads": 2}, run={"dir": str(tmp_path)})).fit()
+        assert states() == before
+
+    fork_ranks(1, fit)
 
 
 def test_a_trainer_goes_on_in_a_stream(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="runs in a checkout"
 def launch(**variables: str) -> subprocess.CompletedProcess[str]:
     """With `echo` instead of Python: shows the command that would run."""
     return subprocess.run(["bash", "-euc", f"PYTHON=echo; source '{SCRIPT}'; launch some.toml --optim.lr 1"], text=True,
-                          timeout=60, capture_output=True, env={"PATH": os.environ["PATH"], **variables})
+                          timeout=200, capture_output=True, env={"PATH": os.environ["PATH"], **variables})
 
 
 @pytest.mark.parametrize(("name", "value"), [
@@ -54,5 +54,5 @@ def test_the_launcher_takes_the_place_of_the_shell(tmp_path: Path, hosts: str) -
     script = f"PYTHON='{shows_its_number}'; source '{SCRIPT}'; launch some.toml; echo not reached"
     with subprocess.Popen(["bash", "-euc", script], stdout=subprocess.PIPE, text=True,
                           env={"PATH": os.environ["PATH"], **variables}) as process:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=200)
     assert out == f"{process.pid}\n"

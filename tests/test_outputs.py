@@ -87,8 +87,8 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("command", "flag"), [
-    ("plan", "out"), ("plan", "svg"), ("profile", "out"), ("simulate", "svg"), ("simulate", "perfetto"),
-    ("graph", "out"), ("place", "out"),
+    ("plan", "output"), ("plan", "svg"), ("profile", "output"), ("simulate", "svg"), ("simulate", "perfetto"),
+    ("graph", "output"), ("place", "output"),
 ])
 def test_every_command_looks_first(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, flag: str,
                                    monkeypatch: pytest.MonkeyPatch) -> None:

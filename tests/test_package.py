@@ -18,13 +18,13 @@ needs_source = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="runs
 
 
 def python(code, *, cwd, **env):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, timeout=120,
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, timeout=200,
                           env={**os.environ, "OMP_NUM_THREADS": "1", **env})
 
 
 def build(**env):
     """Asks setup.py for its name, which makes it decide what to build; returns exit status and stderr."""
-    run = subprocess.run([sys.executable, "setup.py", "--name"], capture_output=True, text=True, cwd=ROOT, timeout=120,
+    run = subprocess.run([sys.executable, "setup.py", "--name"], capture_output=True, text=True, cwd=ROOT, timeout=200,
                          env={**os.environ, **env})
     return run.returncode, run.stderr
 

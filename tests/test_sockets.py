@@ -28,7 +28,7 @@ def connection_to(host: str) -> sockets.Connection:
 
 
 def wait_until_silent(host: str, seconds: float) -> sockets.Connection:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 200
     while (found := connection_to(host)).silent_s < seconds:
         assert time.monotonic() < end, f"{found} is not silent"
         time.sleep(0.1)
@@ -63,8 +63,12 @@ def test_a_host_that_has_nothing_to_say_is_not_silent_and_one_that_is_away_is(pa
     """Afterwards what was sent meanwhile arrives, soon after, and no connection is lost."""
     here, there = pair
     sockets.prepare(60.0)
-    time.sleep(sockets.ASK_EVERY_S + 1.5)
-    assert connection_to(THERE).silent_s < sockets.ASK_EVERY_S + 0.5
+    wait_until_silent(THERE, 0.5)
+    silent_s = 0.0
+    while (now := connection_to(THERE).silent_s) >= silent_s:
+        assert now < 60, "it was asked, and has answered"
+        silent_s = now
+        time.sleep(0.1)
     with sockets.deaf():
         here.sendall(b"?")
         found = wait_until_silent(THERE, sockets.ASK_EVERY_S + 1.0)
@@ -73,11 +77,13 @@ def test_a_host_that_has_nothing_to_say_is_not_silent_and_one_that_is_away_is(pa
         with pytest.raises(BlockingIOError):
             there.recv(1)
     there.setblocking(True)
-    there.settimeout(10)
+    there.settimeout(200)
     assert there.recv(1) == b"?"
+    began = time.monotonic()
     there.sendall(b"!")
     assert here.recv(1) == b"!"
-    assert connection_to(THERE).silent_s < 1.0
+    silent_s = connection_to(THERE).silent_s
+    assert silent_s < time.monotonic() - began + 0.1, "as long at most as since then"
 
 
 def test_pauses_between_attempts_are_bounded(pair: Pair) -> None:

@@ -95,26 +95,26 @@ class Saver:
             take = self._snapshot.begin(part.tensors) if beside else partial(dict, part.tensors)
             check = partial(part.check, aside, flight=self._flight) if engine.config.checkpoint.read_back else None
             task.writes(take, self.wrap(partial(part.write, aside, flight=self._flight)), check)
+        task.start()
         engine.state.hold(task.copied.wait)
         self._task = task
-        task.start()
 
     def _who(self) -> str:
         grid = self._engine.grid
         return grid.describe(Sizes.of(self._engine.config).stages_of(grid.pp.rank))
 
     def _begin(self, step: int) -> Path:
-        """The folder to write into, the same on all ranks."""
+        """The folder to write into: the first rank's, as this rank's own run.dir names it."""
         grid, aside, failure = self._engine.grid, None, ""
         if grid.rank == 0:
             try:
-                aside = begin(self._root, step, self._num_bytes)
+                aside = begin(self._root, step, self._num_bytes).name
             except OSError as error:
                 failure = explain(error, self._who(), self._num_bytes)
         aside, failure = gather_objects((aside, failure), grid.world)[0]
         if aside is None:
             raise CheckpointError(failure)
-        return aside
+        return self._root / aside
 
     def _publish(self, aside: Path, states: Sequence[TrainingState], val_loss: float | None, began: float,
                  given_up: Event) -> Path:

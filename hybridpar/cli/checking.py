@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from hybridpar.cli.fitting import Room, fit_report
-from hybridpar.cli.planning import ConfigFile, Overrides, cost_on_machine, resolved
-from hybridpar.cli.values import Within
+from hybridpar.cli.planning import cost_on_machine, resolved
+from hybridpar.cli.values import ConfigFile, Overrides, Within
 from hybridpar.config import Config, Launch, from_mapping
 from hybridpar.errors import CheckpointError
 
@@ -76,9 +76,10 @@ class Check:
         arena = forecast_planned(config, lines_of(sizes_of(grid))["pp"][0][fullest])
         fit, fit_lines = fit_report(config, memory, room, name, largest=self.largest)
         if self.json:
-            plain |= {"tiers": [asdict(one) for one in tiers]} | fit | {
-                key: found.as_json() for key, found in (
-                    ("host", host), ("offload", offload), ("planned", arena), ("sites", sites)) if found}
+            plain |= {"tiers": [asdict(one) for one in tiers]} | fit
+            forecasted = {"host": host, "offload": offload, "planned": arena}
+            plain |= {key: asdict(found) for key, found in forecasted.items() if found}
+            plain |= {"sites": sites.as_json()} if sites else {}
             if cost is not None:
                 plain |= {"step_ms": 1e3 * cost.step_time, "links": [need.as_json() for need in link_needs(cost)]}
             print(json.dumps(plain))

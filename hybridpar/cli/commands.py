@@ -18,9 +18,10 @@ from hybridpar.cli.exchange import Export, Import
 from hybridpar.cli.memory import Memory
 from hybridpar.cli.outputs import check_outputs, write_output
 from hybridpar.cli.placing import Graph, Place
-from hybridpar.cli.planning import ConfigFile, Overrides, Plan, Profile, Simulate
+from hybridpar.cli.planning import Plan, Profile
 from hybridpar.cli.proving import Conform, Replay, Verify
-from hybridpar.cli.values import Ranks, Threads, Within
+from hybridpar.cli.simulating import Simulate
+from hybridpar.cli.values import ConfigFile, Overrides, Ranks, Threads, Within
 from hybridpar.config import Launch
 from hybridpar.errors import config_error
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
 from hybridpar.cli.outputs import check_outputs, write_output
-from hybridpar.cli.planning import ConfigFile, Overrides, planned, resolved
-from hybridpar.cli.values import Within
+from hybridpar.cli.planning import cost_on_machine, resolved
+from hybridpar.cli.values import ConfigFile, Overrides, Within
 from hybridpar.config import Config, Launch
 from hybridpar.errors import DataError, config_error
 
@@ -60,9 +60,10 @@ class Memory:
             check_outputs([self.path, self.profile, self.cluster], output=str(Path(self.output, name)))
         config, costs = resolved(self.config, self.world_size), None
         if self.profile or self.cluster:
-            config, costs = planned(self.config, self.profile, self.cluster, launch)
+            cost = cost_on_machine(self.config, self.profile, self.cluster, launch)
+            config, costs = cost.config, cost.costs
         counts = self._planned(config) if self.measured else {}
-        placed = {"planned": {str(rank): one.as_json() for rank, one in counts.items()}} if counts else {}
+        placed = {"planned": {str(rank): asdict(one) for rank, one in counts.items()}} if counts else {}
         if counts and not self._paths(config):
             print(json.dumps({"ok": True} | placed) if self.json else as_text([planned_section(counts)]))
             return 0

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, arg
 
 from hybridpar.cli.outputs import check_outputs, write_output
-from hybridpar.cli.planning import ConfigFile, Overrides, resolved
-from hybridpar.cli.values import Devices
+from hybridpar.cli.planning import resolved
+from hybridpar.cli.values import ConfigFile, Devices, Overrides
 from hybridpar.config import Launch, ParallelConfig
 from hybridpar.errors import config_error
 
@@ -59,8 +59,8 @@ class Place:
     slots: int = 1
     """latency-milp: how often each accelerator may be called for a sample."""
     split: str = ""
-    """expert: a file of the paper's format, which --out writes too."""
-    out: str = ""
+    """expert: a file of the paper's format, which --output writes too."""
+    output: str = ""
     """Write the placement to this file, in the paper's format of splits."""
     json: bool = False
 
@@ -69,7 +69,7 @@ class Place:
         from hybridpar.planner.placement import read_document
         from hybridpar.planner.placement.piper import is_instance
 
-        check_outputs([self.path, self.split], out=self.out or None)
+        check_outputs([self.path, self.split], output=self.output or None)
         document = read_document(self.path)
         return self._stages(document) if is_instance(document) else self._place(document)
 
@@ -129,8 +129,8 @@ class Place:
         return 0 if plan.fits else 1
 
     def _write(self, document: Mapping[str, Any]) -> None:
-        if self.out:
-            write_output("out", self.out, json.dumps(document, indent=1) + "\n")
+        if self.output:
+            write_output("output", self.output, json.dumps(document, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Graph:
 
     path: ConfigFile
     config: Overrides
-    out: str = "graph.json"
+    output: str = "graph.json"
     training: bool = False
     """With backward nodes, gradients and optimizer state."""
     profile: str = ""
@@ -158,22 +158,22 @@ class Graph:
         _require_extra("graph")
         from hybridpar.planner.placement.operator_graph import operator_graph
 
-        check_outputs([self.path, self.profile, self.cluster], out=self.out)
+        check_outputs([self.path, self.profile, self.cluster], output=self.output)
         resolved(replace(self.config, parallel=ParallelConfig(dp=1), memory=self.config.memory.on_another_grid(),
                          pipeline=replace(self.config.pipeline, split=(), recompute="none")))
         document = operator_graph(self.config, self._machine(launch), training=self.training)
-        write_output("out", self.out, json.dumps(document, indent=1) + "\n")
+        write_output("output", self.output, json.dumps(document, indent=1) + "\n")
         nodes, edges = document["nodes"], document["edges"]
         total = {way: sum(n["fpgaLatency"] for n in nodes if n["isBackwardNode"] == way) for way in (False, True)}
         size = sum(n["size"] for n in nodes)
         if self.json:
             print(json.dumps({
-                "ok": True, "graph": self.out, "nodes": len(nodes), "edges": len(edges), "forward_ms": total[False],
+                "ok": True, "graph": self.output, "nodes": len(nodes), "edges": len(edges), "forward_ms": total[False],
                 "backward_ms": total[True], "bytes": size, **document["about"]}))
             return 0
         backward = f", backward {total[True]:.6g} ms" if self.training else ""
         print("\n".join(_about(document["about"])))
-        print(f"{self.out}: {len(nodes)} nodes, {len(edges)} edges; forward {total[False]:.6g} ms{backward}; "
+        print(f"{self.output}: {len(nodes)} nodes, {len(edges)} edges; forward {total[False]:.6g} ms{backward}; "
               f"{size / 1e9:.3f} GB")
         return 0
 

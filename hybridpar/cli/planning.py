@@ -1,33 +1,23 @@
-"""The commands that measure, plan and simulate: `profile`, `plan`, `simulate`."""
+"""The commands that measure and plan, `profile` and `plan`; and the costs of a configuration on a machine."""
 
 from __future__ import annotations
 
 import json
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-from tyro.conf import FlagConversionOff, Positional, arg
 
 from hybridpar.cli.fitting import closest_remedies
 from hybridpar.cli.outputs import check_outputs, write_output
-from hybridpar.cli.values import Devices, MicroBatches, Ranks, Within, parse_grid
+from hybridpar.cli.values import ConfigFile, Devices, MicroBatches, Overrides, Ranks, Within, parse_grid
 from hybridpar.config import Config, Launch, PipelineConfig, load_toml, to_toml
 from hybridpar.errors import config_error
 
 if TYPE_CHECKING:
-    from hybridpar.pipeline.plan.costs import Costs
     from hybridpar.planner.candidates import Candidate, Request
     from hybridpar.planner.cost import StepCost
     from hybridpar.planner.machine import Machine
     from hybridpar.planner.search import Result
-    from hybridpar.train.preview import Preview
-
-ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
-Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
-_WIDEST = 400
-"""Characters of a line of a picture in a terminal."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +26,7 @@ class Profile:
 
     path: ConfigFile
     config: Overrides
-    out: str = "profile.json"
+    output: str = "profile.json"
     tp: Annotated[tuple[int, ...], Within(1, 2**16)] = ()
     """Tensor-parallel degrees; empty: 1, 2, 4, .. as many as ranks."""
     micro_batch: MicroBatches = ()
@@ -49,19 +39,19 @@ class Profile:
 
     def run(self, launch: Launch) -> int:
         from hybridpar.planner.measure_machine import measure_machine
-        from hybridpar.planner.profile import profile_json
+        from hybridpar.planner.profile_file import profile_json
         from hybridpar.planner.report import profile_lines
 
         resolved(self.config)
-        check_outputs([self.path], out=self.out)
+        check_outputs([self.path], output=self.output)
         profile = measure_machine(self.config, launch, degrees=self.tp, sizes=self.micro_batch, quick=self.quick,
                          ranks=self.ranks)
         if launch.rank:
             return 0
-        write_output("out", self.out, profile_json(profile))
-        print(json.dumps({"ok": True, "profile": self.out}) if self.json else "\n".join(profile_lines(profile)))
+        write_output("output", self.output, profile_json(profile))
+        print(json.dumps({"ok": True, "profile": self.output}) if self.json else "\n".join(profile_lines(profile)))
         if not self.json:
-            print(self.out)
+            print(self.output)
         return 0
 
 
@@ -90,7 +80,7 @@ class Plan:
     """Number of plans to show."""
     compression: bool = False
     """Also try codecs of messages and gradients, which change training."""
-    out: str = "plan.toml"
+    output: str = "plan.toml"
     svg: str = ""
     """Also draw the pipeline, to this file."""
     brief: bool = False
@@ -109,9 +99,9 @@ class Plan:
             memory=self.config.memory.on_another_grid(),
             pipeline=PipelineConfig(num_microbatches=self.config.pipeline.num_microbatches),
             optim=replace(self.config.optim, staleness="none")))
-        check_outputs([self.path, self.profile, self.cluster], out=self.out, svg=self.svg or None)
+        check_outputs([self.path, self.profile, self.cluster], output=self.output, svg=self.svg or None)
         if self.brief and (begun := self._begun()) is not None:
-            write_output("out", self.out, to_toml(begun))
+            write_output("output", self.output, to_toml(begun))
             print(f"plan: {report.describe(begun)}, as {self.config.run.folder} began", file=sys.stderr)
             return 0
         request = Request(self._keep(), self.batch_size, self.schedules, self.micro_batches, self.top, quick=self.brief,
@@ -127,7 +117,7 @@ class Plan:
                     *closest_remedies(result.failed, result.limit)]
             print("\n".join(said), file=sys.stderr)
             return 1
-        write_output("out", self.out, report.plan_toml(result.ranked[0]))
+        write_output("output", self.output, report.plan_toml(result.ranked[0]))
         if self.svg:
             self._draw(result.ranked[0])
         self._show_choice(result, machine, request)
@@ -166,15 +156,15 @@ class Plan:
                 number = fewer.cost.machine.num_devices
                 print(f"  {number} devices are as fast: {1e3 * fewer.cost.step_time:.4g} ms with "
                       f"{report.describe(fewer.config)} (--devices {number})", file=out)
-            print(f"{self.out}: {self._command(machine)}", file=out)
+            print(f"{self.output}: {self._command(machine)}", file=out)
 
     def _command(self, machine: Machine) -> str:
         """The command line that trains with the plan."""
         servers = -(-machine.num_devices // machine.devices_per_server)
         if servers == 1:
-            return f"hybridpar train {self.out} --ranks {machine.num_devices}"
+            return f"hybridpar train {self.output} --ranks {machine.num_devices}"
         return (f"on each of the {servers} servers, R = 0 to {servers - 1}: torchrun --nnodes {servers} --node-rank R "
-                f"--nproc-per-node {machine.devices_per_server} --master-addr SERVER0 -m hybridpar train {self.out}")
+                f"--nproc-per-node {machine.devices_per_server} --master-addr SERVER0 -m hybridpar train {self.output}")
 
     def _begun(self) -> Config | None:
         """This configuration, divided as that of the run that is in its folder; None: there is none."""
@@ -203,107 +193,8 @@ class Plan:
         write_output("svg", self.svg, draw_svg(timeline.scaled(1e3), title=describe(best.config), unit="milliseconds"))
 
 
-@dataclass(frozen=True)
-class Simulate:
-    """Draw the pipeline schedule of a configuration, and predict idle times and the time of a step."""
-
-    path: ConfigFile
-    config: Overrides
-    measured: Annotated[str, arg(name="run")] = ""
-    """A run folder: simulate with its measured costs and its configuration; other schedules and numbers of
-    micro-batches may be asked for."""
-    profile: str = ""
-    """Simulate with the times of a file of `hybridpar profile`."""
-    cluster: str = ""
-    """A cluster.toml: simulate on those machines, with estimated times (or those of the profile)."""
-    svg: str = ""
-    """Also write a picture to this file."""
-    perfetto: str = ""
-    """Also write a trace for ui.perfetto.dev to this file."""
-    batches: Annotated[int, Within(1, 10_000)] = 2
-    """Batches to draw."""
-    json: bool = False
-
-    def run(self, launch: Launch) -> int:
-        from hybridpar.pipeline.plan.sizes import Sizes
-        from hybridpar.planner.stragglers import spread
-        from hybridpar.train.preview import costs_of_run, preview
-
-        check_outputs([self.path, self.profile, self.cluster], svg=self.svg or None, perfetto=self.perfetto or None)
-        config, costs, late = resolved(self.config), None, None
-        run = costs_of_run(Path(self.measured), config) if self.measured else None
-        if self.profile or self.cluster:
-            cost = cost_on_machine(self.config, self.profile, self.cluster, launch)
-            config, costs, late = cost.config, cost.costs, spread(cost)
-        elif run:
-            costs = run.measured.costs
-        shown = preview(config, self.batches, costs)
-        rank_name = Sizes.of(config).rank_name
-        self._draw(config, shown, rank_name, timed=costs is not None)
-        time = f"{shown.step_time:.2f} times the forward of the costliest {rank_name}"
-        if run:
-            time = (f"{1e3 * shown.step_time:.4g} ms, from the costs of {self.measured} (where one took "
-                    f"{1e3 * run.measured.step_time:.4g} ms with {run.ordering.schedule} and "
-                    f"{run.sizes.num_microbatches} micro-batches)")
-        elif costs:
-            time = (f"{1e3 * shown.step_time:.4g} ms on {config.parallel.num_ranks} ranks, "
-                    f"{config.batch_tokens / shown.step_time:,.0f} {config.model.counts}/s")
-        out = sys.stderr if self.json else sys.stdout
-        print(f"steady state: a batch takes {time}{f'; {late}' if late else ''}", file=out)
-        for rank, bubble in enumerate(shown.bubble):
-            print(f"  {rank_name} {rank}: idle {100 * bubble:4.1f} %, at most {shown.peak_activations[rank]} "
-                  f"micro-batches in flight, {shown.peak_versions[rank]} weight versions", file=out)
-        if self.json:
-            pipeline = config.pipeline
-            print(json.dumps({
-                "ok": True, "schedule": pipeline.schedule, "stages": config.parallel.pp, "chunks": pipeline.num_chunks,
-                "ranks": config.parallel.num_ranks, "num_microbatches": pipeline.num_microbatches,
-                "step_time": shown.step_time, "stragglers": [late.median, late.late] if late else None,
-                "bubble": shown.bubble, "peak_activations": shown.peak_activations,
-                "peak_versions": shown.peak_versions, "makespan": shown.timeline.makespan,
-                "unit": "s" if costs else f"forward of the costliest {rank_name}",
-                "measured_step_time": run.measured.step_time if run else None, "svg": self.svg or None}))
-        return 0
-
-    def _draw(self, config: Config, shown: Preview, rank_name: str, timed: bool) -> None:
-        """Draws the pipeline, to a terminal and files; `timed`: its times are seconds."""
-        from hybridpar.pipeline.plan.draw import draw
-        from hybridpar.pipeline.plan.perfetto import trace_entries, trace_json
-        from hybridpar.pipeline.plan.svg import FORWARDS, draw_svg
-
-        pipeline, ranks = config.pipeline, config.parallel.pp
-        # a second has so many units of the simulation; what takes one where nothing is measured is drawn as 1 ms
-        per_second = 1.0 if timed else 1e3
-        in_ms = 1e3 / per_second
-        held = f" on {ranks} ranks" if pipeline.num_chunks > 1 else ""
-        title = (f"{pipeline.schedule}, {ranks * pipeline.num_chunks} stages{held}, {pipeline.num_microbatches} "
-                 "micro-batches a batch")
-        if self.svg:
-            unit = "milliseconds" if timed else FORWARDS
-            write_output("svg", self.svg, draw_svg(shown.timeline.scaled(in_ms), title=f"{title} (simulated)",
-                                                   unit=unit))
-        if self.perfetto:
-            each = config.parallel.num_ranks // ranks
-            held_by = [f", ranks {rank * each}-{rank * each + each - 1}" if each > 1 else "" for rank in range(ranks)]
-            names = {rank: (rank, f"{rank_name} {rank}{processes}") for rank, processes in enumerate(held_by)}
-            entries = trace_entries(shown.timeline, names, per_second=per_second)
-            write_output("perfetto", self.perfetto, trace_json(entries))
-        # a forward or backward takes two columns at least
-        known_wide = timed and 2 * len(shown.timeline.batch_starts(1)) > _WIDEST
-        picture = "" if known_wide else draw(shown.timeline.scaled(in_ms))
-        fits = not known_wide and (max(map(len, picture.splitlines())) <= _WIDEST or not timed)
-        print(f"{title}\n\n{picture}\n" if fits else title, file=sys.stderr if self.json else sys.stdout)
-
-
-def planned(config: Config, profile: str, cluster: str, launch: Launch) -> tuple[Config, Costs]:
-    """The configuration with its grid filled in, and the costs of its stages on the machine that a profile or a cluster
-    describes. One pipeline stands for all."""
-    cost = cost_on_machine(config, profile, cluster, launch)
-    return cost.config, cost.costs
-
-
 def cost_on_machine(config: Config, profile: str, cluster: str, launch: Launch) -> StepCost:
-    """The cost of the configuration, with its grid filled in, on that machine."""
+    """The cost of the configuration, with its grid filled in, on the machine of a profile or a cluster."""
     from hybridpar.planner.cost import StepCost
     from hybridpar.planner.local_profile import machine_for
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from hybridpar.cli.planning import ConfigFile, Overrides, resolved
-from hybridpar.cli.values import Threads, Within, parse_grid
+from hybridpar.cli.planning import resolved
+from hybridpar.cli.values import ConfigFile, Overrides, Threads, Within, parse_grid
 from hybridpar.config import Launch
 from hybridpar.errors import config_error
 from hybridpar.reading import to_json

@@ -1,12 +1,17 @@
-"""Types of the flags that commands have besides the configuration's, and the reading of a grid."""
+"""Types of the arguments of commands, and the reading of a grid."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
-from hybridpar.config import Within, broken_rules
+from tyro.conf import FlagConversionOff, Positional, arg
+
+from hybridpar.config import Config, Within, broken_rules
 from hybridpar.errors import Problem, config_error
 
+ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
+Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
 Threads = Annotated[int, Within(0, 2**10)]
 Ranks = Annotated[int, Within(0, 2**12)]
 """Processes on one machine."""

@@ -10,19 +10,9 @@ from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
 from hybridpar.config.memory import MemoryConfig
 from hybridpar.config.model import ModelConfig
 from hybridpar.config.outer import OuterConfig
+from hybridpar.config.parallel import ParallelConfig
 from hybridpar.config.pipeline import FOUND, PipelineConfig, rank_of_stage
-from hybridpar.config.sections import (
-    AUTO,
-    STOP_SIGNALS,
-    CheckpointConfig,
-    Config,
-    KernelsConfig,
-    OptimConfig,
-    ParallelConfig,
-    PlanConfig,
-    RunConfig,
-    TrainConfig,
-)
+from hybridpar.config.sections import AUTO, CheckpointConfig, Config, KernelsConfig, OptimConfig, PlanConfig, RunConfig
 from hybridpar.config.spec import (
     ModelSpec,
     import_spec,
@@ -33,6 +23,7 @@ from hybridpar.config.spec import (
     spec_name,
 )
 from hybridpar.config.toml import MAX_TOML, MODEL_FOLDER, as_typed, from_mapping, load_toml, to_mapping, to_toml
+from hybridpar.config.train import STOP_SIGNALS, TrainConfig
 from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_plain, span
 from hybridpar.config.update_rule import UpdateRule, import_rule
 

@@ -43,29 +43,31 @@ class Launch:
     """The process that has started this one, as `hybridpar train --ranks` does (0: none of ours)."""
     store: str = field(default="", compare=False)
     """Address and port of the launcher's store."""
+    interface: str = field(default="", compare=False)
+    """The network interface that Gloo is to use (GLOO_SOCKET_IFNAME); empty: the one that this host's name leads to."""
 
     @staticmethod
     def from_environment(args: Sequence[str] = ()) -> Launch:
-        """As the variables of torchrun say. Raises: ConfigError."""
-        def get(name: str, default: int, least: int = 0, most: int = 2**31) -> int:
+        """As the variables of torchrun say. Without the local ones all processes count as being on one machine.
+
+        Raises: ConfigError, also where WORLD_SIZE is above 1 and RANK is not set.
+        """
+        def get(name: str, default: int | str, least: int = 0, most: int = 2**31, why: str = "") -> int:
             text = os.environ.get(name, str(default))
             if not text.isdecimal() or not least <= int(text) <= most:
-                rule = f"must be a whole number from {least} to {most} in the environment"
-                raise config_error(name, text, rule, str(default))
+                rule = f"must be a whole number from {least} to {most}{why} in the environment"
+                raise config_error(name, text, rule, str(default or least))
             return int(text)
 
         world, port = get("WORLD_SIZE", 1, 1), get("MASTER_PORT", 29500, 1, 2**16 - 1)
-        if get("RANK", 0) >= world:
-            raise config_error("RANK", get("RANK", 0), f"must be below WORLD_SIZE = {world} in the environment", "0")
-        local = get("LOCAL_WORLD_SIZE", world)
-        if get("LOCAL_RANK", 0) >= get("LOCAL_WORLD_SIZE", 2**31):
-            rule = f"must be below LOCAL_WORLD_SIZE = {local} in the environment"
-            raise config_error("LOCAL_RANK", get("LOCAL_RANK", 0), rule, "0")
-        here = world == get("LOCAL_WORLD_SIZE", 0) and "GLOO_SOCKET_IFNAME" not in os.environ
+        rank = get("RANK", "" if world > 1 else 0, 0, world - 1, f", below WORLD_SIZE = {world},")
+        local = get("LOCAL_WORLD_SIZE", world, 1, world, f", at most WORLD_SIZE = {world},")
+        local_rank = get("LOCAL_RANK", rank % local, 0, local - 1, f", below LOCAL_WORLD_SIZE = {local},")
+        here = "LOCAL_WORLD_SIZE" in os.environ and local == world and "GLOO_SOCKET_IFNAME" not in os.environ
         theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         near = local == world and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
         job = os.environ.get("TORCHELASTIC_RUN_ID", "")
-        return Launch(get("RANK", 0), get("LOCAL_RANK", 0), world, local, "RANK" in os.environ, here, tuple(args),
+        return Launch(rank, local_rank, world, local, "RANK" in os.environ, here, tuple(args),
                       port if near and not theirs and "MASTER_PORT" in os.environ else 0,
                       int(job.removeprefix(JOB)) if job.startswith(JOB) else 0,
-                      f"{os.environ.get('MASTER_ADDR', '')}:{port}")
+                      f"{os.environ.get('MASTER_ADDR', '')}:{port}", os.environ.get("GLOO_SOCKET_IFNAME", ""))

@@ -1,4 +1,4 @@
-"""The sections of the configuration, with their defaults, and all of them together."""
+"""All sections of the configuration together, and those that have no file of their own."""
 
 from __future__ import annotations
 
@@ -15,73 +15,12 @@ from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
 from hybridpar.config.memory import MemoryConfig
 from hybridpar.config.model import ModelConfig
 from hybridpar.config.outer import OuterConfig
+from hybridpar.config.parallel import ParallelConfig
 from hybridpar.config.pipeline import PipelineConfig
 from hybridpar.config.spec import ModelSpec, spec_name
-from hybridpar.config.typed import AtLeastOne, Count, NotNegative, OneOf, Positive, Within
+from hybridpar.config.train import TrainConfig
+from hybridpar.config.typed import AtLeastOne, Count, NotNegative, Positive, Within
 from hybridpar.errors import Problem, config_error
-
-STOP_SIGNALS = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU")
-"""What train.stop_signals may name: other signals cannot be caught, or mean something else."""
-_SIGNALS = OneOf(STOP_SIGNALS, '["INT", "TERM", "HUP", "USR1"]')
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    tp: Annotated[int, Within(1, 2**16)] = 1
-    pp: Annotated[int, Within(1, 2**16)] = 1
-    dp: Annotated[int, Within(0, 2**20)] = 0
-    """0: number of processes / (tp * pp * sites)."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """What replicas split. 1: optimizer state, and the fp32 master weights of bf16 and fp16. 2: gradients, too; a block
-    at a time is whole, and is summed over the replicas after each micro-batch. 3: weights, too, gathered block by
-    block. With pipeline.schedule = gpipe, pp = 1 and no tied embeddings a block is summed once a batch, and gathered
-    twice. Whole in any case: an embedding that is tied across stages and, if tp is above 1, norms and biases."""
-    sites: Annotated[int, Within(1, 2**10)] = 1
-    """Copies of the whole grid that train apart, each on samples of its own, for slow links between them. They meet
-    every outer.every steps ([outer], DiLoCo). The first 1 / sites of the ranks are the first site. A batch has sites
-    * dp * num_microbatches * micro_batch_size samples."""
-    sequence: bool = False
-    """Sequence parallelism over tp: each rank has seq_length / tp rows of norms, dropout, residuals and messages
-    between stages, and all-reduces become reduce-scatters and all-gathers. Any seq_length; no effect if tp is 1."""
-    tp_pieces: AtLeastOne = 1
-    """Pieces of a micro-batch that are computed in turns: sums over tp of one are under way while another is computed,
-    forward and backward (DeepSpeed-Domino). 2 helps if ranks of tp wait for a link. Gradients are those of so many
-    smaller micro-batches. CPUs, GPT and BERT; no effect if tp is 1."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the grid; of one replica a site where dp is 0."""
-        return self.tp * self.pp * max(self.dp, 1) * self.sites
-
-    @property
-    def replicas(self) -> int:
-        """Replicas at all sites."""
-        return self.sites * self.dp
-
-    def conflicts(self, config: Config) -> Iterator[Problem]:
-        """Settings that do not go with those of other sections; the same in every section."""
-        if self.tp > (most := config.model.max_tp):
-            yield Problem("parallel.tp", self.tp, f"must be at most {config.model.max_tp_rule}", str(most))
-        if self.sequence and not isinstance(config.model, ModelConfig):
-            yield Problem("parallel.sequence", True, "works with GPT and BERT only", "false")
-        if self.zero > 1 and config.memory.host_optimizer:
-            yield Problem("parallel.zero", self.zero, "does not go with memory.host_optimizer = true", "1")
-        if self.tp_pieces > 1:
-            yield from self._no_pieces(config)
-
-    def _no_pieces(self, config: Config) -> Iterator[Problem]:
-        """What keeps micro-batches from being computed in pieces."""
-        train, b = config.train, config.train.micro_batch_size
-        rules = {
-            f"must divide train.micro_batch_size, {b}": b % self.tp_pieces != 0,
-            "works with GPT and BERT only": not isinstance(config.model, ModelConfig),
-            "works on CPUs only, as all backwards of a GPU have one thread": train.device == "cuda",
-            "does not go with memory.offload_activations, which looks at one thread's tensors":
-                config.memory.offload_activations != 0,
-            "does not go with train.record_memory and planned_memory, which follow one thread":
-                train.record_memory > 0 or train.planned_memory}
-        for rule in (rule for rule, broken in rules.items() if broken):
-            yield Problem("parallel.tp_pieces", self.tp_pieces, rule, "1")
 
 
 @dataclass(frozen=True)
@@ -126,68 +65,6 @@ class OptimConfig:
                           '"my_package.my_module:MyRule"' if self.name == "own" else 'optim.name = "own"')
         if self.name in ("sgd", "muon") and (self.nesterov or self.staleness == "nesterov") and self.momentum <= 0:
             yield Problem("optim.momentum", self.momentum, "Nesterov needs momentum above 0", "0.9")
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    num_steps: Annotated[int, Within(1, 2**40)] = 100
-    micro_batch_size: Annotated[int, Within(1, 2**20)] = 4
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    seed: Annotated[int, Within(0, 2**64 - 1)] = 1234
-    threads: Annotated[int, Within(0, 2**10)] = 0
-    """CPU threads of each process; 0: cores / processes on this machine, at least 1."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: GPUs, if each process of a machine can have its own."""
-    share_gpus: bool = False
-    """Processes may share GPUs and talk over Gloo, through host memory: slow, for trying out grids on few GPUs."""
-    eval_interval: Count = 0
-    """Steps between evaluations (also one at the start and the end); 0: none."""
-    eval_batches: Annotated[int, Within(1, 2**30)] = 4
-    save_interval: Count = 0
-    """Steps between checkpoints (also one at the end); 0: only at the end."""
-    log_interval: AtLeastOne = 1
-    measure_memory: bool = False
-    """The run ends with the allocator's peak beside the predicted one. Slows the first batches down on CPUs."""
-    record_memory: Count = 0
-    """Number of steps in which each rank records every malloc, free, read and write of a block of memory, in memory/ of
-    the run folder, for `hybridpar memory --run`. Without CUDA graphs."""
-    planned_memory: bool = False
-    """Once steps repeat, their blocks of memory get planned places in one arena. What departs from the plan gets memory
-    as ever. Without CUDA graphs. Losses and weights stay the same to the bit."""
-    keep_memory: bool = True
-    """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
-    cuda_graphs: bool = True
-    """On a GPU: micro-batches of GPT and BERT are recorded and replayed; others run kernel by kernel."""
-    graph_grids: bool = False
-    """CUDA graphs with several stages or tensor parallelism, too. This has not run on a GPU."""
-    tf32: bool = False
-    """On a GPU: matrices of fp32 are multiplied in TF32, with 10 bits of mantissa, many times as fast."""
-    fp8: bool = False
-    """Hidden matrices are multiplied in 8 bits (e4m3) with a scale for each row, forward and for gradients of inputs.
-    Gradients of weights come in bf16, which dtype must be. GPUs need compute capability 9.0; its speed there has not
-    been measured."""
-    timeout_s: Annotated[float, Within(above=0, most=1e8)] = 60.0
-    """Longest wait for another rank before the job is given up; or faults.patience_s, if that is longer."""
-    stop_signals: Annotated[tuple[str, ...], _SIGNALS] = ("INT", "TERM", "HUP")
-    """Signals at which the run saves and ends. INT is Ctrl-C, HUP a closed terminal (nohup: ignored). Batch systems may
-    send others: USR1."""
-    start_from: str = ""
-    """A run folder or a checkpoint, of any grid, with the weights that a new run starts from; empty: random ones."""
-    continue_with: tuple[str, ...] = ()
-    """Settings that may differ from those of the run's checkpoints, such as "data.corpus", "train.micro_batch_size" or
-    "model.dropout". Weights, optimizer and step stay. The data go on where they were; other data begin anew."""
-
-    def conflicts(self, config: Config) -> Iterator[Problem]:
-        if self.planned_memory and self.measure_memory and self.device == "cuda":
-            yield Problem("train.measure_memory", "true", "reads torch's allocator of CUDA memory, whose place "
-                          "train.planned_memory takes", "false")
-        if self.fp8 and self.dtype != "bf16":
-            yield Problem("train.fp8", "true", f"goes with train.dtype = bf16, not {self.dtype}", "false")
-        if self.fp8 and config.parallel.tp > 1:
-            yield Problem("train.fp8", "true", "has scales of whole rows, which ranks of parallel.tp = "
-                          f"{config.parallel.tp} have not", "false")
-        if self.share_gpus and self.device == "cpu":
-            yield Problem("train.share_gpus", "true", "needs GPUs, and train.device is cpu", "false")
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,9 @@ def from_mapping(document: Mapping[str, Any], base: Config | None = None) -> Con
 def as_typed(config: Config) -> Config:
     """`config`, which a program has made, with lists as tuples and the like. Raises: ConfigError for wrong types."""
     sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    base = Config(type(config.model)()) if isinstance(config.model, ModelSpec) else Config()
     return from_mapping({name: {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.init}
-                         if dataclasses.is_dataclass(section) else section for name, section in sections.items()}, base)
+                         if dataclasses.is_dataclass(section) else section for name, section in sections.items()},
+                        Config(type(config.model)()))
 
 
 def to_toml(config: Config) -> str:

@@ -169,6 +169,5 @@ FACTORIES: dict[str, Factory] = {
     "embedding": _of(lambda axis: VocabParallelEmbedding(VOCAB, HIDDEN, axis, **_F64)),
     "sequence_norm": _norm_of_rows, "mean_loss": _replica,
     "dropout_copies": lambda plain, group: Masks(_axis(group), False),
-    "dropout_rows": lambda plain, group: Masks(_axis(group), True),
-}
+    "dropout_rows": lambda plain, group: Masks(_axis(group), True)}
 """A factory for every case whose layers there are: no packing, and no experts."""

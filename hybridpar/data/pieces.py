@@ -60,12 +60,12 @@ NumIds = Callable[[str, str], int | None]
 """How many ids a tokenizer has for the first text, where it divides the two; None where it does not."""
 
 
-def in_parts(text: str, ends: Ends = Ends.DOCUMENT) -> Iterator[Part]:
-    """A text of any length as parts of limited ones."""
+def in_parts(text: str) -> Iterator[Part]:
+    """A document of any length in parts of limited ones."""
     last = max((len(text) - 1) // PART * PART, 0)
     for start in range(0, last, PART):
         yield Part(text[start:start + PART], Ends.NOTHING)
-    yield Part(text[last:], ends)
+    yield Part(text[last:], Ends.DOCUMENT)
 
 
 def pieces(parts: Iterable[Part], num_ids: NumIds = lambda before, after: 0) -> Iterator[Piece]:

@@ -89,14 +89,19 @@ class StateFootprint:
 
 def trace_state(config: Config, rank: int, held: Mapping[int, range], policy: StatePolicy, sizes: Sizes,
                 device: torch.device) -> StateFootprint:
-    """Builds the state of rank `rank` and makes an update; takes and computes nothing. held: blocks of its stages."""
+    """Builds the state of rank `rank`, or that of its replicas which has most, and makes an update; takes and computes
+    nothing. held: blocks of its stages. rank: the first of its replicas."""
+    dp, tp = config.parallel.dp, config.parallel.tp
     with Tracker(device) as tracker:
         ghost = GhostState.of(config, rank, held, policy, tracker)
+        most = ghost.state.partition.most_whole(range(rank, rank + dp * tp, tp))
+        if most != rank:
+            ghost = GhostState.of(config, most, held, policy, tracker)
         state = ghost.state
         state.allocate()
         state.begin(0)
 
-        def most(start: int) -> int:
+        def taken(start: int) -> int:
             return tracker.read().peak - start
 
         def now() -> int:
@@ -105,11 +110,11 @@ def trace_state(config: Config, rank: int, held: Mapping[int, range], policy: St
 
         start = now()
         state.square_norm(0)
-        norm, updates = most(start), []
+        norm, updates = taken(start), []
         for group in range(state.num_groups):
             start = now()
             state.update(0, lr=1.0, factor=0.5, group=group)
-            updates.append(most(start))
+            updates.append(taken(start))
         whole = ghost.memory.whole_bytes if isinstance(ghost.memory, ItemMemory) else 0
         hosted = (0, 0) if state.host is None else state.host.held()
         return StateFootprint(**state.num_bytes(), norm=norm, updates=tuple(updates), division=ghost.division,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,6 @@ class Counts:
                                                       for value in found.values()):
                 raise ValueError("numbers by name are needed")
             return cls(**found)
-
-    def as_json(self) -> dict[str, int]:
-        """Plain values only."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ Tracer = Callable[[Config, range, Recomputation, Buffers, torch.device], Footpri
 
 def predict(config: Config, schedule: Schedule | None = None, device: torch.device | None = None, *,
             trace: Tracer = trace_stage, ranks: Iterable[int] | None = None) -> list[StageMemory]:
-    """The peak memory of one process of each pipeline rank (or of `ranks`), as the allocator of `device` counts it.
+    """The peak memory of one process of each pipeline rank (or of `ranks`), as the allocator of `device` counts it: of
+    the replica that has most, if whole parameters lie on one each.
 
     `config`: resolved. `schedule`, `device`: None: those of the configuration (`default_device`). The device need not
     be on this machine. Memory inside CPU kernels is left out: up to some megabytes a thread. `trace`: for many
@@ -73,7 +74,8 @@ class _Pipeline:
         each = [fp for of_stage in footprints.values() for fp in of_stage]
         # stages of a rank have a tied weight in common, and what replicas share is cut where all of them end
         common = config.parallel.zero > 0 or (rank == 0 and self._sizes.is_v and config.model.tie_embeddings)
-        if parts.is_divided or (len(held) > 1 and common) or config.memory.host_optimizer:
+        uneven = config.parallel.zero > 0 and config.optim.name in ("lamb", "muon")  # they cut no matrix
+        if parts.is_divided or (len(held) > 1 and common) or uneven or config.memory.host_optimizer:
             states = StatePolicy.of(config, buffers.versions, buffers.gradients)
             first = rank * config.parallel.dp * config.parallel.tp  # of its replicas and tp ranks
             # equal layers have equal state; parts have numbers

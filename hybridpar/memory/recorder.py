@@ -23,12 +23,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from hybridpar import native
 from hybridpar.memory.events import Span, WrittenEvents
-from hybridpar.memory.ghost import tensors_in
 from hybridpar.memory.mode_observer import ModeObserver, Reading
 from hybridpar.memory.operators import described
 from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action
@@ -141,7 +139,6 @@ class Recorder:
         self._step = 1
         self._running: Action | None = None
         self._spans: deque[tuple[int, str, Any, Any, Reading]] = deque()
-        self._hooks: list[Any] = []
 
     def __enter__(self) -> Recorder:
         self.is_active = True
@@ -169,19 +166,6 @@ class Recorder:
         if self.is_active:
             self._observer.resized(name, tensor)
 
-    def adopt_model(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Names weights (buffers among them), gradients and the optimizer's state, after each of its steps again.
-
-        What a step of the optimizer is the first to see has its name if it was made since `step` was last set.
-        """
-        def name(*_: object) -> None:
-            self.adopt("weights", (*model.parameters(), *model.buffers()))
-            self.adopt("gradients", (p.grad for p in model.parameters() if p.grad is not None))
-            self.adopt("optimizer", tensors_in([tuple(state.values()) for state in optimizer.state.values()]))
-
-        name()
-        self._hooks.append(optimizer.register_step_post_hook(name))
-
     def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """An operator on tensors that dispatch does not see."""
         self._observer.communicate(op, reads, writes)
@@ -206,8 +190,6 @@ class Recorder:
 
     def close(self) -> None:
         """Hands over what is left. Blocks are not watched any more."""
-        for hook in self._hooks:
-            hook.remove()
         self._observer.close()
         self._end_span(finish=True)
 

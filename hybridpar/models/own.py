@@ -81,7 +81,7 @@ def constructed(model: ModelSpec, number: int, seed: int) -> dict[str, Tensor]:
     """Parameters and buffers of a block as its constructor leaves them, whole, by name."""
     build = Build(Axis("tp"), f"blocks.{number}", AUTO, False, "cpu", torch.float32)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(random.site(f"{seed}.blocks.{number}"))
+        torch.default_generator.manual_seed(random.site(f"{seed}.blocks.{number}"))
         block = construct(model, number, build)
     return {name: tensor.detach() for name, tensor in (*block.named_parameters(), *block.named_buffers())}
 

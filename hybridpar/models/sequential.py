@@ -124,7 +124,7 @@ def _shapes(model: SequentialSpec) -> tuple[Shape, ...]:
             given = x
             try:
                 x = module(x)
-                if module is not row[-1]:
+                if number < len(row) - 1:
                     shapes.append({part: tuple(one.shape[1:]) for part, one in x.items()} if isinstance(x, dict)
                                   else tuple(x.shape[1:]))
             except Exception as error:

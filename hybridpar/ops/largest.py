@@ -29,7 +29,7 @@ def largest(x: Tensor, backend: str = "auto") -> Any:
     """
     if x.dim() != 2:
         raise ValueError(f"x must be [rows, cols], got {tuple(x.shape)}")
-    return resolve("largest", backend, x)()
+    return resolve("largest", backend, x)
 
 
 def value_bytes(dtype: torch.dtype, rounded: bool) -> int:
@@ -65,11 +65,6 @@ class Passes:
         numbers = values.clone(memory_format=torch.contiguous_format).view(torch.bfloat16 if rounded else x.dtype)
         row, column, at = _marked(places, x.shape[1], numbers.shape[1])
         x.zero_()[row, column] = numbers[row, at].to(x.dtype)
-
-
-def compiled(library: Any) -> Any:
-    """The passes of a library, such as torch.ops.hybridpar: its operators."""
-    return library
 
 
 def _sizes(x: Tensor) -> Tensor:

@@ -13,8 +13,6 @@ the whole tile instead of coarsening the others' steps.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -44,7 +42,7 @@ def quantize(x: Tensor, bits: int, *, rotate: bool = False, backend: str = "auto
     Source of the rotation: arXiv 2506.01352 (TAH-Quant).
     """
     _check(x, bits)
-    return resolve("quantize", backend, x)().quantize(x.contiguous(), bits, rotate)
+    return resolve("quantize", backend, x).quantize(x.contiguous(), bits, rotate)
 
 
 def dequantize_(x: Tensor, message: Tensor, bits: int, *, rotate: bool = False, backend: str = "auto") -> Tensor:
@@ -58,7 +56,7 @@ def dequantize_(x: Tensor, message: Tensor, bits: int, *, rotate: bool = False, 
     if message.dtype != torch.uint8 or message.numel() != expected:
         raise ValueError(
             f"message must be {expected} bytes for {tuple(x.shape)}, got {message.numel()} of {message.dtype}")
-    resolve("quantize", backend, x)().dequantize_(x, message.contiguous(), bits, rotate)
+    resolve("quantize", backend, x).dequantize_(x, message.contiguous(), bits, rotate)
     return x
 
 
@@ -119,11 +117,6 @@ def _scale(largest: Tensor, limit: int) -> Tensor:
     rounded = torch.where(bits > _LARGEST_BITS, _NAN_BITS, rounded)  # what is not finite is above, too
     rounded = torch.where(largest < _LEAST, 0, rounded)
     return rounded.view(torch.float32).to(torch.bfloat16)
-
-
-def compiled(library: Any) -> Any:
-    """The passes of a library, such as torch.ops.hybridpar: its operators."""
-    return library
 
 
 PASSES: Shapes = {

@@ -19,7 +19,7 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -78,15 +78,15 @@ def _rows(op: str, module: str, code: str = "", *, cpp: tuple[torch.dtype, ...] 
           cuda: tuple[str, str, tuple[torch.dtype, ...]] | None = None, apex: str = "") -> Iterator[Backend]:
     """The rows of an operation of ops/<module>.py.
 
-    code: its fused form and its reference there; cpp, triton: types of their passes; cuda: library, check and types of
-    its passes in CUDA C++; apex: its name in apex.py.
+    code: its fused form, if that is more than a library, and its reference there; cpp, triton: types of their passes;
+    cuda: library, check and types of its passes in CUDA C++; apex: its name in apex.py.
     """
-    fused, reference = (f"{_HERE}{module}:{name}" for name in (code or f"{op}_fused {op}_torch").split())
-    yield Backend(op, "cpp", f"{fused} {_CPP}", "cpu", cpp, f"{_HERE}libraries:cpp_missing")
-    yield Backend(op, "triton", f"{fused} {_TRITON}", "", triton, f"{_HERE}libraries:triton_missing")
+    *fused, reference = (f"{_HERE}{module}:{name}" for name in (code or f"{op}_fused {op}_torch").split())
+    yield Backend(op, "cpp", " ".join([*fused, _CPP]), "cpu", cpp, f"{_HERE}libraries:cpp_missing")
+    yield Backend(op, "triton", " ".join([*fused, _TRITON]), "", triton, f"{_HERE}libraries:triton_missing")
     if cuda:
         library, check, dtypes = cuda
-        yield Backend(op, "cuda", f"{fused} {library}", "cuda", dtypes, _HERE + check)
+        yield Backend(op, "cuda", " ".join([*fused, library]), "cuda", dtypes, _HERE + check)
     if apex:
         dtypes = (torch.float32,) if op == "optimizer" else _NARROW  # its AdamW takes tensors of one type
         yield Backend(op, "apex", f"{_HERE}apex:{apex}", "cuda", dtypes, f"{_HERE}apex:missing")
@@ -111,8 +111,8 @@ TABLE = (
     *_rows("cross_entropy", "cross_entropy", "Compiled Passes", cuda=_CUDA),
     *_rows("dropout", "dropout"),
     *_rows("embedding", "embedding", "Compiled Passes", triton=_ALL),
-    *_rows("quantize", "quantize", "compiled Passes"),
-    *_rows("largest", "largest", "compiled Passes"),
+    *_rows("quantize", "quantize", "Passes"),
+    *_rows("largest", "largest", "Passes"),
     *_rows("optimizer", "update", "Compiled Passes", triton=(torch.float64, torch.float32), apex="FusedAdam"),
     *_rows("sparse", "sparse", "Compiled Passes", cpp=_ALL[:2], triton=_ALL[1:2]),
 )
@@ -141,9 +141,9 @@ def backends(op: str) -> tuple[Backend, ...]:
     return tuple(row for row in TABLE if row.op == op)
 
 
-def resolve(op: str, choice: str, x: Tensor, shape: str = "") -> Callable[..., Any]:
-    """The code that runs `op` on tensors like `x`: of the backend named, or of the one that `select` takes for 'auto'.
-    shape: its class, where the fastest one depends on it.
+def resolve(op: str, choice: str, x: Tensor, shape: str = "") -> Any:
+    """The code, or passes, that run `op` on tensors like `x`: of the backend named, or of the one that `select` takes
+    for 'auto'. shape: its class, where the fastest one depends on it.
 
     Raises: ConfigError if the backend does not exist or cannot run.
     """

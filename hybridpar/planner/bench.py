@@ -81,7 +81,7 @@ class Unit:
         self._usual: Tensor | None = None  # what it takes, where blocks measured one after the other may not fit
         if number and not isinstance(config.model, ModelConfig):
             shape = config.train.micro_batch_size, *message_shape(config.model, number - 1)
-            self._usual = torch.randn(shape, dtype=policy.dtype, device=device)
+            self._usual = torch.randn(shape, dtype=policy.dtype, device=device, generator=torch.Generator(device))
         self._edge: GradientEdge
         self._sent: Tensor
         self._input: Tensor | None = None

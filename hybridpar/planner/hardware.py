@@ -110,8 +110,7 @@ DEVICES = {
         Device("a100-80gb", 312e12, 80 * GIB, 2039e9, 0.83, attention_share=0.65, attention_back_share=0.55),
         Device("h100-80gb", 989e12, 80 * GIB, 3350e9, 0.825, 0.8, 132, 0.58, 0.39),
         # attention: measured at 2,048 tokens (benchmarks/results/gpu_single_1.3B.json)
-        Device("h200-141gb", 989e12, 141e9, 4800e9, 0.825, 0.8, 132, 0.58, 0.39))
-}
+        Device("h200-141gb", 989e12, 141e9, 4800e9, 0.825, 0.8, 132, 0.58, 0.39))}
 
 LINKS = {
     link.name: link
@@ -128,8 +127,7 @@ LINKS = {
         Link("infiniband-ndr", 400 * GIGABIT, 5e-6, 0.9),
         # TCP through the host's memory
         Link("ethernet-25", 25 * GIGABIT, 30e-6, 0.6),
-        Link("ethernet-100", 100 * GIGABIT, 30e-6, 0.6))
-}
+        Link("ethernet-100", 100 * GIGABIT, 30e-6, 0.6))}
 
 
 def find_device(name: str) -> Device:

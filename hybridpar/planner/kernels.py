@@ -141,9 +141,9 @@ def _products(device: Device, products: Iterable[Product], kernels: Kernels | No
     product itself, or in half precision by a kernel that follows it, as autograd does. None: it is not added.
     """
     forward = backward = 0.0
+    fused = kernels is not None and kernels.fused
     for product in products:
         of_input, of_weights = product.backward
-        fused = kernels is not None and kernels.fused
         forward += product_time(device, product)
         backward += product_time(device, of_input) + product_time(device, of_weights, 2 * FULL if fused else HALF)
         if kernels is not None and not fused:

@@ -13,7 +13,8 @@ from hybridpar.config import Config, Launch
 from hybridpar.planner.cluster import estimated, measured_machine, read_cluster
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.measure_machine import identity, measure_machine
-from hybridpar.planner.profile import Profile, check_settings, read_profile, write_profile
+from hybridpar.planner.profile import Profile, check_settings
+from hybridpar.planner.profile_file import read_profile, write_profile
 
 
 def machine_for(config: Config, launch: Launch, profile: str, cluster: str, devices: int,

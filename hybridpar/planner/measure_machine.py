@@ -25,7 +25,8 @@ from hybridpar.memory.work import block_forms
 from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis
 from hybridpar.planner.codec_costs import measure_codecs
 from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
-from hybridpar.planner.profile import FORMAT, Hardware, Profile, StateSpeeds, settings_of
+from hybridpar.planner.profile import Hardware, Profile, StateSpeeds, settings_of
+from hybridpar.planner.profile_file import FORMAT
 from hybridpar.planner.state_speeds import measure_state
 from hybridpar.state.tiered import folder_to_measure
 from hybridpar.train.launch import Job, choose_backend, choose_device, keep_freed_memory, set_threads
@@ -52,7 +53,8 @@ def measure_machine(config: Config, launch: Launch, *, degrees: Sequence[int] = 
         job = Job.connect(launch)
         device = choose_device(config.train, launch, job.gather)
         set_threads(config.train.threads, launch)
-        job.start_group(device, choose_backend(config.train, device), max(config.train.timeout_s, 120.0))
+        job.require_addresses(backend := choose_backend(config.train, device))
+        job.start_group(device, backend, max(config.train.timeout_s, 120.0))
         profile = measure_here(*request, device)
         job.end_group()
         return profile

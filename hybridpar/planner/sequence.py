@@ -13,7 +13,7 @@ from itertools import count
 
 from hybridpar.config import Config, ModelConfig
 from hybridpar.memory.work import KINDS, messages_by_kind
-from hybridpar.planner.kernels import HALF
+from hybridpar.planner.kernels import activation_bytes
 from hybridpar.planner.profile import BlockCost
 
 _FORWARD, _BACKWARD = 2.0, 2.5
@@ -35,7 +35,7 @@ def split_rows(costs: Mapping[str, BlockCost], config: Config) -> dict[str, Bloc
 def _changes(model: ModelConfig, tp: int) -> dict[str, list[tuple[int, int]]]:
     """Of a block of each kind, forward and backward: sums of activations that are no more, and gathers and scatters in
     their stead. Its code is run on ghosts."""
-    whole = HALF * model.seq_length * model.hidden_size
+    whole = activation_bytes(model, 1)
     plain, split = (messages_by_kind(model, tp, sequence) for sequence in (False, True))
     return {kind: [(sums.count(whole), round(2 * (sum(parts) - sum(sums)) / whole) + 2 * sums.count(whole))
                    for sums, parts in zip(plain[kind], split[kind], strict=True)] for kind in KINDS}

@@ -87,11 +87,13 @@ def block_of(name: str) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def cut(layout: FlatLayout, use: Callable[[str], Use]) -> tuple[Chunk, ...]:
-    """The layout in chunks: neighbouring parameters of equal use are one. use: by a parameter's name."""
+def cut(layout: FlatLayout, use: Callable[[str], Use], absent: Container[str] = ()) -> tuple[Chunk, ...]:
+    """The layout in chunks: neighbouring parameters of equal use are one. use: by a parameter's name. absent: those
+    that get no memory."""
     ends = (*layout.offsets[1:], layout.numel)
-    runs = [(key, list(run)) for key, run in groupby(range(len(layout.names)), lambda i: use(layout.names[i]))]
-    return tuple(Chunk(layout.offsets[run[0]], ends[run[-1]], key) for key, run in runs) or (Chunk(0, 0),)
+    runs = [(key, list(run)) for key, run in groupby(
+        range(len(layout.names)), lambda i: None if layout.names[i] in absent else use(layout.names[i]))]
+    return tuple(Chunk(layout.offsets[run[0]], ends[run[-1]], key) for key, run in runs if key) or (Chunk(0, 0),)
 
 
 class Buffer:

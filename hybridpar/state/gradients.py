@@ -27,21 +27,21 @@ class GradientAccumulator:
     complete; one that gets no gradient is not reported. Backward must not build a graph itself (create_graph), and
     gradients must come from `backward`, not from torch.autograd.grad.
 
-    With `defers`, parts that are given to a sink (nn.matmul.SINK) may wait: those of the backward that follows
-    `collect(key)` are added by `apply(key)`, in the same order, to the same bits. Some parts are still added at once,
-    but none of the parameters in `tied`, which are used in several places.
+    With `defers`, `bind` comes before every backward. Parts that are given to a sink (nn.matmul.SINK) may wait: those
+    of the backward that follows `collect(key)` are added by `apply(key)`, in the same order, to the same bits. Some
+    parts are still added at once, but none of the parameters in `tied`, which are used in several places.
 
     With `pieces`, a micro-batch has so many backwards, each through a graph of its own.
 
     Parts of the parameters in `factored` are never added up: `parts(index)` has them, in the order of the backwards,
-    and whoever takes them writes the view.
+    and whoever takes them writes the view. Those in `absent` have none, and no memory in `chunks`.
     """
 
     def __init__(self, layout: FlatLayout, memory: Memory | None = None, num_buffers: int = 1, *,
                  chunks: Sequence[Chunk] = (), defers: bool = False, factored: frozenset[str] = frozenset(),
-                 tied: frozenset[str] = frozenset(), pieces: int = 1):
+                 absent: frozenset[str] = frozenset(), tied: frozenset[str] = frozenset(), pieces: int = 1):
         assert num_buffers in (1, 2), num_buffers
-        self.layout, self.defers, self.factored, self.tied = layout, defers, factored, tied
+        self.layout, self.defers, self.factored, self.absent, self.tied = layout, defers, factored, absent, tied
         self.buffers = tuple(Buffer(layout, layout.dtype, memory or Memory(), chunks, f"gradients/{i}")
                              for i in range(num_buffers))
         self.collecting: dict[str, list[Part]] | None = None
@@ -50,7 +50,7 @@ class GradientAccumulator:
         self.on_final: Callable[[str], None] | None = None
         self._pieces, self._reports = pieces, Counter[str]()  # of the armed backward, by parameter
         self._parts: tuple[dict[str, list[Part]], ...] = tuple({} for _ in self.buffers)
-        self._views = tuple(buffer.views() for buffer in self.buffers)
+        self._views = tuple(buffer.views(set(layout.names) - absent) for buffer in self.buffers)
         self._void: tuple[set[str], ...] = tuple(set() for _ in self.buffers)  # parameters without a gradient so far
         self._bound_leaves: Mapping[str, Tensor] | None = None
         self._bound_index = 0
@@ -60,7 +60,7 @@ class GradientAccumulator:
         return batch % len(self.buffers)
 
     def views(self, index: int) -> dict[str, Tensor]:
-        """Every parameter's gradient in buffer `index`, in the order of the layout."""
+        """Every parameter's gradient in buffer `index`, in the order of the layout, but for those `absent`."""
         return self._views[index]
 
     def missing(self, index: int) -> set[str]:
@@ -85,7 +85,8 @@ class GradientAccumulator:
             return
         self._bound_leaves, self._bound_index = leaves, index
         views = self._views[index]
-        assert leaves.keys() == views.keys(), f"leaves and layout differ: {sorted(leaves.keys() ^ views.keys())}"
+        names = views.keys() | self.absent
+        assert leaves.keys() == names, f"leaves and layout differ: {sorted(leaves.keys() ^ names)}"
         for name, leaf in leaves.items():
             hook = getattr(leaf, SINK, None)
             if hook is None or hook.owner is not self:
@@ -93,7 +94,7 @@ class GradientAccumulator:
                 hook = (_Report if in_place else _AddAndReport)(self, name)
                 leaf.register_post_accumulate_grad_hook(hook)
                 setattr(leaf, SINK, hook)
-            hook.view, hook.void = views[name], self._void[index]
+            hook.view, hook.void = views.get(name), self._void[index]
             leaf.grad = hook.view if type(hook) is _Report and name not in hook.void else None
 
     def waits(self, name: str) -> bool:
@@ -161,7 +162,7 @@ class GradientAccumulator:
     def settle(self, index: int, names: Iterable[str]) -> None:
         """Makes the gradients of these parameters final: those without one get zero."""
         void = self._void[index]
-        for name in void.intersection(names):
+        for name in void.intersection(names) - self.absent:
             self._views[index][name].zero_()
         void.difference_update(names)
 
@@ -174,7 +175,7 @@ class _Report:
     def __init__(self, owner: GradientAccumulator, name: str):
         self.owner = owner
         self.name = name
-        self.view: Tensor
+        self.view: Tensor | None  # None: only factors are kept
         self.void: set[str]
 
     def add(self, part: Part, now: bool = False) -> None:
@@ -196,6 +197,8 @@ class _Report:
 
     def _store(self, gradient: Tensor) -> None:
         assert gradient.is_sparse or self.name not in self.owner.factored, f"{self.name}: a gradient without factors"
+        if self.view is None:
+            return
         if self.name in self.void:
             self.view.copy_(gradient)
             self.void.remove(self.name)

@@ -196,9 +196,9 @@ class HostUpdates:
         self._work.step(lambda: self._optimizer.step(group, weights, gradients, lr=lr, gradient_scale=factor),
                         self.sizes[group])
 
-    def is_done(self, group: int | None = None) -> bool:
-        """Whether a group that the host makes (None: all of them) has arrived."""
-        return all(made.done() for number, made in self._made.items() if group in (None, number))
+    def is_done(self) -> bool:
+        """Whether all groups that the host makes have arrived."""
+        return all(made.done() for made in self._made.values())
 
     def wait(self, group: int) -> None:
         """Returns once a group that the host makes has arrived, or will not be made. Raises: what failed."""

@@ -9,7 +9,8 @@ the others. Source: Rajbhandari et al., arXiv 1910.02054, section 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -103,6 +104,13 @@ class Partition:
         """Parts whose backward makes shared gradients final."""
         return frozenset(self.use_of(bucket).parts[0] for bucket, axis in zip(self.buckets, self.axes, strict=True)
                          if axis.size > 1)
+
+    def most_whole(self, ranks: Sequence[int]) -> int:
+        """That of these ranks of the job which updates most of what is not cut; the first of equal ones."""
+        load = Counter[int]()
+        for name, owner in self._owner_of_whole.items():
+            load[self.axis_of(name).ranks[owner]] += self._routes[name].whole
+        return max(ranks, key=load.__getitem__)
 
     def axis_of(self, name: str) -> Axis:
         """The ranks that a parameter's gradient is summed over."""

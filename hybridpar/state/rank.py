@@ -67,7 +67,8 @@ class RankState:
                                    predict=policy.predicts, uses=self.uses, splits=policy.splits_weights,
                                    host=UpdatedMemory(self.memory) if policy.on_host else None, hosted=hosted)
         self.compression = Compression.of(self.partition, self.placements, policy, self.memory)
-        factored = self.compression.factored if self.compression is not None else frozenset()
+        factored, absent = (frozenset(),) * 2 if self.compression is None else (
+            self.compression.factored, self.compression.absent)
         in_8_bits = {name for name, place in self.placements.items() if policy.eight_bits and place.matrices
                      and all(size % eight_bits.MULTIPLE == 0 for size in place.shape)}
         for leaves in self.weights.leaves if factored or tied or in_8_bits else ():
@@ -77,8 +78,8 @@ class RankState:
                 setattr(leaves[name], eight_bits.WANTED, True)
         self.gradients = GradientAccumulator(
             parameters.layout, self.memory, policy.num_gradient_buffers,
-            chunks=cut(parameters.layout, self.uses), defers=policy.defers, factored=factored, tied=tied,
-            pieces=policy.parallel.tp_pieces if grid.tp.size > 1 else 1)
+            chunks=cut(parameters.layout, self.uses, absent), defers=policy.defers, factored=factored, absent=absent,
+            tied=tied, pieces=policy.parallel.tp_pieces if grid.tp.size > 1 else 1)
         self.shares = Shares.of(
             self.partition, self.gradients.buffers, self.memory, "gradients",
             split=policy.moves_gradients or (policy.splits_gradients and self.compression is not None),
@@ -202,8 +203,9 @@ class RankState:
         """Waits for the reductions of a batch, the oldest under way."""
         self.reducer.wait()
         if self.compression is not None and self.shares:
-            shares = self.shares[self.gradients.buffer_index(batch)]
-            shares.take(shares.views.keys() - self.compression.packed)
+            index = self.gradients.buffer_index(batch)
+            for name in self.shares[index].views.keys() - self.compression.packed:
+                self.shares[index].put(name, self.gradients.views(index)[name])
 
     def square(self, batch: int, part: int) -> None:
         """Notes the squares of a part's reduced gradients, ahead of `square_norm`."""

@@ -118,14 +118,13 @@ class GradientReducer:
     def _start_complete(self) -> None:
         assert self._flat is not None, "ready() without arm()"
         while self._next < len(self.buckets) and not self._missing[self._next]:
-            bucket = self.buckets[self._next]
-            flat = self._flat[bucket.start : bucket.stop]
-            self._started[-1].append(self._start(bucket, flat, *self._ways[self._next]))
+            self._started[-1].append(self._start(self.buckets[self._next], self._flat, *self._ways[self._next]))
             self._next += 1
 
-    def _start(self, bucket: Bucket, flat: Tensor, axis: Axis, parts: Parts) -> Waitable:
+    def _start(self, bucket: Bucket, buffer: Tensor | Buffer, axis: Axis, parts: Parts) -> Waitable:
         if self._compression is not None and self._compression.covers(bucket):
-            return self._compression.start(bucket, flat)
+            return self._compression.start(bucket, buffer)
+        flat = buffer[bucket.start : bucket.stop]
         return reduce_scatter_async(flat, parts, axis) if parts else all_reduce_async(flat, axis)
 
 

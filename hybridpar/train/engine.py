@@ -345,13 +345,13 @@ class Engine:
     def evaluate(self, loader: Loader, num_batches: int) -> dict[str, float]:
         """Mean partial losses of the newest weights over the first batches of `loader`, without dropout; of several
         sites, the mean over these."""
-        newest_version = self.state.weights.newest
-        assert self.batches_done == newest_version, "evaluation needs a drained pipeline"
-        m = self.sizes.num_microbatches
-        actions = forward_actions(self.sizes, self.grid.pp.rank, num_batches * m, parts=self._division)
-        newest = self._in_tiers(replace(a, version=newest_version) for a in actions)
+        newest = self.state.weights.newest
+        assert self.batches_done == newest, "evaluation needs a drained pipeline"
+        actions = self._in_tiers(forward_actions(
+            self.sizes, self.grid.pp.rank, num_batches * self.sizes.num_microbatches, version=newest,
+            parts=self._division))
         with self.state.unpredicted():
-            self.executor.run(newest, LoaderSource(loader, self.config, self.device, training=False), NO_HOOKS)
+            self.executor.run(actions, LoaderSource(loader, self.config, self.device, training=False), NO_HOOKS)
         totals = torch.zeros(len(self.loss_names), dtype=torch.float64, device=self.device)
         for batch in range(num_batches):
             losses = self.executor.losses.pop(batch, {})

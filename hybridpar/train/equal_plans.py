@@ -39,7 +39,7 @@ def require_equal_settings(config: Config, job: Job) -> None:
         apart = [f"{key} is {mine.get(key)!r} here and {first.get(key)!r} on rank 0" for key in first | mine
                  if first.get(key) != mine.get(key)]
         if apart:
-            raise HybridparError(f"{', '.join(apart)}; all ranks need the same file and flags")
+            raise HybridparError(f"{', '.join(apart)}; all ranks need the same version, file and flags")
 
     job.together(compare)
 

@@ -14,6 +14,14 @@ from hybridpar.flight import Record
 _GLOO = ("Connection closed", "Connection reset", "Broken pipe", "Timed out waiting", "gloo/transport", "Socket closed")
 # What torch says of a CPU's allocation that failed; the second is an operator of ours that asked it for a tensor.
 _NO_MEMORY = ("can't allocate memory", "aoti_torch_empty_strided")
+# How oneDNN and the loader of libraries end where that is all: behind other failures they say what was wrong.
+_NO_MEMORY_ENDS = ("could not create a primitive", "failed to map segment from shared object")
+# All that Python and Gloo say of a thread that cannot be had.
+_NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
+
+TO_CONNECT = ("between hosts, GLOO_SOCKET_IFNAME names the interface that leads to the others, and firewalls let all "
+              "ports of TCP through")
+"""What ranks need to find each other."""
 
 
 class RankError(HybridparError):
@@ -45,6 +53,8 @@ def describe_failure(error: Exception, who: str, record: Record | None = None, l
     if is_lost_contact(error):
         peers = record.peers if record is not None else ()
         other = f"rank {peers[0]}" if len(peers) == 1 else "another rank"
+        if not link and record is not None and record.phase == "connecting":
+            link = TO_CONNECT
         return LostContactError(f"{who} lost contact with {other}{situation}" + (f"; {link}" if link else ""))
     if isinstance(error, HybridparError):
         return RankError(f"{who}: {error}")
@@ -54,6 +64,9 @@ def describe_failure(error: Exception, who: str, record: Record | None = None, l
         said = str(error).partition("\n")[0] or type(error).__name__
         less = 'a smaller train.micro_batch_size, pipeline.recompute = "all" or memory.budget needs less'
         return RankError(f"{who} is out of memory{situation}: {said}; {less}, and `hybridpar check` says how much")
+    if str(error) in _NO_THREAD:
+        return RankError(f"{who} cannot start a thread{situation}: it is out of memory, or may have no more threads "
+                         "(ulimit -u, pids.max)")
     trace = "".join(traceback.format_exception(error)).rstrip()
     return RankError(f"{who} failed{situation}:\n{trace}")
 
@@ -69,5 +82,7 @@ def is_lost_contact(error: BaseException) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, of a CPU or of a GPU."""
-    return (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-            or (isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)))
+    said = str(error)
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError | ImportError) and (
+            any(words in said for words in _NO_MEMORY) or said.endswith(_NO_MEMORY_ENDS)))

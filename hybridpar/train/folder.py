@@ -19,6 +19,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ from hybridpar.errors import FULL_DISK, CheckpointError, ConfigError, config_err
 from hybridpar.flight import Flight
 from hybridpar.grid import lines_of, place_of, sizes_of
 from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.train.launch import Job
 
 CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
 COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
@@ -52,6 +55,8 @@ _WITH = {("pipeline", "schedule"): FOUND}
 """What is found with them."""
 SAVING = "saving"
 """Name of the thread of a rank that writes checkpoints."""
+_SEEN_AFTER_S = 20.0
+"""How long a file of another machine may take to appear on a shared file system, which may remember what it had."""
 
 
 def measured(config: Config) -> dict[str, dict[str, Any]]:
@@ -173,3 +178,35 @@ def in_use(folder: Path) -> Iterator[None]:
             except OSError:  # a file system without locks
                 pass
         yield
+
+
+def require_shared(folder: Path, job: Job) -> None:
+    """Has every machine find a file that the first process leaves in the run folder, and takes away again.
+
+    Collectives: on all processes of the job. Raises: ConfigError on all, naming those that do not find it.
+    """
+    mark = folder / f".job-{job.decide(lambda: secrets.token_hex(8))}"
+
+    def leave() -> bool:
+        try:
+            mark.touch()
+        except OSError:  # a full disk, say, with which a run goes on
+            return False
+        return True
+
+    try:
+        if job.decide(leave):
+            job.together(lambda: _find(mark), here=job.launch.local_rank == 0)
+    finally:
+        if job.launch.rank == 0:
+            mark.unlink(missing_ok=True)
+
+
+def _find(mark: Path) -> None:
+    end = time.monotonic() + _SEEN_AFTER_S
+    while not mark.exists():
+        if time.monotonic() > end:
+            rule = (f"is no folder that this machine shares with rank 0, which has {mark.parent.name}/{mark.name} in "
+                    "it: all machines write their parts of a checkpoint there")
+            raise config_error("run.dir", str(mark.parent.parent), rule, "a folder on a shared file system")
+        time.sleep(0.1)

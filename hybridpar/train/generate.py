@@ -158,6 +158,7 @@ def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterat
     set_threads(threads, launch)
     job = Job.connect(launch)
     folder = job.decide(lambda: str(find(path, say)))
+    job.require_addresses("gloo")
     job.start_group(torch.device("cpu"), "gloo", TrainConfig().timeout_s)
     grid = ProcessGrid(tp=tp, pp=pp)
     generator = job.together(lambda: Generator.load(folder, say, grid))

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -69,10 +68,6 @@ class HostForecast:
                 f"gradients {self.to_host_ms:,.1f} ms to get there, the weights {self.from_host_ms:,.1f} ms back; "
                 f"{needed}.\n  Of a step of at least {self.step_ms:,.1f} ms, {self.exposed_ms:,.1f} ms are waiting "
                 "for it (speeds measured here, in one process)")
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values only."""
-        return asdict(self)
 
 
 def forecast_host(config: Config, speeds: Speeds | None = None) -> HostForecast | None:

@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import json
+import platform
 import secrets
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hybridpar import native
+from hybridpar import native, sockets
 from hybridpar.config import Launch, TrainConfig
 from hybridpar.cpu import available_cores
 from hybridpar.errors import HybridparError, config_error
-from hybridpar.train.errors import LostContactError, RankError
+from hybridpar.train.errors import TO_CONNECT, LostContactError, RankError
 
 T = TypeVar("T")
 _POLL_S = 0.002, 0.5
 """First and longest pause between two polls of the store."""
-_PART_S = 5.0
+_PART_S = 30.0
 _SILENT_S = 20.0
 """How long a rank waits for others before it says so."""
 LOOPBACK = "127.0.0.1"
@@ -53,23 +55,18 @@ class Job:
         """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names. Raises: RankError."""
         if launch.world_size == 1:
             return Job(launch)
-        waiting = threading.Timer(_SILENT_S, lambda: print(
-            f"rank {launch.rank} waits for the other {launch.world_size - 1} at {launch.store} (MASTER_ADDR and "
-            "MASTER_PORT, the same on all)", file=sys.stderr, flush=True))
-        waiting.daemon = True
-        waiting.start()
+        text = f"at {launch.store} (MASTER_ADDR and MASTER_PORT, the same on all)"
         try:
-            store: dist.Store = (_loopback_store(launch) if launch.own_store_port else
-                                 next(dist.rendezvous("env://", launch.rank, launch.world_size))[0])
-            store = dist.PrefixStore("hybridpar", store)
-            return Job(launch, dist.PrefixStore(meet(store, launch), store))
+            with _says_if_it_waits(launch, text):
+                store: dist.Store = (_loopback_store(launch) if launch.own_store_port else
+                                     next(dist.rendezvous("env://", launch.rank, launch.world_size))[0])
+                store = dist.PrefixStore("hybridpar", store)
+                return Job(launch, dist.PrefixStore(meet(store, launch), store))
         except dist.DistError as error:
             raise _lost_store(launch.rank, error) from None
         except (OSError, ValueError) as error:  # the port is in use; MASTER_ADDR is not set
             raise RankError(f"rank {launch.rank} cannot reach the others: {error}; MASTER_ADDR and MASTER_PORT must be "
                             "set as torchrun does, to a host of the job and a port that is free there") from None
-        finally:
-            waiting.cancel()
 
     def together(self, action: Callable[[], T], *, here: bool = True) -> T | None:
         """Runs `action` on the processes where `here` is true; a failure of one is a failure of all.
@@ -133,6 +130,15 @@ class Job:
         except dist.DistError as error:
             raise _lost_store(rank, error) from None
 
+    def require_addresses(self, backend: str) -> None:
+        """Has processes on several hosts see whether Gloo would offer the others an address that they can reach.
+
+        Raises: ConfigError, as `together`.
+        """
+        if backend == "gloo" and self.store is not None:
+            several = len(set(self.gather(platform.node()))) > 1
+            self.together(lambda: _require_address(self.launch.interface, several))
+
     def start_group(self, device: torch.device, backend: str, timeout_s: float) -> None:
         """Creates the process group. Communication gives up after `timeout_s` seconds (see `ProcessGrid.wait_at_most`).
 
@@ -144,15 +150,28 @@ class Job:
         if self.launch.loopback and backend == "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        dist.init_process_group(backend, store=dist.PrefixStore("group", self.store), rank=self.launch.rank,
-                                world_size=self.launch.world_size, timeout=timedelta(seconds=timeout_s),
-                                device_id=device if backend == "nccl" else None, pg_options=options)
+        with _says_if_it_waits(self.launch, f"to connect: {TO_CONNECT}"):
+            dist.init_process_group(backend, store=dist.PrefixStore("group", self.store), rank=self.launch.rank,
+                                    world_size=self.launch.world_size, timeout=timedelta(seconds=timeout_s),
+                                    device_id=device if backend == "nccl" else None, pg_options=options)
 
     def end_group(self) -> None:
         """Leaves the process group, where there is one, after everyone has got here."""
         if self.store is not None and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _says_if_it_waits(launch: Launch, text: str) -> Iterator[None]:
+    waiting = threading.Timer(_SILENT_S, lambda: print(
+        f"rank {launch.rank} waits for the other {launch.world_size - 1} {text}", file=sys.stderr, flush=True))
+    waiting.daemon = True
+    waiting.start()
+    try:
+        yield
+    finally:
+        waiting.cancel()
 
 
 def meet(store: dist.Store, launch: Launch) -> str:
@@ -207,6 +226,20 @@ def _poll(done: Callable[[], bool]) -> None:
     while not done():
         time.sleep(pause)
         pause = min(2 * pause, longest)
+
+
+def _require_address(interface: str, several_hosts: bool) -> None:
+    """Raises: ConfigError."""
+    there = sockets.interfaces()
+    found = f"this host, {platform.node()}, has {', '.join(there) or 'none but lo'}"
+    for name in interface.split(",") if interface else ():
+        if name not in (*there, "lo"):
+            raise config_error("GLOO_SOCKET_IFNAME", interface, f"names no network interface: {found}", *there[:1])
+    address = sockets.own_address() if several_hosts and not interface else ""
+    if address and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        rule = (f"must name the interface that leads to the other hosts, as the host's name leads to {address}, "
+                f"where they do not find it; {found}")
+        raise config_error("GLOO_SOCKET_IFNAME", "", rule, *there[:1])
 
 
 def choose_device(config: TrainConfig, launch: Launch, gather: Callable[[str], list[str]]) -> torch.device:

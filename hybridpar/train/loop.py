@@ -33,7 +33,14 @@ from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, Callbacks
 from hybridpar.train.engine import Engine
 from hybridpar.train.equal_plans import require_equal_data, require_equal_plans, require_equal_settings
-from hybridpar.train.errors import AnomalyError, LostContactError, SaveError, SetupError, describe_failure
+from hybridpar.train.errors import (
+    AnomalyError,
+    LostContactError,
+    SaveError,
+    SetupError,
+    describe_failure,
+    is_out_of_memory,
+)
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
 from hybridpar.train.launch import (
@@ -69,6 +76,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     job = Job.connect(launch)
     require_equal_settings(config, job)
     device = choose_device(config.train, launch, job.gather)
+    job.require_addresses(choose_backend(config.train, device))
     require_planned(config.train, device)
     threads = set_threads(config.train.threads, launch)
     set_precision(config.train, device)
@@ -86,6 +94,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
         return Outcome(folder, saved, num_steps, resumed_from=saved)
     with contextlib.ExitStack() as stack:
         job.together(lambda: stack.enter_context(run_folder.in_use(folder)), here=first)
+        run_folder.require_shared(folder, job)
         data = _open_data(config, job, datasets)
         require_equal_data(data, job)
         if start or (saved and config.train.continue_with):  # else other data are refused, whatever their tokens
@@ -249,7 +258,9 @@ def _sample(config: Config, reporter: Reporter) -> None:
         generator = Generator.load(folder, reporter.say)
         text = prompt + "".join(generator.generate(prompt, replace(Sampling(), seed=config.train.seed)))
         (folder / "sample.txt").write_text(text, encoding="utf-8")
-    except (HybridparError, OSError) as error:
+    except Exception as error:
+        if not (isinstance(error, HybridparError | OSError) or is_out_of_memory(error)):
+            raise
         reporter.say(f"no sample.txt: {error}")
         return
     reporter.say(f"{folder / 'sample.txt'}:\n{text}")

@@ -268,12 +268,11 @@ class _GhostEngine(Engine):
         return Stash(_Nowhere(), GHOSTS)
 
 
-def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
-                  device: torch.device | None = None) -> tuple[Header, list[Span]]:
+def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Header, list[Span]]:
     """The memory events of the first steps of training on a rank of the configuration's grid. Nothing is computed.
 
     Times have no meaning (see memory.excerpt.retimed). With memory.budget all state is there.
-    `config`: resolved. `device`: need not be on this machine; None: the one that the configuration names.
+    `config`: resolved; the device that it names need not be on this machine.
     Raises: ConfigError with a compression.gradients that decides by numbers what it runs, or with parallel.tp_pieces.
     """
     if config.parallel.tp_pieces > 1:
@@ -283,7 +282,7 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2,
         raise config_error("compression.gradients", config.compression.gradients, "has no predicted events of memory: "
                            "what it runs depends on the numbers (a run records it, and `check` predicts the peak)",
                            "powersgd")
-    device = device or default_device(config)
+    device = default_device(config)
     config = replace(config, train=replace(config.train, cuda_graphs=False))
     spans: list[Span] = []
     recorder: EngineRecorder | None = None

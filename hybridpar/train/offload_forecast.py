@@ -6,8 +6,7 @@ starts, may be more or, where cores are few, less.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -49,10 +48,6 @@ class OffloadForecast:
                 f"away at once{found}.\n  {moved} MiB of each leave; the peaks are {saved} MiB smaller. Of a step of "
                 f"at least {self.step_ms:,.1f} ms, {self.exposed_ms:,.1f} ms are waiting for the file (speeds measured "
                 "here, in one process)")
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values only."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def peak_flops(config: Config, device: torch.device, world: Axis) -> tuple[float
 def _probe(dtype: torch.dtype, device: torch.device) -> float:
     """FLOP/s of a layer's product: the fastest of several, as others may be using the machine."""
     size = _PROBE_SIZE * (4 if device.type == "cuda" else 1)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    a, b = torch.randn(2, size, size, device=device, generator=torch.Generator(device)).to(dtype)
     end, fastest = time.perf_counter() + _PROBE_SECONDS, math.inf
     while (start := time.perf_counter()) < end or fastest == math.inf:
         matmul.linear(a, b)

@@ -85,7 +85,7 @@ class PlannedMemory:
             path = folder / MEMORY / f"planned{self._engine.grid.rank}.json"
             try:
                 path.parent.mkdir(exist_ok=True)
-                path.write_text(json.dumps(self.counts.as_json()))
+                path.write_text(json.dumps(asdict(self.counts)))
             except OSError as error:
                 self._say(f"{path}: cannot be written ({error.strerror or error})")
         self._allocator.forget()
@@ -164,10 +164,6 @@ class PlannedForecast:
         return (f"planned memory: on rank {self.rank} an arena of {self.arena / mib:,.1f} MiB has all blocks of a "
                 f"step, {self.arena / live:.3f} of what is alive at once; a caching allocator would take "
                 f"{self.reserved / mib:,.1f} MiB ({self.reserved / live:.3f})")
-
-    def as_json(self) -> dict[str, int]:
-        """Plain values only."""
-        return asdict(self)
 
 
 def forecast_planned(config: Config, rank: int) -> PlannedForecast | None:

@@ -25,8 +25,7 @@ from hybridpar.train.folder import CONFIG, COSTS
 
 _MATTERS: dict[str, tuple[str, ...]] = {
     "model": (), "parallel": (), "kernels": (), "pipeline": ("split", "recompute"), "optim": ("name",),
-    "train": ("micro_batch_size", "dtype", "threads", "device"),
-}
+    "train": ("micro_batch_size", "dtype", "threads", "device")}
 """Keys that bear on the costs of a schedule's steps, by section; (): all of it."""
 _SAME = 0.1
 """Share of the counted step time, or of all time that a rank is idle, up to which a difference is not reported."""
@@ -36,8 +35,7 @@ _KINDS = (
     ("updates and communication calls", ("update", "calls")),
     ("transfers and reductions",
      ("transfer", "latency", "reduce", "norm", "gather", "tied", "blocking_norm", "serial_links")),
-    ("cores are shared", ("cores", "transfer_work")),
-)
+    ("cores are shared", ("cores", "transfer_work")))
 
 
 @dataclass(frozen=True)

@@ -24,23 +24,26 @@ _DROPPED = ("memory", "data", "ms", "norm", "mfu", "lr", "speed", "val")
 
 @dataclass
 class Status:
-    """The latest numbers of a run, as a line of text. total: steps of the whole run."""
+    """The latest numbers of a run, as a line of text. total: steps of the whole run. ends: of the last ones."""
 
     total: int
     step: int = 0
     val_loss: float | None = None
     row: dict[str, Any] = field(default_factory=dict)
-    ends: deque[float] = field(default_factory=lambda: deque(maxlen=_ETA_STEPS + 1))
+    ends: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_ETA_STEPS + 1))
 
     def update(self, row: dict[str, Any]) -> None:
         self.step, self.row = row["step"], row
-        self.ends.append(time.monotonic())
+        if self.ends and self.ends[-1][0] >= self.step:  # it went back to a checkpoint
+            self.ends.clear()
+        self.ends.append((self.step, time.monotonic()))
 
     def eta(self) -> str:
         """Time left at the pace of the last steps."""
         if len(self.ends) < 2:
             return "-"
-        pace = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+        (first, began), (last, ended) = self.ends[0], self.ends[-1]
+        pace = (ended - began) / (last - first)
         return str(timedelta(seconds=round(pace * (self.total - self.step))))
 
     def text(self, width: int | None = None) -> str:

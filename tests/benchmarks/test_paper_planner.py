@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 
 import pytest
 
@@ -39,11 +39,16 @@ def test_one_server_holds_the_smaller_model_at_depth_8() -> None:
     assert (chosen.depth, chosen.width) == (8, 1)
 
 
-def test_takes_less_than_a_second_on_512_devices() -> None:
-    start = time.process_time()
-    chosen = plan(model("3.8b"), servers(64), 4096)
+def test_takes_few_steps_on_512_devices() -> None:
+    """Of Python, some milliseconds."""
+    events: list[str] = []
+    sys.setprofile(lambda frame, event, value: events.append(event))
+    try:
+        chosen = plan(model("3.8b"), servers(64), 4096)
+    finally:
+        sys.setprofile(None)
     assert chosen.width * chosen.depth == 512
-    assert time.process_time() - start < 1
+    assert events.count("call") < 10_000
 
 
 def test_recomputation_takes_less_memory_and_depth_divides_the_state() -> None:

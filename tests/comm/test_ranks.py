@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 import torch
@@ -35,7 +34,6 @@ def fail(how: str) -> None:
 
 @pytest.mark.parametrize(("how", "says"), [("raise", "ValueError: no such luck"), ("exit", "the process ended")])
 def test_the_rank_that_failed_is_named_and_the_others_are_ended(how: str, says: str) -> None:
-    began = time.monotonic()
+    """Long before the collective's time is over, which is longer than pytest's."""
     with pytest.raises(HybridparError, match=rf"(?s)rank 1 of 3 failed:\n.*{says}"):
         run_on_ranks(fail, 3, how, timeout_s=600.0)
-    assert time.monotonic() - began < 60.0, "long before the collective's time is over"

@@ -5,6 +5,7 @@ import hashlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,11 +36,13 @@ def built_once() -> Callable[[str, Callable[[Path], None]], Path]:
     def folder_of(name: str, fill: Callable[[Path], None]) -> Path:
         folder = CACHE / f"{name}-{key}"
         folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)  # it is in use, perhaps beside tests of other sources
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "done").exists():
-                for older in set(CACHE.glob(f"{name}-*")) - {folder}:
-                    shutil.rmtree(older, ignore_errors=True)
+                for other in CACHE.glob(f"{name}-*"):
+                    if time.time() - other.stat().st_mtime > 86400:
+                        shutil.rmtree(other, ignore_errors=True)
                 fill(folder)
                 (folder / "done").touch()
         return folder

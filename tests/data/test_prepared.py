@@ -108,7 +108,7 @@ def test_processes_at_the_same_time(corpus, tmp_path, lock):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(200)
         assert worker.exitcode == 0
     visible = [p.name for p in (tmp_path / "cache").iterdir() if not p.name.endswith(".lock")]
     assert len(visible) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from hybridpar.memory.trace_file import read_trace
 from hybridpar.planner.cluster import read_cluster
 from hybridpar.planner.placement import make_workload, read_document, read_split
 from hybridpar.planner.placement.piper import is_instance, make_instance
-from hybridpar.planner.profile import read_profile, write_profile
+from hybridpar.planner.profile_file import read_profile, write_profile
 from hybridpar.train import trace
 from hybridpar.train.bundle import Bundle, read_bundle
 from hybridpar.train.continued import settings_of
@@ -136,5 +136,5 @@ TARGETS = (
     Target("graph", make_graphs, read_graph, {"graph.json": mutate_json, "split.json": mutate_json}),
     Target("cluster", make_clusters, lambda folder: read_cluster(folder / "cluster.toml"), {".toml": mutate_toml}),
     Target("memory trace", lambda folder: [folder_with(folder / "m", memory__jsonl=MEMORY, planned0__json=json.dumps(
-        Counts(hits=5, num_bytes=1 << 20).as_json()))], read_memory, {".jsonl": mutate_lines, ".json": mutate_json}),
+        asdict(Counts(hits=5, num_bytes=1 << 20))))], read_memory, {".jsonl": mutate_lines, ".json": mutate_json}),
 )

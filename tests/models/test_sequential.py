@@ -27,7 +27,8 @@ class Net(SequentialSpec):
         if self.what == "list":
             return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
         rows: dict[str, Any] = {"nothing": list, "function": lambda: [torch.tanh], "misfit": lambda: [nn.Linear(8, 5)],
-                                "a pair": lambda: [nn.LSTM(3, 8), nn.Tanh()], "a norm": lambda: [nn.BatchNorm1d(3)]}
+                                "a pair": lambda: [nn.LSTM(3, 8), nn.Tanh()], "a norm": lambda: [nn.BatchNorm1d(3)],
+                                "twice": lambda: [both := nn.Tanh(), nn.Linear(3, 5), both]}
         return rows.get(self.what, self._one_by_one)()
 
     def _one_by_one(self) -> Iterable[nn.Module]:
@@ -70,6 +71,10 @@ def test_micro_batches_add_up_to_the_batch_of_a_sequential(what: str) -> None:
     assert total == pytest.approx(whole.item(), rel=1e-12)
     ours = [parameter.grad for block in blocks.values() for parameter in block.parameters()]
     assert all(torch.allclose(a, p.grad, rtol=1e-12) for a, p in zip(ours, plain.parameters(), strict=True))
+
+
+def test_the_last_module_may_be_another_one_too() -> None:
+    assert [Net("twice").activation_shape(number) for number in range(2)] == [(3,), (5,)]
 
 
 def test_a_generator_makes_only_its_own_module_with_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from optim.rules import Lion
 from train.runs import metrics, run_job, steps
 from verify.test_grids import holds, make
 
-from hybridpar import Trainer, load_toml
+from hybridpar import ModelSpec, Trainer, load_toml
 from hybridpar.config import Config, ModelConfig, OptimConfig, from_mapping, to_toml
 from hybridpar.errors import ConfigError
 from hybridpar.optim import build_optimizer
@@ -94,13 +94,15 @@ def test_a_trainer_takes_the_class() -> None:
     (lambda: Trainer(config=5), "config = 5: must be the path of a TOML file"),  # type: ignore[arg-type]
     (lambda: Trainer("my.toml"), "model = 'my.toml': must be a ModelSpec"),  # type: ignore[arg-type]
     (lambda: Trainer(ModelConfig(num_layers="2")), "num_layers = '2': must be of type int"),  # type: ignore[arg-type]
-    (lambda: Trainer(config=Config(5)), "model = 5: is a section"),  # type: ignore[arg-type]
+    (lambda: Trainer(config=Config(5)), "model = 5: must be a ModelSpec"),  # type: ignore[arg-type]
+    (lambda: Trainer(config=Config(ModelSpec())), "must be a frozen dataclass"),
+    (lambda: Trainer(config=Config(train=5)), "train = 5: is a section"),  # type: ignore[arg-type]
     (lambda: Trainer(train={5: 1}), "train.5 = 1: is not a key"),  # type: ignore[dict-item]
     (lambda: Trainer().fit(on_step=5), "on_step = 5: must be a function"),  # type: ignore[arg-type]
     (lambda: Trainer().verify("tp=2"), "grid = 'tp=2': must be sizes of axes"),  # type: ignore[arg-type]
     (lambda: Trainer().verify({"pp": "2"}), "grid pp = '2': must be at least 1"),  # type: ignore[dict-item]
     (lambda: Trainer().verify({"tp": 0}), "grid tp = 0: must be at least 1"),
-    (lambda: Trainer().verify(num_batches=0), "num_batches = 0: must be at least 1")], ids=range(15))
+    (lambda: Trainer().verify(num_batches=0), "num_batches = 0: must be at least 1")], ids=range(17))
 def test_a_trainer_refuses_what_cannot_work(call: Callable[[], object], message: str) -> None:
     """Before any process starts."""
     with pytest.raises(ConfigError, match=message):

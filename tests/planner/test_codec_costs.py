@@ -13,7 +13,8 @@ from hybridpar.grid import Axis
 from hybridpar.planner.codec_costs import measure_codecs
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.links_report import link_needs
-from hybridpar.planner.profile import CodecSpeeds, read_profile, write_profile
+from hybridpar.planner.profile import CodecSpeeds
+from hybridpar.planner.profile_file import read_profile, write_profile
 
 SPEEDS = CodecSpeeds(1e3, 2e3, 4e3, 8e3)
 

@@ -27,7 +27,8 @@ from hybridpar.planner.fewer import least_work
 from hybridpar.planner.hardware import Cluster, find_device, find_link
 from hybridpar.planner.measure_machine import measure_machine
 from hybridpar.planner.memory import MemoryCheck
-from hybridpar.planner.profile import BlockCost, Hardware, Profile, read_profile, settings_of, write_profile
+from hybridpar.planner.profile import BlockCost, Hardware, Profile, settings_of
+from hybridpar.planner.profile_file import read_profile, write_profile
 from hybridpar.planner.search import search
 
 CPU = torch.device("cpu")

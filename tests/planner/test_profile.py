@@ -13,7 +13,8 @@ from planner import made
 
 from hybridpar.errors import ConfigError, DataError
 from hybridpar.planner.links import Curve, MeasuredLink, rising
-from hybridpar.planner.profile import StateSpeeds, check_settings, read_profile, write_profile
+from hybridpar.planner.profile import StateSpeeds, check_settings
+from hybridpar.planner.profile_file import read_profile, write_profile
 
 
 def test_reads_back_what_was_written(tmp_path: Path) -> None:

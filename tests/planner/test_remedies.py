@@ -15,7 +15,8 @@ from train.runs import write_config
 from hybridpar.cli import main
 from hybridpar.config import Config, load_toml
 from hybridpar.planner.cost import StepCost
-from hybridpar.planner.profile import StateSpeeds, write_profile
+from hybridpar.planner.profile import StateSpeeds
+from hybridpar.planner.profile_file import write_profile
 from hybridpar.planner.remedies import AS_IT_IS, Fitting
 
 CPU = torch.device("cpu")
@@ -95,5 +96,5 @@ def test_check_and_plan_say_what_would_fit(tmp_path: Path, capsys: pytest.Captur
     tiny = replace(measured, hardware=replace(measured.hardware, devices_per_host=1, memory=0.05 * room))
     write_profile(tiny, profile)
     assert main(["plan", str(path), "--profile", str(profile), "--devices", "1",
-                 "--out", str(tmp_path / "plan.toml")]) == 1
+                 "--output", str(tmp_path / "plan.toml")]) == 1
     assert "fit" in capsys.readouterr().err.partition("nothing fits")[2]

@@ -16,12 +16,15 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handlers
 import torch.distributed.run
+from train.runs import LONG_S
 
 import hybridpar.train.faults.supervisor
 import hybridpar.train.loop  # noqa: F401  # here once, else in every rank
 from hybridpar.cli import main
+from hybridpar.train.faults.inject import Fault, Injector
 
 MAINS = {"hybridpar": main, "torch.distributed.run": torch.distributed.run.main}
 """What `python -m` would start."""
@@ -44,41 +47,60 @@ class Job:
         """What has been said so far."""
         return Path(self._output.name).read_text()
 
-    def wait_for(self, pattern: str, timeout_s: float = 120.0) -> re.Match[str]:
-        """That in the output which matches a regular expression, behind what was waited for before.
+    def wait_for(self, wanted: str | Path) -> str:
+        """Until a file is there; or that in the output, behind what was waited for before, which matches a regular
+        expression: its first group, if any.
 
-        Raises: AssertionError where it does not come in time.
+        Raises: AssertionError where it does not come, or the job ends before.
         """
-        end, wanted = time.monotonic() + timeout_s, re.compile(pattern, re.MULTILINE)
+        end = time.monotonic() + LONG_S
         while True:
             ended = self.process.poll() is not None
-            text = self.output
-            if found := wanted.search(text, self._read):
+            if isinstance(wanted, Path) and wanted.exists():
+                return ""
+            if isinstance(wanted, str) and (found := re.compile(wanted, re.MULTILINE).search(self.output, self._read)):
                 self._read = found.end()
-                return found
-            assert not ended, f"the job has ended: {text}"
-            assert time.monotonic() < end, f"no {pattern} after {timeout_s} s: {text}"
+                return found[found.lastindex or 0]
+            assert not ended, f"the job has ended: {self.output}"
+            assert time.monotonic() < end, f"no {wanted}: {self.output}"
             time.sleep(0.02)
 
-    def end(self, timeout_s: float = 200.0) -> tuple[int, str]:
-        """Exit code and output. Raises: AssertionError where it does not end in time."""
+    def end(self) -> tuple[int, str]:
+        """Exit code and output. Raises: AssertionError where it does not end."""
         try:
-            code = self.process.wait(timeout_s)
+            code = self.process.wait(LONG_S)
         except subprocess.TimeoutExpired:
             os.kill(self.pid, signal.SIGTERM)
             raise AssertionError(f"the job has not ended: {self.output}") from None
         return code, self.output
 
 
-def supervised(*args: str | Path, timeout_s: float = 200.0) -> tuple[int, str]:
+def supervised(*args: str | Path) -> tuple[int, str]:
     """Exit code and output of `hybridpar *args`, whose ranks are forks as well."""
-    return Job("hybridpar", *args).end(timeout_s)
+    return Job("hybridpar", *args).end()
 
 
 def torchrun(num_ranks: int, *args: str | Path, max_restarts: int = 0) -> Job:
     """`hybridpar *args` on so many local ranks that torch's own launcher starts."""
     return Job("torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}",
                f"--max-restarts={max_restarts}", "-m", "hybridpar", *args)
+
+
+def held(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[Path, Path]:
+    """Has `slow link` of jobs to come last until the second of two files is there; the first appears as it begins."""
+    begun, over, stop = folder / "held", folder / "go on", Injector._stop_here
+
+    def wait(fault: Fault) -> None:
+        if fault.kind != "slow link":
+            return stop(fault)
+        begun.touch()
+        end = time.monotonic() + LONG_S
+        while not over.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        return None
+
+    monkeypatch.setattr(Injector, "_stop_here", staticmethod(wait))
+    return begun, over
 
 
 def _run(output: int, module: str, *args: str) -> NoReturn:

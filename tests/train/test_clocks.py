@@ -50,7 +50,7 @@ def test_hosts_clocks_are_compared_and_ranks_of_a_host_agree() -> None:
     assert shifts[1] == shifts[2]
     for shift, skew in zip(shifts, SKEWS, strict=True):
         assert abs(shift.seconds + skew) <= shift.error + 1e-9
-        assert 0 <= shift.error < 1.0
+        assert 0 <= shift.error < 1000.0, "less than what the clocks differ by"
 
 
 def _skewed() -> Shift:

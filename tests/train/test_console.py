@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train.forked import Forked
-from train.runs import metrics, run_job, steps, write_config
+from train.forked import Forked, held
+from train.runs import LONG_S, metrics, run_job, steps, write_config
 
 from hybridpar.cli import main
 
@@ -32,14 +32,16 @@ def calm(config: Path, *flags: str) -> list[tuple[int, float, float]]:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
-def test_a_killed_tee_ends_neither_ranks_nor_their_supervisor(tmp_path: Path) -> None:
+def test_a_killed_tee_ends_neither_ranks_nor_their_supervisor(tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is killed after it is still seen, and started again."""
     config, flags = write_config(tmp_path), ("--parallel.pp", "2", "--train.num_steps", "24")
     run_job(2, "train", config, *flags, "--run.name", "calm")
     (log := tmp_path / "log").touch()
+    _, over = held(monkeypatch, tmp_path)
     reads, writes = os.pipe()
     tee = subprocess.Popen(["tee", str(log)], stdin=reads, stdout=subprocess.DEVNULL)
-    faults = ("--inject", "slow link 0-1 at step 9 for 2 s", "kill rank 1 at step 13")
+    faults = ("--inject", "slow link 0-1 at step 9 for 1 s", "kill rank 1 at step 13")
     job = Forked((*TRAIN, str(config), "--ranks", "2", *flags, *faults), os.environ, writes, closed=(reads,))
     os.close(reads)
     os.close(writes)
@@ -47,7 +49,8 @@ def test_a_killed_tee_ends_neither_ranks_nor_their_supervisor(tmp_path: Path) ->
         time.sleep(0.02)
     tee.kill()
     tee.wait()
-    assert job.wait(200.0) == 0
+    over.touch()
+    assert job.wait(LONG_S) == 0
     assert "step 9/24  validation loss" not in log.read_text(), "the console was lost in the middle of the run"
     run = tmp_path / "runs" / "run"
     assert json.loads((run / "failures.jsonl").read_text())["text"].startswith("rank 1 (stage 1, replica 0, tensor")
@@ -67,7 +70,7 @@ def test_a_console_that_takes_nothing_keeps_nothing_from_being_done(tmp_path: Pa
     os.close(full)
     expected = calm(config, *flags)
     for name, (why, job) in zip(("full", "closed"), jobs.items(), strict=True):
-        assert job.wait(120.0) == 0
+        assert job.wait(LONG_S) == 0
         run = tmp_path / "runs" / name
         assert [note["note"] for note in notes(run)] == [f"stderr is lost ({why}); training goes on in silence"]
         assert steps(metrics(run)) == expected
@@ -83,7 +86,7 @@ def test_a_terminal_that_is_closed_stops_the_bar_alone(tmp_path: Path) -> None:
     while b"step 3: validation loss" not in seen:  # what a terminal holds for its reader is less than a run says
         seen += os.read(ours, 1024)
     os.close(ours)
-    assert job.wait(60.0) == 0
+    assert job.wait(LONG_S) == 0
     run = tmp_path / "runs" / "run"
     assert [note["note"] for note in notes(run)] == ["stderr is lost (Input/output error); training goes on in silence"]
     assert steps(metrics(run)) == calm(config, *flags)
@@ -95,4 +98,4 @@ def test_a_command_whose_output_nobody_reads_ends(tmp_path: Path) -> None:
     os.close(reads)
     job = Forked((*TRAIN[:3], "simulate", str(write_config(tmp_path))), os.environ, writes)
     os.close(writes)
-    assert job.wait(60.0) == 1
+    assert job.wait(LONG_S) == 1

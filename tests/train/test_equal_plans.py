@@ -59,7 +59,7 @@ def test_settings_that_differ_are_named_but_for_those_that_are_a_machines_own() 
     assert compared({}, own, {}) == 3 * ["None"]
     assert compared({}, {}, theirs) == 3 * [
         "rank 2: pipeline.num_microbatches is 4 here and 3 on rank 0, optim.lr is 1.0 here and 0.0003 on rank 0; all "
-        "ranks need the same file and flags"]
+        "ranks need the same version, file and flags"]
 
 
 def test_other_data_are_told() -> None:

@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from train.forked import Job
+from train.forked import Job, held
 from train.runs import metrics, run_job, steps, write_config
 
 from hybridpar import flight
@@ -66,21 +65,23 @@ def board_steps(run: Path) -> list[int]:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
-def test_a_rank_dies_and_starts_again_while_nothing_can_be_written(tmp_path: Path, disk: Path) -> None:
+def test_a_rank_dies_and_starts_again_while_nothing_can_be_written(tmp_path: Path, disk: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, over = held(monkeypatch, tmp_path)
     config = write_config(tmp_path)
     flags = ("--parallel.pp", "2", "--train.num_steps", "40", "--train.eval_interval", "6",
              "--train.save_interval", "6")
     run_job(2, "train", config, *flags, "--run.name", "calm")
     job = Job("hybridpar", "train", config, "--ranks", "2", *flags, "--run.dir", disk, "--checkpoint.max_failed_saves",
-              "100", "--data.cache", tmp_path / "runs" / "data", "--inject", "slow link 0-1 at step 9 for 4 s")
+              "100", "--data.cache", tmp_path / "runs" / "data", "--inject", "slow link 0-1 at step 9 for 1 s")
     job.wait_for("step 6/40  validation loss")
     run = disk / "run"
-    while not (run / "injected").exists():
-        time.sleep(0.01)
+    job.wait_for(begun)
     ballast = fill(disk)
     second = flight.read(flight_path(run, 1))
     assert second is not None
     os.kill(second.who["pid"], signal.SIGKILL)
+    over.touch()
     job.wait_for(r"failures\.jsonl: cannot be written \(No space left on device\)")
     job.wait_for("training goes on, and the next save tries again")
     ballast.unlink()
@@ -203,7 +204,7 @@ print(there[0].endswith(b"\\n"), len(there[0]), there[1], said)
 
 def test_a_file_that_may_not_grow_ends_with_a_whole_record_and_goes_on_with_the_next(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    done = subprocess.run([sys.executable, "-c", SMALL, str(path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SMALL, str(path)], capture_output=True, text=True, timeout=200)
     trouble = (f"{path}: cannot be written (File too large); training goes on, and what is to be there waits",
                f"{path}: can be written again; all that has waited is there")
     assert done.stdout == f"True {1000 // 36 * 36} ['log'] {list(trouble)}\n", done.stderr

@@ -312,5 +312,5 @@ def test_commands_that_look_at_the_gpu(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_profile_of_ranks_that_share_a_gpu(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     assert main(["profile", str(write_config(tmp_path)), "--train.device", "cuda", "--train.share_gpus", "True",
-                 "--ranks", "2", "--tp", "1", "--quick", "--out", str(profile)]) == 0
+                 "--ranks", "2", "--tp", "1", "--quick", "--output", str(profile)]) == 0
     assert profile.exists()

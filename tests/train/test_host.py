@@ -30,7 +30,7 @@ from hybridpar.models.cost import training_flops_per_token
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.run.recording import HostClock, Recording
 from hybridpar.state.chunks import Chunk, Memory
-from hybridpar.state.host import HostMemory, HostWork
+from hybridpar.state.host import HostMemory, HostUpdates, HostWork
 from hybridpar.train.engine import Engine
 from hybridpar.train.host_forecast import Speeds, forecast_host
 from hybridpar.validate import resolve
@@ -121,30 +121,38 @@ def test_saved_with_it_and_gone_on_with_without_it_and_back(dtype: str, tmp_path
 
 
 class SlowHost(HostWork):
-    """Takes so long for each parameter; fails in a step."""
+    """Takes so many seconds for a group from when that is waited for; fails in a step."""
 
     def __init__(self, seconds: float = 0.0, fails_in: int | None = None):
-        self._seconds, self._fails_in, self._num_steps = seconds, fails_in, 0
-        self.threads = set[int]()
+        self._seconds, self._fails_in, self.num_steps = seconds, fails_in, 0
+        self.threads, self._awaited = set[int](), threading.Semaphore(0)
+
+    def watch(self, host: HostUpdates) -> None:
+        wait = host.wait
+        host.wait = lambda group: (self._awaited.release(), wait(group))[1]  # type: ignore[method-assign]
 
     def step(self, step: Callable[[], None], numel: int) -> None:
-        if self._num_steps == self._fails_in:
+        if self.num_steps == self._fails_in:
             raise RuntimeError("the host has lost its memory")
-        self._num_steps += 1
+        self.num_steps += 1
         self.threads.add(threading.get_ident())
-        time.sleep(self._seconds * numel)
+        if self._seconds:
+            assert self._awaited.acquire(timeout=200)
+            time.sleep(self._seconds)
         step()
 
 
 def test_a_slow_host_is_waited_for_and_changes_nothing() -> None:
     config = hosted(make(pipeline={"schedule": "2bw"}))
-    plain, slow = build(config), build(config, work := SlowHost(2e-6))
+    plain, slow = build(config), build(config, work := SlowHost(0.01))
+    assert slow.state.host is not None
+    work.watch(slow.state.host)
     slow.executor.recording = Recording(HostClock())
     train(slow, 3, 1).check(train(plain, 3, 1))
     assert len(work.threads - {threading.get_ident()}) == 1, "beside the launch thread"
     events = slow.executor.recording.events()
     waited = sum(event.waited for event in events if event.action.kind is Kind.UPDATE)
-    assert waited > 2e-6 * num_updated(slow), "the last batch is wholly waited for: nothing is left to compute"
+    assert waited > 0.01 * work.num_steps > 0
     assert any(event.over for event in events if event.action.kind is Kind.HOST)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
-from train.runs import metrics, run_job, steps, write_config
+from train.runs import LONG_S, metrics, reserved_port, run_job, steps, write_config
 
 from hybridpar.cli import main
 
@@ -23,25 +22,29 @@ LONG = ("--train.num_steps", "12", "--train.save_interval", "5", "--train.eval_i
 
 
 def two_hosts(folder: Path, ranks_each: int, *args: str | Path, restarts: int = 0) -> list[tuple[int, str]]:
-    """Exit code and output of each agent of `hybridpar *args`. Agents and ranks are forks, which import nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    hosts = [multiprocessing.get_context("fork").Process(target=_agent, args=(folder / f"host{host}", [
-        "--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", str(ranks_each), "--master-addr", "127.0.0.1",
-        "--master-port", str(port), "--max-restarts", str(restarts), "--monitor-interval", "0.1", "hybridpar",
-        *map(str, args)])) for host in range(2)]
-    for process in hosts:
-        process.start()
-    for process in hosts:
-        process.join(120.0)
-        process.kill()
-        process.join()
+    """Exit code and output of each agent of `hybridpar *args`. Agents and ranks are forks, which import nothing.
+
+    Each host works in a folder `home` of its own; HOST in an argument is its number.
+    """
+    with reserved_port() as port:
+        hosts = [multiprocessing.get_context("fork").Process(target=_agent, args=(folder / f"host{host}", [
+            "--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", str(ranks_each), "--master-addr",
+            "127.0.0.1", "--master-port", str(port), "--max-restarts", str(restarts), "--monitor-interval", "0.1",
+            "hybridpar", *(str(arg).replace("HOST", str(host)) for arg in args)])) for host in range(2)]
+        for host, process in enumerate(hosts):
+            (folder / f"home{host}").mkdir(exist_ok=True)
+            process.start()
+        for process in hosts:
+            process.join(LONG_S)
+            process.kill()
+            process.join()
     return [(process.exitcode or 0, (folder / f"host{host}").read_text()) for host, process in enumerate(hosts)]
 
 
 def _agent(output: Path, args: list[str]) -> None:
     """As torchrun, but for ranks that are forks."""
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    os.chdir(output.with_name(output.name.replace("host", "home")))
     with output.open("w") as file:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -62,10 +65,13 @@ def _rank(*args: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_two_hosts_train_as_one(tmp_path: Path) -> None:
-    """To the bit. The pipeline's stages are on different hosts."""
+    """To the bit. The pipeline's stages are on different hosts, which have the run folder at different places."""
     config, grid = write_config(tmp_path), ("--parallel.tp", "2", "--parallel.pp", "2")
     run_job(4, "train", config, *grid, "--run.name", "one")
-    for code, out in two_hosts(tmp_path, 2, "train", config, *grid, "--run.name", "two"):
+    for host in range(2):
+        (tmp_path / f"home{host}").mkdir()
+        (tmp_path / f"home{host}" / f"disk{host}").symlink_to(tmp_path / "runs")
+    for code, out in two_hosts(tmp_path, 2, "train", config, *grid, "--run.name", "two", "--run.dir", "diskHOST"):
         assert code == 0, out
     one, two = (metrics(tmp_path / "runs" / name) for name in ("one", "two"))
     assert steps(two) == steps(one)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from train.runs import on_ranks
+from train.runs import on_ranks, reserved_port
 
 from hybridpar.comm import all_reduce
 from hybridpar.config import Launch, TrainConfig
@@ -148,24 +149,26 @@ def test_matrices_of_fp32_on_a_gpu_in_tf32(monkeypatch: pytest.MonkeyPatch) -> N
     assert said == ["highest", "high"]
 
 
-def test_ranks_that_compile_first_are_waited_for_longer() -> None:
+def test_ranks_that_compile_first_are_waited_for_longer(tmp_path: Path) -> None:
     """What communicates afterwards gives up after the time that was set then, not that of the start, on each group."""
-    errors, _ = run_ranks(_waits, 2)
+    errors, _ = run_ranks(_waits, 2, tmp_path / "over")
     assert len(errors) == 2
     assert all("imed out" in error for error in errors), errors
 
 
-def _waits() -> list[str]:
+def _waits(over: Path) -> list[str]:
     grid, errors = ProcessGrid(pp=2), []
     axes = grid.pp, grid.again("pp")
     grid.wait_at_most(0.3)
-    if grid.rank:
-        time.sleep(1.5)
-        return []
+    while grid.rank:
+        if over.exists():
+            return []
+        time.sleep(0.01)
     for axis in axes:
         with pytest.raises(RuntimeError) as caught:
             all_reduce(torch.ones(3), axis)
         errors.append(str(caught.value))
+    over.touch()
     return errors
 
 
@@ -192,9 +195,8 @@ def test_freed_memory_is_kept() -> None:
 
 
 def test_the_store_of_one_machine_listens_on_the_loopback_interface_alone() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    store = _loopback_store(Launch(0, 0, 1, 1, own_store_port=port))
+    with reserved_port() as port:
+        store = _loopback_store(Launch(0, 0, 1, 1, own_store_port=port))
     store.set("a", "b")
     rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
     listening = [row[1] for row in rows if row[3] == "0A"]
@@ -209,6 +211,29 @@ def test_a_port_in_use_and_an_address_that_is_missing_are_said(monkeypatch: pyte
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(RankError, match=r"rank 0 cannot reach the others: .*MASTER_ADDR"):
         Job.connect(Launch(0, 0, 2, 1))
+
+
+@pytest.mark.parametrize(("interface", "alone", "error"), [
+    pytest.param("", False, r"rank 1: GLOO_\w+ = '': must name .* to 127.0.0.9, .*; try eth0", id="Debian"),
+    pytest.param("", True, None, id="one host"),
+    pytest.param("eth0", False, None, id="named"),
+    pytest.param("eth0,lan7", True, r"'eth0,lan7': names no network interface: .*, here, has eth0", id="no such"),
+])
+def test_addresses_that_others_cannot_reach(monkeypatch: pytest.MonkeyPatch, interface: str, alone: bool,
+                                            error: str | None) -> None:
+    """alone: all processes are on one host."""
+    nodes = iter(["here"] * 9 if alone else map(str, range(9)))
+    monkeypatch.setattr(platform, "node", lambda: next(nodes))
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("203.0.113.1", "127.0.0.9")])
+
+    def check(job: Job) -> None:
+        Job(replace(job.launch, interface=interface), job.store).require_addresses("gloo")
+
+    for outcome in on_ranks(2, check):
+        assert (outcome is None) if error is None else re.search(error, str(outcome)), outcome
+    assert on_ranks(2, lambda job: job.require_addresses("nccl")) == [None, None]
 
 
 def test_a_rank_that_waits_for_others_says_where(monkeypatch: pytest.MonkeyPatch,

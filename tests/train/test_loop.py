@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -11,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train.runs import metrics, steps, write_config
+from train.runs import metrics, on_ranks, steps, write_config
 
+from hybridpar.checkpoint.background import Task
 from hybridpar.cli import main
 from hybridpar.config import Config, Launch, from_mapping, load_toml, to_toml
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes
 from hybridpar.train import loop
-from hybridpar.train.folder import in_use, measured
+from hybridpar.train.errors import RankError
+from hybridpar.train.folder import in_use, measured, require_shared
+from hybridpar.train.launch import Job
 from hybridpar.train.run import Run
 from hybridpar.validate import resolve
 
@@ -188,6 +192,25 @@ def test_two_jobs_do_not_share_a_folder(config: Config) -> None:
         loop.train(config, ALONE)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_machines_share_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    monkeypatch.setattr("hybridpar.train.folder._SEEN_AFTER_S", 0.0)
+    folders = [tmp_path / name / "run" for name in ("a", "a" if shared else "b", "a")]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def on_own_machine(job: Job) -> None:
+        require_shared(folders[job.launch.rank], Job(replace(job.launch, local_rank=0), job.store))
+
+    outcomes = on_ranks(3, on_own_machine)
+    if shared:
+        assert outcomes == [None] * 3
+    else:
+        assert {re.match(r"rank 1: run\.dir = '(\S+)': is no folder that this machine shares with rank 0",
+                         str(one))[1] for one in outcomes} == {str(tmp_path / "b")}  # type: ignore[index]
+    assert not any(os.listdir(folder) for folder in folders)
+
+
 def test_bert_trains_too(config: Config) -> None:
     bert = replace(config, model=replace(config.model, kind="bert"))
     assert loop.train(bert, ALONE).step == 6
@@ -196,6 +219,23 @@ def test_bert_trains_too(config: Config) -> None:
     assert rows[1]["loss"] == pytest.approx(sum(rows[1]["losses"].values()))
     assert rows[0]["val_losses"].keys() == {"mlm", "sop"}
     assert not (config.run.folder / "sample.txt").exists()
+
+
+def test_a_lack_of_memory_at_the_end_is_said_in_a_line(config: Config, monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """First for the thread that saves, then for the text that is written at last, without which the run is whole."""
+    def fail(*args: Any) -> None:
+        raise RuntimeError(said)
+
+    with monkeypatch.context() as patched:
+        said = "can't start new thread"
+        patched.setattr(Task, "start", fail)
+        with pytest.raises(RankError, match=r"^rank 0 .*cannot start a thread while saving: it is out of memory, or"):
+            loop.train(config, ALONE)
+    said = "could not create a primitive"
+    monkeypatch.setattr(loop.Generator, "generate", fail)
+    assert loop.train(config, ALONE).step == config.train.num_steps
+    assert f"no sample.txt: {said}" in capsys.readouterr().err
 
 
 def test_training_is_a_command_with_json(config: Config, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -33,6 +33,17 @@ def test_a_narrow_terminal_goes_without_what_matters_least(width: int | None, sh
     assert status.text(width) == shown
 
 
+def test_the_time_left_is_that_of_steps_not_of_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """train.log_interval has only every so many steps noted; after a roll back steps are made again."""
+    clock = iter([0.0, 2.5, 5.0, 7.5, 9.5])
+    monkeypatch.setattr("hybridpar.train.progress.time.monotonic", lambda: next(clock))
+    status, shown = Status(110), []
+    for step in (10, 20, 30, 20, 30):
+        status.update(ROW | {"step": step})
+        shown.append(status.eta())
+    assert shown == ["-", "0:00:22", "0:00:20", "-", "0:00:16"]
+
+
 SHOWING = """
 import sys
 from hybridpar.train.progress import BarReporter

@@ -25,7 +25,7 @@ def as_before(): return before == {number: signal.getsignal(number) for number i
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", PROGRAM + program], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", PROGRAM + program], capture_output=True, text=True, timeout=200)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -96,7 +96,7 @@ from hybridpar.train.stop import end_with
 if not os.fork():
     end_with(os.getppid())
     print("asked", flush=True)
-time.sleep(60)
+time.sleep(600)  # longer than pytest waits
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None

@@ -54,7 +54,7 @@ def served(board: Board) -> Iterator[int]:
 
 
 def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[HTTPResponse, bytes]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = HTTPConnection("127.0.0.1", port, timeout=200)
     connection.request("GET", path, headers={"Host": host})
     answer = connection.getresponse()
     return answer, answer.read()
@@ -89,7 +89,7 @@ def test_a_browser_draws_it(run: Path) -> None:
         assert BROWSER is not None
         seen = subprocess.run(
             [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000", "--dump-dom",
-             f"http://127.0.0.1:{port}/"], capture_output=True, text=True, check=True, timeout=120).stdout
+             f"http://127.0.0.1:{port}/"], capture_output=True, text=True, check=True, timeout=200).stdout
     assert "<title>some: hybridpar</title>" in seen
     assert "rank 1 hangs &lt;b&gt;" in seen
     for card in ("Loss", "Peak memory by kind, predicted", "Timeline, simulated"):

@@ -85,16 +85,14 @@ def _one(name: str, layout: str = "same") -> Tensors:
 
 EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,), "auto_map": (None,), "pruned_heads": ({}, None), "add_cross_attention": (False,),
-    "is_decoder": (False,), "is_encoder_decoder": (False,),
-}
+    "is_decoder": (False,), "is_encoder_decoder": (False,)}
 """Keys of any family whose other values we cannot compute."""
 
 SAYS_NOTHING = frozenset({
     "model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "bos_token_id",
     "eos_token_id", "pad_token_id", "_name_or_path", "id2label", "label2id", "num_labels", "problem_type",
     "task_specific_params", "gradient_checkpointing", "output_attentions", "output_hidden_states", "return_dict",
-    "chunk_size_feed_forward", "classifier_dropout", "sentence_head",
-})
+    "chunk_size_feed_forward", "classifier_dropout", "sentence_head"})
 """Keys that say nothing of what a language model computes (sentence_head: of ours, which import reads apart)."""
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "gelu_fast": "gelu"}
@@ -113,22 +111,19 @@ GPT2 = Family(
         "layer.mlp.up": _one("transformer.h.{layer}.mlp.c_fc", "conv1d"),
         "layer.mlp.down": _one("transformer.h.{layer}.mlp.c_proj", "conv1d"),
         "head.norm": _one("transformer.ln_f"),
-        "head.language_model.projection": _one("lm_head"),
-    },
+        "head.language_model.projection": _one("lm_head")},
     keys=(
         Key("n_layer", "num_layers"), Key("n_embd", "hidden_size"), Key("n_head", "num_heads"),
         Key("n_inner", "ffn_hidden_size", None), Key("n_positions", "max_positions"), Key("vocab_size", "vocab_size"),
         Key("tie_word_embeddings", "tie_embeddings", True), Key("layer_norm_epsilon", "norm_eps", 1e-5),
         Key("activation_function", "activation", "gelu_new", GELUS), Key("resid_pdrop", "dropout", 0.1),
         Key("embd_pdrop", "dropout", 0.1), Key("attn_pdrop", "attention_dropout", 0.1),
-        Key("initializer_range", "init_std", 0.02),
-    ),
+        Key("initializer_range", "init_std", 0.02)),
     only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)},
     computed=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
     ignored=frozenset({
         "n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
-        "summary_proj_to_labels", "summary_first_dropout"}),
-)
+        "summary_proj_to_labels", "summary_first_dropout"}))
 
 LLAMA = Family(
     "llama", {"": "LlamaForCausalLM"}, "model.",
@@ -143,8 +138,7 @@ LLAMA = Family(
         "layer.mlp.up": Tensors(("model.layers.{layer}.mlp.gate_proj", "model.layers.{layer}.mlp.up_proj"), "gate_up"),
         "layer.mlp.down": _one("model.layers.{layer}.mlp.down_proj"),
         "head.norm": _one("model.norm"),
-        "head.language_model.projection": _one("lm_head"),
-    },
+        "head.language_model.projection": _one("lm_head")},
     keys=(
         Key("num_hidden_layers", "num_layers"), Key("hidden_size", "hidden_size"),
         Key("num_attention_heads", "num_heads"), Key("num_key_value_heads", "num_kv_heads", None),
@@ -152,12 +146,10 @@ LLAMA = Family(
         Key("vocab_size", "vocab_size"), Key("tie_word_embeddings", "tie_embeddings", False),
         Key("rms_norm_eps", "norm_eps", 1e-6), Key("hidden_act", "activation", "silu", {"silu": "swiglu"}),
         Key("attention_bias", "bias", False), Key("mlp_bias", "bias", False),
-        Key("attention_dropout", "attention_dropout", 0.0), Key("initializer_range", "init_std", 0.02),
-    ),
+        Key("attention_dropout", "attention_dropout", 0.0), Key("initializer_range", "init_std", 0.02)),
     computed=(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
     ignored=frozenset({"pretraining_tp"}),
-    rotary=Rotary(),
-)
+    rotary=Rotary())
 
 MISTRAL = replace(LLAMA, model_type="mistral", architectures={"": "MistralForCausalLM"},
                   model={**LLAMA.model, "bias": False}, keys=tuple(key for key in LLAMA.keys if key.ours != "bias"),
@@ -177,8 +169,7 @@ GPT_NEOX = Family(
         "layer.mlp.up": _one(f"{_NEOX_LAYER}.mlp.dense_h_to_4h"),
         "layer.mlp.down": _one(f"{_NEOX_LAYER}.mlp.dense_4h_to_h"),
         "head.norm": _one("gpt_neox.final_layer_norm"),
-        "head.language_model.projection": _one("embed_out"),
-    },
+        "head.language_model.projection": _one("embed_out")},
     keys=(
         Key("num_hidden_layers", "num_layers"), Key("hidden_size", "hidden_size"),
         Key("num_attention_heads", "num_heads"), Key("intermediate_size", "ffn_hidden_size"),
@@ -186,14 +177,12 @@ GPT_NEOX = Family(
         Key("tie_word_embeddings", "tie_embeddings", False), Key("layer_norm_eps", "norm_eps", 1e-5),
         Key("hidden_act", "activation", "gelu", GELUS), Key("use_parallel_residual", "parallel_residual", True),
         Key("hidden_dropout", "dropout", 0.0), Key("attention_dropout", "attention_dropout", 0.0),
-        Key("initializer_range", "init_std", 0.02),
-    ),
+        Key("initializer_range", "init_std", 0.02)),
     only={"attention_bias": (True,)},
     computed=(r"gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.inv_freq",
               r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"),
     renamed={"lm_head.weight": "embed_out.weight"},
-    rotary=Rotary("rotary_emb_base", "rotary_pct", 0.25),
-)
+    rotary=Rotary("rotary_emb_base", "rotary_pct", 0.25))
 
 BERT = Family(
     "bert", {"nsp": "BertForPreTraining", "sop": "BertForPreTraining", "none": "BertForMaskedLM"}, "bert.",
@@ -216,22 +205,19 @@ BERT = Family(
         "head.language_model.projection.weight": _one("cls.predictions.decoder.weight"),
         "head.language_model.projection.bias": _one("cls.predictions.bias"),
         "head.pooler": _one("bert.pooler.dense"),
-        "head.classifier": _one("cls.seq_relationship"),
-    },
+        "head.classifier": _one("cls.seq_relationship")},
     keys=(
         Key("num_hidden_layers", "num_layers"), Key("hidden_size", "hidden_size"),
         Key("num_attention_heads", "num_heads"), Key("intermediate_size", "ffn_hidden_size"),
         Key("max_position_embeddings", "max_positions"), Key("vocab_size", "vocab_size"),
         Key("tie_word_embeddings", "tie_embeddings", True), Key("layer_norm_eps", "norm_eps", 1e-12),
         Key("hidden_act", "activation", "gelu", GELUS), Key("hidden_dropout_prob", "dropout", 0.1),
-        Key("attention_probs_dropout_prob", "attention_dropout", 0.1), Key("initializer_range", "init_std", 0.02),
-    ),
+        Key("attention_probs_dropout_prob", "attention_dropout", 0.1), Key("initializer_range", "init_std", 0.02)),
     copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
     heads=(("head.transform", "head.norm", "head.language_model.projection"), ("head.classifier",)),
     only={"type_vocab_size": (2,), "position_embedding_type": ("absolute",)},
     computed=(r"bert\.embeddings\.position_ids",),
-    renamed={".gamma": ".weight", ".beta": ".bias"},
-)
+    renamed={".gamma": ".weight", ".beta": ".bias"})
 
 FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, GPT_NEOX, BERT)}
 """Families by model_type. Export takes the first that a model is one of."""

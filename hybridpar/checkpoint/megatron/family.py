@@ -32,8 +32,7 @@ GPT = Family(
         "layer.mlp.up": _one(f"{_LAYER}.mlp.linear_fc1"),
         "layer.mlp.down": _one(f"{_LAYER}.mlp.linear_fc2"),
         "head.norm": _one("decoder.final_layernorm"),
-        "head.language_model.projection": _one("output_layer"),
-    },
+        "head.language_model.projection": _one("output_layer")},
     keys=(
         Key("num_layers", "num_layers"), Key("hidden_size", "hidden_size"), Key("num_attention_heads", "num_heads"),
         Key("num_query_groups", "num_kv_heads", None), Key("ffn_hidden_size", "ffn_hidden_size", None),
@@ -46,8 +45,7 @@ GPT = Family(
         Key("rotary_base", "rotary_base", 10000.0), Key("rotary_percent", "rotary_fraction", 1.0),
         Key("activation", "activation", "gelu", {"gelu": "gelu", "gelu_exact": "gelu_exact", "swiglu": "swiglu"}),
         Key("hidden_dropout", "dropout", 0.1), Key("attention_dropout", "attention_dropout", 0.1),
-        Key("init_method_std", "init_std", 0.02),
-    ),
+        Key("init_method_std", "init_std", 0.02)),
     only={
         **dict.fromkeys((
             "apply_layernorm_1p", "layernorm_zero_centered_gamma", "qk_layernorm", "qk_l2_norm", "rotary_interleaved",
@@ -66,11 +64,9 @@ GPT = Family(
             "export_num_eagle_layers", "export_num_mtp"), (0, None)),
         **dict.fromkeys(("export_quant_cfg", "export_real_quant_cfg", "ammo_quant_cfg"), (None, "None")),
         "rotary_seq_len_interpolation_factor": (None, 1), "rope_type": (None, "rope"), "softmax_type": ("vanilla",),
-        "transformer_impl": ("transformer_engine", "local", "inference_optimized"),
-    },
+        "transformer_impl": ("transformer_engine", "local", "inference_optimized")},
     computed=(r".*\._extra_state", r"rotary_pos_emb\.inv_freq"),
-    settings="args",
-)
+    settings="args")
 """add_qkv_bias_alone: biases of queries, keys and values in a model without others."""
 
 RENAMED = tuple((re.compile(old), new) for old, new in (
@@ -87,8 +83,7 @@ RENAMED = tuple((re.compile(old), new) for old, new in (
     (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
     (r"\.final_norm\.", ".final_layernorm."),
     (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
-    (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
-))
+    (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1")))
 """Older names and those of layers with a norm inside, in this order, and what they are in the table above."""
 
 OLD = re.compile(r"\.(query_key_value|dense_h_to_4h)\.")
@@ -97,8 +92,7 @@ OLD = re.compile(r"\.(query_key_value|dense_h_to_4h)\.")
 SPLIT = (
     (re.compile(r"(embedding\.word_embeddings|output_layer)\.weight"), 0),
     (re.compile(r".*\.linear_(qkv|fc1)\.(weight|bias)"), 0),
-    (re.compile(r".*\.linear_(proj|fc2)\.weight"), 1),
-)
+    (re.compile(r".*\.linear_(proj|fc2)\.weight"), 1))
 """Along which dimension tensor parallelism splits what; all other tensors are equal on its ranks."""
 
 INERT = (r"argparse\.Namespace|types\.SimpleNamespace|_io\.BytesIO|signal\.Signals|pathlib\.\w*Path"

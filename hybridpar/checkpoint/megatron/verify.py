@@ -31,8 +31,7 @@ _HERE: Mapping[str, Any] = {
     "transformer_impl": "local", "hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False,
     "masked_softmax_fusion": False, "apply_rope_fusion": False, "persist_layer_norm": False,
     "memory_efficient_layer_norm": False, "fused_single_qkv_rope": False, "cuda_graph_impl": "none",
-    "fp32_residual_connection": False,
-}
+    "fp32_residual_connection": False}
 """Fields that say where and in what precision it is computed."""
 
 _ELSEWHERE = frozenset({

@@ -63,6 +63,6 @@ def live_counts(actions: Sequence[Action], num_microbatches: int, keep: Collecti
         yield counts
 
 
-def peak_live(actions: Sequence[Action], num_microbatches: int, keep: Collection[int] = ()) -> Live:
+def peak_live(actions: Sequence[Action], num_microbatches: int) -> Live:
     """The largest counts that one rank reaches."""
-    return reduce(Live.peak, live_counts(actions, num_microbatches, keep), Live())
+    return reduce(Live.peak, live_counts(actions, num_microbatches), Live())

@@ -273,7 +273,7 @@ def make_plan(schedule: str | Schedule, sizes: Sizes, first_batch: int = 0, num_
             for rank in range(sizes.num_ranks)}
 
 
-def forward_actions(sizes: Sizes, rank: int, num_microbatches: int, *, version: int = NO_VERSION, ahead: int = 1,
+def forward_actions(sizes: Sizes, rank: int, num_microbatches: int, *, version: int = NO_VERSION,
                     parts: int | Division = 1) -> Iterator[Action]:
     """Yields one rank's actions of an evaluation: micro-batches [0, num_microbatches) forward, all with `version`.
 
@@ -282,5 +282,5 @@ def forward_actions(sizes: Sizes, rank: int, num_microbatches: int, *, version: 
     division = _division(parts, sizes, rank)
     order = forward_order(sizes, rank, num_microbatches)
     forwards = (Action(Kind.F, stage, k, version) for stage, k in order)
-    actions = add_communication(forwards, sizes, ahead=ahead)
+    actions = add_communication(forwards, sizes)
     return actions if division == WHOLE else divide(actions, division)

@@ -80,10 +80,11 @@ class HostClock:
     """The clock of the thread that makes it. 3 us a look.
 
     Linux tells how long a thread waited for a core. Elsewhere own time is the thread's CPU time, so every wait looks
-    like one for a core.
+    like one for a core. Own time never goes back: a virtual machine may count a longer wait than there was time.
     """
 
     def __init__(self) -> None:
+        self._last = self._own = 0.0
         self._file: io.FileIO | None = None
         with contextlib.suppress(OSError):
             file = io.FileIO(_SCHEDSTAT)
@@ -95,7 +96,10 @@ class HostClock:
         while True:  # until nothing took the core between the looks
             before, seconds, kept = self._kept_waiting(), time.perf_counter(), self._kept_waiting()
             if kept == before:
-                return seconds, seconds - 1e-9 * int(kept)
+                own = seconds - 1e-9 * int(kept)
+                self._own += max(0.0, own - self._last)
+                self._last = own
+                return seconds, self._own
 
     def _kept_waiting(self) -> bytes:
         """Nanoseconds that the thread has waited for a core, in digits."""

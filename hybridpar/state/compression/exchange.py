@@ -5,7 +5,8 @@
     NORM(t)     the sums of the decoded messages are in the place of the gradients
     UPDATE(t)   the unsent rest becomes E(t+1); after a skipped step E(t+1) = E(t)
 
-With ZeRO-2 and 3 the unsent rest stays in the memory of G(t), and a rank keeps only its own part of a decoded sum.
+With ZeRO-2 and 3 the unsent rest stays in the memory of G(t), and a rank keeps only its own part of a decoded sum. If
+gradients are factors, there is no other memory of them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hybridpar.config import AUTO, CompressionConfig, KernelsConfig
 from hybridpar.cpu import zeros
 from hybridpar.nn.matmul import Part
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
-from hybridpar.state.chunks import Memory
+from hybridpar.state.chunks import Buffer, Memory
 from hybridpar.state.compression.factors import Factors
 from hybridpar.state.compression.feedback import NONE, Feedback
 from hybridpar.state.compression.method import Entry, Method, Sent
@@ -73,7 +74,7 @@ class Compression:
 
     Parameters of at least `gradients_smallest` elements that are summed over several ranks are compressed. Those with
     partial sums along tp, which are small or rare, are sent whole. `shared`: a rank has only its own part of the sums
-    (ZeRO-2 and 3), and its gradients become the unsent rest.
+    (ZeRO-2 and 3), and its gradients become the unsent rest, or are only factors.
     """
 
     def __init__(self, partition: Partition, placements: Mapping[str, Placement], settings: CompressionConfig,
@@ -92,13 +93,12 @@ class Compression:
                                  in_place=shared)
         self._batch, self._start = 0, settings.gradients_start
         self._methods = {
-            bucket: method([Entry(name, shapes[name], starts[name] - bucket.start, name in self.packed)
-                            for name in bucket.names], axis, settings, self.feedback, memory.device, layout.dtype,
-                           kernels)
+            bucket: method([Entry(name, shapes[name], starts[name], name in self.packed) for name in bucket.names],
+                           axis, settings, self.feedback, memory.device, layout.dtype, kernels)
             for bucket, axis in zip(partition.buckets, partition.axes, strict=True) if not self.packed.isdisjoint(
                 bucket.names)}
         self._scratch: Tensor | None = None
-        if shared and not method.factored:
+        if shared:
             largest = max((prod(shape) for shape in kept.values()), default=0)
             self._scratch = zeros(largest, layout.dtype, memory.device)
         for each in self._methods.values():
@@ -119,10 +119,15 @@ class Compression:
         """Parameters whose gradients it takes as factors."""
         return self.packed if self.method.factored else frozenset()
 
+    @property
+    def absent(self) -> frozenset[str]:
+        """Those of them whose sums are not whole either: no gradient buffer has them."""
+        return self.factored if self._scratch is not None else frozenset()
+
     def begin(self, batch: int, parts: dict[str, list[Part]], scale: float = 1.0,
               gradients: Mapping[str, Tensor] = NONE, sums: Shares | None = None) -> None:
         """Begins to reduce a batch's gradients, which are multiplied by `scale`. parts: of `factored` parameters; it
-        takes them away. With `shared`, gradients: all, by parameter; sums: their place.
+        takes them away. With `shared`, gradients: by parameter, but for those `absent`; sums: their place.
         """
         if batch >= self._start:
             self.feedback.open(scale, gradients)
@@ -134,11 +139,12 @@ class Compression:
         """Whether anything of a bucket is compressed."""
         return bucket in self._methods
 
-    def start(self, bucket: Bucket, flat: Tensor) -> Exchange:
-        """Starts the sum of a bucket that it covers, whose elements are `flat`."""
+    def start(self, bucket: Bucket, buffer: Tensor | Buffer) -> Exchange:
+        """Starts the sum of a bucket of a buffer that it covers."""
         method = self._methods[bucket]
-        steps = _without_grad(method.steps(flat, self._batch))
-        return Exchange(steps, method.rounds, over_stages=method.axis.name == "ends")
+        steps = _without_grad(method.steps(buffer, bucket, self._batch))
+        rounds = method.rounds if self._batch >= self._start else 1  # whole: not before the sum is waited for
+        return Exchange(steps, rounds, over_stages=method.axis.name == "ends")
 
     @property
     def sent(self) -> Sent:

@@ -16,8 +16,10 @@ from hybridpar.config import CompressionConfig, KernelsConfig
 from hybridpar.grid import Axis
 from hybridpar.nn.matmul import Part
 from hybridpar.nn.placement import Placement
+from hybridpar.state.chunks import Buffer
 from hybridpar.state.compression.feedback import Feedback
 from hybridpar.state.compression.wire import Reader, Wire
+from hybridpar.state.layout import Bucket
 from hybridpar.state.shares import Shares
 
 PIECE = 1 << 18
@@ -37,9 +39,9 @@ class Entry:
     def numel(self) -> int:
         return prod(self.shape)
 
-    def view(self, flat: Tensor) -> Tensor:
-        """The parameter's view in a bucket that begins with its first parameter."""
-        return flat[self.start : self.start + self.numel].view(self.shape)
+    def view(self, buffer: Tensor | Buffer) -> Tensor:
+        """The parameter's view in a flat buffer."""
+        return buffer[self.start : self.start + self.numel].view(self.shape)
 
 
 @dataclass(slots=True)
@@ -90,7 +92,7 @@ class Method(ABC):
         self.sums: Shares | None = None
         """Place of this rank's part of the sums (ZeRO-2 and 3); None: sums replace the gradients."""
         self.scratch: Tensor | None = None
-        """Room for the sum of one parameter, if gradients become feedback; None: the sum replaces them."""
+        """Room for the sum of one parameter, if gradients become feedback, or are factors; None: sums replace them."""
 
     @staticmethod
     def packs(shape: Sequence[int], placement: Placement) -> bool:
@@ -116,34 +118,34 @@ class Method(ABC):
         message: this rank's on `wire`, behind the tensors that are sent whole.
         """
 
-    def steps(self, flat: Tensor, batch: int) -> Iterator[Works]:
-        """Sums the bucket `flat` over the axis; yields works to be waited for before it continues.
+    def steps(self, buffer: Tensor | Buffer, bucket: Bucket, batch: int) -> Iterator[Works]:
+        """Sums a bucket of a flat buffer over the axis; yields works to be waited for before it continues.
 
-        Collectives: those of `exchange`, all in one order on every rank; one all-reduce before `gradients_start`.
+        Collectives: those of `exchange`, all in one order on every rank; before `gradients_start` those of `_whole`.
         """
-        gradients = [entry.view(flat) for entry in self.packed]
+        gradients = [] if self._is_absent else [entry.view(buffer) for entry in self.packed]
         self.sent.whole_elements += self._numel
         self.sent.whole_bytes += self._numel * self.dtype.itemsize
         if batch < self.settings.gradients_start:
-            yield self._whole(flat, gradients)
-            for entry, gradient in zip(self.packed, gradients, strict=True):
-                self._put(entry, gradient)
+            self.sent.elements += self._numel
+            self.sent.num_bytes += self._numel * self.dtype.itemsize
+            yield from self._whole(buffer, bucket, gradients)
             return
         for entry, gradient in zip(self.packed, () if self.factored else gradients, strict=not self.factored):
             torch.add(gradient, self.feedback.kept[entry.name], out=self.feedback.next_kept[entry.name])
         message = self.wire.own
         for entry in self.dense:
-            message.take(entry.numel, self.dtype).copy_(entry.view(flat).view(-1))
+            message.take(entry.numel, self.dtype).copy_(entry.view(buffer).view(-1))
         self.sent.elements += self._dense_numel
         yield from self.exchange(gradients, batch, message)
         for rank, reader in enumerate(self.wire.readers()):
             for entry in self.dense:
-                add(entry.view(flat).view(-1), reader.take(entry.numel, self.dtype), overwrite=rank == 0)
+                add(entry.view(buffer).view(-1), reader.take(entry.numel, self.dtype), overwrite=rank == 0)
 
     def totals(self, gradients: Sequence[Tensor]) -> Iterator[Tensor]:
         """For each compressed parameter a tensor; write its sum there before you take the next."""
-        for entry, gradient in zip(self.packed, gradients, strict=True):
-            total = gradient if self.scratch is None else self.scratch[: entry.numel].view(entry.shape)
+        for i, entry in enumerate(self.packed):
+            total = gradients[i] if self.scratch is None else self.scratch[: entry.numel].view(entry.shape)
             yield total
             self._put(entry, total)
 
@@ -165,14 +167,28 @@ class Method(ABC):
     def _numel(self) -> int:
         return self._dense_numel + sum(entry.numel for entry in self.packed)
 
-    def _whole(self, flat: Tensor, gradients: list[Tensor]) -> Works:
-        """Starts the sum of the bucket as it is. Collectives: one all-reduce."""
+    @property
+    def _is_absent(self) -> bool:
+        """Whether no buffer has the gradients of `packed`."""
+        return self.factored and self.scratch is not None
+
+    def _whole(self, buffer: Tensor | Buffer, bucket: Bucket, gradients: list[Tensor]) -> Iterator[Works]:
+        """Sums the bucket as it is. Collectives: one all-reduce; one for each parameter if some are in no buffer."""
+        if self._is_absent:
+            yield Works(all_reduce_async(entry.view(buffer), self.axis) for entry in self.dense)
+            for total, entry in zip(self.totals(gradients), self.packed, strict=True):
+                self._multiply_out(entry, total.zero_())
+                yield Works([all_reduce_async(total, self.axis)])
+            return
         for entry, gradient in zip(self.packed, gradients, strict=True):
-            for i, part in enumerate(self.parts.pop(entry.name, ())):
-                part.add_to(gradient, i == 0)
-        self.sent.elements += self._numel
-        self.sent.num_bytes += self._numel * self.dtype.itemsize
-        return Works([all_reduce_async(flat, self.axis)])
+            self._multiply_out(entry, gradient)
+        yield Works([all_reduce_async(buffer[bucket.start : bucket.stop], self.axis)])
+        for entry, gradient in zip(self.packed, gradients, strict=True):
+            self._put(entry, gradient)
+
+    def _multiply_out(self, entry: Entry, gradient: Tensor) -> None:
+        for i, part in enumerate(self.parts.pop(entry.name, ())):
+            part.add_to(gradient, i == 0)
 
 
 def add(to: Tensor, x: Tensor, *, overwrite: bool) -> None:

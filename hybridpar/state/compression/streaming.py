@@ -132,11 +132,13 @@ class StreamingPCA(LowRank):
         return cast("list[Product]", parts)
 
     def _project(self, message: Reader, entry: Entry, dim: int, parts: Sequence[Product], onto: Tensor) -> None:
-        """Writes this rank's part of G onto (dim 0) or of G^T onto (dim 1) into a message."""
-        product = message.take(entry.shape[dim] * onto.shape[1], self.dtype).zero_().view(onto.shape[1], -1).t()
+        """Writes this rank's part of G onto (dim 0) or of G^T onto (dim 1) into a message. Its place there may not be
+        aligned, and a product has other bits then."""
+        columns = torch.zeros(onto.shape[1], entry.shape[dim], dtype=self.dtype, device=self.device)
         for dy, x in parts:
             left, right = (dy, x) if dim == 0 else (x, dy)
-            product.addmm_(left.t().to(self.dtype), right.to(self.dtype) @ onto)
+            columns.t().addmm_(left.t().to(self.dtype), right.to(self.dtype) @ onto)
+        message.take(columns.numel(), self.dtype).copy_(columns.view(-1))
 
     def _gather(self, message: Reader, *, is_first: bool = False) -> Iterator[Works]:
         """Starts to bring a message to all ranks."""

@@ -50,9 +50,14 @@ class Seen:
 
     @property
     def is_victim(self) -> bool:
-        """Whether it ended because another one had, or by NCCL's watchdog while it waited for another."""
-        lost = self.record is not None and self.record.phase == LOST
-        return lost or (self.exit_code == -signal.SIGABRT and self.waits)
+        """Whether it ended because another one had, or by NCCL's watchdog while it waited for another.
+
+        There is no watchdog yet at the rendezvous, where Gloo aborts if it can start but some of its threads.
+        """
+        if self.record is None:
+            return False
+        watched = self.waits and self.record.operation != "rendezvous"
+        return self.record.phase == LOST or (self.exit_code == -signal.SIGABRT and watched)
 
     @property
     def waits(self) -> bool:

@@ -42,8 +42,7 @@ def test_report():
     assert report.peaks == (Live(2, 2, 2), Live(1, 2, 2))
     assert str(report) == (
         "2bw, 2 stages, 4 micro-batches, batches 3 to 4: 76 actions are right; at most 2 activations, "
-        "2 weight versions, 2 gradients"
-    )
+        "2 weight versions, 2 gradients")
 
 
 # One random fault in a right plan. Each returns the faulty list, or None where the fault cannot be made.
@@ -75,8 +74,7 @@ def change_microbatch(actions, i, data):
 
 NEEDS = {  # what must come before, of the same micro-batch or batch
     Kind.F: Kind.RECV_F, Kind.SEND_F: Kind.F, Kind.B: Kind.F, Kind.SEND_B: Kind.B, Kind.NORM: Kind.REDUCE,
-    Kind.UPDATE: Kind.NORM, Kind.I: Kind.F, Kind.W: Kind.I,
-}
+    Kind.UPDATE: Kind.NORM, Kind.I: Kind.F, Kind.W: Kind.I}
 
 
 def swap_dependent(actions, i, data):
@@ -168,8 +166,7 @@ def test_too_many_versions():
     reason = fault_of(make_plan("2bw", Sizes(2, 2), 0, 3), Sizes(2, 2), one)
     assert reason == (
         "rank 0 holds Live(activations=1, versions=2, gradients=1) after UPDATE0@0, but schedule 2bw allows "
-        "Live(activations=2, versions=1, gradients=2)"
-    )
+        "Live(activations=2, versions=1, gradients=2)")
 
 
 def test_an_update_may_come_early():

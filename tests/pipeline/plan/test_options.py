@@ -55,9 +55,7 @@ OFF = {"warmup": "depth", "early_switch": None, "gradient_buffers": 0, "sync_ste
         ("2bw", "gradient_buffers", 3, "must be 0 or 1 or 2 with schedule 2bw"),
         ("2bw", "gradient_buffers", -1, "must be 0 or 1 or 2"),
         ("naive", "sync_steps", 5, "schedule naive has no such option, only 2bw and pipedream"),
-        ("2bw", "sync_steps", -5, "must not be negative"),
-    ],
-)
+        ("2bw", "sync_steps", -5, "must not be negative")])
 def test_refused(name, option, value, rule):
     with pytest.raises(ConfigError) as error:
         make_schedule(name, **{option: value})
@@ -90,9 +88,7 @@ def test_one_buffer_stops_what_a_longer_warmup_has_in_flight():
         (4, 8, {"warmup": "bandwidth"}, "pipeline.num_microbatches", 9),
         (4, 8, {"early_switch": 6}, "pipeline.early_switch", 1),
         (4, 8, {"early_switch": 2, "warmup": "latency"}, "pipeline.early_switch", 4),
-        (4, 8, {"early_switch": 6, "warmup": "latency"}, "pipeline.early_switch", 4),
-    ],
-)
+        (4, 8, {"early_switch": 6, "warmup": "latency"}, "pipeline.early_switch", 4)])
 def test_sizes(p, m, options, field, works):
     with pytest.raises(ConfigError) as error:
         make_schedule("2bw", **options).check_sizes(Sizes(p, m))

@@ -26,8 +26,7 @@ def without_communication(name, p, m, stage, num_batches=3, **options):
 def test_one_rank_alone():
     assert text_of(lower("1f1b", Sizes(1, 2), 0, 0, 2)) == (
         "F0@0v0 B0@0v0 F1@0v0 B1@0v0 REDUCE0@0 NORM0@0 UPDATE0@0 "
-        "F2@0v1 B2@0v1 F3@0v1 B3@0v1 REDUCE1@0 NORM1@0 UPDATE1@0"
-    )
+        "F2@0v1 B2@0v1 F3@0v1 B3@0v1 REDUCE1@0 NORM1@0 UPDATE1@0")
 
 
 def test_double_buffered_updates():
@@ -35,28 +34,24 @@ def test_double_buffered_updates():
     # which end batch t earlier; UPDATE1 in the drain, where F12 would have been
     assert without_communication("2bw", 3, 4, 0) == (
         "F0v0 F1v0 F2v0 B0v0 F3v0 B1v0 F4v0 B2v0 F5v0 B3v0 REDUCE0 F6v0 B4v0 NORM0 F7v0 B5v0 UPDATE0 F8v1 B6v0 F9v1 "
-        "B7v0 REDUCE1 F10v1 B8v1 NORM1 F11v1 B9v1 UPDATE1 B10v1 B11v1 REDUCE2 NORM2 UPDATE2"
-    )
+        "B7v0 REDUCE1 F10v1 B8v1 NORM1 F11v1 B9v1 UPDATE1 B10v1 B11v1 REDUCE2 NORM2 UPDATE2")
     assert without_communication("2bw", 3, 4, 2) == (
         "F0v0 B0v0 F1v0 B1v0 F2v0 B2v0 F3v0 B3v0 REDUCE0 F4v0 B4v0 F5v0 B5v0 F6v0 NORM0 B6v0 F7v0 B7v0 REDUCE1 UPDATE0 "
-        "F8v1 B8v1 F9v1 B9v1 F10v1 NORM1 B10v1 F11v1 B11v1 REDUCE2 UPDATE1 NORM2 UPDATE2"
-    )
+        "F8v1 B8v1 F9v1 B9v1 F10v1 NORM1 B10v1 F11v1 B11v1 REDUCE2 UPDATE1 NORM2 UPDATE2")
 
 
 def test_an_update_that_gathers_comes_earlier():
     # slack of 4 pairs on stage 0: NORM after half of it, UPDATE after two thirds, forward-backward by turns
     assert without_communication("2bw", 1, 4, 0, gather=True) == (
         "F0v0 B0v0 F1v0 B1v0 F2v0 B2v0 F3v0 B3v0 REDUCE0 F4v0 B4v0 F5v0 B5v0 NORM0 F6v0 UPDATE0 B6v0 F7v0 B7v0 REDUCE1 "
-        "F8v1 B8v1 F9v1 B9v1 NORM1 F10v1 UPDATE1 B10v1 F11v1 B11v1 REDUCE2 NORM2 UPDATE2"
-    )
+        "F8v1 B8v1 F9v1 B9v1 NORM1 F10v1 UPDATE1 B10v1 F11v1 B11v1 REDUCE2 NORM2 UPDATE2")
 
 
 def test_feedback_is_settled_before_the_next_batch_is_reduced():
     # on the last stage alone that changes anything: UPDATE0 would come behind REDUCE1
     assert without_communication("2bw", 3, 4, 2, 2, feedback=True) == (
         "F0v0 B0v0 F1v0 B1v0 F2v0 B2v0 F3v0 B3v0 REDUCE0 F4v0 B4v0 F5v0 B5v0 F6v0 NORM0 B6v0 F7v0 UPDATE0 B7v0 REDUCE1 "
-        "NORM1 UPDATE1"
-    )
+        "NORM1 UPDATE1")
     for p, m, split, (name, options) in product((1, 2, 4), (1, 4, 5), (False, True), (
             ("2bw", {}), ("2bw", {"warmup": "bandwidth"}), ("2bw", {"early_switch": 0}), ("pipedream", {}))):
         schedule, sizes = make_schedule(name, **options), Sizes(p, m)
@@ -77,12 +72,10 @@ def test_one_gradient_buffer():
     schedule = make_schedule("2bw", gradient_buffers=1)
     assert without_communication(schedule, 3, 4, 0, 2) == (
         "F0v0 F1v0 F2v0 B0v0 F3v0 B1v0 F4v0 B2v0 F5v0 B3v0 REDUCE0 F6v0 NORM0 UPDATE0 B4v0 F7v0 B5v0 B6v0 B7v0 REDUCE1 "
-        "NORM1 UPDATE1"
-    )
+        "NORM1 UPDATE1")
     assert without_communication(schedule, 3, 4, 2, 2) == (
         "F0v0 B0v0 F1v0 B1v0 F2v0 B2v0 F3v0 B3v0 REDUCE0 F4v0 NORM0 UPDATE0 B4v0 F5v0 B5v0 F6v0 B6v0 F7v0 B7v0 REDUCE1 "
-        "NORM1 UPDATE1"
-    )
+        "NORM1 UPDATE1")
 
 
 def test_early_switch():
@@ -90,17 +83,14 @@ def test_early_switch():
     schedule = make_schedule("2bw", early_switch=1)
     assert without_communication(schedule, 3, 5, 0, 2) == (
         "F0v0 F1v0 F2v0 B0v0 F3v0 B1v0 F4v0 B2v0 F5v0 B3v0 F6v0 B4v0 REDUCE0 F7v0 NORM0 B5v0 UPDATE0 F8v1 B6v0 F9v1 "
-        "B7v0 B8v1 B9v1 REDUCE1 NORM1 UPDATE1"
-    )
+        "B7v0 B8v1 B9v1 REDUCE1 NORM1 UPDATE1")
 
 
 def test_pipedream_updates_at_once():
     assert without_communication("pipedream", 3, 1, 0, clip=False) == (
-        "F0v0 F1v0 F2v0 B0v0 REDUCE0 UPDATE0 B1v0 REDUCE1 UPDATE1 B2v0 REDUCE2 UPDATE2"
-    )
+        "F0v0 F1v0 F2v0 B0v0 REDUCE0 UPDATE0 B1v0 REDUCE1 UPDATE1 B2v0 REDUCE2 UPDATE2")
     assert without_communication("pipedream", 2, 2, 1, 2, clip=False) == (
-        "F0v0 B0v0 F1v0 B1v0 REDUCE0 UPDATE0 F2v1 B2v1 F3v1 B3v1 REDUCE1 UPDATE1"
-    )
+        "F0v0 B0v0 F1v0 B1v0 REDUCE0 UPDATE0 F2v1 B2v1 F3v1 B3v1 REDUCE1 UPDATE1")
 
 
 def test_receives_are_posted_before_the_preceding_compute_action():
@@ -118,8 +108,7 @@ def test_receives_are_posted_before_the_preceding_compute_action():
 def test_receives_posted_late():
     first, _ = make_plan("1f1b", Sizes(2, 2), ahead=0).values()
     assert text_of(first).startswith(
-        "F0@0v0 SEND_F0@0 F1@0v0 SEND_F1@0 RECV_B0@0 B0@0v0 RECV_B1@0 B1@0v0 REDUCE0@0"
-    )
+        "F0@0v0 SEND_F0@0 F1@0v0 SEND_F1@0 RECV_B0@0 B0@0v0 RECV_B1@0 B1@0v0 REDUCE0@0")
 
 
 def test_a_split_backward_sends_before_the_gradients_of_weights():
@@ -184,9 +173,8 @@ def test_evaluation():
     sizes = Sizes(3, 4)
     assert text_of(forward_actions(sizes, 0, 2)) == "F0@0 SEND_F0@0 F1@0 SEND_F1@0"
     assert text_of(forward_actions(sizes, 1, 2, version=5)) == (
-        "RECV_F0@1 RECV_F1@1 F0@1v5 SEND_F0@1 F1@1v5 SEND_F1@1"
-    )
-    assert text_of(forward_actions(sizes, 2, 2, ahead=0)) == "RECV_F0@2 F0@2 RECV_F1@2 F1@2"
+        "RECV_F0@1 RECV_F1@1 F0@1v5 SEND_F0@1 F1@1v5 SEND_F1@1")
+    assert text_of(forward_actions(sizes, 2, 2)) == "RECV_F0@2 RECV_F1@2 F0@2 F1@2"
 
 
 @settings(deadline=None, max_examples=50)

@@ -58,9 +58,7 @@ def test_naive_has_one_micro_batch_in_flight():
         ("gpipe", 32, {"latency": 0.3}, 1.26),
         ("pipedream", 8, {}, 1.000),
         ("pipedream", 1, {}, 1.000),
-        ("naive", 8, {}, 8.000),
-    ],
-)
+        ("naive", 8, {}, 8.000)])
 def test_known_step_times(name, m, costs, expected):
     assert relative_step(name, 8, m, 12 if m > 1 else 60, **costs) == pytest.approx(expected, abs=5e-3)
 
@@ -73,8 +71,7 @@ def test_2bw_hides_everything_on_a_cpu_too(tied):
 
 def test_posting_early_hides_the_transfer():
     early, late = (
-        simulate(make_plan("gpipe", Sizes(4, 8), ahead=ahead), Costs(transfer=0.5)).makespan for ahead in (1, 0)
-    )
+        simulate(make_plan("gpipe", Sizes(4, 8), ahead=ahead), Costs(transfer=0.5)).makespan for ahead in (1, 0))
     assert early == 11 * 3 + 2 * 3 * 0.5  # once down and once up the pipeline
     assert late > early + 2
 
@@ -100,8 +97,7 @@ def test_times_of_transfers_and_collectives():
     timeline = simulate(plan, Costs(1, 2, transfer=0.5, latency=0.25, reduce=[2, 3], norm=1, tied=True))
     times = {
         str(action): (timeline.starts[rank][i], timeline.ends[rank][i])
-        for rank, actions in plan.items() for i, action in enumerate(actions)
-    }
+        for rank, actions in plan.items() for i, action in enumerate(actions)}
     assert times["SEND_F0@0"] == (1, 1.75)
     assert times["RECV_F0@1"] == (0, 1.75)
     assert times["F0@1v0"] == (1.75, 2.75)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
 
 from hybridpar.planner.placement import latency_milp, solve
-from hybridpar.planner.placement.highs import Highs
+from hybridpar.planner.placement.highs import Answer, Highs, Program
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +19,21 @@ def highs() -> Iterator[Highs]:
         for module in (solve, latency_milp):
             patch.setattr(module, "Highs", lambda: nullcontext(process))
         yield process
+
+
+@pytest.fixture
+def only_highs_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that stands still, but while HiGHS solves: all else may take as long as a busy machine lets it."""
+    clock, solve, now = time.monotonic, Highs.solve, 0.0
+
+    def timed(self: Highs, program: Program, deadline: float) -> Answer:
+        nonlocal now
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "monotonic", clock)
+            began = clock()
+            answer = solve(self, program, began + deadline - now)
+            now = min(deadline, now + clock() - began)
+        return answer
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(Highs, "solve", timed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,10 @@ KNOWN = {  # devices, GiB: seconds a micro-batch; None: nothing fits. The benchm
     (16, 8): {"equi": 0.102604, "noDP": 0.100427},
     (32, 2): {"piper": 0.066550, "equi": None, "noDP": 0.073906, "noTP": None, "noAR": None},
     (32, 8): {"equi": 0.051351},
-    (32, 80): {"piper": 0.030844},
-}
+    (32, 80): {"piper": 0.030844}}
 PLANNERS = {
     "piper": plan_stages, "equi": plan_equal_stages, "noDP": lambda x: plan_stages(x, Allowed(data=False)),
-    "noTP": lambda x: plan_stages(x, Allowed(tensor=False)), "noAR": lambda x: plan_stages(x, Allowed(recompute=False)),
-}
+    "noTP": lambda x: plan_stages(x, Allowed(tensor=False)), "noAR": lambda x: plan_stages(x, Allowed(recompute=False))}
 
 
 @pytest.mark.parametrize("devices", KNOWN, ids=str)
@@ -123,8 +122,7 @@ def test_a_stage_by_hand() -> None:
     ([LayerGroup({2: "vanilla"}, 1, 1), LayerGroup({0: "vanilla", 1: "vanilla"}, 1, 1)], "leads to an earlier stage"),
     ([LayerGroup({0: "vanilla", 1: "vanilla", 2: "none"}, 1, 1)], "is none at tensor 1"),
     ([LayerGroup(dict.fromkeys(range(3), "vanilla"), 3, 1)], "must divide 4"),
-    ([LayerGroup(dict.fromkeys(range(3), "vanilla"), 4, 2)], "are more than 4"),
-])
+    ([LayerGroup(dict.fromkeys(range(3), "vanilla"), 4, 2)], "are more than 4")])
 def test_what_breaks_a_rule_is_named(stages: list[LayerGroup], message: str) -> None:
     score = score_stages(make_instance(small(3)), stages)
     assert any(message in str(problem) for problem in score.problems)
@@ -143,8 +141,7 @@ def test_what_breaks_a_rule_is_named(stages: list[LayerGroup], message: str) -> 
     (("nodes", 1, "id"), 0, "is the id of"),
     (("edges", 0, "destId"), 7, "must be the id of a node"),
     (("edges", 0, "destId"), 0, "is a cycle"),
-    (("edges", 1), {"sourceId": 0, "destId": 1, "communicationCost": 1.0}, "is there twice"),
-])
+    (("edges", 1), {"sourceId": 0, "destId": 1, "communicationCost": 1.0}, "is there twice")])
 def test_bad_instances(path: tuple, value: object, message: str) -> None:
     bad = copy.deepcopy(small(3))
     target: Any = bad
@@ -157,8 +154,7 @@ def test_bad_instances(path: tuple, value: object, message: str) -> None:
 
 @pytest.mark.parametrize(("options", "reason"), [
     ({"max_downsets": 3}, "more than 3 downsets: this is the best of one order of the layers"),
-    ({"time_limit": 1e-9}, "the time limit was reached: this is the best of equal stages"),
-])
+    ({"time_limit": 1e-9}, "the time limit was reached: this is the best of equal stages")])
 def test_what_could_not_be_searched_is_said(options: dict[str, Any], reason: str) -> None:
     instance = make_instance(small(6, 1, 15.0, 5, branch=True))
     best, plan = plan_stages(instance), plan_stages(instance, **options)
@@ -179,6 +175,18 @@ def test_the_first_plan_within_no_limit_is_not_taken(monkeypatch: pytest.MonkeyP
     assert found == pytest.approx([plan_stages(instance).time for instance in instances], rel=1e-12)
 
 
+def add_nothing(line: dict[str, Any], layers: Iterable[int], edges: Iterable[tuple[int, int]]) -> None:
+    """Adds layers and edges that cost nothing."""
+    nothing = dict.fromkeys(("timePerSample", "parameterSize", "memoryUsageA", "memoryUsageB"), 0.0)
+    line["nodes"] += [{"id": v, "TMPCs": {t: [{"id": "vanilla"} | nothing] for t in "12"}} for v in layers]
+    line["edges"] += [{"sourceId": u, "destId": v, "communicationCost": 0.0} for u, v in edges]
+    for node in line["nodes"]:
+        for way in itertools.chain(*node["TMPCs"].values()):
+            for key, own, end in (("syncTimeFw", "destId", "sourceId"), ("syncTimeBw", "sourceId", "destId")):
+                others = [str(edge[end]) for edge in line["edges"] if edge[own] == node["id"]]
+                way[key] = {other: way.get(key, {}).get(other, 0.0) for other in others}
+
+
 @pytest.mark.parametrize(("seed", "memory", "devices"), [(0, 100.0, 4), (1, 12.0, 4), (2, 9.0, 3), (4, 2.0, 3)])
 def test_free_layers_are_left_out(seed: int, memory: float, devices: int) -> None:
     """One leads to all of a line, another takes the place of an edge that costs nothing: the same plans, and as many
@@ -190,20 +198,22 @@ def test_free_layers_are_left_out(seed: int, memory: float, devices: int) -> Non
             way[key][other] = 0.0
     best = all_plans(make_instance(line))
 
-    nothing = dict.fromkeys(("timePerSample", "parameterSize", "memoryUsageA", "memoryUsageB"), 0.0)
-    for v in (3, 4):
-        line["nodes"].append({"id": v, "TMPCs": {t: [{"id": "vanilla"} | nothing] for t in "12"}})
     line["edges"][0]["destId"] = 3
-    more = [(3, 1), *((4, v) for v in range(3))]
-    line["edges"] += [{"sourceId": u, "destId": v, "communicationCost": 0.0} for u, v in more]
-    for node in line["nodes"]:
-        for way in itertools.chain(*node["TMPCs"].values()):
-            for key, own, end in (("syncTimeFw", "destId", "sourceId"), ("syncTimeBw", "sourceId", "destId")):
-                others = [str(edge[end]) for edge in line["edges"] if edge[own] == node["id"]]
-                way[key] = {other: way.get(key, {}).get(other, 0.0) for other in others}
+    add_nothing(line, (3, 4), [(3, 1), *((4, v) for v in range(3))])
     plan = plan_stages(make_instance(line))
     assert plan.time == pytest.approx(best, rel=1e-12)
     assert plan.stats["downsets"] == 4
+
+
+@pytest.mark.parametrize(("edge", "sync"), [((2, 3), 0.0), ((3, 0), 1.0)], ids=["leads nowhere", "synchronized"])
+def test_layers_that_are_not_free_stay(edge: tuple[int, int], sync: float) -> None:
+    line = small(3)
+    add_nothing(line, (3,), [edge])
+    for way in itertools.chain(*line["nodes"][3]["TMPCs"].values()):
+        way["syncTimeBw"] = dict.fromkeys(way["syncTimeBw"], sync)
+    plan = plan_stages(make_instance(line))
+    assert plan.stats["downsets"] == 5
+    assert sorted(v for stage in plan.stages for v in stage.ways) == [0, 1, 2, 3]
 
 
 def test_one_order_is_enough_for_a_line() -> None:

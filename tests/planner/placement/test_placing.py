@@ -13,7 +13,7 @@ from train.runs import write_config
 from hybridpar.cli import main
 from hybridpar.config import load_toml
 from hybridpar.planner.placement import make_workload, read_workload
-from hybridpar.planner.profile import write_profile
+from hybridpar.planner.profile_file import write_profile
 
 from .graphs import document
 
@@ -39,14 +39,14 @@ def put(path: Path, value: Any) -> Path:
 def test_from_a_configuration_to_a_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, graph, out = write_config(tmp_path), tmp_path / "graph.json", tmp_path / "placement.json"
     code, said, err = run(capsys, "graph", config, "--training", "--train.dtype", "bf16", "--device", "v100-16gb",
-                          "--link", "nvlink2", "--accelerators", 2, "--out", graph, "--json")
+                          "--link", "nvlink2", "--accelerators", 2, "--output", graph, "--json")
     assert code == 0, err
     about = json.loads(said)
     assert about["estimated"]
     workload = read_workload(graph)
     assert (workload.num_nodes, workload.num_accelerators) == (about["nodes"], 2)
     assert workload.accelerator_time.sum() == pytest.approx(about["forward_ms"] + about["backward_ms"])
-    code, said, err = run(capsys, "place", graph, "--solver", "dp", "--out", out, "--json")
+    code, said, err = run(capsys, "place", graph, "--solver", "dp", "--output", out, "--json")
     assert code == 0, err
     found = json.loads(said)
     assert found["contiguous"]
@@ -61,7 +61,7 @@ def test_from_a_configuration_to_a_placement(tmp_path: Path, capsys: pytest.Capt
 def test_a_graph_by_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, profile, graph = write_config(tmp_path), tmp_path / "profile.json", tmp_path / "graph.json"
     write_profile(made.profile(load_toml(config), layer=0.5, head=2.0, cores=2), profile)
-    code, said, err = run(capsys, "graph", config, "--profile", profile, "--out", graph)
+    code, said, err = run(capsys, "graph", config, "--profile", profile, "--output", graph)
     assert code == 0, err
     assert "measured times of blocks" in said
     layers, b = load_toml(config).model.num_layers, load_toml(config).train.micro_batch_size
@@ -83,7 +83,7 @@ def test_other_devices_than_the_files(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_pipers_instances_go_to_pipers_planner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph, out = put(tmp_path / "p.json", PIPER), tmp_path / "stages.json"
-    code, said, err = run(capsys, "place", graph, "--out", out)
+    code, said, err = run(capsys, "place", graph, "--output", out)
     assert code == 0, err
     assert "piper: 1 s a micro-batch" in said
     assert "equi: 1 s a micro-batch" in said
@@ -120,8 +120,8 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
             ((files["good"], "--solver", "expert"), "try --split SPLIT.json"),
             ((files["good"], "--split", files["good"]), "only the solver expert takes; try --solver expert"),
             ((files["good"], "--solver", "expert", "--split", files["list"]), "hybridpar: split = []"),
-            ((files["good"], "--out", tmp_path), "is a folder, not a file"),
-            ((files["good"], "--out", files["good"]), "is what is read, and would be lost; try"),
+            ((files["good"], "--output", tmp_path), "is a folder, not a file"),
+            ((files["good"], "--output", files["good"]), "is what is read, and would be lost; try"),
             ((files["piper"], "--max-ideals", 1), "max_ideals = 1"), ((tmp_path,), "cannot be read (Is a directory)"),
             ((files["good"], "--accelerators", -1), "maxFPGAs = -1"), ((files["good"], "--cpus", -2), "maxCPUs = -2"),
             ((files["good"], "--time_limit", 0), "time_limit = 0.0"),
@@ -142,7 +142,7 @@ def test_what_has_no_graph_is_said_once(tmp_path: Path, capsys: pytest.CaptureFi
             (("--train.dtype", "bf16", "--accelerators", 1), "accelerators = 1"),
             (("--train.dtype", "bf16", "--accelerators", -1), "accelerators = -1"),
             (("--train.dtype", "bf16", "--parallel.tp", 2), "parallel.tp = 2")):
-        code, out, err = run(capsys, "graph", config, *args, "--out", graph)
+        code, out, err = run(capsys, "graph", config, *args, "--output", graph)
         assert code == 1
         assert message in err
         assert "Traceback" not in err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from hybridpar.planner.placement import (
     write_assignment,
 )
 from hybridpar.planner.placement import exact as exact_module
+from hybridpar.planner.placement import solve as solve_module
 from hybridpar.planner.placement.classes import class_graph
 from hybridpar.planner.placement.ideals import enumerate_ideals
 from hybridpar.planner.placement.linear import solve_linear
@@ -99,10 +101,19 @@ def test_subsets_are_found_as_sets_of_ideals() -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_dp_out_of_time_says_so(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    w = layered_training(6, 3, 4)
+    """Nothing takes any time until the table is filled, which then has none left."""
+    w, now, fill = layered_training(6, 3, 4), 0.0, solve_module.best_loads
+
+    def late(*args: Any) -> Any:
+        nonlocal now
+        now = 1.1
+        return fill(*args)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(solve_module, "best_loads", late)
     if not compiled:
         monkeypatch.setattr(exact_module.native, "missing", lambda: "not built")
-    placement = place(w, "dp", Options(time_limit=1e-3))
+    placement = place(w, "dp", Options(time_limit=1.0))
     assert placement.note == "the time limit was reached: this is the best split of 1 order"
     assert not placement.proven
     assert 0 < placement.bound < placement.objective
@@ -111,17 +122,17 @@ def test_dp_out_of_time_says_so(compiled: bool, monkeypatch: pytest.MonkeyPatch)
     assert placement.objective == place(w, "dpl").objective
 
 
-def test_milp_out_of_time_gives_the_best_found_with_its_bound() -> None:
+def test_milp_out_of_time_gives_the_best_found_with_its_bound(only_highs_takes_time: None) -> None:
+    """HiGHS would take minutes."""
     w = layered_training(4, 3, 3)
-    start = time.monotonic()
     placement = place(w, "milp", Options(time_limit=1.0))
-    assert time.monotonic() - start < 20
+    assert 0 < placement.seconds <= 1.0
     assert placement.note == "the time limit was reached"
     assert 0 < placement.bound < placement.objective <= place(w, "dpl").objective
     assert not problems(w, placement.devices)
 
 
-def test_latency_out_of_time() -> None:
+def test_latency_out_of_time(only_highs_takes_time: None) -> None:
     w = make_workload(document(40, [(v, v + i) for v in range(36) for i in (1, 3)], cost=[0.3] * 40, k=3, memory=9.0,
                                num_cpus=8))
     simple = place(w, "latency-greedy")
@@ -155,8 +166,7 @@ def test_a_second_call_can_help_latency() -> None:
 @pytest.mark.parametrize(("change", "message"), [
     ({"memory": 0.5}, "maxSizePerFPGA = 0.5"),
     ({"memory": 4.0}, "maxSizePerFPGA = 4.0"),
-    ({"supportedOnFpga": [True] * 9 + [False]}, "no accelerator can run node 9"),
-])
+    ({"supportedOnFpga": [True] * 9 + [False]}, "no accelerator can run node 9")])
 def test_what_fits_nowhere_is_one_clear_error(solver: str, change: dict, message: str) -> None:
     w = make_workload(document(10, CHAIN, num_cpus=0, **change))
     with pytest.raises(ConfigError) as caught:
@@ -176,8 +186,7 @@ def test_memory_that_only_some_placement_keeps(solver: str) -> None:
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"time_limit": 0.0}, "time_limit = 0.0"), ({"time_limit": math.nan}, "time_limit = nan"),
-    ({"restarts": -1}, "restarts = -1"), ({"slots": 0}, "slots = 0"), ({"max_ideals": True}, "max_ideals = True"),
-])
+    ({"restarts": -1}, "restarts = -1"), ({"slots": 0}, "slots = 0"), ({"max_ideals": True}, "max_ideals = True")])
 def test_options_are_checked(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         place(make_workload(document(2, [(0, 1)])), "dpl", Options(**options))
@@ -210,8 +219,7 @@ def test_placements_are_written_and_read(tmp_path) -> None:
     ({"fpgas": [{"nodes": [0]}, {"nodes": [0, 1]}]}, "is on two machines"),
     ({"fpgas": [{"nodes": [0]}]}, "split = 1: this node is on no machine"),
     ({"fpgas": [{"nodes": [0]}, {"nodes": [1]}, {"nodes": [1]}]}, "more machines in use than the workload's 2"),
-    ([], "must be a JSON object"),
-])
+    ([], "must be a JSON object")])
 def test_splits_are_checked(split: object, message: str, tmp_path) -> None:
     (path := tmp_path / "split.json").write_text(json.dumps(split))
     with pytest.raises(ConfigError, match=message):

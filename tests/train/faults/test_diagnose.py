@@ -53,6 +53,12 @@ def test_a_rank_that_was_killed_while_it_waited_is_named_too() -> None:
     assert (diagnose(ranks).kind, diagnose(ranks).rank) == ("died", 0)
 
 
+def test_a_rank_that_aborts_at_the_rendezvous_is_named() -> None:
+    codes = None, -signal.SIGABRT
+    found = diagnose([Seen(rank, waiting(rank, "rendezvous", kind=""), code) for rank, code in enumerate(codes)])
+    assert (found.kind, found.rank) == ("died", 1)
+
+
 def test_whoever_was_ended_comes_before_those_that_failed_of_it() -> None:
     ranks = [Seen(0, record(0, phase=FAILED, error="a"), 1), Seen(1, record(1, time=200.0), -signal.SIGSEGV)]
     assert diagnose(ranks).rank == 1

@@ -1,0 +1,79 @@
+"""The section [train]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from hybridpar.config.typed import AtLeastOne, Count, OneOf, Within
+from hybridpar.errors import Problem
+
+if TYPE_CHECKING:
+    from hybridpar.config.sections import Config
+
+STOP_SIGNALS = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU")
+"""What train.stop_signals may name: other signals cannot be caught, or mean something else."""
+_SIGNALS = OneOf(STOP_SIGNALS, '["INT", "TERM", "HUP", "USR1"]')
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    num_steps: Annotated[int, Within(1, 2**40)] = 100
+    micro_batch_size: Annotated[int, Within(1, 2**20)] = 4
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    seed: Annotated[int, Within(0, 2**64 - 1)] = 1234
+    threads: Annotated[int, Within(0, 2**10)] = 0
+    """CPU threads of each process; 0: cores / processes on this machine, at least 1."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: GPUs, if each process of a machine can have its own."""
+    share_gpus: bool = False
+    """Processes may share GPUs and talk over Gloo, through host memory: slow, for trying out grids on few GPUs."""
+    eval_interval: Count = 0
+    """Steps between evaluations (also one at the start and the end); 0: none."""
+    eval_batches: Annotated[int, Within(1, 2**30)] = 4
+    save_interval: Count = 0
+    """Steps between checkpoints (also one at the end); 0: only at the end."""
+    log_interval: AtLeastOne = 1
+    measure_memory: bool = False
+    """The run ends with the allocator's peak beside the predicted one. Slows the first batches down on CPUs."""
+    record_memory: Count = 0
+    """Number of steps in which each rank records every malloc, free, read and write of a block of memory, in memory/ of
+    the run folder, for `hybridpar memory --run`. Without CUDA graphs."""
+    planned_memory: bool = False
+    """Once steps repeat, their blocks of memory get planned places in one arena. What departs from the plan gets memory
+    as ever. Without CUDA graphs. Losses and weights stay the same to the bit."""
+    keep_memory: bool = True
+    """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
+    cuda_graphs: bool = True
+    """On a GPU: micro-batches of GPT and BERT are recorded and replayed; others run kernel by kernel."""
+    graph_grids: bool = False
+    """CUDA graphs with several stages or tensor parallelism, too. This has not run on a GPU."""
+    tf32: bool = False
+    """On a GPU: matrices of fp32 are multiplied in TF32, with 10 bits of mantissa, many times as fast."""
+    fp8: bool = False
+    """Hidden matrices are multiplied in 8 bits (e4m3) with a scale for each row, forward and for gradients of inputs.
+    Gradients of weights come in bf16, which dtype must be. GPUs need compute capability 9.0; its speed there has not
+    been measured."""
+    timeout_s: Annotated[float, Within(above=0, most=1e8)] = 60.0
+    """Longest wait for another rank before the job is given up; or faults.patience_s, if that is longer."""
+    stop_signals: Annotated[tuple[str, ...], _SIGNALS] = ("INT", "TERM", "HUP")
+    """Signals at which the run saves and ends. INT is Ctrl-C, HUP a closed terminal (nohup: ignored). Batch systems may
+    send others: USR1."""
+    start_from: str = ""
+    """A run folder or a checkpoint, of any grid, with the weights that a new run starts from; empty: random ones."""
+    continue_with: tuple[str, ...] = ()
+    """Settings that may differ from those of the run's checkpoints, such as "data.corpus", "train.micro_batch_size" or
+    "model.dropout". Weights, optimizer and step stay. The data go on where they were; other data begin anew."""
+
+    def conflicts(self, config: Config) -> Iterator[Problem]:
+        if self.planned_memory and self.measure_memory and self.device == "cuda":
+            yield Problem("train.measure_memory", "true", "reads torch's allocator of CUDA memory, whose place "
+                          "train.planned_memory takes", "false")
+        if self.fp8 and self.dtype != "bf16":
+            yield Problem("train.fp8", "true", f"goes with train.dtype = bf16, not {self.dtype}", "false")
+        if self.fp8 and config.parallel.tp > 1:
+            yield Problem("train.fp8", "true", "has scales of whole rows, which ranks of parallel.tp = "
+                          f"{config.parallel.tp} have not", "false")
+        if self.share_gpus and self.device == "cpu":
+            yield Problem("train.share_gpus", "true", "needs GPUs, and train.device is cpu", "false")
