@@ -29,14 +29,14 @@ def path_bound(colours: ClassGraph, deadline: float) -> float:
     runs = np.isfinite(colours.accelerator_time)[colours.class_of]  # what must be with it fits an accelerator too
     accelerator = np.where(runs, w.accelerator_time, np.inf)
     cpu = w.cpu_time if w.num_cpus else np.full(w.num_nodes, np.inf)
-    order, room = _in_order(w), w.num_accelerators * w.room
+    order, room = in_order(w), w.num_accelerators * w.room
     prices = np.zeros(1)
     if w.num_cpus and w.size.sum() > room:
         worth = (cpu - accelerator)[runs & (w.size > 0)] / w.size[runs & (w.size > 0)]
         prices = np.unique(np.quantile(np.append(np.maximum(worth, 0.0), 0.0), np.linspace(0, 1, PRICES)))
     bound = 0.0
     for price in prices:
-        longest = _heaviest(np.minimum(accelerator + price * w.size, cpu), order)[0]
+        longest = heaviest(np.minimum(accelerator + price * w.size, cpu), order)[0]
         bound = max(bound, longest - price * room)
         if time.monotonic() > deadline:
             break
@@ -52,9 +52,9 @@ def cut_bound(colours: ClassGraph, slots: int, deadline: float) -> float:
 
     colours: classes of nodes that must share a device.
     """
-    w, order = colours.workload, _in_order(colours.workload)
+    w, order = colours.workload, in_order(colours.workload)
     compute, size = (x / (x.sum() or 1.0) for x in (np.where(w.supported, w.accelerator_time, w.cpu_time), w.size))
-    paths = {tuple(_heaviest(x, order)[1]) for x in (compute, size, compute + size)}
+    paths = {tuple(heaviest(x, order)[1]) for x in (compute, size, compute + size)}
     return max(_CutPath(colours, slots, np.array(path), order).least(deadline) for path in sorted(paths))
 
 
@@ -73,15 +73,7 @@ class _CutPath:
 
     @cached_property
     def reach(self) -> tuple[Ints, Ints]:
-        """[n] the last position on the path that leads to a node, or -1; the first that the node leads to, or L."""
-        n, length = self.colours.workload.num_nodes, len(self.path)
-        last, first = np.full(n, -1), np.full(n, length)
-        last[self.path] = first[self.path] = np.arange(length)
-        for v, before in self.order:
-            last[v] = max([last[v], *last[before]])
-        for v, before in reversed(self.order):
-            first[before] = np.minimum(first[before], first[v])
-        return last, first
+        return reach(self.path, self.order, self.colours.workload.num_nodes)
 
     @cached_property
     def read_at(self) -> Ints:
@@ -167,7 +159,18 @@ def _extreme(which: np.ufunc, at: Ints, of: Ints, number: int, start: int) -> In
     return found
 
 
-def _heaviest(weights: Floats, order: Order) -> tuple[float, list[int]]:
+def reach(path: Ints, order: Order, n: int) -> tuple[Ints, Ints]:
+    """[n] the last position on the path that leads to a node, or -1; the first that the node leads to, or L."""
+    last, first = np.full(n, -1), np.full(n, len(path))
+    last[path] = first[path] = np.arange(len(path))
+    for v, before in order:
+        last[v] = max([last[v], *last[before]])
+    for v, before in reversed(order):
+        first[before] = np.minimum(first[before], first[v])
+    return last, first
+
+
+def heaviest(weights: Floats, order: Order) -> tuple[float, list[int]]:
     """The largest sum along a path, and the path."""
     done, came = weights.tolist(), [-1] * len(weights)
     for v, before in order:
@@ -182,7 +185,7 @@ def _heaviest(weights: Floats, order: Order) -> tuple[float, list[int]]:
     return most, path[::-1]
 
 
-def _in_order(w: Workload) -> Order:
+def in_order(w: Workload) -> Order:
     """Nodes, each after all that it reads."""
     before: list[list[int]] = [[] for _ in range(w.num_nodes)]
     for u, v in w.edges.tolist():

@@ -25,6 +25,7 @@ from hybridpar.planner.placement.classes import ClassGraph, class_graph
 from hybridpar.planner.placement.highs import Highs
 from hybridpar.planner.placement.ideals import OutOfTime
 from hybridpar.planner.placement.latency_bound import cut_bound, path_bound
+from hybridpar.planner.placement.latency_gates import SCALE, gate_bound
 from hybridpar.planner.placement.latency_search import searched_placements, simple_placements
 from hybridpar.planner.placement.program import ProgramBuilder, TooLargeError
 from hybridpar.planner.placement.result import GAP, Assignment, make_assignment
@@ -32,10 +33,10 @@ from hybridpar.planner.placement.scoring import latency, problems
 from hybridpar.planner.placement.workload import Floats, Ints, Workload
 
 SLACK = 1e-6
-SCALE = 1e3
-"""The time in which everything must end, in the program's unit."""
+GATES_SHARE = 0.6
+"""Share of the time limit, at most, for the program over gates."""
 SEARCH_SHARE = 0.4
-"""Share of the time limit for the search that integer programming begins with."""
+"""Share of the time that is left then, at most, for the search that integer programming begins with."""
 
 
 def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: bool = True) -> Assignment:
@@ -57,14 +58,20 @@ def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: 
     found = [(x, np.zeros_like(x)) for x in simple_placements(graph, deadline)]
     bound = max(path_bound(colours, deadline), cut_bound(colours, slots, deadline))
     if not search:
-        if not found and time.monotonic() > deadline:
-            raise config_error("time_limit", seconds, "was not enough to find any placement", f"{10 * seconds:g}")
         if not found:
-            raise config_error("solver", name, "what is packed in order does not fit", "latency-milp")
+            raise config_error("solver", name, "what is packed in order does not fit", "latency-milp") if (
+                time.monotonic() <= deadline) else config_error(
+                "time_limit", seconds, "was not enough to find any placement", f"{10 * seconds:g}")
         best = min(found, key=lambda x: latency(workload, *x))
         return make_assignment(workload, name, best[0], bound, time.monotonic() - start, slots=best[1])
     with Highs() as highs:
-        better_ones = searched_placements(graph, colours, [x for x, _ in found], start + SEARCH_SHARE * seconds)
+        simple = [x for x, _ in found]
+        known = min((latency(workload, *x) for x in found), default=np.inf)
+        if known > bound * (1 + GAP):
+            other, more = gate_bound(workload, slots, known, start + GATES_SHARE * seconds, highs)
+            bound, simple = max(bound, other), simple + [x for x in more if not problems(workload, x)]
+        better_ones = searched_placements(
+            graph, colours, simple, time.monotonic() + SEARCH_SHARE * (deadline - time.monotonic()))
         found += [(x, np.zeros_like(x)) for x in better_ones]
         known = min((latency(workload, *x) for x in found), default=np.inf)
         solution = _Problem(workload, colours, slots, known, bound, deadline).solve(highs)

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from hybridpar.errors import ConfigError
-from hybridpar.planner.placement import Options, Workload, make_workload, place, problems
+from hybridpar.planner.placement import Options, Workload, latency, make_workload, place, problems
 from hybridpar.planner.placement.bound import work_bound
 from hybridpar.planner.placement.classes import class_graph
 from hybridpar.planner.placement.cover import cover_bound
 from hybridpar.planner.placement.highs import Highs
 from hybridpar.planner.placement.latency_bound import cut_bound, path_bound
+from hybridpar.planner.placement.latency_gates import gate_bound
 
 from .graphs import best_latency, best_pipeline, best_placement, branched_inference, document, random_workload
 
@@ -65,7 +66,7 @@ def test_latency_milp_finds_the_best_placement(slots: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_no_placement_is_below_the_bounds_of_latency(slots: int) -> None:
+def test_no_placement_is_below_the_bounds_of_latency(slots: int, highs: Highs) -> None:
     """They are most often what the best placement takes, where a path has ways around parts of it."""
     made, met = [random_workload(seed, training=False, most=4 if slots == 2 else 5) for seed in range(2000, 2020)], 0
     made += [branched_inference(seed, 7 - slots) for seed in range(12)]
@@ -77,8 +78,18 @@ def test_no_placement_is_below_the_bounds_of_latency(slots: int) -> None:
             colours = class_graph(w, pipeline=False, merge_leaves=False)
             one, other = path_bound(colours, np.inf), cut_bound(colours, slots, np.inf)
             assert max(one, other) <= best * (1 + 1e-9), i
+            assert gate_bound(w, slots, 1.5 * best, np.inf, highs)[0] <= best * (1 + 1e-6), i  # HiGHS's tolerance
             met += i >= 20 and other == pytest.approx(best, rel=1e-9)
     assert met >= 6
+
+
+def test_branches_between_gates_share_the_memory(highs: Highs) -> None:
+    """0 to 1, 2 and 3, which feed 4, on accelerators of two nodes: a path sees none of the branches beside it."""
+    w = make_workload(document(5, [(0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 4)], memory=2, k=3, cost=[1.0] * 5,
+                               cpuLatency=[30.0] * 5))
+    bound, (found,) = gate_bound(w, 1, 100.0, np.inf, highs)
+    assert cut_bound(class_graph(w, pipeline=False, merge_leaves=False), 1, np.inf) == 5
+    assert bound == pytest.approx(best_latency(w, 1), rel=1e-6) == latency(w, found, np.zeros(5)) == 12
 
 
 def test_colours_on_cpus_need_not_be_one_call() -> None:
