@@ -123,13 +123,14 @@ def replicas(replay: bool) -> tuple[list[float], int, list[float]]:
     grid, num_final = ProcessGrid(dp=2), list[float]()
     buckets, start = FlatLayout.buckets, GradientReducer._start
 
-    def start_checked(self: GradientReducer, bucket: Bucket, flat: Tensor, *way: Any) -> Any:
+    def start_checked(self: GradientReducer, bucket: Bucket, buffer: Buffer, *way: Any) -> Any:
         if Event.awaited is not None:
             then, now = Event.awaited.seen, Event.watched.tensors[0]
-            assert torch.equal(then[bucket.start : bucket.stop], flat), "summed before it was final"
+            span = slice(bucket.start, bucket.stop)
+            assert torch.equal(then[span], buffer[span]), "summed before it was final"
             first = self._next == 0  # later ones find what Gloo has summed meanwhile
             num_final.append(float((then == now).sum()) / len(now) if first else 1.0)
-        return start(self, bucket, flat, *way)
+        return start(self, bucket, buffer, *way)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FlatLayout, "buckets", lambda self, num_bytes, *group: buckets(self, 2**14, *group))
