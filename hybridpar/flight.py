@@ -186,8 +186,12 @@ class Record:
             rank for rank in others if rank != self.who.get("rank"))
 
     def situation(self) -> str:
-        """' during B12@1v3, waiting for recv over pp with rank 0'; empty where nothing is known."""
-        text = f" during {self.action}" if self.kind else f" while {self.phase}" if self.phase else ""
+        """' during B12@1v3, waiting for recv over pp with rank 0'; empty where nothing is known.
+
+        An end is no phase that a rank can be in.
+        """
+        phase = "" if self.phase in ("", FAILED, LOST, REFUSED) else f" while {self.phase}"
+        text = f" during {self.action}" if self.kind else phase
         if not self.waits:
             return text
         names = ", ".join(map(str, self.peers)) or "others"

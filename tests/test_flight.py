@@ -67,6 +67,10 @@ def test_a_phase_begins_anew_and_an_end_keeps_what_was_done(tmp_path: Path) -> N
     found = read(tmp_path / "rank")
     assert found is not None
     assert (found.kind, found.waits, found.limit_s, found.situation()) == ("", False, 0.0, " while saving")
+    flight.end(LOST, "connection closed")
+    assert (ended := flight.read()) is not None
+    assert ended.situation() == "", "an end is no phase to be in"
+    flight.phase("saving")
     flight.action("F", 1, 0, 0)
     flight.limit(7.5)
     found = read(tmp_path / "rank")
