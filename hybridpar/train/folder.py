@@ -55,8 +55,8 @@ _WITH = {("pipeline", "schedule"): FOUND}
 """What is found with them."""
 SAVING = "saving"
 """Name of the thread of a rank that writes checkpoints."""
-_SEEN_AFTER_S = 20.0
-"""How long a file of another machine may take to appear on a shared file system, which may remember what it had."""
+_SEEN_AFTER_S = 75.0
+"""How long a file of another machine may take to appear on a shared file system: NFS remembers for 60 s what it had."""
 
 
 def measured(config: Config) -> dict[str, dict[str, Any]]:
@@ -199,12 +199,13 @@ def require_shared(folder: Path, job: Job) -> None:
             job.together(lambda: _find(mark), here=job.launch.local_rank == 0)
     finally:
         if job.launch.rank == 0:
-            mark.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                mark.unlink()
 
 
 def _find(mark: Path) -> None:
     end = time.monotonic() + _SEEN_AFTER_S
-    while not mark.exists():
+    while not os.path.exists(mark):
         if time.monotonic() > end:
             rule = (f"is no folder that this machine shares with rank 0, which has {mark.parent.name}/{mark.name} in "
                     "it: all machines write their parts of a checkpoint there")
