@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import socket
 import struct
 import sys
@@ -37,7 +38,8 @@ _HEADERS = {socket.AF_INET: 52, socket.AF_INET6: 72}
 _INFO = struct.Struct("=BxB49xII68xQII56xQ")
 _MAPPED = "::ffff:"
 """An IPv4 address on an IPv6 socket."""
-_DESCRIPTORS = Path("/proc/self/fd")
+_DESCRIPTORS, _NAMESPACE = Path("/proc/self/fd"), Path("/proc/self/ns/net")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,13 @@ def connections() -> list[Connection]:
 def _are_apart(own: str, host: str) -> bool:
     """Whether two addresses of a connection are of two hosts: one that talks to itself has the same at both ends."""
     return own != host
+
+
+def network() -> str:
+    """A name for the network that this process has: containers of one host may have one each, or share the host's."""
+    with suppress(OSError):
+        return _BOOT.read_text() + os.readlink(_NAMESPACE)
+    return platform.node()
 
 
 def own_address() -> str:

@@ -48,22 +48,24 @@ class Launch:
 
     @staticmethod
     def from_environment(args: Sequence[str] = ()) -> Launch:
-        """As the variables of torchrun say. Without the local ones all processes count as being on one machine.
+        """As the variables of torchrun say; without the local ones all processes count as on one machine.
 
-        Raises: ConfigError, also where WORLD_SIZE is above 1 and RANK is not set.
+        Raises: ConfigError.
         """
-        def get(name: str, default: int | str, least: int = 0, most: int = 2**31, why: str = "") -> int:
+        def get(name: str, default: int, least: int = 0, most: int = 2**31, why: str = "") -> int:
             text = os.environ.get(name, str(default))
             if not text.isdecimal() or not least <= int(text) <= most:
                 rule = f"must be a whole number from {least} to {most}{why} in the environment"
-                raise config_error(name, text, rule, str(default or least))
+                raise config_error(name, text, rule, str(default))
             return int(text)
 
         world, port = get("WORLD_SIZE", 1, 1), get("MASTER_PORT", 29500, 1, 2**16 - 1)
-        rank = get("RANK", "" if world > 1 else 0, 0, world - 1, f", below WORLD_SIZE = {world},")
-        local = get("LOCAL_WORLD_SIZE", world, 1, world, f", at most WORLD_SIZE = {world},")
-        local_rank = get("LOCAL_RANK", rank % local, 0, local - 1, f", below LOCAL_WORLD_SIZE = {local},")
-        here = "LOCAL_WORLD_SIZE" in os.environ and local == world and "GLOO_SOCKET_IFNAME" not in os.environ
+        rank = get("RANK", 0, 0, world - 1, f", below WORLD_SIZE = {world},")
+        known, local = "LOCAL_WORLD_SIZE" in os.environ, get(
+            "LOCAL_WORLD_SIZE", world, 1, world, f", at most WORLD_SIZE = {world},")
+        local_rank = get("LOCAL_RANK", rank % local, 0, local - 1 if known else 2**31,
+                         f", below LOCAL_WORLD_SIZE = {local}," if known else "")
+        here = known and local == world and "GLOO_SOCKET_IFNAME" not in os.environ
         theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         near = local == world and os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
         job = os.environ.get("TORCHELASTIC_RUN_ID", "")

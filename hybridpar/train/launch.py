@@ -52,9 +52,11 @@ class Job:
 
     @staticmethod
     def connect(launch: Launch) -> Job:
-        """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names. Raises: RankError."""
+        """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names. Raises: RankError, ConfigError."""
         if launch.world_size == 1:
             return Job(launch)
+        if not launch.launched:
+            raise config_error("RANK", "", f"must be set in the environment, as WORLD_SIZE is {launch.world_size}", "0")
         text = f"at {launch.store} (MASTER_ADDR and MASTER_PORT, the same on all)"
         try:
             with _says_if_it_waits(launch, text):
@@ -136,7 +138,7 @@ class Job:
         Raises: ConfigError, as `together`.
         """
         if backend == "gloo" and self.store is not None:
-            several = len(set(self.gather(platform.node()))) > 1
+            several = len(set(self.gather(sockets.network()))) > 1
             self.together(lambda: _require_address(self.launch.interface, several))
 
     def start_group(self, device: torch.device, backend: str, timeout_s: float) -> None:
@@ -233,7 +235,7 @@ def _require_address(interface: str, several_hosts: bool) -> None:
     there = sockets.interfaces()
     found = f"this host, {platform.node()}, has {', '.join(there) or 'none but lo'}"
     for name in interface.split(",") if interface else ():
-        if name not in (*there, "lo"):
+        if name.partition(":")[0] not in (*there, "lo"):  # eth0:1 is a second address of eth0
             raise config_error("GLOO_SOCKET_IFNAME", interface, f"names no network interface: {found}", *there[:1])
     address = sockets.own_address() if several_hosts and not interface else ""
     if address and ipaddress.ip_address(address.partition("%")[0]).is_loopback:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from train.runs import on_ranks, reserved_port
 
+from hybridpar import sockets
 from hybridpar.comm import all_reduce
 from hybridpar.config import Launch, TrainConfig
 from hybridpar.errors import ConfigError, DataError, config_error
@@ -207,23 +208,25 @@ def test_a_port_in_use_and_an_address_that_is_missing_are_said(monkeypatch: pyte
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(RankError, match=f"Address already in use.*{port}.*a port that is free there"):
-            Job.connect(Launch(0, 0, 2, 2, own_store_port=port))
+            Job.connect(Launch(0, 0, 2, 2, True, own_store_port=port))
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(RankError, match=r"rank 0 cannot reach the others: .*MASTER_ADDR"):
+        Job.connect(Launch(0, 0, 2, 1, True))
+    with pytest.raises(ConfigError, match="RANK = '': must be set in the environment, as WORLD_SIZE is 2; try 0"):
         Job.connect(Launch(0, 0, 2, 1))
 
 
 @pytest.mark.parametrize(("interface", "alone", "error"), [
-    pytest.param("", False, r"rank 1: GLOO_\w+ = '': must name .* to 127.0.0.1, .*; try eth0", id="Debian"),
+    pytest.param("", False, r"GLOO_\w+ = '': must name .* to 127.0.0.1, .*; try eth0", id="Debian"),
     pytest.param("", True, None, id="one host"),
-    pytest.param("eth0", False, None, id="named"),
-    pytest.param("eth0,lan7", True, r"'eth0,lan7': names no network interface: .*, here, has eth0", id="no such"),
-])
+    pytest.param("eth0:1", False, None, id="named"),
+    pytest.param("eth0,lan7", True, r"'eth0,lan7': names no network interface: .* has eth0;", id="no such")])
 def test_addresses_that_others_cannot_reach(monkeypatch: pytest.MonkeyPatch, interface: str, alone: bool,
                                             error: str | None) -> None:
-    """alone: all processes are on one host."""
-    nodes = iter(["here"] * 9 if alone else map(str, range(9)))
-    monkeypatch.setattr(platform, "node", lambda: next(nodes))
+    """alone: all processes have one network."""
+    names = iter(range(9))
+    if not alone:
+        monkeypatch.setattr(sockets, "network", lambda: next(names))
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))])
@@ -246,4 +249,4 @@ def test_a_rank_that_waits_for_others_says_where(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("hybridpar.train.launch._SILENT_S", 0.01)
     monkeypatch.setattr(dist, "rendezvous", nobody_comes)
     with pytest.raises(RankError, match="rank 0 waits for the other 2 at host7:29500 "):
-        Job.connect(Launch(0, 0, 3, 1, store="host7:29500"))
+        Job.connect(Launch(0, 0, 3, 1, True, store="host7:29500"))
