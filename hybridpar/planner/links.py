@@ -47,6 +47,8 @@ _WAY_REPEATS, _WAY_S = 3, 1.0
 """Of a message one way: how often it is sent, and how long it may take."""
 _UNEVEN = 0.15
 """Least difference between a way and the mean of both that counts: less is noise."""
+_LEAST_WAY = 0.01
+"""Least time of a way, likewise: on a busy machine a large message may take no longer than the smallest one took."""
 _TOO_LONG_S = 2.0
 """Larger messages than one that took so long are not measured."""
 
@@ -217,7 +219,7 @@ def _there(send: Curve, pair: tuple[int, int], world: Axis, device: torch.device
         took = max(gather_objects(_ping(sizes[0], _WAY_REPEATS, pair, world, device, sizes[1])[0], world))
         seconds.append(max(2 * took - 2 * send.latency, 1e-9))  # of a round trip, without two latencies
     there = 2 * seconds[0] / sum(seconds)
-    return there if abs(there - 1) > _UNEVEN else 1.0
+    return min(max(there, _LEAST_WAY), 2 - _LEAST_WAY) if abs(there - 1) > _UNEVEN else 1.0
 
 
 def _sweep(sizes: Sequence[int], once: Callable[[int, int], Times], world: Axis) -> tuple[Curve, Curve, float]:

@@ -150,7 +150,8 @@ def test_a_link_may_be_slower_one_way(between: Link | MeasuredLink) -> None:
     assert (there, back) == (pytest.approx(0.45, rel=1e-5), pytest.approx(0.15, rel=1e-5))
 
 
-@pytest.mark.parametrize(("rates", "there"), [((2e6, 10e6), 5 / 3), ((10e6, 2e6), 1 / 3), ((2e6, 2.2e6), 1.0)])
+@pytest.mark.parametrize(("rates", "there"), [
+    ((2e6, 10e6), 5 / 3), ((10e6, 2e6), 1 / 3), ((2e6, 2.2e6), 1.0), ((1e12, 2e5), 0.01), ((2e5, 1e12), 1.99)])
 def test_both_ways_are_measured(rates: tuple[float, float], there: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of round trips over a link of these rates, there and back, with a latency of 15 ms."""
     def half_trip(size: float, back: float) -> float:
@@ -160,7 +161,7 @@ def test_both_ways_are_measured(rates: tuple[float, float], there: float, monkey
     send = Curve(tuple((float(n), half_trip(n, n)) for n in (1 << 10, 1 << 21)))
     found = links._there(send, (0, 1), Axis("dp"), torch.device("cpu"))
     assert found == pytest.approx(there, rel=1e-3)  # the smallest message's bytes count as latency
-    if there != 1.0:
+    if 0.1 < abs(there - 1) < 0.9:
         assert MeasuredLink("network", send, {}, there=found).rates == pytest.approx(rates, rel=1e-3)
 
 
