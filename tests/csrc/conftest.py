@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,9 @@ def built_once() -> Callable[[str, Callable[[Path], None]], Path]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (folder / "done").exists():
                 for other in CACHE.glob(f"{name}-*"):
-                    if time.time() - other.stat().st_mtime > 86400:
-                        shutil.rmtree(other, ignore_errors=True)
+                    with suppress(FileNotFoundError):  # tests of other sources remove it, too
+                        if time.time() - other.stat().st_mtime > 86400:
+                            shutil.rmtree(other, ignore_errors=True)
                 fill(folder)
                 (folder / "done").touch()
         return folder
