@@ -19,8 +19,8 @@ _NO_MEMORY_ENDS = ("could not create a primitive", "failed to map segment from s
 # All that Python and Gloo say of a thread that cannot be had.
 _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
 
-TO_CONNECT = ("between hosts, GLOO_SOCKET_IFNAME names the interface that leads to the others, and firewalls let all "
-              "ports of TCP through")
+TO_CONNECT = ("between hosts, GLOO_SOCKET_IFNAME (with GPUs NCCL_SOCKET_IFNAME) names the interface that leads to the "
+              "others, and firewalls let all TCP ports through")
 """What ranks need to find each other."""
 
 

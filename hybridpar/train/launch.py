@@ -232,7 +232,7 @@ def _poll(done: Callable[[], bool]) -> None:
 
 def _require_address(interface: str, several_hosts: bool) -> None:
     """Raises: ConfigError."""
-    there = sockets.interfaces()
+    there = sockets.interfaces() if interface or several_hosts else []
     found = f"this host, {platform.node()}, has {', '.join(there) or 'none but lo'}"
     for name in interface.split(",") if interface else ():
         if name.partition(":")[0] not in (*there, "lo"):  # eth0:1 is a second address of eth0

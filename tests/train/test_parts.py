@@ -228,7 +228,7 @@ def test_a_lost_neighbour_is_one_line_and_a_defect_keeps_its_traceback() -> None
     assert str(lost) == ("rank 1 lost contact with another rank during F37@1v2, waiting for all_reduce over dp with "
                          "ranks 0, 3")
     lost = describe_failure(gloo, "rank 1", replace(doing, phase="connecting"))
-    assert "; between hosts, GLOO_SOCKET_IFNAME names the interface" in str(lost)
+    assert "; between hosts, GLOO_SOCKET_IFNAME (with GPUs NCCL_SOCKET_IFNAME) names" in str(lost)
     alone = describe_failure(DataError("corpus.bin: is damaged"), "rank 2")
     assert (str(alone), type(alone)) == ("rank 2: corpus.bin: is damaged", RankError)
     assert "ValueError: our mistake" in str(describe_failure(ValueError("our mistake"), "rank 3"))
