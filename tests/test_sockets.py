@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import socket
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from connections import HERE, THERE, Pair, connected
@@ -95,3 +97,10 @@ def test_pauses_between_attempts_are_bounded(pair: Pair) -> None:
         assert here.getsockopt(socket.IPPROTO_TCP, 44) == 3000  # TCP_RTO_MAX_MS
     except OSError:
         pytest.skip("this kernel cannot bound them")
+
+
+def test_a_network_has_its_own_name_or_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "node", lambda: "host7")
+    assert "net:[" in sockets.network()
+    monkeypatch.setattr(sockets, "_NAMESPACE", Path("/proc/nothing"))
+    assert sockets.network() == "host7"
