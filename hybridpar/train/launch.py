@@ -108,13 +108,13 @@ class Job:
             for text, where in ranks.items()))
 
     def _part(self) -> None:
-        """Before an error that all have: the process that has the store ends when the others have it, too, or soon."""
+        """Before an error that all have: rank 0, which may have the store, ends when the others have it, or soon."""
         store, end = self.store, time.monotonic() + _PART_S
         assert store is not None
         others = [f"parted/{rank}" for rank in range(1, self.launch.world_size)]
         if self.launch.rank:
             store.set(f"parted/{self.launch.rank}", "")
-        elif self.launch.own_store_port:
+        else:
             _poll(lambda: store.check(others) or time.monotonic() > end)
 
     def gather(self, value: Any) -> list[Any]:

@@ -139,7 +139,7 @@ def on_ranks(num_ranks: int, action: Callable[[Job], Any]) -> list[Any]:
 
     def run(rank: int) -> Any:
         try:
-            return action(Job(Launch(rank, rank, num_ranks, num_ranks, own_store_port=1), store))
+            return action(Job(Launch(rank, rank, num_ranks, num_ranks), store))
         except HybridparError as error:
             return error
 
