@@ -10,17 +10,21 @@ import torch
 
 from hybridpar.train import loop, peak
 
-with contextlib.suppress(ImportError):  # what tests a GPU does without it
-    from hypothesis import settings
-
-    # how busy the machine is says nothing of the code; and examples are others in every run
-    settings.register_profile("untimed", deadline=None, max_examples=60)
-    settings.load_profile("untimed")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=10, help="how often each test of kill -9 kills; 100: a thorough run")
-    parser.addoption("--thorough", action="store_true", help="run all cases of the tests that are marked `sampled`")
+    parser.addoption("--thorough", action="store_true", help="run all cases of the tests that are marked `sampled`; "
+                     "hypothesis draws other examples in every run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Of hypothesis: how busy the machine is says nothing of the code, and a change's tests end alike everywhere."""
+    with contextlib.suppress(ImportError):  # what tests a GPU does without it
+        from hypothesis import settings
+
+        same = not config.getoption("--thorough")
+        settings.register_profile("ours", deadline=None, max_examples=60, derandomize=same)
+        settings.load_profile("ours")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
