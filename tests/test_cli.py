@@ -94,6 +94,7 @@ def test_help_needs_no_torch() -> None:
     (("train", "CONFIG", "--model.hiden_size", "3"), "flag --model.hiden_size; did you mean --model.hidden_size?"),
     (("train", "CONFIG", "--hidden_size=3"), "unknown flag --hidden_size; did you mean --model.hidden_size?"),
     (("train", "CONFIG", "--model.num-layer", "3"), "did you mean --model.num_layers?"),
+    (("train", "CONFIG", "--train.lr", "3"), "unknown flag --train.lr; did you mean --optim.lr or --outer.lr?"),
     (("generate", "--chekpoint", "x"), "did you mean --checkpoint?"),
     (("plan", "CONFIG", "--out", "plan.toml"), "unknown flag --out; did you mean --output?"),
     (("train", "--parallel.tp", "2"), "the first argument must be a configuration file"),

@@ -43,6 +43,7 @@ def test_a_file_changes_only_what_it_names() -> None:
     ({"hidden_size": 64}, "hidden_size = 64: is a key of [model], and stands in no section; try model.hidden_size"),
     ({"model": 3}, "is a section and needs keys"),
     ({"model": {"num_layer": 3}}, "model.num_layer = 3: is not a key of the configuration; try num_layers"),
+    ({"train": {"lr": 0.1}}, "train.lr = 0.1: is not a key of the configuration; try optim.lr or outer.lr"),
     ({"model": {"num_layers": "3"}}, "model.num_layers = '3': must be of type int; try 4"),
     ({"model": {"num_layers": True}}, "must be of type int"),
     ({"model": {"num_layers": 3.0}}, "must be of type int"),

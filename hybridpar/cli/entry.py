@@ -73,14 +73,14 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
         raise SystemExit(0)
     name, rest = args[0], list(args[1:])
     if name not in COMMANDS:
-        _refuse(f"hybridpar: {name} is not a command", name, COMMANDS, speaks)
+        _refuse(f"hybridpar: {name} is not a command", _nearest(name, COMMANDS), speaks)
     command, default, config = COMMANDS[name], tyro.MISSING_NONPROP, Config()
     if "config" in command.__dataclass_fields__:
         if {"-h", "--help"} & set(rest):
             default = command(path=Path("CONFIG.toml"), config=Config())
         elif not rest or rest[0].startswith("-"):
             if "run" not in own_flags(command) or not (run := _value("--run", rest)):
-                _refuse(f"hybridpar {name}: the first argument must be a configuration file", "", (), speaks)
+                _refuse(f"hybridpar {name}: the first argument must be a configuration file", (), speaks)
             rest.insert(0, str(Path(run) / "config.toml"))
         if default is tyro.MISSING_NONPROP:
             config, rest = load_toml(rest[0], _value(SPEC, rest)), _without(SPEC, rest)
@@ -116,8 +116,8 @@ def _check_flags(name: str, args: Iterable[str], speaks: bool, config: Config) -
     for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--") and arg != "--help"):
         word = flag[2:].replace("-", "_")
         if word not in known:
-            same_key = [k for k in known if "." in k and k.rpartition(".")[2] == word.rpartition(".")[2]]
-            _refuse(f"hybridpar {name}: unknown flag {flag}", word, same_key or known, speaks, "--")
+            same_key = [k for k in sorted(known) if "." in k and k.rpartition(".")[2] == word.rpartition(".")[2]]
+            _refuse(f"hybridpar {name}: unknown flag {flag}", same_key or _nearest(word, known), speaks, "--")
 
 
 def _check_numbers(name: str, args: Iterable[str], speaks: bool, default: Any) -> None:
@@ -144,7 +144,7 @@ def _check_numbers(name: str, args: Iterable[str], speaks: bool, default: Any) -
         works = " ".join(map(str, usual)) if isinstance(usual, tuple) else usual
         what = f"{'whole ' * (inner[0] is int)}number{'s' * (count != 1)}"
         rule = f"must be {'a' if count == 1 else count or 'any number of'} {what}; try {flag} {works or 1}"
-        _refuse(f"hybridpar {name}: {' '.join([flag, *words[:count]])}: {rule}", "", (), speaks)
+        _refuse(f"hybridpar {name}: {' '.join([flag, *words[:count]])}: {rule}", (), speaks)
 
 
 def flags_of(command: type[Any], config: Config) -> set[str]:
@@ -189,11 +189,15 @@ def _help() -> str:
         "hybridpar COMMAND --help tells more. Flags are --section.key value, over what CONFIG.toml says."])
 
 
-def _refuse(text: str, word: str, known: Iterable[str], speaks: bool, dashes: str = "") -> NoReturn:
-    """Reports an error of the command line, with the nearest name that exists; exits with 2."""
-    near = difflib.get_close_matches(word.lower(), list(known), 1, cutoff=0.4)
+def _nearest(word: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(word.lower(), sorted(known), 1, cutoff=0.4)
+
+
+def _refuse(text: str, near: Sequence[str], speaks: bool, dashes: str = "") -> NoReturn:
+    """Reports an error of the command line, with the names that may have been meant; exits with 2."""
     if speaks:
-        print(f"{text}; did you mean {dashes}{near[0]}?" if near else text, file=sys.stderr)
+        names = f" or {dashes}".join(near)
+        print(f"{text}; did you mean {dashes}{names}?" if near else text, file=sys.stderr)
     raise SystemExit(2)
 
 

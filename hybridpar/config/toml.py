@@ -72,7 +72,7 @@ def from_mapping(document: Mapping[str, Any], base: Config | None = None) -> Con
             problems.append(Problem(name, table, "is a section and needs keys", f"[{name}]"))
         else:
             start, keys = (_model(base.model, table, problems) if name == "model" else (getattr(base, name), table))
-            changed[name] = _read_section(name, start, keys, problems)
+            changed[name] = _read_section(name, start, keys, base, problems)
     if problems:
         raise ConfigError(*problems)
     return dataclasses.replace(base, **changed)
@@ -118,11 +118,15 @@ def _model(base: ModelSpec, table: Mapping[str, Any], problems: list[Problem]) -
 
 def _no_section(name: str, value: Any, base: Config) -> Problem:
     """A name at the top of the file that is no section: misspelled, or a key that has lost its own."""
-    holders = [s for s, table in to_mapping(base).items() if name in table and not isinstance(value, Mapping)]
-    if holders:
+    if (holders := _holders(name, base)) and not isinstance(value, Mapping):
         rule = f"is a key of {' or '.join(f'[{s}]' for s in holders)}, and stands in no section"
         return Problem(name, value, rule, f"{holders[0]}.{name}")
     return Problem(name, "...", "is not a section of the configuration", _nearest(name, list(to_mapping(base))))
+
+
+def _holders(key: str, base: Config) -> list[str]:
+    """The sections that have such a key."""
+    return [section for section, table in to_mapping(base).items() if key in table]
 
 
 def _as_toml(value: Any) -> str:
@@ -135,12 +139,12 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return near[0] if near else "one of " + ", ".join(sorted(known))
 
 
-def _read_section(name: str, base: Any, table: Mapping[str, Any], problems: list[Problem]) -> Any:
+def _read_section(name: str, base: Any, table: Mapping[str, Any], whole: Config, problems: list[Problem]) -> Any:
     section: Any = type(base)
     hints, values = hints_of(section), {}
     for key, value in table.items():
         if key not in hints:
-            near = _nearest(key, [*hints])
+            near = " or ".join(f"{section}.{key}" for section in _holders(key, whole)) or _nearest(key, [*hints])
             problems.append(Problem(f"{name}.{key}", value, "is not a key of the configuration", near))
             continue
         try:
