@@ -148,8 +148,8 @@ def _socket_thread(interface: str) -> Any:
 
 @dataclass
 class Rounds:
-    """What the rounds of a side gave on this rank: seconds of a batch in the steady state; and shares of the time: CPU
-    time used, by the process and by the emulator; waiting, for inputs and for others (the norm, the reduction before
+    """Measurements of a side on this rank: seconds of a batch in the steady state; and shares of the time: CPU time
+    used, by the process and by the emulator; waiting, for inputs and for others (the norm, the reduction before
     it); ready to go on, but other work of the machine had the core. link_bytes: that the host sent for each batch."""
 
     seconds: list[float] = field(default_factory=list)

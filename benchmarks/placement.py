@@ -144,7 +144,7 @@ def placements(name: str, workload: Workload, solvers: tuple[str, ...], shape: s
 
 
 def wanted(solvers: Iterable[str], args: Namespace) -> list[str]:
-    """Those that were asked for."""
+    """The solvers that --solvers names, all where it names none."""
     return [solver for solver in solvers if not args.solvers or solver in args.solvers]
 
 

@@ -151,7 +151,7 @@ def _memory(config: Config, shape: Shape | OwnShape) -> tuple[int, int]:
 
 
 def choose(base: Config, profile: Profile, ranks: int, batch: int, batches: Sequence[int]) -> Config:
-    """What the planner takes for so many ranks."""
+    """The configuration that the planner takes for so many ranks."""
     free = replace(base, parallel=replace(base.parallel, tp=1, pp=1, dp=0))
     names = (base.pipeline.schedule,)
     request = Request(batch_size=batch, schedules=names, micro_batches=tuple(batches), quick=True)

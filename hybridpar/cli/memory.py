@@ -108,7 +108,7 @@ class Memory:
                       [ranks_section(traces)] if len(traces) > 1 else [])
 
     def _planned(self, config: Config) -> dict[int, Counts]:
-        """What became of the run's planned memory, by rank; nothing where it had none."""
+        """Counts of the run's planned memory, by rank; none where it had none."""
         from hybridpar.memory.planned import Counts
         from hybridpar.train.folder import MEMORY
 
@@ -116,7 +116,7 @@ class Memory:
         return {rank: Counts.read(path) for rank, path in paths.items() if path.exists()}
 
     def _paths(self, config: Config) -> dict[int, Path]:
-        """What ranks of the run recorded, or the one that was asked for."""
+        """Files that ranks of the run recorded, by rank: all, or the one that --rank names."""
         from hybridpar.train.folder import MEMORY
 
         if not Path(self.measured).is_dir():

@@ -141,7 +141,7 @@ class Graph:
     config: Overrides
     output: str = "graph.json"
     training: bool = False
-    """With backward nodes, gradients and optimizer state."""
+    """Whether the graph has backward nodes, gradients and optimizer state."""
     profile: str = ""
     """A file of `hybridpar profile`, whose times of a block its operators share out. Empty: estimates."""
     cluster: str = ""

@@ -86,7 +86,7 @@ class Conform:
 
 
 def _factories(name: str) -> dict[str, Any]:
-    """What "module:name" names; modules of this folder come first. Raises: ConfigError."""
+    """The factories that "module:name" names; modules of this folder come first. Raises: ConfigError."""
     module, _, attribute = name.partition(":")
     sys.path[:0] = [str(Path.cwd())] * (str(Path.cwd()) not in sys.path)
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hybridpar.errors import config_error
 
 JOB = "hybridpar of process "
-"""What the names of jobs of ours begin with, as torch's elastic agent hands them to ranks: their supervisor follows."""
+"""Beginning of a job's name as our supervisor gives it to ranks, where torch's elastic agent would; its pid follows."""
 
 
 def triton_is_interpreted() -> bool:
@@ -48,7 +48,7 @@ class Launch:
 
     @staticmethod
     def from_environment(args: Sequence[str] = ()) -> Launch:
-        """As the variables of torchrun say; without the local ones all processes count as on one machine.
+        """The launch that torchrun's variables describe; without the local ones all processes count as on one machine.
 
         Raises: ConfigError.
         """

@@ -21,8 +21,8 @@ class ParallelConfig:
     dp: Annotated[int, Within(0, 2**20)] = 0
     """0: number of processes / (tp * pp * sites)."""
     zero: Literal[0, 1, 2, 3] = 0
-    """What replicas split. 1: optimizer state, and the fp32 master weights of bf16 and fp16. 2: gradients, too; a block
-    at a time is whole, and is summed over the replicas after each micro-batch. 3: weights, too, gathered block by
+    """State that replicas split. 1: optimizer state, and the fp32 master weights of bf16 and fp16. 2: gradients, too; a
+    block at a time is whole, and is summed over the replicas after each micro-batch. 3: weights, too, gathered block by
     block. With pipeline.schedule = gpipe, pp = 1 and no tied embeddings a block is summed once a batch, and gathered
     twice. Whole in any case: an embedding that is tied across stages and, if tp is above 1, norms and biases."""
     sites: Annotated[int, Within(1, 2**10)] = 1

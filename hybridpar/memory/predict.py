@@ -25,6 +25,7 @@ from hybridpar.memory.ghost_state import StateFootprint, trace_state
 from hybridpar.memory.walk import StageMemory, together, walk
 from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.models.cost import stage_split
+from hybridpar.optim import divides_all
 from hybridpar.pipeline.plan.offload import num_away
 from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.predict import Ordering
@@ -75,7 +76,7 @@ class _Pipeline:
         each = [fp for of_stage in footprints.values() for fp in of_stage]
         # stages of a rank have a tied weight in common, and what replicas share is cut where all of them end
         common = config.parallel.zero > 0 or (rank == 0 and self._sizes.is_v and config.model.tie_embeddings)
-        uneven = config.parallel.zero > 0 and config.optim.name in ("lamb", "muon")  # they cut no matrix
+        uneven = config.parallel.zero > 0 and not divides_all(config.optim)  # whole parameters lie on one replica each
         if parts.is_divided or (len(held) > 1 and common) or uneven or config.memory.host_optimizer:
             states = StatePolicy.of(config, buffers.versions, buffers.gradients)
             first = rank * config.parallel.dp * config.parallel.tp  # of its replicas and tp ranks

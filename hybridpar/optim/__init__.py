@@ -8,12 +8,12 @@ from hybridpar.optim.lamb import Lamb
 from hybridpar.optim.loss_scale import LossScaler
 from hybridpar.optim.muon import Muon
 from hybridpar.optim.norm import clip_scale
-from hybridpar.optim.registry import OPTIMIZERS, build_optimizer, divisible
+from hybridpar.optim.registry import OPTIMIZERS, build_optimizer, divides_all, divisible
 from hybridpar.optim.schedule import learning_rate
 from hybridpar.optim.sgd import SGD
 from hybridpar.optim.slots import ParameterSlot
 
 __all__ = [
     "OPTIMIZERS", "SGD", "AdamW", "Extrapolation", "GroupedOptimizer", "Lamb", "LossScaler", "Muon", "NAdamW",
-    "Optimizer", "ParameterSlot", "build_optimizer", "clip_scale", "divisible", "learning_rate",
+    "Optimizer", "ParameterSlot", "build_optimizer", "clip_scale", "divides_all", "divisible", "learning_rate",
 ]

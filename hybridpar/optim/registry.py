@@ -26,6 +26,11 @@ def divisible(settings: OptimConfig, slot: ParameterSlot) -> bool:
     return OPTIMIZERS[settings.name].divisible(slot)
 
 
+def divides_all(settings: OptimConfig) -> bool:
+    """Whether that is so for every parameter: the optimizer has no rule of its own."""
+    return "divisible" not in vars(OPTIMIZERS[settings.name])
+
+
 def build_optimizer(settings: OptimConfig, slots: Sequence[ParameterSlot], tp: Axis,
                     backend: str = "auto") -> Optimizer:
     """The optimizer that `settings.name` and `settings.staleness` name, for this rank's parameters.

@@ -66,7 +66,7 @@ class StageCosts:
         self.moves = Moves.of(config, machine)
         self.zero_share = self.dp if parallel.zero else 1
         self.splits = parallel.zero if self.dp > 1 else 0
-        """What replicas split: 2: gradients, too; 3: weights, too. These come and go block by block, but for
+        """State that replicas split: 2: gradients, too; 3: weights, too. These come and go block by block, but for
         gradients that are compressed."""
         self.updates_here = not config.memory.host_optimizer
         """Whether ranks update on their own time."""

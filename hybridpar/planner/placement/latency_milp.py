@@ -58,10 +58,10 @@ def minimise_latency(workload: Workload, slots: int, seconds: float, *, search: 
     found = [(x, np.zeros_like(x)) for x in simple_placements(graph, deadline)]
     bound = max(path_bound(colours, deadline), cut_bound(colours, slots, deadline))
     if not search:
+        if not found and time.monotonic() > deadline:
+            raise config_error("time_limit", seconds, "was not enough to find any placement", f"{10 * seconds:g}")
         if not found:
-            raise config_error("solver", name, "what is packed in order does not fit", "latency-milp") if (
-                time.monotonic() <= deadline) else config_error(
-                "time_limit", seconds, "was not enough to find any placement", f"{10 * seconds:g}")
+            raise config_error("solver", name, "what is packed in order does not fit", "latency-milp")
         best = min(found, key=lambda x: latency(workload, *x))
         return make_assignment(workload, name, best[0], bound, time.monotonic() - start, slots=best[1])
     with Highs() as highs:
