@@ -89,6 +89,11 @@ class ModelSpec:
         return 1
 
     @property
+    def counts_targets(self) -> bool:
+        """Whether the model counts labels; otherwise each sample is one target, and none need be read to count them."""
+        return type(self).num_targets is not ModelSpec.num_targets
+
+    @property
     def max_tp_rule(self) -> str:
         """The largest number of tp ranks, in words."""
         return f"{self.max_tp}, as {self.kind}.max_tp says"

@@ -83,6 +83,12 @@ class Blend:
         groups = [(self.datasets[m], np.flatnonzero(members == m)) for m in np.unique(members)]
         return sum(dataset.num_targets(samples[mine], epochs[mine]) for dataset, mine in groups)
 
+    def num_repeats(self, count: int) -> int:
+        """Return how many of the first `count` positions have a sample that an earlier one has."""
+        rounds, left = divmod(count, len(self._choice))
+        drawn = rounds * np.array(self.shares) + np.bincount(self._choice[:left], minlength=len(self.datasets))
+        return sum(max(int(n) - len(dataset), 0) for n, dataset in zip(drawn, self.datasets, strict=True))
+
 
 def _by_size(datasets: Sequence[Dataset]) -> tuple[float, ...]:
     """Weights in proportion to the samples, except that none is below the finest share."""

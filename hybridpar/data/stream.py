@@ -29,6 +29,7 @@ class StreamedSamples:
         self._model, self._source, self._part, self._most = model, source, part, kept
         self._kept: dict[int, Arrays] = {}
         self._next, self._items, self._passes = 0, iter(()), 0
+        self._size: int | None = None  # known once a pass has ended
         if isinstance(size := getattr(source, "batch_size", None), int):
             raise DataError(f"{self._where()} gives batches (of {size}), which must be samples: batch_size=None")
         self._open(0)
@@ -46,9 +47,13 @@ class StreamedSamples:
 
     def num_targets(self, counter: NDArray[np.int64]) -> int:
         """How many labels count in the samples at these positions."""
-        if type(self._model).num_targets is ModelSpec.num_targets:  # one each: none need be read
+        if not self._model.counts_targets:
             return len(counter)
         return sum(self._model.num_targets(self._at(n)) for n in counter.tolist())
+
+    def num_repeats(self, count: int) -> int:
+        """Return how many of the first `count` samples have come before; 0 until the first pass has ended."""
+        return 0 if self._size is None else max(count - self._size, 0)
 
     def _at(self, position: int) -> Arrays:
         if position not in self._kept and (position < self._next or callable(self._source)) and position != self._next:
@@ -65,6 +70,8 @@ class StreamedSamples:
         nothing = object()
         if (item := next(self._items, nothing)) is not nothing:
             return item
+        if self._size is None:
+            self._size = self._next
         self._items = self._begun(self._next)
         if (item := next(self._items, nothing)) is nothing:
             raise DataError(f"{self._where()} ends after {self._next} samples and cannot be gone through again; try a "

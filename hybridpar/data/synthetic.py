@@ -40,6 +40,9 @@ class _Samples:
             return sum(self.model.num_targets(self._sample(n)) for n in counter.tolist())
         return sum(int((self._sample(n)["labels"] != -100).sum()) for n in counter.tolist())
 
+    def num_repeats(self, count: int) -> int:
+        return 0
+
     def _sample(self, number: int) -> dict[str, np.ndarray]:
         if not isinstance(self.model, ModelConfig):
             return as_arrays(self.model.sample(number, self.seed), "sample")

@@ -45,7 +45,12 @@ class SequentialSpec(ModelSpec):
         raise self._undefined("def layers(self): ...")
 
     def loss(self, out: Any, batch: dict[str, Tensor]) -> Tensor:
-        """The mean over the samples of a micro-batch, from the last module's output. Shapes: a number (0-d)."""
+        """Return the loss of a micro-batch, from the last module's output.
+
+        It is the mean over the samples of the micro-batch. Where the model defines `num_targets`, it is the sum over
+        the labels that count instead, and is divided by their number in the whole batch: a micro-batch may have any
+        number of them, or none. Shapes: a number (0-d).
+        """
         raise self._undefined("def loss(self, out, batch): ...")
 
     @property
@@ -79,11 +84,12 @@ class _Layer(nn.Module):
         out = self.layer(x)
         if not self._is_last:
             return out
-        share = len(batch[self._model.inputs]) / batch["num_samples"]
         if not isinstance(loss := self._model.loss(out, batch), Tensor):
             raise _wrong(self._model, f"returns a {type(loss).__name__} from loss(), which must be a number (0-d)",
                          "nn.functional.mse_loss(out, batch['y'])")
-        return {"loss": loss * share}
+        if self._model.counts_targets:
+            return {"loss": loss / batch["num_targets"]}
+        return {"loss": loss * (len(batch[self._model.inputs]) / batch["num_samples"])}
 
 
 def _wrong(model: SequentialSpec, rule: str, works: str) -> ConfigError:

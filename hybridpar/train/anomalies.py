@@ -55,7 +55,7 @@ class RunningJudge:
         self._anomalies: list[int] = []
 
     def judge(self, step: int, loss: float, norm: float, *, cured: bool) -> Anomaly | None:
-        if cured:
+        if cured or loss == norm == 0:  # no label counts: neither is a value to compare later ones with
             return None
         settings, found = self.settings, None
         if not (isfinite(loss) and isfinite(norm)):

@@ -20,7 +20,7 @@ from torch import Tensor
 from hybridpar.comm import Work, all_reduce, all_reduce_async
 from hybridpar.config import Config
 from hybridpar.data import DataStart
-from hybridpar.data.loader import Loader
+from hybridpar.data.loader import BatchLoader, Loader
 from hybridpar.errors import config_error
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import build_blocks, recomputed_blocks
@@ -151,7 +151,7 @@ class Engine:
         hooks = BatchHooks(self._before_backward, self._after_backward, self._reduce, self._norm, self._host,
                            self._update, self._weight_gradients)
         recorded = self.executor.graphs
-        source = LoaderSource(loader, self.config, self.device, training=True, fixed_shapes=recorded is not None)
+        source = LoaderSource(loader, self.config, self.device, fixed_shapes=recorded is not None)
         with nullcontext() if recorded is None else recorded.stream():
             self.executor.run(self._tamper(self._until_end(self._in_tiers(self.plan(num_batches)))), source, hooks)
             for batch in sorted(self._pending):
@@ -342,20 +342,24 @@ class Engine:
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, loader: Loader, num_batches: int) -> dict[str, float]:
-        """Mean partial losses of the newest weights over the first batches of `loader`, without dropout; of several
-        sites, the mean over these."""
+    def evaluate(self, loader: BatchLoader, num_batches: int) -> dict[str, float]:
+        """Return the partial losses of the newest weights over the first batches of `loader`, without dropout.
+
+        Each is a mean over what it counts (labels, or samples) in all of these batches, however they are divided into
+        batches, micro-batches, replicas and sites; 0 where no label counts.
+        """
         newest = self.state.weights.newest
         assert self.batches_done == newest, "evaluation needs a drained pipeline"
         actions = self._in_tiers(forward_actions(
             self.sizes, self.grid.pp.rank, num_batches * self.sizes.num_microbatches, version=newest,
             parts=self._division))
         with self.state.unpredicted():
-            self.executor.run(actions, LoaderSource(loader, self.config, self.device, training=False), NO_HOOKS)
+            evaluated = num_batches, loader.num_evaluated_targets(num_batches)
+            self.executor.run(actions, LoaderSource(loader, self.config, self.device, evaluated), NO_HOOKS)
         totals = torch.zeros(len(self.loss_names), dtype=torch.float64, device=self.device)
         for batch in range(num_batches):
             losses = self.executor.losses.pop(batch, {})
             if self.grid.is_first_copy:
                 totals += totals.new_tensor([float(losses.get(n, 0.0)) for n in self.loss_names])
         all_reduce(totals, self.grid.world)
-        return dict(zip(self.loss_names, (totals / num_batches / self.grid.site.size).tolist(), strict=True))
+        return dict(zip(self.loss_names, (totals / self.grid.site.size).tolist(), strict=True))

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from hybridpar.comm import gather_objects
+from hybridpar.data import BatchLoader
 from hybridpar.models.cost import training_flops_per_token, training_flops_rule
 from hybridpar.pipeline.plan.svg import draw_svg
 from hybridpar.state.tiered import slow_folder
@@ -47,6 +48,8 @@ class RunReport:
         self._recorder: trace.Recorder | None = None
         self._traced = False
         self._costs: RunCosts | None = None
+        self._num_unlabelled = 0
+        self._knows_validation_set = False
         self._flops_per_token = training_flops_per_token(config.model)
         self._peak = Peak(config, engine.device, engine.grid.world, reporter.say, goes_on=resumed > 0)
         counts = config.model.counts
@@ -89,6 +92,29 @@ class RunReport:
             self.log.write(row)
             self.reporter.step(row)
 
+    def unlabelled(self, step: int) -> None:
+        """Report a step whose batch has no label that counts. The first one is told at once, all are counted."""
+        self._num_unlabelled += 1
+        if self._num_unlabelled == 1:
+            self.reporter.say(f"step {step}: no label of this batch counts (all are -100, or num_targets is 0), so its "
+                              "loss and gradients are 0; such batches are counted, and not told again")
+
+    def validation_set(self, loader: BatchLoader, num_batches: int) -> None:
+        """Say once, after the first evaluation, if samples of the validation set repeat, or if no label counts."""
+        if self._knows_validation_set:
+            return
+        self._knows_validation_set = True
+        if not loader.num_evaluated_targets(num_batches):
+            self.reporter.say("validation: no label of the validation set counts (all are -100, or num_targets is 0), "
+                              "so there is no validation loss")
+        asked = num_batches * loader.batch_size
+        if repeats := loader.samples.num_repeats(asked):
+            once = (asked - repeats) // loader.batch_size
+            fewer = (f"; train.eval_batches = {once} takes each at most once" if once else
+                     f"; a smaller batch than {loader.batch_size} samples would take each at most once")
+            self.reporter.say(f"validation: train.eval_batches = {num_batches} asks for {asked} samples, and {repeats} "
+                              f"of them repeat earlier ones, as the validation set is smaller{fewer}")
+
     def evaluation(self, step: int, losses: Mapping[str, float]) -> None:
         """Reports the partial losses of an evaluation."""
         self.val_loss = sum(losses.values())
@@ -105,6 +131,9 @@ class RunReport:
         say, config = self.reporter.say, self.config
         for line in traffic:
             say(line)
+        if self._num_unlabelled:
+            say(f"{self._num_unlabelled} of {len(self._step_seconds)} batches had no label that counts: their "
+                "gradients were 0, and only momentum and weight decay changed the weights")
         self._compare_with_plan()
         if (compression := self.engine.state.compression) is not None:
             say(str(compression.sent))

@@ -15,12 +15,17 @@ from hybridpar.random import RandomKey
 
 @dataclass(frozen=True)
 class LoaderSource:
-    """The micro-batches of a loader as the executor asks for them, on the device, with their dropout key."""
+    """The micro-batches of a loader as the executor asks for them, on the device, with their dropout key.
+
+    Args:
+        evaluated: How many batches an evaluation has, and the labels that count in all of them. Losses are then shares
+            of the means over the whole evaluation. None: training, where they are shares of the means over a batch.
+    """
 
     loader: Loader
     config: Config
     device: torch.device
-    training: bool
+    evaluated: tuple[int, int] | None = None
     fixed_shapes: bool = False
     """Micro-batches of a BERT come with the rows that its head takes, of one number as a rule: for CUDA graphs."""
 
@@ -30,12 +35,14 @@ class LoaderSource:
         if self.fixed_shapes and self.config.model.kind == "bert":
             tensors["labelled"] = padded_labelled_rows(tensors["labels"])
         tensors = {n: self._on_device(t) for n, t in tensors.items()}
-        # on the device: torch divides by numbers of the CPU in another way, and a CUDA graph has them on the GPU
-        # of several sites, a site's share of the batch's: the mean over sites is then that of the whole batch
+        num_batches, num_targets = self.evaluated or (1, self.loader.num_targets(batch))
+        # Where no label counts, all losses are sums of nothing: divided by one they are 0, and so are gradients.
+        # Of several sites, each divides by its share: the mean over sites is then that of the whole batch.
+        # On the device: torch divides by numbers of the CPU in another way, and a CUDA graph has them on the GPU.
         sites = self.config.parallel.sites
-        tensors["num_targets"] = self._number(self.loader.num_targets(batch) / sites)
-        tensors["num_samples"] = self._number(self.config.global_batch_size / sites)
-        return tensors, self._key(batch, index) if self.training else None
+        tensors["num_targets"] = self._number(max(num_targets, 1) / sites)
+        tensors["num_samples"] = self._number(num_batches * self.config.global_batch_size / sites)
+        return tensors, self._key(batch, index) if self.evaluated is None else None
 
     def _key(self, batch: int, index: int) -> RandomKey:
         train = self.config.train

@@ -76,7 +76,7 @@ class Oracle:
         for index in range(self.num_microbatches * replicas):
             leaves = self._bind(batch, index // replicas)
             tensors = loader.microbatch(batch, index)
-            tensors["num_targets"] = torch.tensor(float(loader.num_targets(batch)), dtype=torch.float64)
+            tensors["num_targets"] = torch.tensor(float(loader.num_targets(batch) or 1), dtype=torch.float64)
             tensors["num_samples"] = torch.tensor(
                 self.config.global_batch_size / self.config.parallel.sites, dtype=torch.float64)
             key = RandomKey.of(self.config.train.seed, batch, loader.first_sample(index))
