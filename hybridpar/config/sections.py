@@ -31,11 +31,13 @@ class OptimConfig:
     lr: NotNegative = 3e-4
     min_lr: NotNegative = 0.0
     warmup_steps: Count = 0
+    """Updates over which the learning rate rises to lr. Schedules count updates: a step whose update is skipped, by an
+    overflow of fp16 or an anomaly, uses up none of the warm-up or the decay."""
     decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """wsd: constant but for the last steps, so a run can be made longer (train.num_steps) from before these."""
     decay_steps: Count = 0
-    """Step at which min_lr is reached, 0: train.num_steps; wsd: how many steps the decay at the end takes, 0: a fifth
-    of train.num_steps."""
+    """Update at which min_lr is reached, 0: train.num_steps; wsd: how many updates the decay at the end takes, 0: a
+    fifth of train.num_steps."""
     weight_decay: NotNegative = 0.01
     betas: Annotated[tuple[float, float], Within(0, below=1)] = (0.9, 0.999)
     eps: Positive = 1e-8

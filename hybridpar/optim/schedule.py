@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of the step."""
+"""Learning-rate schedules as pure functions of the number of updates made."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ WSD_SHARE = 0.2
 def learning_rate(step: int, settings: OptimConfig, num_steps: int, delay: float = 0.0) -> float:
     """The learning rate of update `step`, which counts from 0, where gradients are `delay` updates old.
 
-    Rises linearly over `warmup_steps` updates (the first takes lr / warmup_steps, the last lr), then decays from lr to
-    min_lr, reached at update `decay_steps` (0: `num_steps`, so the last update of the run is just above min_lr), and
-    stays there. 'constant' stays at lr. 'wsd' (warmup, stable, decay) stays at lr but for the last `decay_steps` of
-    `num_steps` updates (0: WSD_SHARE of them): more steps change no rate before these. With staleness 'lr_rescale' it
-    is multiplied by `delay_factor`.
+    A batch whose update is skipped is no update, so the rate waits for it. The rate rises linearly over `warmup_steps`
+    updates (the first takes lr / warmup_steps, the last lr), then decays from lr to min_lr, reached at update
+    `decay_steps` (0: `num_steps`, so the last update of a run is above min_lr by one update of the decay, and by one
+    for each that was skipped), and stays there. 'constant' stays at lr. 'wsd' (warmup, stable, decay) stays at lr but
+    for the last `decay_steps` of `num_steps` updates (0: WSD_SHARE of them): more steps change no rate before these.
+    With staleness 'lr_rescale' the rate is multiplied by `delay_factor`.
     Source: wsd: MiniCPM, arXiv 2404.06395, section 4; its 1 - sqrt: Haegele et al., arXiv 2405.18392, section 3.
     """
     return _undelayed(step, settings, num_steps) * delay_factor(step, settings, num_steps, delay)

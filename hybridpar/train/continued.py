@@ -43,7 +43,7 @@ def go_on(config: Config, step: int, corpus: str, start: DataStart) -> list[str]
                          "corpus": corpora, "sample": position})
             lines.append(f"train.continue_with: {', '.join(names)} changed after step {step} ({path.name}); the next "
                          f"sample is number {position} of {'these' if corpora[0] == corpora[1] else 'the new'} data")
-        lines += _rate_changes(before, config, step)
+        lines += _rate_changes(before, config, step, manifest.state.num_updates)
     if rows or path.exists():
         run_folder.write_changed(path, "".join(f"{json.dumps(row)}\n" for row in rows))
     return lines
@@ -60,8 +60,8 @@ def _recorded(path: Path) -> dict[int, dict[str, Any]]:
     return rows
 
 
-def _rate_changes(before: Config, now: Config, step: int) -> list[str]:
-    was, will_be = _rate(before, step), _rate(now, step)
+def _rate_changes(before: Config, now: Config, step: int, num_updates: int) -> list[str]:
+    was, will_be = _rate(before, step, num_updates), _rate(now, step, num_updates)
     if was == will_be:
         return []
     advice = ""
@@ -73,10 +73,10 @@ def _rate_changes(before: Config, now: Config, step: int) -> list[str]:
             f"and is {will_be:.4g} now (train.num_steps = {now.train.num_steps}){advice}"]
 
 
-def _rate(config: Config, step: int) -> float:
+def _rate(config: Config, step: int, num_updates: int) -> float:
     schedule = schedule_of(config.pipeline)
     delay = schedule.mean_delay(Sizes.of(config), 0) if step >= schedule.sync_steps else 0.0
-    return learning_rate(step, config.optim, config.train.num_steps, delay)
+    return learning_rate(num_updates, config.optim, config.train.num_steps, delay)
 
 
 def settings_of(folder: Path, step: int, start: int) -> tuple[Config, str]:

@@ -60,6 +60,9 @@ class BatchPolicy:
         self.first = 0
         self._loss_names = config.model.losses
         self._scales = {0: self.scaler.scale}  # the loss scale that came with each version of the weights
+        self._num_skipped = 0
+        """Number of batches so far that made no update: skipped ones, and those between a checkpoint that was rolled
+        back to and the batch that training resumed with."""
 
     def num_versions(self, rank: int) -> int:
         """Number of weight versions alive at once on a rank of the pipeline."""
@@ -85,9 +88,13 @@ class BatchPolicy:
         return self._scales[self.schedule.version(self.sizes, last, batch * self.sizes.num_microbatches, first)]
 
     def learning_rate(self, batch: int) -> float:
-        """One rate for all stages, by the oldest gradients, those of stage 0: tied weights must move as one."""
+        """Return one rate for all stages, by the oldest gradients, those of stage 0: tied weights must move as one.
+
+        The schedule counts updates, as the optimizer does, so a skipped batch uses up none of its warm-up. If batches
+        can be skipped, call `updated` for all batches before this one first.
+        """
         delay = self.schedule.mean_delay(self.sizes, 0) if batch >= self.schedule.sync_steps else 0.0
-        return learning_rate(batch, self.config.optim, self.config.train.num_steps, delay)
+        return learning_rate(batch - self._num_skipped, self.config.optim, self.config.train.num_steps, delay)
 
     def result(self, batch: int, squares: Sequence[float], losses: Sequence[float]) -> StepResult:
         """The outcome of a batch; call it for each, in order.
@@ -118,6 +125,7 @@ class BatchPolicy:
     def updated(self, batch: int, result: StepResult | None) -> None:
         """After the update of a batch, made or not."""
         found_inf = result is not None and not math.isfinite(result.grad_norm)
+        self._num_skipped += result is not None and result.skipped
         self.scaler.update(found_inf=found_inf, scale=self.loss_scale(batch))
         self._scales[batch + 1] = self.scaler.scale
         self._scales.pop(batch - self.sizes.num_stages - 1, None)
@@ -128,7 +136,8 @@ class BatchPolicy:
                 "recent": self.judge.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores `state()`."""
+        """Restores `state()`; `state` also has the numbers of batches and of updates until then."""
+        self._num_skipped = state["batches_done"] - state["num_updates"]
         self.scaler.load_state(state["loss_scaler"])
         self._scales = {int(v): s for v, s in state["loss_scales"].items()}
         self.judge.load_state(state.get("recent", {}))

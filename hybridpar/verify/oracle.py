@@ -42,7 +42,8 @@ class Oracle:
     """`version(block, batch, index)`: which weights block number `block` uses for that micro-batch of each replica.
 
     `delay(batch)`: how many updates old its gradients are taken to be, for the learning rate. `poisoned`: batches whose
-    gradients become NaN. A batch whose gradient norm is not finite changes nothing: W(t+1) = W(t).
+    gradients become NaN. A batch whose gradient norm is not finite changes nothing: W(t+1) = W(t), and the learning
+    rate of the next update is what its own would have been.
     """
 
     config: Config
@@ -51,6 +52,7 @@ class Oracle:
     history: list[Tensors] = field(default_factory=list)
     delay: Callable[[int], float] = lambda batch: 0.0
     poisoned: frozenset[int] = frozenset()
+    num_updates: int = 0
 
     def __post_init__(self) -> None:
         model = self.config.model
@@ -99,7 +101,8 @@ class Oracle:
     def _updated(self, batch: int, gradients: Tensors, norm: float) -> Tensors:
         optim = self.config.optim
         clip = min(1.0, optim.clip_grad / norm) if optim.clip_grad > 0 and norm > 0 else 1.0
-        lr = learning_rate(batch, optim, self.config.train.num_steps, self.delay(batch))
+        lr = learning_rate(self.num_updates, optim, self.config.train.num_steps, self.delay(batch))
+        self.num_updates += 1
         return self.rule(self.history[-1], {n: g * clip for n, g in gradients.items()}, lr)
 
     def _weight(self, name: str, version: int) -> Tensor:

@@ -12,6 +12,7 @@ from ranks import run_ranks
 
 from hybridpar.config import Config
 from hybridpar.errors import CheckpointError
+from hybridpar.optim import learning_rate
 from hybridpar.state.audit import bit_hash
 from hybridpar.train.engine import StepResult
 
@@ -95,6 +96,34 @@ def test_a_skipped_step_changes_nothing() -> None:
     engine.train(loader, 1, lambda step: None)
     assert engine.state.optimizer.num_updates == 0
     assert all(torch.equal(before[n], w) for n, w in engine.state.weights.parameters_of_optimizer().items())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sections", [
+    {"pipeline": {"schedule": "1f1b"}}, {"pipeline": {"schedule": "2bw"}}, {"pipeline": {"schedule": "pipedream"}},
+    {"pipeline": {"schedule": "2bw"}, "memory": {"host_optimizer": True}}], ids=str)
+def test_skipped_steps_use_up_no_warm_up(sections: dict[str, dict[str, Any]]) -> None:
+    """Rates count updates, as the bias correction does: also where 2bw has begun the next batch, and after a resume."""
+    config = make(pp=2, **sections, train={"dtype": "fp16"},
+                  optim={"loss_scale": 2.0**24, "warmup_steps": 8, "decay_steps": 16})
+    for steps, resumed, num_updates in run_ranks(_rates, 2, config):
+        made = [step.lr for step in steps if not step.skipped]
+        assert 4 < len(made) < 18, "some overflow"
+        assert made == [learning_rate(number, config.optim, config.train.num_steps) for number in range(len(made))]
+        assert num_updates == len(made)
+        assert repr(resumed) == repr(steps[4:]), "NaN is unlike NaN"
+
+
+def _rates(config: Config) -> tuple[list[StepResult], list[StepResult], int]:
+    engine, loader = start(config)
+    steps: list[StepResult] = []
+    engine.train(loader, 4, steps.append)
+    tensors = {name: tensor.clone() for name, tensor in engine.state.tensors().items()}
+    other, resumed = start(config)[0], list[StepResult]()
+    other.load_state(tensors, engine.state_meta())
+    engine.train(loader, 14, steps.append)
+    other.train(loader, 14, resumed.append)
+    return steps, resumed, engine.state.optimizer.num_updates
 
 
 @pytest.mark.ranks

@@ -13,6 +13,7 @@ from hybridpar import checkpoint
 from hybridpar.cli import main
 from hybridpar.config import Launch
 from hybridpar.errors import ConfigError
+from hybridpar.optim import learning_rate
 from hybridpar.train import loop
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.errors import AnomalyError
@@ -65,6 +66,8 @@ def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(tmp_path: Path, m
     by_step = {row["step"]: row["loss"] for row in rows if "loss" in row}
     assert by_step[11] > 2 * by_step[10]
     assert by_step[12] < 1.2 * by_step[10]
+    rates = {row["step"]: row["lr"] for row in rows if "lr" in row}
+    assert rates[12] == learning_rate(8, config.optim, 14), "the weights have had 8 updates"
     report = replay(config.run.folder, 12, print)
     assert report.agrees, "from the checkpoint of step 8, over the batches that were gone over"
     assert (report.bundle.checkpoint, report.bundle.start) == (8, 11)
