@@ -88,7 +88,8 @@ def prune(root: Path, newest: int, settings: CheckpointConfig) -> None:
     """Removes checkpoints up to step `newest` that need not stay, and what a killed process left half written."""
     with contextlib.suppress(OSError):  # what stays takes space, no more
         older = [step for step in saved_steps(root) if step <= newest][settings.keep :]
-        for step in set(older) - set(best_steps(root, settings.keep_best)):
+        # later ones were passed over as damaged, or are of a longer run before: they are not in the place of any here
+        for step in set(older) - set(best_steps(root, settings.keep_best, up_to=newest)):
             gone = _beside(_named(root, step), "gone")
             shutil.rmtree(gone, ignore_errors=True)
             folder_of(root, step).rename(gone)
@@ -98,10 +99,13 @@ def prune(root: Path, newest: int, settings: CheckpointConfig) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def best_steps(root: Path, most: int = 1) -> list[int]:
-    """Steps with the lowest validation losses among those saved below `root`, best first, of equal ones the newest."""
+def best_steps(root: Path, most: int = 1, *, up_to: int | None = None) -> list[int]:
+    """Steps with the lowest validation losses among those saved below `root`, best first, of equal ones the newest.
+
+    `up_to`: the latest step that counts (None: any).
+    """
     found = []
-    for step in saved_steps(root) if most else ():
+    for step in [step for step in saved_steps(root) if up_to is None or step <= up_to] if most else ():
         with contextlib.suppress(CheckpointError):
             if (loss := read_manifest(folder_of(root, step)).val_loss) is not None:
                 found.append((loss, -step))

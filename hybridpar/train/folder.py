@@ -25,8 +25,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridpar.checkpoint import check_compatible, saved_steps
+from hybridpar.checkpoint import check_compatible, read_manifest, saved_steps
 from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.folders import folder_of
+from hybridpar.checkpoint.load import check_files
 from hybridpar.config import (
     FOUND,
     MODEL_FOLDER,
@@ -84,7 +86,8 @@ def measured(config: Config) -> dict[str, dict[str, Any]]:
 def find_run(config: Config) -> tuple[int, list[str]]:
     """The newest step saved in the folder (0: none), and what has changed in the configuration since, as lines.
 
-    Changes nothing. Raises: CheckpointError if the folder holds a run that `config` cannot go on with.
+    A checkpoint that would make the run a finished one is read and compared with its checksums; a damaged one does not
+    count. Changes nothing. Raises: CheckpointError if the folder holds a run that `config` cannot go on with.
     """
     folder = config.run.folder
     if folder.exists() and not folder.is_dir():
@@ -107,7 +110,19 @@ def find_run(config: Config) -> tuple[int, list[str]]:
         f"{section}.{key}: {old[section].get(key)!r} -> {value!r}"
         for section, table in new.items() if section != "run" for key, value in table.items()
         if old[section].get(key) != value]
-    return (steps[0] if steps else 0), changed
+    return _newest_step(folder / CHECKPOINTS, steps, config.train.num_steps), changed
+
+
+def _newest_step(root: Path, steps: list[int], num_steps: int) -> int:
+    """The newest of these steps, newest first, without damaged ones among those that end the run; 0: none is left."""
+    for step in steps:
+        try:
+            if step >= num_steps:
+                check_files(folder_of(root, step), read_manifest(folder_of(root, step)))
+            return step
+        except CheckpointError:  # what loads the one before says so
+            continue
+    return 0
 
 
 def begin(config: Config, tokenizer: Tokenizer | None) -> None:

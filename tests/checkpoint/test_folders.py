@@ -80,6 +80,16 @@ def test_checkpoints_ahead_of_the_one_that_is_saved_stay(tmp_path: Path) -> None
     assert checkpoint.saved_steps(tmp_path) == [8, 7, 5, 4]
 
 
+def test_a_later_checkpoint_is_not_the_best_in_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+    """A damaged one, say, from before which training goes on."""
+    config = make({}, checkpoint={"keep": 1, "keep_best": 1})
+    for step, loss in ((8, 1.0), (2, 1.5), (3, 2.0), (4, 1.8)):
+        save_at(tmp_path, step, config, loss)
+    assert checkpoint.saved_steps(tmp_path) == [8, 4, 2]
+    save_at(tmp_path, 8, config, 1.7)
+    assert checkpoint.saved_steps(tmp_path) == [8, 2]
+
+
 def test_other_names_are_let_alone(tmp_path: Path) -> None:
     for name in ("step_x", "step_1", "mine", ".step_00000001.kept", "step_00000001.tmp"):
         (tmp_path / name).mkdir(parents=True)

@@ -90,6 +90,30 @@ def test_a_finished_run_says_so_and_is_left_alone(config: Config, capsys: pytest
     assert {p: p.stat().st_mtime_ns for p in config.run.folder.rglob("*")} == before
 
 
+def test_a_run_whose_last_checkpoint_is_damaged_is_not_finished(config: Config,
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
+    """It resumes from the checkpoint before. With none that is whole it says so, and begins nothing."""
+    loop.train(config, ALONE)
+    root = config.run.folder / "checkpoints"
+    whole = steps(metrics(config.run.folder))
+    for step in (6, 4):
+        path = root / f"step_{step:08d}" / "pp0-tp0.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+        if step == 6:
+            outcome = loop.train(config, ALONE)
+            assert (outcome.resumed_from, outcome.step) == (4, 6)
+            err = capsys.readouterr().err
+            assert "step_00000006/pp0-tp0.safetensors: is damaged" in err
+            assert "finished" not in err
+            assert steps(metrics(config.run.folder)) == whole
+            assert loop.train(config, ALONE).resumed_from == 6, "it is whole again"
+            path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints is whole; move them away to start again"):
+        loop.train(config, ALONE)
+
+
 @pytest.mark.parametrize(("schedule", "number"), [("2bw", signal.SIGTERM), ("1f1b", signal.SIGUSR1)])
 def test_a_signal_saves_and_the_same_command_goes_on(config: Config, schedule: str, number: int,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
