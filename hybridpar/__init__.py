@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridpar.config import Config, ModelConfig, ModelSpec, UpdateRule, load_toml
+    from hybridpar.errors import HybridparError
     from hybridpar.grid import Axis, ProcessGrid
     from hybridpar.models.own import Build
     from hybridpar.models.sequential import SequentialSpec
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
     from hybridpar.trainer import Trainer
 
 __all__ = [
-    "Axis", "Build", "ColumnParallelLinear", "Config", "Dropout", "Init", "LayerNorm", "LearnedPositionEmbedding",
-    "ModelConfig", "ModelSpec", "ParallelAttention", "ParallelMLP", "ParallelModule", "Placement", "ProcessGrid",
-    "RMSNorm", "RowParallelLinear", "SequentialSpec", "Shard", "Trainer", "UpdateRule", "VocabParallelEmbedding",
-    "load_toml", "vocab_parallel_cross_entropy",
+    "Axis", "Build", "ColumnParallelLinear", "Config", "Dropout", "HybridparError", "Init", "LayerNorm",
+    "LearnedPositionEmbedding", "ModelConfig", "ModelSpec", "ParallelAttention", "ParallelMLP", "ParallelModule",
+    "Placement", "ProcessGrid", "RMSNorm", "RowParallelLinear", "SequentialSpec", "Shard", "Trainer", "UpdateRule",
+    "VocabParallelEmbedding", "load_toml", "vocab_parallel_cross_entropy",
 ]
 __version__ = "0.1.0"
 
-_MODULES = ("config", "grid", "models.own", "models.sequential", "nn", "trainer")
+_MODULES = ("config", "errors", "grid", "models.own", "models.sequential", "nn", "trainer")
 """Homes of the public names, as they are searched."""
 
 # An installed package holds hybridpar/kernels; a plain checkout keeps them at its top level.

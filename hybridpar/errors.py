@@ -76,6 +76,17 @@ class CheckpointError(HybridparError):
     """A checkpoint cannot be loaded (missing, damaged, or made by another model), or cannot be written."""
 
 
+class NotFiniteError(CheckpointError):
+    """A tensor of a checkpoint has NaN or infinity in it, so it is neither written nor loaded.
+
+    `step`: the step of the state that was to be saved; 0 where only the file is known.
+    """
+
+    def __init__(self, message: str, step: int = 0):
+        super().__init__(message)
+        self.step = step
+
+
 def config_error(field: str, value: object, rule: str, suggestion: str = "") -> ConfigError:
     """A ConfigError with one problem, the common case."""
     return ConfigError(Problem(field, value, rule, suggestion))

@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hybridpar.checkpoint import handover
+from hybridpar.errors import NotFiniteError
 from hybridpar.flight import Flight
 
 _NICE = 10
@@ -91,6 +92,11 @@ class Task(threading.Thread):
     def failure(self, who: str, num_bytes: int) -> str:
         """The failure of rank `who` in words (empty: none yet). `num_bytes`: of the whole checkpoint."""
         return "" if self.error is None else explain(self.error, who, num_bytes)
+
+    @property
+    def not_finite(self) -> str:
+        """The tensor that is not finite, in words; empty if none was found."""
+        return str(self.error) if isinstance(self.error, NotFiniteError) else ""
 
 
 def explain(error: Exception, who: str, num_bytes: int) -> str:

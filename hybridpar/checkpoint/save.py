@@ -30,7 +30,7 @@ from hybridpar.checkpoint.shards import header_of
 from hybridpar.checkpoint.snapshot import Snapshot
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config
-from hybridpar.errors import CheckpointError
+from hybridpar.errors import CheckpointError, NotFiniteError
 from hybridpar.flight import NO_FLIGHT, Flight, Waiting
 from hybridpar.nn.placement import Placement
 from hybridpar.pipeline.plan.sizes import Sizes
@@ -44,7 +44,8 @@ def save(root: Path, engine: Trainee, corpus: str, val_loss: float | None = None
     """Saves `engine` (its pipeline drained) under `root`, removes what config.checkpoint does not keep; its folder.
 
     `corpus`: fingerprint of the data stream. `val_loss`: that of this step, if it was evaluated.
-    Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any cannot write.
+    Collectives: on all ranks of the grid.
+    Raises: CheckpointError, on all ranks, if any cannot write; NotFiniteError if the state of any is not finite.
     """
     saver = Saver(root, engine, corpus)
     saver.start(val_loss, beside=False)
@@ -69,7 +70,7 @@ class Saver:
         """Told of each checkpoint that is there, on all ranks, when they agree that it is."""
         self._snapshot = Snapshot()
         self._task: Task | None = None
-        self._num_bytes = 0
+        self._step = self._num_bytes = 0
 
     def reserve(self) -> None:
         """Takes the memory of a copy now: as much as the state has once the optimizer has made a step."""
@@ -87,9 +88,10 @@ class Saver:
         part = Part.of(engine) if is_writer(engine) else None
         states = list(map(TrainingState.of, gather_objects(engine.state_meta(), grid.site)))
         self._num_bytes = sum(gather_objects(part.num_bytes if part else 0, grid.world))
-        aside = self._begin(states[0].batches_done)
+        self._step = states[0].batches_done
+        aside = self._begin(self._step)
         finish = partial(self._publish, aside, states, val_loss, time.monotonic())
-        note = Note(self._flight, states[0].batches_done, engine.config.faults.save_timeout_s)
+        note = Note(self._flight, self._step, engine.config.faults.save_timeout_s)
         task = Task(aside, finish if grid.rank == 0 else None, note, gives_way=beside)
         if part is not None:
             take = self._snapshot.begin(part.tensors) if beside else partial(dict, part.tensors)
@@ -131,8 +133,9 @@ class Saver:
     def settle(self, *, wait: bool = True) -> Path | None:
         """Ends the save under way; its folder, or None where there is none or, without `wait`, it is not over.
 
-        Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any could not write; nothing
-        is left of it then.
+        Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any could not write;
+        NotFiniteError, with the step, if any found its state not to be finite. Nothing is left of the save then, and
+        the checkpoints before stay.
         """
         if (task := self._task) is None:
             return None
@@ -140,10 +143,10 @@ class Saver:
         while True:
             if wait:
                 task.join(_TURN_S)
-            mine = task.is_alive(), task.failure(self._who(), self._num_bytes), task.folder
+            mine = task.is_alive(), task.failure(self._who(), self._num_bytes), task.not_finite, task.folder
             everyone = gather_objects(mine, grid.world)
-            failures = [text for _, text, _ in everyone if text]
-            if not any(alive for alive, _, _ in everyone):
+            failures = [text for _, text, _, _ in everyone if text]
+            if not any(alive for alive, *_ in everyone):
                 break
             if failures:
                 task.given_up.set()
@@ -154,8 +157,10 @@ class Saver:
         if failures:
             if grid.rank == 0:
                 discard(task.aside)
+            if not_finite := [tensor for _, _, tensor, _ in everyone if tensor]:
+                raise NotFiniteError(not_finite[0], self._step)
             raise CheckpointError(failures[0]) from task.error
-        if (folder := everyone[0][2]) is not None:
+        if (folder := everyone[0][3]) is not None:
             self.on_save(folder)
         return folder
 

@@ -8,6 +8,9 @@ that it uses and reads little else: one checksum of a whole file would take read
 networks and memory damage, at 4 GB/s (SHA-256: 1.4 GB/s), which a save beside training takes from it. It is no
 protection from forgery: for that sign the folder.
 
+Each chunk is also looked through for numbers that are not finite, as it is written and as it is read, while it is in
+the cache: a state with NaN in it never becomes a checkpoint, and one that an older version has saved is not loaded.
+
 Nothing is unpickled. A file is read only after its header has been checked: types, sizes, and tensors that follow each
 other without gap or overlap to the end of the file; so no more is ever allocated than the file holds.
 """
@@ -32,12 +35,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hybridpar.config import Within, from_plain, span
-from hybridpar.errors import CheckpointError, shown
+from hybridpar.errors import CheckpointError, NotFiniteError, shown
 from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.reading import errors_as, open_regular, parse_json
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_EXPONENTS: dict[torch.dtype, NDArray[Any]] = {
+    torch.float64: np.array(0x7FF0 << 48, np.uint64), torch.float32: np.array(0x7F80 << 16, np.uint32),
+    torch.bfloat16: np.array(0x7F80, np.uint16), torch.float16: np.array(0x7C00, np.uint16)}
+"""Bits of the exponent, all of which are set in infinity and NaN and in no other number."""
 _METADATA = "__metadata__"
 _MAX_HEADER = 100_000_000  # as the library has it
 _MAX_DIMS = 8
@@ -67,7 +74,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """Writes a file and makes its content last; its size in bytes, and its checksums as hexadecimal digits.
 
     `flight` is told of every chunk. Tensors may be on any device; one that is not contiguous or not on the CPU is
-    copied, one at a time. `read`: gives what is to be written of a tensor. Raises: OSError.
+    copied, one at a time. `read`: gives what is to be written of a tensor.
+    Raises: OSError; NotFiniteError naming the first tensor with a number that is not finite. The file is no use then.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so each is aligned
     header: dict[str, object] = {_METADATA: dict(metadata)}
@@ -81,7 +89,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     sums, size = [], 0
     with path.open("wb", buffering=0) as file:
         for piece in chain([memoryview(len(text).to_bytes(8, "little") + text)],
-                           chain.from_iterable(_chunks(read(tensors[name])) for name in names)):
+                           chain.from_iterable(_finite_chunks(name, read(tensors[name])) for name in names)):
             sums.append(_checksum(piece))
             size += len(piece)
             while piece:
@@ -98,6 +106,20 @@ def _checksum(piece: bytes | memoryview) -> str:
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     view = _bytes_of(tensor.detach().contiguous().cpu())
     return (view[start : start + CHUNK] for start in range(0, len(view), CHUNK))
+
+
+def _finite_chunks(name: str, tensor: Tensor) -> Iterator[memoryview]:
+    """The chunks of a tensor, each once it was found to be finite. Raises: NotFiniteError."""
+    for chunk in _chunks(tensor):
+        if not _is_finite(chunk, tensor.dtype):
+            raise NotFiniteError(f"{name} is not finite")
+        yield chunk
+
+
+def _is_finite(chunk: memoryview, dtype: torch.dtype) -> bool:
+    """Whether all numbers of some memory are finite. Allocates as much again, and keeps no lock of Python meanwhile."""
+    exponent = _EXPONENTS[dtype]
+    return not chunk.nbytes or bool((np.frombuffer(chunk, exponent.dtype) & exponent).max() < exponent)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -150,7 +172,7 @@ class TensorFile:
     def check(self, flight: Flight = NO_FLIGHT) -> None:
         """Reads everything once, piece by piece, and tells `flight` of each.
 
-        Raises: CheckpointError naming the first tensor that is damaged.
+        Raises: CheckpointError naming the first tensor that is damaged, or not finite.
         """
         for name, info in self.tensors.items():
             with self._reading(name) as file:
@@ -163,7 +185,8 @@ class TensorFile:
         """Copies pieces of a tensor, as rows of (first element there, first element here, how many), into `target`.
 
         Pieces do not overlap there. Each chunk in which one lies is read once, whole, and compared with its checksum.
-        Shapes: target flat, contiguous, on the CPU, of the tensor's dtype. Raises: CheckpointError.
+        Shapes: target flat, contiguous, on the CPU, of the tensor's dtype. Raises: CheckpointError; NotFiniteError if
+        a chunk that was read has a number that is not finite.
         """
         info, view = self.tensors[name], _bytes_of(target)
         assert target.dtype == info.dtype, f"{name} is {info.dtype}, not {target.dtype}"
@@ -194,6 +217,8 @@ class TensorFile:
         file.seek(self._start + self.tensors[name].start + start)
         _fill(file, place)
         self._compare(place, self._first_sums[name] + number, f"its bytes {start} to {stop}")
+        if not _is_finite(place, self.tensors[name].dtype):
+            raise NotFiniteError(f"{self.path}: {name} is not finite; take an earlier checkpoint")
         return place
 
     @contextmanager

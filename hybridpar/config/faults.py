@@ -47,7 +47,9 @@ class AnomaliesConfig:
 
     on_non_finite: Literal["auto", "skip", "roll_back", "stop"] = "auto"
     """A loss or gradient norm that is not finite. auto: skip; stop where updates do not wait for the norm (pipedream
-    without clipping). An fp16 overflow that a smaller loss scale may cure is none: it is skipped, as ever."""
+    without clipping). An fp16 overflow that a smaller loss scale may cure is none: it is skipped, as ever. Weights or
+    optimizer state that are not finite are found by the next save, which saves nothing: roll_back goes back from there,
+    once for each checkpoint; with any other setting the run stops."""
     loss_spike: NotNegative = 0.0
     """Standard deviations above the median of the last losses at which a loss is a spike; 0: not looked for. The
     deviation is robust: 1.48 times the median distance from the median."""

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 from hybridpar.config import Config
 
 NON_FINITE, LOSS_SPIKE, NORM_SPIKE, DIVERGENCE = "non_finite", "loss_spike", "norm_spike", "divergence"
+STATE = "non_finite_state"
+"""Weights, or other state, of a save are not finite."""
 _DEVIATION = 1.4826
 """Ratio of a normal distribution's standard deviation to the median distance from its median."""
 _LEAST_DEVIATION = 1e-3

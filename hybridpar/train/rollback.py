@@ -1,6 +1,9 @@
 """Anomalies of a run are dealt with here once its pipeline has drained: all ranks do the same.
 
     step b is an anomaly   skip: nothing more        roll_back: load the newest checkpoint before b, go on with b + 1
+    a save of step b has   roll_back: the same, once for each checkpoint; else stop
+    numbers that are
+    not finite
     replicas differ        roll_back: load the newest checkpoint, go on with the same batches
                            stop: AnomalyError
 """
@@ -15,10 +18,10 @@ from hybridpar import checkpoint
 from hybridpar.checkpoint.files import write_text
 from hybridpar.comm import gather_objects
 from hybridpar.data import Samples
-from hybridpar.errors import CheckpointError
+from hybridpar.errors import CheckpointError, NotFiniteError
 from hybridpar.state import find_divergence
 from hybridpar.train import folder as run_folder
-from hybridpar.train.anomalies import DIVERGENCE, Anomaly
+from hybridpar.train.anomalies import DIVERGENCE, STATE, Anomaly
 from hybridpar.train.bundle import Bundle, content_hash
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.errors import AnomalyError
@@ -28,7 +31,7 @@ from hybridpar.train.log import RunLog
 class AnomalyHandler:
     """Takes note of anomalies, writes their replay bundles, and deals with those that are not just skipped.
 
-    Collectives: agree, audit and resolve, on all ranks of the grid.
+    Collectives: agree, audit, note_state and resolve, on all ranks of the grid.
     """
 
     def __init__(self, engine: Engine, samples: Samples, log: RunLog, say: Callable[[str], None]):
@@ -40,6 +43,8 @@ class AnomalyHandler:
         self._last_rollback = (0, 0)
         """The step of the checkpoint that was last rolled back to, and the step that training went on after."""
         self._divergences = 0
+        self._newest_when_refused: int | None = None
+        """The step of the newest checkpoint when a state was last found not to be finite."""
 
     @property
     def is_open(self) -> bool:
@@ -92,6 +97,25 @@ class AnomalyHandler:
             what = f"replicas differ: {found}" + " again (anomalies.limit)" * too_many
             self._found = self._engine.batches_done, Anomaly(DIVERGENCE, what, policy)
             self._say(f"step {self._engine.batches_done}: {what}: {policy.replace('_', ' ')}")
+
+    def note_state(self, error: NotFiniteError) -> None:
+        """Takes note of a state that is not finite, so that it was not saved. It is older than any anomaly noted since.
+
+        A run rolls back if anomalies.on_non_finite says so, and if there is a checkpoint that it has not rolled back to
+        for this already: an update that is wrong for these weights would be wrong again.
+        Collectives: one gather over the world.
+        """
+        config, root = self._engine.config, self._checkpoints
+        steps = gather_objects(checkpoint.saved_steps(root), self._engine.grid.world)[0]
+        newest = next((step for step in steps if step < error.step), None)
+        rolls_back = config.anomalies.on_non_finite == "roll_back" and newest not in (None, self._newest_when_refused)
+        self._newest_when_refused = newest
+        rule = f"correct the update of optim.spec = {config.optim.spec!r}, or " if config.optim.spec else ""
+        what = f"{error}, so that state is not saved: {rule}try a lower optim.lr than {config.optim.lr:g}"
+        if config.train.dtype == "fp16":
+            what += ', or train.dtype = "bf16", whose largest number is not 65504'
+        self._found = error.step, Anomaly(STATE, what, "roll_back" if rolls_back else "stop")
+        self._say(f"step {error.step}: {what}: {self._found[1].policy.replace('_', ' ')}")
 
     def resolve(self) -> dict[str, Any]:
         """Deals with the anomaly; returns what metrics.jsonl is to say of that. Saves must be over.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from hybridpar import checkpoint
 from hybridpar.comm import all_reduce, gather_objects
 from hybridpar.config import Config
 from hybridpar.data import BatchLoader, Data, Samples
+from hybridpar.errors import NotFiniteError
 from hybridpar.flight import EVALUATING
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
@@ -124,6 +126,8 @@ class Run:
                 self._evaluate()
                 if self.config.anomalies.rolls_back:
                     self._save(last=True)
+                    if self.anomalies.is_open:
+                        self._recover()
             while engine.batches_done < end and not stopped_by:
                 self._train_until(self._next_mark(engine.batches_done))
                 self.anomalies.agree()
@@ -131,18 +135,10 @@ class Run:
                 stopped_by = 0 if last else self._agree(request.number)
                 last = last or bool(stopped_by)
                 if not last:
-                    self.saves.settle(wait=False)
+                    self._settle(wait=False)
                 saves = last or self._is_multiple(self.config.train.save_interval)
                 self._audit(saves)
-                if self.anomalies.is_open:
-                    self._recover()
-                    stopped_by, last = 0, engine.batches_done == end
-                    if not last:
-                        continue
-                if not stopped_by:
-                    self._evaluate()
-                if saves or last:
-                    self._save(last=last)
+                stopped_by = self._end_stretch(stopped_by, saves=saves, last=last)
         self.flight.phase("ending", self.faults.start_timeout_s)
         if self.watch is not None:
             self.reporter.say(str(self.watch.compare(self.grid, self.engine.tiers.peak if self.engine.tiers else 0)))
@@ -152,6 +148,25 @@ class Run:
         self.report.finish(stopped_by)
         return Outcome(self.config.run.folder, engine.batches_done, end, self.resumed, self.report.loss,
                        self.report.val_loss, stopped_by)
+
+    def _end_stretch(self, stopped_by: int, *, saves: bool, last: bool) -> int:
+        """Evaluates and saves where that is due, and deals with anomalies, also with one that the save has found.
+
+        `stopped_by`: the signal that ends the run. `last`: nothing follows. Returns the signal, or 0 if the run has
+        rolled back instead. Each roll back is to another checkpoint, so they come to an end.
+        """
+        while True:
+            if self.anomalies.is_open:
+                self._recover()
+                stopped_by, last = 0, self.engine.batches_done == self.config.train.num_steps
+                if not last:
+                    return stopped_by
+            if not stopped_by:
+                self._evaluate()
+            if saves or last:
+                self._save(last=last)
+            if not self.anomalies.is_open:
+                return stopped_by
 
     @property
     def _limit_s(self) -> float:
@@ -221,7 +236,7 @@ class Run:
     def _recover(self) -> None:
         """Deals with an anomaly. Raises: AnomalyError, CheckpointError."""
         self.flight.phase("recovering", self.faults.start_timeout_s)
-        self.saves.settle()
+        self._settle(wait=True)
         notes = self.anomalies.resolve()
         self.train_loader.start = self.engine.data_start
         self.evaluated = -1
@@ -232,10 +247,24 @@ class Run:
         """Saves. last: what follows needs the checkpoint; else training goes on, and it may take its time, or fail."""
         self.flight.phase("saving", self.faults.save_timeout_s)
         val_loss = self.report.val_loss if self.evaluated == self.engine.batches_done else None
-        if last:
-            self.saves.insist(val_loss)
-        else:
-            self.saves.start(val_loss, beside=self.config.checkpoint.asynchronous and not self.config.memory.budget)
+        with self._noting_refused_states():
+            if last:
+                self.saves.insist(val_loss)
+            else:
+                self.saves.start(val_loss, beside=self.config.checkpoint.asynchronous and not self.config.memory.budget)
+
+    def _settle(self, *, wait: bool) -> None:
+        """Ends the save under way; without `wait` only if it is over."""
+        with self._noting_refused_states():
+            self.saves.settle(wait=wait)
+
+    @contextlib.contextmanager
+    def _noting_refused_states(self) -> Iterator[None]:
+        """Makes an anomaly of a state that was not saved, as it is not finite."""
+        try:
+            yield
+        except NotFiniteError as error:
+            self.anomalies.note_state(error)
 
     def _on_signal(self, number: int) -> None:
         self.engine.stop_requested = True

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from hybridpar.checkpoint import Saver
-from hybridpar.errors import CheckpointError
+from hybridpar.errors import CheckpointError, NotFiniteError
 from hybridpar.train.errors import SaveError
 
 _PAUSES_S = 1.0, 2.0, 4.0, 8.0, 16.0
@@ -16,7 +16,9 @@ _PAUSES_S = 1.0, 2.0, 4.0, 8.0, 16.0
 class Saves:
     """The saves of a run. limit: so many failures in a row end it. warn: told of each failure before that.
 
-    Collectives: all methods, on all ranks of the grid. Raises: SaveError, on all ranks, where the run cannot go on.
+    Collectives: all methods, on all ranks of the grid.
+    Raises, on all ranks: SaveError if the run cannot continue; NotFiniteError if a state is not finite, which no other
+    try would change.
     """
 
     def __init__(self, saver: Saver, limit: int, warn: Callable[[str], None]):
@@ -42,6 +44,8 @@ class Saves:
         try:
             if save():
                 self._failed = 0
+        except NotFiniteError:
+            raise
         except CheckpointError as error:
             self._failed += 1
             if self._failed >= self._limit:
@@ -56,6 +60,8 @@ class Saves:
                 self._saver.start(val_loss, beside=False)
                 self._saver.settle()
                 return
+            except NotFiniteError:
+                raise
             except CheckpointError as error:
                 if pause is None:
                     raise SaveError(f"{error}; tried {len(_PAUSES_S) + 1} times") from error

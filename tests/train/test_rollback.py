@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from train.runs import metrics, poison_gradients, run_job, steps, tiny, write_config
+from train.runs import fork_ranks, metrics, poison_gradients, run_job, steps, tiny, write_config
 
 from hybridpar import checkpoint
 from hybridpar.cli import main
-from hybridpar.config import Launch
-from hybridpar.errors import ConfigError
+from hybridpar.config import Config, Launch
+from hybridpar.errors import ConfigError, HybridparError
 from hybridpar.optim import learning_rate
 from hybridpar.train import loop
 from hybridpar.train.engine import Engine, StepResult
@@ -87,6 +87,86 @@ def test_a_run_stops_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.Mon
     assert [step for step, _, _ in steps(metrics(config.run.folder))] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(AnomalyError, match="step 6"):  # the same command meets it again
         loop.train(config, ALONE)
+
+
+def spoil_updates(monkeypatch: pytest.MonkeyPatch, update: int, *, once: bool = False) -> None:
+    """An update gives the head's weight an infinity, from gradients that are finite. once: not after a roll back."""
+    healthy, spoiled = Engine._apply, set[int]()
+
+    def overflowing(self: Engine, batch: int, part: int, result: StepResult | None) -> None:
+        healthy(self, batch, part, result)
+        if self.grid.pp.is_last and self.state.optimizer.num_updates == update and not (once and spoiled):
+            spoiled.add(batch)
+            self.state.await_copy()
+            list(self.state.weights.leaves_of(batch + 1).values())[-1].data.view(-1)[0] = torch.inf
+
+    monkeypatch.setattr(Engine, "_apply", overflowing)
+
+
+NOT_FINITE = r"is not finite, so that state is not saved: try a lower optim\.lr than 0\.01"
+
+
+@pytest.mark.parametrize(("update", "save_interval"), [(6, 1), (8, 2), (8, 3)])
+def test_weights_that_are_not_finite_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: int,
+                                               save_interval: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those of the last step, which no later loss shows. The checkpoint before stays, though only one is kept."""
+    spoil_updates(monkeypatch, update)
+    config = tiny(tmp_path, checkpoint={"keep": 1},
+                  train={"num_steps": 8, "eval_interval": 0, "save_interval": save_interval})
+    newest = (update - 1) // save_interval * save_interval
+    with pytest.raises(AnomalyError, match=rf"step {update}: weights/{update}/.* {NOT_FINITE}; stopped, the newest "
+                                           rf"checkpoint is of step {newest}"):
+        loop.train(config, ALONE)
+    root = config.run.folder / "checkpoints"
+    assert [path.name for path in root.iterdir()] == [f"step_{newest:08d}"]
+    (tmp_path / "tiny.toml").write_text((config.run.folder / "config.toml").read_text())
+    assert main(["train", str(tmp_path / "tiny.toml")]) == 1, "the same command meets it again"
+    assert "is not finite" in capsys.readouterr().err
+    assert checkpoint.saved_steps(root) == [newest]
+
+
+@pytest.mark.parametrize("last", [7, 12])
+def test_weights_that_are_not_finite_are_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     last: int) -> None:
+    spoil_updates(monkeypatch, 7, once=True)
+    config = tiny(tmp_path, anomalies={"on_non_finite": "roll_back"},
+                  train={"num_steps": last, "eval_interval": 0, "save_interval": 7 if last == 12 else 4})
+    assert loop.train(config, ALONE).step == last
+    rows = metrics(config.run.folder)
+    back = 0 if last == 12 else 4
+    assert {"step": 7, "anomaly": "non_finite_state", "rolled_back_to": back} in rows
+    assert [step for step, _, _ in steps(rows)] == list(range(1, last + 1))
+    weights = checkpoint.load_full(config.run.folder / "checkpoints" / f"step_{last:08d}")[1]
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
+def test_a_roll_back_that_changes_nothing_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_updates(monkeypatch, 7)
+    config = tiny(tmp_path, anomalies={"on_non_finite": "roll_back"}, checkpoint={"keep": 1},
+                  train={"num_steps": 30, "eval_interval": 0, "save_interval": 1})
+    with pytest.raises(AnomalyError, match=rf"step 8: .* {NOT_FINITE}; stopped, the newest checkpoint is of step 6"):
+        loop.train(config, ALONE)
+    assert checkpoint.saved_steps(config.run.folder / "checkpoints") == [6]
+
+
+@pytest.mark.ranks
+def test_weights_of_one_rank_end_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_updates(monkeypatch, 5)
+    config = tiny(tmp_path, parallel={"pp": 2}, train={"num_steps": 6, "save_interval": 5, "eval_interval": 0})
+    out = fork_ranks(2, lambda: _outcome(config))
+    assert len(set(found := [line for line in out.splitlines() if line.startswith("raised")])) == 1
+    assert len(found) == 2
+    assert "step 5: weights/5/" in found[0]
+    assert "stopped, there is no checkpoint" in found[0]
+    assert not list((tmp_path / "runs" / "run" / "checkpoints").iterdir())
+
+
+def _outcome(config: Config) -> int:
+    try:
+        loop.train(config, Launch.from_environment())
+    except HybridparError as error:
+        print("raised", type(error).__name__, error)
+    return 0
 
 
 @pytest.mark.ranks

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from train.runs import run_job, tiny, write_config
 
 from hybridpar.cli import main
 from hybridpar.config import Launch, from_mapping, to_toml
 from hybridpar.errors import ConfigError, DataError
 from hybridpar.train import loop
-from hybridpar.train.engine import StepResult
-from hybridpar.train.run import Run
+from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.errors import AnomalyError
 from hybridpar.verify import replay as replay_module
 from hybridpar.verify.replay import bundle_of_step, replay
 
@@ -25,19 +24,19 @@ ALONE = Launch(0, 0, 1, 1)
 
 def test_a_weight_that_is_not_finite_is_named_by_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                         capsys: pytest.CaptureFixture[str]) -> None:
-    config = tiny(tmp_path, train={"num_steps": 5, "eval_interval": 0, "save_interval": 2},
-                  checkpoint={"asynchronous": False})
-    name, on_step = "blocks.2.mlp.up.weight", Run._on_step
+    """An update makes it so, also when it is made again. No checkpoint has such a weight."""
+    config = tiny(tmp_path, train={"num_steps": 5, "eval_interval": 0, "save_interval": 5})
+    name, apply = "blocks.2.mlp.up.weight", Engine._apply
 
-    def spoil(run: Run, result: StepResult) -> None:
-        on_step(run, result)
-        if result.step == 4:
-            with torch.no_grad():
-                for leaves in run.engine.state.weights.leaves:
-                    leaves[name].view(-1)[7] = math.inf
+    def spoil(self: Engine, batch: int, part: int, result: StepResult | None) -> None:
+        apply(self, batch, part, result)
+        if batch == 2:
+            for leaves in self.state.weights.leaves:
+                leaves[name].data.view(-1)[7] = math.inf
 
-    monkeypatch.setattr(Run, "_on_step", spoil)
-    loop.train(config, ALONE)
+    monkeypatch.setattr(Engine, "_apply", spoil)
+    with pytest.raises(AnomalyError, match=f"step 5: weights/./{name} is not finite"):
+        loop.train(config, ALONE)
     capsys.readouterr()
     assert main(["replay", str(config.run.folder / "anomalies" / "step_00000005.json"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

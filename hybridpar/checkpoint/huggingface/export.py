@@ -42,8 +42,9 @@ def export_folder(path: str | Path, output: str | Path, *, dtype: str = "keep", 
     """Writes the newest weights of a run folder or checkpoint, of any grid, with their tokenizer where there is one.
 
     dtype: a value of train.dtype; 'keep': that of the checkpoint. One file of tensors is in memory at a time.
-    Raises: CheckpointError for a missing or damaged checkpoint; ConfigError for a model that transformers has no class
-    for, trained behind a subspace, or where `output` is there already; DataError for a damaged tokenizer.
+    Raises: CheckpointError for a missing or damaged checkpoint, or one with weights that are not finite; ConfigError
+    for a model that transformers has no class for, trained behind a subspace, for weights that `dtype` has no number
+    for, or where `output` is there already; DataError for a damaged tokenizer.
     """
     folder, output = find(path, say), Path(output)
     full = FullWeights(folder)
@@ -72,7 +73,7 @@ def export_folder(path: str | Path, output: str | Path, *, dtype: str = "keep", 
         for name, text in files.items():
             (aside / name).write_text(text, encoding="utf-8")
         groups = _groups(plan, max_file_bytes // _ITEM_BYTES[dtype])
-        _write(aside, groups, lambda names: dict(_tensors(full, plan, names, DTYPES[dtype])))
+        _write(aside, groups, lambda names: dict(_tensors(full, plan, names, dtype)))
     return Exported(folder, output, plain["architectures"][0], dtype, sum(map(len, groups)), plan.num_parameters,
                     tuple(notes))
 
@@ -93,8 +94,8 @@ def _groups(plan: Plan, most: int) -> list[list[str]]:
     return groups
 
 
-def _tensors(full: FullWeights, plan: Plan, names: list[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the exported model with these names."""
+def _tensors(full: FullWeights, plan: Plan, names: list[str], dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the exported model with these names. Raises: ConfigError if one is beyond the range of `dtype`."""
     wanted = set(names)
     for entry in plan.entries:
         copies = {plan.copies[copy]: copy for copy in wanted & plan.copies.keys() if plan.copies[copy] in entry.theirs}
@@ -106,7 +107,11 @@ def _tensors(full: FullWeights, plan: Plan, names: list[str], dtype: torch.dtype
         parts = entry.layout.split(full.read(ours), plan.heads)
         for name, part in zip(entry.theirs, parts, strict=True):
             for target in {name, copies.get(name, name)} & wanted:
-                yield target, part.to(dtype, copy=True, memory_format=torch.contiguous_format)
+                tensor = part.to(DTYPES[dtype], copy=True, memory_format=torch.contiguous_format)
+                if not tensor.isfinite().all():
+                    rule = f"has no numbers as large as {float(part.abs().max()):.4g}, which {name} holds"
+                    raise config_error("dtype", dtype, rule, "bf16")
+                yield target, tensor
 
 
 def _write(folder: Path, groups: list[list[str]], read: Callable[[list[str]], dict[str, Tensor]]) -> None:
