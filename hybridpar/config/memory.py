@@ -18,7 +18,8 @@ class MemoryConfig:
     """Where the state of training is kept: weights, gradients, master copy and the optimizer's state.
 
     With a budget, what is needed soon is in memory and the rest in a file (of a GPU: in memory of the host). What comes
-    when is known from the plan, so the least is moved, ahead of its use. Losses and weights stay the same to the bit.
+    when is known from the plan, so the least is moved, ahead of its use. Losses and weights stay the same to the bit if
+    `parts` do.
     """
 
     budget: Count = 0
@@ -27,11 +28,12 @@ class MemoryConfig:
     """Folder of that file, on a fast disk of the machine; empty: the run's."""
     parts: Count = 0
     """Parts that a stage's blocks are cut into; one is computed with at a time. 0: each block is a part with a budget,
-    a host optimizer, or parallel.zero 2 or 3; else the stage is whole."""
+    a host optimizer, or parallel.zero 2 or 3; else the stage is whole. Another number changes the order in which three
+    replicas or more sum gradients, and so bits; with parallel.zero 1 that of the gradient norm."""
     host_optimizer: bool = False
     """The optimizer's state and the master copy are in the host's memory, and the host updates them beside training:
     gradients go there, weights come back. Under 2bw training waits for neither if a batch is long enough; `hybridpar
-    check` says. Muon's matrices stay. Losses and weights stay the same to the bit."""
+    check` says. Muon's matrices stay. Losses and weights stay the same to the bit if `parts` do."""
     offload_activations: int | tuple[int, ...] | Literal["auto"] = 0
     """Number of a rank's micro-batches whose activations wait for their backward in a file in `folder`; at most two
     fewer than it has in flight. Losses and weights stay the same to the bit. A list has a number for each rank of a

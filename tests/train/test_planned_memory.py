@@ -32,7 +32,7 @@ CASES: list[tuple[dict[str, Any], ...]] = [
     ({"pp": 2}, {"schedule": "1f1b"}, {"kind": "bert", **DROPOUT}, {}),
     ({"pp": 2}, {"schedule": "interleaved", **STAGE}, {}, {}),
     ({"pp": 3}, {"schedule": "2bw"}, {"tie_embeddings": False}, {"dtype": "bf16"}),  # the first rank's cycle: 3 steps
-    ({"dp": 2, "zero": 3}, {}, {}, {}),
+    ({"dp": 2, "zero": 3}, {}, {}, {}), ({"dp": 3, "zero": 1}, {"schedule": "2bw"}, {}, {}),
 ]
 
 
