@@ -16,7 +16,7 @@ from hybridpar.config import Config
 from hybridpar.reading import to_json
 from hybridpar.train.console import lost_console
 from hybridpar.train.folder import METRICS, NOTES
-from hybridpar.train.metrics import end_of
+from hybridpar.train.metrics import end_of, last_step
 from hybridpar.train.progress import Reporter
 from hybridpar.train.records import MOST_FEW_RECORDS, Records
 from hybridpar.train.trackers import NAMES, Trackers
@@ -35,11 +35,11 @@ class RunLog(Records):
         self._reporter, self._step, self._is_silent = reporter, resumed_step, False
         if writes:
             self.begin(NOTES)
+            reached = last_step(folder / METRICS)
             self.begin(METRICS, end_of(folder / METRICS, resumed_step))
             self._board = TensorBoard(self, "tensorboard", resumed_step)
-            self._trackers = Trackers(config or Config(), self.note)
-            if self._trackers.ids:
-                self.draw(NAMES, self._trackers.names)
+            self._trackers = Trackers(config or Config(), self.note, resumed_step, reached)
+            self._keep_names()
 
     def write(self, row: dict[str, Any], besides: Mapping[str, Any] | None = None) -> None:
         """Writes a row of numbers; those that are not finite as null. besides: values for metrics.jsonl alone."""
@@ -66,6 +66,14 @@ class RunLog(Records):
             self.begin(METRICS, end_of(self.folder / METRICS, step))
             for line in kept:
                 self.append(METRICS, line)
+            self._board.go_back(step)
+            self._trackers.go_back(step)
+            self._keep_names()
+
+    def _keep_names(self) -> None:
+        """Writes trackers.json, if the run has ever had a tracker."""
+        if self._trackers.ids:
+            self.draw(NAMES, self._trackers.names)
 
     def note(self, text: str) -> None:
         """Says something, and keeps it."""
@@ -87,13 +95,21 @@ class TensorBoard:
         self._records, self._file = records, ""
         if importlib.util.find_spec("tensorboard") is None:
             return
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import Event
 
         self._file = f"{folder}/events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
         records.begin(self._file, 0, MOST_FEW_RECORDS)
         self._add(Event(file_version="brain.Event:2"))
-        if resumed_step:  # hides the steps after it that other files have
-            self._add(Event(step=resumed_step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self.go_back(resumed_step)
+
+    def go_back(self, step: int) -> None:
+        """Hides the steps after this one that were written before, here and in other files."""
+        if not self._file:
+            return
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        first = step + 1 if step else 0  # an evaluation comes before the first step
+        self._add(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, row: dict[str, Any]) -> None:
         """Adds the floating point numbers of a row of metrics.jsonl."""

@@ -44,6 +44,11 @@ def end_of(path: Path, step: int) -> int:
     return found
 
 
+def last_step(path: Path) -> int:
+    """The largest step in a metrics.jsonl; -1 if it has no row."""
+    return max((row["step"] for row in stream_metrics(path)), default=-1)
+
+
 def read_curves(path: Path, most: int = 1 << 13) -> list[dict[str, Any]]:
     """Losses and validation losses of a metrics.jsonl, as rows of a step and one of them.
 

@@ -2,6 +2,14 @@
 
 They are set up by their own environment variables: WANDB_MODE, WANDB_API_KEY, MLFLOW_TRACKING_URI. What they raise is
 said once, and training goes on without them.
+
+A run may go back: it resumes from an earlier checkpoint, or rolls back. Every row after that is sent too, with its
+step. Weights & Biases drops a row whose position is not behind all others. So a row's position is its step plus an
+offset, which grows when the run goes back, and the step is a metric of its own, the x-axis of all others:
+
+    step        1 2 3 4 5 | 3 4 5 6     resumed after step 2
+    offset      0 0 0 0 0 | 3 3 3 3
+    position    1 2 3 4 5 | 6 7 8 9
 """
 
 from __future__ import annotations
@@ -10,47 +18,84 @@ import importlib
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridpar.config import Config, from_plain, to_mapping
+from hybridpar.config import Config, Whole, from_plain, to_mapping
 from hybridpar.reading import parse_json, read_limited, to_json
 
 NAMES = "trackers.json"
 """The identities of a run at its trackers, so that a resumed run goes on there."""
+_STEP = "step"
+"""The metric of Weights & Biases that holds a row's step."""
 
 
 class Tracker(Protocol):
-    """A run at a tracker. id: its identity there."""
+    """A run at a tracker.
+
+    Attributes: id: its identity there. next_position: the first position that it takes; 0 if it takes any.
+    """
 
     id: str
+    next_position: int
 
-    def write(self, step: int, values: dict[str, float]) -> None: ...
+    def write(self, step: int, position: int, values: dict[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
-class Trackers:
-    """All of a run, on the rank that keeps its files. No method raises an error of a tracker; `say` is told of it.
+@dataclass(frozen=True)
+class _Known:
+    """The content of a trackers.json. ids: identities by the names of trackers. offset: of positions after steps."""
 
-    ids: the identities of those that have begun.
+    ids: dict[str, str] = field(default_factory=dict)
+    offset: Whole = 0
+
+
+class Trackers:
+    """All trackers of a run, on the rank that keeps its files. What a tracker raises is said, and not raised.
+
+    Args:
+        config: Configuration of the run.
+        say: Called with a line for people.
+        resumed_step: The step that training goes on after.
+        last_step: The last step that the run has reached before; -1 if it has reached none.
+
+    Attributes: ids: identities at all trackers that the run has ever had, also those that this job does not use.
     """
 
-    def __init__(self, config: Config, say: Callable[[str], None]):
-        self._say, self.ids = say, dict[str, str]()
+    def __init__(self, config: Config, say: Callable[[str], None], resumed_step: int = 0, last_step: int = -1):
+        self._say = say
         self._open: dict[str, Tracker] = {}
         known = _known(config.run.folder / NAMES)
+        self.ids = dict(known.ids)
+        self._offset = known.offset
+        self._next_position = last_step + known.offset + 1 if known.ids else 0
         for name in config.run.trackers:
             def begin(name: str = name) -> None:
-                self._open[name] = _TRACKERS[name](config, known.get(name, ""))
+                self._open[name] = _TRACKERS[name](config, self.ids.get(name, ""))
                 self.ids[name] = self._open[name].id
+                self._next_position = max(self._next_position, self._open[name].next_position)
             self._try(name, begin)
+        self._put_behind(resumed_step + 1 if resumed_step else 0)  # an evaluation comes before the first step
+
+    def go_back(self, step: int) -> None:
+        """Puts the rows of `step` and later ones, which are written from now on, behind all that were sent."""
+        self._put_behind(step)
+
+    def _put_behind(self, first_step: int) -> None:
+        self._offset = max(self._offset, self._next_position - first_step)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Sends the numbers of a row of metrics.jsonl."""
         values = {name: float(value) for name, value in row.items()
                   if isinstance(value, int | float) and name not in ("step", "skipped")}
+        if not values:
+            return
+        step, position = row["step"], row["step"] + self._offset
+        self._next_position = max(self._next_position, position + 1)
         for name, tracker in list(self._open.items()):
-            self._try(name, lambda tracker=tracker: tracker.write(row["step"], values))  # type: ignore[misc]
+            self._try(name, lambda tracker=tracker: tracker.write(step, position, values))  # type: ignore[misc]
 
     def close(self) -> None:
         """Waits until all is sent."""
@@ -60,7 +105,7 @@ class Trackers:
 
     def names(self) -> str:
         """The text of trackers.json."""
-        return to_json(self.ids)
+        return to_json(asdict(_Known(self.ids, self._offset)))
 
     def _try(self, name: str, do: Callable[[], None]) -> None:
         try:
@@ -70,12 +115,16 @@ class Trackers:
             self._say(f"run.trackers: {name}: {error or type(error).__name__}; training goes on without it")
 
 
-def _known(path: Path) -> dict[str, str]:
-    """The identities that are kept in a run folder; none where the file is missing or damaged."""
+def _known(path: Path) -> _Known:
+    """The content of a trackers.json; nothing if the file is missing or damaged."""
     try:
-        return from_plain(dict[str, str], parse_json(read_limited(path, 1 << 16)), NAMES)
+        found = parse_json(read_limited(path, 1 << 16))
+        if isinstance(found, dict) and "ids" not in found:  # of an older version: the identities alone
+            found = {"ids": found}
+        known: _Known = from_plain(_Known, found, NAMES)
+        return known
     except (OSError, ValueError):
-        return {}
+        return _Known()
 
 
 class _Wandb:
@@ -87,21 +136,29 @@ class _Wandb:
         self._run = wandb.init(project=config.run.project, name=config.run.name, dir=str(config.run.folder),
                                config=to_mapping(config), id=known or None, resume="allow" if known else None)
         self.id = str(self._run.id)
+        self.next_position = int(self._run.step)
+        """One behind what its server has; 0 for a new run and without a connection."""
+        self._run.define_metric(_STEP, hidden=True)
+        self._run.define_metric("*", step_metric=_STEP)
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
+    def write(self, step: int, position: int, values: dict[str, float]) -> None:
+        self._run.log(values | {_STEP: step}, step=position)
 
     def close(self) -> None:
         self._run.finish()
 
 
 class _Mlflow:
-    """A run of MLflow, whose numbers are sent by a thread of its own."""
+    """A run of MLflow, whose numbers are sent by a thread of its own. It keeps all values of a step, by their times."""
+
+    next_position = 0
 
     def __init__(self, config: Config, known: str):
         mlflow = importlib.import_module("mlflow")
         self._entities, self._client = importlib.import_module("mlflow.entities"), mlflow.MlflowClient()
         self.id = known or self._new_run(config)
+        if known:
+            self._client.update_run(known, status="RUNNING")
         self._last: Any = None
 
     def _new_run(self, config: Config) -> str:
@@ -114,7 +171,7 @@ class _Mlflow:
             self._client.log_batch(run, params=flat[first : first + 100])
         return run
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, position: int, values: dict[str, float]) -> None:
         now = time.time_ns() // 10**6
         metrics = [self._entities.Metric(name, value, now, step) for name, value in values.items()]
         self._last = self._client.log_batch(self.id, metrics=metrics, synchronous=False)

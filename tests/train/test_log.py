@@ -140,6 +140,23 @@ def test_tensorboard_reads_what_is_written_and_forgets_what_a_resumed_run_makes_
         (1, 1.0), (2, 2.0), (3, pytest.approx(3.2)), (4, pytest.approx(4.2))]
 
 
+def test_tensorboard_forgets_what_a_run_makes_again_after_it_has_gone_back(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = RunLog(tmp_path, 0, Reporter(), writes=True)
+    for back, branch in ((0, 0.0), (2, 0.25), (0, 0.5)):
+        if branch:
+            log.cut_back(back)
+        for step in range(back + 1 if back else 0, 5):
+            log.write({"step": step, "loss": step + branch})
+    log.cut_back(3)
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(one.step, one.value) for one in events.Scalars("loss")] == [(0, 0.5), (1, 1.5), (2, 2.5), (3, 3.5)]
+
+
 def test_a_rank_that_writes_nothing_makes_no_file(tmp_path: Path) -> None:
     log = RunLog(tmp_path, 0, Reporter(), writes=False)
     log.write({"step": 1, "loss": 1.0})
