@@ -32,6 +32,21 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
+def not_utf8(text: str) -> str:
+    """What keeps a text from being UTF-8, in words; empty if nothing does.
+
+    Python stands for a byte of an argument or a file's name that it cannot decode by a half of a surrogate pair.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        if 0xDC80 <= code <= 0xDCFF:
+            return f"byte 0x{code - 0xDC00:02x} behind {shown(text[:error.start])} is not"
+        return f"character {error.start} is half of a surrogate pair"
+    return ""
+
+
 def about_file(error: OSError) -> str:
     """An error of a file or a disk as a line; empty where it is about something else."""
     if error.filename is None and error.errno not in FULL_DISK:

@@ -14,7 +14,7 @@ from math import isfinite
 
 from hybridpar.checkpoint.compatible import CONTINUABLE
 from hybridpar.config import Config, ModelConfig, broken_rules
-from hybridpar.errors import ConfigError, Problem
+from hybridpar.errors import ConfigError, Problem, not_utf8
 from hybridpar.models.build import recomputed_blocks
 from hybridpar.models.cost import stage_split
 from hybridpar.nn.attention import rotary_features
@@ -54,6 +54,8 @@ def _values(config: Config) -> Iterator[Problem]:
                 rule, works = "is too large", default
             elif any(isinstance(part, str) and "\0" in part for part in parts):
                 rule, works = "must not hold a zero byte", default
+            elif flaws := [flaw for part in parts if isinstance(part, str) and (flaw := not_utf8(part))]:
+                rule, works = f"must be UTF-8 text, as config.toml keeps it; {flaws[0]}", default
             elif any(not isinstance(part, bool | int | float | str | tuple) for part in parts):
                 rule, works = "must be text, a number, a truth value or a list of these, as TOML has no others", 0
             elif name in rules:

@@ -12,18 +12,24 @@ from hybridpar.errors import CheckpointError, config_error
 from hybridpar.reading import reason
 
 
+def as_bytes(text: str) -> bytes:
+    """Encode a text as UTF-8; the name of a file in it may have other bytes, which stay what they are."""
+    return text.encode("utf-8", "surrogateescape")
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a file beside its place and renames it there, so that a reader or a crash never meets half of it.
 
     A device or a pipe is written into: it stays what it is. Raises: OSError, and nothing has changed then.
     """
+    content = as_bytes(text)
     if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content)
         return
     aside = path.with_name(f".{path.name}.part")
     try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with aside.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)

@@ -21,7 +21,7 @@ from hybridpar.cli.placing import Graph, Place
 from hybridpar.cli.planning import Plan, Profile
 from hybridpar.cli.proving import Conform, Replay, Verify
 from hybridpar.cli.simulating import Simulate
-from hybridpar.cli.values import ConfigFile, Overrides, Ranks, Threads, Within
+from hybridpar.cli.values import ConfigFile, Overrides, Ranks, Threads, Within, as_utf8
 from hybridpar.config import Launch
 from hybridpar.errors import config_error
 
@@ -115,9 +115,11 @@ class Generate:
     json: bool = False
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.train.generate import Sampling, on_grid
+        from hybridpar.train.generate import Sampling, check_prompts, on_grid
 
         sampling = Sampling(self.max_tokens, self.temperature, self.top_k, self.top_p, self.seed)
+        prompts = tuple(map(as_utf8, self.prompt)) or ("",)
+        check_prompts(prompts)
         starts = self.ranks if not launch.launched else 0
         if self.tp * self.pp != (processes := starts or launch.world_size):
             rule = f"tp * pp is {self.tp * self.pp}, and there are {processes} processes"
@@ -126,7 +128,7 @@ class Generate:
             from hybridpar.train.faults.supervisor import run_ranks
 
             return run_ranks(starts, launch.args)
-        prompts, speaks = self.prompt or ("",), launch.rank == 0
+        speaks = launch.rank == 0
         texts, live = [""] * len(prompts), speaks and len(prompts) == 1 and not self.json
         with on_grid(self.checkpoint, self.tp, self.pp, self.threads, launch) as generator:
             if live:

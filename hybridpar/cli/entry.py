@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import io
 import json
 import os
 import sys
@@ -37,8 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; an error is reported once, in one message. Returns the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     hold_descriptors()
+    _print_anything()
     with lasting_console() if args[:1] == ["train"] else contextlib.nullcontext():
         return _run(args)
+
+
+def _print_anything() -> None:
+    """Let stdout write an escape for a character that its encoding lacks, as stderr does."""
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and (out.encoding.lower(), out.errors) != ("utf-8", "surrogateescape"):
+        out.reconfigure(errors="backslashreplace")
 
 
 def _run(args: list[str]) -> int:

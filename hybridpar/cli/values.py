@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 from tyro.conf import FlagConversionOff, Positional, arg
 
 from hybridpar.config import Config, Within, broken_rules
-from hybridpar.errors import Problem, config_error
+from hybridpar.errors import Problem, config_error, not_utf8
 
 ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
 Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
@@ -17,6 +18,14 @@ Ranks = Annotated[int, Within(0, 2**12)]
 """Processes on one machine."""
 Devices = Annotated[int, Within(0, 2**16)]
 MicroBatches = Annotated[tuple[int, ...], Within(1, 2**20)]
+
+
+def as_utf8(text: str) -> str:
+    """The text of an argument whose bytes are UTF-8, also in a locale that knows only ASCII; else `text` as it is."""
+    try:
+        return os.fsencode(text).decode() if not_utf8(text) else text
+    except UnicodeError:
+        return text
 
 
 def out_of_range(command: Any) -> list[Problem]:

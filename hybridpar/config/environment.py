@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hybridpar.errors import config_error
+from hybridpar.errors import config_error, not_utf8
 
 JOB = "hybridpar of process "
 """Beginning of a job's name as our supervisor gives it to ranks, where torch's elastic agent would; its pid follows."""
@@ -59,6 +59,9 @@ class Launch:
                 raise config_error(name, text, rule, str(default))
             return int(text)
 
+        for name, works in (("MASTER_ADDR", "127.0.0.1"), ("GLOO_SOCKET_IFNAME", "eth0")):
+            if flaw := not_utf8(text := os.environ.get(name, "")):
+                raise config_error(name, text, f"must be UTF-8 text in the environment; {flaw}", works)
         world, port = get("WORLD_SIZE", 1, 1), get("MASTER_PORT", 29500, 1, 2**16 - 1)
         rank = get("RANK", 0, 0, world - 1, f", below WORLD_SIZE = {world},")
         known, local = "LOCAL_WORLD_SIZE" in os.environ, get(

@@ -51,7 +51,8 @@ def load_toml(path: str | Path, spec: str = "") -> Config:
     if spec:
         document["model"] = {**document.get("model", {}), "spec": spec}
     note = path.with_name(MODEL_FOLDER)
-    folders = [path.parent, *(note.read_text(encoding="utf-8").split("\n")[:-1] if note.is_file() else ()), "."]
+    noted = note.read_text(encoding="utf-8", errors="surrogateescape") if note.is_file() else ""
+    folders: list[str | Path] = [path.parent, *noted.split("\n")[:-1], "."]
     for section, load in (("model", import_spec), ("optim", import_rule)):
         table = document.get(section)
         if isinstance(table, Mapping) and isinstance(named := table.get("spec", ""), str) and named:

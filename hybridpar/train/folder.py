@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar.checkpoint import check_compatible, read_manifest, saved_steps
-from hybridpar.checkpoint.files import write_text
+from hybridpar.checkpoint.files import as_bytes, write_text
 from hybridpar.checkpoint.folders import folder_of
 from hybridpar.checkpoint.load import check_files
 from hybridpar.config import (
@@ -143,7 +143,7 @@ def write_changed(path: Path, text: str) -> None:
 
     Raises: OSError.
     """
-    if not path.is_file() or path.read_bytes() != text.encode():
+    if not path.is_file() or path.read_bytes() != as_bytes(text):
         write_text(path, text)
 
 

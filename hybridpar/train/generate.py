@@ -16,7 +16,7 @@ from hybridpar.checkpoint.stages import load_stage
 from hybridpar.comm import broadcast
 from hybridpar.config import Launch, ModelConfig, TrainConfig
 from hybridpar.data.tokenizer import END, Tokenizer, check_vocab_fits
-from hybridpar.errors import CheckpointError, HybridparError, config_error
+from hybridpar.errors import CheckpointError, HybridparError, config_error, not_utf8
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.cost import stage_split
 from hybridpar.random import random_bits, site
@@ -92,9 +92,10 @@ class Generator:
         """Yields pieces of the continuations of several prompts, each with its prompt's index.
 
         A text depends on its prompt, the seed, and how many equal prompts come before it.
-        Collectives, raises: as for `generate`.
+        Collectives: as for `generate`. Raises: as `generate`; ConfigError for a prompt that is not UTF-8 text.
         """
         texts = []
+        check_prompts(prompts)
         for i, prompt in enumerate(prompts):
             tokens = self.tokenizer.encode_prompt(prompt)
             key = sampling.seed % 2**64, site(f"generate.{tokens}"), 0, prompts[:i].count(prompt)
@@ -132,6 +133,13 @@ class Generator:
         if min(tokens) < 0:
             raise CheckpointError("the model's logits are not finite: nothing can be sampled from them")
         return tokens
+
+
+def check_prompts(prompts: Sequence[str]) -> None:
+    """Raises: ConfigError for the first prompt that is not UTF-8 text."""
+    for prompt in prompts:
+        if flaw := not_utf8(prompt):
+            raise config_error("prompt", prompt, f"must be UTF-8 text; {flaw}", '"Once upon a time"')
 
 
 @dataclass(frozen=True)
