@@ -72,6 +72,8 @@ class Preprocess:
     """A tokenizer.json; empty: one is trained on the text."""
     max_bytes: Annotated[int, Within(0, 2**60)] = 0
     """Use only so many bytes of the text; 0: all."""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """Policy for a record that cannot be read: an error, or leave it out, and name and count those that were."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:
@@ -81,11 +83,15 @@ class Preprocess:
         if not sources:
             raise config_error("sources", [], "name no text", "hybridpar preprocess stdlib")
         made = prepare(sources, self.output, self.vocab_size, kind=self.kind, tokenizer=self.tokenizer or None,
-                       text_key=self.text_key, max_bytes=self.max_bytes or None)
+                       text_key=self.text_key, max_bytes=self.max_bytes or None, on_bad_record=self.on_bad_record)
         plain: dict[str, Any] = {
             "ok": True, "prefix": str(made.prefix), "tokenizer": str(made.tokenizer_path),
-            "documents": made.num_documents, "tokens": made.num_tokens, "vocab_size": made.vocab_size}
+            "documents": made.num_documents, "tokens": made.num_tokens, "vocab_size": made.vocab_size,
+            "bad_records": made.num_bad}
         counts = f"{made.num_documents:,} documents, {made.num_tokens:,} tokens, vocabulary {made.vocab_size}"
+        counts += f", {made.num_bad:,} bad records left out" if made.num_bad else ""
+        for line in made.notes():
+            print(line, file=sys.stderr)
         print(json.dumps(plain) if self.json else f"{made.prefix}: {counts}")
         return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hybridpar.config.typed import Share
 from hybridpar.errors import Problem
@@ -24,6 +24,9 @@ class DataConfig:
     """A tokenizer.json; empty: a byte-level BPE of model.vocab_size entries is trained on the corpus."""
     text_key: str = "text"
     """The field or column that holds a document's text, in files that have those."""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """Policy for a record that cannot be read (broken JSON, no text or null under text_key, bytes that are not UTF-8):
+    an error that names it, or skip: leave it out, and name and count those that were."""
     split: Share = 0.02
     """Share of the documents held out for validation, where there is no valid_corpus."""
     valid_corpus: tuple[str, ...] = ()

@@ -2,9 +2,10 @@
 
     open_data    config -> prepared corpora, training and validation streams; calls everything below
     prepare      corpus.py (formats.py, readers.py, columns.py) -> pieces.py, tokenizer.py -> indexed.py: text to a
-                 .bin/.idx pair, once, as a stream (prepared.py)
+                 .bin/.idx pair, once, as a stream (prepared.py); bad_records.py: what cannot be read
     datasets     gpt.py, bert.py: samples of a part of a pair
     Blend        order.py, blend.py: an endless shuffled stream of samples, from any position
+    MappedDataset    mapped.py: samples of a custom dataset, in a Blend; sample_rules.py: those for GPT and BERT
     StreamedSamples  stream.py: what an iterable of one's own gives, in its order
     BatchLoader  the stream dealt out as micro-batches
 """

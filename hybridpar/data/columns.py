@@ -1,19 +1,30 @@
 """Text columns of parquet and Arrow files, and folders of Hugging Face `datasets`, through pyarrow (the extra [data]).
 
 Source: https://arrow.apache.org/docs/format/Columnar.html; state.json and dataset_dict.json as `datasets` saves them to
-disk: the one names the Arrow files of its folder, the other the folders beside it, one for each part.
+disk: the one names the Arrow files of its folder, the other the folders beside it, one for each part. Of a dataset that
+was shuffled or filtered, older versions save all rows, and beside them the numbers of those that count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hybridpar.errors import DataError, shown
-from hybridpar.reading import BoundedReader, errors_as, read_json
+from hybridpar.reading import BoundedReader, errors_as, open_regular, read_json
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
+_DATA_FILES, _INDICES_FILES = "_data_files", ("_indices_data_files", "_indices_files")
+_INDICES = "indices"
+"""The column of a file of indices."""
+_SAVE_AGAIN = "save the dataset again"
+_MAGIC = b"ARROW1"
 _TRAIN = "train"
 _MAX_STATE = 1 << 24
 _ROWS = 256
@@ -29,23 +40,101 @@ def import_pyarrow(path: Path, what: str) -> Any:
     return pyarrow
 
 
-def read_columns(raw: BoundedReader, path: Path, kind: str, text_key: str) -> Iterator[str]:
-    """The texts of a column; null is no text.
+class Row(NamedTuple):
+    """A row's number, counted from 1, and its text as UTF-8; None: null."""
+
+    number: int
+    text: bytes | None
+
+
+class SavedDataset(NamedTuple):
+    """The Arrow files of a folder that `datasets` has saved.
+
+    indices: files with the numbers of the rows that count, in their order; empty: all rows do.
+    """
+
+    files: list[Path]
+    indices: list[Path]
+
+
+def read_columns(raw: BoundedReader, path: Path, kind: str, text_key: str) -> Iterator[Row]:
+    """The texts of a column.
 
     Raises: DataError if the file is damaged, or has no such column of text.
     """
-    arrow = import_pyarrow(path, kind)
     batches = _parquet if kind == "parquet" else _arrow
-    try:
+    number = 0
+    with _damage(path, kind):
         for column in batches(raw, path, kind, text_key):
             for value in column:
-                text = value.as_py()
-                if text is not None:
-                    yield text
+                number += 1
+                yield Row(number, value.as_py())
+
+
+def read_selected(indices: Path, files: Sequence[Path], text_key: str) -> Iterator[Row]:
+    """The texts of the rows that a file of indices names, in its order, by their numbers in all `files` together.
+
+    The files are mapped into memory, as rows come in any order.
+    Raises: DataError if a file is damaged, or has no such column of text.
+    """
+    columns: list[Any] = []
+    for path in files:
+        with _damage(path, "Arrow"):
+            columns += _arrow(_mapped(path), path, _kind_of(path), text_key)
+    ends = np.cumsum([len(column) for column in columns], dtype=np.int64)
+    num_rows = int(ends[-1]) if columns else 0
+    with _damage(indices, "Arrow"):
+        for rows in _index_batches(indices):
+            if rows.size and int(rows.max()) >= num_rows:
+                raise DataError(f"{indices}: names row {int(rows.max()) + 1} of {num_rows}; {_SAVE_AGAIN}")
+            for row, at in zip(rows.tolist(), np.searchsorted(ends, rows, side="right").tolist(), strict=True):
+                column = columns[at]
+                yield Row(row + 1, column[row - int(ends[at]) + len(column)].as_py())
+
+
+def _index_batches(path: Path) -> Iterator[NDArray[np.int64]]:
+    """The numbers of rows in a file of indices, counted from 0. Shapes: yields [n]."""
+    import pyarrow.types
+
+    schema, batches = _opened(_mapped(path), _kind_of(path))
+    if schema.names != [_INDICES] or not pyarrow.types.is_integer(schema.types[0]):
+        raise DataError(f"{path}: has the columns {shown(schema.names)}, and must have whole numbers in {_INDICES!r} "
+                        f"alone; {_SAVE_AGAIN}")
+    for batch in batches:
+        column = batch.column(0)
+        column.validate(full=True)
+        if column.null_count:
+            raise DataError(f"{path}: holds a null; {_SAVE_AGAIN}")
+        numbers = column.to_numpy(zero_copy_only=False)
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) < 2**63:
+            raise DataError(f"{path}: names row {int(numbers.min()) + 1}; {_SAVE_AGAIN}")
+        yield numbers.astype(np.int64)
+
+
+@contextmanager
+def _damage(path: Path, kind: str) -> Iterator[None]:
+    """Turn an error of pyarrow into a DataError that names the file."""
+    arrow = import_pyarrow(path, kind)
+    try:
+        yield
     except DataError:
         raise
     except (arrow.ArrowException, OSError, ValueError, MemoryError, OverflowError, KeyError, IndexError) as error:
         raise DataError(f"{path}: is damaged {kind} ({str(error) or type(error).__name__})") from None
+
+
+def _mapped(path: Path) -> Any:
+    """The bytes of a file, mapped read-only, as a file of pyarrow. Raises: DataError."""
+    import pyarrow
+
+    with errors_as(DataError, path, "is damaged Arrow"), open_regular(path) as file:  # ValueError: it is empty
+        return pyarrow.BufferReader(pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+
+
+def _kind_of(path: Path) -> str:
+    """Which of the two formats an Arrow file has. Raises: DataError."""
+    with errors_as(DataError, path), open_regular(path) as file:
+        return "Arrow" if file.read(len(_MAGIC)) == _MAGIC else "Arrow stream"
 
 
 def _parquet(file: BoundedReader, path: Path, kind: str, text_key: str) -> Iterator[Any]:
@@ -54,21 +143,38 @@ def _parquet(file: BoundedReader, path: Path, kind: str, text_key: str) -> Itera
     opened = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
     _check_column(opened.schema_arrow, path, kind, text_key)
     for batch in opened.iter_batches(_ROWS, columns=[text_key], use_threads=False):
-        yield batch.column(0)
+        yield _as_bytes(batch.column(0))
 
 
-def _arrow(file: BoundedReader, path: Path, kind: str, text_key: str) -> Iterator[Any]:
+def _arrow(file: Any, path: Path, kind: str, text_key: str) -> Iterator[Any]:
+    schema, batches = _opened(file, kind)
+    number = _check_column(schema, path, kind, text_key)
+    for batch in batches:
+        column = _as_bytes(batch.column(number))
+        column.validate(full=True)
+        yield column
+
+
+def _opened(file: Any, kind: str) -> tuple[Any, Iterable[Any]]:
+    """The schema of an Arrow file, and its batches of rows."""
     import pyarrow.ipc
 
     if kind == "Arrow stream":
-        batches = opened = pyarrow.ipc.open_stream(file)
-    else:
-        opened = pyarrow.ipc.open_file(file)
-        batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
-    number = _check_column(opened.schema, path, kind, text_key)
-    for batch in batches:
-        batch.column(number).validate(full=True)
-        yield batch.column(number)
+        stream = pyarrow.ipc.open_stream(file)
+        return stream.schema, stream
+    opened = pyarrow.ipc.open_file(file)
+    return opened.schema, (opened.get_batch(i) for i in range(opened.num_record_batches))
+
+
+def _as_bytes(column: Any) -> Any:
+    """A column of text as one of bytes, so that a row that is not UTF-8 does not damage the others."""
+    import pyarrow
+    import pyarrow.types as types
+
+    if types.is_dictionary(column.type):
+        return pyarrow.DictionaryArray.from_arrays(column.indices, _as_bytes(column.dictionary), safe=False)
+    plain = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+    return column.view(plain.get(column.type) or pyarrow.binary_view())
 
 
 def _check_column(schema: Any, path: Path, kind: str, text_key: str) -> int:
@@ -88,8 +194,8 @@ def _is_text(types: Any, kind: Any) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
-def dataset_files(folder: Path) -> list[Path]:
-    """The Arrow files of a folder that `datasets` has saved, of its part `train` if it has parts; empty: it is none.
+def saved_dataset(folder: Path) -> SavedDataset | None:
+    """The files of a folder that `datasets` has saved, of its part `train` if it has parts; None: it is none.
 
     Raises: DataError if it is damaged, or has parts and none is called train.
     """
@@ -102,13 +208,20 @@ def dataset_files(folder: Path) -> list[Path]:
         folder = folder / _TRAIN
     state = folder / _STATE
     if not state.is_file():
-        return []
-    files = _plain(state).get("_data_files")
-    if files is None and not splits.is_file():
-        return []  # another program's
-    names = _names(state, [f.get("filename") if isinstance(f, dict) else None for f in files]
-                   if isinstance(files, list) else None)
-    return [folder / name for name in names]
+        return None
+    found = _plain(state)
+    if found.get(_DATA_FILES) is None and not splits.is_file():
+        return None  # another program's
+    files = _listed(state, found.get(_DATA_FILES))
+    if not files:
+        raise DataError(f"{state}: is of a Hugging Face dataset that has no files")
+    return SavedDataset(files, _listed(state, next((found[key] for key in _INDICES_FILES if found.get(key)), [])))
+
+
+def _listed(state: Path, found: Any) -> list[Path]:
+    """The files that an entry of a state.json lists. Raises: DataError if it is damaged."""
+    names = [f.get("filename") if isinstance(f, dict) else None for f in found] if isinstance(found, list) else None
+    return [state.with_name(name) for name in _names(state, names)]
 
 
 def _plain(path: Path) -> dict[str, Any]:

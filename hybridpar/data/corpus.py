@@ -1,10 +1,10 @@
 """Documents from files, folders, patterns, Hugging Face datasets, or the Python standard library's own source text.
 
-A source is 'stdlib', a file, a folder (all files below it with one of SUFFIXES), a folder that `datasets` has saved, or
-a pattern such as 'books/*.txt'. A file is what its first bytes say (formats.py): plain text is one document, in other
-formats each record holds one, under `text_key`. The files of a folder, a pattern or the standard library come in the
-order of a hash of their names: always the same, yet any stretch is a fair sample, so that the end of a corpus can serve
-for validation. Empty documents are left out.
+A source is 'stdlib', a file, a folder (all files below it with one of SUFFIXES), a folder that `datasets` has saved
+(the rows that count, in their order), or a pattern such as 'books/*.txt'. A file is what its first bytes say
+(formats.py): plain text is one document, in other formats each record holds one, under `text_key`. The files of a
+folder, a pattern or the standard library come in the order of a hash of their names: always the same, yet any stretch
+is a fair sample, so that the end of a corpus can serve for validation. Empty documents are left out.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridpar.data.columns import dataset_files
+from hybridpar.data.bad_records import BadRecords
+from hybridpar.data.columns import SavedDataset, saved_dataset
 from hybridpar.data.formats import SUFFIXES
 from hybridpar.data.pieces import Ends, Part
-from hybridpar.data.readers import Sized, detect_format, read_file
-from hybridpar.errors import DataError
+from hybridpar.data.readers import Sized, detect_format, read_file, read_saved
+from hybridpar.errors import DataError, shown
 from hybridpar.reading import errors_as, nearest_path
 
 STDLIB = "stdlib"
@@ -45,6 +46,8 @@ class SourceFile:
     """The user named this very file, so it must not be empty."""
     text_key: str = TEXT_KEY
     """The field or column that holds the text, where the file has those."""
+    selects_from: tuple[Path, ...] = ()
+    """Arrow files whose rows this file of indices selects; empty: the file holds its text itself."""
 
 
 def source_files(source: str | Path, text_key: str = TEXT_KEY) -> list[SourceFile]:
@@ -54,19 +57,52 @@ def source_files(source: str | Path, text_key: str = TEXT_KEY) -> list[SourceFil
         return _stdlib_files()
     path = Path(text)
     if path.is_file():
+        _check_alone([path])
         return [SourceFile(path, path.name, named=True, text_key=text_key)]
-    if dataset := dataset_files(path):
-        return [SourceFile(p, p.name, text_key=text_key) for p in dataset]
+    if (dataset := saved_dataset(path)) is not None:
+        return _dataset_files(dataset, text_key)
     if path.is_dir():
-        found = [(p, p.relative_to(path)) for p in _walk(path) if p.name.lower().endswith(SUFFIXES)]
+        found = _folder_files(path, text_key)
         rule = f"holds no files ending in {', '.join(SUFFIXES)}"
     else:
-        found = [(p, p) for p in map(Path, glob.glob(text, recursive=True)) if p.is_file()]
+        matches = [p for p in map(Path, glob.glob(text, recursive=True)) if p.is_file()]
+        _check_alone(matches)
+        found = [SourceFile(p, p.as_posix(), text_key=text_key) for p in matches]
         rule = "matches no file" if glob.has_magic(text) else "does not exist (nor do .bin/.idx files of this prefix)"
     if not found:
         near = nearest_path(path)
         raise DataError(f"{text}: {rule}" + (near and f"; try {near}"))
-    return sorted((SourceFile(p, name.as_posix(), text_key=text_key) for p, name in found), key=_shuffled)
+    return sorted(found, key=_shuffled)
+
+
+def _folder_files(root: Path, text_key: str) -> list[SourceFile]:
+    """The files below a folder that may hold text; of a dataset in it, those that its own folder would give."""
+    found: list[SourceFile] = []
+    for folder, names, files in _folders(root):
+        if (dataset := saved_dataset(folder)) is not None:
+            names.clear()  # what is below it is its own
+            found += _dataset_files(dataset, text_key, root)
+            continue
+        found += [SourceFile(path, path.relative_to(root).as_posix(), text_key=text_key)
+                  for path in files if path.name.lower().endswith(SUFFIXES)]
+    return found
+
+
+def _dataset_files(dataset: SavedDataset, text_key: str, root: Path | None = None) -> list[SourceFile]:
+    """The files of a dataset, each with its name below `root` (None: its own name)."""
+    files = dataset.indices or dataset.files
+    selects_from = tuple(dataset.files) if dataset.indices else ()
+    return [SourceFile(path, path.name if root is None else path.relative_to(root).as_posix(), text_key=text_key,
+                       selects_from=selects_from) for path in files]
+
+
+def _check_alone(paths: Sequence[Path]) -> None:
+    """Raises: DataError for a file of a dataset whose other files say which of its rows count."""
+    for folder, path in {path.parent: path for path in paths if path.suffix == ".arrow"}.items():
+        dataset = saved_dataset(folder)
+        if dataset is not None and dataset.indices:
+            raise DataError(f"{path}: is of a Hugging Face dataset whose rows {shown(dataset.indices[0].name)} "
+                            f"selects; name the folder {folder}")
 
 
 def corpus_files(sources: Sequence[str | Path], text_key: str = TEXT_KEY) -> list[SourceFile]:
@@ -81,26 +117,34 @@ def corpus_key(files: Sequence[SourceFile]) -> str:
     """
     digest = hashlib.sha256()
     for file in files:
-        status = _status(file)
+        status = _status(file.path)
         digest.update(json.dumps([file.name, file.text_key, status.st_size, status.st_mtime_ns]).encode())
+        for path in file.selects_from:
+            status = _status(path)
+            digest.update(json.dumps([path.name, status.st_size, status.st_mtime_ns]).encode())
     return digest.hexdigest()
 
 
 def num_bytes(files: Sequence[SourceFile]) -> int:
     """Size of all files together. Raises: DataError if a file cannot be looked at."""
-    return sum(_status(file).st_size for file in files)
+    paths = {path for file in files for path in (file.path, *file.selects_from)}
+    return sum(_status(path).st_size for path in paths)
 
 
-def read_parts(files: Sequence[SourceFile], max_bytes: int | None = None) -> Iterator[Part]:
+def read_parts(files: Sequence[SourceFile], max_bytes: int | None = None, bad: BadRecords | None = None,
+               ) -> Iterator[Part]:
     """The documents of the files, none of them empty, in parts, until there are `max_bytes` of text (None: all).
 
-    Raises: DataError naming the file, what it is, and the line, for what cannot be read, for a named file that is
-    empty, and for records without text under the file's `text_key`; also if there is no document.
+    bad: is told of records that cannot be read, such as those without text under the file's `text_key`; None: the first
+    of them is an error.
+    Raises: DataError naming the file, what it is, and the line, for what cannot be read, and for a named file that is
+    empty; also if there is no document.
     """
+    bad = bad or BadRecords()
     taken, begins = 0, True
     formats: set[str] = set()
     for file in files:
-        for part, num_bytes in _read(file, formats):
+        for part, num_bytes in _read(file, formats, bad):
             if max_bytes is not None and taken and taken + num_bytes > max_bytes:
                 if not begins:
                     yield Part("", Ends.DOCUMENT)
@@ -110,56 +154,56 @@ def read_parts(files: Sequence[SourceFile], max_bytes: int | None = None) -> Ite
             yield part
     if not taken:
         what = f" ({', '.join(sorted(formats))})" if formats else ""
-        raise DataError(f"{', '.join(file.name for file in files[:3])}: no text in {len(files)} files{what}")
+        skipped = f"; {bad.count} bad records were left out, such as {bad.first[0]}" if bad.count else ""
+        raise DataError(f"{', '.join(file.name for file in files[:3])}: no text in {len(files)} files{what}{skipped}")
 
 
 def check_source(source: str | Path, text_key: str) -> None:
     """Raises: DataError if a source is not there, or its first file is nothing that can be read."""
     first = source_files(source, text_key)[0]
     if not first.optional:
-        detect_format(first.path, text_key)
+        detect_format((*first.selects_from, first.path)[0], text_key)
 
 
-def _read(file: SourceFile, formats: set[str]) -> Iterator[Sized]:
+def _read(file: SourceFile, formats: set[str], bad: BadRecords) -> Iterator[Sized]:
     """The documents of a file, whose format is added to `formats`."""
+    if file.selects_from:
+        formats.add("Arrow by indices")
+        yield from read_saved(file.path, file.selects_from, file.text_key, bad)
+        return
     found = detect_format(file.path, file.text_key)
     if found is None:
         if file.named:
             raise DataError(f"{file.path}: is empty")
         return
     formats.add(str(found))
-    parts: Iterable[Sized] = read_file(file.path, file.text_key, found)
-    if file.optional:
-        try:
-            parts = list(parts)
-        except DataError:
-            return
-    yield from parts
+    yield from read_file(file.path, file.text_key, found, BadRecords(skips=True) if file.optional else bad)
 
 
 def _stdlib_files() -> list[SourceFile]:
     root = Path(sysconfig.get_path("stdlib"))
-    found = [SourceFile(p, p.relative_to(root).as_posix(), optional=True) for p in _walk(root)
-             if p.suffix == ".py" and not p.name.startswith(_MACHINE_FILES) and p.parent != root / _TABLES]
+    paths = [path for folder, _, files in _folders(root) if folder != root / _TABLES for path in files]
+    found = [SourceFile(p, p.relative_to(root).as_posix(), optional=True) for p in paths
+             if p.suffix == ".py" and not p.name.startswith(_MACHINE_FILES)]
     if not found:
         raise DataError(f"{root}: this Python has no standard library in source form; name text files as the corpus")
     return sorted(found, key=_shuffled)
 
 
-def _walk(root: Path) -> Iterator[Path]:
-    """Files below root, without hidden ones, links, and what is installed for Python in it."""
-    for folder, names, files in os.walk(root):
+def _folders(root: Path) -> Iterator[tuple[Path, list[str], list[Path]]]:
+    """Folders from `root` on, without hidden ones and what is installed for Python in it: each with the names of those
+    in it that come later, which may be taken away, and with its files, without hidden ones and links."""
+    for name, names, files in os.walk(root):
+        folder = Path(name)
         names[:] = [n for n in names if n not in _FOREIGN_FOLDERS and not n.startswith((".", "config-"))]
-        for name in files:
-            path = Path(folder, name)
-            if not name.startswith(".") and not path.is_symlink():
-                yield path
+        paths = [folder / file for file in files if not file.startswith(".")]
+        yield folder, names, [path for path in paths if not path.is_symlink()]
 
 
 def _shuffled(file: SourceFile) -> tuple[bytes, str]:
     return hashlib.blake2s(file.name.encode("utf-8", "surrogateescape")).digest(), file.name
 
 
-def _status(file: SourceFile) -> os.stat_result:
-    with errors_as(DataError, file.path):
-        return file.path.stat()
+def _status(path: Path) -> os.stat_result:
+    with errors_as(DataError, path):
+        return path.stat()

@@ -21,7 +21,7 @@ from hybridpar.data.mapped import MappedDataset
 from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepare, prepare_tokenizer
 from hybridpar.data.stream import StreamedSamples
 from hybridpar.data.tokenizer import Tokenizer
-from hybridpar.errors import ConfigError, DataError, Problem, config_error
+from hybridpar.errors import ConfigError, DataError, Problem, config_error, shown
 
 Part = tuple[int, int]
 """Positions (start, stop) in the tokens of a corpus."""
@@ -39,6 +39,8 @@ class Data:
     """The held-out part, or data.valid_corpus; None where there is neither. The same samples at every evaluation."""
     prepared: tuple[Prepared, ...]
     tokenizer: Tokenizer | None
+    notes: tuple[str, ...] = ()
+    """Lines for people, such as about bad records that were left out."""
 
 
 def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: int, quiet: bool = False,
@@ -56,7 +58,7 @@ def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: i
     if datasets or not isinstance(model, ModelConfig):
         return replace(_own_data(model, seed, datasets, kept),
                        tokenizer=Tokenizer.load(data.tokenizer) if data.tokenizer else None)
-    options: Any = {"kind": model.kind, "text_key": data.text_key, "quiet": quiet}
+    options: Any = {"kind": model.kind, "text_key": data.text_key, "quiet": quiet, "on_bad_record": data.on_bad_record}
     tokenized = {name: open_prepared(_prefix(name)) for name in (*data.corpus, *data.valid_corpus)
                  if is_indexed(_prefix(name))}
     texts, own = _parted(data.corpus, tokenized)
@@ -88,6 +90,9 @@ def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any], kept: in
     found = {part: datasets[part] if part in datasets else model.dataset(part) for part in ("train", "valid")}
     train, valid = (None if dataset is None else _own_samples(model, dataset, part, seed, kept)
                     for part, dataset in found.items())
+    if train is None and isinstance(model, ModelConfig):
+        raise config_error("datasets", sorted(datasets), 'must have samples to train on, under "train"',
+                           '{"train": samples, "valid": None}')
     if train is None:
         rule = 'has no data to train on: its method dataset("train") returns None'
         raise config_error("model.spec", spec_name(type(model)), rule, "a dataset of dicts of arrays")
@@ -95,6 +100,10 @@ def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any], kept: in
 
 
 def _own_samples(model: ModelSpec, dataset: Any, part: str, seed: int, kept: int) -> Samples:
+    if isinstance(dataset, Mapping):
+        names = shown(sorted(map(str, dataset)))
+        raise DataError(f"dataset({part!r}) of {model.kind} is a dict of {names}, which must be a list of samples, "
+                        "each a dict of arrays")
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return Blend([MappedDataset(model, dataset, part)], seed=seed)
     if callable(dataset) or hasattr(dataset, "__iter__"):
@@ -202,5 +211,6 @@ def _blend(model: ModelConfig, data: DataConfig, prepared: list[Prepared], valid
     for indexed in (one.open() for one in validation):
         valid.append(dataset(indexed, (0, indexed.num_tokens), None))
     weights = () if validation else data.weights
+    notes = (line for one in dict.fromkeys([*prepared, *validation]) for line in one.notes())
     return Data(Blend(train, data.weights, seed=seed), Blend(valid, weights, seed=seed) if valid else None,
-                tuple(prepared), tokenizer)
+                tuple(prepared), tokenizer, tuple(notes))

@@ -2,7 +2,7 @@
 
 In this order, with `key` for data.text_key, on the first 64 KiB (of what is decompressed):
 
-    gzip, zstandard      by their magic bytes; then what is inside, by the same rules
+    gzip, zstandard      by their magic bytes, behind skippable frames; then what is inside, by the same rules
     parquet, Arrow       by their magic bytes; a file that is named so and is not is refused
     known binary files   images, archives, PDF, UTF-16, ..: refused, by name
     JSON lines           named .jsonl or .ndjson; or each of the first lines is a JSON object with text under `key`
@@ -36,6 +36,8 @@ _FORMAT_OF = {".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON", 
 _COMPRESSED = (".gz", ".zst")
 SUFFIXES = tuple(s + c for s in (*PLAIN, *_FORMAT_OF) for c in ("", *_COMPRESSED)
                  if not (c and s in (".parquet", ".arrow")))
+SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18", re.DOTALL)
+"""Magic bytes of a frame that zstandard and LZ4 pass over; the next four bytes are its length."""
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard"}
 _COLUMNS = {b"PAR1": "parquet", b"ARROW1\0\0": "Arrow", b"\xff\xff\xff\xff": "Arrow stream"}
 _FOREIGN = {
@@ -83,12 +85,19 @@ def format_of(path: Path, head: bytes, key: str, compression: str = "") -> Forma
         if compression:
             raise DataError(f"{path}: is {inside}{columns}; decompress it")
         return Format(columns)
-    if is_binary(head) and (name := next((name for magic, name in _FOREIGN.items() if head.startswith(magic)), "")):
+    if name := foreign_format(head):
         raise DataError(f"{path}: is {inside}{name}; corpora are UTF-8 text, JSON, CSV, parquet or Arrow")
     found = _of_text(head.decode("utf-8-sig", "replace"), len(head) >= HEAD, suffix, key)
     if _FORMAT_OF.get(suffix) in _COLUMNS.values():
         raise DataError(f"{path}: is not {_FORMAT_OF[suffix]}, as its name says, but {inside}{found}")
     return Format(found.kind, compression, found.delimiter)
+
+
+def foreign_format(head: bytes) -> str:
+    """The name of a format that is no text, by the first bytes of a file; empty: it is none that is known."""
+    if not is_binary(head):
+        return ""
+    return next((name for magic, name in _FOREIGN.items() if head.startswith(magic)), "")
 
 
 def is_binary(head: bytes) -> bool:

@@ -1,7 +1,8 @@
 """Token files made of text: corpus -> tokenizer -> .bin/.idx, once; later calls with the same inputs find the result.
 
-A prepared corpus is a folder `<kind>-<key>` with corpus.bin, corpus.idx, tokenizer.json and manifest.json. It is built
-aside and renamed into place as a whole: complete or absent, however many processes prepare it at the same time.
+A prepared corpus is a folder `<kind>-<key>` with corpus.bin, corpus.idx, tokenizer.json and manifest.json, and
+bad_records.txt if records were left out. It is built aside and renamed into place as a whole: complete or absent,
+however many processes prepare it at the same time.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from hybridpar.data.bad_records import BadRecords
 from hybridpar.data.corpus import TEXT_KEY, SourceFile, corpus_files, corpus_key, num_bytes, read_parts, source_files
 from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from hybridpar.data.pieces import Ends, Part, pieces, sentences
@@ -31,6 +33,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+OnBadRecord = Literal["error", "skip"]
+BAD_RECORDS = "bad_records.txt"
+"""Name of the file with a line for each record that was left out."""
 _FORMAT = 2
 _MAX_MANIFEST = 1 << 20
 _FIELDS = {"format": int, "kind": str, "vocab_size": int, "num_documents": int, "num_tokens": int, "fingerprint": str}
@@ -51,6 +56,18 @@ class Prepared:
     num_documents: int
     num_tokens: int
     fingerprint: str
+    num_bad: int = 0
+    """Records that could not be read and were left out."""
+    first_bad: tuple[str, ...] = ()
+    """What was wrong with the first of them, in words."""
+
+    def notes(self) -> list[str]:
+        """Lines for people about what is missing from the corpus; none if nothing is."""
+        if not self.num_bad:
+            return []
+        names = self.prefix.with_name(BAD_RECORDS)
+        return [f"{self.prefix}: {self.num_bad} bad records were left out ({names})", *self.first_bad,
+                *["..."] * (self.num_bad > len(self.first_bad))]
 
     def open(self) -> IndexedDataset:
         """Raises: DataError if the files have been damaged."""
@@ -66,13 +83,13 @@ class Prepared:
 
 def prepare(sources: str | Path | Sequence[str | Path], folder: str | Path, vocab_size: int, *, kind: Kind = "gpt",
             tokenizer: str | Path | None = None, text_key: str = TEXT_KEY, max_bytes: int | None = None,
-            quiet: bool = False) -> Prepared:
+            quiet: bool = False, on_bad_record: OnBadRecord = "error") -> Prepared:
     """Tokenises a corpus into `folder`, or finds it there; trains a tokenizer of `vocab_size` entries if none is given.
 
     GPT: a document is one sequence, with what the tokenizer puts before and behind a text, and an end-of-text token at
     its end. BERT: its sequences are its sentences. Documents are encoded piece by piece: their length takes no memory.
     Progress goes to stderr unless `quiet`. `text_key`: the field or column that holds the text, where files have those.
-    `max_bytes`: use only so much text.
+    `max_bytes`: use only so much text. `on_bad_record`: what to do with a record that cannot be read (bad_records.py).
 
     Raises: DataError for unreadable sources, damaged files in `folder`, or where it cannot be written; ConfigError if
     the vocabulary is too small.
@@ -85,29 +102,32 @@ def prepare(sources: str | Path | Sequence[str | Path], folder: str | Path, voca
         check_vocab_fits(loaded.vocab_size, vocab_size, f"the tokenizer {tokenizer}")
         _ = loaded.bert() if kind == "bert" else loaded.special(END)  # now rather than in the middle
     name = loaded.fingerprint if loaded else f"trained {vocab_size}"
-    key = hashlib.sha256(json.dumps([_FORMAT, kind, name, max_bytes, corpus_key(files)]).encode()).hexdigest()[:16]
+    skips = on_bad_record == "skip"
+    inputs = [_FORMAT, kind, name, max_bytes, corpus_key(files), *[on_bad_record] * skips]
+    key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
     target = Path(folder) / f"{kind}-{key}"
     with _lock(Path(folder), target.name):
         if not target.exists():
             with _progress(quiet) as progress:
-                _build(files, target, _Job(kind, loaded, vocab_size, max_bytes, progress))
+                _build(files, target, _Job(kind, loaded, vocab_size, max_bytes, progress, skips))
     return open_prepared(target / "corpus")
 
 
 def prepare_tokenizer(sources: Sequence[str | Path], folder: str | Path, vocab_size: int, *, kind: Kind = "gpt",
-                      text_key: str = TEXT_KEY, quiet: bool = False) -> Path:
+                      text_key: str = TEXT_KEY, quiet: bool = False, on_bad_record: OnBadRecord = "error") -> Path:
     """Trains one tokenizer for several corpora, each with an equal part in it, or finds it; returns its tokenizer.json.
 
     Raises: as `prepare`.
     """
     check_vocab_size(vocab_size, kind)
     groups = [source_files(source, text_key) for source in sources]
-    name = json.dumps([_FORMAT, kind, vocab_size, [corpus_key(files) for files in groups]])
+    skips = on_bad_record == "skip"
+    name = json.dumps([_FORMAT, kind, vocab_size, [corpus_key(files) for files in groups], *[on_bad_record] * skips])
     target = Path(folder) / f"tokenizer-{kind}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
     with _lock(Path(folder), target.stem):
         if not target.exists():
             share = _TRAINING_BYTES // len(groups)
-            parts = (part for files in groups for part in read_parts(files, share))
+            parts = (part for files in groups for part in read_parts(files, share, BadRecords(skips=skips)))
             with _progress(quiet) as progress:
                 trained = _train(parts, vocab_size, kind, (progress, share * len(groups)))
             aside = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -131,7 +151,7 @@ def open_prepared(prefix: str | Path) -> Prepared:
         if stated[field] != getattr(found, field):
             raise DataError(f"{manifest}: {field} is {stated[field]!r}, but {prefix}.bin and .idx have "
                             f"{getattr(found, field)!r}; {_AGAIN}")
-    return found
+    return replace(found, num_bad=stated["num_bad"], first_bad=tuple(stated["first_bad"]))
 
 
 def _opened(prefix: Path, kind: str, vocab_size: int | None) -> Prepared:
@@ -154,6 +174,8 @@ class _Job:
     vocab_size: int
     max_bytes: int | None
     progress: Progress
+    skips: bool
+    """Whether bad records are left out."""
 
 
 def _build(files: Sequence[SourceFile], target: Path, job: _Job) -> None:
@@ -164,13 +186,19 @@ def _build(files: Sequence[SourceFile], target: Path, job: _Job) -> None:
         tokenizer = job.tokenizer
         if tokenizer is None:
             limit = min(_TRAINING_BYTES, job.max_bytes or _TRAINING_BYTES)
-            tokenizer = _train(read_parts(files, limit), job.vocab_size, job.kind, (job.progress, min(limit, total)))
+            parts = read_parts(files, limit, BadRecords(skips=job.skips))
+            tokenizer = _train(parts, job.vocab_size, job.kind, (job.progress, min(limit, total)))
         tokenizer.save(aside / "tokenizer.json")
-        with IndexedWriter(aside / "corpus", token_dtype(tokenizer.vocab_size)) as writer:
-            parts = _tracked(read_parts(files, job.max_bytes), job.progress, "encoding", total)
+        with (IndexedWriter(aside / "corpus", token_dtype(tokenizer.vocab_size)) as writer,
+              (aside / BAD_RECORDS).open("w", encoding="utf-8") as journal):
+            bad = BadRecords(skips=job.skips, journal=journal)
+            parts = _tracked(read_parts(files, job.max_bytes, bad), job.progress, "encoding", total)
             _encode(parts, tokenizer, writer, job.kind)
+        if not bad.count:
+            (aside / BAD_RECORDS).unlink()
         made = _opened(aside / "corpus", job.kind, tokenizer.vocab_size)
-        manifest = {"format": _FORMAT, **{field: getattr(made, field) for field in _FIELDS if field != "format"}}
+        manifest = {"format": _FORMAT, **{field: getattr(made, field) for field in _FIELDS if field != "format"},
+                    "num_bad": bad.count, "first_bad": bad.first}
         (aside / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         try:
             aside.rename(target)
@@ -213,6 +241,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     for field, kind in _FIELDS.items():
         if not isinstance(stated, dict) or not isinstance(stated.get(field), kind):
             raise DataError(f"{path}: has no {field} of type {kind.__name__}; {_AGAIN}")
+    number, first = stated.setdefault("num_bad", 0), stated.setdefault("first_bad", [])  # older ones have neither
+    if not (isinstance(number, int) and isinstance(first, list) and all(isinstance(line, str) for line in first)):
+        raise DataError(f"{path}: has no num_bad and first_bad of a number and lines; {_AGAIN}")
     return stated  # type: ignore[no-any-return]
 
 

@@ -13,16 +13,17 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridpar.data.columns import import_pyarrow, read_columns
-from hybridpar.data.formats import HEAD, Format, compression_of, format_of
+from hybridpar.data.bad_records import BadRecords
+from hybridpar.data.columns import Row, import_pyarrow, read_columns, read_selected
+from hybridpar.data.formats import HEAD, SKIPPABLE, Format, compression_of, foreign_format, format_of
 from hybridpar.data.pieces import PART, Ends, Part, in_parts
+from hybridpar.data.record_place import ESCAPED, RecordPlace, half_of_pair
 from hybridpar.errors import DataError, shown
 from hybridpar.reading import BoundedReader, errors_as, open_regular
 
@@ -40,65 +41,56 @@ class Sized(NamedTuple):
 def detect_format(path: Path, text_key: str) -> Format | None:
     """The format of a file; None: it is empty. Raises: DataError naming what it is, if it cannot be read."""
     with _opened(path) as raw:
+        start = _start_of_data(raw)
+        raw.seek(start)
         head = raw.read(HEAD)
-        raw.seek(0)
         compression = compression_of(head)
+        if start and not compression and not foreign_format(head):  # of nothing but skippable frames, or damaged
+            compression = "zstandard"
+        if compression:
+            raw.seek(0)
+            with _inflated(raw, path, compression) as stream:
+                head = stream.read(HEAD)
         if not head:
             return None
-        with _inflated(raw, path, compression) as stream:
-            found = format_of(path, stream.read(HEAD), text_key, compression)
+        found = format_of(path, head, text_key, compression)
     if found.kind not in _READERS:
         import_pyarrow(path, str(found))
     return found
 
 
-def read_file(path: Path, text_key: str, found: Format) -> Iterator[Sized]:
+def _start_of_data(raw: BoundedReader) -> int:
+    """The place in a file behind the skippable frames that it begins with."""
+    start = 0
+    while SKIPPABLE.match(header := raw.read(8)):
+        start += 8 + int.from_bytes(header[4:], "little")
+        raw.seek(start)
+    return start
+
+
+def read_file(path: Path, text_key: str, found: Format, bad: BadRecords) -> Iterator[Sized]:
     """The documents of a file of this format, in parts; none of them is empty.
 
+    bad: is told of each record that cannot be read.
     Raises: DataError naming the file, what it is, and the line where there are lines, for what cannot be read.
     """
+    place = RecordPlace(path, found, text_key, bad)
+    if bad.skips and found.kind == "plain text" and not _is_all_text(place):
+        return
     with _opened(path) as raw:
         if found.kind not in _READERS:
-            for text in read_columns(raw, path, found.kind, text_key):
-                yield from _document(text, len(text))
+            yield from _rows(read_columns(raw, path, found.kind, text_key), place)
             return
         with _inflated(raw, path, found.compression) as stream:
-            yield from _READERS[found.kind](stream, _Place(path, found, text_key))
+            yield from _READERS[found.kind](stream, place)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    path: Path
-    format: Format
-    text_key: str
+def read_saved(indices: Path, files: Sequence[Path], text_key: str, bad: BadRecords) -> Iterator[Sized]:
+    """The documents of the rows of Arrow `files` that a file of indices names, in its order, in parts.
 
-    def error(self, line: int, what: str, unit: str = "line") -> DataError:
-        return DataError(f"{self.path}, {unit} {line} of {self.format}: {what}")
-
-    def decode(self, decode: Callable[[], str], first_line: int) -> str:
-        """The text that `decode` returns. Raises: DataError naming the line if it is not UTF-8 text."""
-        try:
-            text = decode()
-        except UnicodeDecodeError as error:
-            line, byte = first_line + error.object.count(b"\n", 0, error.start), error.object[error.start]
-            raise self.error(line, f"byte 0x{byte:02x} is not UTF-8; corpora are UTF-8 text") from None
-        if (zero := text.find("\0")) >= 0:
-            raise self.error(first_line + text.count("\n", 0, zero), "holds a zero byte, so it is no text")
-        return text
-
-    def text_of(self, record: object, number: int, unit: str = "line") -> str:
-        """The text of a JSON object. Raises: DataError if it has none."""
-        text = record.get(self.text_key) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            quoted = json.dumps(self.text_key)
-            what = f"is not an object with text under {quoted}, such as {{{quoted}: \"...\"}}"
-            keys = [key for key, value in record.items() if isinstance(value, str)] if isinstance(record, dict) else []
-            raise self.error(number, what + (f"; data.text_key names one of {shown(keys)}" if keys else ""), unit)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise self.error(number, f"character {error.start} of the text is half of a surrogate pair", unit) from None
-        return text
+    Raises: DataError, as `read_file`.
+    """
+    return _rows(read_selected(indices, files, text_key), RecordPlace(files[0].parent, Format("Arrow"), text_key, bad))
 
 
 @contextmanager
@@ -121,13 +113,41 @@ def _inflated(raw: BoundedReader, path: Path, compression: str) -> Iterator[io.B
         yield io.BufferedReader(source, PART)
 
 
+def _rows(rows: Iterator[Row], place: RecordPlace) -> Iterator[Sized]:
+    """The documents of the rows of a column."""
+    for number, value in rows:
+        try:
+            if value is None:
+                raise place.error(number, "holds a null, not text", "row")
+            text = value.decode()
+        except UnicodeDecodeError as error:
+            what = f"byte 0x{error.object[error.start]:02x} is not UTF-8; corpora are UTF-8 text"
+            place.bad.add(place.error(number, what, "row"))
+        except DataError as error:
+            place.bad.add(error)
+        else:
+            yield from _document(text, len(text))
+
+
 def _document(text: str, num_bytes: int) -> Iterator[Sized]:
     if text:
         for part in in_parts(text):
             yield Sized(part, num_bytes if part.ends else 0)
 
 
-def _read_text(stream: io.BufferedReader, place: _Place) -> Iterator[Sized]:
+def _is_all_text(place: RecordPlace) -> bool:
+    """Whether a file is UTF-8 text to its end; if not, it is a bad record."""
+    with _opened(place.path) as raw, _inflated(raw, place.path, place.format.compression) as stream:
+        try:
+            for _ in _decoded(stream, place):
+                pass
+        except DataError as error:
+            place.bad.add(error)
+            return False
+    return True
+
+
+def _read_text(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]:
     """The file as one document."""
     any_text = False
     for text, num_bytes in _decoded(stream, place):
@@ -138,9 +158,9 @@ def _read_text(stream: io.BufferedReader, place: _Place) -> Iterator[Sized]:
         yield Sized(Part("", Ends.DOCUMENT), 0)
 
 
-def _decoded(stream: io.BufferedReader, place: _Place) -> Iterator[tuple[str, int]]:
-    """Text in blocks, and their sizes in bytes."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+def _decoded(stream: io.BufferedReader, place: RecordPlace, errors: str = "strict") -> Iterator[tuple[str, int]]:
+    """Text in blocks, and their sizes in bytes. errors: a name that Python's decoders know."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")(errors)
     line, block = 1, b"-"
     while block:
         block = stream.read(PART)
@@ -149,32 +169,30 @@ def _decoded(stream: io.BufferedReader, place: _Place) -> Iterator[tuple[str, in
         yield text, len(block)
 
 
-def _lines(stream: io.BufferedReader, place: _Place) -> Iterator[tuple[str, int]]:
-    """The lines of a file and their sizes in bytes."""
+def _read_json_lines(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]:
     number = 0
     while raw := stream.readline(_MAX_RECORD + 1):
-        number += 1
-        if len(raw) > _MAX_RECORD:
-            raise place.error(number, f"has more than {_MAX_RECORD} bytes")
-        num_bytes, line = len(raw), place.decode(partial(raw.decode, "utf-8-sig" if number == 1 else "utf-8"), number)
-        del raw  # it may be very long
-        yield line, num_bytes
-
-
-def _read_json_lines(stream: io.BufferedReader, place: _Place) -> Iterator[Sized]:
-    for number, (line, num_bytes) in enumerate(_lines(stream, place), 1):
-        if line.isspace():
-            continue
+        number, num_bytes = number + 1, len(raw)
         try:
-            record = json.loads(line)
+            if num_bytes > _MAX_RECORD:
+                raise place.error(number, f"has more than {_MAX_RECORD} bytes")
+            line = place.decode(partial(raw.decode, "utf-8-sig" if number == 1 else "utf-8"), number)
+            text = "" if line.isspace() else place.text_of(json.loads(line), number)
+        except DataError as error:
+            place.bad.add(error)
+            while not raw.endswith(b"\n") and (raw := stream.readline(PART)):  # the rest of one that is too long
+                pass
         except (ValueError, RecursionError) as error:
-            raise place.error(number, f"is not JSON ({error})") from None
-        yield from _document(place.text_of(record, number), num_bytes)
+            place.bad.add(place.error(number, f"is not JSON ({error})"))
+        else:
+            del raw, line  # they may be very long
+            yield from _document(text, num_bytes)
 
 
-def _read_json(stream: io.BufferedReader, place: _Place) -> Iterator[Sized]:
+def _read_json(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]:
     """The objects of an array, or objects one after another."""
-    values = _Values(_decoded(stream, place), place)
+    # bytes that are not UTF-8 then stand for themselves, so that they damage one element alone
+    values = _Values(_decoded(stream, place, "surrogateescape" if place.bad.skips else "strict"), place)
     in_array = values.peek() == "["
     if in_array:
         values.skip()
@@ -186,8 +204,13 @@ def _read_json(stream: io.BufferedReader, place: _Place) -> Iterator[Sized]:
                 raise place.error(number - 1, f"is followed by {mark!r}, not by a comma", "element")
             values.skip()
             values.peek()
-        text = place.text_of(values.value(number), number, "element")
-        yield from _document(text, len(text))
+        value = values.value(number)
+        try:
+            text = place.text_of(value, number, "element")
+        except DataError as error:
+            place.bad.add(error)
+        else:
+            yield from _document(text, len(text))
     if in_array:
         if not mark:
             raise place.error(number, "is the last one, and the array does not end", "element")
@@ -199,7 +222,7 @@ def _read_json(stream: io.BufferedReader, place: _Place) -> Iterator[Sized]:
 class _Values:
     """Takes values off a stream of JSON."""
 
-    def __init__(self, blocks: Iterator[tuple[str, int]], place: _Place):
+    def __init__(self, blocks: Iterator[tuple[str, int]], place: RecordPlace):
         self._blocks, self._place = blocks, place
         self._text, self._at = "", 0
 
@@ -241,31 +264,74 @@ class _Values:
         return length > 0
 
 
-def _read_csv(stream: io.BufferedReader, place: _Place) -> Iterator[Sized]:
+def _read_csv(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]:
     """The cells of the column that the first row names."""
-    rows = csv.reader((line for line, _ in _lines(stream, place)), delimiter=place.format.delimiter, strict=True)
-    header = _next_row(rows, place)
+    rows = _CsvRows(stream, place)
+    header = rows.next()
     if header is None:
         return
     if place.text_key not in header:
         raise place.error(1, f"has the columns {shown(header)}, and none is {place.text_key!r}; data.text_key names "
                           "another")
     column = header.index(place.text_key)
-    while (row := _next_row(rows, place)) is not None:
-        if 0 < len(row) <= column:
-            raise place.error(rows.line_num, f"has {len(row)} cells, and {place.text_key!r} is number {column + 1}")
-        yield from _document(row[column] if row else "", sum(map(len, row)))
+    while True:
+        try:
+            if (row := rows.next()) is None:
+                return
+            if 0 < len(row) <= column:
+                raise rows.error(f"has {len(row)} cells, and {place.text_key!r} is number {column + 1}")
+        except DataError as error:
+            if rows.damage is not None:
+                raise
+            place.bad.add(error)
+        else:
+            yield from _document(row[column] if row else "", sum(map(len, row)))
 
 
-def _next_row(rows: Any, place: _Place) -> list[str] | None:
-    usual = csv.field_size_limit(_MAX_RECORD)  # of the whole process: back to what it was, at once
-    try:
-        return next(rows, None)  # type: ignore[no-any-return]
-    except csv.Error as error:
-        raise place.error(rows.line_num, f"is damaged ({error})") from None
-    finally:
-        csv.field_size_limit(usual)
+class _CsvRows:
+    """The rows of a CSV file, one at a time; the next one can be asked for after an error."""
+
+    def __init__(self, stream: io.BufferedReader, place: RecordPlace):
+        self._stream, self._place = stream, place
+        self._first_line = 1
+        self.damage: DataError | None = None
+        """The error behind which no row can be read."""
+        self._rows = csv.reader(self._lines(), delimiter=place.format.delimiter, strict=True)
+
+    def next(self) -> list[str] | None:
+        """The next row; None: there is none. Raises: DataError naming its lines if it cannot be read."""
+        self._first_line = self._rows.line_num + 1
+        usual = csv.field_size_limit(_MAX_RECORD)  # of the whole process: back to what it was, at once
+        try:
+            row = next(self._rows, None)
+        except csv.Error as error:
+            raise self.error(f"is damaged ({error})") from None
+        finally:
+            csv.field_size_limit(usual)
+        for cell in row or ():
+            if (place := half_of_pair(cell)) >= 0:
+                raise self.error(f"byte 0x{ESCAPED[cell[place]]:02x} is not UTF-8; corpora are UTF-8 text")
+            if "\0" in cell:
+                raise self.error("holds a zero byte, so it is no text")
+        return row
+
+    def error(self, what: str) -> DataError:
+        """The error of the row that was read last."""
+        last = self._rows.line_num
+        if last > self._first_line:
+            return self._place.error(self._first_line, f"which goes on to line {last}, {what}")
+        return self._place.error(max(last, 1), what)
+
+    def _lines(self) -> Iterator[str]:
+        """The lines of the file; bytes that are not UTF-8 stand for themselves, as a row may have several lines."""
+        number = 0
+        while raw := self._stream.readline(_MAX_RECORD + 1):
+            number += 1
+            if len(raw) > _MAX_RECORD:
+                self.damage = self._place.error(number, f"has more than {_MAX_RECORD} bytes")
+                raise self.damage
+            yield raw.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape")
 
 
-_READERS: dict[str, Callable[[io.BufferedReader, _Place], Iterator[Sized]]] = {
+_READERS: dict[str, Callable[[io.BufferedReader, RecordPlace], Iterator[Sized]]] = {
     "plain text": _read_text, "JSON lines": _read_json_lines, "JSON": _read_json, "CSV": _read_csv}

@@ -103,6 +103,8 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
         reporter = stack.enter_context(contextlib.closing(make_reporter(launch.rank, num_steps)))
         for line in changed:
             reporter.say(f"since the last time: {line}")
+        for line in data.notes:
+            reporter.say(line)
         outcome = _train_on_grid(config, data, _Place(job, device, threads, faults, callbacks), reporter, start)
         if first and config.model.kind == "gpt" and data.tokenizer is not None and not outcome.stopped_by:
             _sample(config, reporter)

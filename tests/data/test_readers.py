@@ -7,6 +7,7 @@ import csv
 import gzip
 import io
 import json
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -45,7 +46,7 @@ def _zstd(data: bytes) -> bytes:
 
 
 def _table(key: str = "text", kind: pa.DataType | None = None) -> pa.Table:
-    texts = pa.array([*TEXTS, None], kind or pa.string())
+    texts = pa.array(TEXTS, kind or pa.string())
     return pa.table({"id": range(len(texts)), key: texts})
 
 
@@ -80,6 +81,49 @@ FILES: dict[str, Callable[[], bytes]] = {
 def test_documents_come_back(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(FILES[name]())
     assert read(tmp_path / name) == TEXTS
+
+
+def _skippable(num_bytes: int, number: int = 0) -> bytes:
+    """A frame that zstandard passes over, as pzstd and t2sz write them."""
+    return struct.pack("<II", 0x184D2A50 + number, num_bytes) + b"x" * num_bytes
+
+
+@pytest.mark.parametrize("frames", [
+    [_skippable(4), _lines()], [_skippable(0), _skippable(3, 15), _lines()], [_skippable(3 << 20, 7), _lines()],
+    [_lines()[:99], _skippable(5), b"", _lines()[99:]], [b"", _lines(), _skippable(9), b""]],
+    ids=["first", "two first", "long", "within", "last"])
+def test_frames_of_zstandard_that_hold_no_text_are_passed_over(tmp_path: Path, frames: list[bytes]) -> None:
+    parts = [frame if frame[1:4] == b"\x2a\x4d\x18" else _zstd(frame) for frame in frames]
+    (tmp_path / "a").write_bytes(b"".join(parts))
+    assert read(tmp_path / "a") == TEXTS
+
+
+def test_members_of_gzip_that_hold_no_text_are_passed_over(tmp_path: Path) -> None:
+    data = _lines()
+    parts = [gzip.compress(part) for part in (b"", data[:99], b"", data[99:], b"")]
+    (tmp_path / "a.jsonl.gz").write_bytes(b"".join(parts) + b"\0" * 512)
+    assert read(tmp_path / "a.jsonl.gz") == TEXTS
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.jsonl.gz", gzip.compress(b"", mtime=0)), ("a.txt.zst", _zstd(b"")), ("a", _skippable(4)),
+    ("a.txt.zst", _skippable(0) + _zstd(b"") + _skippable(2))], ids=["gzip", "zstandard", "a frame", "three frames"])
+def test_a_file_that_expands_to_nothing_is_empty(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=r"a.*: is empty"):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (_skippable(4) + b"\x04\x22\x4d\x18\x40\xff", "is LZ4"), (_skippable(4) + b"prose", "is damaged zstandard"),
+    (_skippable(4)[:-1], "is damaged zstandard"), (_skippable(4)[:6], "is damaged zstandard"),
+    (_zstd(b"ok") + _skippable(4)[:-1], "is damaged zstandard"), (_zstd(b"ok") + b"prose", "is damaged zstandard"),
+    (_skippable(4) + _zstd(b"\x89PNG\r\n\xff"), "is zstandard of a PNG image")],
+    ids=["lz4", "prose", "cut", "cut header", "cut behind", "prose behind", "png"])
+def test_what_is_behind_a_skippable_frame_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path / "a")
 
 
 def test_a_folder_has_them_all(tmp_path: Path) -> None:

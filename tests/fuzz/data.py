@@ -20,6 +20,7 @@ from hybridpar.data import (
     prepare,
     train_tokenizer,
 )
+from hybridpar.data.bad_records import BadRecords
 from hybridpar.data.corpus import corpus_files, read_parts
 from hybridpar.data.tokenizer import BertVocabulary
 from hybridpar.errors import DataError
@@ -109,12 +110,22 @@ def _write_formats(folder: Path) -> None:
     for name, sink in columns.items():
         folder_with(folder / name, **{name: sink.getvalue().to_pybytes()})
     folder_with(folder / "texts", a__json=json.dumps(records), b__csv=csv, c__gz=gzip.compress(csv.encode()))
-    saved = folder_with(folder / "saved", state__json=json.dumps(state))
-    (saved / "data-0.arrow").write_bytes(stream.getvalue().to_pybytes())
+    selected = state | {"_indices_data_files": [{"filename": "indices.arrow"}]}
+    for name, content in (("saved", state), ("selected", selected)):
+        saved = folder_with(folder / name, state__json=json.dumps(content))
+        (saved / "data-0.arrow").write_bytes(stream.getvalue().to_pybytes())
+    indices = pyarrow.BufferOutputStream()
+    rows = pyarrow.table({"indices": pyarrow.array([3, 1], pyarrow.uint64())})
+    with pyarrow.ipc.new_stream(indices, rows.schema) as writer:
+        writer.write_table(rows)
+    (folder / "selected" / "indices.arrow").write_bytes(indices.getvalue().to_pybytes())
 
 
 def read_formats(folder: Path) -> None:
     sources = [folder] if (folder / "state.json").is_file() else sorted(folder.iterdir())
+    with contextlib.suppress(DataError):
+        for _ in read_parts(corpus_files(sources), bad=BadRecords(skips=True)):
+            pass
     for _ in read_parts(corpus_files(sources)):
         pass
 

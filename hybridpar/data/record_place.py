@@ -1,0 +1,71 @@
+"""The place of a record in a file of a corpus, for errors, and what is text in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridpar.data.bad_records import BadRecords
+from hybridpar.data.formats import Format
+from hybridpar.errors import DataError, shown
+
+ESCAPED = {chr(0xDC00 + byte): byte for byte in range(0x80, 0x100)}
+"""The characters that stand for bytes that are not UTF-8, where these are decoded with "surrogateescape"."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordPlace:
+    """A file of records, which names one in an error. bad: is told of those that cannot be read."""
+
+    path: Path
+    format: Format
+    text_key: str
+    bad: BadRecords
+
+    def error(self, line: int, what: str, unit: str = "line") -> DataError:
+        return DataError(f"{self.path}, {unit} {line} of {self.format}: {what}")
+
+    def decode(self, decode: Callable[[], str], first_line: int) -> str:
+        """The text that `decode` returns. Raises: DataError naming the line if it is not UTF-8 text."""
+        try:
+            text = decode()
+        except UnicodeDecodeError as error:
+            line, byte = first_line + error.object.count(b"\n", 0, error.start), error.object[error.start]
+            raise self.error(line, f"byte 0x{byte:02x} is not UTF-8; corpora are UTF-8 text") from None
+        if (zero := text.find("\0")) >= 0:
+            raise self.error(first_line + text.count("\n", 0, zero), "holds a zero byte, so it is no text")
+        return text
+
+    def text_of(self, record: object, number: int, unit: str = "line") -> str:
+        """The text of a JSON object. Raises: DataError if it has none."""
+        text = record.get(self.text_key) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            raise self.error(number, self._no_text(record), unit)
+        if (place := half_of_pair(text)) >= 0:
+            half = f"character {place} of the text is half of a surrogate pair"
+            byte = ESCAPED.get(text[place]) if unit == "element" and self.bad.skips else None
+            raise self.error(number, half if byte is None else f"byte 0x{byte:02x} of the text is not UTF-8", unit)
+        return text
+
+    def _no_text(self, record: object) -> str:
+        quoted = json.dumps(self.text_key)
+        rule = f"is not an object with text under {quoted}, such as {{{quoted}: \"...\"}}"
+        if not isinstance(record, dict):
+            return rule
+        if self.text_key in record:
+            value = record[self.text_key]
+            return f"{rule}; it has {'null' if value is None else shown(value)} there"
+        keys = [key for key, value in record.items() if isinstance(value, str)]
+        return rule + (f"; data.text_key names one of {shown(keys)}" if keys else "")
+
+
+def half_of_pair(text: str) -> int:
+    """The place of the first character that is half of a surrogate pair, which UTF-8 does not have; -1: there is none.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return -1
