@@ -32,8 +32,8 @@ class Trainer:
     """Trains `model` with `config` (a Config, a TOML file, or the defaults), changed by keywords named as its sections.
 
     `model`: a ModelSpec, such as a ModelConfig; None: that of `config`. `datasets`: by part ("train", "valid"), instead
-    of the model's own (`ModelSpec.dataset` says what they may be). `optimizer`: your own UpdateRule, instead of
-    optim.name.
+    of the model's own (`ModelSpec.dataset` says what they may be; samples for a GPT have `tokens` and `labels`, each
+    [seq_length], where a label of -100 does not count). `optimizer`: your own UpdateRule, instead of optim.name.
 
     Raises: ConfigError naming every key that is unknown and every value of a wrong type.
     """

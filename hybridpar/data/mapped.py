@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from hybridpar.config import ModelSpec
-from hybridpar.errors import DataError
+from hybridpar.data.sample_rules import Arrays, rules_of
+from hybridpar.errors import DataError, shown
 
-Arrays = dict[str, NDArray[Any]]
 Form = dict[str, tuple[str, tuple[int, ...]]]
 
 
@@ -25,10 +25,18 @@ def as_arrays(sample: Any, what: str) -> Arrays:
     if not isinstance(sample, Mapping) or not sample:
         raise DataError(f"{what} is a {type(sample).__name__}, which must be a dict of arrays by name, such as "
                         '{"image": image, "label": 3}')
-    arrays = {str(name): np.asarray(value) for name, value in sample.items()}
+    arrays = {str(name): _as_array(value, f"{what}: {shown(name)}") for name, value in sample.items()}
     if odd := next((name for name, array in arrays.items() if array.dtype.kind not in "biuf"), None):
         raise DataError(f"{what}: {odd!r} has the type {arrays[odd].dtype}, which must be one of numbers or booleans")
     return arrays
+
+
+def _as_array(value: Any, what: str) -> NDArray[Any]:
+    """Raises: DataError."""
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, RuntimeError) as error:  # of lists of several lengths, of tensors on a GPU
+        raise DataError(f"{what} is no array ({error})") from None
 
 
 def stacked(samples: Iterable[tuple[str, Arrays]], like: Form | None = None) -> Arrays:
@@ -52,15 +60,20 @@ def form_of(arrays: Arrays) -> Form:
 class MappedDataset:
     """A map-style dataset as a member of a Blend. `part`: its name in errors.
 
-    Raises: DataError if it is empty, or its items are no dicts of arrays.
+    The first and the last sample and some between them are checked at once, and all as they are drawn.
+    Raises: DataError if it is empty, or its items are no dicts of arrays, or break the rules of the model.
     """
 
     def __init__(self, model: ModelSpec, dataset: Any, part: str):
         self._model, self._dataset, self._part = model, dataset, part
+        self._rules = rules_of(model)
         if not len(self):
             raise DataError(f"{self._where()} is empty")
         ends = [self._sample(i) for i in sorted({0, len(self) // 2, len(self) - 1})]
         self._form = form_of(ends[0])
+        number = self._rules.num_checked
+        for index in sorted({i * len(self) // number for i in range(number)}):
+            self._sample(index)
         digest = hashlib.sha256(f"{len(self)}".encode())
         for name, array in (item for sample in ends for item in sorted(sample.items())):
             digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
@@ -71,7 +84,8 @@ class MappedDataset:
 
     def batch(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> Arrays:
         """The samples at these places. Shapes: [b] -> [b, ..] by name."""
-        return stacked(((self._where(i), self._sample(i)) for i in indices.tolist()), self._form)
+        samples = ((self._where(i), self._sample(i)) for i in indices.tolist())
+        return self._rules.as_input(stacked(samples, self._form))
 
     def num_targets(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> int:
         """How many labels count in the samples at these places."""
@@ -80,7 +94,9 @@ class MappedDataset:
         return sum(self._model.num_targets(self._sample(i)) for i in indices.tolist())
 
     def _sample(self, index: int) -> Arrays:
-        return as_arrays(self._dataset[index], self._where(index))
+        sample = as_arrays(self._dataset[index], self._where(index))
+        self._rules.check(sample, self._where(index))
+        return sample
 
     def _where(self, index: int | None = None) -> str:
         return f"dataset({self._part!r}) of {self._model.kind}" + ("" if index is None else f"[{index}]")

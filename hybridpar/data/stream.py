@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpar.config import ModelSpec
-from hybridpar.data.mapped import Arrays, as_arrays, form_of, stacked
+from hybridpar.data.mapped import as_arrays, form_of, stacked
+from hybridpar.data.sample_rules import Arrays, rules_of
 from hybridpar.errors import DataError
 
 
@@ -22,11 +23,12 @@ class StreamedSamples:
     given position; with a function, a resumed run skips nothing. kept: number of newest samples that stay in memory,
     for those who ask for one again.
 
-    Raises: DataError if it is empty, gives batches, or items that are no dicts of arrays.
+    Raises: DataError if it is empty, gives batches, or items that are no dicts of arrays or break the model's rules.
     """
 
     def __init__(self, model: ModelSpec, source: Any, part: str, kept: int):
         self._model, self._source, self._part, self._most = model, source, part, kept
+        self._rules = rules_of(model)
         self._kept: dict[int, Arrays] = {}
         self._next, self._items, self._passes = 0, iter(()), 0
         self._size: int | None = None  # known once a pass has ended
@@ -43,7 +45,8 @@ class StreamedSamples:
 
     def batch(self, counter: NDArray[np.int64]) -> Arrays:
         """The samples at these positions. Shapes: [b] -> [b, ..] by name."""
-        return stacked(((self._where(n), self._at(n)) for n in counter.tolist()), self._form)
+        samples = ((self._where(n), self._at(n)) for n in counter.tolist())
+        return self._rules.as_input(stacked(samples, self._form))
 
     def num_targets(self, counter: NDArray[np.int64]) -> int:
         """How many labels count in the samples at these positions."""
@@ -59,7 +62,9 @@ class StreamedSamples:
         if position not in self._kept and (position < self._next or callable(self._source)) and position != self._next:
             self._open(position)
         while position not in self._kept:
-            self._kept[self._next] = as_arrays(self._item(), self._where(self._next))
+            sample = as_arrays(self._item(), where := self._where(self._next))
+            self._rules.check(sample, where)
+            self._kept[self._next] = sample
             self._next += 1
             while len(self._kept) > self._most:
                 del self._kept[next(iter(self._kept))]
