@@ -28,7 +28,8 @@ class Export:
     max_file_gb: float = 5.0
     """Weights beyond this size go to several files, in 10^9 bytes."""
     verify: bool = False
-    """Load both sides afterwards and compare their logits; needs transformers."""
+    """Load both sides afterwards. Every tensor must be the checkpoint's, rounded to `dtype`; logits are compared, too.
+    Needs transformers."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:
@@ -56,7 +57,8 @@ class Import:
     vocab_size: int | None = None
     """Megatron-LM: size of the vocabulary; further rows of the embedding are padding."""
     verify: bool = False
-    """Load both sides afterwards and compare their logits; needs transformers, or megatron-core for Megatron-LM."""
+    """Load both sides afterwards and compare their tensors and logits; needs transformers, or megatron-core for
+    Megatron-LM, of whose models logits alone are compared."""
     json: bool = False
 
     def run(self, launch: Launch) -> int:
@@ -91,6 +93,7 @@ def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, 
                  compare(checkpoint, folder, bare=bare))
         plain |= {"ok": found.ok, "tolerance": found.tolerance, "largest_difference": found.difference,
                   "relative_difference": found.relative}
+        plain["different_tensors"] = list(found.different)
         print(f"  verify: {'features' if bare else 'logits'} of {found}", file=out)
     if as_json:
         print(to_json(plain))

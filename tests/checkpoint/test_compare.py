@@ -9,12 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.exchange import OURS, edit_config, edit_tensors, make_theirs, save_ours
+from checkpoint.exchange import OURS, edit_config, edit_tensors, make_theirs, same_bits, save_ours, tensors_of
 from torch import Tensor
+from train.runs import write_config
 
+from hybridpar.checkpoint import load_full, save_weights
 from hybridpar.checkpoint.huggingface import compare, compare_logits, export_folder, import_folder
 from hybridpar.cli import main
-from hybridpar.errors import CheckpointError
+from hybridpar.config import Launch, from_mapping, load_toml
+from hybridpar.errors import CheckpointError, ConfigError
+from hybridpar.grid import Axis
+from hybridpar.models.build import build_blocks
+from hybridpar.nn.placement import named_placements
+from hybridpar.pipeline.run.stage import Stage
+from hybridpar.train.loop import train
 
 pytest.importorskip("transformers")
 
@@ -74,3 +82,73 @@ def test_what_counts_as_equal_logits(change: Callable[[Tensor], Tensor], largest
     assert found.ok is (0 <= float((ours - theirs)[0, :3].abs().max()) <= 1e-5 * largest)
     with pytest.raises(CheckpointError, match=r"there: its logits of words have shape \[1, 4, 6\], ours \[1, 3, 6\]"):
         compare_logits({"words": ours[:, :3]}, {"words": theirs}, real, Path("there"))
+
+
+NARROW = [("fp32", "bf16"), ("fp32", "fp16"), ("fp64", "fp32"), ("fp64", "bf16"), ("bf16", "fp16")]
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize(("master", "dtype"), NARROW, ids=str)
+def test_a_narrower_export_is_what_was_to_be_written(
+        tmp_path: Path, kind: str, master: str, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_ours(tmp_path / "checkpoints", OURS[kind], DTYPES[master])
+    assert main(["export", str(folder), str(tmp_path / "theirs"), "--dtype", dtype, "--verify", "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["ok"]
+    assert plain["different_tensors"] == []
+    assert plain["relative_difference"] < 1e-5, "rounding of weights is in both models"
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_verify_sees_a_bit_of_a_narrower_export(tmp_path: Path, kind: str) -> None:
+    """Logits alone would not show it."""
+    folder = save_ours(tmp_path / "checkpoints", OURS[kind])
+    made = export_folder(folder, tmp_path / "theirs", dtype="bf16")
+    names = []
+
+    def flip(tensors: dict[str, Tensor]) -> None:
+        names.append(next(name for name in tensors if "down" in name or "output.dense" in name or "mlp" in name))
+        smallest = tensors[names[0]].view(torch.int16).flatten()
+        smallest[0] ^= 1
+
+    edit_tensors(made.folder, flip)
+    found = compare(folder, made.folder)
+    assert found.different == tuple(names)
+    assert not found.ok
+    assert f"tensors that differ from the checkpoint's: {names[0]}" in str(found)
+
+
+@pytest.mark.parametrize("staleness", ["none", "prediction"])
+def test_an_export_of_a_run_in_bf16_is_its_rounded_master(tmp_path: Path, staleness: str) -> None:
+    """The newest weights, not those that 2bw predicts or those that steps ran on."""
+    path = write_config(tmp_path, schedule="2bw")
+    config = from_mapping({"train": {"dtype": "bf16"}, "optim": {"staleness": staleness}}, load_toml(path))
+    run = train(config, Launch(0, 0, 1, 1)).folder
+    assert main(["export", str(run), str(tmp_path / "theirs"), "--verify"]) == 0
+    assert main(["export", str(run), str(tmp_path / "exact"), "--dtype", "fp32", "--verify"]) == 0
+    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    exact = tensors_of(tmp_path / "exact")
+    same_bits(tensors_of(tmp_path / "theirs"), {name: tensor.bfloat16() for name, tensor in exact.items()})
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in exact.values())
+
+
+def test_a_weight_beyond_the_range_of_the_export_is_refused(tmp_path: Path) -> None:
+    folder = save_with(tmp_path / "checkpoints", 1e5)
+    with pytest.raises(ConfigError, match=r"dtype = 'fp16': holds numbers up to 6\.55e\+04; .* of 1e\+05; try bf16"):
+        export_folder(folder, tmp_path / "theirs", dtype="fp16")
+    assert not (tmp_path / "theirs").exists()
+    assert main(["export", str(folder), str(tmp_path / "theirs"), "--dtype", "bf16", "--verify"]) == 0
+    folder = save_with(tmp_path / "nan", float("nan"))
+    with pytest.raises(CheckpointError, match=r"1 of \d+ numbers that are not finite"):
+        export_folder(folder, tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+def save_with(root: Path, number: float) -> Path:
+    """A checkpoint of ours with one such weight."""
+    folder = save_ours(root / "first", OURS["llama"])
+    config, weights = load_full(folder)
+    weights["blocks.1.mlp.down.weight"][0, 0] = number
+    stage = Stage(build_blocks(config.model, Axis("tp"), range(config.model.num_blocks)))
+    return save_weights(root, config, weights, {name: place for name, _, place in named_placements(stage)})

@@ -43,8 +43,8 @@ def export_folder(path: str | Path, output: str | Path, *, dtype: str = "keep", 
 
     dtype: a value of train.dtype; 'keep': that of the checkpoint. One file of tensors is in memory at a time.
     Raises: CheckpointError for a missing or damaged checkpoint, or one with weights that are not finite; ConfigError
-    for a model that transformers has no class for, trained behind a subspace, for weights that `dtype` has no number
-    for, or where `output` is there already; DataError for a damaged tokenizer.
+    for a model that transformers has no class for, trained behind a subspace, with a weight beyond the range of
+    `dtype`, or where `output` is there already; DataError for a damaged tokenizer.
     """
     folder, output = find(path, say), Path(output)
     full = FullWeights(folder)
@@ -107,11 +107,19 @@ def _tensors(full: FullWeights, plan: Plan, names: list[str], dtype: str) -> Ite
         parts = entry.layout.split(full.read(ours), plan.heads)
         for name, part in zip(entry.theirs, parts, strict=True):
             for target in {name, copies.get(name, name)} & wanted:
-                tensor = part.to(DTYPES[dtype], copy=True, memory_format=torch.contiguous_format)
-                if not tensor.isfinite().all():
-                    rule = f"has no numbers as large as {float(part.abs().max()):.4g}, which {name} holds"
-                    raise config_error("dtype", dtype, rule, "bf16")
-                yield target, tensor
+                rounded = part.to(dtype, copy=True, memory_format=torch.contiguous_format)
+                _check_finite(rounded, part, f"{target} of {full.folder}")
+                yield target, rounded
+
+
+def _check_finite(rounded: Tensor, exact: Tensor, name: str) -> None:
+    """Raises: ConfigError for weights that their type makes infinite. `exact`: finite, as all that is loaded."""
+    if rounded.isfinite().all():
+        return
+    largest = torch.finfo(rounded.dtype).max
+    dtype = next(ours for ours, theirs in DTYPES.items() if theirs == rounded.dtype)
+    raise config_error("dtype", dtype, f"holds numbers up to {largest:.3g}; {name} has one of "
+                       f"{float(exact.abs().max()):.3g}", "bf16")
 
 
 def _write(folder: Path, groups: list[list[str]], read: Callable[[list[str]], dict[str, Tensor]]) -> None:

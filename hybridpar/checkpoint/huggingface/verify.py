@@ -1,7 +1,11 @@
-"""Comparison of a checkpoint of ours with transformers' model of a folder on the same tokens, in float64.
+"""Comparison of a checkpoint of ours with a folder of theirs: every tensor, and what transformers' model of the folder
+makes of the same tokens, in float64.
 
-Some of transformers' models compute angles, norms and softmax in float32 all the same. Logits then differ by a share of
-the largest that depends on the weights: ours in float32 show how large it can be.
+A folder may be narrower than the checkpoint: an export in bf16 of an fp32 master. So the checkpoint's weights are first
+rounded to the folder's precision. Each tensor must be equal to these to the bit, and logits are of a model of ours with
+them. Logits then differ by what arithmetic rounds alone: some of transformers' models compute angles, norms and softmax
+in float32 all the same. How large a share of the largest logit that can be depends on the weights: ours in float32 show
+it.
 """
 
 from __future__ import annotations
@@ -9,14 +13,17 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpar.checkpoint.load import load_full
+from hybridpar.checkpoint.huggingface.configuration import family_of
+from hybridpar.checkpoint.huggingface.names import match, plan_of
+from hybridpar.checkpoint.huggingface.source import CONFIG, WeightFiles, read_json
+from hybridpar.checkpoint.load import FullWeights
 from hybridpar.checkpoint.stages import whole_model
 from hybridpar.config import ModelConfig
 from hybridpar.errors import CheckpointError, config_error
@@ -27,16 +34,21 @@ TOLERANCE = 1e-5
 LARGEST_TOLERANCE = 1e-3
 """The most that weights which magnify rounding make of it."""
 _SAMPLES, _LENGTH = 2, 64
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest difference of a logit, the largest logit, and the largest share of it that counts as rounding."""
+    """The largest difference of a logit, the largest logit, and the largest share of it that counts as rounding.
+
+    different: names of tensors that are not the checkpoint's, rounded to the precision of the folder.
+    """
 
     difference: float
     largest: float
     num_tokens: int
     tolerance: float = TOLERANCE
+    different: tuple[str, ...] = ()
 
     @property
     def relative(self) -> float:
@@ -46,28 +58,69 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        return self.relative <= self.tolerance
+        return self.relative <= self.tolerance and not self.different
 
     def __str__(self) -> str:
-        return (f"{self.num_tokens} tokens in float64: largest difference {self.difference:.1e}, {self.relative:.1e} "
+        text = (f"{self.num_tokens} tokens in float64: largest difference {self.difference:.1e}, {self.relative:.1e} "
                 f"of the largest value {self.largest:.1e} (tolerance {self.tolerance:.1e} of it)")
+        if not self.different:
+            return text
+        more = f" and {len(self.different) - _SHOWN} more" if len(self.different) > _SHOWN else ""
+        return f"{text}; tensors that differ from the checkpoint's: {', '.join(self.different[:_SHOWN])}{more}"
 
 
 def compare(checkpoint: Path, folder: Path, *, bare: bool = False) -> Comparison:
-    """Compares all logits (BERT: also those of the sentence head) on random tokens.
+    """Compares all tensors, and all logits (BERT: also those of the sentence head) on random tokens.
 
     bare: a BERT's features and its pooled ones instead, of a folder that has no heads.
     Raises: ConfigError without transformers; CheckpointError if that misses tensors that it needs.
     """
-    config, weights = load_full(checkpoint)
-    model = config.transformer
+    full = FullWeights(checkpoint)
+    model = full.manifest.config.transformer
     batch = random_batch(model)
     theirs = their_features(folder, model, batch) if bare else their_logits(folder, model, batch)
+    weights, different = _rounded(full, model, folder)
     run, real = our_features if bare else our_logits, batch["padding_mask"]
     stage = whole_model(model, weights, torch.float64)
     ours = run(model, stage, batch)
     rounding = compare_logits(run(model, stage.float(), batch), ours, real, checkpoint).relative
-    return compare_logits(ours, theirs, real, folder, min(max(TOLERANCE, 4 * rounding), LARGEST_TOLERANCE))
+    tolerance = min(max(TOLERANCE, 4 * rounding), LARGEST_TOLERANCE)
+    return replace(compare_logits(ours, theirs, real, folder, tolerance), different=different)
+
+
+def _rounded(full: FullWeights, model: ModelConfig, folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The checkpoint's weights, rounded to the precision of the folder's tensors, and the names of those tensors that
+    are not equal to them, to the bit. Weights that the folder lacks, such as heads of a bare BERT, stay as they are.
+
+    Raises: CheckpointError if the folder has other tensors than such a model.
+    """
+    files = WeightFiles(folder)
+    family = family_of(read_json(folder / CONFIG), files.shapes)
+    plan = plan_of(model, family)
+    matched = match(files.shapes, plan, family)
+    weights: dict[str, Tensor] = {}
+    different = []
+    for entry in plan.entries:
+        name = full.find_tied(entry.ours, entry.placement.tied)
+        if name is None:
+            raise CheckpointError(f"{full.folder}: has no {entry.ours}")
+        ours = weights[entry.ours] = full.read(name)
+        if entry.ours in matched.absent:
+            continue
+        parts = []
+        for their_name, part in zip(entry.theirs, entry.layout.split(ours, plan.heads), strict=True):
+            theirs = files.read(matched.names[their_name])
+            parts.append(part.to(theirs.dtype))
+            if not _same_bits(parts[-1], theirs):
+                different.append(matched.names[their_name])
+        weights[entry.ours] = entry.layout.join([part.to(ours.dtype) for part in parts], plan.heads)
+    different += [copy for copy, original in matched.copies.items()
+                  if not _same_bits(files.read(copy), files.read(original))]
+    return weights, tuple(different)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def compare_logits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], real: Tensor, source: Path,
