@@ -11,7 +11,7 @@ from hybridpar.checkpoint.huggingface.families import EVERYWHERE, FAMILIES, REQU
 from hybridpar.checkpoint.huggingface.source import CONFIG
 from hybridpar.config import ModelConfig
 from hybridpar.config.typed import FINITE, convert, hints_of
-from hybridpar.errors import ConfigError, Problem, config_error
+from hybridpar.errors import ConfigError, Problem, config_error, shown
 
 Plain = Mapping[str, Any]
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
@@ -45,14 +45,16 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
 
     Raises: ConfigError naming every key that is missing, wrong, or asks for what we cannot compute.
     """
-    problems = [*_unsupported(plain, family)]
+    plain, problems = _without_aliases(plain, family)
+    problems += _unsupported(plain, family)
     values: dict[str, Any] = {key: value for key, value in family.model.items() if key != "norm_position"}
     given: dict[str, str] = {}
     for key in family.keys:
         try:
             value = _read(plain, key)
         except ValueError as error:
-            problems.append(_problem(key.theirs, plain.get(key.theirs), str(error), where=family.settings))
+            value = plain.get(key.theirs, None if key.default is REQUIRED else key.default)
+            problems.append(_problem(key.theirs, value, str(error), where=family.settings))
             continue
         if key.ours in given and values[key.ours] != value:
             problems.append(_problem(key.theirs, plain.get(key.theirs, key.default), f"must be as {given[key.ours]}: "
@@ -60,12 +62,15 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
         values[key.ours], given[key.ours] = value, key.theirs
     if family.rotary:
         problems += _read_rotary(plain, values, family)
+    if family.sliding_window is not None:
+        problems += _windows(plain, values, family)
     if "max_positions" in values:
         values["seq_length"] = values["max_positions"]
     if problems:
         raise ConfigError(*problems)
     known = {k.theirs for k in family.keys} | set(family.only) | set(EVERYWHERE) | SAYS_NOTHING | family.ignored
     known |= {*_ROPE_KEYS, family.rotary.base, family.rotary.fraction, "head_dim"} if family.rotary else set()
+    known |= set() if family.sliding_window is None else {"sliding_window"}
     return replace(ModelConfig(), **values), sorted(set(plain) - known)
 
 
@@ -73,19 +78,42 @@ def _problem(key: str, value: object, rule: str, suggestion: str = "", where: st
     return Problem(f"{where}: {key}", value, rule, suggestion)
 
 
+def _without_aliases(plain: Plain, family: Family) -> tuple[dict[str, Any], list[Problem]]:
+    """The keys by the names of the table, and a problem for each that is there by two names with two values."""
+    named, problems = dict(plain), []
+    for alias, key in family.aliases.items():
+        if alias not in named:
+            continue
+        value = named.pop(alias)
+        if named.setdefault(key, value) != value:
+            problems.append(_contradiction(alias, value, key, named[key], family))
+    return named, problems
+
+
+def _contradiction(name: str, value: object, other: str, other_value: object, family: Family) -> Problem:
+    return _problem(name, value, f"contradicts {other} = {shown(other_value)}: both say the same thing of the model",
+                    "the right one alone", family.settings)
+
+
 def _unsupported(plain: Plain, family: Family) -> Iterator[Problem]:
     for key, works in {**EVERYWHERE, **family.only}.items():
         value = plain.get(key, works[0])
         if not any(value == w and isinstance(value, bool) == isinstance(w, bool) for w in works):
-            if key == "sliding_window" and _reaches(value, plain.get("max_position_embeddings")):
-                continue
             yield _problem(key, value, f"hybridpar has no such feature for {family.model_type}", str(works[0]),
                            family.settings)
 
 
-def _reaches(window: Any, length: Any) -> bool:
-    """Whether a sliding window shows every position all of those before it."""
-    return isinstance(window, int) and isinstance(length, int) and window >= length
+def _windows(plain: Plain, values: Mapping[str, Any], family: Family) -> Iterator[Problem]:
+    """A problem if a sliding window does not show every position all of those before it."""
+    window, length = plain.get("sliding_window", family.sliding_window), values.get("max_positions")
+    if window is None or length is None:
+        return
+    if not isinstance(window, int) or isinstance(window, bool) or window < length:
+        absent = "" if "sliding_window" in plain else f" (the key is absent, and so has {family.model_type}'s default)"
+        yield _problem("sliding_window", window, f"must reach all {length} positions of max_position_embeddings, as "
+                       f"hybridpar has no windows yet{absent}",
+                       "null for a model that was trained without a window, else a smaller max_position_embeddings",
+                       family.settings)
 
 
 def _read(plain: Plain, key: Key) -> Any:
@@ -97,7 +125,7 @@ def _read(plain: Plain, key: Key) -> Any:
         if not isinstance(value, str) or value not in key.words:
             raise ValueError(f"hybridpar has only {', '.join(key.words)}")
         return key.words[value]
-    if value is None and key.default is None:
+    if value is None and (key.default is None or key.is_nullable):
         return 0
     kind, rule = hints_of(ModelConfig)[key.ours]
     value = convert(value, kind)
@@ -112,31 +140,51 @@ def _read(plain: Plain, key: Key) -> Any:
 
 def _read_rotary(plain: Plain, values: dict[str, Any], family: Family) -> Iterator[Problem]:
     """Sets rotary_base and rotary_fraction, and yields what of the rotary positions we cannot compute."""
-    assert family.rotary is not None
-    base = plain.get(family.rotary.base, 10000.0)
-    part = plain.get(family.rotary.fraction, family.rotary.default_fraction)
+    rotary = family.rotary
+    assert rotary is not None
+    ropes = {}
     for name in ("rope_scaling", "rope_parameters"):  # older and newer files
         rope = plain.get(name) or {}
-        if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default" or (
-                rope.keys() - _ROPE_PARAMETERS):
+        if not isinstance(rope, Mapping) or rope.keys() - _ROPE_PARAMETERS or (
+                any(rope.get(key, "default") != "default" for key in ("rope_type", "type"))):
             yield _problem(name, rope, "hybridpar has rotary positions without scaling, the same in all layers", "null")
             continue
-        base, part = rope.get("rope_theta", base), rope.get("partial_rotary_factor", part)
-    part = 1.0 if part is None else part
+        ropes[name] = rope
+    bases = _spellings(plain, ropes, rotary.base, "rope_theta", rotary.default_base)
+    parts = _spellings(plain, ropes, rotary.fraction, "partial_rotary_factor", rotary.default_fraction)
+    for found in (bases, parts):
+        (name, value), *others = found.items()
+        for other, other_value in others:
+            if other_value != value:
+                yield _contradiction(name, value, other, other_value, family)
+    name, part = next(iter(parts.items()))
     if not _is_number(part) or not 0 < part <= 1 or part != family.model.get("rotary_fraction", part):
         rule = "must be above 0 and at most 1"
         if "rotary_fraction" in family.model:
             rule = f"{family.model_type} turns all features of a head"
-        yield _problem(family.rotary.fraction, part, rule, "1.0")
+        yield _problem(name, part, rule, "1.0")
     else:
         values["rotary_fraction"] = float(part)
+    name, base = next(iter(bases.items()))
     if not _is_number(base) or base <= 0:
-        yield _problem(family.rotary.base, base, "must be a finite number above 0", "10000.0")
+        yield _problem(name, base, "must be a finite number above 0", "10000.0")
         return
     values["rotary_base"] = float(base)
     hidden, heads, dim = values.get("hidden_size"), values.get("num_heads"), plain.get("head_dim")
     if hidden and heads and dim is not None and not (isinstance(dim, int) and dim * heads == hidden):
         yield _problem("head_dim", dim, f"must be hidden_size / num_attention_heads = {hidden} / {heads} here", "null")
+
+
+def _spellings(plain: Plain, ropes: Mapping[str, Plain], key: str, inner: str, default: float) -> dict[str, Any]:
+    """The values that a configuration gives one quantity of its rotary positions, by the names of their keys.
+
+    key: its name in config.json; inner: its name in rope_parameters and rope_scaling, and in config.json of most
+    families. Where transformers would read neither, `default` is what it has.
+    """
+    found = {key: plain[key]} if plain.get(key) is not None else {}
+    found |= {f"{name}.{inner}": rope[inner] for name, rope in ropes.items() if rope.get(inner) is not None}
+    found = found or {key: default}
+    return found if plain.get(inner) is None else {**found, inner: plain[inner]}
 
 
 def _is_number(value: Any) -> bool:

@@ -1,7 +1,8 @@
 """Names of the model families of Hugging Face transformers, as tables; nothing here computes.
 
 A family says which tensors of theirs make up each module of ours, which keys of config.json are which keys of [model],
-which of them can only have certain values, and what else may be in their files.
+which of them can only have certain values, and what else may be in their files. A key that config.json lacks means what
+transformers' class of the family means by it: all defaults here are those of its constructor.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 REQUIRED = object()
-"""The default of a key that config.json must have."""
+"""The default of a key that must be there."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Tensors:
 class Key:
     """A key of config.json that is a key of [model]. `words`: what theirs are called here, the first for export.
 
+    default: the value of a key that is absent. is_nullable: null is allowed, and is 0 in [model], which stands for
+    another key's value there; a key whose default is None is nullable anyway.
     Two keys of theirs may be one of ours: they must agree then.
     """
 
@@ -36,6 +39,7 @@ class Key:
     ours: str
     default: Any = REQUIRED
     words: Mapping[str, str] = field(default_factory=dict)
+    is_nullable: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Rotary:
 
     base: str = "rope_theta"
     fraction: str = "partial_rotary_factor"
+    default_base: float = 10000.0
     default_fraction: float = 1.0
 
 
@@ -60,6 +65,8 @@ class Family:
     computed: patterns of what their files may hold that is no parameter.
     renamed: endings in older or newer files, and what they are in `tensors`.
     rotary: how its rotary positions are written down, where it has them.
+    aliases: other names of keys, which transformers reads as well (the class's attribute_map).
+    sliding_window: its default, where the family has that key. We have no windows, so it must reach all positions.
     settings: where its keys are, for messages.
     """
 
@@ -76,6 +83,8 @@ class Family:
     renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     rotary: Rotary | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    sliding_window: int | None = None
     settings: str = "config.json"
 
 
@@ -113,8 +122,9 @@ GPT2 = Family(
         "head.norm": _one("transformer.ln_f"),
         "head.language_model.projection": _one("lm_head")},
     keys=(
-        Key("n_layer", "num_layers"), Key("n_embd", "hidden_size"), Key("n_head", "num_heads"),
-        Key("n_inner", "ffn_hidden_size", None), Key("n_positions", "max_positions"), Key("vocab_size", "vocab_size"),
+        Key("n_layer", "num_layers", 12), Key("n_embd", "hidden_size", 768), Key("n_head", "num_heads", 12),
+        Key("n_inner", "ffn_hidden_size", None), Key("n_positions", "max_positions", 1024),
+        Key("vocab_size", "vocab_size", 50257),
         Key("tie_word_embeddings", "tie_embeddings", True), Key("layer_norm_epsilon", "norm_eps", 1e-5),
         Key("activation_function", "activation", "gelu_new", GELUS), Key("resid_pdrop", "dropout", 0.1),
         Key("embd_pdrop", "dropout", 0.1), Key("attn_pdrop", "attention_dropout", 0.1),
@@ -123,7 +133,9 @@ GPT2 = Family(
     computed=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
     ignored=frozenset({
         "n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
-        "summary_proj_to_labels", "summary_first_dropout"}))
+        "summary_proj_to_labels", "summary_first_dropout"}),
+    aliases={"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head",
+             "max_position_embeddings": "n_positions"})
 
 LLAMA = Family(
     "llama", {"": "LlamaForCausalLM"}, "model.",
@@ -140,10 +152,10 @@ LLAMA = Family(
         "head.norm": _one("model.norm"),
         "head.language_model.projection": _one("lm_head")},
     keys=(
-        Key("num_hidden_layers", "num_layers"), Key("hidden_size", "hidden_size"),
-        Key("num_attention_heads", "num_heads"), Key("num_key_value_heads", "num_kv_heads", None),
-        Key("intermediate_size", "ffn_hidden_size"), Key("max_position_embeddings", "max_positions", 2048),
-        Key("vocab_size", "vocab_size"), Key("tie_word_embeddings", "tie_embeddings", False),
+        Key("num_hidden_layers", "num_layers", 32), Key("hidden_size", "hidden_size", 4096),
+        Key("num_attention_heads", "num_heads", 32), Key("num_key_value_heads", "num_kv_heads", None),
+        Key("intermediate_size", "ffn_hidden_size", 11008), Key("max_position_embeddings", "max_positions", 2048),
+        Key("vocab_size", "vocab_size", 32000), Key("tie_word_embeddings", "tie_embeddings", False),
         Key("rms_norm_eps", "norm_eps", 1e-6), Key("hidden_act", "activation", "silu", {"silu": "swiglu"}),
         Key("attention_bias", "bias", False), Key("mlp_bias", "bias", False),
         Key("attention_dropout", "attention_dropout", 0.0), Key("initializer_range", "init_std", 0.02)),
@@ -151,9 +163,16 @@ LLAMA = Family(
     ignored=frozenset({"pretraining_tp"}),
     rotary=Rotary())
 
-MISTRAL = replace(LLAMA, model_type="mistral", architectures={"": "MistralForCausalLM"},
-                  model={**LLAMA.model, "bias": False}, keys=tuple(key for key in LLAMA.keys if key.ours != "bias"),
-                  only={"sliding_window": (None,)})
+_OF_MISTRAL = {
+    "intermediate_size": 14336, "max_position_embeddings": 4096 * 32, "num_key_value_heads": 8}
+"""Defaults of Mistral that are not LLaMA's."""
+
+MISTRAL = replace(
+    LLAMA, model_type="mistral", architectures={"": "MistralForCausalLM"}, model={**LLAMA.model, "bias": False},
+    keys=tuple(replace(key, default=_OF_MISTRAL.get(key.theirs, key.default),
+                       is_nullable=key.theirs == "num_key_value_heads")
+               for key in LLAMA.keys if key.ours != "bias"),
+    sliding_window=4096)
 
 _NEOX_LAYER = "gpt_neox.layers.{layer}"
 
@@ -171,9 +190,9 @@ GPT_NEOX = Family(
         "head.norm": _one("gpt_neox.final_layer_norm"),
         "head.language_model.projection": _one("embed_out")},
     keys=(
-        Key("num_hidden_layers", "num_layers"), Key("hidden_size", "hidden_size"),
-        Key("num_attention_heads", "num_heads"), Key("intermediate_size", "ffn_hidden_size"),
-        Key("max_position_embeddings", "max_positions", 2048), Key("vocab_size", "vocab_size"),
+        Key("num_hidden_layers", "num_layers", 44), Key("hidden_size", "hidden_size", 6144),
+        Key("num_attention_heads", "num_heads", 64), Key("intermediate_size", "ffn_hidden_size", 24576),
+        Key("max_position_embeddings", "max_positions", 2048), Key("vocab_size", "vocab_size", 50432),
         Key("tie_word_embeddings", "tie_embeddings", False), Key("layer_norm_eps", "norm_eps", 1e-5),
         Key("hidden_act", "activation", "gelu", GELUS), Key("use_parallel_residual", "parallel_residual", True),
         Key("hidden_dropout", "dropout", 0.0), Key("attention_dropout", "attention_dropout", 0.0),
@@ -182,7 +201,7 @@ GPT_NEOX = Family(
     computed=(r"gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.inv_freq",
               r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"),
     renamed={"lm_head.weight": "embed_out.weight"},
-    rotary=Rotary("rotary_emb_base", "rotary_pct", 0.25))
+    rotary=Rotary("rotary_emb_base", "rotary_pct", default_fraction=0.25))
 
 BERT = Family(
     "bert", {"nsp": "BertForPreTraining", "sop": "BertForPreTraining", "none": "BertForMaskedLM"}, "bert.",
@@ -207,9 +226,9 @@ BERT = Family(
         "head.pooler": _one("bert.pooler.dense"),
         "head.classifier": _one("cls.seq_relationship")},
     keys=(
-        Key("num_hidden_layers", "num_layers"), Key("hidden_size", "hidden_size"),
-        Key("num_attention_heads", "num_heads"), Key("intermediate_size", "ffn_hidden_size"),
-        Key("max_position_embeddings", "max_positions"), Key("vocab_size", "vocab_size"),
+        Key("num_hidden_layers", "num_layers", 12), Key("hidden_size", "hidden_size", 768),
+        Key("num_attention_heads", "num_heads", 12), Key("intermediate_size", "ffn_hidden_size", 3072),
+        Key("max_position_embeddings", "max_positions", 512), Key("vocab_size", "vocab_size", 30522),
         Key("tie_word_embeddings", "tie_embeddings", True), Key("layer_norm_eps", "norm_eps", 1e-12),
         Key("hidden_act", "activation", "gelu", GELUS), Key("hidden_dropout_prob", "dropout", 0.1),
         Key("attention_probs_dropout_prob", "attention_dropout", 0.1), Key("initializer_range", "init_std", 0.02)),

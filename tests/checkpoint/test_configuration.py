@@ -1,0 +1,198 @@
+"""What a config.json means: as to transformers' own classes, also by its absent keys, and by two names of one thing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint.exchange import OURS, edit_config, folder_of, make_theirs, save_ours
+
+from hybridpar import checkpoint
+from hybridpar.checkpoint.huggingface import compare, export_folder, import_folder
+from hybridpar.checkpoint.huggingface.configuration import canonical, model_of
+from hybridpar.checkpoint.huggingface.families import FAMILIES, REQUIRED, Family
+from hybridpar.cli import main
+from hybridpar.config import ModelConfig
+from hybridpar.errors import ConfigError
+
+CLASSES = {"gpt2": "GPT2Config", "llama": "LlamaConfig", "mistral": "MistralConfig", "gpt_neox": "GPTNeoXConfig",
+           "bert": "BertConfig"}
+NO_WINDOW = {"mistral": {"sliding_window": None}}
+
+
+def their_config(kind: str, **settings: Any) -> Any:
+    return getattr(pytest.importorskip("transformers"), CLASSES[kind])(**settings)
+
+
+def rotary_of(config: Any) -> tuple[float, float]:
+    """Base and share of the features, where any version of transformers keeps them."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    base = rope.get("rope_theta", getattr(config, "rope_theta", None))
+    return base, rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0))
+
+
+def assert_means(model: ModelConfig, config: Any, family: Family) -> None:
+    """The model is what a configuration of transformers says."""
+    ours = canonical(model)
+    for key in family.keys:
+        theirs = getattr(config, key.theirs)
+        if theirs is None:  # another key's value
+            continue
+        assert ours[key.ours] == (key.words[theirs] if key.words else theirs), key.theirs
+    if family.rotary:
+        assert (model.rotary_base, model.rotary_fraction) == rotary_of(config)
+        head_dim = getattr(config, "head_dim", None)
+        assert head_dim in (None, model.hidden_size // model.num_heads)
+
+
+def test_all_families_are_here() -> None:
+    assert CLASSES.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_empty_configuration_is_the_default_of_their_class(kind: str) -> None:
+    family, config = FAMILIES[kind], their_config(kind, **NO_WINDOW.get(kind, {}))
+    assert all(key.default is not REQUIRED for key in family.keys)
+    model, unknown = model_of({"model_type": kind, **NO_WINDOW.get(kind, {})}, family)
+    assert unknown == []
+    assert_means(model, config, family)
+    for key, works in family.only.items():
+        assert getattr(config, key, works[0]) == works[0], key
+    assert family.aliases == type(config).attribute_map
+    assert family.sliding_window == getattr(their_config(kind), "sliding_window", None)
+
+
+ODD = {
+    "gpt2": {"n_layer": 3, "n_embd": 96, "n_head": 6, "n_inner": 50, "n_positions": 30, "vocab_size": 77,
+             "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3, "activation_function": "gelu",
+             "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.3, "initializer_range": 0.1},
+    "llama": {"num_hidden_layers": 3, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
+              "intermediate_size": 50, "max_position_embeddings": 30, "vocab_size": 77, "tie_word_embeddings": True,
+              "rms_norm_eps": 1e-3, "attention_bias": True, "mlp_bias": True, "attention_dropout": 0.2,
+              "initializer_range": 0.1, "rope_theta": 77.0},
+    "gpt_neox": {"num_hidden_layers": 3, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 50,
+                 "max_position_embeddings": 30, "vocab_size": 77, "tie_word_embeddings": True, "layer_norm_eps": 1e-3,
+                 "hidden_act": "gelu_new", "use_parallel_residual": False, "hidden_dropout": 0.2,
+                 "attention_dropout": 0.3, "initializer_range": 0.1, "rotary_emb_base": 77.0, "rotary_pct": 0.5},
+    "bert": {"num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 50,
+             "max_position_embeddings": 30, "vocab_size": 77, "tie_word_embeddings": False, "layer_norm_eps": 1e-3,
+             "hidden_act": "gelu_new", "hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3,
+             "initializer_range": 0.1},
+}
+ODD["mistral"] = {key: value for key, value in ODD["llama"].items() if "bias" not in key} | {"sliding_window": 30}
+ONE_ABSENT = [(kind, key) for kind, settings in ODD.items() for key in settings]
+
+
+@pytest.mark.parametrize(("kind", "absent"), ONE_ABSENT, ids=str)
+def test_any_absent_key_means_what_their_class_means(kind: str, absent: str) -> None:
+    given = {key: value for key, value in ODD[kind].items() if key != absent}
+    if absent == "resid_pdrop":
+        given.pop("embd_pdrop")  # two keys of theirs are one of ours
+    if absent == "embd_pdrop":
+        given.pop("resid_pdrop")
+    if absent == "attention_bias":
+        given.pop("mlp_bias")
+    if absent == "mlp_bias":
+        given.pop("attention_bias")
+    config = their_config(kind, **given)
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < config.max_position_embeddings:
+        with pytest.raises(ConfigError, match=rf"sliding_window = {window}: must reach all 131072 positions"):
+            model_of({"model_type": kind, **given}, FAMILIES[kind])
+        return
+    assert_means(model_of({"model_type": kind, **given}, FAMILIES[kind])[0], config, FAMILIES[kind])
+
+
+def test_a_mistral_without_a_window_key_has_one(tmp_path: Path) -> None:
+    settings = {**ODD["mistral"], "max_position_embeddings": 4097, "tie_word_embeddings": False}
+    folder = make_theirs(tmp_path / "theirs", "mistral", **{**settings, "sliding_window": None})
+    import_folder(folder, tmp_path / "ours")
+    edit_config(folder, sliding_window="REMOVE")
+    says = (r"sliding_window = 4096: must reach all 4097 positions of max_position_embeddings, as hybridpar has no "
+            r"windows yet \(the key is absent, and so has mistral's default\); try null for")
+    with pytest.raises(ConfigError, match=says):
+        import_folder(folder, tmp_path / "never")
+    edit_config(folder, max_position_embeddings=4096)
+    made = import_folder(folder, tmp_path / "whole")
+    assert compare(made.checkpoint, folder).ok
+    assert checkpoint.read_manifest(made.checkpoint).config.model.max_positions == 4096
+
+
+def test_kv_heads_of_a_mistral_are_eight_where_none_are_named() -> None:
+    given = {"model_type": "mistral", "sliding_window": None, "hidden_size": 64, "num_attention_heads": 16}
+    assert model_of(given, FAMILIES["mistral"])[0].kv_heads == 8
+    assert model_of({**given, "num_key_value_heads": None}, FAMILIES["mistral"])[0].kv_heads == 16
+    assert model_of({**given, "model_type": "llama"}, FAMILIES["llama"])[0].kv_heads == 16
+
+
+@pytest.mark.parametrize(("kind", "changes", "says"), [
+    ("llama", {"rope_theta": 500.0, "rope_parameters": {"rope_theta": 1e4}},
+     r"rope_theta = 500\.0: contradicts rope_parameters\.rope_theta = 10000\.0: both say the same thing"),
+    ("llama", {"rope_theta": 500.0, "rope_scaling": {"rope_type": "default", "rope_theta": 1e4}},
+     r"rope_theta = 500\.0: contradicts rope_scaling\.rope_theta = 10000\.0"),
+    ("llama", {"rope_theta": "REMOVE", "rope_scaling": {"type": "default", "rope_theta": 5.0},
+               "rope_parameters": {"rope_theta": 7.0}},
+     r"rope_scaling\.rope_theta = 5\.0: contradicts rope_parameters\.rope_theta = 7\.0"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "type": "linear"}}, r"rope_parameters = .*without scaling"),
+    ("llama", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+     r"rope_scaling = .*without scaling"),
+    ("llama", {"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
+     r"partial_rotary_factor = 1\.0: contradicts rope_parameters\.partial_rotary_factor = 0\.5"),
+    ("gpt_neox", {"rope_parameters": {"rope_theta": 500.0}},
+     r"rotary_emb_base = 10000\.0: contradicts rope_parameters\.rope_theta = 500\.0"),
+    ("gpt_neox", {"rope_theta": 500.0}, r"rotary_emb_base = 10000\.0: contradicts rope_theta = 500\.0"),
+    ("gpt_neox", {"rotary_emb_base": "REMOVE", "rope_theta": 500.0},
+     r"rotary_emb_base = 10000\.0: contradicts rope_theta = 500\.0"),
+    ("gpt_neox", {"partial_rotary_factor": 0.5}, r"rotary_pct = 0\.25: contradicts partial_rotary_factor = 0\.5"),
+    ("gpt2", {"hidden_size": 96}, r"hidden_size = 96: contradicts n_embd = 48"),
+    ("gpt2", {"num_attention_heads": 6}, r"num_attention_heads = 6: contradicts n_head = 3"),
+    ("gpt2", {"max_position_embeddings": 10}, r"max_position_embeddings = 10: contradicts n_positions = 20"),
+])
+def test_two_names_with_two_values_are_refused(tmp_path: Path, kind: str, changes: dict[str, Any], says: str) -> None:
+    folder = folder_of(tmp_path, kind)
+    edit_config(folder, **changes)
+    with pytest.raises(ConfigError, match=says):
+        import_folder(folder, tmp_path / "ours")
+
+
+@pytest.mark.parametrize(("kind", "changes"), [
+    ("llama", {"rope_theta": 500, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    ("llama", {"rope_theta": "REMOVE", "rope_parameters": {"rope_theta": 500.0}, "rope_scaling": None}),
+    ("gpt_neox", {"rotary_emb_base": 500, "rope_theta": 500.0, "partial_rotary_factor": 0.25}),
+    ("gpt_neox", {"rotary_emb_base": "REMOVE", "rotary_pct": "REMOVE",
+                  "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25}}),
+])
+def test_two_names_with_one_value_are_read(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+    folder = folder_of(tmp_path, kind)
+    edit_config(folder, **changes)
+    made = import_folder(folder, tmp_path / "ours")
+    model = checkpoint.read_manifest(made.checkpoint).config.model
+    assert (model.rotary_base, model.rotary_fraction) == (500.0, OURS[kind].rotary_fraction)
+
+
+def test_other_names_of_gpt2_keys_are_read(tmp_path: Path) -> None:
+    """As transformers does; without them 3 heads would be its default of 12, on tensors of equal shapes."""
+    folder = folder_of(tmp_path, "gpt2")
+    names = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
+             "n_positions": "max_position_embeddings"}
+    plain = json.loads((folder / "config.json").read_text())
+    edit_config(folder, **dict.fromkeys(names, "REMOVE"), **{alias: plain[key] for key, alias in names.items()})
+    assert main(["import", str(folder), str(tmp_path / "ours"), "--verify"]) == 0
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_an_export_names_every_key(tmp_path: Path, kind: str) -> None:
+    """So transformers reads the same model whatever its defaults are, also those of another version."""
+    model = replace(OURS[kind], dropout=0.25, attention_dropout=0.125, init_std=0.03, norm_eps=3e-4, rotary_base=77.0)
+    if kind == "llama":
+        model = replace(model, dropout=0.0)
+    made = export_folder(save_ours(tmp_path / "made", model), tmp_path / "theirs")
+    plain, family = json.loads((made.folder / "config.json").read_text()), FAMILIES[kind]
+    assert {key.theirs for key in family.keys} | set(family.only) <= plain.keys()
+    loaded = pytest.importorskip("transformers").AutoConfig.from_pretrained(made.folder, local_files_only=True)
+    assert_means(model, loaded, family)
+    for key, works in family.only.items():
+        assert getattr(loaded, key, works[0]) == works[0]
