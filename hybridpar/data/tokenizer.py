@@ -1,4 +1,7 @@
-"""A byte-level BPE tokenizer: trained on the corpus with `tokenizers`, or loaded from a tokenizer.json."""
+"""A byte-level BPE tokenizer: trained on the corpus with `tokenizers`, or loaded from a tokenizer.json.
+
+The files beside a tokenizer.json may say more of it (tokenizer_folder.py).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridpar.data.pieces import Ends, Part, Piece, in_parts, pieces
+from hybridpar.data.tokenizer_folder import SETTINGS, TOKENIZER, TokenizerFolder
 from hybridpar.errors import DataError, config_error
 from hybridpar.reading import errors_as, read_text
 
@@ -26,7 +30,10 @@ BEGIN = "<s>"
 """Token that tokenizers made elsewhere may start a text with; ours have none."""
 BERT_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 SPECIAL_TOKENS: dict[Kind, tuple[str, ...]] = {"gpt": (END,), "bert": (END, *BERT_TOKENS)}
-# Words for the same thing in tokenizers made elsewhere, tried in this order.
+_ROLES = {BEGIN: "bos_token", END: "eos_token", "[PAD]": "pad_token", "[CLS]": "cls_token", "[SEP]": "sep_token",
+          "[MASK]": "mask_token"}
+"""What transformers calls them."""
+# Words for the same thing in tokenizers made elsewhere, tried in this order where the folder does not say which it is.
 _SYNONYMS = {BEGIN: (BEGIN, "<|begin_of_text|>", "<bos>"), END: (END, "<|end_of_text|>", "</s>", "<eos>"),
              "[PAD]": ("[PAD]", "<pad>"), "[CLS]": ("[CLS]", "<s>"), "[SEP]": ("[SEP]", "</s>"),
              "[MASK]": ("[MASK]", "<mask>")}
@@ -47,24 +54,30 @@ class BertVocabulary:
     sep: int
     mask: int
     special: tuple[int, ...]
-    """Every id that is never masked and never put in for another one."""
+    """Every id that is never masked and never put in for another one, with those that no token has."""
 
 
 class Tokenizer:
     """Text to ids and back. Special tokens written out in a text are ordinary text to it.
 
-    Raises: DataError (from `load`, `special`, `bert`) if the file is damaged or lacks a special token asked for.
+    folder: what the files beside its tokenizer.json say.
+    Raises: DataError (also from `load`, `special`, `bert`) if the file is damaged, lacks a special token asked for, or
+    cannot be as the files beside it say.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, name: str = "the tokenizer"):
+    def __init__(self, inner: tokenizers.Tokenizer, name: str = "the tokenizer",
+                 folder: TokenizerFolder | None = None):
         self._inner = inner
         self._name = name
+        self._folder = folder or TokenizerFolder()
+        self._folder.honour(inner)
         inner.encode_special_tokens = True
         inner.no_padding()
         inner.no_truncation()
 
     @staticmethod
     def load(path: str | Path) -> Tokenizer:
+        """Reads a tokenizer.json, and the files beside it unless it has another name."""
         import tokenizers
 
         with errors_as(DataError, path, "is not a tokenizer.json", RecursionError):
@@ -72,21 +85,38 @@ class Tokenizer:
             if not isinstance(json.loads(text), dict):
                 raise ValueError("it is not a JSON object")
         try:
-            return Tokenizer(tokenizers.Tokenizer.from_str(text), str(path))
+            inner = tokenizers.Tokenizer.from_str(text)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic in Rust is not an Exception
             raise DataError(f"{path}: is not a tokenizer.json ({error})") from None
+        path = Path(path)
+        return Tokenizer(inner, str(path), TokenizerFolder.read(path.parent) if path.name == TOKENIZER else None)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Writes a tokenizer.json, and the files that belong beside it unless it has another name."""
+        path = Path(path)
+        if path.name != TOKENIZER:
+            path.write_text(self.to_json(), encoding="utf-8")
+            return
+        for name, text in self.files().items():
+            (path.parent / name).parent.mkdir(exist_ok=True)
+            (path.parent / name).write_text(text, encoding="utf-8")
+
+    def files(self) -> dict[str, str]:
+        """The texts of tokenizer.json and of the files that belong beside it, by their path in a folder."""
+        return {TOKENIZER: self.to_json(), **self._folder.files}
 
     def to_json(self) -> str:
         return self._inner.to_str(pretty=True)
 
     @cached_property
     def fingerprint(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
+        text = self.to_json()
+        if own := [(name, number) for name in (END, *BERT_TOKENS)
+                   if (number := self._find(name)) is not None and number != self._find_known(name)]:
+            text += repr(own)  # ids that data depend on, and that tokenizer.json does not say
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
     def vocab_size(self) -> int:
@@ -98,12 +128,56 @@ class Tokenizer:
         """The id of every token."""
         return self._inner.get_vocab(with_added_tokens=True)
 
+    @cached_property
+    def holes(self) -> NDArray[np.int64]:
+        """The ids below vocab_size that no token has, in ascending order."""
+        has_token = np.zeros(self.vocab_size, np.bool_)
+        has_token[list(self.vocabulary.values())] = True
+        return np.flatnonzero(~has_token)
+
     def special(self, name: str) -> int:
-        """The id of a special token, by our name for it (END or one of BERT_TOKENS)."""
-        for word in _SYNONYMS[name]:
-            if (token := self._inner.token_to_id(word)) is not None:
-                return token
-        raise DataError(f"{self._name}: has no token {name} (nor {', '.join(_SYNONYMS[name][1:])})")
+        """The id of a special token, by our name for it (END, BEGIN or one of BERT_TOKENS): the folder's own, else that
+        of a word that usually has this role."""
+        if (token := self._find(name)) is not None:
+            return token
+        role = _ROLES[name]
+        if word := self._folder.words.get(role):
+            raise self._folder.refused(role, word, f"{self._name} has no such token")
+        raise DataError(f"{self._name}: has no token {name} (nor {', '.join(_SYNONYMS[name][1:])}); name it as {role} "
+                        f"in a {SETTINGS} beside it")
+
+    def _find(self, name: str) -> int | None:
+        role = _ROLES[name]
+        return self.own(role) if role in self._folder.words or self.ids(role) else self._find_known(name)
+
+    def own(self, role: str) -> int | None:
+        """The id that the folder gives a role, such as pad_token; None where it gives none, or a word that is no token.
+        """
+        if word := self._folder.words.get(role):
+            token: int | None = self._inner.token_to_id(word)
+            return token
+        return next(iter(self.ids(role)), None)
+
+    def _find_known(self, name: str) -> int | None:
+        """The id of a word that usually has this role."""
+        found = (self._inner.token_to_id(word) for word in _SYNONYMS[name])
+        return next((token for token in found if token is not None), None)
+
+    def ids(self, role: str) -> tuple[int, ...]:
+        """The ids of a role, such as eos_token, in the folder's generation_config.json or config.json, without those
+        that no token has."""
+        return tuple(token for token in self._folder.ids.get(role, ()) if token >= 0 and self._has(token))
+
+    def _has(self, token: int) -> bool:
+        return token < self.vocab_size and self._inner.id_to_token(token) is not None
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The ids at which a generated text ends: the end-of-text token, and all that the folder names.
+
+        Raises: DataError if there is no end-of-text token.
+        """
+        return frozenset({self.special(END), *self.ids(_ROLES[END])})
 
     def word(self, token: int) -> str:
         """How a token is written."""
@@ -112,7 +186,7 @@ class Tokenizer:
     def bert(self) -> BertVocabulary:
         added = self._inner.get_added_tokens_decoder()
         pad, cls, sep, mask = (self.special(name) for name in BERT_TOKENS)
-        special = {pad, cls, sep, mask, *(i for i, token in added.items() if token.special)}
+        special = {pad, cls, sep, mask, *(i for i, token in added.items() if token.special), *self.holes.tolist()}
         return BertVocabulary(self.vocab_size, pad, cls, sep, mask, tuple(sorted(special)))
 
     @cached_property

@@ -134,8 +134,9 @@ def begin(config: Config, tokenizer: Tokenizer | None) -> None:
     own += [import_rule(config.optim.spec)] if config.optim.spec else []
     if own:
         write_changed(folder / MODEL_FOLDER, "".join(f"{path}\n" for path in dict.fromkeys(map(spec_folder, own))))
-    if tokenizer is not None:
-        write_changed(folder / TOKENIZER, tokenizer.to_json())
+    for name, text in (tokenizer.files() if tokenizer is not None else {}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_changed(folder / name, text)
 
 
 def write_changed(path: Path, text: str) -> None:

@@ -51,11 +51,14 @@ class Sampling:
 
 
 class Generator:
-    """This rank's part of a GPT, and its tokenizer."""
+    """This rank's part of a GPT, and its tokenizer. No id is chosen that the tokenizer lacks."""
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer):
         self.decoder, self.tokenizer = decoder, tokenizer
-        self.end, self._num_ids = tokenizer.special(END), tokenizer.vocab_size
+        self.end, self._ends = tokenizer.special(END), tokenizer.ends
+        has_token = torch.ones(tokenizer.vocab_size, dtype=torch.bool)
+        has_token[torch.from_numpy(tokenizer.holes)] = False
+        self._ids = has_token.nonzero().squeeze(1)
 
     @staticmethod
     def load(path: str | Path, say: Callable[[str], None], grid: ProcessGrid | None = None) -> Generator:
@@ -109,12 +112,12 @@ class Generator:
             tokens = self._choose(logits, sampling, texts, position)
             last = position + 1 == sampling.max_tokens
             for text, token in zip(texts, tokens, strict=True):
-                piece = "" if token == self.end else text.pieces.add(token)
-                if piece := piece + (text.pieces.rest() if token == self.end or last else ""):
+                piece = "" if token in self._ends else text.pieces.add(token)
+                if piece := piece + (text.pieces.rest() if token in self._ends or last else ""):
                     yield text.index, piece
-            if ended := [i for i, token in enumerate(tokens) if token == self.end]:
+            if ended := [i for i, token in enumerate(tokens) if token in self._ends]:
                 texts = [text for i, text in enumerate(texts) if i not in ended]
-                tokens = [token for token in tokens if token != self.end]
+                tokens = [token for token in tokens if token not in self._ends]
                 self.decoder.forget(ended)
             if last or not texts:
                 return
@@ -128,7 +131,8 @@ class Generator:
         world, chosen = self.decoder.grid.world, torch.empty(len(texts), dtype=torch.int64)
         if logits is not None:
             uniform = torch.tensor([_uniform(text.key, position) for text in texts], dtype=torch.float64)
-            chosen = choose(logits[:, : self._num_ids], sampling, uniform)
+            chosen = choose(logits[:, self._ids], sampling, uniform)
+            chosen = torch.where(chosen < 0, chosen, self._ids[chosen])
         tokens: list[int] = broadcast(chosen, world, world.size - self.decoder.grid.tp.size).tolist()
         if min(tokens) < 0:
             raise CheckpointError("the model's logits are not finite: nothing can be sampled from them")

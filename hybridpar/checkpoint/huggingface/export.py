@@ -18,6 +18,7 @@ from hybridpar.checkpoint.huggingface.names import Plan, plan_of
 from hybridpar.checkpoint.huggingface.source import CONFIG, INDEX, WEIGHTS
 from hybridpar.checkpoint.huggingface.tokens import TOKENIZER, no_tokenizer, tokenizer_files
 from hybridpar.checkpoint.load import FullWeights, find
+from hybridpar.data.tokenizer_folder import GENERATION
 from hybridpar.errors import CheckpointError, config_error
 from hybridpar.models.build import DTYPES
 
@@ -68,9 +69,10 @@ def export_folder(path: str | Path, output: str | Path, *, dtype: str = "keep", 
     plain |= {**ids, "torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
     files[CONFIG] = json.dumps(plain, indent=1)
     if model.kind == "gpt":
-        files["generation_config.json"] = json.dumps(ids, indent=1)
+        files.setdefault(GENERATION, json.dumps(ids, indent=1))
     with new_folder(output) as aside:
         for name, text in files.items():
+            (aside / name).parent.mkdir(exist_ok=True)
             (aside / name).write_text(text, encoding="utf-8")
         groups = _groups(plan, max_file_bytes // _ITEM_BYTES[dtype])
         _write(aside, groups, lambda names: dict(_tensors(full, plan, names, dtype)))

@@ -42,7 +42,8 @@ class Imported:
 
 
 def import_folder(source: str | Path, output: str | Path) -> Imported:
-    """Makes `output`: config.toml, tokenizer.json where the folder has one, and a checkpoint of step 0.
+    """Makes `output`: config.toml, a checkpoint of step 0, and where the folder has a tokenizer, tokenizer.json and the
+    files that belong beside it.
 
     `train.start_from` of that config.toml is `output`, so training from it runs on any grid.
     Raises: CheckpointError for files that are missing, damaged or do not fit each other; ConfigError for what
@@ -68,17 +69,19 @@ def make_checkpoint(files: Weights, model: ModelConfig, family: Family, output: 
     matched = match(files.shapes, plan, family)
     dtype = _dtype(files, matched)
     tokenizer = tokenizer_of(files.folder, model)
-    config = _config_of(model, dtype, output.resolve(), has_tokenizer=bool(tokenizer))
+    config = _config_of(model, dtype, output.resolve(), has_tokenizer=tokenizer is not None)
     with new_folder(output) as aside:
         write_text(aside / "config.toml", to_toml(config))
-        if tokenizer:
-            write_text(aside / TOKENIZER, tokenizer)
+        for name, text in (tokenizer.files() if tokenizer is not None else {}).items():
+            (aside / name).parent.mkdir(exist_ok=True)
+            write_text(aside / name, text)
         weights = _read(files, plan, matched, OUR_DTYPES[dtype], family.settings)
         placements = {entry.ours: entry.placement for entry in plan.entries}
         saved = save_weights(aside / "checkpoints", config, weights, placements)
+    notes = [*notes, *_notes(matched, family, has_tokenizer=tokenizer is not None)]
     return Imported(
         output, output / "checkpoints" / saved.name, family.model_type, dtype, len(matched.names),
-        plan.num_parameters, (*notes, *_notes(matched, family, has_tokenizer=bool(tokenizer))), tuple(matched.absent))
+        plan.num_parameters, tuple(notes), tuple(matched.absent))
 
 
 def _notes(matched: Match, family: Family, *, has_tokenizer: bool) -> list[str]:

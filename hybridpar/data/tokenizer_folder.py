@@ -1,0 +1,216 @@
+"""The files beside a tokenizer.json, as transformers writes them: special tokens, settings, the chat template.
+
+    tokenizer_config.json       special tokens by role, added tokens, settings, maybe the chat template
+    special_tokens_map.json     special tokens by role, in older folders
+    added_tokens.json           ids of further tokens, in older folders
+    generation_config.json      ids that end a generated text
+    config.json                 the same, where there is no generation_config.json
+    chat_template.jinja, additional_chat_templates/NAME.jinja
+
+A special token is what tokenizer_config.json says (special_tokens_map.json goes before it where transformers has that
+so), else what generation_config.json says, or config.json in its place. A generated text ends at any of these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridpar.errors import DataError, shown
+from hybridpar.reading import errors_as, read_json, read_text
+
+if TYPE_CHECKING:  # imported where it is used, as in tokenizer.py
+    import tokenizers
+
+TOKENIZER = "tokenizer.json"
+SETTINGS, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+GENERATION, CONFIG = "generation_config.json", "config.json"
+_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_MAX_BYTES, _MAX_TEMPLATES = 64 << 20, 64
+ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+_WITH_IDS = ("bos_token", "eos_token", "pad_token")
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes that take tokenizer.json as it is."""
+_BERT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
+_NORMALIZER = {"do_lower_case": ("lowercase", True), "strip_accents": ("strip_accents", None),
+               "tokenize_chinese_chars": ("handle_chinese_chars", True)}
+"""Settings of a BERT's normalizer: the name in tokenizers, and what its class means by an absent one."""
+
+
+@dataclass(frozen=True)
+class TokenizerFolder:
+    """What the files beside a tokenizer.json say; empty where there are none.
+
+    files: texts that leave with the tokenizer, by their path in the folder. settings: tokenizer_config.json.
+    words: special tokens by role. ids: ids by role, of generation_config.json and config.json.
+    added: tokens by their text, each with its id and the options of tokenizers.AddedToken.
+    """
+
+    path: Path = Path()
+    files: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
+    ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    added: Mapping[str, tuple[int, Mapping[str, bool]]] = field(default_factory=dict)
+
+    @staticmethod
+    def read(path: Path) -> TokenizerFolder:
+        """Raises: DataError for a file that is damaged or says something else than it should."""
+        files = _texts(path)
+        settings, special = _plain(path, SETTINGS), _plain(path, SPECIAL)
+        if "added_tokens_decoder" in settings:  # then transformers does not look at it
+            special = {}
+        sources = {**dict.fromkeys(settings, SETTINGS), **dict.fromkeys(special, SPECIAL)}
+        words = {role: _word(path / sources[role], role, {**settings, **special}[role])
+                 for role in ROLES if role in sources}
+        words = {role: word for role, word in words.items() if word}
+        ids = _ids(path, GENERATION if (path / GENERATION).is_file() else CONFIG)
+        if ids and GENERATION not in files:  # config.json does not leave with the tokenizer
+            files[GENERATION] = json.dumps({f"{role}_id": found if len(found) > 1 else found[0]
+                                            for role, found in ids.items()}, indent=1)
+        return TokenizerFolder(path, files, settings, words, ids, _added(path, settings, set(words.values())))
+
+    def honour(self, inner: tokenizers.Tokenizer) -> None:
+        """Gives a tokenizer the settings and the added tokens that transformers would give it.
+
+        Raises: DataError for one that this tokenizer cannot have.
+        """
+        self._set_normalizer(inner)
+        self._set_prefix_space(inner)
+        self._add_tokens(inner)
+
+    def refused(self, key: str, value: object, rule: str, file: str = SETTINGS) -> DataError:
+        """The error of a setting that is wrong."""
+        return DataError(f"{self.path / file}: {key} = {shown(value)}: {rule}")
+
+    def flag(self, key: str, default: bool | None) -> bool | None:
+        """A setting that is true or false, or null where its default is. Raises: DataError."""
+        value = self.settings.get(key, default)
+        if not isinstance(value, bool) and not (value is None and default is None):
+            raise self.refused(key, value, "must be true or false")
+        return value
+
+    def _set_normalizer(self, inner: tokenizers.Tokenizer) -> None:
+        from tokenizers import normalizers
+
+        of_class = self.settings.get("tokenizer_class")
+        given = [key for key in _NORMALIZER if key in self.settings or of_class in _BERT_CLASSES]
+        if not given or of_class in _GENERIC:
+            return
+        state = _state(inner.normalizer)
+        wanted = {_NORMALIZER[key][0]: self.flag(key, _NORMALIZER[key][1]) for key in given}
+        if state.get("type") == "BertNormalizer":
+            if any(state[key] != value for key, value in wanted.items()):
+                options = {key: value for key, value in {**state, **wanted}.items() if key != "type"}
+                inner.normalizer = normalizers.BertNormalizer(**options)  # type: ignore[assignment]
+            return
+        for key, kind in (("do_lower_case", "Lowercase"), ("strip_accents", "StripAccents")):
+            if self.settings.get(key) and kind not in {part.get("type") for part in _parts(state, "normalizers")}:
+                raise self.refused(key, True, f"the normalizer of {TOKENIZER} does not do so, and is none of BERT's, "
+                                   "where it could be set; must be false, or the tokenizer saved anew by transformers")
+
+    def _set_prefix_space(self, inner: tokenizers.Tokenizer) -> None:
+        from tokenizers import pre_tokenizers
+
+        wanted = self.flag("add_prefix_space", None)
+        state = _state(inner.pre_tokenizer)
+        if wanted is None or state.get("add_prefix_space") == wanted:
+            return
+        if state.get("type") == "ByteLevel":
+            options = {key: value for key, value in state.items() if key in ("trim_offsets", "use_regex")}
+            made: Any = pre_tokenizers.ByteLevel(add_prefix_space=wanted, **options)
+            inner.pre_tokenizer = made
+            return
+        parts = [*_parts(state, "pretokenizers"), *_parts(_state(inner.normalizer), "normalizers")]
+        begins = any(part.get("add_prefix_space") or part.get("type") == "Prepend"
+                     or part.get("prepend_scheme", "never") != "never" for part in parts)
+        if begins != wanted:
+            does = "puts a space before a text" if begins else "puts no space before a text"
+            raise self.refused("add_prefix_space", wanted, f"{TOKENIZER} {does}; must be {str(begins).lower()}, or the "
+                               "tokenizer saved anew by transformers")
+
+    def _add_tokens(self, inner: tokenizers.Tokenizer) -> None:
+        from tokenizers import AddedToken
+
+        for word, (number, options) in sorted(self.added.items(), key=lambda item: item[1][0]):
+            if inner.token_to_id(word) is None:
+                inner.add_tokens([AddedToken(word, **options)])
+            if (found := inner.token_to_id(word)) != number:
+                file = SETTINGS if "added_tokens_decoder" in self.settings else ADDED
+                raise self.refused(word, number, f"the tokenizer gives it the id {found}; must be that, without ids "
+                                   "between that no token has", file)
+
+
+def _texts(path: Path) -> dict[str, str]:
+    """The files that leave with a tokenizer, as they are."""
+    names = [name for name in (SETTINGS, SPECIAL, GENERATION, _TEMPLATE) if (path / name).is_file()]
+    further = sorted(found.name for found in (path / _TEMPLATES).glob("*.jinja") if found.is_file())
+    if len(further) > _MAX_TEMPLATES:
+        raise DataError(f"{path / _TEMPLATES}: has {len(further)} files; must have at most {_MAX_TEMPLATES}")
+    texts = {}
+    for name in [*names, *(f"{_TEMPLATES}/{name}" for name in further)]:
+        with errors_as(DataError, path / name, "is not a text"):
+            texts[name] = read_text(path / name, _MAX_BYTES)
+    return texts
+
+
+def _plain(path: Path, name: str) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file."""
+    if not (path / name).is_file():
+        return {}
+    with errors_as(DataError, path / name, "is not valid JSON"):
+        plain = read_json(path / name, _MAX_BYTES)
+    if not isinstance(plain, dict):
+        raise DataError(f"{path / name}: must be a JSON object, not a {type(plain).__name__}")
+    return plain
+
+
+def _word(file: Path, role: str, value: Any) -> str:
+    """A special token, which may be written with its options; empty where it is none."""
+    word = value.get("content") if isinstance(value, dict) else value
+    if word is not None and not isinstance(word, str):
+        raise DataError(f"{file}: {role} = {shown(value)}: must be a token, such as \"</s>\", or null")
+    return word or ""
+
+
+def _ids(path: Path, name: str) -> dict[str, tuple[int, ...]]:
+    """The ids that a file names, by role."""
+    plain, found = _plain(path, name), {}
+    for role in _WITH_IDS:
+        value = plain.get(f"{role}_id")
+        numbers = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+            raise DataError(f"{path / name}: {role}_id = {shown(value)}: must be an id, a list of them, or null")
+        if numbers:
+            found[role] = tuple(numbers)
+    return found
+
+
+def _added(path: Path, settings: Mapping[str, Any], special: set[str]) -> dict[str, tuple[int, dict[str, bool]]]:
+    """Added tokens by their text."""
+    decoder = settings.get("added_tokens_decoder", {})
+    found: dict[str, tuple[int, dict[str, bool]]] = {}
+    names = "single_word", "lstrip", "rstrip", "normalized", "special"
+    for number, token in decoder.items() if isinstance(decoder, dict) else [("", decoder)]:
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str) or not str(number).isdecimal():
+            raise DataError(f"{path / SETTINGS}: added_tokens_decoder has {shown(number)}: {shown(token)}; must have "
+                            "ids, and tokens with their content")
+        found[token["content"]] = int(number), {name: bool(token[name]) for name in names if name in token}
+    for word, number in _plain(path, ADDED).items():
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise DataError(f"{path / ADDED}: {shown(word)} = {shown(number)}: must be an id")
+        found.setdefault(word, (number, {"normalized": word not in special, "special": word in special}))
+    return found
+
+
+def _state(part: Any) -> dict[str, Any]:
+    """A normalizer or a pre-tokenizer as tokenizer.json has it; empty where there is none."""
+    return dict(json.loads(part.__getstate__())) if part is not None else {}
+
+
+def _parts(state: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """A normalizer or a pre-tokenizer as a list of its parts."""
+    return list(state.get(key, [])) if state.get("type") == "Sequence" else [state]
