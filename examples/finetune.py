@@ -11,19 +11,21 @@ import json
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 import hybridpar as hp
 
 
 def samples(path, tokenizer, length):
     """One for each line: tokens, and for each the one behind it as its label, or -100 where it is not to be learned."""
-    end = tokenizer.token_to_id("<|endoftext|>") or 0
     made = []
-    for line in Path(path).read_text().splitlines():
+    for line in Path(path).read_bytes().split(b"\n"):  # a line may hold other separators, such as U+2028
+        if not line.strip():
+            continue
         pair = json.loads(line)
-        prompt, answer = (tokenizer.encode(pair[part]).ids for part in ("prompt", "answer"))
-        text = np.full(length + 1, end)
+        prompt, whole = (tokenizer.encode_prompt(text) for text in (pair["prompt"], pair["prompt"] + pair["answer"]))
+        joins = whole[: len(prompt)] != prompt  # a token reaches over the end of the prompt
+        answer = tokenizer.encode(pair["answer"]).tolist() if joins else whole[len(prompt) :]
+        text = np.full(length + 1, tokenizer.end)
         text[: len(prompt) + len(answer)] = (prompt + answer)[: length + 1]
         counts = np.zeros(length + 1, bool)
         counts[len(prompt) : len(prompt) + len(answer) + 1] = True  # with the end behind it
@@ -41,7 +43,7 @@ def main(argv=None):
     arguments.add_argument("--lr", type=float, default=1e-4)
     given = arguments.parse_args(argv)
     base = hp.load_toml(given.run / "config.toml")
-    made = samples(given.questions, Tokenizer.from_file(str(given.run / "tokenizer.json")), base.model.seq_length)
+    made = samples(given.questions, hp.Tokenizer.load(given.run / "tokenizer.json"), base.model.seq_length)
     held_out = max(1, len(made) // 10)
     return hp.Trainer(config=base, datasets={"train": made[held_out:], "valid": made[:held_out]},
                       parallel={"pp": given.pp, "dp": 0}, pipeline={"schedule": "2bw", "num_microbatches": 4},

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import torch
 from checkpoint.exchange import make_theirs
+from data import foreign
 from ranks import run_ranks
 from train.forked import supervised
 from train.runs import fork_ranks, metrics, steps
 
-from hybridpar import ProcessGrid, Trainer, load_toml
+from hybridpar import ProcessGrid, Tokenizer, Trainer, load_toml
 from hybridpar.checkpoint.huggingface import import_folder
 from hybridpar.cli import main
 from hybridpar.comm import gather_objects
@@ -263,10 +264,34 @@ def test_a_trainer_takes_datasets_and_refuses_what_is_none(tmp_path: Path) -> No
         Trainer(model, model={"widht": 3})
 
 
+def test_a_conversation_is_as_its_tokenizer_has_it(tmp_path: Path) -> None:
+    """It begins once, ends with the folder's own end, and may hold any separator but a line's end."""
+    import finetune
+
+    inner = foreign.llama()
+    inner.add_special_tokens(["<|im_end|>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    pairs = [("The cat", " sat.\u2028It\x85 was happy"), ("The cat?", "The mat"), ("mat", "s\x1c\x0b\x0c")]
+    lines = [json.dumps({"prompt": prompt, "answer": answer}, ensure_ascii=False) for prompt, answer in pairs]
+    (tmp_path / "questions.jsonl").write_bytes("\n".join([*lines, ""]).encode())
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    begin, end = inner.token_to_id("<s>"), inner.token_to_id("<|im_end|>")
+    made = finetune.samples(tmp_path / "questions.jsonl", tokenizer, 60)
+    assert len(made) == len(pairs)
+    for sample, (prompt, answer) in zip(made, pairs, strict=True):
+        tokens, learned = sample["tokens"].tolist(), [label for label in sample["labels"].tolist() if label != -100]
+        assert (tokens[0], tokens.count(begin)) == (begin, 1)
+        assert tokens[: len(tokenizer.encode_prompt(prompt))] == tokenizer.encode_prompt(prompt)
+        assert learned[-1] == end
+        assert learned.count(end) == 1
+        text = tokenizer.decode(tokens[: tokens.index(end)])
+        assert text.removeprefix("<s>").strip().replace(prompt, "", 1).strip() == answer.strip()
+
+
 def test_answers_alone_are_learned(tmp_path: Path) -> None:
     """The loss before training is that of transformers with labels of -100 where the prompt is."""
     import finetune
-    from tokenizers import Tokenizer
     from transformers import LlamaForCausalLM
 
     theirs = make_theirs(tmp_path / "theirs", "llama", vocab_size=320, hidden_size=32, num_hidden_layers=2,
@@ -280,7 +305,7 @@ def test_answers_alone_are_learned(tmp_path: Path) -> None:
     outcome = finetune.main([str(tmp_path / "llama"), str(questions), "--steps", "30", "--lr", "0.01"])
     before, *_, after = (row["val_loss"] for row in metrics(tmp_path / "llama-tuned") if "val_loss" in row)
     assert after == outcome.val_loss < 0.5 * before
-    made = finetune.samples(questions, Tokenizer.from_file(str(theirs / "tokenizer.json")), 24)[:2]
+    made = finetune.samples(questions, Tokenizer.load(theirs / "tokenizer.json"), 24)[:2]
     tokens, labels = (torch.tensor([sample[name].tolist() for sample in made]) for name in ("tokens", "labels"))
     assert 0 < (labels != -100).sum() < labels.numel() / 2
     with torch.no_grad():

@@ -172,12 +172,17 @@ class Tokenizer:
         return token < self.vocab_size and self._inner.id_to_token(token) is not None
 
     @cached_property
+    def end(self) -> int:
+        """The id that ends a text. Raises: DataError if there is none."""
+        return self.special(END)
+
+    @cached_property
     def ends(self) -> frozenset[int]:
         """The ids at which a generated text ends: the end-of-text token, and all that the folder names.
 
         Raises: DataError if there is no end-of-text token.
         """
-        return frozenset({self.special(END), *self.ids(_ROLES[END])})
+        return frozenset({self.end, *self.ids(_ROLES[END])})
 
     def word(self, token: int) -> str:
         """How a token is written."""
@@ -204,8 +209,8 @@ class Tokenizer:
     def document_frame(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """The frame of a document, which ends with one end-of-text token whatever its tokenizer puts there."""
         begin, finish = self.frame
-        end = self.special(END)
-        return np.array(begin, np.int32), np.array(finish if finish[-1:] == [end] else [*finish, end], np.int32)
+        finish = finish if finish[-1:] == [self.end] else [*finish, self.end]
+        return np.array(begin, np.int32), np.array(finish, np.int32)
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """The ids of a text, without special tokens. Shapes: returns [t]."""

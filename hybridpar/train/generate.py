@@ -15,7 +15,7 @@ from hybridpar.checkpoint import FullWeights, find, read_manifest
 from hybridpar.checkpoint.stages import load_stage
 from hybridpar.comm import broadcast
 from hybridpar.config import Launch, ModelConfig, TrainConfig
-from hybridpar.data.tokenizer import END, Tokenizer, check_vocab_fits
+from hybridpar.data.tokenizer import Tokenizer, check_vocab_fits
 from hybridpar.errors import CheckpointError, HybridparError, config_error, not_utf8
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.cost import stage_split
@@ -55,7 +55,7 @@ class Generator:
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer):
         self.decoder, self.tokenizer = decoder, tokenizer
-        self.end, self._ends = tokenizer.special(END), tokenizer.ends
+        self.end, self._ends = tokenizer.end, tokenizer.ends
         has_token = torch.ones(tokenizer.vocab_size, dtype=torch.bool)
         has_token[torch.from_numpy(tokenizer.holes)] = False
         self._ids = has_token.nonzero().squeeze(1)

@@ -139,10 +139,6 @@ def test_a_weight_beyond_the_range_of_the_export_is_refused(tmp_path: Path) -> N
         export_folder(folder, tmp_path / "theirs", dtype="fp16")
     assert not (tmp_path / "theirs").exists()
     assert main(["export", str(folder), str(tmp_path / "theirs"), "--dtype", "bf16", "--verify"]) == 0
-    folder = save_with(tmp_path / "nan", float("nan"))
-    with pytest.raises(CheckpointError, match=r"1 of \d+ numbers that are not finite"):
-        export_folder(folder, tmp_path / "never")
-    assert not (tmp_path / "never").exists()
 
 
 def save_with(root: Path, number: float) -> Path:
