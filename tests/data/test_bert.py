@@ -3,6 +3,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import tokenizers
 from data.documents import add_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hybridpar.data import bert
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.indexed import IndexedDataset, IndexedWriter
-from hybridpar.data.tokenizer import BertVocabulary
+from hybridpar.data.tokenizer import BertVocabulary, Tokenizer
 from hybridpar.errors import ConfigError, DataError
 
 PAD, CLS, SEP, MASK = range(4)
@@ -172,6 +173,18 @@ def test_special_tokens_within_the_text_are_not_masked(make_indexed):
         batch = epoch_of(data, epoch)
         assert batch["labels"].max() < 20
         assert data.num_targets(np.arange(len(data)), np.full(len(data), epoch)) == (batch["labels"] != -100).sum()
+
+
+def test_no_stand_in_is_an_id_that_the_tokenizer_lacks(make_indexed):
+    words = {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[MASK]": 3} | {f"w{i}": i for i in range(100, 900, 2)}
+    vocabulary = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w100"))).bert()
+    indexed = make_indexed([[8] * 10] * 9, 100)  # 100 to 819: odd ones are of another tokenizer, but that is not seen
+    data = BertDataset(indexed, 64, vocabulary, seed=3)
+    for epoch in range(20):
+        batch = epoch_of(data, epoch)
+        drawn = batch["tokens"][(batch["labels"] != -100) & (batch["tokens"] != batch["labels"])]
+        assert set(drawn.tolist()) <= set(words.values())
+        assert (batch["labels"] % 2 == 0).all(), "nor is one to be restored"
 
 
 def reference_truncation(a, b, limit, rng):

@@ -80,6 +80,24 @@ def test_words_need_no_post_processor_and_no_unknown_word():
         Tokenizer(words).encode_prompt("w2 other")
 
 
+def test_ids_that_no_token_has():
+    words = {"[PAD]": 1, "[CLS]": 2, "[SEP]": 4, "[MASK]": 5, "a": 7, "b": 11}
+    made = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "a")))
+    assert made.vocab_size == 12
+    assert made.holes.tolist() == [0, 3, 6, 8, 9, 10]
+    assert made.bert().special == (0, 1, 2, 3, 4, 5, 6, 8, 9, 10)
+
+
+def test_files_of_another_name_have_none_beside_them(trained, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[PAD]"}')
+    trained.save(tmp_path / "mine.json")
+    assert Tokenizer.load(tmp_path / "mine.json").end == trained.end == 0
+    trained.save(tmp_path / "tokenizer.json")
+    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert (loaded.end, loaded.fingerprint == trained.fingerprint) == (1, False)
+    assert loaded.files()["tokenizer_config.json"] == '{"eos_token": "[PAD]"}'
+
+
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_too_small_a_vocabulary(kind):
     with pytest.raises(ConfigError, match=r"vocab_size = 256: a byte-level .* try 512"):

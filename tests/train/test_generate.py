@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from checkpoint.exchange import make_theirs
 from data import foreign
@@ -195,6 +196,37 @@ def test_pieces_are_whole_characters_and_the_end_token_ends(run: Path, monkeypat
     assert list(generator.generate("", GREEDY)) == ["é", "→", "x"]
     assert list(generator.generate("", Sampling(3, temperature=0.0))) == ["é", "\ufffd"]
     assert list(generator.generate("", Sampling(0))) == []
+
+
+def test_a_text_ends_at_any_end_that_the_folder_names(
+        run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As LLaMA 3's chat models have two."""
+    train_tokenizer(["plain text"], 300).save(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer.load(tmp_path / "tokenizer.json")
+    x, y, first, second = (int(tokenizer.encode(word)[0]) for word in "xyAB")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer.word(first)}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [second, first]}))
+    generator = Generator(Generator.load(run, print).decoder, Tokenizer.load(tmp_path / "tokenizer.json"))
+    assert generator.end == first
+    for end in (first, second):
+        script = iter([[x, x], [y, end], [end]])
+        monkeypatch.setattr(generator, "_choose", lambda *args, script=script: next(script))
+        assert texts(generator, ["a", "b"], GREEDY) == ["xy", "x"]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(40, temperature=50.0, top_k=0, seed=1),
+                                      Sampling(40, temperature=50.0, top_k=3, top_p=0.9, seed=2)])
+def test_no_id_is_chosen_that_the_tokenizer_lacks(run: Path, sampling: Sampling) -> None:
+    """Neither between its ids nor behind them."""
+    words = {"<|endoftext|>": 3, "a": 5, "b": 90, "c": 200}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "a"))
+    generator = Generator(Generator.load(run, print).decoder, Tokenizer(inner))
+    chosen: list[list[int]] = []
+    generator._choose = note(generator._choose, chosen)  # type: ignore[method-assign]
+    list(generator.generate_all(["a", "b", "c"], sampling))
+    found = {token for step in chosen for token in step}
+    assert found <= set(words.values())
+    assert len(found) > 1 or sampling is GREEDY
 
 
 def test_pieces_are_the_text_and_little_is_decoded_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
