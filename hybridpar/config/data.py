@@ -21,7 +21,8 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     """Sampling weight of each corpus; empty: all in one."""
     tokenizer: str = ""
-    """A tokenizer.json; empty: a byte-level BPE of model.vocab_size entries is trained on the corpus."""
+    """A tokenizer.json, with the files beside it; empty: a byte-level BPE of model.vocab_size entries is trained on the
+    corpus."""
     text_key: str = "text"
     """The field or column that holds a document's text, in files that have those."""
     on_bad_record: Literal["error", "skip"] = "error"

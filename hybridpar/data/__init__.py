@@ -3,6 +3,7 @@
     open_data    config -> prepared corpora, training and validation streams; calls everything below
     prepare      corpus.py (formats.py, readers.py, columns.py) -> pieces.py, tokenizer.py -> indexed.py: text to a
                  .bin/.idx pair, once, as a stream (prepared.py); bad_records.py: what cannot be read
+    Tokenizer    tokenizer.py, with what the files beside a tokenizer.json say (tokenizer_folder.py)
     datasets     gpt.py, bert.py: samples of a part of a pair
     Blend        order.py, blend.py: an endless shuffled stream of samples, from any position
     MappedDataset    mapped.py: samples of a custom dataset, in a Blend; sample_rules.py: those for GPT and BERT

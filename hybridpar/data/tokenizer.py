@@ -39,6 +39,7 @@ _SYNONYMS = {BEGIN: (BEGIN, "<|begin_of_text|>", "<bos>"), END: (END, "<|end_of_
              "[MASK]": ("[MASK]", "<mask>")}
 _NUM_BYTES = 256
 _MAX_BYTES = 256 << 20
+_MAX_HOLES = 1 << 24
 _WORD_BYTES = 4096
 """Longest word that training sees whole."""
 _BATCH_CHARACTERS, _BATCH_PIECES = 2 << 20, 2048  # encoded at a time
@@ -130,9 +131,13 @@ class Tokenizer:
 
     @cached_property
     def holes(self) -> NDArray[np.int64]:
-        """The ids below vocab_size that no token has, in ascending order."""
-        has_token = np.zeros(self.vocab_size, np.bool_)
-        has_token[list(self.vocabulary.values())] = True
+        """The ids below vocab_size that no token has, in ascending order. Raises: DataError if they are millions."""
+        ids = list(self.vocabulary.values())
+        if (size := max(ids) + 1) - len(ids) > _MAX_HOLES:
+            raise DataError(f"{self._name}: has ids up to {size - 1} and only {len(ids)} tokens; at most {_MAX_HOLES} "
+                            "ids may be without a token")
+        has_token = np.zeros(size, np.bool_)
+        has_token[ids] = True
         return np.flatnonzero(~has_token)
 
     def special(self, name: str) -> int:

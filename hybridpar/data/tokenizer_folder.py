@@ -171,9 +171,14 @@ def _plain(path: Path, name: str) -> dict[str, Any]:
 def _word(file: Path, role: str, value: Any) -> str:
     """A special token, which may be written with its options; empty where it is none."""
     word = value.get("content") if isinstance(value, dict) else value
-    if word is not None and not isinstance(word, str):
+    if word is not None and not _is_text(word):
         raise DataError(f"{file}: {role} = {shown(value)}: must be a token, such as \"</s>\", or null")
-    return word or ""
+    return str(word or "")
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is a text that UTF-8 has: JSON can also write half a surrogate pair."""
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _ids(path: Path, name: str) -> dict[str, tuple[int, ...]]:
@@ -195,13 +200,13 @@ def _added(path: Path, settings: Mapping[str, Any], special: set[str]) -> dict[s
     found: dict[str, tuple[int, dict[str, bool]]] = {}
     names = "single_word", "lstrip", "rstrip", "normalized", "special"
     for number, token in decoder.items() if isinstance(decoder, dict) else [("", decoder)]:
-        if not isinstance(token, dict) or not isinstance(token.get("content"), str) or not str(number).isdecimal():
+        if not isinstance(token, dict) or not _is_text(token.get("content")) or not str(number).isdecimal():
             raise DataError(f"{path / SETTINGS}: added_tokens_decoder has {shown(number)}: {shown(token)}; must have "
                             "ids, and tokens with their content")
         found[token["content"]] = int(number), {name: bool(token[name]) for name in names if name in token}
     for word, number in _plain(path, ADDED).items():
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise DataError(f"{path / ADDED}: {shown(word)} = {shown(number)}: must be an id")
+        if not isinstance(number, int) or isinstance(number, bool) or not _is_text(word):
+            raise DataError(f"{path / ADDED}: {shown(word)} = {shown(number)}: must be a text and its id")
         found.setdefault(word, (number, {"normalized": word not in special, "special": word in special}))
     return found
 

@@ -23,7 +23,7 @@ from hybridpar.checkpoint.huggingface import export_folder
 from hybridpar.checkpoint.stages import load_stage
 from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
 from hybridpar.config import Config
-from hybridpar.errors import CheckpointError, ConfigError, NotFiniteError
+from hybridpar.errors import CheckpointError, NotFiniteError
 from hybridpar.grid import Axis
 from hybridpar.train.engine import StepResult
 from hybridpar.train.policy import BatchPolicy

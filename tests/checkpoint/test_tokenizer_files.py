@@ -166,7 +166,7 @@ def test_settings_that_change_nothing(
 @pytest.mark.parametrize(("name", "plain", "says"), [
     ("added_tokens.json", {"<new>": 701}, r"added_tokens\.json: <new> = 701: the tokenizer gives it the id 7\d\d|"
                                           r"<new> = 701: .* gives it the id \d+"),
-    ("added_tokens.json", {"<new>": "7"}, r"added_tokens\.json: '<new>' = '7': must be an id"),
+    ("added_tokens.json", {"<new>": "7"}, r"added_tokens\.json: '<new>' = '7': must be a text and its id"),
     ("generation_config.json", {"eos_token_id": "2"}, r"generation_config\.json: eos_token_id = '2': must be an id"),
     ("config.json", {"eos_token_id": [True]}, r"config\.json: eos_token_id = \[True\]: must be an id"),
     ("generation_config.json", "{", r"generation_config\.json: is not valid JSON"),

@@ -7,6 +7,7 @@ import gzip
 import json
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -65,12 +66,23 @@ def read_prepared(folder: Path) -> None:
     open_prepared(folder / "corpus").tokenizer()
 
 
+BESIDE: dict[str, Any] = {
+    "tokenizer_config.json": {"eos_token": "two", "add_prefix_space": False, "do_lower_case": False,
+                              "pad_token": {"content": "<pad>"}},
+    "special_tokens_map.json": {"bos_token": "<s>"},
+    "generation_config.json": {"eos_token_id": [1, 2]}, "config.json": {"pad_token_id": 3}}
+"""What may be beside a tokenizer.json."""
+
+
 def make_tokenizers(folder: Path) -> list[Path]:
     made = []
     for kind in ("gpt", "bert"):
         made.append(folder / kind)
         made[-1].mkdir()
-        train_tokenizer([TEXT], 300, kind).save(made[-1] / "tokenizer.json")  # type: ignore[arg-type]
+        tokenizer = train_tokenizer([TEXT], 300, kind)  # type: ignore[arg-type]
+        tokenizer.save(made[-1] / "tokenizer.json")
+        for name, plain in {**BESIDE, "added_tokens.json": {"two": tokenizer.vocab_size}}.items():
+            (made[-1] / name).write_text(json.dumps(plain))
     return made
 
 
@@ -78,6 +90,9 @@ def read_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     assert tokenizer.vocab_size > 0
     tokenizer.decode(tokenizer.encode("two words <|endoftext|>"))
+    assert tokenizer.files()
+    with contextlib.suppress(DataError):
+        assert tokenizer.end in tokenizer.ends
     with contextlib.suppress(DataError):  # a GPT's has no such tokens
         tokenizer.bert()
 
