@@ -29,8 +29,8 @@ from hybridpar.optim import divides_all
 from hybridpar.pipeline.plan.offload import num_away
 from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.prove import send_window
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
-from hybridpar.pipeline.run.executor import max_unfinished_sends
 from hybridpar.pipeline.run.graphs import unsupported
 from hybridpar.state import StatePolicy
 from hybridpar.state.parts import Parts
@@ -94,7 +94,7 @@ class _Pipeline:
         anew = None
         if state.items is not None:
             actions, anew = state.items.moved(actions), self._footprints(parts, replace(buffers, anew=True))
-        found = walk(actions, footprints, self._walked, state, anew)
+        found = walk(actions, footprints, self._walked, state, anew, send_window(config))
         if self._device.type != "cuda" or not config.train.cuda_graphs or parts.is_divided or unsupported(config):
             found = replace(found, graphs=0)
         return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)), state)
@@ -153,7 +153,7 @@ def default_device(config: Config) -> torch.device:
 
 def batches_to_peak(config: Config) -> int:
     """Number of batches after which a run has been in its steady state, unfinished sends included."""
-    needed = 3 + -(-2 * max_unfinished_sends(config.parallel.pp) // config.pipeline.num_microbatches)
+    needed = 3 + -(-2 * send_window(config) // config.pipeline.num_microbatches)
     return min(needed, config.train.num_steps)
 
 

@@ -11,9 +11,9 @@ from hybridpar.memory.footprint import Footprint
 from hybridpar.memory.ghost_state import StateFootprint
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
+from hybridpar.pipeline.plan.send_window import min_send_window
 from hybridpar.pipeline.plan.shared import SharedTiers
 from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.pipeline.run.executor import max_unfinished_sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,16 @@ class StageMemory:
 
 
 def walk(actions: Iterable[Action], footprints: Mapping[int, Sequence[Footprint]], sizes: Sizes,
-         state: StateFootprint | None = None, anew: Mapping[int, Sequence[Footprint]] | None = None) -> StageMemory:
+         state: StateFootprint | None = None, anew: Mapping[int, Sequence[Footprint]] | None = None,
+         send_window: int = 0) -> StageMemory:
     """The peak memory of a rank that runs these actions as pipeline.run.executor does.
 
     `footprints`: of each stage's parts, by stage. `state`: the rank's; None: its stages' together. `anew`: footprints
-    of backwards that make gradients, where replicas share them.
+    of backwards that make gradients, where replicas share them. `send_window`: number of sends that may be unfinished;
+    0: `min_send_window`.
     """
     found = _Walk(footprints, sizes, state or together(fp for parts in footprints.values() for fp in parts),
-                  anew or footprints)
+                  anew or footprints, send_window or min_send_window(sizes.num_ranks))
     for action in actions:
         found.follow(action)
     pools = min(found.at_once, sizes.num_ranks) * found.pool
@@ -95,7 +97,7 @@ class _Walk:
     """What a rank holds, action by action, and what it held at the peak."""
 
     def __init__(self, footprints: Mapping[int, Sequence[Footprint]], sizes: Sizes, state: StateFootprint,
-                 anew: Mapping[int, Sequence[Footprint]]):
+                 anew: Mapping[int, Sequence[Footprint]], send_window: int):
         self._footprints, self._state, self._m = footprints, state, sizes.num_microbatches
         self._anew, self._made = anew, set[tuple[int, int, int]]()  # what an I has made gradients for
         self._filled = set[int]()  # items that have gradients
@@ -106,7 +108,7 @@ class _Walk:
         self._handed = 0  # to a part or a stage of this rank, which has not taken it yet
         self._factors: dict[int, int] = defaultdict(int)  # by batch, until it is reduced
         self._waiting: dict[Kind, int] = {}  # outputs to be sent
-        self._sends: deque[int] = deque(maxlen=max_unfinished_sends(sizes.num_ranks))
+        self._sends: deque[int] = deque(maxlen=send_window)
         self.num_bytes = 0  # of the most
         self.pool = self.beside = 0  # of one micro-batch that is recorded, and of all that none of them is
         self.at_once = 0  # micro-batches in flight

@@ -24,7 +24,7 @@ from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.nn import matmul
 from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
-from hybridpar.pipeline.run.executor import max_unfinished_sends
+from hybridpar.pipeline.plan.send_window import min_send_window
 from hybridpar.state.tiered import TieredMemory
 from hybridpar.train.engine import Engine
 
@@ -109,7 +109,7 @@ def test_messages() -> None:
     """Inputs count with the activations; posted receives, outputs and unfinished sends as communication."""
     found = walked("1f1b", 4, 12, 1, replace(NOTHING, **sent(1, 1), backward=1))
     assert found.activations == found.in_flight == 3
-    assert found.communication == max_unfinished_sends(4) + 2, "receives: the gradient of this one, the next input"
+    assert found.communication == min_send_window(4) + 2, "receives: the gradient of this one, the next input"
     alone = walked("1f1b", 1, 12, 0, replace(NOTHING, **sent(1, 1), backward=1))
     assert (alone.activations, alone.communication) == (0, 0)
 
@@ -117,10 +117,10 @@ def test_messages() -> None:
 def test_messages_that_are_slices() -> None:
     """What was taken is whole; posted, waiting and sent is one slice of each."""
     found = walked("1f1b", 4, 12, 1, replace(NOTHING, **sent(1, 10), backward=1))
-    assert (found.activations, found.communication) == (30, max_unfinished_sends(4) + 1 + 10)
+    assert (found.activations, found.communication) == (30, min_send_window(4) + 1 + 10)
     forward = walked("1f1b", 4, 12, 1, replace(NOTHING, **sent(1, 10), forward=100))
     assert forward.during.startswith("F")
-    assert (forward.activations, forward.communication) == (20, max_unfinished_sends(4) + 1 + 10)
+    assert (forward.activations, forward.communication) == (20, min_send_window(4) + 1 + 10)
 
 
 def test_a_stage_of_tensor_parallel_ranks_sends_a_part_of_its_output() -> None:

@@ -6,7 +6,8 @@
     items           what an action touches of its rank's state is in the fast tier, which never holds more than it may
     offload         what has left is evicted, and comes back before its backward
     memory          activations, weight versions and gradients alive at once stay within the schedule's bounds
-    no deadlock     the plan runs to its end in the simulator, under the executor's rules
+    no deadlock     the plan runs to its end in the simulator, under the executor's rules. Its ranks may wait for their
+                    oldest sends; the report says how many have to be allowed to be unfinished (send_window.py)
 
 Together these give happens-before: F(k) of a stage waits for a receive that F(k) of the stage before it fills.
 """
@@ -26,7 +27,7 @@ from hybridpar.pipeline.plan.parts import PartCounts, order
 from hybridpar.pipeline.plan.residency import FastTier, Residency
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
 from hybridpar.pipeline.plan.shared import SharedItems, SharedTiers
-from hybridpar.pipeline.plan.simulate import Costs, StuckError, simulate
+from hybridpar.pipeline.plan.simulate import Costs, StuckError, fitting_send_window
 
 
 class PlanError(HybridparError):
@@ -39,7 +40,10 @@ class PlanError(HybridparError):
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """Proof of a plan: the range of batches, and the most that each rank holds at once."""
+    """Proof of a plan: the range of batches, and the most that each rank holds at once.
+
+    send_window: the number of unfinished sends that a rank must be allowed, or the plan would not run to its end.
+    """
 
     schedule: str
     sizes: Sizes
@@ -47,6 +51,7 @@ class CheckReport:
     num_batches: int
     num_actions: int
     peaks: tuple[Live, ...]  # by rank
+    send_window: int
 
     def __str__(self) -> str:
         worst = reduce(Live.peak, self.peaks, Live())
@@ -93,12 +98,13 @@ def check(plan: Plan, sizes: Sizes, schedule: str | Schedule, first_batch: int |
                         _check_link(plan, sizes, kind, (rank, receiver), turn)
     peaks = tuple(_check_memory(plan, rank, schedule, sizes, batches.stop) for rank in range(p))
     try:
-        simulate(plan, Costs(tied=True, blocking_norm=True, serial_links=serial_links))
+        send_window = fitting_send_window(plan, Costs(tied=True, blocking_norm=True, serial_links=serial_links))
     except StuckError as error:
         cells = [(rank, step) for rank, (step, _) in error.waiting.items()]
         reasons = "; ".join(f"rank {rank} at step {step}: {why}" for rank, (step, why) in error.waiting.items())
         raise PlanError(f"deadlock: {reasons}", plan, cells) from None
-    return CheckReport(schedule.name, sizes, batches.start, len(batches), sum(map(len, plan.values())), peaks)
+    num_actions = sum(map(len, plan.values()))
+    return CheckReport(schedule.name, sizes, batches.start, len(batches), num_actions, peaks, send_window)
 
 
 _MOVES = PER_ITEM.union(OF_STASH)

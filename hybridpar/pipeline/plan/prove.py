@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
-from hybridpar.config import Config
-from hybridpar.pipeline.plan.check import CheckReport, check
+from hybridpar.config import Config, PipelineConfig
+from hybridpar.pipeline.plan.check import CheckReport, PlanError, check
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, drained, schedule_of
+from hybridpar.pipeline.plan.send_window import min_send_window
 
 _MOST = 6000
 """Micro-batches, counted on each stage, that are proven in less than half a second."""
@@ -24,7 +26,29 @@ def prove(config: Config) -> list[CheckReport]:
 
     Raises: PlanError; ConfigError if the schedule cannot run on these sizes.
     """
-    schedule, sizes, ordering = schedule_of(config.pipeline), Sizes.of(config), Ordering.of(config)
+    return _reports(config.pipeline, Sizes.of(config), Ordering.of(config))
+
+
+def send_window(config: Config) -> int:
+    """Return the number of sends of a rank that may be unfinished in a run with this resolved configuration.
+
+    The executor waits for its oldest send when it has more, and the memory prediction counts as many.
+
+    Raises: PlanError if the plan cannot run with any number.
+    """
+    sizes = Sizes.of(config)
+    if not schedule_of(config.pipeline).outruns_sends(sizes):
+        return min_send_window(sizes.num_ranks)
+    return _widest(config.pipeline, sizes, Ordering.of(config))
+
+
+@lru_cache(maxsize=64)
+def _widest(pipeline: PipelineConfig, sizes: Sizes, ordering: Ordering) -> int:
+    return max(report.send_window for report in _reports(pipeline, sizes, ordering))
+
+
+def _reports(pipeline: PipelineConfig, sizes: Sizes, ordering: Ordering) -> list[CheckReport]:
+    schedule = schedule_of(pipeline)
     first = schedule.sync_steps
     parts = [(drained(schedule), 0)] * (first > 0) + [(schedule, first)]
     return [_prove(*enough(part, sizes), start, ordering) for part, start in parts]
@@ -33,7 +57,12 @@ def prove(config: Config) -> list[CheckReport]:
 def _prove(schedule: Schedule, sizes: Sizes, start: int, ordering: Ordering) -> CheckReport:
     num_batches = _num_batches(schedule, sizes)
     plan = make_plan(schedule, sizes, start, num_batches, **ordering.options, parts=_PARTS if ordering.host else 1)
-    return check(plan, sizes, schedule, start, num_batches)
+    report = check(plan, sizes, schedule, start, num_batches)
+    allowed = min_send_window(sizes.num_ranks)
+    if report.send_window > allowed and not schedule.outruns_sends(sizes):
+        raise PlanError(f"deadlock: the plan needs {report.send_window} unfinished sends on a rank, and schedule "
+                        f"{schedule.name} allows {allowed}", plan, [])
+    return report
 
 
 def _num_batches(schedule: Schedule, sizes: Sizes) -> int:

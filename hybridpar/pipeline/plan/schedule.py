@@ -54,6 +54,11 @@ class Schedule:
         return not self.order and not (self.flush and self.activations and (
             self.activations in vee.ENDLESS or sizes.chunks > 2))
 
+    def outruns_sends(self, sizes: Sizes) -> bool:
+        """Return whether a rank may have more unfinished sends than `min_send_window`: with a custom order, and on a V
+        with several passes, where a rank computes whatever can come first."""
+        return bool(self.order) or (sizes.is_v and sizes.chunks > 2)
+
     def forwards_before(self, sizes: Sizes, action: Action) -> int:
         """How many micro-batches have begun, on the first stage of the rank, before an F, B, I or W in the steady
         state; that of the action among them. Where the pipeline drains, they would have."""

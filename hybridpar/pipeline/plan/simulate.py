@@ -7,7 +7,8 @@ The rules are the executor's, so a plan that ends here cannot deadlock there:
     SEND      returns at once. Its transfer starts once the sender knows that the receive is posted (word takes
               `latency`; nothing is buffered) and the link's previous transfer is over. It takes `transfer`, and arrives
               `latency` later. With `serial_links`, a rank's transfers on one axis (SEND_F and RECV_F, or SEND_B and
-              RECV_B) go one by one in the order of issue, as NCCL's do on one communicator
+              RECV_B) go one by one in the order of issue, as NCCL's do on one communicator. With a send window
+              (send_window.py) a rank that has too many unfinished sends waits for the oldest one
     RECV      posts the receive, returns at once
     REDUCE    returns at once, ends `reduce` later; with `tied`, the first and the last stage share one
     NORM      returns at once, ends `norm` after all stages have issued it and ended their REDUCE
@@ -53,6 +54,7 @@ from hybridpar.pipeline.plan.moved_state import Effect, Entry, MovedState, Table
 from hybridpar.pipeline.plan.moved_state import StuckError as StuckError
 from hybridpar.pipeline.plan.parts import PartCounts
 from hybridpar.pipeline.plan.residency import Residency
+from hybridpar.pipeline.plan.send_window import SendWindow
 from hybridpar.pipeline.plan.shared import SharedItems
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
@@ -77,6 +79,20 @@ def simulate(plan: Plan, costs: Costs | None = None, residency: Mapping[int, Res
                     {r.index: r.returns for r in ranks}, {r.index: r.stalls for r in ranks})
 
 
+def fitting_send_window(plan: Plan, costs: Costs | None = None) -> int:
+    """Return the smallest send window, at least `min_send_window`, with which the plan runs to its end.
+
+    Whenever no rank can continue and at least one waits for its oldest send, the window of all ranks grows by one. A
+    wider window only removes waits, so the plan also ends if every rank has the final window from the start.
+
+    Raises: StuckError if a rank waits for something that never comes, however wide the window is.
+    """
+    machine = _Machine(plan, costs or Costs(), {}, limit_sends=True)
+    machine.run()
+    assert machine.window is not None
+    return machine.window.width
+
+
 @dataclass(slots=True, eq=False)
 class _Meeting:
     """A collective of one batch: over when `size` ranks have issued it."""
@@ -96,7 +112,7 @@ class _Machine:
     """
 
     def __init__(self, plan: Plan, costs: Costs, residency: Mapping[int, Residency | SharedItems],
-                 ready: Sequence[float] | None = None):
+                 ready: Sequence[float] | None = None, *, limit_sends: bool = False):
         p = len(plan)
         self.costs = costs
         self.ranks = [Rank(r, plan[r], gathered=ready[r] if ready else 0.0) for r in range(p)]
@@ -128,6 +144,9 @@ class _Machine:
         if costs.blocking:
             self.table = {kind: self._blocking(kind, *entry) for kind, entry in self.table.items()}
         moved.add_items(self.table)
+        self.window = SendWindow(self.ranks, self.transfers.outgoing, self._wake) if limit_sends else None
+        if self.window is not None:
+            self.table = self.window.limit(self.table)
         self.runnable = deque(self.ranks)
 
     def _blocking(self, kind: Kind, when: When | None, work: Work, effect: Effect | None) -> Entry:
@@ -153,6 +172,8 @@ class _Machine:
 
     def _arrived(self, channel: Channel, when: float) -> None:
         self._wake(channel.receiver, channel)
+        if self.window is not None:
+            self.window.arrived(channel.sender)
         if self.costs.blocking:
             self._over(channel.sender, when)
             self._over(channel.receiver, when)
@@ -183,11 +204,16 @@ class _Machine:
 
     def run(self) -> None:
         self._advance_all()
-        while (shared := self.cores or self.transfers.wires) is not None and shared.step():
+        while self._step_shared() or (self.window is not None and self.window.widen()):
             self._advance_all()
         waiting = {r.index: (len(r.starts), self._reason(r)) for r in self.ranks if r.waits_for is not None}
         if waiting:
             raise StuckError(waiting)
+
+    def _step_shared(self) -> bool:
+        """Run the next event of shared cores or links, if there is one."""
+        shared = self.cores or self.transfers.wires
+        return shared is not None and shared.step()
 
     def _advance_all(self) -> None:
         while self.runnable:
@@ -287,7 +313,7 @@ class _Machine:
             if self.costs.blocking and member.actions[at].kind is Kind.REDUCE:
                 self._over(member, meeting.end)
 
-    def _wake(self, rank: Rank, waited_for: Channel | _Meeting | BusyHost | Exchange) -> None:
+    def _wake(self, rank: Rank, waited_for: object) -> None:
         if rank.waits_for is waited_for:
             rank.waits_for = None
             self.runnable.append(rank)

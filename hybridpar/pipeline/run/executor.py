@@ -67,12 +67,6 @@ def _refuse(_: object) -> NoReturn:
     raise AssertionError("a forward-only plan has no batch actions")
 
 
-def max_unfinished_sends(num_ranks: int) -> int:
-    """Messages that are kept at most. After so many later ones, a neighbour in step has taken the oldest, so waiting
-    for it is free."""
-    return 2 * num_ranks
-
-
 NO_HOOKS = BatchHooks(*[_refuse] * len(fields(BatchHooks)))
 
 
@@ -319,5 +313,5 @@ class Executor:
     def _send(self, action: Action) -> None:
         tensor = self._outputs.pop((action.kind, action.stage, action.microbatch)).contiguous()
         self._sends.append(isend(tensor, *self._way(action)))
-        if len(self._sends) > max_unfinished_sends(self.lane.pp.size):
+        if len(self._sends) > self.lane.send_window:
             self.wait(self._sends.popleft().wait)

@@ -25,6 +25,7 @@ from hybridpar.config import Config, ModelConfig, message_shape
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn.placement import Range, split_ranges, split_sizes
 from hybridpar.nn.sequence import SequencePart
+from hybridpar.pipeline.plan.prove import send_window
 from hybridpar.pipeline.run.codecs import Codec, Codecs, Marked
 
 
@@ -35,7 +36,8 @@ class Lane:
     `pp`: axis of activations. `reverse`: of gradients. `turns`: both axes for each pass through the ranks after the
     first, on a V. `shapes`: of the activation into each stage, where they differ.
     `slicing`: axis whose ranks all hold the same activation, so each sends a slice. None: each rank sends all that it
-    holds. `codecs`: of messages, between the stages of `split` (none: messages are exact).
+    holds. `codecs`: of messages, between the stages of `split` (none: messages are exact). `send_window`: number of
+    sends that may be unfinished; after one more the rank waits for the oldest one.
     """
 
     pp: Axis
@@ -48,6 +50,7 @@ class Lane:
     split: Sequence[range] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     turns: tuple[tuple[Axis, Axis], ...] = ()
+    send_window: int = 0
 
     @classmethod
     def of(cls, config: Config, grid: ProcessGrid, dtype: torch.dtype, device: torch.device,
@@ -56,7 +59,7 @@ class Lane:
 
         Shapes: an activation is [b, s, h] (`ModelSpec.activation_shape`), equal on all ranks of tp; with
         parallel.sequence each has its own rows.
-        Collectives: those of `ProcessGrid.again`, on a V.
+        Collectives: those of `ProcessGrid.again`, on a V. Raises: PlanError as `send_window`.
         """
         sequence = config.parallel.sequence
         model, b = config.model, config.train.micro_batch_size
@@ -67,7 +70,8 @@ class Lane:
         slicing = None if sequence else grid.tp
         turns = tuple((grid.again("pp", turn), grid.again("pp_reverse", turn)) for turn in range(
             1, config.pipeline.num_chunks)) if config.pipeline.placement == "v" else ()
-        lane = cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split, turns=turns)
+        lane = cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split, turns=turns,
+                   send_window=send_window(config))
         return lane if isinstance(model, ModelConfig) or len({*shapes, shape}) == 1 else replace(lane, shapes=shapes)
 
     def into(self, stage: int) -> Lane:

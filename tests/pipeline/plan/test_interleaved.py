@@ -21,9 +21,9 @@ from hybridpar.pipeline.plan.passes import forward_actions, make_plan
 from hybridpar.pipeline.plan.perfetto import trace_entries
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes, make_schedule
+from hybridpar.pipeline.plan.send_window import min_send_window
 from hybridpar.pipeline.plan.simulate import Costs, simulate
 from hybridpar.pipeline.plan.svg import draw_svg
-from hybridpar.pipeline.run.executor import max_unfinished_sends
 
 NAME = "interleaved"
 SIZES = [Sizes(p, m, v) for p in range(2, 9) for v in (2, 3, 4)
@@ -189,7 +189,7 @@ def test_waiting_for_old_sends_is_no_deadlock(sizes: Sizes) -> None:
     def can_go_on(rank: int, action: Action) -> bool:
         if action.kind in meets and action.stage != first[action.kind]:
             return Action(meets[action.kind], action.stage + last[action.kind], action.microbatch) in sent
-        if action.kind in receives and len(unfinished[rank]) >= max_unfinished_sends(sizes.num_ranks):
+        if action.kind in receives and len(unfinished[rank]) >= min_send_window(sizes.num_ranks):
             receive, step = receives[unfinished[rank][0].kind]
             return Action(receive, unfinished[rank][0].stage + step, unfinished[rank][0].microbatch) in posted
         return action.kind is not Kind.UPDATE or min(updates) > action.microbatch
@@ -202,7 +202,7 @@ def test_waiting_for_old_sends_is_no_deadlock(sizes: Sizes) -> None:
                 if action.kind in receives:
                     sent.add(action)
                     unfinished[rank].append(action)
-                    if len(unfinished[rank]) > max_unfinished_sends(sizes.num_ranks):
+                    if len(unfinished[rank]) > min_send_window(sizes.num_ranks):
                         unfinished[rank].popleft()
                 elif action.kind in (Kind.RECV_F, Kind.RECV_B):
                     posted.add(action)
