@@ -180,8 +180,9 @@ def require_no_deadlock(pp, section):
         prove(config)
     except ConfigError:
         assume(False)
-    except PlanError as error:
-        assert section["schedule"] == "own", f"a schedule of ours is refused: {error.reason}"
+    except PlanError:
+        if section["schedule"] != "own":
+            raise  # a schedule of ours, whatever its sizes, has a plan that can run
         assume(False)
     window, m = send_window(config), sizes.num_microbatches
     note(f"{section}, pp = {pp}: window {window}")
