@@ -74,10 +74,11 @@ def _grid(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("parallel.zero", 0, rule, "1")
     product, given = ("tp * pp * dp", "") if sites == 1 else ("tp * pp * dp * sites", f" sites={sites}")
     if dp and config.parallel.num_ranks != world_size:
+        fills = ", or parallel.dp = 0" if world_size % (tp * pp * sites) == 0 else ""
         yield Problem(
             "parallel", f"tp={tp} pp={pp} dp={dp}{given}", f"{product} is {config.parallel.num_ranks} but the job has "
             f"{world_size} processes", f"{config.parallel.num_ranks} processes (--ranks, or torchrun's "
-            "--nproc-per-node), or parallel.dp = 0 to fill the job")
+            f"--nproc-per-node){fills}")
     elif not dp and world_size % (least := tp * pp * sites):
         works = [f"tp={t} pp={p}" for t in range(1, tp + 1) for p in range(1, pp + 1)
                  if world_size % (t * p * sites) == 0] or ["parallel.sites = 1"]

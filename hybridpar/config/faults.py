@@ -83,7 +83,7 @@ class AnomaliesConfig:
             if found and getattr(self, name) == "skip" and not config.norms_first:
                 rule = ("pipedream without clipping updates before the norm is known, so no update can be skipped; set "
                         "optim.clip_grad, or")
-                yield Problem(f"anomalies.{name}", "skip", rule, '"roll_back" or "stop"')
+                yield Problem(f"anomalies.{name}", "skip", rule, '"stop"')
         if self.rolls_back and not config.train.save_interval:
             rule = "must be positive: anomalies are to be rolled back to a checkpoint"
             yield Problem("train.save_interval", 0, rule, "100")

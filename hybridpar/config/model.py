@@ -119,8 +119,10 @@ class ModelConfig(ModelSpec):
             rule = f"needs an even head size, and model.hidden_size / model.num_heads is {hidden // heads}"
             yield Problem("model.position", "rotary", rule, '"learned"')
         if self.position == "learned" and 0 < self.max_positions < self.seq_length:
+            short = self.kind == "bert" and self.max_positions < 8
             yield Problem("model.seq_length", self.seq_length, "must be at most model.max_positions = "
-                          f"{self.max_positions}, the rows of the position table", str(self.max_positions))
+                          f"{self.max_positions}, the rows of the position table",
+                          f"model.max_positions = {max(self.seq_length, 8)}" if short else str(self.max_positions))
         if self.parallel_residual and self.post_norm:
             yield Problem("model.parallel_residual", True, "needs the norms before attention and MLP, and "
                           f"model.norm_position is {self.norm_position} ({self.kind})", 'model.norm_position = "pre"')

@@ -58,7 +58,10 @@ class OuterConfig:
                           "pipedream: what a site tells the others is known with the norm", "1.0")
         if config.anomalies.rolls_back:
             rule = "does not go with parallel.sites above 1, where each site has steps of its own to go back over"
-            yield Problem("anomalies", "roll_back", rule, '"skip" or "stop"')
+            anomalies = config.anomalies
+            yield from (Problem(f"anomalies.{name}", "roll_back", rule, '"stop"') for name in (
+                "on_non_finite", "on_loss_spike", "on_norm_spike", "on_divergence")
+                if getattr(anomalies, name) == "roll_back")
 
 
 _CONFLICTS = (

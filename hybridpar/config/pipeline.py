@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -73,12 +74,14 @@ class PipelineConfig:
         """Stages of the model on each rank."""
         if self.placement == "v":
             return self.chunks or 2
+        if self.schedule in ("naive", "gpipe", "1f1b", "pipedream"):
+            return 1
         return self.chunks or (2 if self.schedule == "interleaved" else 1)
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         if self.schedule == "auto":
-            rule = "is what is found with pipeline.schedule = auto"
-            yield from (Problem(f"pipeline.{f.name}", getattr(self, f.name), rule, f"leave it out ({f.default})")
+            rule = 'must be left out with pipeline.schedule = "auto", which finds it'
+            yield from (Problem(f"pipeline.{f.name}", getattr(self, f.name), rule, json.dumps(f.default))
                         for f in fields(self) if f.name in FOUND and getattr(self, f.name) != f.default)
             return
         if self.early_switch == "auto" and self.schedule != "2bw":

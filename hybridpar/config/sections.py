@@ -61,10 +61,12 @@ class OptimConfig:
             yield Problem("optim.staleness", self.staleness, "makes up for old gradients as pipeline.schedule = "
                           f"{' or '.join(works)} has them, not {schedule}", '"none"')
         if self.staleness == "nesterov" and self.name in ("lamb", "own"):
-            yield Problem("optim.staleness", "nesterov", f"{self.name} has no Nesterov form", '"extrapolation"')
+            yield Problem("optim.staleness", "nesterov", f"{self.name} has no Nesterov form",
+                          '"extrapolation"' if schedule == "2bw" else '"none"')
         if (self.name == "own") != bool(self.spec):
             yield Problem("optim.spec", self.spec, f"goes with optim.name = own, and optim.name is {self.name}",
-                          '"my_package.my_module:MyRule"' if self.name == "own" else 'optim.name = "own"')
+                          '"my_package.my_module:MyRule", or optim.name = "adamw"' if self.name == "own" else
+                          'optim.name = "own"')
         if self.name in ("sgd", "muon") and (self.nesterov or self.staleness == "nesterov") and self.momentum <= 0:
             yield Problem("optim.momentum", self.momentum, "Nesterov needs momentum above 0", "0.9")
 

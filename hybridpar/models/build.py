@@ -128,7 +128,7 @@ def parse_recompute(text: str, num_layers: int, num_stages: int) -> Again:
     if what == "stage":
         rule = (f"must name stages from 0 to {num_stages - 1} (parallel.pp, times pipeline.chunks = {num_stages}), "
                 "such as 'stage:0'")
-        raise config_error("pipeline.recompute", text, rule, "'stage' for all of them")
+        raise config_error("pipeline.recompute", text, rule, "'stage'")
     rule = (f"must be 'none', 'all', 'selective', 'stage', layers from 0 to {num_layers - 1} such as '0,2-5' or "
             "'selective:0,2-5', or stages such as 'stage:0,2-3'")
     raise config_error("pipeline.recompute", text, rule, "'all'")

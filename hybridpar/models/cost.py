@@ -240,8 +240,10 @@ def stage_split(model: ModelSpec, num_ranks: int, split: tuple[int, ...] = (), c
     if num_stages > blocks:
         most = blocks // num_ranks
         if placement == "v":
+            fewer = f"pipeline.chunks = {most - most % 2}" if most > 1 else "pipeline.placement = loop"
             raise config_error("parallel.pp", num_ranks, f"pipeline.placement = v has {chunks} stages on each "
-                               f"rank, but the model has only {blocks} blocks", str(blocks // chunks))
+                               f"rank, but the model has only {blocks} blocks",
+                               str(blocks // chunks) if blocks // chunks > 1 else fewer)
         raise config_error(
             "pipeline.chunks", chunks, f"parallel.pp = {num_ranks} ranks would hold {num_stages} stages, but the model "
             f"has only {blocks} blocks", str(most) if most > 1 else "pipeline.schedule = 1f1b")

@@ -11,7 +11,9 @@ Units: seconds, bytes, bytes/s.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import difflib
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -129,15 +131,48 @@ LINKS = {
         Link("ethernet-25", 25 * GIGABIT, 30e-6, 0.6),
         Link("ethernet-100", 100 * GIGABIT, 30e-6, 0.6))}
 
+_FAMILIES = {"ib": "infiniband", "inf": "infiniband", "edr": "infiniband", "hdr": "infiniband", "ndr": "infiniband",
+             "eth": "ethernet", "roce": "ethernet", "gbe": "ethernet", "tcp": "ethernet", "nv": "nvlink", "pci": "pcie"}
+"""How names of links may begin, and the family that they mean."""
+_LIKE = 0.5
+"""Likeness from which on a name may have been meant, as difflib counts it."""
+
 
 def find_device(name: str) -> Device:
     """Raises: ConfigError if the table has no such device."""
-    return _find("device", name, DEVICES, "a100-80gb")
+    return _find("device", name, DEVICES, nearest_device(name))
 
 
 def find_link(name: str, field: str = "link") -> Link:
     """Raises: ConfigError, about `field`, if the table has no such link."""
-    return _find(field, name, LINKS, "nvlink3")
+    return _find(field, name, LINKS, nearest_link(name, field))
+
+
+def nearest_device(name: str) -> str:
+    """Return the known device that `name` probably means: the name begins as its own does, or is most like it."""
+    return _nearest_name(name, DEVICES) or "a100-80gb"
+
+
+def nearest_link(name: str, field: str = "link") -> str:
+    """Return the known link that `name` probably means: of the same family the one with the nearest name, or, where the
+    name has a rate in Gbit/s, the one with the nearest rate. Without a family: a usual link of `field`."""
+    letters = "".join(c for c in name.lower() if c.isalpha())
+    family = next((family for prefix, family in _FAMILIES.items() if letters.startswith(prefix)), "")
+    links = {known: link for known, link in LINKS.items() if family and known.startswith(family)}
+    rates = [int(number) for number in re.findall(r"\d{2,6}", name)]
+    if rates and family in ("infiniband", "ethernet"):
+        return min(links, key=lambda known: abs(links[known].bandwidth / GIGABIT - rates[0]))
+    usual = "nvlink3" if field == "inner" else "ethernet-25" if field == "outer" else "infiniband-hdr"
+    return _nearest_name(name, links or LINKS) or next(iter(links), usual)
+
+
+def _nearest_name(name: str, known: Iterable[str]) -> str:
+    """Return the known name that begins with `name`, or is most like it; empty if none is."""
+    wanted, names = name.lower().replace("_", "-"), list(known)
+    begins = [one for one in names if wanted and (one.startswith(wanted) or wanted.startswith(one.split("-")[0]))]
+    like = {one: difflib.SequenceMatcher(None, wanted, one).ratio() for one in begins or names}
+    best = max(like, key=like.__getitem__)
+    return best if begins or like[best] >= _LIKE else ""
 
 
 def _find(field: str, name: str, known: Mapping[str, T], works: str) -> T:

@@ -9,6 +9,7 @@ Everything else is added as to any schedule (passes.py), and `check` proves that
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,10 @@ from hybridpar.pipeline.plan.sizes import Sizes
 
 _WORD = re.compile(r"([FBIW])(\d{1,7})([a-z]?)")
 _FIELD = "pipeline.order"
+_MOST_SUGGESTED = 128
+"""Micro-batches, counted on each stage, up to which an order is short enough for a message."""
+EXAMPLE = '["F0 F1 B0 B1", "F0 B0 F1 B1"]'
+"""An order of two ranks and two micro-batches, as TOML."""
 
 
 @lru_cache(maxsize=64)
@@ -33,7 +38,7 @@ def parse_order(text: str, rank: int) -> tuple[Step, ...]:
     for word in text.split():
         if (match := _WORD.fullmatch(word)) is None:
             raise config_error(_FIELD, word, f"of rank {rank} must be F, B, I or W and the number of a micro-batch in "
-                               "the batch, and a letter from b on for another stage than its first", "F0")
+                               "the batch, and a letter from b on for another stage than its first", EXAMPLE)
         steps.append((Kind(match[1]), ord(match[3] or "a") - ord("a"), int(match[2])))
     return tuple(steps)
 
@@ -59,44 +64,52 @@ def check_order(order: Sequence[Sequence[Step]], sizes: Sizes) -> None:
     """Raises: ConfigError where an order is not of these sizes, or a rank's is not one that can run."""
     if len(order) != sizes.num_ranks:
         raise config_error(_FIELD, len(order), f"must have a line for each of parallel.pp = {sizes.num_ranks} ranks",
-                           f"{sizes.num_ranks} lines")
+                           _simple_order(sizes))
     for rank, steps in enumerate(order):
-        if problem := _problem(steps, sizes.num_microbatches, sizes.chunks):
-            error, works = problem
-            raise _wrong(rank, steps, error, works)
+        if rule := _problem(steps, sizes.num_microbatches, sizes.chunks):
+            raise _wrong(rank, steps, rule, _simple_order(sizes))
 
 
-def _problem(steps: Sequence[Step], m: int, chunks: int) -> tuple[str, str] | None:
-    """What is wrong with a rank's steps, and what would be right."""
+def _simple_order(sizes: Sizes) -> str:
+    """Return an order that works, as TOML: all forwards, then all backwards. If it were long: another schedule."""
+    m, p, chunks = sizes.num_microbatches, sizes.num_ranks, sizes.chunks
+    if m * p * chunks > _MOST_SUGGESTED:
+        return "pipeline.schedule = 1f1b"
+    forwards = [_word((Kind.F, chunk, k)) for chunk in range(chunks) for k in range(m)]
+    backwards = [_word((Kind.B, chunk, k)) for chunk in reversed(range(chunks)) for k in range(m)]
+    return json.dumps([" ".join(forwards + backwards)] * p)
+
+
+def _problem(steps: Sequence[Step], m: int, chunks: int) -> str:
+    """Return the rule that a rank's steps break; empty if they break none."""
     counts, at = Counter(steps), {step: i for i, step in enumerate(steps)}
     for chunk in range(chunks):
         for k in range(m):
             four = [(kind, chunk, k) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
             f, b, i, w = map(_word, four)
             if tuple(counts[step] for step in four) not in ((1, 1, 0, 0), (1, 0, 1, 1)):
-                return (f"must have {f} and either {b} or both {i} and {w}, each once (pipeline.num_microbatches = "
-                        f"{m})", f"{f} {b}")
+                return f"must have {f} and either {b} or both {i} and {w}, each once (pipeline.num_microbatches = {m})"
             row = [at[step] for step in four if step in at]
             if row != sorted(row):
-                return f"must run {f} before its backward, and {i} before {w}", f"{f} {b}"
+                return f"must run {f} before its backward, and {i} before {w}"
     if extra := [k for _, _, k in steps if k >= m]:
-        return f"has micro-batch {extra[0]}, and pipeline.num_microbatches is {m}", f"0 to {m - 1}"
+        return f"has micro-batch {extra[0]}, and pipeline.num_microbatches is {m}"
     if other := [step for step in steps if step[1] >= chunks]:
         return (f"has {_word(other[0])}, and the rank holds {chunks} stage{'s' * (chunks > 1)} of the model "
-                "(pipeline.chunks)", _word((other[0][0], chunks - 1, other[0][2])))
+                "(pipeline.chunks)")
     return _out_of_order(steps, chunks)
 
 
-def _out_of_order(steps: Sequence[Step], chunks: int) -> tuple[str, str] | None:
-    """Neighbours send, and gradients add, in the order of micro-batches."""
+def _out_of_order(steps: Sequence[Step], chunks: int) -> str:
+    """Return a rule about the order of micro-batches, in which neighbours send and gradients add; empty if all hold."""
     for kinds in ((Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W)):
         for chunk in range(chunks):
             numbers = [k for kind, own, k in steps if kind in kinds and own == chunk]
             if numbers != sorted(numbers):
                 names = " and ".join(kind.value for kind in kinds)
                 return (f"must have its {names} in the order of micro-batches, in which neighbours send and gradients "
-                        "add", "F0 F1 B0 B1")
-    return None
+                        "add")
+    return ""
 
 
 def _wrong(rank: int, steps: Sequence[Step], rule: str, works: str) -> ConfigError:

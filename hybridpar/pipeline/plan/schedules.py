@@ -123,7 +123,6 @@ SCHEDULES: dict[str, Schedule] = {
 
 OWN = _synchronous("own", "pipeline.order", _constant(0), "order", "chunks", "placement")
 """Ones of the user's, which an order makes (`make_schedule`)."""
-_ORDER = '["F0 F1 B0 B1", "F0 B0 F1 B1"]'
 WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
 """By name k, where stage r runs k(p-1-r) forwards ahead. 3 keeps a link busy all the time: no more is worth while."""
 
@@ -170,7 +169,7 @@ def make_schedule(name: str, *, warmup: str = "depth", early_switch: int | None 
             allowed, rule = False, f"schedule {name} has no such option, only {' and '.join(knowing)}"
         if not allowed:
             works = {"warmup": "depth", "early_switch": "off", "zero_bubble": "false", "placement": "loop",
-                     "activations": "half", "order": _ORDER if name == "own" else "[]"}.get(option, "0")
+                     "activations": "half", "order": own_order.EXAMPLE if name == "own" else "[]"}.get(option, "0")
             problems.append(Problem(f"pipeline.{option}", value, rule, works))
     if problems:
         raise ConfigError(*problems)

@@ -32,9 +32,9 @@ class Sizes:
         if self.chunks < 1:
             raise config_error("pipeline.chunks", self.chunks, "must be at least 1", "1")
         if self.chunks > 1 and self.num_ranks == 1:
-            works = "pipeline.placement = loop" if self.is_v else "pipeline.schedule = 1f1b"
+            works = "2" if self.is_v else "2, or pipeline.schedule = 1f1b"
             raise config_error("parallel.pp", 1, f"must be at least 2 where a rank holds {self.chunks} chunks of the "
-                               "model, which wait for each other on a single one", f"2, or {works}")
+                               "model, which wait for each other on a single one", works)
 
     @staticmethod
     def of(config: Config) -> Sizes:

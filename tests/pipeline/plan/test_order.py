@@ -76,7 +76,7 @@ def test_it_is_proven_simulated_and_kept_in_the_configuration(tmp_path: Any) -> 
     (("F0 F1 B1 B0",), 2, "must have its B and I in the order"),
     (("F0 F1 I0 I1 W1 W0",), 2, "must have its B and W in the order"),
     (("F0 X0",), 1, "'X0'.*of rank 0 must be F, B, I or W"),
-    (("F0 B0 F0b B0b",), 1, r"has F0b, and the rank holds 1 stage of the model \(pipeline.chunks\); try F0"),
+    (("F0 B0 F0b B0b",), 1, r"has F0b, and the rank holds 1 stage of the model \(pipeline.chunks\)"),
     (("F0 B0", "F0 B0"), 1, None),
 ])
 def test_what_cannot_run_is_named(order: tuple[str, ...], m: int, text: str | None) -> None:
