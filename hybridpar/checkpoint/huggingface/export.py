@@ -75,7 +75,7 @@ def export_folder(path: str | Path, output: str | Path, *, dtype: str = "keep", 
             (aside / name).parent.mkdir(exist_ok=True)
             (aside / name).write_text(text, encoding="utf-8")
         groups = _groups(plan, max_file_bytes // _ITEM_BYTES[dtype])
-        _write(aside, groups, lambda names: dict(_tensors(full, plan, names, dtype)))
+        _write(aside, groups, lambda names: dict(_tensors(full, plan, names, DTYPES[dtype])))
     return Exported(folder, output, plain["architectures"][0], dtype, sum(map(len, groups)), plan.num_parameters,
                     tuple(notes))
 
@@ -96,7 +96,7 @@ def _groups(plan: Plan, most: int) -> list[list[str]]:
     return groups
 
 
-def _tensors(full: FullWeights, plan: Plan, names: list[str], dtype: str) -> Iterator[tuple[str, Tensor]]:
+def _tensors(full: FullWeights, plan: Plan, names: list[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the exported model with these names. Raises: ConfigError if one is beyond the range of `dtype`."""
     wanted = set(names)
     for entry in plan.entries:
