@@ -32,6 +32,8 @@ class TrainConfig:
     eval_interval: Count = 0
     """Steps between evaluations (also one at the start and the end); 0: none."""
     eval_batches: Annotated[int, Within(1, 2**30)] = 4
+    """Batches of held-out samples in an evaluation, whose losses are means over all their labels. If there are fewer
+    samples than that, some count more than once, and the run says so."""
     save_interval: Count = 0
     """Steps between checkpoints (also one at the end); 0: only at the end."""
     log_interval: AtLeastOne = 1

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from hybridpar.config import Whole
 
-_KEPT_COUNTS = 8
+_KEPT_COUNTS = 1 << 12
+"""Counts of so many batches stay: evaluations have the same batches, and results of training come batches later."""
 
 
 class Loader(Protocol):
@@ -82,9 +83,6 @@ class BatchLoader:
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self.start = start
         self._counts: OrderedDict[int, int] = OrderedDict()
-        self._evaluated: dict[int, int] = {}
-        self.unlabelled: set[int] = set()
-        """Batches in which no label counts, among those that were counted; whoever reports one takes it out."""
 
     @property
     def batch_size(self) -> int:
@@ -116,17 +114,6 @@ class BatchLoader:
         start = self.start.position(batch, self.batch_size)
         if start not in self._counts:
             self._counts[start] = self.samples.num_targets(np.arange(start, start + self.batch_size))
-            if not self._counts[start]:
-                self.unlabelled.add(batch)
             while len(self._counts) > _KEPT_COUNTS:
                 self._counts.popitem(last=False)
         return self._counts[start]
-
-    def num_evaluated_targets(self, num_batches: int) -> int:
-        """Return the number of labels that count in the first `num_batches` batches, over all of them.
-
-        They are counted once: every evaluation has the same batches.
-        """
-        if num_batches not in self._evaluated:
-            self._evaluated[num_batches] = sum(self.num_targets(batch) for batch in range(num_batches))
-        return self._evaluated[num_batches]

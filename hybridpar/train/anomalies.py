@@ -57,7 +57,7 @@ class RunningJudge:
         self._anomalies: list[int] = []
 
     def judge(self, step: int, loss: float, norm: float, *, cured: bool) -> Anomaly | None:
-        if cured or loss == norm == 0:  # no label counts: neither is a value to compare later ones with
+        if cured:
             return None
         settings, found = self.settings, None
         if not (isfinite(loss) and isfinite(norm)):

@@ -18,8 +18,8 @@ def _ignore(*news: Any) -> None:
 class Callbacks:
     """Functions that are called on all ranks, at the same step: they may use collectives. What they raise ends the run.
 
-    on_step: after each optimizer step that counts, with its numbers. on_evaluation: with the step and the mean partial
-    losses of the held-out samples. on_save: with the folder of a checkpoint that is complete.
+    on_step: after each optimizer step that counts, with its numbers. on_evaluation: with the step and the partial
+    losses, means over all labels of the held-out samples. on_save: with the folder of a checkpoint that is complete.
     """
 
     on_step: Callable[[StepResult], None] = _ignore

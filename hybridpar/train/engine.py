@@ -20,7 +20,7 @@ from torch import Tensor
 from hybridpar.comm import Work, all_reduce, all_reduce_async
 from hybridpar.config import Config
 from hybridpar.data import DataStart
-from hybridpar.data.loader import BatchLoader, Loader
+from hybridpar.data.loader import Loader
 from hybridpar.errors import config_error
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import build_blocks, recomputed_blocks
@@ -151,6 +151,7 @@ class Engine:
         hooks = BatchHooks(self._before_backward, self._after_backward, self._reduce, self._norm, self._host,
                            self._update, self._weight_gradients)
         recorded = self.executor.graphs
+        self._loader = loader
         source = LoaderSource(loader, self.config, self.device, fixed_shapes=recorded is not None)
         with nullcontext() if recorded is None else recorded.stream():
             self.executor.run(self._tamper(self._until_end(self._in_tiers(self.plan(num_batches)))), source, hooks)
@@ -308,7 +309,8 @@ class Engine:
         with self.grid.home.waiting("all_reduce"):  # which on a GPU is now
             numbers = totals.tolist()
         stages = self.grid.pp.size
-        result = self.policy.result(batch, numbers[:stages], numbers[stages + 1 :])
+        num_targets = self._loader.num_targets(batch)
+        result = self.policy.result(batch, numbers[:stages], numbers[stages + 1 :], num_targets)
         self._stopping |= numbers[stages] > 0 or (result.anomaly is not None and result.anomaly.policy != "skip")
         return result
 
@@ -342,7 +344,7 @@ class Engine:
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, loader: BatchLoader, num_batches: int) -> dict[str, float]:
+    def evaluate(self, loader: Loader, num_batches: int) -> dict[str, float]:
         """Return the partial losses of the newest weights over the first batches of `loader`, without dropout.
 
         Each is a mean over what it counts (labels, or samples) in all of these batches, however they are divided into
@@ -354,7 +356,7 @@ class Engine:
             self.sizes, self.grid.pp.rank, num_batches * self.sizes.num_microbatches, version=newest,
             parts=self._division))
         with self.state.unpredicted():
-            evaluated = num_batches, loader.num_evaluated_targets(num_batches)
+            evaluated = num_batches, sum(map(loader.num_targets, range(num_batches)))
             self.executor.run(actions, LoaderSource(loader, self.config, self.device, evaluated), NO_HOOKS)
         totals = torch.zeros(len(self.loss_names), dtype=torch.float64, device=self.device)
         for batch in range(num_batches):

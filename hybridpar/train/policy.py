@@ -26,7 +26,8 @@ class StepResult:
     """Outcome of one optimizer step, equal on all ranks of a site. `grad_norm` is before clipping.
 
     `skipped`: its update was not made. `stage_norms`: of the gradients of each stage, tied ones with the first.
-    `news`: of the other sites, where any came with this step; losses are those of this site.
+    `news`: of the other sites, where any came with this step; losses are those of this site. `num_targets`: labels that
+    count in the batch, over all replicas and sites; where there are none, the losses that divide by them are 0.
     """
 
     step: int
@@ -38,6 +39,7 @@ class StepResult:
     stage_norms: tuple[float, ...] = ()
     anomaly: Anomaly | None = None
     news: SiteNews | None = None
+    num_targets: int = 1
 
     @property
     def loss(self) -> float:
@@ -96,19 +98,24 @@ class BatchPolicy:
         delay = self.schedule.mean_delay(self.sizes, 0) if batch >= self.schedule.sync_steps else 0.0
         return learning_rate(batch - self._num_skipped, self.config.optim, self.config.train.num_steps, delay)
 
-    def result(self, batch: int, squares: Sequence[float], losses: Sequence[float]) -> StepResult:
+    def result(self, batch: int, squares: Sequence[float], losses: Sequence[float], num_targets: int) -> StepResult:
         """The outcome of a batch; call it for each, in order.
 
         `squares`: squared gradient norm of each rank of the pipeline, scaled as the loss. `losses`: partial losses.
+        `num_targets`: labels that count. A batch without any is no measure for others: it is judged only if its numbers
+        are not finite.
         """
         scale = self.loss_scale(batch)
         norm = math.sqrt(sum(squares)) / scale
         named = dict(zip(self._loss_names, losses, strict=True))
         cured = self.scaler.dynamic and scale > MIN_SCALE and not math.isfinite(norm)
-        anomaly = self.judge.judge(batch + 1, sum(named.values()), norm, cured=cured)
+        loss, anomaly = sum(named.values()), None
+        if num_targets or not (math.isfinite(loss) and math.isfinite(norm)):
+            anomaly = self.judge.judge(batch + 1, loss, norm, cured=cured)
         skipped = self.config.norms_first and (anomaly is not None or not math.isfinite(norm))
         norms = tuple(math.sqrt(square) / scale for square in squares)
-        return StepResult(batch + 1, named, norm, self.learning_rate(batch), scale, skipped, norms, anomaly)
+        return StepResult(batch + 1, named, norm, self.learning_rate(batch), scale, skipped, norms, anomaly,
+                          num_targets=num_targets)
 
     def factor(self, batch: int, result: StepResult | None) -> float | None:
         """The factor of the gradients; None: the step is not made. `result` None: not known, no clipping."""

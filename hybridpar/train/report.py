@@ -86,25 +86,28 @@ class RunReport:
         """Reports a step that took so long. notes: values besides its numbers; with some it is logged in any case."""
         self._step_seconds.append(seconds)
         self.loss, settings = result.loss, self.config.train
+        if not result.num_targets:
+            notes = notes | self._note_unlabelled(result.step)
         logged = notes or result.step % settings.log_interval == 0 or result.step == settings.num_steps
         if self.writes and logged:
             row = self._row(result, seconds) | notes
             self.log.write(row)
             self.reporter.step(row)
 
-    def unlabelled(self, step: int) -> None:
-        """Report a step whose batch has no label that counts. The first one is told at once, all are counted."""
+    def _note_unlabelled(self, step: int) -> dict[str, Any]:
+        """Count a step without a label that counts, and warn of the first; return the values for metrics.jsonl."""
         self._num_unlabelled += 1
         if self._num_unlabelled == 1:
             self.reporter.say(f"step {step}: no label of this batch counts (all are -100, or num_targets is 0), so its "
-                              "loss and gradients are 0; such batches are counted, and not told again")
+                              "loss and gradients are 0; further ones are counted as unlabelled_steps in metrics.jsonl")
+        return {"unlabelled_steps": self._num_unlabelled}
 
-    def validation_set(self, loader: BatchLoader, num_batches: int) -> None:
+    def validation_set(self, loader: BatchLoader, num_batches: int, has_targets: bool) -> None:
         """Say once, after the first evaluation, if samples of the validation set repeat, or if no label counts."""
         if self._knows_validation_set:
             return
         self._knows_validation_set = True
-        if not loader.num_evaluated_targets(num_batches):
+        if not has_targets:
             self.reporter.say("validation: no label of the validation set counts (all are -100, or num_targets is 0), "
                               "so there is no validation loss")
         asked = num_batches * loader.batch_size

@@ -205,9 +205,6 @@ class Run:
             self.memory.after_step(result.step)
         if not self.anomalies.is_open:  # else the batches that were under way will not count
             notes = self.anomalies.note(result) | (result.news.notes() if result.news else {})
-            if result.step - 1 in self.train_loader.unlabelled:
-                self.train_loader.unlabelled.discard(result.step - 1)
-                self.report.unlabelled(result.step)
             self.report.step(result, self.clock.seconds(result.step - 1), notes)
             self.callbacks.on_step(result)
 
@@ -223,11 +220,11 @@ class Run:
             return
         assert self.valid_loader is not None, "validate.py refuses evaluations of nothing"
         self.flight.phase(EVALUATING, self._limit_s)
-        has_targets = self.valid_loader.num_evaluated_targets(settings.eval_batches) > 0
+        has_targets = any(map(self.valid_loader.num_targets, range(settings.eval_batches)))
         losses = self.engine.evaluate(self.valid_loader, settings.eval_batches) if has_targets else {}
         self.flight.phase("settling", self.faults.start_timeout_s)
-        self.report.validation_set(self.valid_loader, settings.eval_batches)
-        if not losses:
+        self.report.validation_set(self.valid_loader, settings.eval_batches, has_targets)
+        if not has_targets:
             return
         self.evaluated = step
         self.report.evaluation(step, losses)

@@ -44,7 +44,7 @@ class SiteTalk:
     def before(self, result: StepResult, ending: bool) -> None:
         """Before an update: its step, and whether this site wishes to end."""
         self._skipped += result.skipped
-        if isfinite(result.loss):
+        if result.num_targets and isfinite(result.loss):
             self._loss, self._steps = self._loss + result.loss, self._steps + 1
         self._outer.notes = float(ending), self._loss, float(self._steps), float(self._skipped)
 

@@ -159,7 +159,7 @@ class WithoutLabels(SyntheticLoader):
 
 
 def train_without(config: Config, empty: Callable[[int], bool], num_batches: int) -> tuple[
-        list[StepResult], dict[str, Tensor], dict[str, Tensor], set[int]]:
+        list[StepResult], dict[str, Tensor], dict[str, Tensor], list[int]]:
     """The steps, the gradients of batch 1, the weights, and the batches without labels."""
     engine, _ = start(config)
     loader = WithoutLabels(config, engine.grid.replica, engine.grid.num_replicas, empty)
@@ -171,7 +171,8 @@ def train_without(config: Config, empty: Callable[[int], bool], num_batches: int
             seen.update({name: gradient.clone() for name, gradient in gradients.items()})
 
     engine.train(loader, num_batches, steps.append, keep)
-    return steps, seen, {n: w.clone() for n, w in engine.state.weights.full_weights().items()}, loader.unlabelled
+    weights = {name: weight.clone() for name, weight in engine.state.weights.full_weights().items()}
+    return steps, seen, weights, [step.step - 1 for step in steps if not step.num_targets]
 
 
 SETTINGS: dict[str, Sections] = {
@@ -199,7 +200,7 @@ def test_a_batch_without_labels_has_loss_zero_and_no_gradient(name: str) -> None
     assert [loss == 0 for loss in losses] == [False, True, False, True, True, True, True, True, False, False]
     assert not any(step.anomaly or (step.skipped and step.loss_scale == 1) for step in steps)
     assert all(math.isfinite(step.grad_norm) for step in steps if not step.skipped)
-    assert unlabelled == {1, 3, 4, 5, 6, 7}
+    assert unlabelled == [1, 3, 4, 5, 6, 7]
     assert all(weight.isfinite().all() for weight in weights.values())
     if name != "bert":  # whose sentence labels count
         assert steps[1].grad_norm == 0
@@ -245,7 +246,7 @@ def test_nothing_to_send_is_no_anomaly(sections: dict[str, Any]) -> None:
     """A batch without labels over two replicas, with gradients compressed from the first one on."""
     config = gpt(sections, {"parallel": {"dp": 2}})
     for steps, _, weights, unlabelled in run_ranks(train_without, 2, config, partial(_first, 24), 4):
-        assert unlabelled == {0, 1}
+        assert unlabelled == [0, 1]
         assert [step.loss == 0 for step in steps] == [True, True, False, False]
         assert not any(step.anomaly or step.skipped for step in steps)
         assert all(weight.isfinite().all() for weight in weights.values())
@@ -304,5 +305,5 @@ def test_repeats_are_counted_where_a_data_set_is_smaller_than_what_is_asked() ->
     stream = StreamedSamples(model, [model.sample(i, 1) for i in range(5)], "valid", 16)
     loader = BatchLoader(stream, micro_batch_size=4, num_microbatches=2)
     assert stream.num_repeats(8) == 0, "its end is not known"
-    assert loader.num_evaluated_targets(1) == sum(model.num_targets(model.sample(i % 5, 1)) for i in range(8))
+    assert loader.num_targets(0) == sum(model.num_targets(model.sample(i % 5, 1)) for i in range(8))
     assert (stream.num_repeats(4), stream.num_repeats(8)) == (0, 3)
