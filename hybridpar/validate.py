@@ -15,7 +15,7 @@ from math import isfinite
 from hybridpar.checkpoint.compatible import CONTINUABLE
 from hybridpar.config import Config, ModelConfig, broken_rules
 from hybridpar.errors import ConfigError, Problem, not_utf8
-from hybridpar.models.build import recomputed_blocks
+from hybridpar.models.build import recomputed_blocks, require_trainable
 from hybridpar.models.cost import stage_split
 from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
@@ -93,6 +93,7 @@ def _refused(config: Config) -> Iterator[Problem]:
     device = None if config.train.device == "auto" else config.train.device
     attempts: list[Callable[[], object]] = [
         lambda: stage_split(model, pp, pipeline.split, chunks, pipeline.placement),
+        lambda: require_trainable(model),
         lambda: recomputed_blocks(pipeline.recompute, model, [range(0)] * (pp * chunks)),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
         lambda: Codecs.of(config),
@@ -103,11 +104,13 @@ def _refused(config: Config) -> Iterator[Problem]:
     if (isinstance(model, ModelConfig) and model.position == "rotary"
             and said.isdisjoint(("model.num_heads", "model.position"))):
         attempts.append(lambda: rotary_features(model.hidden_size // model.num_heads, model.rotary_fraction))
+    found: list[Problem] = []
     for attempt in attempts:
         try:
             attempt()
         except ConfigError as error:
-            yield from error.problems
+            found += [problem for problem in error.problems if problem not in found]
+    yield from found
 
 
 def _continued(config: Config) -> Iterator[Problem]:

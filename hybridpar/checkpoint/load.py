@@ -29,7 +29,7 @@ from hybridpar.optim import ParameterSlot
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.reading import nearest_path
 from hybridpar.state import RankState
-from hybridpar.state.kinds import Anchor, OuterRemainder, Sent
+from hybridpar.state.kinds import OuterRemainder, Sent
 
 
 def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None], *, up_to: int | None = None,
@@ -200,9 +200,7 @@ class FullWeights:
 
     def read_part(self, slot: ParameterSlot) -> Tensor:
         """A rank's part of a parameter, named as here or tied to one. Shapes: slot.shape. Raises: CheckpointError."""
-        if self.manifest.config.parallel.sites > 1:
-            return self._saved.read(slot, Anchor.name)
-        return self._saved.read_newest(slot)
+        return self._saved.read_common(slot)
 
     def find_tied(self, name: str, tied: str) -> str | None:
         """The name of a parameter here: its own, or that of one that is tied to it; None where there is neither."""

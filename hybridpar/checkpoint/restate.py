@@ -10,10 +10,11 @@ After t batches, drained, a checkpoint has W(t), and with schedule 2bw W(t-1), t
     pipedream <-> others     as from and to one version
 
 The rest is the same set of numbers however it is cut. State of a kind that the old run had not begins as in a new run
-(StateKind.restate): a master copy equals the weights, an optimizer's state is zero. Predicted weights are not W: a run
-that does not predict takes W(t) from the master, for both versions. What replicas have not sent of their gradients goes
-to as many others as there are now: rank i of w gets the sum of the old ones i, i + w, and so on. A run that does not
-compress leaves it out.
+(StateKind.restate): a master copy equals the weights, an optimizer's state is zero. So does all state of a parameter
+that was frozen and is trained now; one that was trained and is frozen now stays at W(t). Predicted weights are not W:
+a run that does not predict takes W(t) from the master, for both versions. What replicas have not sent of their
+gradients goes to as many others as there are now: rank i of w gets the sum of the old ones i, i + w, and so on. A
+run that does not compress leaves it out.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class Restated(Mapping[str, Tensor]):
     def __init__(self, saved: Saved, state: RankState, ahead: int = 0):
         self._saved, self._state, self._here = saved, saved.manifest.state, state
         self.read, self.keeps, self.newest, self.alike = saved.read, saved.keeps, saved.read_newest, saved.alike
+        self.common = saved.read_common
         weights = state.weights
         self._unpredicts = saved.manifest.config.optim.staleness == "prediction" and not weights.predicts
-        self._slots = {slot.name: slot for slot in state.slots}
-        self._whole = state.whole_slots
+        self._slots, self._whole = state.owned_slots, state.whole_slots
         self._ahead, newest = ahead, self._state.batches_done + ahead
         self.versions = range(max(newest - weights.num_versions + 1, 0), newest + 1)
 
@@ -64,6 +65,8 @@ class Restated(Mapping[str, Tensor]):
 
     def version(self, slot: ParameterSlot, version: int) -> Tensor:
         """The weights that the new run takes as that version."""
+        if not slot.placement.trainable:  # sites may have trained it apart before it was frozen
+            return self.common(slot)
         if self._unpredicts:
             return self.newest(slot)
         return self._saved.read_version(slot, self._stored(version))

@@ -20,7 +20,7 @@ from hybridpar.grid import APART, BATCH, MODEL, sizes_of
 from hybridpar.nn.placement import Placement, Range, Shard
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.chunks import block_of
-from hybridpar.state.kinds import Master, WeightShares, WeightVersions, saved_kind
+from hybridpar.state.kinds import Anchor, Master, WeightShares, WeightVersions, saved_kind
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,14 @@ class Saved:
         return found
 
     def keeps(self, slot: ParameterSlot, kind: str, what: str) -> bool:
-        """Whether such a tensor, say 'momentum', was kept of this parameter or of any other one beside it."""
-        holders = self.holders(slot.name, slot.placement.tied)
+        """Whether such a tensor, say 'momentum', was kept of this parameter or of any other trained one beside it; not
+        if it was frozen."""
+        holders = [holder for holder in self.holders(slot.name, slot.placement.tied) if holder.placement.trainable]
         return any((kind, what) in shard.kept for holder in holders for shard in self._files_of(holder.stage))
+
+    def has(self, slot: ParameterSlot, kind: str, what: str = "") -> bool:
+        """Whether this very parameter has such a tensor."""
+        return bool(self._keepers(self.holders(slot.name, slot.placement.tied), 0, kind, what))
 
     def read(self, slot: ParameterSlot, kind: str, what: str = "", member: Member | None = None) -> Tensor:
         """The part that `slot` names of a parameter's tensor of a kind. `what`: as in StateKind.key. `member`: whose,
@@ -159,14 +164,21 @@ class Saved:
 
     def read_newest(self, slot: ParameterSlot) -> Tensor:
         """The newest weights of a parameter, neither rounded nor predicted: the master's where there is one."""
-        if self._keepers(self.holders(slot.name, slot.placement.tied), 0, Master.name, ""):
+        if self.has(slot, Master.name):
             return self.read(slot, Master.name)
         return self.read_version(slot, self.manifest.step)
 
     def read_version(self, slot: ParameterSlot, version: int) -> Tensor:
-        """The weights of a parameter of a version that was saved, whole or in shares."""
-        shared = self._keepers(self.holders(slot.name, slot.placement.tied), 0, WeightShares.name, str(version))
-        return self.read(slot, (WeightShares if shared else WeightVersions).name, str(version))
+        """The weights of a parameter of a version that was saved, whole or in shares. All versions of a frozen one are
+        the newest."""
+        if not all(holder.placement.trainable for holder in self.holders(slot.name, slot.placement.tied)):
+            version = self.manifest.step
+        kind = WeightShares if self.has(slot, WeightShares.name, str(version)) else WeightVersions
+        return self.read(slot, kind.name, str(version))
+
+    def read_common(self, slot: ParameterSlot) -> Tensor:
+        """The weights that all sites had in common last; of one site, the newest."""
+        return self.read(slot, Anchor.name) if self.has(slot, Anchor.name) else self.read_newest(slot)
 
     def _keepers(self, holders: Sequence[Holder], rank: int, kind: str, what: str,
                  replica: int | None = None) -> list[Keeper]:

@@ -86,6 +86,7 @@ def placements_to_plain(placements: Mapping[str, Placement]) -> dict[str, Any]:
     return {
         name: {
             "shape": list(p.shape), "weight_decay": p.weight_decay, "tied": p.tied,
+            **({} if p.trainable else {"trainable": False}),
             "shard": None if p.shard is None else {
                 "dim": p.shard.dim, "ranges": [[list(r) for r in ranges] for ranges in p.shard.ranges],
                 **({"axis": p.shard.axis} if p.shard.axis != "tp" else {})}}
@@ -115,13 +116,15 @@ class _Placed:
     tied: str
     weight_decay: bool = False
     shard: _Split | None = None
+    trainable: bool = True
 
 
 def _parse_placement(name: str, value: Any, sizes: AxisSizes) -> Placement:
     """Raises: ValueError."""
     read: _Placed = from_plain(_Placed, value, name, lenient=True)
     shard = None if read.shard is None else _parse_split(f"{name}.shard", read.shard, read.shape, sizes)
-    return Placement(read.shape, Init("zeros"), shard, weight_decay=read.weight_decay, tied=read.tied)
+    return Placement(read.shape, Init("zeros"), shard, weight_decay=read.weight_decay, tied=read.tied,
+                     trainable=read.trainable)
 
 
 def _parse_split(what: str, read: _Split, shape: tuple[int, ...], sizes: AxisSizes) -> Shard:

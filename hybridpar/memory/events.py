@@ -163,7 +163,7 @@ class Life:
         return Category.COMMUNICATION if born in (*_BACKWARDS, Kind.F) or ROWS[born].side else Category.OTHER
 
 
-_COLUMNS = {category.value: category for category in Category}
+_COLUMNS = {category.value: category for category in Category} | {"frozen": Category.WEIGHTS}
 _BACKWARDS = (Kind.B, Kind.I, Kind.W)
 _SQUARES = "hybridpar::sum_squares"
 _MESSAGES = frozenset({"aten::empty", "aten::new_empty", "aten::cat"})

@@ -142,7 +142,8 @@ class TracedStage:
         parts = cut_into_parts(config, blocks) if policy.moves else ()
         self.state = RankState(self.stage, grid, policy, device, parts=parts)
         self.state.allocate()
-        self.shared = frozenset(name for name in self.state.placements if not self.state.is_kept(self.state.uses(name)))
+        self.shared = frozenset(name for name in self.state.gradients.layout.names
+                                if not self.state.is_kept(self.state.uses(name)))
         """Parameters whose gradients come and go."""
         ends = blocks, range(min(blocks.stop, model.num_blocks - 1), model.num_blocks)
         lane = Lane.of(config, grid, policy.dtype, device, ends)
@@ -156,7 +157,7 @@ class TracedStage:
         self._places: list[Tensor | None]  # of messages received and sent
         self._empty: int
         self._input_bytes: int
-        self._edge: GradientEdge
+        self._edge: GradientEdge | None  # None: nothing here needs a gradient
         self._loss_dtype: torch.dtype
 
     def static(self) -> dict[str, int]:
@@ -204,7 +205,7 @@ class TracedStage:
         if not self._buffers.handed[1]:
             sent = self.next.cut(sent, self._codecs["sent"] if self.sends else None)
         self._places += [self._places_of("sent", "returned")] if self.sends else []
-        self._edge = get_gradient_edge(out)
+        self._edge = None if leaf is None and self.stage.is_frozen else get_gradient_edge(out)
         peak = self.tracker.read().peak - before
         del out, batch, key
         with_output, self.moved = self.tracker.read().current, notes.num_bytes()
@@ -227,7 +228,8 @@ class TracedStage:
         self.state.bind(0, (0,))
         if split and self.config.pipeline.split_backward:
             self.state.collect(None)
-        backward_from(self._edge, gradient)
+        if self._edge is not None:
+            backward_from(self._edge, gradient)
         del self._edge, self._input, self._places, gradient
         left = self.tracker.read()
         return left.peak - before, left.current - self._empty

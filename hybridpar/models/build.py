@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from hybridpar.config import AUTO, KernelsConfig, ModelConfig, ModelSpec
+from hybridpar.config import AUTO, KernelsConfig, ModelConfig, ModelSpec, spec_name
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
 from hybridpar.models.own import Build, adopt, construct
-from hybridpar.nn.placement import ParallelModule
+from hybridpar.nn.placement import ParallelModule, named_placements
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Types by their names in train.dtype."""
@@ -63,6 +64,26 @@ def _tie(blocks: Iterable[nn.Module]) -> None:
         for name, placement in module.placements.items():
             if placement.tied:
                 setattr(module, name, held.setdefault(placement.tied, getattr(module, name)))
+
+
+@lru_cache(maxsize=16)
+def require_trainable(model: ModelSpec) -> None:
+    """Raises: ConfigError if all parameters of a custom model are frozen, or one that is tied is frozen in one of its
+    two blocks."""
+    if isinstance(model, ModelConfig):
+        return
+    found, tied = False, dict[str, bool]()
+    for number in range(model.num_blocks):
+        (block,) = build_blocks(model, Axis("tp"), [number]).values()
+        for name, _, placement in named_placements(block):
+            found |= placement.trainable
+            if placement.tied and tied.setdefault(placement.tied, placement.trainable) != placement.trainable:
+                rule = (f"has a tied parameter {placement.tied!r} that is frozen in one block and trained in another "
+                        f"(blocks.{number}.{name}); it is one parameter")
+                raise config_error("model.spec", spec_name(type(model)), rule, "requires_grad_(False) in both blocks")
+    if not found:
+        raise config_error("model.spec", spec_name(type(model)), "must have a parameter to train; all of its "
+                           "parameters are frozen (requires_grad=False)", "requires_grad_(True) on some module")
 
 
 @dataclass(frozen=True)

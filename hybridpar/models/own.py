@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -112,8 +112,11 @@ def adopt(block: nn.Module, model: ModelSpec, number: int, dtype: torch.dtype) -
     inner = 0 < number < model.num_blocks - 1
     for prefix, module in block.named_modules():
         full: Callable[[str], str] = f"{prefix}.{{}}".format if prefix else "{}".format
-        if not isinstance(module, ParallelModule):
-            placements = {name: _placement(module, parameter, Constructed(model, number, full(name)), inner)
+        if isinstance(module, ParallelModule):
+            module.placements = {name: replace(placement, trainable=getattr(module, name).requires_grad)
+                                 for name, placement in module.placements.items()}
+        else:
+            placements = {name: _placement(module, name, parameter, Constructed(model, number, full(name)), inner)
                           for name, parameter in module.named_parameters(recurse=False)}
             if placements:
                 cast(Any, module).placements = placements
@@ -184,10 +187,11 @@ def _shape_of(x: Any) -> Any:
     return tuple(x.shape[1:]) if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
-def _placement(module: nn.Module, parameter: nn.Parameter, draw: Constructed, inner: bool) -> Placement:
-    is_matrix = inner and isinstance(module, nn.Linear) and parameter is module.weight
-    return Placement(tuple(parameter.shape), Init("constructed", draw=draw), weight_decay=parameter.dim() > 1,
-                     matrices=(((0, len(parameter)),),) if is_matrix else ())
+def _placement(module: nn.Module, name: str, parameter: nn.Parameter, draw: Constructed, inner: bool) -> Placement:
+    is_matrix = inner and isinstance(module, nn.Linear) and name == "weight"
+    return Placement(tuple(parameter.shape), Init("constructed", draw=draw),
+                     weight_decay=parameter.dim() > 1,
+                     matrices=(((0, len(parameter)),),) if is_matrix else (), trainable=parameter.requires_grad)
 
 
 def require_same_everywhere(block: nn.Module, model: ModelSpec, number: int) -> None:

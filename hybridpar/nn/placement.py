@@ -10,7 +10,8 @@ A Placement says for every axis of the grid whether the parameter is split along
     others  `shard`                        `partial`                            all else
 
 That alone decides the values a shard starts from, over which ranks its gradient is summed, who counts it in the global
-gradient norm, who saves it, how checkpoints reassemble it, and which replicas must agree.
+gradient norm, who saves it, how checkpoints reassemble it, and which replicas must agree. A parameter that is not
+`trainable` keeps its bits: it has neither gradient, optimizer state, master copy, weight decay nor a part in the norm.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class Placement:
     `matrices`: the hidden matrices that a 2-D parameter is made of, each as ranges of global rows, in order; together
     they are all rows. Empty for embeddings, output heads and vectors.
     `partial`: axes of the layer whose ranks all hold the parameter, each with a partial sum of its gradient.
+    `trainable`: False for a frozen parameter.
     """
 
     shape: tuple[int, ...]
@@ -134,6 +136,7 @@ class Placement:
     tied: str = ""
     matrices: Matrices = ()
     partial: tuple[str, ...] = ()
+    trainable: bool = True
 
     def along(self, axis: str) -> Held:
         """How the ranks along an axis hold it."""

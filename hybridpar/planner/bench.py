@@ -75,14 +75,14 @@ class Unit:
         self.state = RankState(self.stage, ProcessGrid.of(tp), policy, device)
         self.state.initialize(0)
         self.state.allocate()
-        self.num_parameters = sum(p.numel() for p in self.stage.parameters())
+        self.num_parameters = sum(p.numel() for p in self.stage.parameters() if p.requires_grad)
         self.state.begin(0)
         self.key = RandomKey.of(config.train.seed, 0, 0, config.train.micro_batch_size, device)
         self._usual: Tensor | None = None  # what it takes, where blocks measured one after the other may not fit
         if number and not isinstance(config.model, ModelConfig):
             shape = config.train.micro_batch_size, *message_shape(config.model, number - 1)
             self._usual = torch.randn(shape, dtype=policy.dtype, device=device, generator=torch.Generator(device))
-        self._edge: GradientEdge
+        self._edge: GradientEdge | None  # None: nothing here needs a gradient
         self._sent: Tensor
         self._input: Tensor | None = None
 
@@ -95,7 +95,7 @@ class Unit:
         out: Any = self.stage(self._input, batch, self.key)
         if isinstance(out, dict):
             out = sum(out.values())
-        self._edge = get_gradient_edge(out)
+        self._edge = None if self._input is None and self.stage.is_frozen else get_gradient_edge(out)
         self._sent = out.detach()
         return self._sent
 
@@ -104,7 +104,8 @@ class Unit:
         self.state.bind(0, (self.state.weights.newest,))
         if gradient is None or gradient.shape != self._sent.shape:
             gradient = torch.ones_like(self._sent)
-        backward_from(self._edge, gradient)
+        if self._edge is not None:
+            backward_from(self._edge, gradient)
         given, self._input = self._input, None
         del self._edge
         return None if given is None else given.grad

@@ -46,6 +46,10 @@ class Chunk:
     use: Use = WHOLE
 
 
+EMPTY = Chunk(0, 0, Use(stays=True))
+"""Chunk of a buffer that has no memory: nothing of it comes and goes."""
+
+
 class Memory:
     """Memory of a device, taken at once and kept. is_limited: it cannot hold all state at once."""
 
@@ -90,10 +94,9 @@ def block_of(name: str) -> int:
 def cut(layout: FlatLayout, use: Callable[[str], Use], absent: Container[str] = ()) -> tuple[Chunk, ...]:
     """The layout in chunks: neighbouring parameters of equal use are one. use: by a parameter's name. absent: those
     that get no memory."""
-    ends = (*layout.offsets[1:], layout.numel)
     runs = [(key, list(run)) for key, run in groupby(
         range(len(layout.names)), lambda i: None if layout.names[i] in absent else use(layout.names[i]))]
-    return tuple(Chunk(layout.offsets[run[0]], ends[run[-1]], key) for key, run in runs if key) or (Chunk(0, 0),)
+    return tuple(Chunk(layout.offsets[run[0]], layout.ends[run[-1]], key) for key, run in runs if key) or (EMPTY,)
 
 
 class Buffer:

@@ -36,6 +36,8 @@ class Stored(Protocol):
         """The tensor kept by all ranks with the same part of the parameter; None: no rank had that part."""
     def newest(self, slot: ParameterSlot) -> Tensor:
         """The newest weights, neither rounded nor predicted."""
+    def common(self, slot: ParameterSlot) -> Tensor:
+        """The weights that all sites had in common last: the anchor, or of one site the newest weights."""
     def version(self, slot: ParameterSlot, version: int) -> Tensor:
         """The weights that the new run takes for that version."""
 

@@ -1,7 +1,8 @@
 """The kinds of state that a rank keeps: name, place, and how a load restates each.
 
     key                            tensors                                    if a load finds none
-    weights/<version>/<parameter>  whole local parameters, on all replicas    (there always are)
+    weights/<version>/<parameter>  whole local parameters, on all replicas;   (there always are)
+                                   frozen ones once, as the newest version
     shares/<version>/<parameter>   parts that this rank owns, of weights that  the weights
                                    replicas share (ZeRO-3)
     master/<parameter>             parts that this rank owns                  the weights
@@ -37,7 +38,7 @@ from hybridpar.state.weights import copy_all
 
 
 class WeightVersions(StateKind):
-    """Every live version of the weights, in the working precision."""
+    """Every live version of the weights, in the working precision; frozen parameters once, with the newest."""
 
     name, column, whole = "weights", "weights", True
     form, what = "{what}/{parameter}", r"\d+"
@@ -49,14 +50,18 @@ class WeightVersions(StateKind):
     def tensors(self) -> dict[str, Tensor]:
         store = self.holder.weights
         return {self.key(name, str(version)): leaf.detach()
-                for version in store.live_versions for name, leaf in store.kept(version).items()}
+                for version in store.live_versions for name, leaf in store.kept(version).items()} | {
+            self.key(name, str(store.newest)): leaf for name, leaf in store.frozen.kept().items()}
 
     def memory(self) -> list[Tensor]:
-        return _kept(self.holder.weights.buffers, self.holder.weights.is_kept)
+        store = self.holder.weights
+        return _kept(store.buffers, store.is_kept) + _kept(store.frozen.buffers, store.frozen.is_kept)
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
         for version in versions:
             self.holder.weights.restore(version, Under(f"{version}/", tensors))
+        copy_all(self.holder.weights.frozen.kept(), Under(f"{versions[-1]}/", tensors), "frozen weights",
+                 self.holder.memory)
 
 
 class WeightShares(WeightVersions):
@@ -67,16 +72,20 @@ class WeightShares(WeightVersions):
     def tensors(self) -> dict[str, Tensor]:
         store = self.holder.weights
         return {self.key(name, str(version)): view for version in store.live_versions if store.shares
-                for name, view in store.shares[store.slot(version)].views.items()}
+                for name, view in store.shares[store.slot(version)].views.items()} | {
+            self.key(name, str(store.newest)): view for name, view in store.frozen.shared().items()}
 
     def memory(self) -> list[Tensor]:
-        return [tensor for shares in self.holder.weights.shares for tensor in shares.buffer.tensors]
+        store = self.holder.weights
+        return [tensor for shares in (*store.shares, *store.frozen.shares) for tensor in shares.buffer.tensors]
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
         store = self.holder.weights
         for version in versions if store.shares else ():
             copy_all(store.shares[store.slot(version)].views, Under(f"{version}/", tensors),
                      f"shares of version {version}", self.holder.memory)
+        copy_all(store.frozen.shared(), Under(f"{versions[-1]}/", tensors), "shares of frozen weights",
+                 self.holder.memory)
 
 
 class Gradients(StateKind):
@@ -144,7 +153,7 @@ class Anchor(BufferKind):
 
     @classmethod
     def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
-        return stored.read(slot, cls.name) if stored.keeps(slot, cls.name, "") else stored.newest(slot)
+        return stored.common(slot)
 
     def buffer(self) -> Buffer | None:
         return None if self.holder.outer is None else self.holder.outer.anchor

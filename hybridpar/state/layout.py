@@ -40,9 +40,9 @@ class Owned:
 class FlatLayout:
     """Parameters one after the other in one flat buffer, each at a multiple of 64 bytes.
 
-    Offsets and `numel` count elements. `offset_dtype`: the narrowest dtype of the buffers that share these offsets, say
-    a master copy and its working copies; each parameter is aligned in all of them. Padding is part of every buffer:
-    allocated as zeros, it stays zero.
+    Offsets, `ends` (each with the padding behind its parameter) and `numel` count elements. `offset_dtype`: the
+    narrowest dtype of the buffers that share these offsets, say a master copy and its working copies; each parameter is
+    aligned in all of them. Padding is part of every buffer: allocated as zeros, it stays zero.
     """
 
     def __init__(self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype,
@@ -56,6 +56,7 @@ class FlatLayout:
         for shape in self.shapes:
             offsets.append(offsets[-1] + -(-prod(shape) // align) * align)
         self.offsets = tuple(offsets[:-1])
+        self.ends = tuple(offsets[1:])
         self.numel = offsets[-1]
 
     @staticmethod
@@ -77,7 +78,7 @@ class FlatLayout:
         """Contiguous parts of a flat buffer, ascending, in fewer tensors: neighbours are joined, with the padding
         between them. base: element of the buffer at which the parts' memory begins."""
         padded: dict[int, int] = {offset + prod(shape): following for offset, shape, following in zip(
-            self.offsets, self.shapes, (*self.offsets[1:], self.numel), strict=True)}
+            self.offsets, self.shapes, self.ends, strict=True)}
         spans: list[list[int]] = []
         for part in parts:
             start = base + int(part.storage_offset())

@@ -14,9 +14,10 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class StageParameters:
-    """The parameters of a stage built on the meta device: placements by name, and where they lie in a flat buffer.
+    """The parameters of a stage built on the meta device: placements by name, and where they lie in flat buffers.
 
-    dtype: what micro-batches compute in; `layout` has the dtype of gradients and of the master copy.
+    dtype: what micro-batches compute in. `layout`: of the trained parameters, in the dtype of gradients and of the
+    master copy. `frozen`: of the frozen ones, in `dtype`.
     """
 
     def __init__(self, stage: nn.Module, dtype: torch.dtype):
@@ -27,7 +28,10 @@ class StageParameters:
         parameters: dict[str, Tensor] = {}
         for name, parameter, placement in sorted(named_placements(stage), key=lambda item: layout_run(item[2])):
             self.placements[name], by_id[id(parameter)], parameters[name] = placement, name, parameter
-        self.layout = FlatLayout.of(parameters, self.master_dtype, offset_dtype=dtype)
+        trained = {name: parameter for name, parameter in parameters.items() if self.placements[name].trainable}
+        self.layout = FlatLayout.of(trained, self.master_dtype, offset_dtype=dtype)
+        self.frozen = FlatLayout.of(
+            {name: parameter for name, parameter in parameters.items() if name not in trained}, dtype)
         self.blocks: dict[str, list[int]] = {name: [] for name in parameters}
         """Numbers of the blocks that have a parameter, by its name."""
         for path, module in stage.named_modules():

@@ -64,6 +64,11 @@ def make_routes(policy: StatePolicy, placements: Mapping[str, Placement], grid: 
     return {name: route(name, placement) for name, placement in placements.items()}
 
 
+def frozen_routes(policy: StatePolicy, names: Iterable[str], grid: ProcessGrid) -> dict[str, Route]:
+    """Routes of frozen parameters, which have no gradient: the replicas that share the weights, if they do."""
+    return {name: Route(grid.axis(*BATCH), sharded=policy.splits_weights) for name in names}
+
+
 class Partition:
     """A flat buffer in buckets, and the rank that updates each part of them.
 
@@ -75,8 +80,7 @@ class Partition:
     def __init__(self, layout: FlatLayout, routes: Mapping[str, Route], bucket_bytes: int = BUCKET_BYTES,
                  uses: Callable[[str], Use] = lambda name: WHOLE):
         self.layout, self.uses = layout, uses
-        ends = (*layout.offsets[1:], layout.numel)
-        self._ranges = dict(zip(layout.names, zip(layout.offsets, ends, strict=True), strict=True))
+        self._ranges = dict(zip(layout.names, zip(layout.offsets, layout.ends, strict=True), strict=True))
         self._routes = routes
         keys = {name: (route.axis.name, route.sharded, route.group, uses(name)) for name, route in routes.items()}
         # what is final last, and is never given away, goes last: nothing is held back for it

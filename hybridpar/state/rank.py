@@ -28,7 +28,7 @@ from hybridpar.state.host import HostUpdates, HostWork, UpdatedMemory
 from hybridpar.state.kind import Under
 from hybridpar.state.outer import OuterStep
 from hybridpar.state.parameters import StageParameters
-from hybridpar.state.partition import Partition, make_routes
+from hybridpar.state.partition import Partition, frozen_routes, make_routes
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reducer import GradientReducer
 from hybridpar.state.shares import Shares, room
@@ -40,7 +40,7 @@ from hybridpar.state.weights import WeightStore
 class RankState:
     """Weights, gradients, their reduction, and the optimizer, for the parameters of `stage`.
 
-    `stage`: all blocks of the rank, built on the meta device, with global names. `partition`: the parts of its
+    `stage`: all blocks of the rank, built on the meta device, with global names. `partition`: the parts of its trained
     parameters that this rank updates, `slots`. `kinds`: its state, by kind. `parts`: blocks that compute at a time
     (none: all); an update then has `num_groups` parts. `memory`: holds the state (None: `device` does). `shares`: of
     each gradient buffer, if replicas split gradients. `compression`: of gradients that are sent (None: they are whole).
@@ -53,28 +53,34 @@ class RankState:
         self.grid, self._backend, self.memory = grid, policy.backend, memory or Memory(device)
         parameters = StageParameters(stage, policy.dtype)
         self.placements = parameters.placements
+        trained = {name: place for name, place in self.placements.items() if place.trainable}
         # shares that are here all the time are updated at once: it has no price
         elementwise = (self.memory.is_limited or not policy.moves) and all(
-            divisible(policy.optim, slot) for slot in self.whole_slots.values())
-        tied = frozenset(name for name, placement in self.placements.items() if placement.tied)
+            divisible(policy.optim, self.whole_slots[name]) for name in trained)
+        tied = frozenset(name for name, placement in trained.items() if placement.tied)
         self._in_both_ends = frozenset() if policy.ends_apart else tied
         self.uses = uses_of(parts, self.placements, parameters.blocks, elementwise=elementwise, alone=grid.pp.size == 1)
-        self.partition = Partition(parameters.layout, make_routes(policy, self.placements, grid), uses=self.uses)
-        self.slots = [ParameterSlot(o.name, self.placements[o.name], grid.place, o.part, o.shared)
-                      for o in self.partition.owned]
+        self.partition = Partition(parameters.layout, make_routes(policy, trained, grid), uses=self.uses)
+        frozen = Partition(
+            parameters.frozen, frozen_routes(policy, parameters.frozen.names, grid), uses=self.uses)
+        self.slots, self.frozen_slots = (
+            [ParameterSlot(o.name, self.placements[o.name], grid.place, o.part, o.shared) for o in partition.owned]
+            for partition in (self.partition, frozen))
         hosted = {slot.name for slot in self.slots if policy.on_host and divisible(policy.optim, slot)}
         self.weights = WeightStore(parameters, self.partition, policy.num_versions, self.memory,
                                    predict=policy.predicts, uses=self.uses, splits=policy.splits_weights,
-                                   host=UpdatedMemory(self.memory) if policy.on_host else None, hosted=hosted)
+                                   host=UpdatedMemory(self.memory) if policy.on_host else None, hosted=hosted,
+                                   frozen=frozen)
         self.compression = Compression.of(self.partition, self.placements, policy, self.memory)
         factored, absent = (frozenset(),) * 2 if self.compression is None else (
             self.compression.factored, self.compression.absent)
         in_8_bits = {name for name, place in self.placements.items() if policy.eight_bits and place.matrices
                      and all(size % eight_bits.MULTIPLE == 0 for size in place.shape)}
-        for leaves in self.weights.leaves if factored or tied or in_8_bits else ():
+        for leaves in self.weights.leaves if factored or tied else ():
             for name in factored | tied:  # of tied ones in the order of their uses, in one backward or in several
                 setattr(leaves[name], FACTORED, True)
-            for name in in_8_bits:
+        for leaves in (*self.weights.leaves, self.weights.frozen.leaves) if in_8_bits else ():
+            for name in in_8_bits & leaves.keys():
                 setattr(leaves[name], eight_bits.WANTED, True)
         self.gradients = GradientAccumulator(
             parameters.layout, self.memory, policy.num_gradient_buffers,
@@ -183,7 +189,7 @@ class RankState:
     def finish(self, batch: int, part: int) -> None:
         """Ends a part of a batch, after its last backward, if there are several: missing gradients are zero."""
         index = self.gradients.buffer_index(batch)
-        final = [name for name in self.placements if self._is_final(name, part)]
+        final = [name for name in self.gradients.layout.names if self._is_final(name, part)]
         self.gradients.settle(index, final)
         self.reducer.complete(final)
         if self.is_alone(part):
@@ -195,8 +201,8 @@ class RankState:
 
     def reduce(self, batch: int) -> None:
         """Starts the reductions that are not started, after the last backward of a batch."""
-        self.gradients.finish(
-            self.gradients.buffer_index(batch), [name for name in self.placements if self.is_kept(self.uses(name))])
+        kept = [name for name in self.gradients.layout.names if self.is_kept(self.uses(name))]
+        self.gradients.finish(self.gradients.buffer_index(batch), kept)
         self.reducer.flush()
 
     def await_sums(self, batch: int) -> None:
@@ -266,7 +272,7 @@ class RankState:
             self.compression.feedback.close(made=made)
 
     def full_gradients(self, batch: int) -> dict[str, Tensor]:
-        """The reduced gradients of a batch, for all parameters; read only.
+        """The reduced gradients of a batch, for all trained parameters; read only.
 
         Collectives: an all-gather where replicas share the update.
         """
@@ -287,8 +293,13 @@ class RankState:
 
     @property
     def parts(self) -> dict[str, tuple[int, int]]:
-        """Elements (start, stop) of the local tensor that this rank updates, for parameters that it updates in part."""
-        return {o.name: o.part for o in self.partition.owned if o.part is not None}
+        """Elements (start, stop) of the local tensor that this rank owns, for parameters that it owns in part."""
+        return {slot.name: slot.part for slot in (*self.slots, *self.frozen_slots) if slot.part is not None}
+
+    @cached_property
+    def owned_slots(self) -> dict[str, ParameterSlot]:
+        """Slots of the parts that this rank owns, by name, of trained and frozen parameters."""
+        return {slot.name: slot for slot in (*self.slots, *self.frozen_slots)}
 
     def tensors(self) -> dict[str, Tensor]:
         """The state that checkpoints have, by key (see kinds); live, so copy or write it before going on. `memory.read`
@@ -297,10 +308,9 @@ class RankState:
 
     def placed(self) -> Iterator[tuple[str, Tensor, ParameterSlot]]:
         """The state that checkpoints have: each tensor with its key, and the slot of what it is part of."""
-        owned = {slot.name: slot for slot in self.slots}
         for key, tensor in self.tensors().items():
             kind, parameter, _ = kinds.parse_key(key)
-            slot = (self.whole_slots if kind.whole else owned)[parameter]
+            slot = (self.whole_slots if kind.whole else self.owned_slots)[parameter]
             slot = replace(slot, joint=True) if kind.joint else slot
             yield key, tensor, replace(slot, shared=False) if kind.differs else slot
 
@@ -314,12 +324,13 @@ class RankState:
     def whole_bytes(self) -> tuple[int, int]:
         """Most memory of whole chunks that replicas share: weights of two consecutive parts, and gradients of one part
         and of the one being summed. Units: bytes."""
-        def of(buffer: Buffer, shares: Sequence[Shares]) -> int:
-            sizes = [(c.use, tensor.nbytes) for c, tensor in zip(buffer.chunks, buffer.tensors, strict=True)]
-            return room(sizes, 2) if shares else 0
+        def of(buffers: Sequence[Buffer]) -> int:
+            return room([(chunk.use, tensor.nbytes) for buffer in buffers
+                         for chunk, tensor in zip(buffer.chunks, buffer.tensors, strict=True)], 2)
 
-        return (of(self.weights.buffers[0], self.weights.shares),
-                of(self.gradients.buffers[0], self.shares if self._moves_gradients else ()))
+        weights, gradients = self.weights, self.gradients
+        return (of([weights.buffers[0], *weights.frozen.buffers]) if weights.shares else 0,
+                of(gradients.buffers[:1]) if self.shares and self._moves_gradients else 0)
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int, since: int = 0) -> None:
         """Loads tensors by key. Each is read once; an optimizer's are kept as they are.

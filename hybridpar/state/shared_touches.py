@@ -10,13 +10,13 @@ from hybridpar.pipeline.plan.shared import SharedItems
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.state.parts import Parts
 from hybridpar.state.rank import RankState
-from hybridpar.state.shares import WholeChunks
+from hybridpar.state.shares import FROZEN, WholeChunks
 
 
 class SharedTouches:
     """Which of the chunks that come and go an action touches, by number.
 
-    weights of a part     F B I reads                       gradients   B I W adds
+    weights of a part     F B I reads, frozen ones, too     gradients   B I W adds
     what an UPDATE makes  new shares: a whole chunk is old              REDUCE: all are in the shares
 
     chunks: by number, from `first` on: lower numbers are items of the rank's tiers.
@@ -33,7 +33,8 @@ class SharedTouches:
         """The touches of weights."""
         weights = self._state.weights
         if action.kind in (Kind.F, Kind.B, Kind.I):
-            return self._in_part(action, f"weights/{weights.slot(action.version)}", Mode.READ)
+            return [touch for kind in (f"weights/{weights.slot(action.version)}", FROZEN)
+                    for touch in self._in_part(action, kind, Mode.READ)]
         if action.kind is Kind.UPDATE:
             return [Touch(i, Mode.RENEW) for i in self._by_kind.get(f"weights/{weights.slot(action.version)}", ())
                     if self.chunks[i].use.group == action.part]
@@ -53,13 +54,13 @@ class SharedTouches:
         num_bytes = [0] * self._first + [chunk.num_bytes for chunk in self.chunks.values()]
         summed = frozenset(i for i, chunk in self.chunks.items() if chunk.kind.startswith("gradients/"))
 
-        def residency(kind: str, touches: Callable[[Action], list[Touch]], consecutive: int,
-                      others: Iterable[int]) -> Residency:
-            return Residency(touches, num_bytes, self._memory.room(kind, consecutive),
-                             others={*range(self._first), *others})
+        def residency(touches: Callable[[Action], list[Touch]], room: int, others: Iterable[int]) -> Residency:
+            return Residency(touches, num_bytes, room, others={*range(self._first), *others})
 
-        return SharedItems(residency("weights", self.of_weights, 2, summed),
-                           residency("gradients", self.of_gradients, 1, self.chunks.keys() - summed), summed)
+        memory = self._memory
+        return SharedItems(
+            residency(self.of_weights, memory.room_of_weights(), summed),
+            residency(self.of_gradients, memory.room_of_gradients(1), self.chunks.keys() - summed), summed)
 
     def _gradients(self, batch: int) -> str:
         return f"gradients/{self._state.gradients.buffer_index(batch)}"

@@ -24,6 +24,8 @@ from hybridpar.state.region import TensorRegion, taken
 
 SHARES = "shares/"
 """Prefix of a share's kind: the kind of the whole follows."""
+FROZEN = "frozen/0"
+"""Kind of state of the frozen weights, of which there is one version."""
 
 
 class WholeChunk(TensorRegion):
@@ -62,7 +64,7 @@ class WholeChunks(Memory):
         super().__init__(device)
         self.chunks: list[WholeChunk] = []
         self.listeners: list[Callable[[WholeChunk], object]] = []
-        self._kinds = ("gradients/",) * policy.moves_gradients + ("weights/",) * policy.splits_weights
+        self._kinds = ("gradients/",) * policy.moves_gradients + ("weights/", FROZEN) * policy.splits_weights
 
     def zeros(self, kind: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         if not self.has(kind, chunk.use):
@@ -76,14 +78,21 @@ class WholeChunks(Memory):
         """Whether chunks of a kind and a use come and go."""
         return not use.stays and kind.startswith(self._kinds)
 
-    def room(self, kind: str, consecutive: int) -> int:
-        """As the function `room`, for chunks of a kind, say 'weights'."""
-        return room(((chunk.use, chunk.num_bytes) for chunk in self.chunks if chunk.kind == f"{kind}/0"), consecutive)
+    def room_of_weights(self) -> int:
+        """Most bytes of weights that are whole at once, trained and frozen: of two consecutive parts."""
+        return self._room(("weights/0", FROZEN), 2)
+
+    def room_of_gradients(self, consecutive: int) -> int:
+        """Bytes of the gradients of so many consecutive parts, at most."""
+        return self._room(("gradients/0",), consecutive)
+
+    def _room(self, kinds: Sequence[str], consecutive: int) -> int:
+        return room(((chunk.use, chunk.num_bytes) for chunk in self.chunks if chunk.kind in kinds), consecutive)
 
     @property
     def most_bytes(self) -> int:
         """Most bytes that are whole at once: weights of two parts, gradients of one and of the one being summed."""
-        return self.room("weights", 2) + self.room("gradients", 2)
+        return self.room_of_weights() + self.room_of_gradients(2)
 
     def _storage(self, view: Tensor) -> object:
         return view.untyped_storage()._cdata

@@ -11,6 +11,7 @@ from hybridpar.pipeline.plan.residency import Mode, Residency, Touch
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.state import RankState
 from hybridpar.state.parts import Parts
+from hybridpar.state.shares import FROZEN
 from hybridpar.state.tiered import ItemMemory, StateItem
 
 _Touches = tuple[Touch, ...]
@@ -20,6 +21,7 @@ class Touches:
     """The items that an action touches, except those that stay.
 
     weights of a part     F B I             gradients   B I W, the first of a batch writes; NORM, where they are reduced
+    frozen weights        the same; nothing writes them
     what an UPDATE makes  all of its group: it reads gradients, changes moments and master, writes the new weights
     where replicas share, items are shares, and whole chunks have the numbers behind (shared_touches.py):
     FETCH of weights      reads the share                RELEASE of gradients   adds to it; the first B or I writes it
@@ -99,7 +101,7 @@ class Touches:
         return ((i, item) for i, item in self.moving.items() if item.kind == kind)
 
     def _compute_touches(self, kind: Kind, part: int, slot: int, buffer: int, begins: bool) -> _Touches:
-        touches = [Touch(i, Mode.READ) for i, item in self.of(f"weights/{slot}")
+        touches = [Touch(i, Mode.READ) for of in (f"weights/{slot}", FROZEN) for i, item in self.of(of)
                    if kind is not Kind.W and part in item.use.parts]
         for i, item in self.of(f"gradients/{buffer}") if kind is not Kind.F else ():
             if part in item.use.parts:

@@ -27,7 +27,8 @@ from torch import Tensor
 from hybridpar.comm import Works
 from hybridpar.errors import CheckpointError
 from hybridpar.ops.update import Weights
-from hybridpar.state.chunks import WHOLE, Buffer, Chunk, Memory, Use, cut
+from hybridpar.state.chunks import EMPTY, WHOLE, Buffer, Memory, Use, cut
+from hybridpar.state.frozen import FrozenWeights
 from hybridpar.state.parameters import StageParameters
 from hybridpar.state.partition import Partition
 from hybridpar.state.shares import Shares
@@ -36,7 +37,7 @@ Update = Callable[[Weights], None]
 
 
 class WeightStore:
-    """Owns every version of a stage's parameters.
+    """Owns every version of a stage's trained parameters; `frozen` has those that are not trained.
 
     bf16 and fp16 add one fp32 master copy, on which the optimizer works. So does `predict`, in any precision: micro-
     batches then run on W + (W - W before the last update), a guess at the weights their gradient will be applied to.
@@ -45,12 +46,12 @@ class WeightStore:
     `uses`: of parameters, by name; they cut the buffers into chunks. An update is made group by group.
     `splits`: replicas share the weights; `shares` then has this rank's part of each buffer.
     `host`: memory of the `hosted` parameters, which the host updates (host.py); None: all are updated where the weights
-    are.
+    are. `frozen`: the partition of the frozen parameters; None: there are none.
     """
 
     def __init__(self, parameters: StageParameters, partition: Partition, num_versions: int, memory: Memory, *,
                  predict: bool = False, uses: Callable[[str], Use] = lambda name: WHOLE, splits: bool = False,
-                 host: Memory | None = None, hosted: Collection[str] = ()):
+                 host: Memory | None = None, hosted: Collection[str] = (), frozen: Partition | None = None):
         self.placements, self.layout, self.predicts = parameters.placements, parameters.layout, predict
         self.dtype, self.master_dtype = parameters.dtype, parameters.master_dtype
         self.partition, self.memory, self._uses, self._host = partition, memory, uses, host
@@ -61,6 +62,7 @@ class WeightStore:
         self.leaves = [{name: view.detach().requires_grad_() for name, view in buffer.views().items()}
                        for buffer in self.buffers]
         self.shares = Shares.of(partition, self.buffers, memory, "weights", split=splits)
+        self.frozen = FrozenWeights(parameters, frozen or Partition(parameters.frozen, {}), memory, uses, splits=splits)
         self._own_layout = own_layout = partition.layout_of_owned(self.master_dtype, offset_dtype=self.dtype)
         self.master = None
         if self.keeps_master or host is not None:
@@ -82,7 +84,7 @@ class WeightStore:
             self._views = [dict(zip(own_layout.names, views, strict=True)) for views in self._working]
         self._lists = [list(views.values()) for views in self._views]
         self._made = {} if self.made is None else self.made.views(hosted)
-        self.places = parameters.places
+        self.places = [place for place in parameters.places if self.placements[place[2]].trainable]
         self._arriving: dict[int, Works] = {}
         self._bound: int | None = None
         self.newest = 0
@@ -120,7 +122,7 @@ class WeightStore:
         """A new buffer in host memory for this rank's hosted parts. dtype: None: the master copy's."""
         assert self._host is not None
         assert self.master is not None
-        chunks = [chunk for chunk in self.master.chunks if chunk.use.hosted] or [Chunk(0, 0)]
+        chunks = [chunk for chunk in self.master.chunks if chunk.use.hosted] or [EMPTY]
         return Buffer(self._own_layout, dtype or self.master_dtype, self._host, chunks, f"host/{kind}")
 
     def spans(self, group: int) -> list[tuple[int, int, int]]:
@@ -148,7 +150,7 @@ class WeightStore:
         return version % self.num_versions
 
     def leaves_of(self, version: int) -> dict[str, Tensor]:
-        """The differentiable parameters of a live version, by name, once they are all here."""
+        """The trained parameters of a live version, by name, once they are all here."""
         assert self.newest - self.num_versions < version <= self.newest, f"version {version} is not live"
         self.await_version(version)
         return self.leaves[self.slot(version)]
@@ -202,6 +204,7 @@ class WeightStore:
                         master.copy_(full if part is None else full.view(-1)[slice(*part)])
                 if self.shares:
                     self.shares[slot].take([name])
+        self.frozen.fill(write)
 
     @torch.no_grad()
     def advance(self, update: Update | None, *, predict: bool = True, group: int = 0) -> None:
@@ -250,9 +253,11 @@ class WeightStore:
         """
         if not (self.keeps_master or self.shares) or not self.partition.is_sharded:
             here = self.master.views() if self.master and self.keeps_master else self.leaves_of(self.newest)
-            return {name: self.memory.read(view.detach()) for name, view in here.items()}
-        owned = map(self.memory.read, self._lists[self.slot(self.newest)])
-        return self.partition.whole(owned, self.memory.device)
+            trained = {name: self.memory.read(view.detach()) for name, view in here.items()}
+        else:
+            owned = map(self.memory.read, self._lists[self.slot(self.newest)])
+            trained = self.partition.whole(owned, self.memory.device)
+        return trained | self.frozen.full()
 
     @contextmanager
     def unpredicted(self) -> Iterator[None]:

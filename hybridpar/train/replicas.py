@@ -20,7 +20,7 @@ from hybridpar.pipeline.plan.shared import SharedTiers, Sums
 from hybridpar.state import RankState
 from hybridpar.state.parts import Parts
 from hybridpar.state.shared_touches import SharedTouches
-from hybridpar.state.shares import WholeChunks
+from hybridpar.state.shares import FROZEN, WholeChunks
 from hybridpar.train.tiers import RankTiers
 
 
@@ -65,8 +65,10 @@ class SharedChunks:
             self._move_share(action)
         elif action.kind is Kind.FETCH:
             chunk.take()
-            self._arriving[number] = self._state.weights.shares[chunk.index].gather(chunk.use)
-        elif chunk.kind.startswith("weights/"):
+            weights = self._state.weights
+            holder = weights.frozen if chunk.kind == FROZEN else weights.shares[chunk.index]
+            self._arriving[number] = holder.gather(chunk.use)
+        elif number not in self.items.summed:
             self._await(number)
             chunk.give_back()
         elif self._adds_up(number):

@@ -29,7 +29,8 @@ from hybridpar.verify.rules import Tensors, build_rule
 
 @dataclass
 class OracleStep:
-    """One batch: summed loss, global gradient norm before clipping, unclipped gradients, weights after the update."""
+    """One batch: summed loss, global gradient norm before clipping, unclipped gradients of what is trained, and all
+    weights after the update."""
 
     loss: float
     grad_norm: float
@@ -73,7 +74,7 @@ class Oracle:
 
     def step(self, batch: int, loader: Loader, replicas: int) -> OracleStep:
         """Trains on one whole batch; `loader` covers it with num_microbatches * replicas micro-batches."""
-        gradients = {n: torch.zeros_like(w) for n, w in self.history[0].items()}
+        gradients = {n: torch.zeros_like(w) for n, w in self.history[0].items() if self.placements[n].trainable}
         loss = 0.0
         for index in range(self.num_microbatches * replicas):
             leaves = self._bind(batch, index // replicas)
@@ -103,7 +104,8 @@ class Oracle:
         clip = min(1.0, optim.clip_grad / norm) if optim.clip_grad > 0 and norm > 0 else 1.0
         lr = learning_rate(self.num_updates, optim, self.config.train.num_steps, self.delay(batch))
         self.num_updates += 1
-        return self.rule(self.history[-1], {n: g * clip for n, g in gradients.items()}, lr)
+        trained = {n: self.history[-1][n] for n in gradients}
+        return self.history[-1] | self.rule(trained, {n: g * clip for n, g in gradients.items()}, lr)
 
     def _weight(self, name: str, version: int) -> Tensor:
         """The weight that micro-batches of this version run on: with prediction, the last update once more on top."""
@@ -121,8 +123,10 @@ class Oracle:
                     if module._parameters[key] is None:
                         continue
                     name = ".".join(filter(None, (f"blocks.{number}", prefix, key)))
-                    leaves[name] = nn.Parameter(self._weight(name, version))
-                    module._parameters[key] = leaves[name]
+                    trainable = self.placements[name].trainable
+                    module._parameters[key] = weight = nn.Parameter(self._weight(name, version), trainable)
+                    if trainable:
+                        leaves[name] = weight
         return leaves
 
     def _second_holder(self, name: str) -> bool:

@@ -53,7 +53,8 @@ class SiteOracles:
 
     def __post_init__(self) -> None:
         self.sites = [self.make() for _ in range(self.config.parallel.sites)]
-        self._anchor = {name: w.clone() for name, w in self.sites[0].history[0].items()}
+        first = self.sites[0]
+        self._anchor = {name: w.clone() for name, w in first.history[0].items() if first.placements[name].trainable}
         self._momentum = {name: torch.zeros_like(w) for name, w in self._anchor.items()}
 
     def step(self, batch: int, loader: Loader) -> list[OracleStep]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridpar.state.chunks import WHOLE, Buffer, Chunk, Memory, Use, block_of, cut
+from hybridpar.state.chunks import EMPTY, WHOLE, Buffer, Chunk, Memory, Use, block_of, cut
 from hybridpar.state.layout import FlatLayout
 
 NAMES = ["blocks.0.tokens.weight", *(f"blocks.{n}.{part}" for n in range(4) for part in ("norm", "bias")),
@@ -34,7 +34,7 @@ def test_neighbours_of_equal_use_are_a_chunk() -> None:
 
 def test_an_empty_layout_is_one_chunk_of_nothing() -> None:
     empty = FlatLayout([], [], torch.float32)
-    assert cut(empty, pairs) == (Chunk(0, 0),)
+    assert cut(empty, pairs) == (EMPTY,)
     assert Buffer(empty, torch.float32, Memory()).chunks == (Chunk(0, 0),)
 
 

@@ -75,10 +75,12 @@ class InFlight:
     """A micro-batch between its forward and its backward."""
 
     input: Tensor | None  # whose gradient is sent: a leaf
-    edge: GradientEdge  # the output's place in the graph: the output itself is not kept
+    edge: GradientEdge | None  # the output's place in the graph, without the output; None: nothing needs a gradient
 
     def back(self, gradient: Tensor) -> Tensor | None:
         """The gradient of the input, if there is one."""
+        if self.edge is None:
+            return None
         backward_from(self.edge, gradient)
         if self.input is None:
             return None
@@ -209,7 +211,8 @@ class Executor:
             self._outputs[Kind.SEND_F, stage, k] = sent = lane.cut(out.detach(), codec)
             self._keep_places(Kind.RECV_B, stage, k, sent, codec)
         if kept:
-            self._flight[stage, part, k] = InFlight(leaf, get_gradient_edge(out))
+            ends_here = leaf is None and here.is_frozen
+            self._flight[stage, part, k] = InFlight(leaf, None if ends_here else get_gradient_edge(out))
 
     def _backward(self, action: Action) -> None:
         stage, part, k = action.stage, action.part, action.microbatch

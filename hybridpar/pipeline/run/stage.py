@@ -42,6 +42,8 @@ class Stage(nn.Module):
             self._out = Packing.after(model, last) if last < model.num_blocks - 1 else None
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
         self.recompute, self.turns = recompute, turns
+        self.is_frozen = not any(parameter.requires_grad for parameter in self.parameters())
+        """Whether it has nothing to train: without an input that needs a gradient, its output needs none either."""
         for number in recompute.selective.intersection(blocks):
             blocks[number].remake()  # type: ignore[operator]  # recomputed_blocks has seen to it
 

@@ -1,0 +1,81 @@
+"""The frozen parameters of a stage: one flat buffer that all versions of the weights share.
+
+    weights/0   [ trained ]     version t
+    weights/1   [ trained ]     version t+1
+    frozen/0    [ frozen  ]     of both: nothing updates it, so it has neither gradients, master copy nor moments
+
+Micro-batches compute with it in the precision of the other weights. Where replicas share the weights (ZeRO-3), a rank
+keeps its share, and whole chunks are gathered and dropped together with the trained ones of their part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm import Works
+from hybridpar.state.chunks import Buffer, Memory, Use, cut
+from hybridpar.state.parameters import StageParameters
+from hybridpar.state.partition import Partition
+from hybridpar.state.shares import FROZEN, Shares
+
+
+class FrozenWeights:
+    """Holds a stage's frozen parameters and binds them to the modules once.
+
+    `partition`: of their layout; the part of it that this rank keeps where replicas share the weights (`splits`).
+    `uses`: of parameters, by name. `leaves`: by name, whole; they need no gradient. `shares`: this rank's part of the
+    buffer, or none. A stage without frozen parameters has no buffer.
+    """
+
+    def __init__(self, parameters: StageParameters, partition: Partition, memory: Memory, uses: Callable[[str], Use],
+                 *, splits: bool = False):
+        layout, self.dtype, self.master_dtype = parameters.frozen, parameters.dtype, parameters.master_dtype
+        self.partition, self.memory, self._uses = partition, memory, uses
+        self.buffers: list[Buffer] = []
+        self.leaves: dict[str, Tensor] = {}
+        if layout.names:
+            self.buffers.append(Buffer(layout, self.dtype, memory, cut(layout, uses), FROZEN))
+            self.leaves = {name: view.detach() for name, view in self.buffers[0].views().items()}
+        self.shares = Shares.of(partition, self.buffers, memory, FROZEN.partition("/")[0], split=splits)
+        for table, key, name in parameters.places:
+            if name in self.leaves:
+                table[key] = self.leaves[name]  # type: ignore[assignment]
+
+    def is_kept(self, use: Use) -> bool:
+        """Whether chunks of a use are always whole."""
+        return use.stays or not self.shares
+
+    def kept(self) -> dict[str, Tensor]:
+        """The parameters that are always whole, by name."""
+        return {name: leaf for name, leaf in self.leaves.items() if self.is_kept(self._uses(name))}
+
+    def shared(self) -> dict[str, Tensor]:
+        """This rank's shares of the parameters that come and go, by name."""
+        return {name: view for shares in self.shares for name, view in shares.views.items()}
+
+    @torch.no_grad()
+    def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
+        """Sets all of them: `write` fills tensors by name, in fp32 (fp64 in an fp64 run)."""
+        shared = self.shared()
+        for name, leaf in self.leaves.items():
+            with self.memory.writing(leaf, *([shared[name]] if name in shared else [])):
+                full = torch.empty(leaf.shape, dtype=self.master_dtype, device=leaf.device)
+                write({name: full})
+                leaf.copy_(full)
+                for shares in self.shares:
+                    shares.take([name])
+
+    @torch.no_grad()
+    def full(self) -> dict[str, Tensor]:
+        """All of them, by name; read only. Collectives: an all-gather where replicas share them."""
+        if not self.shares or not self.partition.is_sharded:
+            return {name: self.memory.read(leaf) for name, leaf in self.leaves.items()}
+        owned = map(self.memory.read, self.shares[0].owned())
+        return self.partition.whole(owned, self.memory.device)
+
+    def gather(self, use: Use) -> Works:
+        """Starts to fill a whole chunk, which has memory. Collectives: as Shares.gather."""
+        return self.shares[0].gather(use)
