@@ -29,6 +29,10 @@ _UNLIKE = {
                                       "training", "a norm over features: hybridpar.LayerNorm"),
 }
 """Modules that do not do the same on every grid: why, and what does."""
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+"""Torch's norms with parameters; the last one is the base of batch norm and instance norm."""
+_OF_RECURRENT = ("weight_ih_", "weight_hh_", "weight_hr_")
+_NO_LAYERS = ("torch.nn.modules.module", "torch.nn.modules.container")
 
 
 @dataclass(frozen=True)
@@ -190,8 +194,27 @@ def _shape_of(x: Any) -> Any:
 def _placement(module: nn.Module, name: str, parameter: nn.Parameter, draw: Constructed, inner: bool) -> Placement:
     is_matrix = inner and isinstance(module, nn.Linear) and name == "weight"
     return Placement(tuple(parameter.shape), Init("constructed", draw=draw),
-                     weight_decay=parameter.dim() > 1,
+                     weight_decay=_decays(module, name, parameter),
                      matrices=(((0, len(parameter)),),) if is_matrix else (), trainable=parameter.requires_grad)
+
+
+def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies to a parameter of an ordinary module: to the weights of torch's layers, but neither
+    to their biases nor to anything of a norm. A bare parameter decays if two of its dimensions are above 1."""
+    if isinstance(module, _NORMS):
+        return False
+    if _is_layer_of_torch(module):
+        if name == "bias" or name.startswith("bias_") or name.endswith("_bias"):
+            return False
+        if name == "weight" or name.endswith("_weight") or name.startswith(_OF_RECURRENT):
+            return parameter.dim() > 1
+    return sum(size > 1 for size in parameter.shape) > 1
+
+
+def _is_layer_of_torch(module: nn.Module) -> bool:
+    """Whether its class is one of torch's layers, or made of one. Containers hold what their users put there."""
+    return any(kind.__module__.startswith("torch.nn.modules.") and kind.__module__ not in _NO_LAYERS
+               for kind in type(module).__mro__)
 
 
 def require_same_everywhere(block: nn.Module, model: ModelSpec, number: int) -> None:

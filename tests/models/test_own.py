@@ -18,6 +18,7 @@ from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks, recomputed_blocks
 from hybridpar.models.cost import forward_flops_per_token, stage_split
+from hybridpar.models.own import adopt
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import named_placements
 from hybridpar.validate import problems
@@ -241,3 +242,22 @@ def test_what_is_not_defined_is_named() -> None:
             use(Nothing())
     assert Nothing().dataset("train") is None
     assert replace(Small(), depth=1).kind == "Small"
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.thin, self.table = nn.Parameter(torch.ones(1, 1, WIDTH)), nn.Parameter(torch.ones(2, WIDTH))
+
+
+@pytest.mark.parametrize(("module", "decaying"), [
+    (nn.LayerNorm((4, 8)), set()), (nn.RMSNorm((4, 8)), set()), (nn.GroupNorm(2, 4), set()),
+    (nn.InstanceNorm1d(4, affine=True), set()),
+    (nn.Linear(1, 8), {"weight"}), (nn.Linear(8, 1), {"weight"}), (nn.Embedding(8, 1), {"weight"}),
+    (nn.Conv1d(1, 1, 3), {"weight"}), (nn.PReLU(8), set()), (nn.LSTM(1, 2), {"weight_ih_l0", "weight_hh_l0"}),
+    (nn.MultiheadAttention(4, 2, add_bias_kv=True), {"in_proj_weight", "out_proj.weight"}),
+    (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), {"parametrizations.weight.original1"}),
+    (Scales(), {"table"})])
+def test_the_owner_of_a_parameter_decides_whether_it_decays(module: nn.Module, decaying: set[str]) -> None:
+    adopt(module, Small(), 1, torch.float32)
+    assert {name for name, _, placement in named_placements(module) if placement.weight_decay} == decaying
