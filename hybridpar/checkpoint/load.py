@@ -22,7 +22,7 @@ from hybridpar.config import Config, ModelConfig
 from hybridpar.data import DataStart
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.flight import NO_FLIGHT, Flight
-from hybridpar.grid import Axis, sizes_of
+from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.optim import ParameterSlot
@@ -108,7 +108,7 @@ def _begin_at_anchor(full: FullWeights, state: RankState) -> None:
 def check_files(folder: Path, manifest: Manifest) -> None:
     """Compares everything with its checksums. Raises: CheckpointError."""
     for shard in manifest.shards:
-        SavedShard(folder, shard, sizes_of(manifest.config.parallel)).file.check()
+        SavedShard(folder, shard, manifest.config).file.check()
 
 
 def _mismatch(manifest: Manifest, config: Config, corpus: str, folder: Path) -> str:

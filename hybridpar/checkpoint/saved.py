@@ -16,7 +16,7 @@ from hybridpar.checkpoint.reshard import clip, find_pieces
 from hybridpar.checkpoint.shards import SavedShard
 from hybridpar.errors import CheckpointError
 from hybridpar.flight import NO_FLIGHT, Flight
-from hybridpar.grid import APART, BATCH, MODEL, sizes_of
+from hybridpar.grid import APART, BATCH, MODEL
 from hybridpar.nn.placement import Placement, Range, Shard
 from hybridpar.optim import ParameterSlot
 from hybridpar.state.chunks import block_of
@@ -201,5 +201,5 @@ class Saved:
             self._at[places] = [file for file in self._files if wanted.items() <= file.place.items()]
         for file in self._at[places]:
             if file.name not in self._open:
-                self._open[file.name] = SavedShard(self.folder, file, sizes_of(self.manifest.config.parallel))
+                self._open[file.name] = SavedShard(self.folder, file, self.manifest.config)
             yield self._open[file.name]

@@ -12,16 +12,18 @@ from typing import Annotated, Any
 
 from hybridpar.checkpoint.manifest import ShardFile
 from hybridpar.checkpoint.tensorfile import TensorFile, TensorInfo
-from hybridpar.config import Whole, Within, from_plain, span
+from hybridpar.config import Config, ModelConfig, Whole, Within, from_plain, span
 from hybridpar.errors import CheckpointError, shown
-from hybridpar.grid import AxisSizes
+from hybridpar.grid import AxisSizes, sizes_of
 from hybridpar.nn.placement import Init, Placement, Range, Shard
 from hybridpar.reading import errors_as, parse_json
 from hybridpar.state.kinds import parse_key
 
 
 class SavedShard:
-    """The file of one rank: tensors by the keys of state.kinds, of parameters placed as `placements` say.
+    """The file of one rank in a checkpoint of `config`.
+
+    Its tensors have the keys of state.kinds, and their parameters are placed as `placements` say.
 
     `parts`: elements of the local tensor that the rank updates, of the parameters that it updates in part; tensors of
     those are vectors, but for kinds of whole parameters; those of kinds that are not `shaped` have any shape. All that
@@ -29,14 +31,15 @@ class SavedShard:
     Raises: CheckpointError if the file is missing, damaged, or not what the manifest and itself say.
     """
 
-    def __init__(self, folder: Path, where: ShardFile, sizes: AxisSizes):
+    def __init__(self, folder: Path, where: ShardFile, config: Config):
         self.where = where
         self.file = TensorFile(folder / where.name, (where.num_bytes, where.checksums))
         with errors_as(CheckpointError, self.file.path, "is damaged"):
             placements, parts = (_parse_json(self.file, key) for key in ("placements", "parts"))
+            sizes = sizes_of(config.parallel)
             self.placements = {name: _parse_placement(name, value, sizes) for name, value in placements.items()}
             self.parts = {name: span(value, f"the part of {name}", self._numel(name)) for name, value in parts.items()}
-            self._check_blocks()
+            self._check_blocks(all_have_parameters=isinstance(config.model, ModelConfig))
             for name, info in self.file.tensors.items():
                 self._check_tensor(name, info)
 
@@ -49,13 +52,17 @@ class SavedShard:
         placement = self.placements[name]
         return placement.local_shape(placement.rank_at(self.where.place))
 
-    def _check_blocks(self) -> None:
-        """Counts the parameters' blocks, so that a model is never larger than its files."""
+    def _check_blocks(self, *, all_have_parameters: bool) -> None:
+        """Compare the blocks of the parameters with those of the manifest.
+
+        Every block of GPT and BERT has parameters, so counting them keeps a model from being larger than its files. A
+        block of a custom model, say an activation, may have none.
+        """
         own = {str(number) for blocks in self.where.spans for number in blocks}
         found = {name.split(".")[1] for name in self.placements if name.startswith("blocks.") and name.count(".") > 1}
         # a tied head is kept with the embedding, and may have nothing else
         least = len(own) - (len(own) > 1 and any(place.tied for place in self.placements.values()))
-        if not least <= len(found) or not found <= own:
+        if (all_have_parameters and len(found) < least) or not found <= own:
             says = ", ".join(f"{blocks.start} to {blocks.stop - 1}" for blocks in self.where.spans)
             raise ValueError(f"it has parameters of {len(found)} blocks, the manifest says {says}")
 

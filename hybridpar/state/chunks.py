@@ -117,7 +117,8 @@ class Buffer:
             return self.tensors[number][where.start - start : where.stop - start]
 
     def _number(self, start: int, stop: int) -> int:
-        for number, chunk in enumerate(self.chunks):
+        for number in reversed(range(len(self.chunks))):  # an empty slice belongs to the chunk that it begins
+            chunk = self.chunks[number]
             if chunk.start <= start <= stop <= chunk.stop:
                 return number
         raise AssertionError(f"elements {start} to {stop} are not in one chunk")

@@ -40,9 +40,10 @@ class Owned:
 class FlatLayout:
     """Parameters one after the other in one flat buffer, each at a multiple of 64 bytes.
 
-    Offsets, `ends` (each with the padding behind its parameter) and `numel` count elements. `offset_dtype`: the
-    narrowest dtype of the buffers that share these offsets, say a master copy and its working copies; each parameter is
-    aligned in all of them. Padding is part of every buffer: allocated as zeros, it stays zero.
+    Offsets, `ends` (with the padding) and `numel` count elements. `offset_dtype`: the narrowest dtype of the buffers
+    that share these offsets, say a master copy and its working copies; each parameter is aligned in all of them.
+    Padding is part of every buffer: allocated as zeros, it stays zero. A parameter without elements has 64 bytes of
+    padding, so that no two parameters begin at one offset.
     """
 
     def __init__(self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype,
@@ -54,7 +55,7 @@ class FlatLayout:
         align = ALIGN_BYTES // (offset_dtype or dtype).itemsize
         offsets = [0]
         for shape in self.shapes:
-            offsets.append(offsets[-1] + -(-prod(shape) // align) * align)
+            offsets.append(offsets[-1] + max(-(-prod(shape) // align), 1) * align)
         self.offsets = tuple(offsets[:-1])
         self.ends = tuple(offsets[1:])
         self.numel = offsets[-1]
@@ -77,7 +78,7 @@ class FlatLayout:
     def joined(self, parts: Sequence[Tensor], base: int = 0) -> list[Tensor]:
         """Contiguous parts of a flat buffer, ascending, in fewer tensors: neighbours are joined, with the padding
         between them. base: element of the buffer at which the parts' memory begins."""
-        padded: dict[int, int] = {offset + prod(shape): following for offset, shape, following in zip(
+        padded: dict[int, int] = {offset + prod(shape): end for offset, shape, end in zip(
             self.offsets, self.shapes, self.ends, strict=True)}
         spans: list[list[int]] = []
         for part in parts:

@@ -193,6 +193,6 @@ class Partition:
                 elif name not in self._owner_of_whole:
                     for a, b in mine:
                         low, high = max(a, start), min(b, start + size)
-                        if low < high:
+                        if low < high or (size == 0 and a <= start < b):
                             part = None if high - low == size else (low - start, high - start)
                             yield Owned(name, low, high, part, shared=False)

@@ -81,4 +81,4 @@ def _home(gradients: Buffer | Shares, use: Use, start: int) -> tuple[FlatLayout,
         if gradients.has(use):
             return gradients.buffer.layout, gradients.base(use)
         gradients = gradients.whole
-    return gradients.layout, next(c.start for c in gradients.chunks if c.use == use and c.start <= start <= c.stop)
+    return gradients.layout, max(c.start for c in gradients.chunks if c.use == use and c.start <= start <= c.stop)

@@ -213,7 +213,7 @@ def test_placements_survive_a_file(tmp_path: Path) -> None:
         "blocks.1.b": Placement((5,), init, weight_decay=False), "blocks.2.c": Placement((3, 3), init, tied="words"),
     }
     size, digest = write_tensors(tmp_path / "pp0-tp1.safetensors", {}, header_of(placements, parts))
-    shard = SavedShard(tmp_path, ShardFile({"pp": 0, "tp": 1, "dp": 0}, (0, 3), size, digest), {"tp": 2})
+    shard = SavedShard(tmp_path, ShardFile({"pp": 0, "tp": 1, "dp": 0}, (0, 3), size, digest), make_config(tp=2))
     assert shard.placements == placements
     assert shard.parts == parts
 

@@ -74,6 +74,6 @@ def test_joined_parts_hold_the_same_elements_and_padding():
     assert (whole.data_ptr(), whole.numel()) == (flat.data_ptr(), layout.offsets[3] + 7)
     apart = layout.joined([views["a"], views["d"]])
     assert [x.tolist() for x in apart] == [[1.0] * 3, [4.0] * 7]
-    inside = layout.joined([views["a"], views["c"][:4], views["c"][5:], views["d"][:2], views["d"][3:]])
+    inside = layout.joined([views["a"], views["b"], views["c"][:4], views["c"][5:], views["d"][:2], views["d"][3:]])
     assert [x.count_nonzero().item() for x in inside] == [3 + 8, 22 + 2, 4], "a gap in a parameter is no padding"
     assert layout.joined([]) == layout.joined([views["b"]]) == []
