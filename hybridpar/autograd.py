@@ -12,8 +12,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable, function
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar.errors import HybridparError
+
+
+class QuietMode(TorchDispatchMode):
+    """A dispatch mode that the compiler does not learn of: telling it would first import it, which takes seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridpar.autograd import backward_from
+from hybridpar.autograd import QuietMode, backward_from
 from hybridpar.memory.meter import Usage
 
 _META = torch.device("meta")
@@ -85,14 +84,6 @@ class Ghost(Tensor):
     def tolist(self) -> Any:
         """Returns zeros."""
         return _zeros(tuple(self.shape))
-
-
-class QuietMode(TorchDispatchMode):
-    """A dispatch mode that the compiler is not told of: to let it know would first import it, which takes seconds."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
 
 class Tracker(QuietMode):

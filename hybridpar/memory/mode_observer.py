@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridpar.autograd import QuietMode
 from hybridpar.memory.events import MemoryEvent, What
-from hybridpar.memory.ghost import Ghost, QuietMode, cast_bytes, is_in_place_without_a_mode, tensors_in
+from hybridpar.memory.ghost import Ghost, cast_bytes, is_in_place_without_a_mode, tensors_in
 from hybridpar.memory.operators import Operator, Use, adds_nothing, in_place_form
 
 Reading = Callable[[Callable[[Any], float]], Sequence[MemoryEvent]]

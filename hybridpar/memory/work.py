@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridpar.autograd import QuietMode
 from hybridpar.config import Config, DataConfig, ModelConfig, ModelSpec, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.grid import Axis
 from hybridpar.memory.footprint import Buffers, TracedStage, sample_microbatch
-from hybridpar.memory.ghost import Ghost, QuietMode, Tracker, tensors_in
+from hybridpar.memory.ghost import Ghost, Tracker, tensors_in
 from hybridpar.memory.operators import Operator
 from hybridpar.models.build import Recomputation
 

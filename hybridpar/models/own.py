@@ -20,6 +20,7 @@ from hybridpar import random
 from hybridpar.config import AUTO, KernelsConfig, ModelSpec, spec_name
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.grid import Axis
+from hybridpar.models.watched import BlockWatch
 from hybridpar.nn.placement import Init, ParallelModule, Placement
 
 _UNLIKE = {
@@ -106,11 +107,13 @@ def construct(model: ModelSpec, number: int, build: Build) -> nn.Module:
 def adopt(block: nn.Module, model: ModelSpec, number: int, dtype: torch.dtype) -> None:
     """Gives what ordinary modules of the block hold a placement; their buffers, which nobody trains, values.
 
-    From now on floats of micro-batches come to it as `dtype`, and what it returns is compared with what the model says.
+    From now on floats of micro-batches come to it as `dtype`, what it returns is compared with what the model says, and
+    its forward is watched (watched.BlockWatch).
     Raises: ConfigError for a module that does not do the same on every grid.
     """
     require_same_everywhere(block, model, number)
     wanted = model.activation_shape(number) if number < model.num_blocks - 1 else None
+    BlockWatch(block, model, number)
     block.register_forward_pre_hook(partial(_given, wanted is None, dtype))
     block.register_forward_hook(partial(_check_output, model, number, wanted))
     inner = 0 < number < model.num_blocks - 1

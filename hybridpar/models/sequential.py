@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hybridpar.config import ModelSpec, spec_name
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.models.own import Build, making, require_same_everywhere
+from hybridpar.models.watched import RefuseDraws
 
 Shape = tuple[int, ...] | dict[str, tuple[int, ...]]
 
@@ -78,6 +79,9 @@ class _Layer(nn.Module):
         super().__init__()
         self.layer, self._model, self._is_last = layer, model, number == model.num_blocks - 1
 
+    def _get_name(self) -> str:
+        return type(self.layer).__name__
+
     def forward(self, x: Any, batch: dict[str, Tensor], key: object) -> Any:
         if x is None:
             x = batch[self._model.inputs]
@@ -129,10 +133,13 @@ def _shapes(model: SequentialSpec) -> tuple[Shape, ...]:
         for number, module in enumerate(row):
             given = x
             try:
-                x = module(x)
+                with RefuseDraws(model, f"module {number} ({type(module).__name__})"):
+                    x = module(x)
                 if number < len(row) - 1:
                     shapes.append({part: tuple(one.shape[1:]) for part, one in x.items()} if isinstance(x, dict)
                                   else tuple(x.shape[1:]))
+            except ConfigError:
+                raise
             except Exception as error:
                 what = tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
                 rule = f"has a module {number} ({type(module).__name__}) that makes of {what} no tensor: {error}"

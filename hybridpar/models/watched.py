@@ -1,0 +1,118 @@
+"""What is watched in the forward of a custom block: its mode, its buffers, and torch's generator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.autograd import QuietMode
+from hybridpar.config import ModelSpec, spec_name
+from hybridpar.errors import config_error
+
+_DRAWS = torch.Tag.nondeterministic_seeded
+
+
+class RefuseDraws(QuietMode):
+    """A mode in which an operator that draws from torch's global generator raises ConfigError.
+
+    `where`: the block, for the error. Operators with a generator of their own are allowed, and attention and RReLU
+    where they draw nothing.
+    """
+
+    def __init__(self, model: ModelSpec, where: str):
+        super().__init__()
+        self._model, self._where = model, where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _DRAWS in func.tags and _draws(func, args, kwargs):
+            rule = (f"draws from torch's global generator ({func.overloadpacket}) in {self._where}, so another grid or "
+                    "a resumed run draws other values")
+            works = "hybridpar.Dropout(p, build.name), called with the key that the block is given"
+            raise config_error("model.spec", spec_name(type(self._model)), rule, works)
+        return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of an operator that may draw does so, and from the global generator."""
+    given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given.update(zip(given, args, strict=False))
+    given.update(kwargs)
+    if given.get("generator") is not None:
+        return False
+    return given.get("dropout_p", 1.0) != 0.0 and given.get("training", True) is not False
+
+
+class BlockWatch:
+    """Hooks around the forward of one custom block.
+
+    A block called with a key is in training mode, and without one in evaluation mode. Modules that the constructor has
+    put into evaluation mode stay there. Refused are draws from torch's global generator, looked for in the first
+    forward in each mode, and changes of persistent buffers, looked for in every forward: neither would be the same on
+    another grid. A buffer may be filled where it was None, or be replaced by one that begins with the same values, as
+    caches are; a buffer that is not persistent is a cache by declaration.
+    """
+
+    def __init__(self, block: nn.Module, model: ModelSpec, number: int):
+        self._model, self._where = model, f"block {number} ({block._get_name()}) of {model.kind}"
+        self._always_in_eval = [module for module in block.modules() if not module.training]
+        self._buffers = [
+            (f"{prefix}.{name}" if prefix else name, module, name)
+            for prefix, module in block.named_modules() for name in module._buffers
+            if name not in module._non_persistent_buffers_set]
+        self._before: list[tuple[Tensor | None, int]] = []
+        self._modes_seen: set[bool] = set()
+        self._refuse_draws: RefuseDraws | None = None
+        block.register_forward_pre_hook(self._enter)
+        block.register_forward_hook(self._leave, always_call=True)
+        block.register_forward_hook(self._compare)
+
+    def _enter(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        is_training = len(args) > 2 and args[2] is not None
+        if block.training != is_training:
+            block.train(is_training)
+            for module in self._always_in_eval:
+                module.eval()
+        self._before = [_state_of(module._buffers.get(name)) for _, module, name in self._buffers]
+        if is_training not in self._modes_seen:
+            self._modes_seen.add(is_training)
+            self._refuse_draws = RefuseDraws(self._model, self._where)
+            self._refuse_draws.__enter__()
+
+    def _leave(self, block: nn.Module, args: Any, out: Any) -> None:
+        if self._refuse_draws is not None:
+            self._refuse_draws.__exit__(None, None, None)
+            self._refuse_draws = None
+
+    def _compare(self, block: nn.Module, args: Any, out: Any) -> None:
+        """Raises: ConfigError for a persistent buffer that this forward has changed."""
+        for (full, module, name), (buffer, version) in zip(self._buffers, self._before, strict=True):
+            now = module._buffers.get(name)
+            if now is buffer and (now is None or now._version == version):
+                continue
+            if buffer is None or _begins_with(now, buffer, version):
+                continue
+            rule = (f"changes the buffer {full!r} of {self._where} in its forward; its values would depend on the "
+                    "micro-batches and replicas of the grid, and checkpoints do not have them")
+            works = (f"values computed from the input at each call, or, if it is only a cache, "
+                     f"register_buffer({name!r}, .., persistent=False)")
+            raise config_error("model.spec", spec_name(type(self._model)), rule, works)
+        self._before = []
+
+
+def _state_of(buffer: Tensor | None) -> tuple[Tensor | None, int]:
+    return buffer, 0 if buffer is None else buffer._version
+
+
+def _begins_with(now: Tensor | None, before: Tensor, version: int) -> bool:
+    """Whether a buffer was replaced by another one that has the same values, or these first, as a cache that grows."""
+    if now is None or now is before or before._version != version:
+        return False
+    if type(now) is not Tensor or now.is_meta:
+        return True  # without values; the first forward that computes tells
+    if now.dtype != before.dtype or now.dim() != before.dim():
+        return False
+    start = now[tuple(map(slice, before.shape))]
+    return torch.equal(start.to(before.device), before)
