@@ -35,7 +35,8 @@ class Verify:
     """The report as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.verify.run import TOLERANCE, Disturbance, on_grid, verify
+        from hybridpar.verify.oracle import TOLERANCE
+        from hybridpar.verify.run import Disturbance, on_grid, verify
 
         parallel = self.config.parallel
         own = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}

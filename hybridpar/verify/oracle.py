@@ -26,6 +26,13 @@ from hybridpar.random import RandomKey
 from hybridpar.verify.boundaries import add_boundaries
 from hybridpar.verify.rules import Tensors, build_rule
 
+GRADIENT_FLOOR = 1e-3
+"""A gradient is compared relative to its largest element, or to this share of the norm of all if that is larger."""
+TOLERANCE = 1e-9
+"""Largest relative difference in float64: sums in another order differ by some 1e-13, a wrong term by 1e-5 or more."""
+NOISE = TOLERANCE * GRADIENT_FLOOR
+"""Share of the norm of all gradients up to which an element of a gradient cannot be told from zero."""
+
 
 @dataclass
 class OracleStep:
@@ -72,8 +79,12 @@ class Oracle:
         self.history = [{n: t.clone() for n, t in start.items()}]
         self.rule = build_rule(self.config.optim, self.placements)
 
-    def step(self, batch: int, loader: Loader, replicas: int) -> OracleStep:
-        """Trains on one whole batch; `loader` covers it with num_microbatches * replicas micro-batches."""
+    def step(self, batch: int, loader: Loader, replicas: int, measured: Tensors | None = None) -> OracleStep:
+        """Trains on one whole batch; `loader` covers it with num_microbatches * replicas micro-batches.
+
+        `measured`: the gradients that a grid computed. The update takes from them the elements that are rounding errors
+        alone, here and there; see `_with_noise_of`.
+        """
         gradients = {n: torch.zeros_like(w) for n, w in self.history[0].items() if self.placements[n].trainable}
         loss = 0.0
         for index in range(self.num_microbatches * replicas):
@@ -96,7 +107,8 @@ class Oracle:
             gradients = {n: torch.full_like(g, math.nan) for n, g in gradients.items()}
         self._sum_tied(gradients)
         norm = math.sqrt(sum(g.square().sum().item() for n, g in gradients.items() if not self._second_holder(n)))
-        self.history.append(self._updated(batch, gradients, norm) if math.isfinite(norm) else self.history[-1])
+        updating = gradients if measured is None else _with_noise_of(measured, gradients, norm)
+        self.history.append(self._updated(batch, updating, norm) if math.isfinite(norm) else self.history[-1])
         return OracleStep(loss, norm, gradients, self.history[-1])
 
     def _updated(self, batch: int, gradients: Tensors, norm: float) -> Tensors:
@@ -139,3 +151,16 @@ class Oracle:
             for name in tied:
                 gradients[name] = total.clone()
 
+
+def _with_noise_of(measured: Tensors, gradients: Tensors, norm: float) -> Tensors:
+    """Return the gradients with those elements replaced by `measured` that are too small to be told from zero.
+
+    A gradient that is zero in exact arithmetic, such as that of a key's bias, is a rounding error, which depends on the
+    order of sums. Adam divides it by its own size or by eps = 1e-8, so a weight that starts at zero consists of
+    amplified rounding errors, and no tolerance relative to its size or to the learning rate can hold for every rule.
+    With equal gradients the updated weights must agree to the tolerance as all others do. An element is noise if it is
+    at most NOISE * `norm` in both gradients: such a difference passes in the comparison of gradients, too.
+    """
+    limit = NOISE * norm
+    return {name: torch.where((g.abs() <= limit) & (measured[name].abs() <= limit), measured[name], g)
+            if name in measured else g for name, g in gradients.items()}

@@ -5,7 +5,7 @@ Nothing is shared with hybridpar.state.outer or its timeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,10 +57,13 @@ class SiteOracles:
         self._anchor = {name: w.clone() for name, w in first.history[0].items() if first.placements[name].trainable}
         self._momentum = {name: torch.zeros_like(w) for name, w in self._anchor.items()}
 
-    def step(self, batch: int, loader: Loader) -> list[OracleStep]:
-        """One batch of all sites, and the outer step that goes with it."""
+    def step(self, batch: int, loader: Loader, measured: Sequence[Tensors]) -> list[OracleStep]:
+        """Train all sites on one batch, and make the outer step that goes with it.
+
+        `measured`: each site's gradients on the grid, as in `Oracle.step`.
+        """
         parallel = self.config.parallel
-        steps = [oracle.step(batch, OfSite(loader, s, parallel.sites, parallel.dp), parallel.dp)
+        steps = [oracle.step(batch, OfSite(loader, s, parallel.sites, parallel.dp), parallel.dp, measured[s])
                  for s, oracle in enumerate(self.sites)]
         self._outer(batch + 1)
         return [replace(step, weights=oracle.history[-1]) for step, oracle in zip(steps, self.sites, strict=True)]
