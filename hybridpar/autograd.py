@@ -84,7 +84,7 @@ class _Again:
             self._x = _Keep.apply(torch.empty(0, requires_grad=True), x).grad_fn  # type: ignore[no-untyped-call]
         self._places: list[ref[_Saved]] = []
         self._autocast = _autocast()
-        self._drawn = [(generator, generator.get_state()) for generator in _generators()]
+        self._drawn = [(generator, generator.get_state()) for generator in default_generators()]
 
     def has_run(self) -> None:
         """For the first time: generators that it did not draw from need not be set back."""
@@ -138,8 +138,8 @@ def _autocast() -> list[tuple[str, bool, torch.dtype, bool]]:
              torch.is_autocast_cache_enabled()) for device in ("cpu", "cuda")[: 1 + torch.cuda.is_initialized()]]
 
 
-def _generators() -> list[torch.Generator]:
-    """Those that operators draw from if they are given none, and whose state can be had now."""
+def default_generators() -> list[torch.Generator]:
+    """Return the default random generators whose state can be read: not a GPU's while a CUDA graph is captured."""
     if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hybridpar.autograd import QuietMode
+from hybridpar.autograd import QuietMode, default_generators
 from hybridpar.config import ModelSpec, spec_name
-from hybridpar.errors import config_error
+from hybridpar.errors import ConfigError, config_error
 
 _DRAWS = torch.Tag.nondeterministic_seeded
 
@@ -28,11 +29,14 @@ class RefuseDraws(QuietMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _DRAWS in func.tags and _draws(func, args, kwargs):
-            rule = (f"draws from torch's global generator ({func.overloadpacket}) in {self._where}, so another grid or "
-                    "a resumed run draws other values")
-            works = "hybridpar.Dropout(p, build.name), called with the key that the block is given"
-            raise config_error("model.spec", spec_name(type(self._model)), rule, works)
+            raise _refused(self._model, self._where, f" ({func.overloadpacket})")
         return func(*args, **kwargs)
+
+
+def _refused(model: ModelSpec, where: str, what: str = "") -> ConfigError:
+    rule = f"draws from torch's global generator{what} in {where}, so another grid or a resumed run draws other values"
+    works = "hybridpar.Dropout(p, build.name) in a block of a hybridpar.ModelSpec, called with the key"
+    return config_error("model.spec", spec_name(type(model)), rule, works)
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -49,10 +53,12 @@ class BlockWatch:
     """Hooks around the forward of one custom block.
 
     A block called with a key is in training mode, and without one in evaluation mode. Modules that the constructor has
-    put into evaluation mode stay there. Refused are draws from torch's global generator, looked for in the first
-    forward in each mode, and changes of persistent buffers, looked for in every forward: neither would be the same on
-    another grid. A buffer may be filled where it was None, or be replaced by one that begins with the same values, as
-    caches are; a buffer that is not persistent is a cache by declaration.
+    put into evaluation mode stay there. Refused are draws from torch's global generator and changes of persistent
+    buffers: neither would be the same on another grid. Both are looked for in every forward, by the generator's state
+    (some 5 us) and counters of changes. The first forward in each mode names the operator that draws, and compares
+    buffers by value, as changes of `buffer.data` are not counted. A buffer may be filled where it was None, or be
+    replaced by one that begins with the same values, as caches are; a buffer that is not persistent is a cache by
+    declaration.
     """
 
     def __init__(self, block: nn.Module, model: ModelSpec, number: int):
@@ -63,6 +69,8 @@ class BlockWatch:
             for prefix, module in block.named_modules() for name in module._buffers
             if name not in module._non_persistent_buffers_set]
         self._before: list[tuple[Tensor | None, int]] = []
+        self._values: list[Tensor | None] = []
+        self._generators: list[tuple[torch.Generator, bytes]] = []
         self._modes_seen: set[bool] = set()
         self._refuse_draws: RefuseDraws | None = None
         block.register_forward_pre_hook(self._enter)
@@ -76,8 +84,11 @@ class BlockWatch:
             for module in self._always_in_eval:
                 module.eval()
         self._before = [_state_of(module._buffers.get(name)) for _, module, name in self._buffers]
+        self._generators = [(generator, _state(generator)) for generator in default_generators()]
         if is_training not in self._modes_seen:
             self._modes_seen.add(is_training)
+            if not is_in_torch_dispatch_mode():  # tensors of a prediction have no values
+                self._values = [None if buffer is None else buffer.detach().clone() for buffer, _ in self._before]
             self._refuse_draws = RefuseDraws(self._model, self._where)
             self._refuse_draws.__enter__()
 
@@ -87,12 +98,11 @@ class BlockWatch:
             self._refuse_draws = None
 
     def _compare(self, block: nn.Module, args: Any, out: Any) -> None:
-        """Raises: ConfigError for a persistent buffer that this forward has changed."""
-        for (full, module, name), (buffer, version) in zip(self._buffers, self._before, strict=True):
-            now = module._buffers.get(name)
-            if now is buffer and (now is None or now._version == version):
-                continue
-            if buffer is None or _begins_with(now, buffer, version):
+        """Raises: ConfigError for a persistent buffer that this forward has changed, or a draw in it."""
+        if any(_state(generator) != before for generator, before in self._generators):
+            raise _refused(self._model, self._where)
+        for number, (full, module, name) in enumerate(self._buffers):
+            if not self._has_changed(number, module._buffers.get(name)):
                 continue
             rule = (f"changes the buffer {full!r} of {self._where} in its forward; its values would depend on the "
                     "micro-batches and replicas of the grid, and checkpoints do not have them")
@@ -100,6 +110,21 @@ class BlockWatch:
                      f"register_buffer({name!r}, .., persistent=False)")
             raise config_error("model.spec", spec_name(type(self._model)), rule, works)
         self._before = []
+        self._values = []
+
+    def _has_changed(self, number: int, now: Tensor | None) -> bool:
+        before, version = self._before[number]
+        if now is not before:
+            return before is not None and not _begins_with(now, before, version)
+        if now is None:
+            return False
+        value = self._values[number] if self._values else None
+        is_equal = value is None or torch.equal(value.nan_to_num(), now.nan_to_num())
+        return now._version != version or not is_equal
+
+
+def _state(generator: torch.Generator) -> bytes:
+    return generator.get_state().numpy().tobytes()
 
 
 def _state_of(buffer: Tensor | None) -> tuple[Tensor | None, int]:

@@ -54,6 +54,7 @@ CHANGES = {
     "counter in place": changed(lambda layer, x: layer.count.add_(1)),
     "counter anew": changed(lambda layer, x: setattr(layer, "count", layer.count + 1)),
     "through data": changed(lambda layer, x: layer._buffers.update(mean=x.mean(0))),
+    "data": changed(lambda layer, x: layer.mean.data.add_(1.0)),
     "gone": changed(lambda layer, x: setattr(layer, "mean", None)),
 }
 CACHES = {
@@ -126,6 +127,15 @@ def block_of(what: str) -> nn.Module:
     for parameter in block.parameters():
         nn.init.ones_(parameter)
     return block
+
+
+def test_a_draw_that_only_a_later_forward_makes_is_refused() -> None:
+    block = block_of("nothing")
+    for _ in range(2):
+        block(torch.ones(2, 4), {}, KEY)
+    block.layer.what = "bernoulli_"
+    with pytest.raises(ConfigError, match="draws from torch's global generator in block 1"):
+        block(torch.ones(2, 4), {}, KEY)
 
 
 def test_the_key_decides_between_training_and_evaluation() -> None:
