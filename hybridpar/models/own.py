@@ -109,9 +109,10 @@ def adopt(block: nn.Module, model: ModelSpec, number: int, dtype: torch.dtype) -
 
     From now on floats of micro-batches come to it as `dtype`, what it returns is compared with what the model says, and
     its forward is watched (watched.BlockWatch).
-    Raises: ConfigError for a module that does not do the same on every grid.
+    Raises: ConfigError for a module that does not do the same on every grid, or has a tensor without values.
     """
     require_same_everywhere(block, model, number)
+    _require_registered(block, model, number)
     wanted = model.activation_shape(number) if number < model.num_blocks - 1 else None
     BlockWatch(block, model, number)
     block.register_forward_pre_hook(partial(_given, wanted is None, dtype))
@@ -230,6 +231,16 @@ def require_same_everywhere(block: nn.Module, model: ModelSpec, number: int) -> 
         if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and isinstance(dropout, float) and dropout > 0:
             why, _ = _UNLIKE[nn.modules.dropout._DropoutNd]
             raise _refused(model, number, name, module, why, "dropout=0.0")
+
+
+def _require_registered(block: nn.Module, model: ModelSpec, number: int) -> None:
+    """Raises: ConfigError for a tensor that is neither a parameter nor a buffer and was made on the meta device."""
+    for prefix, module in block.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                why = (f"keeps the tensor {name!r} as a plain attribute, which has no values here: only parameters and "
+                       "buffers get values and move to the device of the process")
+                raise _refused(model, number, prefix, module, why, f"self.register_buffer({name!r}, ..)")
 
 
 def _refused(model: ModelSpec, number: int, name: str, module: object, why: str, works: str) -> ConfigError:

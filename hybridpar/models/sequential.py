@@ -35,7 +35,7 @@ class SequentialSpec(ModelSpec):
             def sample(self, number, seed): ...
 
     Each is a unit that a split into stages can separate. Shapes between them are found on the meta device, with a
-    sample. A generator makes them one at a time, so a process never holds more than its own.
+    sample. A generator that makes one module after the other lets a process hold no more than its own.
     """
 
     inputs: ClassVar[str] = "x"
@@ -64,12 +64,23 @@ class SequentialSpec(ModelSpec):
         return _shapes(self)[number]
 
     def block(self, number: int, build: Build) -> nn.Module:
-        """Module `number`; those before it are made without memory, where `layers` makes one after the other."""
+        """Module `number`; those before it are made without memory, where `layers` makes one after the other.
+
+        Where a generator makes it before it yields an earlier one, all modules up to it are made in full.
+        """
+        module = self._module(number, torch.device("meta"))
+        device = torch.get_default_device()
+        if device.type != "meta" and _has_meta_tensors(module):
+            module = self._module(number, device)
+        return _Layer(module, self, number)
+
+    def _module(self, number: int, earlier: torch.device) -> nn.Module:
+        """Module `number`, after the earlier ones have been made on the device `earlier`."""
         row = iter(self.layers())
         for _ in range(number):
-            with torch.device("meta"):
+            with earlier:
                 next(row)
-        return _Layer(next(row), self, number)
+        return next(row)
 
 
 class _Layer(nn.Module):
@@ -94,6 +105,11 @@ class _Layer(nn.Module):
         if self._model.counts_targets:
             return {"loss": loss / batch["num_targets"]}
         return {"loss": loss * (len(batch[self._model.inputs]) / batch["num_samples"])}
+
+
+def _has_meta_tensors(module: nn.Module) -> bool:
+    own = [value for one in module.modules() for value in vars(one).values() if isinstance(value, Tensor)]
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers(), *own))
 
 
 def _wrong(model: SequentialSpec, rule: str, works: str) -> ConfigError:

@@ -13,6 +13,14 @@ from hybridpar.state.uses import layout_run
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
+def move_buffers(stage: nn.Module, device: torch.device) -> None:
+    """Move the registered buffers of all modules, which custom blocks may have, to the device of the stage."""
+    for module in stage.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
 class StageParameters:
     """The parameters of a stage built on the meta device: placements by name, and where they lie in flat buffers.
 

@@ -27,7 +27,7 @@ from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.host import HostUpdates, HostWork, UpdatedMemory
 from hybridpar.state.kind import Under
 from hybridpar.state.outer import OuterStep
-from hybridpar.state.parameters import StageParameters
+from hybridpar.state.parameters import StageParameters, move_buffers
 from hybridpar.state.partition import Partition, frozen_routes, make_routes
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.reducer import GradientReducer
@@ -51,6 +51,7 @@ class RankState:
     def __init__(self, stage: nn.Module, grid: ProcessGrid, policy: StatePolicy, device: torch.device, *,
                  parts: Sequence[range] = (), memory: Memory | None = None, host_work: HostWork | None = None):
         self.grid, self._backend, self.memory = grid, policy.backend, memory or Memory(device)
+        move_buffers(stage, device)
         parameters = StageParameters(stage, policy.dtype)
         self.placements = parameters.placements
         trained = {name: place for name, place in self.placements.items() if place.trainable}

@@ -15,6 +15,8 @@ from hybridpar import SequentialSpec, Trainer
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
+from hybridpar.nn.placement import named_placements
+from hybridpar.state.parameters import move_buffers
 from hybridpar.train.preview import stage_costs
 
 
@@ -137,3 +139,59 @@ def test_a_model_without_products_is_simulated_and_verified() -> None:
 def test_settings_that_no_file_can_hold() -> None:
     with pytest.raises(ConfigError, match=r"model\.unknown = None: must be text, a number, .* TOML has no others"):
         Trainer(Scales(unknown=None)).memory()
+
+
+@dataclass(frozen=True)
+class MadeFirst(Net):
+    """Makes all modules before it yields the first one."""
+
+    def _one_by_one(self) -> Iterable[nn.Module]:
+        row = nn.Linear(3, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        yield from row
+
+
+def test_a_generator_may_make_several_modules_before_it_yields_one() -> None:
+    wide = torch.float64
+    apart = [build_blocks(MadeFirst(), Axis("tp"), [number], device="cpu", dtype=wide)[number] for number in range(3)]
+    listed = {(number, name): value for number, block in enumerate(apart) for name, value in block.named_parameters()}
+    assert len(listed) == 6
+    assert not any(value.is_meta for value in listed.values())
+    for number, block in build_blocks(MadeFirst(), Axis("tp"), range(3)).items():
+        for name, _, place in named_placements(block):
+            drawn = place.init.draw(7)
+            assert drawn.shape == listed[number, name].shape
+            assert not drawn.is_meta
+
+
+class Scaled(nn.Module):
+    """Scales its input by a tensor that is a buffer, or only an attribute."""
+
+    def __init__(self, registers: bool) -> None:
+        super().__init__()
+        if registers:
+            self.register_buffer("scale", torch.arange(8.0))
+            self.register_buffer("cache", torch.ones(8), persistent=False)
+        else:
+            self.scale = torch.arange(8.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@dataclass(frozen=True)
+class WithScale(Net):
+    def _one_by_one(self) -> Iterable[nn.Module]:
+        return [nn.Linear(3, 8), Scaled(self.what == "buffer"), nn.Linear(8, 5)]
+
+
+def test_a_tensor_that_is_no_buffer_is_refused() -> None:
+    rule = "keeps the tensor 'scale' as a plain attribute.* try self.register_buffer"
+    with pytest.raises(ConfigError, match=rule):
+        build_blocks(WithScale("attribute"), Axis("tp"), range(3))
+
+
+def test_buffers_have_their_values_on_the_device_of_the_stage() -> None:
+    block = build_blocks(WithScale("buffer"), Axis("tp"), [1])[1]
+    assert dict(block.named_buffers())["layer.scale"].tolist() == list(range(8))
+    move_buffers(block, torch.device("meta"))  # a device that this machine has beside the CPU
+    assert all(buffer.is_meta for buffer in block.buffers())
