@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridpar.config import Config, Launch, ModelSpec, UpdateRule, as_typed, from_mapping, load_toml, spec_name
-from hybridpar.config.spec import require_settings
+from hybridpar.config.spec import import_class, require_settings
 from hybridpar.errors import config_error
 from hybridpar.validate import resolve
 
@@ -51,7 +51,11 @@ class Trainer:
         if optimizer is not None:
             if not (isinstance(optimizer, type) and issubclass(optimizer, UpdateRule)):
                 raise config_error("optimizer", optimizer, "must be a class made of hybridpar.UpdateRule", "None")
-            own = {"name": "own", "spec": spec_name(optimizer)}
+            name = spec_name(optimizer)
+            if import_class("optim.spec", name, UpdateRule) is not optimizer:
+                rule = f"must be the newest class that is named {name!r}, as a run finds it by this name"
+                raise config_error("optimizer", optimizer, rule, "a class of another name")
+            own = {"name": "own", "spec": name}
             base = dataclasses.replace(base, optim=dataclasses.replace(base.optim, **own))  # type: ignore[arg-type]
         self.config = from_mapping(sections, base)
         if not isinstance(datasets or {}, Mapping):

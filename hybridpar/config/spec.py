@@ -142,13 +142,15 @@ def known_spec(name: str) -> type[ModelSpec]:
 
 
 def _imported(name: str, base: type[T]) -> type[T] | None:
-    """The class of that name, where its module has been imported."""
-    found, left = None, [base]
+    """The class of that name, where its module has been imported; the newest, if it was defined more than once, as
+    when a cell of a notebook runs again."""
+    left = [base]
     while left:
         kind = left.pop()
-        found = kind if spec_name(kind) == name else found
+        if spec_name(kind) == name:
+            return kind
         left += kind.__subclasses__()
-    return found
+    return None
 
 
 def spec_folder(kind: type) -> Path:

@@ -79,6 +79,10 @@ class StreamedSamples:
             self._size = self._next
         self._items = self._begun(self._next)
         if (item := next(self._items, nothing)) is nothing:
+            if self._next and callable(self._source):
+                raise DataError(f"{self._where()} ends after {self._next} samples, and its function returns an empty "
+                                f"iterator for position {self._next}; try one that begins again, at position "
+                                f"% {self._next}")
             raise DataError(f"{self._where()} ends after {self._next} samples and cannot be gone through again; try a "
                             "function that returns an iterator which begins at a given position")
         return item

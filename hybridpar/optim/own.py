@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -41,14 +41,19 @@ class Own(Optimizer):
                                   decay=self._decays[i], step=self.num_updates)
 
 
-@lru_cache(maxsize=16)
 def find_rule(settings: OptimConfig) -> UpdateRule:
     """The rule that `optim.spec` names, tried out on a few numbers.
 
     Raises: ConfigError where it cannot be imported, keeps what no checkpoint would save, changes nothing, or does not
     update an element by that element alone.
     """
-    kind = import_rule(settings.spec)
+    kind: Callable[[OptimConfig], UpdateRule] = import_rule(settings.spec)
+    return _made(kind, settings)
+
+
+@lru_cache(maxsize=16)
+def _made(kind: Callable[[OptimConfig], UpdateRule], settings: OptimConfig) -> UpdateRule:
+    """An optimizer of this class, tried out. Raises: ConfigError as `find_rule` says."""
     try:
         rule = kind(settings)
     except TypeError as error:

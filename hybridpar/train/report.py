@@ -98,8 +98,9 @@ class RunReport:
         """Count a step without a label that counts, and warn of the first; return the values for metrics.jsonl."""
         self._num_unlabelled += 1
         if self._num_unlabelled == 1:
-            self.reporter.say(f"step {step}: no label of this batch counts (all are -100, or num_targets is 0), so its "
-                              "loss and gradients are 0; further ones are counted as unlabelled_steps in metrics.jsonl")
+            self.reporter.say(f"step {step}: no label of this batch counts (all are -100, or num_targets is 0), so the "
+                              "losses over labels and their gradients are 0; further such batches are counted as "
+                              "unlabelled_steps in metrics.jsonl")
         return {"unlabelled_steps": self._num_unlabelled}
 
     def validation_set(self, loader: BatchLoader, num_batches: int, has_targets: bool) -> None:
@@ -135,8 +136,10 @@ class RunReport:
         for line in traffic:
             say(line)
         if self._num_unlabelled:
-            say(f"{self._num_unlabelled} of {len(self._step_seconds)} batches had no label that counts: their "
-                "gradients were 0, and only momentum and weight decay changed the weights")
+            is_only_loss = len(self.engine.loss_names) == 1
+            momentum = ", and only momentum and weight decay changed the weights" if is_only_loss else ""
+            say(f"{self._num_unlabelled} of {len(self._step_seconds)} batches had no label that counts: the losses "
+                f"over labels gave no gradient there{momentum}")
         self._compare_with_plan()
         if (compression := self.engine.state.compression) is not None:
             say(str(compression.sent))

@@ -135,5 +135,7 @@ class AnomalyHandler:
             raise CheckpointError(f"step {step}: {anomaly.what}; {self._checkpoints} has no checkpoint to roll back to")
         self._last_rollback = back, self._engine.batches_done
         self._skipped = [s for s in self._skipped if s > self._engine.batches_done]
-        self._say(f"rolled back to the checkpoint of step {back}; going on with step {self._engine.batches_done + 1}")
+        done, last = self._engine.batches_done, self._engine.config.train.num_steps
+        then = f"going on with step {done + 1}" if done < last else f"step {last} was the last, so training ends"
+        self._say(f"rolled back to the checkpoint of step {back}; {then}")
         return {"anomaly": anomaly.kind, "rolled_back_to": back}

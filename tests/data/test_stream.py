@@ -64,6 +64,8 @@ def test_what_can_be_read_once_is_read_once() -> None:
         stream.batch(np.array([1]))
     with pytest.raises(DataError, match=r"ends after 7 samples and cannot be gone through again; try a function"):
         StreamedSamples(Model(), iter(Numbers()), "train", 2).batch(np.arange(6, 8))
+    with pytest.raises(DataError, match="an empty iterator for position 7; try one that begins again"):
+        StreamedSamples(Model(), Numbers().since, "train", 2).batch(np.arange(6, 8))
 
 
 @pytest.mark.parametrize(("source", "text"), [

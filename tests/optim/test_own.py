@@ -10,14 +10,15 @@ import pytest
 import torch
 from optim.cases import ONE, local, placements, random_tensors, slots
 from optim.rules import Lion
+from torch import Tensor
 from train.runs import metrics, run_job, steps
 from verify.test_grids import holds, make
 
-from hybridpar import ModelSpec, Trainer, load_toml
+from hybridpar import ModelSpec, Trainer, UpdateRule, load_toml
 from hybridpar.config import Config, ModelConfig, OptimConfig, from_mapping, to_toml
 from hybridpar.errors import ConfigError
 from hybridpar.optim import build_optimizer
-from hybridpar.optim.own import find_rule
+from hybridpar.optim.own import _made, find_rule
 from hybridpar.validate import problems
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -79,10 +80,32 @@ def test_a_trainer_takes_the_class() -> None:
     trainer = Trainer(optimizer=Lion, optim={"lr": 1e-4}, model={"num_layers": 1})
     optim = trainer.config.optim
     assert (optim.name, optim.spec, optim.lr) == ("own", "optim.rules:Lion", 1e-4)
-    find_rule.cache_clear()  # so that it is tried out where memory is predicted, on tensors without values
+    _made.cache_clear()  # so that it is tried out where memory is predicted, on tensors without values
     assert trainer.memory()[0].optimizer > 0
     wrong = from_mapping({"optim": {"spec": "optim.rules:Noisy"}}, trainer.config)
     assert [problem.field for problem in problems(wrong, 1)] == ["optim.spec"]
+
+
+def make_rule(factor: float) -> type[UpdateRule]:
+    """A class that has the name of another one, as a cell of a notebook makes it that runs again."""
+
+    class Same(UpdateRule):
+        state_names = ()
+
+        def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], *, lr: float, decay: float,
+                   step: int) -> None:
+            weight.sub_(gradient, alpha=lr * factor)
+
+    return Same
+
+
+def test_the_newest_class_of_a_name_is_used() -> None:
+    older = make_rule(1.0)
+    assert type(find_rule(Trainer(optimizer=older).config.optim)) is older
+    newer = make_rule(2.0)
+    assert type(find_rule(Trainer(optimizer=newer).config.optim)) is newer
+    with pytest.raises(ConfigError, match="must be the newest class that is named"):
+        Trainer(optimizer=older)
 
 
 @pytest.mark.parametrize(("call", "message"), [

@@ -126,8 +126,8 @@ def test_weights_that_are_not_finite_end_a_run(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("last", [7, 12])
-def test_weights_that_are_not_finite_are_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                     last: int) -> None:
+def test_weights_that_are_not_finite_are_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
     spoil_updates(monkeypatch, 7, once=True)
     config = tiny(tmp_path, anomalies={"on_non_finite": "roll_back"},
                   train={"num_steps": last, "eval_interval": 0, "save_interval": 7 if last == 12 else 4})
@@ -135,6 +135,8 @@ def test_weights_that_are_not_finite_are_rolled_back(tmp_path: Path, monkeypatch
     rows = metrics(config.run.folder)
     back = 0 if last == 12 else 4
     assert {"step": 7, "anomaly": "non_finite_state", "rolled_back_to": back} in rows
+    then = "going on with step 8" if last == 12 else "step 7 was the last, so training ends"
+    assert f"rolled back to the checkpoint of step {back}; {then}" in capsys.readouterr().err
     assert [step for step, _, _ in steps(rows)] == list(range(1, last + 1))
     weights = checkpoint.load_full(config.run.folder / "checkpoints" / f"step_{last:08d}")[1]
     assert all(weight.isfinite().all() for weight in weights.values())
