@@ -15,7 +15,7 @@ from math import isfinite
 from hybridpar.checkpoint.compatible import CONTINUABLE
 from hybridpar.config import Config, ModelConfig, broken_rules
 from hybridpar.errors import ConfigError, Problem, not_utf8
-from hybridpar.models.build import recomputed_blocks, require_trainable
+from hybridpar.models.build import recomputed_blocks, require_factors, require_trainable
 from hybridpar.models.cost import stage_split
 from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
@@ -94,6 +94,7 @@ def _refused(config: Config) -> Iterator[Problem]:
     attempts: list[Callable[[], object]] = [
         lambda: stage_split(model, pp, pipeline.split, chunks, pipeline.placement),
         lambda: require_trainable(model),
+        *([partial(require_factors, model)] if config.compression.gradients == "sbpca" else []),
         lambda: recomputed_blocks(pipeline.recompute, model, [range(0)] * (pp * chunks)),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
         lambda: Codecs.of(config),

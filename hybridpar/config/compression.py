@@ -45,7 +45,8 @@ class CompressionConfig:
     16 replicas they take as many bytes as whole ones. dct: elements above a threshold, with their places (arXiv
     2010.08899). powersgd: two factors of each matrix (arXiv 1905.13727). sbpca: factors of each linear layer's
     weight, made from activations and their gradients when the batch is over; no gradient is computed whole, and what
-    is lost stays lost (streaming batch PCA, doi 10.1145/3577214)."""
+    is lost stays lost (streaming batch PCA, doi 10.1145/3577214). Layers of torch, such as nn.Linear, send theirs
+    whole."""
     gradients_kept: Annotated[float, Within(above=0, most=1)] = 0.01
     """dct: share of a tensor's elements above a threshold that has just been set."""
     gradients_limit: Annotated[float, Within(1, most=1e6)] = 2.0

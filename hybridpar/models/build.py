@@ -86,6 +86,20 @@ def require_trainable(model: ModelSpec) -> None:
                            "parameters are frozen (requires_grad=False)", "requires_grad_(True) on some module")
 
 
+@lru_cache(maxsize=16)
+def require_factors(model: ModelSpec) -> None:
+    """Raises: ConfigError if a custom model has no weight whose gradient is sent as factors (sbpca)."""
+    if isinstance(model, ModelConfig):
+        return
+    for number in range(model.num_blocks):
+        (block,) = build_blocks(model, Axis("tp"), [number]).values()
+        if any(place.trainable and place.factored and place.matrices for _, _, place in named_placements(block)):
+            return
+    rule = (f"requires hidden matrices of hybridpar's linear layers (ColumnParallelLinear(.., matrices=..)), whose "
+            f"gradients come as factors; {model.kind} trains none, and torch's layers give whole gradients")
+    raise config_error("compression.gradients", "sbpca", rule, "powersgd")
+
+
 @dataclass(frozen=True)
 class Recomputation:
     """The blocks that a stage runs again in its backward, each from its own input; whole: all from the stage's.

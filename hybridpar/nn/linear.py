@@ -64,7 +64,8 @@ class ColumnParallelLinear(ParallelModule):
         assert not (gather_output and shard), "gather_output joins contiguous parts, in rank order"
         shard = shard or Shard.even(0, out_features, axis.size)
         self.gather_sizes = tuple(map(shard.local_size, range(axis.size))) if gather_output else None
-        weight = Placement((out_features, in_features), Init("normal", init_std), shard, tied=tied, matrices=matrices)
+        weight = Placement((out_features, in_features), Init("normal", init_std), shard, tied=tied, matrices=matrices,
+                           factored=True)
         self.add_parameter("weight", weight, device=device, dtype=dtype)
         self.register_parameter("bias", None)
         if bias:
@@ -104,7 +105,8 @@ class RowParallelLinear(ParallelModule):
         assert input_is_parallel or shard is None, "a replicated input is split evenly"
         shard = shard or Shard.even(1, in_features, axis.size)
         self.scatter_sizes = None if input_is_parallel else tuple(map(shard.local_size, range(axis.size)))
-        weight = Placement((out_features, in_features), Init("normal", init_std), shard, matrices=matrices)
+        weight = Placement((out_features, in_features), Init("normal", init_std), shard, matrices=matrices,
+                           factored=True)
         self.add_parameter("weight", weight, device=device, dtype=dtype)
         self.register_parameter("bias", None)
         if bias:

@@ -127,6 +127,7 @@ class Placement:
     they are all rows. Empty for embeddings, output heads and vectors.
     `partial`: axes of the layer whose ranks all hold the parameter, each with a partial sum of its gradient.
     `trainable`: False for a frozen parameter.
+    `factored`: its layer gives each part of its gradient as two factors (nn.matmul.Product).
     """
 
     shape: tuple[int, ...]
@@ -137,6 +138,7 @@ class Placement:
     matrices: Matrices = ()
     partial: tuple[str, ...] = ()
     trainable: bool = True
+    factored: bool = False
 
     def along(self, axis: str) -> Held:
         """How the ranks along an axis hold it."""

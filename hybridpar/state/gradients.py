@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybridpar.errors import config_error
 from hybridpar.nn.matmul import SINK, Part, add_
 from hybridpar.state.chunks import Buffer, Chunk, Memory
 from hybridpar.state.layout import FlatLayout
@@ -196,7 +197,10 @@ class _Report:
         self.owner.report(self.name)
 
     def _store(self, gradient: Tensor) -> None:
-        assert gradient.is_sparse or self.name not in self.owner.factored, f"{self.name}: a gradient without factors"
+        if not gradient.is_sparse and self.name in self.owner.factored:
+            rule = (f"requires the gradient of {self.name} as factors, and a block computes with this weight outside "
+                    "its layer's forward")
+            raise config_error("compression.gradients", "sbpca", rule, "powersgd")
         if self.view is None:
             return
         if self.name in self.void:

@@ -223,7 +223,7 @@ class Alone:
     def __init__(self, rank: int = 3, num_blocks: int = 8, dtype: torch.dtype = torch.float64):
         layout, name = FlatLayout(["w"], [(64, 48)], dtype), "w"
         settings = CompressionConfig(gradients="sbpca", gradients_rank=rank, gradients_blocks=num_blocks)
-        placements = {name: Placement((64, 48), Init("zeros"), matrices=(((0, 64),),))}
+        placements = {name: Placement((64, 48), Init("zeros"), matrices=(((0, 64),),), factored=True)}
         grid, self.flat, self.batch = ProcessGrid(dp=1), layout.zeros(), 0
         partition = Partition(layout, {name: Route(grid.dp)})
         partition.axis_of = lambda name: Several  # type: ignore[assignment, method-assign, return-value]

@@ -77,8 +77,8 @@ class StreamingPCA(LowRank):
 
     @staticmethod
     def packs(shape: Sequence[int], placement: Placement) -> bool:
-        """A linear layer's weight: all parts of its gradient are products."""
-        return len(shape) == 2 and bool(placement.matrices)
+        """Return whether it is a hidden matrix of a layer that gives its gradient as factors, as torch's do not."""
+        return len(shape) == 2 and bool(placement.matrices) and placement.factored
 
     @classmethod
     def learned(cls, shape: Sequence[int], settings: CompressionConfig) -> dict[str, tuple[int, ...]]:
