@@ -80,6 +80,7 @@ def _attention_flops(operation: str, shapes: tuple[tuple[int, ...], ...]) -> flo
 class BlockWork:
     """Operators of a forward and a backward of one block on the first of its tp ranks.
 
+    parameters: number of those that are trained.
     forward_messages, backward_messages: its collectives over tp, each as bytes of an all-reduce that moves as much.
     """
 
@@ -102,7 +103,7 @@ def block_work(config: Config, number: int, device: torch.device) -> BlockWork:
         messages = _messages(traced.axis)
         with _Noting() as noted_back:
             traced.backward(first=False)
-        parameters = sum(p.numel() for p in traced.stage.parameters())
+        parameters = sum(p.numel() for p in traced.stage.parameters() if p.requires_grad)
         return BlockWork(
             tuple(noted.ops), tuple(noted_back.ops), messages, _messages(traced.axis), parameters, kept)
 

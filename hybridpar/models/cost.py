@@ -19,7 +19,7 @@ from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import build_blocks
-from hybridpar.nn.placement import named_placements
+from hybridpar.nn.placement import Placement, named_placements
 
 
 def layer_matmul_parameters(model: ModelConfig) -> int:
@@ -52,28 +52,28 @@ def forward_flops_per_token(model: ModelSpec) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def block_parameters(model: ModelSpec) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The global shapes of the parameters of each block."""
-    return tuple(tuple(placement.shape for _, _, placement in named_placements(block)) for n in range(model.num_blocks)
+def block_placements(model: ModelSpec) -> tuple[tuple[Placement, ...], ...]:
+    """Return the placements of the parameters of each block."""
+    return tuple(tuple(placement for _, _, placement in named_placements(block)) for n in range(model.num_blocks)
                  for block in build_blocks(model, Axis("tp"), [n]).values())
 
 
 @lru_cache(maxsize=256)
 def untied_parameters(model: ModelSpec) -> int:
-    """Parameters of the first block that the last one does not share."""
+    """Return the number of trained parameters of the first block that the last one does not share."""
     if isinstance(model, ModelConfig):
         return model.num_positions * model.hidden_size if model.position == "learned" else 0
     return sum(prod(placement.shape) for block in build_blocks(model, Axis("tp"), [0]).values()
-               for _, _, placement in named_placements(block) if not placement.tied)
+               for _, _, placement in named_placements(block) if placement.trainable and not placement.tied)
 
 
 def _own_flops(model: ModelSpec) -> tuple[int, ...]:
     found = []
-    for number, shapes in enumerate(block_parameters(model)):
+    for number, placements in enumerate(block_placements(model)):
         shape = model.activation_shape(max(0, number - 1))
         rows = sum(prod(one[:-1]) for one in (shape.values() if isinstance(shape, dict) else [shape]))
         said = model.forward_flops(number)
-        weights = sum(prod(shape) for shape in shapes if len(shape) > 1)
+        weights = sum(prod(one.shape) for one in placements if len(one.shape) > 1)
         found.append((2 * weights * rows if said is None else said) // model.tokens_per_sample)
     return tuple(found)
 
@@ -103,13 +103,16 @@ KEPT_BYTES = 34
 Source: arXiv 2205.05198, equation 2, without the scores."""
 _STATE_BYTES = 18
 """Bytes of a parameter's state in half precision: weight 2, fp32 weight, gradient and Adam's moments 16."""
+_FROZEN_BYTES = 2
+"""Bytes of a frozen parameter in half precision: its weight alone."""
 
 
 def _held(model: ModelSpec) -> tuple[tuple[int, int], ...]:
     """Bytes of each block, to compare splits by: its state, and what it keeps of a micro-batch of one sequence."""
     if not isinstance(model, ModelConfig):
-        return tuple((_STATE_BYTES * sum(map(prod, shapes)), 2 * prod(message_shape(model, max(0, number - 1))))
-                     for number, shapes in enumerate(block_parameters(model)))
+        return tuple((sum(prod(one.shape) * (_STATE_BYTES if one.trainable else _FROZEN_BYTES) for one in placements),
+                      2 * prod(message_shape(model, max(0, number - 1))))
+                     for number, placements in enumerate(block_placements(model)))
     token = model.seq_length * model.hidden_size
     layer = (_STATE_BYTES * layer_matmul_parameters(model), KEPT_BYTES * token)
     words = model.vocab_size * model.hidden_size

@@ -9,7 +9,7 @@ from math import prod
 
 from hybridpar.config import CompressionConfig, Config
 from hybridpar.models.build import DTYPES
-from hybridpar.models.cost import block_parameters
+from hybridpar.models.cost import block_placements
 from hybridpar.ops.quantize import TILE, quantized_bytes
 
 MESSAGES, GRADIENTS = {"int8": 0.0, "int4": 0.5, "dct": 19.0}, {"int8": 0.0, "int4": 0.1, "dct": 16.0}
@@ -41,8 +41,8 @@ def _powersgd(settings: CompressionConfig, config: Config, item: int) -> float:
 def _factors(settings: CompressionConfig, config: Config) -> float:
     """Elements of factors for one of the matrices of blocks between the ends, or of all: rows and columns for their
     elements."""
-    shapes = block_parameters(config.model)
-    matrices = [shape for block in shapes[1:-1] or shapes for shape in block if len(shape) > 1]
+    blocks = block_placements(config.model)
+    matrices = [one.shape for block in blocks[1:-1] or blocks for one in block if one.trainable and len(one.shape) > 1]
     sent = sum(shape[0] + prod(shape[1:]) for shape in matrices)
     return min(1.0, settings.gradients_rank * sent / max(1, sum(map(prod, matrices))))
 

@@ -18,6 +18,8 @@ from hybridpar.config import Config
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory.predict import predict
+from hybridpar.memory.work import block_work
+from hybridpar.models.cost import stage_split
 from hybridpar.train.engine import Engine
 from hybridpar.validate import problems
 
@@ -42,6 +44,18 @@ class Partly(hp.SequentialSpec):
     def sample(self, number: int, seed: int) -> dict[str, Any]:
         x = np.random.default_rng([seed, number]).normal(size=3).astype(np.float32)
         return {"x": x, "y": x[0]}
+
+
+@dataclass(frozen=True)
+class Square(Partly):
+    """Three layers of one size."""
+
+    def layers(self) -> Any:
+        for number in range(3):
+            yield nn.Linear(64, 64).requires_grad_(number not in self.frozen)
+
+    def sample(self, number: int, seed: int) -> dict[str, Any]:
+        return {"x": np.ones(64, np.float32), "y": np.float32(1)}
 
 
 def make(frozen: tuple[int, ...], **sections: Any) -> Config:
@@ -163,3 +177,10 @@ def test_predicted_memory_of_the_state_is_what_it_takes() -> None:
     (predicted,) = predict(config, device=torch.device("cpu"))
     for column, num_bytes in state.num_bytes().items():
         assert getattr(predicted, column) == num_bytes, column
+
+
+def test_costs_count_trained_parameters_alone() -> None:
+    cpu = torch.device("cpu")
+    assert [block_work(make((0, 2)), number, cpu).parameters for number in range(4)] == [0, 72, 0, 9]
+    for frozen, sizes in ((0, [2, 1]), (2, [1, 2])):  # as much work either way, but not as much state
+        assert [len(blocks) for blocks in stage_split(Square((frozen,)), 2)] == sizes
