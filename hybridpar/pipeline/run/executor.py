@@ -126,7 +126,7 @@ class Executor:
         self._received: dict[tuple[Kind, int, int], tuple[Work, Tensor]] = {}  # by kind, stage and micro-batch
         self._outputs: dict[tuple[Kind, int, int], Tensor] = {}
         self._places: dict[tuple[Kind, int, int], Tensor] = {}  # of gradients that will be sent or received, as above
-        self._sends: deque[Work] = deque()
+        self._sends: deque[tuple[Action, Work]] = deque()  # unfinished, from the oldest on
         self._table: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward,
             Kind.W: self._weight_gradients,
@@ -140,10 +140,9 @@ class Executor:
     def run(self, actions: Iterable[Action], source: Source, hooks: BatchHooks) -> None:
         """Executes the actions in order; at the end nothing is in flight."""
         self._source, self._hooks = source, hooks
-        flight = self.lane.pp.flight
         for action in actions:
             self._turn_to(action)
-            flight.action(action.kind, action.stage, action.microbatch, action.version)
+            self._note(action)
             if (recording := self.recording) is not None:
                 recording.begin()
             if self.tiers is not None:
@@ -155,11 +154,17 @@ class Executor:
             if recording is not None:
                 recording.end(action)
         while self._sends:
-            self._sends.popleft().wait()
+            sent, work = self._sends.popleft()
+            self._note(sent)
+            work.wait()
         self._turn_to(None)
         left = [*self._flight, *self._handed, *self._received, *self._outputs, *self._places,
                 *(self.stash.left if self.stash else ())]
         assert not left, f"the plan left micro-batches in flight: {left}"
+
+    def _note(self, action: Action) -> None:
+        """Note in the flight record what this rank does, or which of its sends it waits for."""
+        self.lane.pp.flight.action(action.kind, action.stage, action.microbatch, action.version)
 
     def _turn_to(self, action: Action | None) -> None:
         self.current = action
@@ -315,6 +320,9 @@ class Executor:
 
     def _send(self, action: Action) -> None:
         tensor = self._outputs.pop((action.kind, action.stage, action.microbatch)).contiguous()
-        self._sends.append(isend(tensor, *self._way(action)))
+        self._sends.append((action, isend(tensor, *self._way(action))))
         if len(self._sends) > self.lane.send_window:
-            self.wait(self._sends.popleft().wait)
+            oldest, work = self._sends.popleft()
+            self._note(oldest)
+            self.wait(work.wait)
+            self._note(action)

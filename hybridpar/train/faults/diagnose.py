@@ -5,7 +5,8 @@ It is made from the flight records and exit codes of all ranks.
     rank 3 died                     the first one that ended otherwise than by losing another
     all gave up                     they agreed on an error, and ended
     rank 1 hangs                    it goes on no more and waits for nobody; the others wait, or train on while it saves
-    the link 0 - 1 is lost          all wait: two of them for each other, or several in a circle
+    ranks 0, 1 wait in a circle     all wait, and these for messages of each other: the plan or a link is at fault
+    the link 0 - 1 is lost          all wait: these at both ends of a message, or in one collective
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from hybridpar.config import STOP_SIGNALS
 from hybridpar.flight import EVALUATING, LOST, REFUSED, Record
 from hybridpar.grid import describe
+from hybridpar.pipeline.plan.kinds import ROWS, Kind
 
 _ASKED = {128 + signal.Signals[f"SIG{name}"] for name in STOP_SIGNALS}
 
@@ -90,8 +92,9 @@ class Seen:
 class Diagnosis:
     """The reason why a job has failed.
 
-    kind: died, gave up, hangs, link, refused (the request cannot work), stopped (by a signal to a rank). text: for
-    people. rank: the one that failed first; of a link the one that waits; -1: all together.
+    kind: died, gave up, hangs, circle (ranks wait for messages of each other), link, refused (the request cannot work),
+    stopped (by a signal to a rank). text: for people. rank: the one that failed first; of a circle or a link the one
+    that waits first; -1: all together.
     """
 
     kind: str
@@ -151,30 +154,83 @@ def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
         worst = max(idle, key=lambda seen: (seen.is_late, seen.stopped, seen.idle_s))
         hangs = "is stopped, and hangs" if worst.stopped else "hangs"
         return _of("hangs", worst, f"{worst.who} {hangs}: nothing for {worst.idle_s:.1f} s{_doing(worst)}", ranks)
-    first, peers = _lost_link(ranks)
+    circle, peers = _circle(ranks)
+    first = circle[0]
+    if _may_be_the_plan(circle):
+        return _of("circle", first, _circle_text(circle), ranks)
     others = ", ".join(map(str, peers)) or "any other"
     text = f"the link between rank {first.rank} and rank {others} is lost"
     return _of("link", first, f"{text}: {first.who}{_doing(first)}", ranks)
 
 
-def _lost_link(ranks: Sequence[Seen]) -> tuple[Seen, Sequence[int]]:
-    """The rank that began to wait first of those that wait for each other in a circle, and for whom it waits.
+def _circle_text(circle: Sequence[Seen]) -> str:
+    """The messages that the ranks of a circle wait for, both causes that this can have, and how to tell them apart.
 
-    Ranks outside of the circle wait for one in it, and may have begun before.
+    The records do not tell whether a message that has not come was sent, so neither cause can be left out.
+    """
+    ranks = ", ".join(str(seen.rank) for seen in circle)
+    waits = "; ".join(f"{seen.who}{_doing(seen)}{_message(seen.record)}" for seen in circle)
+    return (f"ranks {ranks} wait for each other in a circle: {waits}. Either the plan has an order in which these "
+            "messages wait for each other, or a link between these ranks is lost. If a new start stops at the same "
+            "actions, suspect the plan: run `hybridpar check` on the configuration and report it, or try "
+            "another pipeline.schedule; if it stops elsewhere or goes on, suspect the link")
+
+
+def _transfer(record: Record | None) -> tuple[Kind, int] | None:
+    """The receive that ends a record's wait, and its stage; None if it waits for no message between stages."""
+    if record is None or record.kind not in Kind.__members__:
+        return None
+    row = ROWS[Kind[record.kind]]
+    if record.operation == "recv" and row.receive is not None:
+        return row.receive, record.stage
+    if record.operation == "send" and row.met_by is not None:
+        return row.met_by, record.stage + row.side
+    return None
+
+
+def _message(record: Record | None) -> str:
+    """', for the activation of RECV_F7@1', the message between stages that a record waits for; empty without one."""
+    transfer = _transfer(record)
+    if record is None or transfer is None:
+        return ""
+    kind, stage = transfer
+    receive = f"{kind.value}{record.microbatch}@{stage}"
+    name = ROWS[kind].name
+    return f", for {receive} to take the {name}" if record.operation == "send" else f", for the {name} of {receive}"
+
+
+def _may_be_the_plan(circle: Sequence[Seen]) -> bool:
+    """Whether the ranks of a circle may wait by the order of their plan.
+
+    They do not where two ranks wait at both ends of the messages into one stage. Messages keep their order, so the send
+    and the receive of the first unfinished one have begun, and only the link is left to blame.
+    """
+    transfers = [_transfer(seen.record) for seen in circle]
+    if len(circle) < 2 or not any(transfers):
+        return False
+    return len(circle) > 2 or transfers[0] != transfers[1]
+
+
+def _circle(ranks: Sequence[Seen]) -> tuple[Sequence[Seen], Sequence[int]]:
+    """The ranks that wait for each other in a circle, from the one that began first on, and for whom that one waits.
+
+    Ranks outside of the circle wait for one in it, and may have begun before. Without a circle: one rank that waits.
     """
     seen = {one.rank: one for one in ranks}
     waits = {one.rank: one.record for one in ranks if one.record is not None and one.record.waits}
     if not waits:
-        return ranks[0], ()
+        return ranks[:1], ()
     path: list[int] = []
     rank: int | None = min(waits, key=lambda rank: waits[rank].time)
     while rank is not None and rank not in path:
         path.append(rank)
         rank = _wanted(waits[rank], waits)
     if rank is None:  # the last one waits in a collective in which all others of it wait, too
-        return seen[path[-1]], waits[path[-1]].peers
-    first = min(path[path.index(rank):], key=lambda rank: waits[rank].time)
-    return seen[first], [peer for peer in (_wanted(waits[first], waits),) if peer is not None]
+        return [seen[path[-1]]], waits[path[-1]].peers
+    path = path[path.index(rank):]
+    start = path.index(min(path, key=lambda rank: waits[rank].time))
+    circle = [*path[start:], *path[:start]]
+    return [seen[rank] for rank in circle], [circle[1 % len(circle)]]
 
 
 def _wanted(mine: Record, waits: Mapping[int, Record]) -> int | None:

@@ -84,13 +84,42 @@ def test_a_rank_that_has_lost_another_does_not_hang() -> None:
     assert (diagnose(ranks).kind, diagnose(ranks).rank) == ("link", 1)
 
 
-def test_where_all_wait_a_link_is_lost() -> None:
+def test_where_ranks_wait_for_messages_of_each_other_plan_and_link_are_suspects() -> None:
     ranks = [Seen(0, waiting(0, "recv", "pp_reverse", 2), None, 7.0), Seen(1, waiting(1), None, 7.0),
              Seen(2, waiting(2, "recv", "pp", 0, time=50.0), None, 9.0), Seen(3, waiting(3), None, 7.0)]
     found = diagnose(ranks)
-    assert (found.kind, found.rank) == ("link", 2)
-    assert found.text.startswith("the link between rank 2 and rank 0 is lost: rank 2 (stage 1")
+    assert (found.kind, found.rank) == ("circle", 2)
+    assert found.text.startswith("ranks 2, 0 wait for each other in a circle: rank 2 (stage 1")
     assert found.as_json()["peers"] == [0]
+
+
+def test_a_circle_names_each_message_and_both_causes() -> None:
+    """Rank 0 has too many unfinished sends; rank 2 waits for the gradient that rank 0 would send next."""
+    ranks = [Seen(0, waiting(0, "send", "pp", 2, kind="SEND_F", microbatch=0), None, 9.0),
+             Seen(2, waiting(2, "send", "pp_reverse", 0, kind="SEND_B", microbatch=3), None, 8.0)]
+    text = diagnose(ranks).text
+    assert "waiting for send over pp with rank 2 (micro-batch 0), for RECV_F0@1 to take the activation; rank 2" in text
+    assert "waiting for send over pp_reverse with rank 0 (micro-batch 3), for RECV_B3@0 to take the gradient. " in text
+    assert "Either the plan" in text
+    assert "or a link between these ranks is lost" in text
+    assert "`hybridpar check`" in text
+
+
+def test_a_circle_of_receives_names_the_messages_that_have_not_come() -> None:
+    ranks = [Seen(0, waiting(0, "recv", "pp_reverse", 2, kind="B", microbatch=0), None, 9.0),
+             Seen(2, waiting(2, "recv", "pp", 0, microbatch=12), None, 8.0)]
+    found = diagnose(ranks)
+    assert found.kind == "circle"
+    assert "(micro-batch 0), for the gradient of RECV_B0@0; rank 2" in found.text
+    assert "(micro-batch 12), for the activation of RECV_F12@1. Either" in found.text
+
+
+def test_a_circle_of_three_names_all_in_the_order_in_which_they_wait() -> None:
+    ranks = [Seen(rank, waiting(rank, "recv", "pp", (rank + 2) % 3), None, 9.0) for rank in range(3)]
+    found = diagnose([*ranks, Seen(3, waiting(3), None, 9.0)])
+    assert (found.kind, found.rank) == ("circle", 0)
+    assert found.text.startswith("ranks 0, 2, 1 wait for each other in a circle")
+    assert [text[:6] for text in found.victims] == ["rank 1", "rank 2", "rank 3"]
 
 
 def test_a_tensor_part_that_waits_for_anothers_slice_is_not_to_blame() -> None:
@@ -103,13 +132,16 @@ def test_a_tensor_part_that_waits_for_anothers_slice_is_not_to_blame() -> None:
 
     found = diagnose([over(0, "recv", "pp", 2, time=60.0), over(1, "all_gather", "tp", time=50.0), Seen(
         2, waiting(2, "recv", "pp_reverse", 0, time=70.0), None, 9.0), Seen(3, waiting(3), None, 9.0)])
-    assert (found.kind, found.rank) == ("link", 0)
+    assert (found.kind, found.rank) == ("circle", 0)
+    assert found.text.startswith("ranks 0, 2 wait")
     assert "rank 1 (stage 0, replica 1, tensor part 0) in step 4 during F7@0v3, waiting for all_gather over tp" in (
         found.victims[0])
 
 
 def test_whoever_waits_for_the_ends_of_a_lost_link_may_have_begun_before() -> None:
-    ranks = [Seen(0, waiting(0, "send", "pp", 2), None, 7.0), Seen(1, waiting(1, "reduce", "dp", time=1.0), None, 9.0),
+    """Both ends of the message have begun, so no order of the plan explains the wait."""
+    ranks = [Seen(0, waiting(0, "send", "pp", 2, kind="SEND_F"), None, 7.0),
+             Seen(1, waiting(1, "reduce", "dp", time=1.0), None, 9.0),
              Seen(2, waiting(2, "recv", "pp", 0), None, 7.0), Seen(3, waiting(3, "all_reduce", "dp"), None, 7.0)]
     assert diagnose(ranks).text.startswith("the link between rank 0 and rank 2 is lost: rank 0")
 
