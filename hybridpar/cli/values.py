@@ -31,7 +31,7 @@ def as_utf8(text: str) -> str:
 def out_of_range(command: Any) -> list[Problem]:
     """Every value of a command's own flags that its rule does not allow."""
     return [Problem(name, list(value) if isinstance(value, tuple) else value, rule.rule,
-                    str(getattr(type(command), name, rule.least)))
+                    str(rule.least if isinstance(value, tuple) else getattr(type(command), name, rule.least)))
             for name, value, rule in broken_rules(command) if isinstance(rule, Within)]
 
 

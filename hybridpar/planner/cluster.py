@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,13 @@ _KEYS = {"servers": int, "devices_per_server": int, "device": (str, dict), "inne
          "others": list}
 _LEVEL = {"groups": int, "link": (str, dict), "links": int}
 _OTHER = {"servers": int, "device": (str, dict)}
+_USUAL = {
+    "servers": "2", "devices_per_server": "8", "device": '"a100-80gb"', "inner": '"nvlink3"', "outer": '"ethernet-25"',
+    "outer_links": "1", "levels": '[{ groups = 2, link = "infiniband-hdr" }]', "price": "2.5", "stragglers": "0.05",
+    "others": '[{ servers = 2, device = "a100-80gb" }]', "groups": "2", "link": '"infiniband-hdr"', "links": "1",
+    "name": '"mine"', "tflops": "312", "memory_gib": "80", "memory_gb_per_s": "2000", "matmul_share": "0.6",
+    "gbit_per_s": "25", "back_gbit_per_s": "25", "latency_us": "10", "share": "0.8", "half_duplex": "true"}
+"""By key, a value that is always accepted, as TOML."""
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -70,33 +78,54 @@ def read_cluster(path: Path) -> Cluster:
         raise config_error("cluster", str(path), f"cannot be read ({error.strerror})", nearest_path(path)) from None
     except (ValueError, RecursionError) as error:
         raise config_error("cluster", str(path), f"is not valid TOML: {error}") from None
+    try:
+        return _cluster(document)
+    except ConfigError as error:
+        raise ConfigError(*(replace(p, field=f"{path.name}: {p.field}") for p in error.problems)) from None
+
+
+def _cluster(document: Mapping[str, Any]) -> Cluster:
+    """Return the cluster of a document. Raises: ConfigError."""
     problems = [*_problems("", document, _KEYS, ("servers", "devices_per_server", "device", "inner"))]
     levels, others = document.get("levels", []), document.get("others", [])
     if not problems:
-        problems += _tables("levels", levels, _LEVEL, ("groups", "link"), "groups = 4, link = ...")
-        problems += _tables("others", others, _OTHER, ("servers", "device"), "servers = 4, device = ...")
-    servers = 0 if problems else document["servers"] + sum(other["servers"] for other in others)
-    if servers > 1 and "outer" not in document:
-        problems.append(Problem("outer", None, f"joins the {servers} servers, so there must be one", '"ethernet-25"'))
-    if not problems and (number := servers * document["devices_per_server"]) > _MOST_DEVICES:
-        problems.append(Problem("servers", servers, f"are {number} devices; there may be {_MOST_DEVICES}", "1024"))
+        problems += _tables("levels", levels, _LEVEL, ("groups", "link"))
+        problems += _tables("others", others, _OTHER, ("servers", "device"))
     if problems:
-        raise ConfigError(*(replace(p, field=f"{path.name}: {p.field}") for p in problems))
+        raise ConfigError(*problems)
+    _check_count(document, others)
     inner = _link(document["inner"], "inner")
     return Cluster(
-        _device(document["device"]), document["devices_per_server"], servers, inner,
+        _device(document["device"], "device"), document["devices_per_server"],
+        document["servers"] + sum(other["servers"] for other in others), inner,
         _link(document["outer"], "outer") if "outer" in document else inner, document.get("outer_links", 1),
         tuple(_levels(levels, document["devices_per_server"])), document.get("price", 0.0),
-        tuple((other["servers"], _device(other["device"])) for other in others), document.get("stragglers", 0.0))
+        tuple((other["servers"], _device(other["device"], f"others[{i}].device")) for i, other in enumerate(others)),
+        document.get("stragglers", 0.0))
 
 
-def _tables(name: str, tables: Iterable[object], known: Mapping[str, Any], needed: Iterable[str],
-            works: str) -> Iterable[Problem]:
+def _check_count(document: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
+    """Raises: ConfigError if there are too many devices, or several servers that nothing joins."""
+    servers = {"servers": document["servers"]}
+    servers |= {f"others[{i}].servers": other["servers"] for i, other in enumerate(others)}
+    number, per = sum(servers.values()), document["devices_per_server"]
+    if number > 1 and "outer" not in document:
+        raise config_error("outer", None, f"joins the {number} servers, so there must be one", _USUAL["outer"])
+    if number * per <= _MOST_DEVICES:
+        return
+    rule = f"are {number * per} devices; there may be {_MOST_DEVICES}"
+    if number <= _MOST_DEVICES:
+        raise config_error("devices_per_server", per, rule, str(_MOST_DEVICES // number))
+    most = max(servers, key=servers.__getitem__)
+    raise config_error(most, servers[most], rule, "1024")
+
+
+def _tables(name: str, tables: Iterable[object], known: Mapping[str, Any], needed: Iterable[str]) -> Iterable[Problem]:
     for i, table in enumerate(tables):
         if isinstance(table, dict):
             yield from _problems(f"{name}[{i}].", table, known, needed)
         else:
-            yield Problem(f"{name}[{i}]", table, "is no table", f"[[{name}]] {works}")
+            yield Problem(f"{name}[{i}]", table, "is no table", _USUAL[name].strip("[]"))
 
 
 def _levels(tables: Iterable[Mapping[str, Any]], devices: int) -> Iterable[Level]:
@@ -109,38 +138,34 @@ def _problems(where: str, table: Mapping[str, Any], known: Mapping[str, Any],
               needed: Iterable[str]) -> Iterable[Problem]:
     for key, value in table.items():
         if key not in known:
-            yield Problem(f"{where}{key}", value, f"is not known here; there are {', '.join(known)}")
+            near = get_close_matches(key.lower(), [one for one in known if one not in table], 1)
+            yield Problem(f"{where}{key}", value, f"is not known here; there are {', '.join(known)}",
+                          near[0] if near else "without it")
             continue
         kinds = (int, float) if known[key] is float else known[key]
         if not isinstance(value, kinds) or isinstance(value, bool) is not (kinds is bool):
-            yield Problem(f"{where}{key}", value, "is of the wrong type", _works(key, kinds))
+            yield Problem(f"{where}{key}", value, "is of the wrong type", _USUAL[key])
         elif kinds is bool:
             continue
         elif isinstance(value, int | float) and not 0 < value <= _MOST and key != "latency_us":  # true for NaN
-            yield Problem(f"{where}{key}", value, f"must be positive, and at most {_MOST:g}", "1")
+            yield Problem(f"{where}{key}", value, f"must be positive, and at most {_MOST:g}", _USUAL[key])
         elif key == "latency_us" and not 0 <= value <= _MOST:
-            yield Problem(f"{where}{key}", value, "must not be negative, or too large", "5")
+            yield Problem(f"{where}{key}", value, "must not be negative, or too large", _USUAL[key])
         elif key in ("share", "matmul_share", "stragglers") and value > 1:
-            yield Problem(f"{where}{key}", value, "is a share, so at most 1", "0.8")
+            yield Problem(f"{where}{key}", value, "is a share, so at most 1", _USUAL[key])
     for key in needed:
         if key not in table:
-            yield Problem(f"{where}{key}", None, "is missing", _works(key, known[key]))
+            yield Problem(f"{where}{key}", None, "is missing", _USUAL[key])
 
 
-def _works(key: str, kind: Any) -> str:
-    """A value of the type that the key takes."""
-    named = '"a100-80gb"' if key == "device" else '"ethernet-25"'
-    return {int: "2", float: "25", (int, float): "25", bool: "true", str: '"mine"', list: f"[[{key}]]"}.get(kind, named)
-
-
-def _device(given: str | Mapping[str, Any]) -> Device:
+def _device(given: str | Mapping[str, Any], where: str) -> Device:
     if isinstance(given, str):
-        return find_device(given)
-    if found := [*_problems("device.", given, _DEVICE, ("tflops", "memory_gib", "memory_gb_per_s"))]:
+        return find_device(given, where)
+    if found := [*_problems(f"{where}.", given, _DEVICE, ("tflops", "memory_gib", "memory_gb_per_s"))]:
         raise ConfigError(*found)
     if GIB * given["memory_gib"] <= RESERVED:
         rule = f"must be above {RESERVED / GIB}, which an accelerator's context and communicators take"
-        raise config_error("device.memory_gib", given["memory_gib"], rule, "8")
+        raise config_error(f"{where}.memory_gib", given["memory_gib"], rule, _USUAL["memory_gib"])
     return Device(given.get("name", "own device"), 1e12 * given["tflops"], GIB * given["memory_gib"],
                   1e9 * given["memory_gb_per_s"], given.get("matmul_share", 0.6))
 

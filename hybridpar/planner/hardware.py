@@ -138,9 +138,9 @@ _LIKE = 0.5
 """Likeness from which on a name may have been meant, as difflib counts it."""
 
 
-def find_device(name: str) -> Device:
-    """Raises: ConfigError if the table has no such device."""
-    return _find("device", name, DEVICES, nearest_device(name))
+def find_device(name: str, field: str = "device") -> Device:
+    """Raises: ConfigError, about `field`, if the table has no such device."""
+    return _find(field, name, DEVICES, nearest_device(name))
 
 
 def find_link(name: str, field: str = "link") -> Link:
