@@ -206,6 +206,35 @@ def test_no_custom_order_waits_for_its_own_sends(setting):
     require_no_deadlock(*setting)
 
 
+_PASSES = {"clip": [True, False], "gather": [False, True], "host": [0.0, 0.25, 1.0], "feedback": [False, True],
+           "offload": [0, 0, 1, 3], "parts": [1, 1, 2, 3]}
+
+
+@given(pipelines(), st.fixed_dictionaries({name: st.sampled_from(values) for name, values in _PASSES.items()}))
+def test_state_that_moves_leaves_the_order_of_messages(setting, passes):
+    """The host optimizer, parts, ZeRO's gathering, feedback of compressed gradients and offloaded activations add
+    actions of one rank, and change no send or receive, so the window of the proof holds for them, too."""
+    pp, section = setting
+    config = config_of(pp, section)
+    try:
+        schedule, sizes = schedule_of(config.pipeline), Sizes.of(config)
+        assume(not [*config.conflicts()])
+        assume(sizes.num_stages * sizes.num_microbatches < _FEW_ACTIONS // 8)
+        schedule.check_sizes(sizes)
+        passes["clip"] |= passes["host"] > 0
+        plain = {"split": config.pipeline.split_backward}
+        plans = [make_plan(schedule, sizes, schedule.sync_steps, 2 + 2 * (sizes.num_microbatches < pp), **options)
+                 for options in (plain, plain | passes)]
+        window = send_window(config)
+    except (ConfigError, PlanError):
+        assume(False)
+    without, moved = ({rank: [action for action in actions if ROWS[action.kind].side]
+                       for rank, actions in plan.items()} for plan in plans)
+    assert without == moved
+    note(f"{section}, pp = {pp}, {passes}: window {window}")
+    assert not Ranks(plans[1], sizes, window).run()
+
+
 @pytest.mark.parametrize(("pp", "chunks", "m"), [(3, 4, 4), (2, 6, 5), (2, 8, 9), (4, 4, 7), (8, 4, 12)])
 def test_a_v_of_several_passes_needs_a_wider_window(pp, chunks, m):
     config = config_of(pp, {"placement": "v", "split_backward": True, "chunks": chunks, "num_microbatches": m})
