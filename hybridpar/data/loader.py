@@ -9,6 +9,7 @@ changed on the way, DataStart says when. Every stage of a pipeline asks for the 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -108,6 +109,10 @@ class BatchLoader:
         start = self.start.position(batch, self.batch_size) + self.first_sample(index)
         arrays = self.samples.batch(np.arange(start, start + self.micro_batch_size))
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
+
+    def num_batches_without_repeats(self, most: int) -> int:
+        """Return how many of the first `most` batches come before the first one with a sample of an earlier one."""
+        return bisect_right(range(1, most + 1), 0, key=lambda n: self.samples.num_repeats(n * self.batch_size))
 
     def num_targets(self, batch: int) -> int:
         """Labels that count (are not -100) in the whole batch, over all micro-batches and replicas."""

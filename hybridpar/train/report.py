@@ -113,9 +113,9 @@ class RunReport:
                               "so there is no validation loss")
         asked = num_batches * loader.batch_size
         if repeats := loader.samples.num_repeats(asked):
-            once = (asked - repeats) // loader.batch_size
+            once = loader.num_batches_without_repeats(num_batches)
             fewer = (f"; train.eval_batches = {once} takes each at most once" if once else
-                     f"; a smaller batch than {loader.batch_size} samples would take each at most once")
+                     f"; no train.eval_batches avoids it, as one batch has {loader.batch_size} samples")
             self.reporter.say(f"validation: train.eval_batches = {num_batches} asks for {asked} samples, and {repeats} "
                               f"of them repeat earlier ones, as the validation set is smaller{fewer}")
 

@@ -302,6 +302,9 @@ def test_repeats_are_counted_where_a_data_set_is_smaller_than_what_is_asked() ->
     for count in range(30):
         members, _, samples = blend.locate(np.arange(count))
         assert blend.num_repeats(count) == count - len(set(zip(members.tolist(), samples.tolist(), strict=True)))
+    batches = BatchLoader(blend, micro_batch_size=4, num_microbatches=1)
+    assert blend.num_repeats(12) == 3
+    assert batches.num_batches_without_repeats(3) == 1, "the third sample of the small data set is the last new one"
     stream = StreamedSamples(model, [model.sample(i, 1) for i in range(5)], "valid", 16)
     loader = BatchLoader(stream, micro_batch_size=4, num_microbatches=2)
     assert stream.num_repeats(8) == 0, "its end is not known"

@@ -77,13 +77,14 @@ def compared(config: Config, *stretches: int) -> tuple[bool, Counts, list[str]]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_are_equal_and_blocks_in_their_places(case: tuple[dict[str, Any], ...]) -> None:
     config = configured(case)
-    for same, counts, said in run_on_ranks(compared, config.parallel.num_ranks, config, 14):
+    for same, counts, said in run_on_ranks(compared, config.parallel.num_ranks, config, 24):
         assert same
         assert len(said) == 1
         assert "memory is planned from step" in said[0]
         assert counts.departed == 0
-        # threads of Gloo may give back later than they did: up to 11 of 405 times on one kind of CPU
-        assert counts.occupied <= 0.05 * counts.hits
+        # at the start of a plan places may be taken by blocks of before (11 of 405 with 14 steps), and threads of Gloo
+        # may give back later than they did
+        assert counts.occupied <= 0.02 * counts.hits
         assert 0.97 * counts.num_bytes <= counts.top <= counts.num_bytes
         assert counts.num_bytes <= 1.2 * counts.most_living  # these blocks are tiny, and places multiples of 512 bytes
 
