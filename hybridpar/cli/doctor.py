@@ -14,7 +14,7 @@ import torch
 
 from hybridpar import __version__, native
 from hybridpar.cpu import available_cores, cpu_fields, cpu_name
-from hybridpar.ops import registry
+from hybridpar.ops import libraries, registry
 
 DTYPES = (torch.float32, torch.bfloat16)
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "apex")
@@ -33,6 +33,7 @@ def examine() -> dict[str, Any]:
                     "c++": shutil.which("c++"), "nvcc": shutil.which("nvcc")},
         "built": {"hybridpar._C": native.missing() or "yes", "hybridpar._C_cuda": native.missing_cuda() or "yes",
                   "hybridpar._C_recorder": native.missing_recorder() or "yes"},
+        "triton": _triton() if "cuda" in devices else None,
         "operators": {device: {op: _choices(op, device) for op in registry.ops()} for device in devices}}
 
 
@@ -69,6 +70,13 @@ def _gpu(index: int) -> dict[str, Any]:
         "memory_gib": round(properties.total_memory / 2**30, 1), "multiprocessors": properties.multi_processor_count}
 
 
+def _triton() -> dict[str, Any]:
+    """What is wrong with Triton on this machine's GPU, on which a kernel is launched, and a warning for people."""
+    libraries.examine_triton(warn=False)  # `problem` says it
+    found = libraries.triton_library()
+    return {"problems": found.problems(), "warning": libraries.warning_of(found)}
+
+
 def _choices(op: str, device: str) -> dict[str, Any]:
     """The backend that `auto` takes for each type of elements, the types for which measured times decided that, and the
     reasons why other backends cannot run there."""
@@ -91,6 +99,9 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     for name, state in found["built"].items():
         yield f"{name}: {state}"
+    if found["triton"] is not None:
+        for problem in found["triton"]["problems"] or ["compiles and launches kernels, and all of ours are there"]:
+            yield f"triton on the GPU: {problem}"
     for device, operators in found["operators"].items():
         yield ""
         yield from _table(device, operators)
@@ -115,6 +126,6 @@ def problem(found: Mapping[str, Any]) -> str | None:
     """A message on what an installation lacks; None where nothing is missing."""
     if found["built"]["hybridpar._C"] != "yes" and sys.platform == "linux":
         return "the C++ operators are missing, plain torch runs instead: HYBRIDPAR_BUILD=cpu pip install says why"
-    if found["operators"].get("cuda") and found["versions"]["triton"] is None:
-        return "there is a GPU, and triton is not installed: pip install triton"
+    if found["triton"] is not None and found["triton"]["warning"]:
+        return f"there is a GPU, and Triton is not all there: {found['triton']['warning']}"
     return None

@@ -12,8 +12,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
+import logging
 import pkgutil
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +29,7 @@ from hybridpar import native
 from hybridpar.config import triton_is_interpreted
 from hybridpar.ops import registry
 
+_log = logging.getLogger(__name__)
 Shapes = Mapping[str, Callable[..., Any]]
 """Type of PASSES: passes by name, and what returns empty tensors like theirs."""
 
@@ -77,35 +84,176 @@ def triton_missing(op: str, device_type: str | None, dtype: torch.dtype | None) 
         return "its interpreter computes bfloat16 wrongly"
     if not interpreted and not torch.cuda.is_available():
         return "no GPU here"
-    return _known(_register_triton(), "hybridpar_triton", op)
+    found = triton_library()
+    examine_triton(warn=True)
+    return _known(found.reason(passes_of(op)), "hybridpar_triton", op)
+
+
+@dataclass
+class TritonLibrary:
+    """The Triton operators of this process.
+
+    Attributes:
+        failure: Why none of them can be used. Empty: some or all can.
+        broken: By module of kernels/, why it cannot be imported or registered.
+        missing: By operator, the broken module that would have defined it.
+        is_told: Whether the user was told what is missing.
+    """
+
+    failure: str = ""
+    broken: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    is_told: bool = False
+    _library: torch.library.Library | None = None
+    """Operators live as long as their library."""
+
+    def reason(self, passes: Iterable[str]) -> str | None:
+        """Return why not all of these operators can be used; None if they can."""
+        if self.failure:
+            return self.failure
+        module = next((self.missing[name] for name in passes if name in self.missing), None)
+        return None if module is None else self.describe(module)
+
+    def describe(self, module: str) -> str:
+        """Return what is wrong with a broken module."""
+        return f"kernels/{module}.py cannot be imported ({self.broken[module]})"
+
+    def problems(self) -> list[str]:
+        """Return all that is wrong, a sentence each. Empty: every operator can be used."""
+        return [self.failure] if self.failure else [self.describe(module) for module in self.broken]
+
+
+def examine_triton(*, warn: bool) -> None:
+    """Warn of what is wrong with Triton on this machine's GPU, once in a process. `warn` False: keep quiet about it."""
+    found = triton_library()
+    if found.is_told:
+        return
+    found.is_told = True  # before the warning, which asks of each operation what runs it
+    if warn and not triton_is_interpreted() and (text := warning_of(found)):
+        _log.warning(text)
 
 
 @functools.cache
-def _register_triton() -> str | None:
-    """Registers what modules of kernels/ list as OPERATORS: name -> arguments that it writes; why not, if it cannot."""
-    library = torch.library.Library("hybridpar_triton", "DEF")
-    package = importlib.import_module("hybridpar.kernels")
-    for module in pkgutil.iter_modules(package.__path__):
+def triton_library() -> TritonLibrary:
+    """Import and register all Triton operators, and see whether a kernel can be launched. Takes a second once."""
+    return load_triton("hybridpar.kernels", "hybridpar_triton", None if triton_is_interpreted() else _launch_probe)
+
+
+def load_triton(package: str, library: str, probe: Callable[[], None] | None) -> TritonLibrary:
+    """Register what the modules of a package list as OPERATORS: name -> arguments that it writes.
+
+    A module that fails takes no other module's operators with it, unless that one imports it.
+
+    Args:
+        package: Name of the package of kernels.
+        library: Namespace of the operators in torch.ops.
+        probe: Launches a kernel. Triton compiles its launcher with the machine's C compiler at the first launch only,
+            so imports do not show that one is missing. None: nothing is launched.
+    """
+    found = TritonLibrary()
+    if probe is not None:
         try:
-            kernels = importlib.import_module(f"hybridpar.kernels.{module.name}")
-        except ImportError as error:
-            return f"cannot be imported ({error})"
-        for name, written in getattr(kernels, "OPERATORS", {}).items():
-            function = getattr(kernels, name)
-            library.define(name + torch.library.infer_schema(function, mutates_args=written))
-            library.impl(name, function, "CompositeExplicitAutograd")
-    _libraries.append(library)
-    return None
+            probe()
+        except Exception as error:  # ours, Triton's, a compiler's or the driver's
+            found.failure = f"Triton cannot launch a kernel ({_in_one_line(error)})"
+            if isinstance(error, ImportError):
+                found.failure = f"Triton cannot be imported ({error})"
+            return found
+    found._library = torch.library.Library(library, "DEF")
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        name = f"{package}.{module.name}"
+        try:
+            _register(found._library, importlib.import_module(name))
+        except Exception as error:  # a name that this Triton does not have, an argument that it does not take
+            found.broken[module.name] = _in_one_line(error)
+            found.missing |= dict.fromkeys(_listed_operators(name), module.name)
+    return found
 
 
-_libraries: list[torch.library.Library] = []
-"""Operators live as long as their library."""
+def _register(library: torch.library.Library, kernels: ModuleType) -> None:
+    for name, written in getattr(kernels, "OPERATORS", {}).items():
+        function = getattr(kernels, name)
+        library.define(name + torch.library.infer_schema(function, mutates_args=written))
+        library.impl(name, function, "CompositeExplicitAutograd")
+
+
+def _launch_probe() -> None:
+    importlib.import_module("hybridpar.kernels.probe").probe()
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _listed_operators(module: str) -> list[str]:
+    """Return the names in OPERATORS of a module that cannot be imported, from its text. The text may be no Python."""
+    package, _, name = module.rpartition(".")
+    for folder in importlib.import_module(package).__path__:
+        if (path := Path(folder, f"{name}.py")).is_file():
+            listed = re.search(r"^OPERATORS\b[^{]*(\{.*?\})", path.read_text(errors="replace"), re.M | re.S)
+            return re.findall(r'"(\w+)"\s*:', listed[1]) if listed else []
+    return []
+
+
+def warning_of(found: TritonLibrary) -> str:
+    """Return what is wrong with Triton, which operations lose by it, and what to do. Empty: nothing is wrong."""
+    problems = found.problems()
+    if not problems:
+        return ""
+    slower = []
+    for op in registry.ops():
+        if found.reason(passes_of(op)) and any(row.name == "triton" for row in registry.backends(op)):
+            slower.append(f"{op} ({registry.report(op, 'cuda', torch.bfloat16).active})")
+    cost = f" These operations run without Triton, which is slower: {', '.join(slower)}." if slower else ""
+    return f"{'; '.join(problems)}.{cost} {remedy(problems[0])}."
+
+
+_TESTED = "3.6", "3.9"
+"""The oldest and newest Triton that the kernels were tested with."""
+_REMEDIES = (
+    ("No module named 'triton'", f'Install Triton: pip install "triton>={_TESTED[0]}"'),
+    ("C compiler", "Install a C compiler, which Triton needs at run time, such as gcc, or name one in CC"),
+    ("returned non-zero exit status", "The C compiler that Triton calls at run time fails. See its message above; it "
+     "needs Python's headers (python3-dev)"),
+)
+
+
+def remedy(problem: str) -> str:
+    """Return what a user can do about a problem with Triton."""
+    for sign, text in _REMEDIES:
+        if sign in problem:
+            return text
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        version = "of an unknown version"
+    return f"This is Triton {version}; the kernels are tested with {' to '.join(_TESTED)}. Install one of these"
+
+
+@functools.cache
+def passes_of(op: str) -> tuple[str, ...]:
+    """Return the names of the passes that an operation uses.
+
+    Of a module with several operations: those that begin with its name, or, if there are none, those that begin with no
+    other operation's name. Else: all of the module.
+    """
+    module = _module_of(op)
+    names = tuple(importlib.import_module(module).PASSES)
+    others = tuple(other for other in registry.ops() if other != op and _module_of(other) == module)
+    own = tuple(name for name in names if name.startswith(op))
+    if others and own:
+        return own
+    return tuple(name for name in names if not name.startswith(others))
+
+
+def _module_of(op: str) -> str:
+    return registry.backends(op)[-1].path.partition(":")[0]
 
 
 def _known(reason: str | None, library: str, op: str) -> str | None:
     """The reason; where there is none, torch.compile and meta tensors know the passes of op's module from here on."""
     if reason is None:
-        _register_shapes(library, registry.backends(op)[-1].path.partition(":")[0])
+        _register_shapes(library, _module_of(op))
     return reason
 
 

@@ -25,6 +25,7 @@ from hybridpar.flight import FAILED, LOST, REFUSED, Flight, Waiting
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory import MemoryWatch
 from hybridpar.memory.planned import Allocator
+from hybridpar.ops.libraries import examine_triton
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.pipeline.plan.sizes import Sizes
@@ -80,6 +81,8 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     require_planned(config.train, device)
     threads = set_threads(config.train.threads, launch)
     set_precision(config.train, device)
+    if device.type == "cuda":
+        examine_triton(warn=launch.local_rank == 0)  # now, and not where the first micro-batch finds no compiler
     if config.train.keep_memory and device.type == "cpu":
         keep_freed_memory()
     folder, num_steps, first = config.run.folder, config.train.num_steps, launch.rank == 0

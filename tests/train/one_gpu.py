@@ -53,7 +53,7 @@ def _train_and_tell(engine, *args, **options):
 loop.Engine.train = _train_and_tell
 rollback.find_divergence = _find_and_count
 '''
-"""A sitecustomize.py. It lets ranks share a GPU without `train.share_gpus`, which would choose Gloo, so that all else is
+"""A sitecustomize.py. Ranks share a GPU without `train.share_gpus`, which would choose Gloo, so that all else is
 as on several GPUs. After each stretch of training every rank says which backend it used, how many micro-batches it has
 replayed, and how often its replicas were compared."""
 
