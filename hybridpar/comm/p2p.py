@@ -5,6 +5,9 @@ Messages from one rank to another arrive in the order they were sent: both sides
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,3 +35,23 @@ def irecv(buffer: Tensor, source: int, axis: Axis) -> Work:
     with waiting:
         handle = dist.irecv(taken, group=axis.group, group_src=source)
     return Work(handle, buffer, taken, finish=lambda: put_back(taken, buffer), waiting=waiting)
+
+
+def connect(axis: Axis, links: Iterable[tuple[int, int]], device: torch.device) -> None:
+    """Send one byte over each link, in order, so that NCCL connects the two ranks of each now.
+
+    At the first transfer from one rank to another NCCL holds up the hosts of both until both have called it. A plan
+    that posts receives ahead is not made for that: with pipeline.schedule = "naive" rank 0 would wait for the first
+    gradient, which rank 1 sends after the first activation, which rank 0 has not sent yet.
+
+    Args:
+        axis: Its ranks call this together.
+        links: Sender and receiver, as ranks of the axis, in the same order on all of them. That order has no circle,
+            whatever the links are.
+        device: Where the byte lies.
+    """
+    for source, target in links:
+        if axis.rank in (source, target):
+            byte = torch.zeros(1, dtype=torch.uint8, device=device)
+            work = isend(byte, target, axis) if axis.rank == source else irecv(byte, source, axis)
+            work.wait()

@@ -5,7 +5,14 @@ Resolution order: defaults, then the TOML file, then flags (`--section.key value
 
 from hybridpar.config.compression import UNCOMPRESSED, CompressionConfig
 from hybridpar.config.data import DataConfig
-from hybridpar.config.environment import JOB, Launch, pass_on_signals, triton_is_interpreted
+from hybridpar.config.environment import (
+    JOB,
+    Launch,
+    pass_on_signals,
+    require_gpu_queues,
+    triton_is_interpreted,
+    use_all_gpu_queues,
+)
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
 from hybridpar.config.memory import MemoryConfig
 from hybridpar.config.model import ModelConfig
@@ -33,6 +40,6 @@ __all__ = [
     "MemoryConfig", "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig",
     "PlanConfig", "RunConfig", "TrainConfig", "UpdateRule", "Whole", "Within", "as_typed", "broken_rules",
     "from_mapping", "from_plain", "import_rule", "import_spec", "known_spec", "load_toml", "message_shape",
-    "model_settings", "pass_on_signals", "rank_of_stage", "span", "spec_folder", "spec_name", "to_mapping", "to_toml",
-    "triton_is_interpreted",
+    "model_settings", "pass_on_signals", "rank_of_stage", "require_gpu_queues", "span", "spec_folder", "spec_name",
+    "to_mapping", "to_toml", "triton_is_interpreted", "use_all_gpu_queues",
 ]

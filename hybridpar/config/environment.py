@@ -22,6 +22,27 @@ def pass_on_signals(names: Iterable[str]) -> None:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(names)
 
 
+_GPU_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def use_all_gpu_queues() -> None:
+    """Give each CUDA stream of this process a hardware queue of its own, unless the environment names a number.
+
+    To be called before CUDA is set up. By default streams share 8 queues, and this process has more streams. In a
+    shared queue a kernel waits for all that was issued before it on other streams, too. A receive that was posted early
+    then holds up the work that its sender waits for.
+    """
+    os.environ.setdefault(_GPU_QUEUES, "32")  # the most that CUDA takes
+
+
+def require_gpu_queues(pp: int) -> None:
+    """Refuse a single hardware queue for pipelines. Raises: ConfigError."""
+    if pp > 1 and os.environ.get(_GPU_QUEUES) == "1":
+        raise config_error(
+            _GPU_QUEUES, "1", f"must be unset or more than 1 in the environment with parallel.pp = {pp}: in a single "
+            "hardware queue receives that are posted ahead hold up the work that their senders wait for", "32")
+
+
 @dataclass(frozen=True)
 class Launch:
     """This process's place among those that the launcher (torchrun) started, and its arguments.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hybridpar import checkpoint
-from hybridpar.config import Config, Launch, from_mapping
+from hybridpar.config import Config, Launch, from_mapping, require_gpu_queues, use_all_gpu_queues
 from hybridpar.data import NO_DATASETS, Data, open_data
 from hybridpar.errors import CheckpointError, HybridparError, config_error
 from hybridpar.flight import FAILED, LOST, REFUSED, Flight, Waiting
@@ -76,7 +76,10 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     faults = parse_faults(inject, config)
     job = Job.connect(launch)
     require_equal_settings(config, job)
+    use_all_gpu_queues()
     device = choose_device(config.train, launch, job.gather)
+    if choose_backend(config.train, device) == "nccl":
+        job.together(lambda: require_gpu_queues(config.parallel.pp))
     job.require_addresses(choose_backend(config.train, device))
     require_planned(config.train, device)
     threads = set_threads(config.train.threads, launch)

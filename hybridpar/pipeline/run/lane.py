@@ -21,11 +21,13 @@ from torch.autograd.function import Function
 
 from hybridpar.autograd import once_differentiable
 from hybridpar.comm import all_gather
+from hybridpar.comm.p2p import connect
 from hybridpar.config import Config, ModelConfig, message_shape
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn.placement import Range, split_ranges, split_sizes
 from hybridpar.nn.sequence import SequencePart
 from hybridpar.pipeline.plan.prove import send_window
+from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.pipeline.run.codecs import Codec, Codecs, Marked
 
 
@@ -59,7 +61,7 @@ class Lane:
 
         Shapes: an activation is [b, s, h] (`ModelSpec.activation_shape`), equal on all ranks of tp; with
         parallel.sequence each has its own rows.
-        Collectives: those of `ProcessGrid.again`, on a V. Raises: PlanError as `send_window`.
+        Collectives: those of `ProcessGrid.again`, on a V; with NCCL a byte over each link (`connect`). Raises: PlanError as `send_window`.
         """
         sequence = config.parallel.sequence
         model, b = config.model, config.train.micro_batch_size
@@ -70,6 +72,11 @@ class Lane:
         slicing = None if sequence else grid.tp
         turns = tuple((grid.again("pp", turn), grid.again("pp_reverse", turn)) for turn in range(
             1, config.pipeline.num_chunks)) if config.pipeline.placement == "v" else ()
+        if has_connections(grid):
+            sizes = Sizes.of(config)
+            for turn, pair in enumerate(((grid.pp, grid.pp_reverse), *turns)):
+                for axis, flow in zip(pair, (1, -1), strict=True):
+                    connect(axis, links_of(sizes, turn, flow), device)
         lane = cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split, turns=turns,
                    send_window=send_window(config) if grid.pp.size > 1 else 0)
         return lane if isinstance(model, ModelConfig) or len({*shapes, shape}) == 1 else replace(lane, shapes=shapes)
@@ -160,6 +167,26 @@ class Lane:
         if self.slicing is None or self.slicing.size == 1:
             return None
         return split_ranges(prod(self.shape), self.slicing.size)[self.slicing.rank]
+
+
+def has_connections(grid: ProcessGrid) -> bool:
+    """Whether two ranks connect at the first transfer between them, as with NCCL; Gloo connects with the group."""
+    return grid.device_type == "cuda" and not grid.pp.via_host and grid.pp.size > 1
+
+
+def links_of(sizes: Sizes, turn: int, flow: int) -> list[tuple[int, int]]:
+    """Return sender and receiver, as ranks of the pipeline, of all transfers of one turn and flow.
+
+    Args:
+        turn: The number of the pass through the ranks; 0, but on a V.
+        flow: 1 for activations, -1 for gradients.
+    """
+    links: dict[tuple[int, int], None] = {}
+    for stage in range(sizes.num_stages):
+        receiver = sizes.peer(stage, flow)
+        if receiver is not None and sizes.turn(stage) == turn:
+            links[sizes.rank_of(stage), receiver] = None
+    return list(links)
 
 
 class Packed:

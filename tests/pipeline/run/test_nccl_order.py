@@ -1,0 +1,123 @@
+"""No plan deadlocks in the order in which NCCL runs what ranks issue, by the model of nccl_order.py."""
+
+from __future__ import annotations
+
+import runpy
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nccl_order import Call, Device, Event, Group, all_issued, by_pair, find_deadlock, shared_direction
+
+from hybridpar.config import Config, from_mapping, require_gpu_queues, use_all_gpu_queues
+from hybridpar.errors import ConfigError
+from hybridpar.grid import ProcessGrid, lines_of
+from hybridpar.pipeline.run import lane
+from hybridpar.validate import resolve
+
+GALLERY = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "schedule_gallery.py"))
+SCHEDULES: dict[str, dict[str, Any]] = {}
+for _title, _name, _options in GALLERY["SCHEDULES"]:
+    _split = {"split_backward": True} if _options.keys() & {"zero_bubble", "placement"} else {}
+    SCHEDULES[_title] = {"schedule": _name, **_options, **_split}
+STEPS = 3
+
+ON_ONE_QUEUE = Device(one_queue=True)
+
+
+def config_of(pipeline: dict[str, Any], num_microbatches: int, **parallel: Any) -> Config:
+    """Return a tiny GPT with two blocks a rank at least."""
+    parallel = {"tp": 1, "dp": 1, **parallel}
+    layers = max(2, parallel["pp"] * pipeline.get("chunks", 2))
+    config = from_mapping({
+        "model": {"num_layers": layers, "hidden_size": 4, "num_heads": 2, "seq_length": 2, "vocab_size": 5},
+        "parallel": parallel, "pipeline": {"num_microbatches": num_microbatches, **pipeline},
+        "train": {"micro_batch_size": 1}})
+    return resolve(config, prod(parallel[name] for name in ("tp", "pp", "dp")))
+
+
+def shared_turns(call: Call) -> Group:
+    """A bad arrangement: all turns of a V have the same two communicators."""
+    name, ranks = call.group
+    return name.partition(" ")[0], ranks
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks connect at the first transfer between them, as on GPUs."""
+    monkeypatch.setattr(lane, "has_connections", lambda grid: grid.pp.size > 1)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("pp", [2, 3])
+@pytest.mark.parametrize("title", SCHEDULES)
+def test_no_plan_of_the_gallery_deadlocks(connected: None, title: str, pp: int) -> None:
+    """Neither with `device_id` nor without; each does if both directions, or all turns of a V, share a communicator."""
+    pipeline = SCHEDULES[title]
+    issued = all_issued(config_of(pipeline, 2 * pp, pp=pp), STEPS)
+    assert find_deadlock(issued) == ""
+    assert find_deadlock(issued, Device(by_pair)) == ""
+    assert "on pp" in find_deadlock(issued, Device(shared_direction))
+    is_v = pipeline.get("placement") == "v"
+    assert bool(find_deadlock(issued, Device(shared_turns))) is is_v
+
+
+@pytest.mark.parametrize("parallel", [
+    {"pp": 2, "tp": 2, "sequence": True}, {"pp": 2, "dp": 2, "zero": 1}, {"pp": 2, "dp": 2, "zero": 3}], ids=str)
+@pytest.mark.parametrize("title", ["1F1B", "2BW"])
+def test_collectives_of_other_axes_do_not_deadlock(connected: None, title: str, parallel: dict[str, Any]) -> None:
+    issued = all_issued(config_of(SCHEDULES[title], 4, **parallel), STEPS)
+    calls = [event for event in issued[0] if isinstance(event, Call)]
+    assert {call.group[0] for call in calls} >= {"pp", "pp_reverse", "world", *(parallel.keys() & {"tp", "dp"})}
+    assert not [str(call) for call in calls if call.group[0].startswith("pp") and not call.is_transfer]
+    assert find_deadlock(issued) == ""
+
+
+@cache
+def naive() -> list[list[Event]]:
+    return all_issued(config_of(SCHEDULES["Naive"], 2, pp=2), 1)
+
+
+def test_ranks_that_connect_in_the_first_batch_deadlock() -> None:
+    """So `Lane.of` connects them before. Rank 0 posts the receive of a gradient before it sends the first activation."""
+    found = find_deadlock(naive())
+    assert "rank 0: host at event 0" in found
+    assert "(transfer 1 -> 0 on pp_reverse)" in found
+
+
+def test_one_hardware_queue_deadlocks(connected: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that is refused, and by default each stream has a queue of its own."""
+    issued = all_issued(config_of(SCHEDULES["GPipe"], 4, pp=2), STEPS)
+    assert find_deadlock(issued) == ""
+    assert "allreduce on world" in find_deadlock(issued, ON_ONE_QUEUE)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    use_all_gpu_queues()  # which the environment has decided
+    require_gpu_queues(pp=1)
+    with pytest.raises(ConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS = '?1'?: must be unset .*parallel.pp = 2"):
+        require_gpu_queues(pp=2)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    use_all_gpu_queues()
+    require_gpu_queues(pp=2)
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2, "dp": 2, "tp": 2}, {"site": 2, "pp": 3, "dp": 1, "tp": 2}], ids=str)
+def test_all_ranks_create_all_groups_in_one_order(sizes: dict[str, int]) -> None:
+    """A split is a call of all ranks of the job, also of those that get no communicator by it."""
+    made = []
+    for rank in range(prod(sizes.values())):
+        groups: list[tuple[str, tuple[int, ...]]] = []
+
+        def group(name: str, ranks: list[int], groups: list[Any] = groups) -> object:
+            groups.append((name, tuple(ranks)))
+            return object()
+
+        grid = ProcessGrid.imagined(sizes, rank, lambda *_: object())
+        grid._connect(rank, lines_of(sizes), group, via_host=False)
+        for name in ("pp", "pp_reverse"):
+            axis = grid.again(name)
+            assert axis.ranks == grid.axis(name).ranks
+        made.append(groups)
+    assert all(groups == made[0] for groups in made)
+    assert len(made[0]) > len(dict.fromkeys(ranks for _, ranks in made[0]))
