@@ -119,12 +119,13 @@ class ProcessGrid:
     in between, and if pp is 1); `site` (the ranks that hold the same at other sites); `home` (all ranks of this one's
     site); `world` (all ranks).
 
-    NCCL runs what a rank issues on one communicator in the order of issue, on one stream: where init_process_group was
-    given a `device_id`, as by the launcher, transfers of all neighbours and collectives alike. A receive that was posted
-    ahead holds up all later sends there. So activations and gradients have communicators of their own, on a V each turn
-    has (`again`), and no collective uses those of pp. tests/nccl_order.py has a model of this: plans do not deadlock so,
-    and nearly all do where both directions share a communicator. Groups are split from the job's own
-    (ncclCommSplit), in which all ranks take part: each creates all groups of all lines, in one order.
+    NCCL runs what a rank issues on one communicator in that order, on one stream. Where init_process_group was given a
+    `device_id`, as by the launcher, that holds for transfers with all neighbours and for collectives alike, so a
+    receive that was posted ahead holds up all later sends there. Therefore activations and gradients have
+    communicators of their own, on a V those of each turn (`again`), and no collective uses those of pp.
+    tests/nccl_order.py models this: no plan deadlocks so, and all of the gallery do if both directions share one.
+    Groups are split from the job's own (ncclCommSplit), which is a call of all ranks: each rank creates all groups of
+    all lines, in one order.
 
     `sizes`: the outermost first; missing tp, pp and dp have size 1. `place`: that of this rank. `device_type`: of the
     tensors that its axes are given. `flight`: where they note what this rank waits for.

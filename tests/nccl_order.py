@@ -115,7 +115,8 @@ class _Rank:
     """Number of events that the host has issued."""
     compute: int = 0
     """Number of events that the compute stream has passed."""
-    started: set[int] = field(default_factory=set)
+    waiting: list[int] = field(default_factory=list)
+    """Calls that have not started."""
     over: set[int] = field(default_factory=set)
     before: dict[int, int] = field(default_factory=dict)
     """By call, the one before it on its stream."""
@@ -130,6 +131,7 @@ class _Rank:
                 if stream in newest:
                     self.before[index] = newest[stream]
                 newest[stream] = index
+                self.waiting.append(index)
 
     @property
     def is_over(self) -> bool:
@@ -153,18 +155,22 @@ class _Job:
     def __post_init__(self) -> None:
         self._ends: dict[Any, list[tuple[_Rank, int]]] = defaultdict(list)
         """Both ends of a transfer, or all of a collective: ranks with the indices of the calls."""
+        self._keys: dict[tuple[int, int], Any] = {}
         for rank in self.ranks:
             count: dict[Any, int] = defaultdict(int)
             for index, event in enumerate(rank.events):
                 if isinstance(event, Call):
                     key = (event.group, event.source, event.target)
                     self._ends[key, count[key]].append((rank, index))
+                    self._keys[id(rank), index] = key, count[key]
                     count[key] += 1
+        self._missing = {key: self._size(key[0]) for key in self._ends}
+        """Ends that have not started."""
 
     def advance(self) -> bool:
         """Let every rank go as far as it can; return whether one has moved."""
         moved = [self._host(rank) | self._compute(rank) | self._start(rank) for rank in self.ranks]
-        return any(moved) | self._finish()
+        return any(moved)
 
     def _host(self, rank: _Rank) -> bool:
         begin = rank.host
@@ -200,20 +206,15 @@ class _Job:
         return before is None or before in rank.over
 
     def _start(self, rank: _Rank) -> bool:
-        ready = [index for index in range(rank.compute) if isinstance(rank.events[index], Call)
-                 and index not in rank.started and self._can_start(rank, index)]
-        if self.device.one_queue:
-            assert all(self._can_start(rank, index) for index in ready)
-        rank.started.update(ready)
+        ready = [index for index in rank.waiting if index < rank.compute and self._can_start(rank, index)]
+        for index in ready:
+            rank.waiting.remove(index)
+            key = self._keys[id(rank), index]
+            self._missing[key] -= 1
+            if not self._missing[key]:
+                for member, call in self._ends[key]:
+                    member.over.add(call)
         return bool(ready)
-
-    def _finish(self) -> bool:
-        done = [key for key, ends in self._ends.items() if len(ends) == self._size(key[0])
-                and all(index in rank.started for rank, index in ends)]
-        for key in done:
-            for rank, index in self._ends.pop(key):
-                rank.over.add(index)
-        return bool(done)
 
     @staticmethod
     def _size(key: tuple[Group, int, int]) -> int:

@@ -7,8 +7,10 @@ through sockets, as ranks of several hosts do.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
@@ -58,6 +60,15 @@ as on several GPUs. After each stretch of training every rank says which backend
 replayed, and how often its replicas were compared."""
 
 
+def _descendants(process: int) -> list[int]:
+    """Return the processes below a process. Ranks have sessions of their own, so a signal to a group misses them."""
+    found = []
+    for task in Path(f"/proc/{process}/task").glob("*"):
+        for child in (task / "children").read_text().split():
+            found += [int(child), *_descendants(int(child))]
+    return found
+
+
 def hybridpar(folder: Path, *args: str, timeout_s: float) -> str:
     """Run `hybridpar *args` with the patches of this module, and return what it printed.
 
@@ -72,8 +83,15 @@ def hybridpar(folder: Path, *args: str, timeout_s: float) -> str:
     (folder / "sitecustomize.py").write_text(_SITE)
     where = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | APART | {"PYTHONPATH": where}
-    job = subprocess.run([sys.executable, "-m", "hybridpar", *args], env=environment, capture_output=True, text=True,
-                         timeout=timeout_s)
-    printed = job.stdout + job.stderr
+    job = subprocess.Popen([sys.executable, "-m", "hybridpar", *args], env=environment, stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT, text=True)
+    try:
+        printed, _ = job.communicate(timeout=timeout_s)
+    except BaseException:  # ranks that hang would keep the GPU from the tests that follow
+        for process in [*_descendants(job.pid), job.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        print(job.communicate()[0])
+        raise
     assert job.returncode == 0, printed
     return printed

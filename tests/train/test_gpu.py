@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from train.one_gpu import APART, hybridpar
 from train.runs import metrics, write_config
 
 from hybridpar.config import Config, from_mapping
@@ -32,11 +33,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 STEPS = 5
 MICROBATCHES = 4
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
-"""Relative, of losses and gradient norms: sums in another order, over five steps."""
+"""Relative, of losses and gradient norms: sums in another order, over five steps.
+
+1e-2 does not show a gradient that is summed too early, on models as tiny as these. Grids with graphs over NCCL are
+therefore in fp64. `test_replicas_replay_all_but_the_first_of_each_kind_over_nccl` is in bf16 and would pass with it."""
 OF_A_CPU = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
 """Other kernels, and initial weights that differ in the last bit."""
-APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-"""NCCL's settings for ranks on one machine that talk as if they were on several."""
 
 Sections = dict[str, Any]
 Case = tuple[dict[str, int], Sections]
@@ -121,19 +123,22 @@ def compare(steps: Steps, expected: Steps, tolerance: float) -> None:
                             ({"pp": 2}, dtype | INTERLEAVED), ({"pp": 2}, dtype | {"pipeline": V}),
                             ({"dp": 2}, dtype | ZERO)], id=f"2-nccl-{name}")
       for name, dtype in (("fp64", FP64), ("bf16", BF16))),
-    pytest.param("nccl", [({"tp": 2}, GRAPHS), ({"pp": 2}, GRAPHS), ({"pp": 2}, GRAPHS | TWO_BW)], id="2-nccl-graphs"),
+    # one grid each and alone on the GPU: a capture that goes wrong may hang, and costs the others nothing
+    *(pytest.param("nccl", [(grid, GRAPHS | schedule)], id=f"2-nccl-graphs-{name}", marks=pytest.mark.timeout(90))
+      for name, grid, schedule in (("tp", {"tp": 2}, {}), ("pp", {"pp": 2}, {}), ("pp-2bw", {"pp": 2}, TWO_BW))),
     *(pytest.param(backend, [({"dp": 2}, ZERO_2), ({"dp": 2}, ZERO_3), ({"dp": 2}, BF16 | ZERO_3),
                              ({"dp": 2}, ZERO_3 | {"pipeline": {"schedule": "gpipe"}})], id=f"2-{backend}-zero")
       for backend in ("gloo", "nccl")),
-    pytest.param("nccl", [({"tp": 2, "pp": 2}, FP64 | TWO_BW), ({"pp": 2, "dp": 2}, FP64 | TWO_BW | ZERO)],
-                 id="4-nccl"),
+    # collectives of four ranks that take turns on one GPU take 50 to 100 ms
+    *(pytest.param("nccl", [(grid, FP64 | TWO_BW | zero)], id=f"4-nccl-{name}", marks=pytest.mark.timeout(120))
+      for name, grid, zero in (("tp-pp", {"tp": 2, "pp": 2}, {}), ("pp-dp", {"pp": 2, "dp": 2}, ZERO))),
     pytest.param("gloo", [({"tp": 2, "pp": 2}, TWO_BW | {"model": {"attention_dropout": 0.1}}),
                   ({"pp": 2, "dp": 2}, {"parallel": {"zero": 1}, "pipeline": {"schedule": "2bw"}})], id="4-fp32"),
 ])
 def test_every_grid_trains_as_one_process_does(backend: str, cases: list[Case]) -> None:
     sizes, _ = cases[0]
     num_ranks = 4 if len(sizes) == 2 else 2
-    made = run_ranks(on_grids, num_ranks, cases, "cuda:0", backend, backend=backend, start="spawn", timeout_s=240)
+    made = run_ranks(on_grids, num_ranks, cases, "cuda:0", backend, backend=backend, start="spawn", timeout_s=80)
     for ranks in zip(*made, strict=True):
         for config, steps, alone, on_cpu in ranks:
             compare(steps, ranks[0][1], 1e-12)
@@ -226,29 +231,16 @@ def test_activations_on_the_host() -> None:
     assert trained(away, ProcessGrid(), "cuda:0") == trained(kept, ProcessGrid(), "cuda:0")
 
 
-OVER_NCCL = """
-import os
-import hybridpar.train.loop
-hybridpar.train.loop.choose_backend = lambda config, device: "nccl"
-os.environ["NCCL_HOSTID"] = "host" + os.environ.get("LOCAL_RANK", "")
-"""
-"""A sitecustomize.py, by which the ranks of a job that share a GPU talk over NCCL."""
-
-
 def test_a_killed_rank_is_named_over_nccl(tmp_path: Path) -> None:
     """And all start again from the last checkpoint, to the loss of the run that went on."""
     pytest.importorskip("tyro")
     path = write_config(tmp_path)
-    (tmp_path / "sitecustomize.py").write_text(OVER_NCCL)
-    given = [sys.executable, "-m", "hybridpar", "train", path, "--ranks", "2", "--parallel.dp", "2", "--train.device",
-             "cuda", "--train.share_gpus", "True", "--train.num_steps", "12", "--train.save_interval", "5",
-             "--train.eval_interval", "0", "--optim.decay", "constant"]
-    where = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    given = ["train", str(path), "--ranks", "2", "--parallel.dp", "2", "--train.device", "cuda", "--train.num_steps",
+             "12", "--train.save_interval", "5", "--train.eval_interval", "0", "--optim.decay", "constant"]
+    said = ""
     for name, flags in (("calm", []), ("run", ["--inject", "kill rank 1 at step 8"])):
-        job = subprocess.run([*given, "--run.name", name, *flags], env=os.environ | APART | {"PYTHONPATH": where},
-                             capture_output=True, text=True, timeout=170)
-        assert job.returncode == 0, job.stdout + job.stderr
-    assert re.search(r"rank 1 \(stage 0, replica 1.*starting again after step 5", job.stdout + job.stderr, re.DOTALL)
+        said = hybridpar(tmp_path, *given, "--run.name", name, *flags, timeout_s=100.0)
+    assert re.search(r"rank 1 \(stage 0, replica 1.*starting again after step 5", said, re.DOTALL)
     calm, run = (metrics(tmp_path / "runs" / name) for name in ("calm", "run"))
     assert run[-1]["step"] == 12
     assert run[-1]["loss"] == pytest.approx(calm[-1]["loss"], rel=TOLERANCE["fp32"])

@@ -61,7 +61,8 @@ class Lane:
 
         Shapes: an activation is [b, s, h] (`ModelSpec.activation_shape`), equal on all ranks of tp; with
         parallel.sequence each has its own rows.
-        Collectives: those of `ProcessGrid.again`, on a V; with NCCL a byte over each link (`connect`). Raises: PlanError as `send_window`.
+        Collectives: those of `ProcessGrid.again`, on a V; with NCCL a byte over each link (`connect`).
+        Raises: PlanError as `send_window`.
         """
         sequence = config.parallel.sequence
         model, b = config.model, config.train.micro_batch_size
