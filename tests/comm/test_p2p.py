@@ -9,6 +9,7 @@ import torch
 from ranks import run_ranks
 
 from hybridpar.comm import irecv, isend
+from hybridpar.comm.p2p import connect
 from hybridpar.grid import Axis, ProcessGrid
 
 
@@ -79,3 +80,15 @@ def test_directions(device: str) -> None:
 def test_nobody_to_talk_to() -> None:
     with pytest.raises(AssertionError, match="itself"):
         isend(torch.ones(1), 0, Axis("pp"))
+
+
+def connected() -> dict[str, int]:
+    """A ring both ways, which every rank goes through in one order."""
+    axis = ProcessGrid(pp=3).pp
+    connect(axis, [(0, 1), (1, 2), (2, 0), (1, 0), (2, 1), (0, 2)], torch.device("cpu"))
+    return dict(axis.traffic.calls)
+
+
+@pytest.mark.ranks
+def test_ranks_connect_over_every_link() -> None:
+    assert run_ranks(connected, 3) == [{"send": 2, "recv": 2}] * 3

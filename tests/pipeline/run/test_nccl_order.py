@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections import Counter
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -14,6 +15,7 @@ from nccl_order import Call, Device, Event, Group, all_issued, by_pair, find_dea
 from hybridpar.config import Config, from_mapping, require_gpu_queues, use_all_gpu_queues
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid, lines_of
+from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.pipeline.run import lane
 from hybridpar.validate import resolve
 
@@ -23,6 +25,9 @@ for _title, _name, _options in GALLERY["SCHEDULES"]:
     _split = {"split_backward": True} if _options.keys() & {"zero_bubble", "placement"} else {}
     SCHEDULES[_title] = {"schedule": _name, **_options, **_split}
 STEPS = 3
+
+Link = tuple[str, int, int]
+"""Name of the communicator, sender and receiver."""
 
 ON_ONE_QUEUE = Device(one_queue=True)
 
@@ -45,6 +50,22 @@ def shared_turns(call: Call) -> Group:
     return name.partition(" ")[0], ranks
 
 
+def transfers(issued: list[list[Event]]) -> Counter[Link]:
+    """Return how many transfers each link has."""
+    calls = (event for own in issued for event in own if isinstance(event, Call) and event.is_transfer)
+    return Counter((call.group[0], call.source, call.target) for call in calls)
+
+
+def links(config: Config) -> set[Link]:
+    """Return the links that `Lane.of` connects."""
+    sizes, found = Sizes.of(config), set()
+    for turn in range(sizes.chunks if sizes.is_v else 1):
+        for name, flow in (("pp", 1), ("pp_reverse", -1)):
+            axis = f"{name} {turn}" if turn else name
+            found |= {(axis, source, target) for source, target in lane.links_of(sizes, turn, flow)}
+    return found
+
+
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks connect at the first transfer between them, as on GPUs."""
@@ -57,7 +78,10 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_plan_of_the_gallery_deadlocks(connected: None, title: str, pp: int) -> None:
     """Neither with `device_id` nor without; each does if both directions, or all turns of a V, share a communicator."""
     pipeline = SCHEDULES[title]
-    issued = all_issued(config_of(pipeline, 2 * pp, pp=pp), STEPS)
+    config = config_of(pipeline, 2 * pp, pp=pp)
+    issued = all_issued(config, STEPS)
+    assert min(transfers(issued).values()) > 1, "a link was connected that the plan does not use"
+    assert transfers(issued).keys() == links(config), "a link was not connected"
     assert find_deadlock(issued) == ""
     assert find_deadlock(issued, Device(by_pair)) == ""
     assert "on pp" in find_deadlock(issued, Device(shared_direction))
