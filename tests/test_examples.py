@@ -159,7 +159,8 @@ def test_a_run_is_started_again_and_replayed(tmp_path: Path, monkeypatch: pytest
     assert "going on after step 2" in out
     seen = Board(Path("runs/killed")).look()
     assert (seen["latest"]["step"], len(seen["failures"]), len(seen["memory"])) == (4, 1, 2)
-    again = subprocess.run([sys.executable, "-m", "hybridpar", "replay", "runs/killed", "--step", "3"], check=False,
+    command = [sys.executable, "-m", "hybridpar", "replay", "runs/killed", "--step", "3", "--trust"]
+    again = subprocess.run(command, check=False,
                            env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
 

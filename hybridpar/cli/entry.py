@@ -21,7 +21,7 @@ from tyro.conf import FlagCreatePairsOff
 from hybridpar import __version__
 from hybridpar.cli.commands import COMMANDS
 from hybridpar.cli.values import out_of_range
-from hybridpar.config import Config, Launch, load_toml
+from hybridpar.config import Config, Launch, load_toml, read_run_config, unloaded_code
 from hybridpar.config.typed import hints_of
 from hybridpar.errors import ConfigError, HybridparError, about_file
 from hybridpar.train.console import hold_descriptors, lasting_console
@@ -90,9 +90,15 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
         elif not rest or rest[0].startswith("-"):
             if "run" not in own_flags(command) or not (run := _value("--run", rest)):
                 _refuse(f"hybridpar {name}: the first argument must be a configuration file", (), speaks)
-            rest.insert(0, str(Path(run) / "config.toml"))
-        if default is tyro.MISSING_NONPROP:
-            config, rest = load_toml(rest[0], _value(SPEC, rest)), _without(SPEC, rest)
+            path = Path(run, "config.toml")
+            config = read_run_config(path, trust="--trust" in rest)
+            if (error := unloaded_code(config)) is not None:
+                raise error
+            rest.insert(0, str(path))
+            default = command(path=path, config=config)
+        else:
+            config = load_toml(rest[0], _value(SPEC, rest))
+            rest = _without(SPEC, rest)
             default = command(path=Path(rest[0]), config=config)
     _check_flags(name, rest, speaks, config)
     _check_numbers(name, rest, speaks, default if "config" in command.__dataclass_fields__ else command)

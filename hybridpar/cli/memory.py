@@ -37,6 +37,8 @@ class Memory:
     config: Overrides
     measured: Annotated[str, arg(name="run")] = ""
     """A run folder: use what it recorded (train.record_memory), and its configuration."""
+    trust: bool = False
+    """With --run and no configuration file: import the code of a custom model that the run folder names."""
     rank: Annotated[int, Within(-1, 2**40)] = -1
     """A rank of the job; -1: the one with the largest peak, of all that recorded, or of the first pipeline."""
     world_size: Annotated[int, Within(0, 2**20)] = 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from hybridpar.cli.fitting import closest_remedies
 from hybridpar.cli.outputs import check_outputs, write_output
 from hybridpar.cli.values import ConfigFile, Devices, MicroBatches, Overrides, Ranks, Within, parse_grid
-from hybridpar.config import Config, Launch, PipelineConfig, load_toml, to_toml
+from hybridpar.config import Config, Launch, PipelineConfig, read_run_config, to_toml
 from hybridpar.errors import config_error
 
 if TYPE_CHECKING:
@@ -171,7 +171,8 @@ class Plan:
         path = self.config.run.folder / "config.toml"
         if not path.exists():
             return None
-        before, given = load_toml(path), self._keep()
+        before = read_run_config(path)
+        given = self._keep()
         grid = {axis: getattr(before.parallel, axis) for axis in ("tp", "pp", "dp")}
         if any(grid[axis] != size for axis, size in given.items()):
             return None  # train says what is wrong with that

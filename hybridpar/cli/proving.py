@@ -107,6 +107,9 @@ class Replay:
     """A replay bundle from a run's folder anomalies/; or a run folder, and a --step."""
     step: Annotated[int, Within(0, 2**40)] = 0
     """The step to run again, as numbered in the metrics of the run folder."""
+    trust: bool = False
+    """Import a custom model's code from the folder that the run noted. Without it, Python looks in the working folder
+    and in installed packages."""
     threads: Threads = 0
     """CPU threads; 0: all cores."""
     json: bool = False
@@ -122,6 +125,6 @@ class Replay:
             raise config_error("step", self.step, "says which step of a run folder; a bundle has its own",
                                "hybridpar replay runs/NAME --step 100")
         set_threads(self.threads, launch)
-        report = replay(self.path, self.step, lambda text: print(text, file=sys.stderr))
+        report = replay(self.path, self.step, lambda text: print(text, file=sys.stderr), trust=self.trust)
         print(to_json(report.as_json()) if self.json else "\n".join(report.lines()))
         return 0 if report.agrees else 1

@@ -31,6 +31,8 @@ class Simulate:
     measured: Annotated[str, arg(name="run")] = ""
     """A run folder: simulate with its measured costs and its configuration; other schedules and numbers of
     micro-batches may be asked for."""
+    trust: bool = False
+    """With --run and no configuration file: import the code of a custom model that the run folder names."""
     profile: str = ""
     """Simulate with the times of a file of `hybridpar profile`."""
     cluster: str = ""

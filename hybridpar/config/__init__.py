@@ -22,6 +22,7 @@ from hybridpar.config.pipeline import FOUND, PipelineConfig, rank_of_stage
 from hybridpar.config.sections import AUTO, CheckpointConfig, Config, KernelsConfig, OptimConfig, PlanConfig, RunConfig
 from hybridpar.config.spec import (
     ModelSpec,
+    UnloadedModel,
     import_spec,
     known_spec,
     message_shape,
@@ -29,7 +30,18 @@ from hybridpar.config.spec import (
     spec_folder,
     spec_name,
 )
-from hybridpar.config.toml import MAX_TOML, MODEL_FOLDER, as_typed, from_mapping, load_toml, to_mapping, to_toml
+from hybridpar.config.toml import (
+    MAX_TOML,
+    MODEL_FOLDER,
+    as_typed,
+    from_mapping,
+    import_beside_user,
+    load_toml,
+    read_run_config,
+    to_mapping,
+    to_toml,
+    unloaded_code,
+)
 from hybridpar.config.train import STOP_SIGNALS, TrainConfig
 from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_plain, span
 from hybridpar.config.update_rule import UpdateRule, import_rule
@@ -38,8 +50,9 @@ __all__ = [
     "AUTO", "FINITE", "FOUND", "JOB", "MAX_TOML", "MODEL_FOLDER", "STOP_SIGNALS", "UNCOMPRESSED", "AnomaliesConfig",
     "CheckpointConfig", "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch",
     "MemoryConfig", "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig",
-    "PlanConfig", "RunConfig", "TrainConfig", "UpdateRule", "Whole", "Within", "as_typed", "broken_rules",
-    "from_mapping", "from_plain", "import_rule", "import_spec", "known_spec", "load_toml", "message_shape",
-    "model_settings", "pass_on_signals", "rank_of_stage", "require_gpu_queues", "span", "spec_folder", "spec_name",
-    "to_mapping", "to_toml", "triton_is_interpreted", "use_all_gpu_queues",
+    "PlanConfig", "RunConfig", "TrainConfig", "UnloadedModel", "UpdateRule", "Whole", "Within", "as_typed",
+    "broken_rules", "from_mapping", "from_plain", "import_beside_user", "import_rule", "import_spec", "known_spec",
+    "load_toml", "message_shape", "model_settings", "pass_on_signals", "rank_of_stage", "read_run_config",
+    "require_gpu_queues", "span", "spec_folder", "spec_name", "to_mapping", "to_toml", "triton_is_interpreted",
+    "unloaded_code", "use_all_gpu_queues",
 ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -111,6 +111,39 @@ class ModelSpec:
         return ConfigError(Problem("model.spec", spec_name(type(self)), f"must define {what}", works))
 
 
+@dataclass(frozen=True)
+class UnloadedModel(ModelSpec):
+    """A custom model of a run folder whose code was not imported: its name and its settings, and nothing else.
+
+    name: "module:class". settings: the keys of [model] with their values.
+    """
+
+    name: str = ""
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]  # other models have it from their class
+        """Name in messages: the class that was not imported."""
+        return self.name.partition(":")[2] or self.name
+
+    @property
+    def num_blocks(self) -> int:
+        raise self.error()
+
+    def _undefined(self, works: str) -> ConfigError:
+        return self.error()
+
+    def error(self) -> ConfigError:
+        """The error for whoever needs the code of this model."""
+        return not_imported("model.spec", self.name)
+
+
+def not_imported(field: str, name: str) -> ConfigError:
+    """The error for code that a run folder names and that nobody has imported. `field`: the key that names it."""
+    rule = "names code that is not imported: reading a run folder runs no code unless you say that you trust it"
+    return ConfigError(Problem(field, name, rule, "--trust, if you know who wrote the code"))
+
+
 def message_shape(model: ModelSpec, number: int) -> tuple[int, ...]:
     """The shape of one sample of what goes on from block `number` to another stage: several tensors are one row."""
     shape = model.activation_shape(number)
@@ -119,6 +152,8 @@ def message_shape(model: ModelSpec, number: int) -> tuple[int, ...]:
 
 def model_settings(model: ModelSpec) -> dict[str, Any]:
     """The keys of [model] with their values."""
+    if isinstance(model, UnloadedModel):
+        return dict(model.settings)
     return asdict(model)  # type: ignore[call-overload]  # every ModelSpec that is made is a dataclass
 
 
@@ -151,6 +186,11 @@ def _imported(name: str, base: type[T]) -> type[T] | None:
             return kind
         left += kind.__subclasses__()
     return None
+
+
+def is_imported(name: str, base: type) -> bool:
+    """Whether the class that "module:class" names has been imported. `base`: what it inherits from."""
+    return _imported(name, base) is not None
 
 
 def spec_folder(kind: type) -> Path:

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import json
+import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridpar.config.model import ModelConfig
 from hybridpar.config.sections import Config
-from hybridpar.config.spec import ModelSpec, import_spec, known_spec, spec_name
+from hybridpar.config.spec import (
+    ModelSpec,
+    UnloadedModel,
+    import_class,
+    import_spec,
+    is_imported,
+    known_spec,
+    not_imported,
+    spec_name,
+)
 from hybridpar.config.typed import convert, hints_of
-from hybridpar.config.update_rule import import_rule
+from hybridpar.config.update_rule import UpdateRule, import_rule
 from hybridpar.errors import ConfigError, Problem
 from hybridpar.reading import read_toml
 
@@ -25,10 +36,11 @@ MODEL_FOLDER = "model_folder"
 
 
 def load_toml(path: str | Path, spec: str = "") -> Config:
-    """Reads a TOML file over the defaults.
+    """Reads a TOML file over the defaults, and imports the code that it names: the file is the user's program.
 
     Classes that model.spec and optim.spec name are imported from beside the file, from the folder that a run has noted
     there (MODEL_FOLDER), from the working folder, or from installed packages. `spec` replaces model.spec.
+    `read_run_config` reads the file of a run folder and imports nothing.
 
     Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type; also if
     the file says nothing at all.
@@ -36,6 +48,48 @@ def load_toml(path: str | Path, spec: str = "") -> Config:
     if not isinstance(path, str | Path):
         raise ConfigError(Problem("config", path, "must be the path of a TOML file", '"my.toml"'))
     path = Path(path)
+    document = _read(path)
+    if spec:
+        document["model"] = {**document.get("model", {}), "spec": spec}
+    _import_named(document, [path.parent, *_noted_folders(path), "."])
+    return from_mapping(document)
+
+
+def read_run_config(path: Path, *, trust: bool = False) -> Config:
+    """Reads the configuration of a run folder (`path`: its config.toml) without importing what it names.
+
+    Whoever sends a run folder chooses these names. A custom model that has not been imported becomes an
+    `UnloadedModel`. With `trust` this is `load_toml`.
+
+    Raises: ConfigError, as `load_toml`.
+    """
+    if trust:
+        return load_toml(path)
+    return from_mapping(_read(path), unloaded=True)
+
+
+def import_beside_user(config: Config, folder: Path) -> None:
+    """Imports the code that the configuration of the run in `folder` names, if Python finds it without that folder.
+
+    It looks in the working folder and in installed packages. A module that lies in the run folder is not imported.
+    Raises: ConfigError where the code is not found, or fails to be imported.
+    """
+    for field, name, base in _named_code(to_mapping(config)):
+        if not is_imported(name, base):
+            _check_is_outside(field, name, folder)
+            import_class(field, name, base)
+
+
+def unloaded_code(config: Config) -> ConfigError | None:
+    """The error for the first code that the configuration names and that is not imported; None if there is none."""
+    for field, name, base in _named_code(to_mapping(config)):
+        if not is_imported(name, base):
+            return not_imported(field, name)
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file as plain values. Raises: ConfigError."""
     try:
         document = read_toml(path, MAX_TOML)
     except OSError as error:
@@ -48,20 +102,51 @@ def load_toml(path: str | Path, spec: str = "") -> Config:
         raise ConfigError(Problem("config", str(path), f"is not valid TOML: {error}")) from None
     if not document:
         raise ConfigError(Problem("config", str(path), "has no section", "a file with [model] in it"))
-    if spec:
-        document["model"] = {**document.get("model", {}), "spec": spec}
+    return document
+
+
+def _noted_folders(path: Path) -> list[str]:
+    """The folders of modules that a run has noted beside its configuration; none without a note."""
     note = path.with_name(MODEL_FOLDER)
     noted = note.read_text(encoding="utf-8", errors="surrogateescape") if note.is_file() else ""
-    folders: list[str | Path] = [path.parent, *noted.split("\n")[:-1], "."]
-    for section, load in (("model", import_spec), ("optim", import_rule)):
+    return noted.split("\n")[:-1]
+
+
+def _import_named(document: Mapping[str, Any], folders: Sequence[str | Path]) -> None:
+    """Imports the classes that a configuration names, from these folders or installed packages."""
+    load = {"model.spec": import_spec, "optim.spec": import_rule}
+    for field, name, _ in _named_code(document):
+        load[field](name, folders)
+
+
+def _named_code(document: Mapping[str, Any]) -> Iterator[tuple[str, str, type]]:
+    """Each key that names code, its value, and the class that the code must inherit from."""
+    for section, base in (("model", ModelSpec), ("optim", UpdateRule)):
         table = document.get(section)
-        if isinstance(table, Mapping) and isinstance(named := table.get("spec", ""), str) and named:
-            load(named, folders)
-    return from_mapping(document)
+        if isinstance(table, Mapping) and isinstance(name := table.get("spec", ""), str) and name:
+            yield f"{section}.spec", name, base
 
 
-def from_mapping(document: Mapping[str, Any], base: Config | None = None) -> Config:
-    """`base` (default: the defaults) with the sections and keys of `document` put over it. Raises: ConfigError."""
+def _check_is_outside(field: str, name: str, folder: Path) -> None:
+    """Raises: ConfigError if Python would take the module of `name` from `folder`, or not find it."""
+    top = name.partition(":")[0].partition(".")[0]
+    sys.path[:0] = [path for path in [str(Path.cwd())] if path not in sys.path]
+    try:
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        found = None
+    places = [] if found is None else [*(found.submodule_search_locations or []), *filter(None, [found.origin])]
+    root = folder.resolve()
+    if found is None or any(Path(place).resolve().is_relative_to(root) for place in places):
+        raise not_imported(field, name)
+
+
+def from_mapping(document: Mapping[str, Any], base: Config | None = None, *, unloaded: bool = False) -> Config:
+    """`base` (default: the defaults) with the sections and keys of `document` put over it.
+
+    unloaded: a model that has not been imported becomes an `UnloadedModel`; otherwise it is an error.
+    Raises: ConfigError.
+    """
     base = base or Config()
     problems: list[Problem] = []
     sections = {f.name for f in dataclasses.fields(Config)}
@@ -71,6 +156,8 @@ def from_mapping(document: Mapping[str, Any], base: Config | None = None) -> Con
             problems.append(_no_section(name, table, base))
         elif not isinstance(table, Mapping):
             problems.append(Problem(name, table, "is a section and needs keys", f"[{name}]"))
+        elif name == "model" and unloaded and (model := _unloaded_model(table)) is not None:
+            changed[name] = model
         else:
             start, keys = (_model(base.model, table, problems) if name == "model" else (getattr(base, name), table))
             changed[name] = _read_section(name, start, keys, base, problems)
@@ -97,7 +184,9 @@ def to_toml(config: Config) -> str:
 def to_mapping(config: Config) -> dict[str, Any]:
     """The configuration as plain dicts, lists and scalars."""
     plain = dataclasses.asdict(config)
-    if not isinstance(config.model, ModelConfig):
+    if isinstance(config.model, UnloadedModel):
+        plain["model"] = {"spec": config.model.name, **dict(config.model.settings)}
+    elif not isinstance(config.model, ModelConfig):
         plain["model"] = {"spec": spec_name(type(config.model)), **plain["model"]}
     return {s: {k: list(v) if isinstance(v, tuple) else v for k, v in t.items()} for s, t in plain.items()}
 
@@ -115,6 +204,15 @@ def _model(base: ModelSpec, table: Mapping[str, Any], problems: list[Problem]) -
             problems += error.problems
             return base, {}
     return base, keys
+
+
+def _unloaded_model(table: Mapping[str, Any]) -> UnloadedModel | None:
+    """The model that [model] names, if its class has not been imported."""
+    name = table.get("spec", "")
+    if not isinstance(name, str) or not name or is_imported(name, ModelSpec):
+        return None
+    return UnloadedModel(name, tuple((key, tuple(value) if isinstance(value, list) else value)
+                                     for key, value in table.items() if key != "spec"))
 
 
 def _no_section(name: str, value: Any, base: Config) -> Problem:

@@ -17,7 +17,7 @@ from typing import Any
 from hybridpar.checkpoint import read_manifest, saved_steps
 from hybridpar.checkpoint.compatible import changes, setting
 from hybridpar.checkpoint.folders import folder_of
-from hybridpar.config import Config, from_plain, load_toml
+from hybridpar.config import Config, from_plain, read_run_config
 from hybridpar.data import DataStart
 from hybridpar.errors import config_error
 from hybridpar.optim import learning_rate
@@ -92,7 +92,7 @@ def settings_of(folder: Path, step: int, start: int) -> tuple[Config, str]:
     root = folder / run_folder.CHECKPOINTS
     later = min((change for change in rows if change >= step), default=None)
     if later is None:
-        config = load_toml(folder / run_folder.CONFIG)
+        config = read_run_config(folder / run_folder.CONFIG)
     elif saved := [saved for saved in saved_steps(root) if step <= saved <= later]:
         config = read_manifest(folder_of(root, saved[-1])).config
     else:

@@ -37,7 +37,7 @@ from hybridpar.config import (
     Config,
     ModelConfig,
     import_rule,
-    load_toml,
+    read_run_config,
     spec_folder,
     to_mapping,
     to_toml,
@@ -71,7 +71,7 @@ def measured(config: Config) -> dict[str, dict[str, Any]]:
     if not automatic or not path.exists():
         return {}
     try:
-        before = to_mapping(load_toml(path))
+        before = to_mapping(read_run_config(path))
     except ConfigError:  # find_run says what is wrong with it
         return {}
     found: dict[str, dict[str, Any]] = {}
@@ -101,7 +101,7 @@ def find_run(config: Config) -> tuple[int, list[str]]:
             raise CheckpointError(f"{folder} has checkpoints but no {CONFIG}; choose another run.name")
         return 0, []
     try:
-        before = load_toml(path)
+        before = read_run_config(path)
         if before.parallel.dp < 1:
             raise config_error("parallel.dp", before.parallel.dp, "must be positive in the folder of a run")
     except ConfigError as error:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hybridpar.config import Config, load_toml, to_mapping
+from hybridpar.config import Config, read_run_config, to_mapping
 from hybridpar.errors import config_error
 from hybridpar.models.build import recomputed_blocks
 from hybridpar.models.cost import forward_flops_per_token, stage_split
@@ -96,7 +96,7 @@ def costs_of_run(folder: Path, config: Config) -> RunCosts:
 
     Raises: ConfigError if it has none, or if `config` differs in what they depend on; DataError if they are damaged.
     """
-    run, measured_by = read_costs(folder / COSTS), load_toml(folder / CONFIG)
+    run, measured_by = read_costs(folder / COSTS), read_run_config(folder / CONFIG)
     chunks = measured_by.pipeline.num_chunks
     if config.pipeline.num_chunks != chunks:
         rule = f"{folder} has measured {chunks} on each rank: the costs of stages are those of their blocks"

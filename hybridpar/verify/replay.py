@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import checkpoint
-from hybridpar.config import Config, KernelsConfig, MemoryConfig, load_toml
+from hybridpar.config import Config, KernelsConfig, MemoryConfig, import_beside_user, read_run_config, unloaded_code
 from hybridpar.data import BatchLoader, Data, open_data
-from hybridpar.errors import CheckpointError, ConfigError, DataError, config_error
+from hybridpar.errors import CheckpointError, DataError, config_error
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.sizes import Sizes
@@ -114,15 +114,21 @@ def _close(a: float, b: float, tolerance: float) -> bool:
     return abs(a - b) <= tolerance * max(abs(a), abs(b))
 
 
-def replay(path: Path, step: int, say: Say) -> Report:
+def replay(path: Path, step: int, say: Say, *, trust: bool = False) -> Report:
     """Runs a step again: that of a bundle, or step `step` of a run folder.
+
+    A custom model's code is imported from the working folder or from installed packages, never from the run folder.
+    trust: also from the folders that the run has noted.
 
     Raises: ConfigError for what cannot be replayed; DataError for a damaged bundle, or other data than there were;
     CheckpointError where there is no checkpoint to start from.
     """
-    with suppress(ConfigError):  # a model of one's own is known once the run's configuration is read
-        load_toml((path if path.is_dir() else path.parent.parent) / run_folder.CONFIG)
-    folder, bundle = (path, bundle_of_step(path, step)) if path.is_dir() else (path.parent.parent, read_bundle(path))
+    folder = path if path.is_dir() else path.parent.parent
+    with suppress(FileNotFoundError):  # then the bundle says that its model is not known
+        import_beside_user(read_run_config(folder / run_folder.CONFIG, trust=trust), folder)
+    bundle = bundle_of_step(path, step) if path.is_dir() else read_bundle(path)
+    if (error := unloaded_code(bundle.config)) is not None:
+        raise error
     if bundle.config.feeds_back:
         raise config_error("compression.gradients", bundle.config.compression.gradients,
                            "keeps a part of every replica's gradients, and one process is one replica", "none")

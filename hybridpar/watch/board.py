@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar import flight
-from hybridpar.config import Config, load_toml
+from hybridpar.config import Config, read_run_config, unloaded_code
 from hybridpar.errors import HybridparError, config_error
 from hybridpar.reading import nearest_path
 from hybridpar.train.costs import read_costs
@@ -88,8 +89,8 @@ class Board:
 
     def _config(self) -> Config | None:
         try:
-            return load_toml(self.folder / CONFIG)
-        except (HybridparError, OSError):  # not yet there, or of a model that cannot be imported
+            return read_run_config(self.folder / CONFIG)
+        except (HybridparError, OSError):  # not there yet, or damaged
             return None
 
     def _eta(self, config: Config | None) -> float | None:
@@ -120,14 +121,17 @@ class Board:
         return [asdict(parts) | {"step": measured.step_time} for parts in measured.parts]
 
     def _memory_of(self, config: Config | None) -> list[dict[str, Any]]:
-        """The predicted peak of each rank of a pipeline by kind, in MiB; predicted once."""
+        """The predicted peak of each rank of a pipeline by kind, in MiB; predicted once.
+
+        Empty for a custom model: the page imports no code that a run folder names.
+        """
         if self._memory is None and config is not None:
             from hybridpar.memory import predict
 
-            try:
-                stages = [stage.as_json() for stage in predict(config)]
-            except HybridparError:
-                stages = []
+            stages = []
+            if unloaded_code(config) is None:
+                with contextlib.suppress(HybridparError):
+                    stages = [stage.as_json() for stage in predict(config)]
             self._memory = [{kind: stage[kind] / 2**20 for kind in _KINDS if stage[kind]} for stage in stages]
         return self._memory or []
 
