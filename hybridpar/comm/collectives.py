@@ -6,7 +6,6 @@ the bytes of the tensor this rank contributes. Every rank of the axis must make 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridpar.comm.objects import from_bytes, to_bytes
 from hybridpar.grid import Axis
 
 Op = Literal["sum", "max"]
@@ -274,16 +274,31 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 
 def gather_objects(obj: Any, axis: Axis) -> list[Any]:
-    """Objects of all ranks, in axis order, on every rank. For small things outside the training step.
+    """Return the objects of all ranks, in axis order, on every rank. For small things outside the training step.
 
-    Collectives: counted as one all-gather of the pickled size (torch.distributed also exchanges the sizes).
+    They travel as JSON (comm/objects.py), so reading them runs no code.
+
+    Collectives: counted as one all-gather of its bytes. A first one exchanges their numbers.
+    Raises: TypeError for an object that has no form in JSON.
     """
     if axis.size == 1:
         return [obj]
-    objects: list[Any] = [None] * axis.size
-    with axis.call("all_gather", len(pickle.dumps(obj))):
-        dist.all_gather_object(objects, obj, group=axis.group)
-    return objects
+    mine = to_bytes(obj)
+    on_gpu = dist.get_backend(axis.group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    with axis.call("all_gather", len(mine)):
+        lengths = _gather_rows(torch.tensor([len(mine)], device=device), axis).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        everyone = _gather_rows(padded, axis).cpu()
+    return [from_bytes(row[:length].numpy().tobytes()) for row, length in zip(everyone, lengths, strict=True)]
+
+
+def _gather_rows(row: Tensor, axis: Axis) -> Tensor:
+    """Return the rows of all ranks. Shapes: [n] -> [ranks, n]. Collectives: one all-gather, not counted."""
+    rows = row.new_empty(axis.size * len(row))
+    _all_gather(rows, row, group=axis.group)
+    return rows.view(axis.size, len(row))
 
 
 def barrier(axis: Axis) -> None:
