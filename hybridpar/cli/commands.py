@@ -161,11 +161,13 @@ class Watch:
     """Write the page to this file, complete in itself, instead of serving it."""
     port: Annotated[int, Within(0, 2**16 - 1)] = 0
     """Port on 127.0.0.1; 0: a free one."""
+    trust: bool = False
+    """Import the code of a custom model that the run folder names, in order to predict the run's memory."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.watch import Board, page, serve
 
-        board = Board(self.folder)
+        board = Board(self.folder, trust=self.trust)
         if self.html:
             check_outputs([], html=self.html)
             write_output("html", self.html, page(board))

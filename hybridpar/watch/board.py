@@ -33,15 +33,16 @@ _KINDS = ("weights", "master", "gradients", "optimizer", "checkpoint", "activati
 
 class Board:
     """The state of a run as plain data, read on at every look. A look takes time by what is new, not by the run's
-    length, and memory is bounded.
+    length, and memory is bounded. It imports no code that the run folder names, unless `trust` says so.
 
     Raises: ConfigError where there is no such folder.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, trust: bool = False):
         if not folder.is_dir():
             raise config_error("run", str(folder), "does not exist", nearest_path(folder) or "runs/NAME")
         self.folder = folder
+        self._trust = trust
         self._lock = threading.Lock()
         self._metrics = Tail(folder / METRICS)
         self._events = {name: (Tail(folder / name), deque[dict[str, Any]](maxlen=_EVENTS))
@@ -89,7 +90,7 @@ class Board:
 
     def _config(self) -> Config | None:
         try:
-            return read_run_config(self.folder / CONFIG)
+            return read_run_config(self.folder / CONFIG, trust=self._trust)
         except (HybridparError, OSError):  # not there yet, or damaged
             return None
 
@@ -123,7 +124,7 @@ class Board:
     def _memory_of(self, config: Config | None) -> list[dict[str, Any]]:
         """The predicted peak of each rank of a pipeline by kind, in MiB; predicted once.
 
-        Empty for a custom model: the page imports no code that a run folder names.
+        Empty where that needs code of a custom model that is not imported.
         """
         if self._memory is None and config is not None:
             from hybridpar.memory import predict
