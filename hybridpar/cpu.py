@@ -1,4 +1,4 @@
-"""This machine's CPU, as Linux describes it, and memory on its huge pages, near a GPU."""
+"""This machine's CPU and memory, as Linux describes them, and memory on its huge pages, near a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,12 @@ import torch
 from torch import Tensor
 
 _LARGE = 1 << 20  # bytes from which pages matter
-_PCI = Path("/sys/bus/pci/devices")
+_LEFT_TO_OTHERS = 0.1  # of the memory that can be had
+_PCI, _PROC, _CGROUPS = Path("/sys/bus/pci/devices"), Path("/proc"), Path("/sys/fs/cgroup")
+_CGROUP_FILES = {
+    True: ("memory.max", "memory.current", "inactive_file"),
+    False: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}
+"""By whether it is version 2: the limit of a control group, what it uses, and what of that is cache."""
 _MBIND, _PREFERRED = {"x86_64": 237, "aarch64": 235}, 1  # man 2 mbind
 
 
@@ -37,6 +43,46 @@ def cpu_name() -> str:
 def available_cores() -> int:
     """Number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_room() -> int:
+    """Return how many bytes of the host's memory this process and others may still take, a tenth left out.
+
+    Linux ends a process that takes more than its control group may have, as it does when the machine has no memory
+    left, so both count.
+    """
+    if not (_PROC / "meminfo").exists():
+        return sys.maxsize
+    fields = dict(line.split(":") for line in (_PROC / "meminfo").read_text().splitlines())
+    left = 1024 * int(fields["MemAvailable"].split()[0])
+    for line in _lines_of(_PROC / "self" / "cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            left = min(left, _left_in_group(_CGROUPS, path, *_CGROUP_FILES[True]))
+        elif "memory" in controllers.split(","):
+            left = min(left, _left_in_group(_CGROUPS / "memory", path, *_CGROUP_FILES[False]))
+    return int(max(0, left) * (1 - _LEFT_TO_OTHERS))
+
+
+def _left_in_group(root: Path, path: str, limit: str, used: str, cache: str) -> int:
+    """Return what a control group and those that it is in have left; in a container only the root may be there."""
+    left, group = sys.maxsize, root / path.strip("/")
+    for folder in (group, *group.parents):
+        found = _lines_of(folder / limit)
+        if found and found[0].isdigit():
+            stat = dict(line.split(" ", 1) for line in _lines_of(folder / "memory.stat"))
+            taken = int(_lines_of(folder / used)[0]) - int(stat.get(cache, 0))
+            left = min(left, int(found[0]) - taken)
+        if folder == root:
+            break
+    return left
+
+
+def _lines_of(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def numa_node(device: torch.device) -> int | None:

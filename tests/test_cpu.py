@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridpar import cpu
-from hybridpar.cpu import zeros
+from hybridpar.cpu import host_room, zeros
 
 SMAPS = Path("/proc/self/smaps")
 linux = pytest.mark.skipif(not (SMAPS.exists() and hasattr(mmap, "MADV_HUGEPAGE")), reason="needs Linux's huge pages")
@@ -67,3 +67,37 @@ def test_zeros_are_those_of_torch(device: str, shape: int | tuple[int, ...]) -> 
         x, expected = zeros(shape, dtype, device), torch.zeros(shape, dtype=dtype, device=device)
         assert (x.shape, x.dtype, x.device) == (expected.shape, expected.dtype, expected.device)
         assert device == "meta" or torch.equal(x, expected)
+
+
+def test_what_the_host_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of the machine's memory and of the limits of this control group and those above it."""
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    monkeypatch.setattr(cpu, "_PROC", proc)
+    monkeypatch.setattr(cpu, "_CGROUPS", groups)
+    assert host_room() > 1 << 60, "not Linux: unknown"
+
+    def write(path: Path, text: object) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+    def room() -> int:
+        return round(host_room() / 0.9)
+
+    write(proc / "meminfo", "MemTotal:  9000 kB\nMemAvailable:  8000 kB\nHugePages_Total:       0")
+    assert room() == 8000 << 10
+    write(proc / "self" / "cgroup", "0::/job/step")
+    assert room() == 8000 << 10, "a group without files"
+    write(groups / "job" / "memory.max", 5000)
+    write(groups / "job" / "memory.current", 3000)
+    write(groups / "job" / "memory.stat", "anon 2000\ninactive_file 1000")
+    write(groups / "job" / "step" / "memory.max", "max")
+    assert room() == 3000
+    write(groups / "memory.max", 1000)
+    write(groups / "memory.current", 3000)
+    assert room() == 0
+    write(proc / "self" / "cgroup", "9:cpu,cpuacct:/\n4:memory:/not/seen/here\n0::/")
+    (groups / "memory.max").unlink()
+    write(groups / "memory" / "memory.limit_in_bytes", 4000)
+    write(groups / "memory" / "memory.usage_in_bytes", 3000)
+    write(groups / "memory" / "memory.stat", "total_inactive_file 500")
+    assert room() == 1500

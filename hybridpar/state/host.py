@@ -15,10 +15,12 @@ before it, and ends before its thread goes on. Host memory is then pinned.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,6 +68,13 @@ def _unpin(tensors: Sequence[Tensor]) -> None:
         torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
+@dataclass(slots=True)
+class CopyTime:
+    """Duration of the copies in one `HostWork.reach` context; known once the context has ended. Units: seconds."""
+
+    seconds: float = 0.0
+
+
 class HostWork:
     """The work on the host and on the way there: copies of flat tensors, and the optimizer's step of a group."""
 
@@ -73,9 +82,16 @@ class HostWork:
         """The point that the launch thread's work has reached, for copies to wait for. Call it in that thread."""
         return None
 
-    def reach(self, mark: Any, way: str) -> AbstractContextManager[object]:
-        """Context for the thread that copies one way: its copies follow that point, if any, and are over at the end."""
-        return nullcontext()
+    @contextmanager
+    def reach(self, mark: Any, way: str) -> Iterator[CopyTime]:
+        """Open a context for the thread that copies one way. Its copies start after `mark`, and are over at its end.
+
+        The duration that it yields is that of the copies alone. Waiting for `mark` is not part of it.
+        """
+        took = CopyTime()
+        start = time.perf_counter()
+        yield took
+        took.seconds = time.perf_counter() - start
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copies the second of each pair to the first."""
@@ -99,19 +115,25 @@ class StreamWork(HostWork):
         return event
 
     @contextmanager
-    def reach(self, mark: torch.cuda.Event | None, way: str) -> Iterator[None]:
+    def reach(self, mark: torch.cuda.Event | None, way: str) -> Iterator[CopyTime]:
         if way not in self._streams:
             self._streams[way] = torch.cuda.Stream(self._device)
         stream = self._streams[way]
+        took = CopyTime()
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if mark is not None:
             stream.wait_event(mark)
         with torch.cuda.stream(stream):
-            yield
+            begun.record(stream)  # behind the mark, so the device reaches it when the copies may start
+            yield took
+            ended.record(stream)
         stream.synchronize()
+        took.seconds = 1e-3 * begun.elapsed_time(ended)
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
+        if pairs:
+            # One call queues all copies. A call for each would take the interpreter from the launch thread each time.
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs], non_blocking=True)
 
 
 def host_work(device: torch.device) -> HostWork:

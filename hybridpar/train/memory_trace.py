@@ -259,6 +259,9 @@ class _Nowhere:
 
     work_per_move = seconds_per_move
 
+    def restart(self) -> None:
+        """Nothing counts."""
+
     def close(self) -> None:
         """There is nothing to give back."""
 
