@@ -95,7 +95,7 @@ class _Pipeline:
         if state.items is not None:
             actions, anew = state.items.moved(actions), self._footprints(parts, replace(buffers, anew=True))
         found = walk(actions, footprints, self._walked, state, anew, send_window(config))
-        if self._device.type != "cuda" or not config.train.cuda_graphs or parts.is_divided or unsupported(config):
+        if self._device.type != "cuda" or not config.train.cuda_graphs or parts.is_divided or unsupported(config, rank):
             found = replace(found, graphs=0)
         return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)), state)
 

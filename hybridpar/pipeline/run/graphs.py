@@ -29,6 +29,8 @@ from hybridpar.autograd import backward_from
 from hybridpar.config import Config, ModelConfig
 from hybridpar.grid import Traffic
 from hybridpar.models.blocks import Losses, MicroBatch
+from hybridpar.pipeline.plan.offload import num_away
+from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.random import RandomKey
 
@@ -49,12 +51,12 @@ Buckets = Sequence[Collection[str]]
 
 
 def recorder(config: Config, stage: Stage, gradients: Gradients, device: torch.device,
-             buckets: Buckets, traffic: Traffic) -> MicroBatchGraphs | None:
+             buckets: Buckets, traffic: Traffic, rank: int | None = None) -> MicroBatchGraphs | None:
     """The recorder of a job's micro-batches on a GPU; None, and a line in the log, if they cannot be recorded.
 
-    traffic: over tp.
+    traffic: over tp. rank: of the pipeline.
     """
-    if reason := unsupported(config):
+    if reason := unsupported(config, rank):
         _log.info("micro-batches run without CUDA graphs: %s", reason)
         return None
     parallel = config.parallel
@@ -62,8 +64,11 @@ def recorder(config: Config, stage: Stage, gradients: Gradients, device: torch.d
                             traffic if parallel.tp > 1 else None)
 
 
-def unsupported(config: Config) -> str | None:
-    """Why micro-batches of such a job cannot be recorded; None if they can."""
+def unsupported(config: Config, rank: int | None = None) -> str | None:
+    """Why micro-batches of such a job cannot be recorded on a rank of its pipeline; None if they can.
+
+    rank: None: of any rank, where activations leave on one of them.
+    """
     parallel = config.parallel
     if config.pipeline.num_chunks > 1:
         return "stages of a rank take turns"
@@ -71,7 +76,7 @@ def unsupported(config: Config) -> str | None:
         return "with pp or tp they have not run on a GPU (train.graph_grids = true tries it)"
     if parallel.tp > 1 and (config.train.share_gpus or config.compression.tensor != "none"):
         return "what tensor parallelism sends goes through the host's hands"
-    if config.memory.budget or config.memory.num_away not in (0, (0,)):
+    if config.memory.budget or _offloads(config, rank):
         return "memory that leaves comes back elsewhere"
     if config.pipeline.split_backward:
         return "pipeline.split_backward computes the gradients of weights apart"
@@ -80,6 +85,15 @@ def unsupported(config: Config) -> str | None:
     if not isinstance(config.model, ModelConfig):
         return f"what {config.model.kind} does between kernels is not known"
     return None
+
+
+def _offloads(config: Config, rank: int | None) -> bool:
+    """Return whether activations of this rank of the pipeline, or of any, leave."""
+    if config.memory.num_away == 0:
+        return False
+    schedule, sizes = schedule_of(config.pipeline), Sizes.of(config)
+    ranks = range(sizes.num_ranks) if rank is None else [rank]
+    return any(num_away(config.memory.num_away, schedule, sizes, one) for one in ranks)
 
 
 @dataclass

@@ -274,13 +274,24 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     ({"parallel": {"pp": 2}, "train": {"graph_grids": True}, "pipeline": {"schedule": "interleaved", "chunks": 2}},
      "take turns"),
     ({"pipeline": {"split_backward": True}}, "split_backward"), ({"memory": {"budget": 2**20}}, "comes back elsewhere"),
-    ({"memory": {"offload_activations": 2}}, "comes back elsewhere"), ({"memory": {"host_optimizer": True}}, None),
+    ({"memory": {"offload_activations": 2}, "pipeline": {"schedule": "gpipe"}}, "comes back elsewhere"),
+    ({"memory": {"offload_activations": [0]}, "pipeline": {"schedule": "gpipe"}}, None),
+    ({"memory": {"offload_activations": 2}}, None), ({"memory": {"host_optimizer": True}}, None),
     ({"model": {"kind": "bert"}}, None), ({"model": {"dropout": 0.1, "attention_dropout": 0.1}}, None),
     ({}, None),
 ])
 def test_what_cannot_be_recorded(sections: dict[str, dict[str, Any]], reason: str | None) -> None:
     found = unsupported(make(**sections))
     assert found is None if reason is None else reason in str(found)
+
+
+def test_ranks_that_keep_their_activations_are_recorded() -> None:
+    config = make(parallel={"pp": 4}, train={"graph_grids": True}, pipeline={"num_microbatches": 8},
+                  memory={"offload_activations": [2, 0, 9, 0]})
+    assert [unsupported(config, rank) is None for rank in range(4)] == [False, True, True, True]
+    assert unsupported(config) is not None
+    assert unsupported(make(parallel={"pp": 2}, train={"graph_grids": True}, memory={"offload_activations": [0, 0]})
+                       ) is None
 
 
 def test_says_why_nothing_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
