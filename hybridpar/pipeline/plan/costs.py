@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
 from hybridpar.pipeline.plan.network import Network
@@ -11,6 +12,8 @@ from hybridpar.pipeline.plan.network import Network
 PerStage = float | Sequence[float]  # one number for all stages, or one for each
 PerRank = float | Sequence[float]  # likewise for the ranks, which are the stages where each has one
 PerLink = float | Sequence[float]  # likewise for the links: link r joins ranks r and r + 1 (a ring: mod p), both ways
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,31 @@ class Costs:
             means = [cost[rank] for rank in homes]
         factors = self.variation.get(ROWS[kind].part_of or kind) or [(1.0,)] * len(means)
         return [[mean * factor for factor in of_stage] for mean, of_stage in zip(means, factors, strict=True)]
+
+    def with_ranks_of(self, other: Costs, of_other: Sequence[bool], homes: Sequence[int]) -> Costs:
+        """Return these costs with what actions of some ranks take from `other`.
+
+        Args:
+            other: Costs of the same sizes. What goes on beside the actions is left as it is.
+            of_other: For each rank, whether it is one of these.
+            homes: Ranks of the stages.
+        """
+        def by_rank(mine: PerRank, others: PerRank) -> PerRank:
+            both = zip(expand(mine, len(of_other)), expand(others, len(of_other)), of_other, strict=True)
+            return tuple(theirs if theirs_counts else own for own, theirs, theirs_counts in both)
+
+        def by_stage(mine: Sequence[_T], others: Sequence[_T]) -> tuple[_T, ...]:
+            return tuple(others[stage] if of_other[rank] else mine[stage] for stage, rank in enumerate(homes))
+
+        def means(kind: Kind) -> tuple[float, ...]:
+            return by_stage(self._means(kind, len(homes)), other._means(kind, len(homes)))
+
+        even: Sequence[Sequence[float]] = [(1.0,)] * len(homes)
+        variation = {kind: by_stage(self.variation.get(kind, even), other.variation.get(kind, even))
+                     for kind in {**self.variation, **other.variation}}
+        calls = {kind: by_rank(cost, other.calls.get(kind, cost)) for kind, cost in self.calls.items()}
+        return replace(self, forward=means(Kind.F), backward=means(Kind.B), backward_input=means(Kind.I), calls=calls,
+                       update=by_rank(self.update, other.update), variation=variation)
 
     def _means(self, kind: Kind, num_stages: int) -> Sequence[float]:
         whole = expand(self.forward if kind is Kind.F else self.backward, num_stages)

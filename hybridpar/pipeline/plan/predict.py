@@ -30,6 +30,10 @@ _BESIDE_REDUCTION = 2 / 3
 """The host's share of the slack where gradients are reduced over replicas before."""
 _WORTH = 1.01
 """Step time that counts as the same: of a smaller early switch over the paper's, with activations away over without."""
+_ALL_TRIED = 16
+"""Numbers of micro-batches of a rank that are simulated one by one."""
+_WORTH_OF_TWO = 1.02
+"""The same where the costs are those of two trials."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,8 @@ class Ordering:
         Raises: ConfigError.
         """
         varying = max((len(row) for rows in costs.variation.values() for row in rows), default=0)
-        if not num_batches and not varying and self.make().flush:
+        # which micro-batches leave differs from batch to batch
+        if not num_batches and not varying and not self.offload and self.make().flush:
             receives = any(costs.calls.get(kind) for kind in (Kind.RECV_F, Kind.RECV_B))
             timeline = simulate(_plan(self, sizes, 2 + receives), costs)
             if timeline.drained(sizes.num_microbatches):
@@ -194,27 +199,63 @@ def smallest_early_switch(costs: Costs, sizes: Sizes, ordering: Ordering) -> int
     raise AssertionError("the paper's rule is one of them")
 
 
-def free_to_leave(costs: Costs, sizes: Sizes, ordering: Ordering) -> tuple[int, ...]:
+def free_to_leave(costs: Costs, sizes: Sizes, ordering: Ordering, *, resident: Costs | None = None,
+                  at_most: Sequence[int] | None = None) -> tuple[int, ...]:
     """For each rank, how many micro-batches may be away at once so that the simulated step takes within 1 % of one with
     all in memory. The most on the first rank, where most are in flight, then on the next.
 
-    costs: with what a micro-batch takes to leave and to come back. A block may so leave where both fit between its
-    forward and its backward, and the engines have time for all that do. Raises: ConfigError.
+    A block may so leave where both copies fit between its forward and its backward, and the engines have time for all
+    that do.
+
+    Args:
+        costs: With what a micro-batch takes to leave and to come back.
+        resident: Costs of the ranks of which nothing leaves, where these were measured in a trial of their own, such as
+            with CUDA graphs. Two trials never take the same time, so the step may then take 2 % longer.
+        at_most: Numbers that the slow tier has room for, by rank.
+    Raises: ConfigError.
     """
-    schedule, m = ordering.make(), sizes.num_microbatches
+    schedule = ordering.make()
 
     def takes(away: Sequence[int]) -> float:
-        return replace(ordering, offload=tuple(away)).timeline(sizes, costs).step_time(m)
+        return time_with_away(costs, sizes, ordering, away, resident=resident)
 
     most = [most_away(schedule, sizes, rank) for rank in range(sizes.num_ranks)]
+    if at_most is not None:
+        most = list(map(min, most, at_most))
     chosen = [0] * sizes.num_ranks
-    limit = _WORTH * takes(chosen)
+    limit = (_WORTH if resident is None else _WORTH_OF_TWO) * takes(chosen)
     if takes(most) <= limit:
         return tuple(most)
     for rank, bound in enumerate(most):
-        least = 0
-        while least < bound:
-            chosen[rank] = (least + bound + 1) // 2
-            least, bound = (chosen[rank], bound) if takes(chosen) <= limit else (least, chosen[rank] - 1)
-        chosen[rank] = least
+        def is_free(number: int, rank: int = rank) -> bool:
+            return number == 0 or takes([*chosen[:rank], number, *chosen[rank + 1 :]]) <= limit
+
+        chosen[rank] = _largest(is_free, bound)
     return tuple(chosen)
+
+
+def _largest(holds: Callable[[int], bool], bound: int) -> int:
+    """Return the largest number up to `bound` for which `holds`, which it does for 0.
+
+    Step times are not monotone, as which micro-batches leave depends on the number. Where trying all would take long,
+    one is found for which it holds, and does not for the next.
+    """
+    if bound <= _ALL_TRIED:
+        return next(number for number in range(bound, -1, -1) if holds(number))
+    least = 0
+    while least < bound:
+        number = (least + bound + 1) // 2
+        least, bound = (number, bound) if holds(number) else (least, number - 1)
+    return least
+
+
+def time_with_away(costs: Costs, sizes: Sizes, ordering: Ordering, away: Sequence[int], *,
+                   resident: Costs | None = None) -> float:
+    """Return the steady-state time of a step with so many micro-batches of each rank away.
+
+    resident: as in `free_to_leave`. Raises: ConfigError.
+    """
+    if resident is not None:
+        homes = [sizes.rank_of(stage) for stage in range(sizes.num_stages)]
+        costs = costs.with_ranks_of(resident, [number == 0 for number in away], homes)
+    return replace(ordering, offload=tuple(away)).timeline(sizes, costs).step_time(sizes.num_microbatches)

@@ -121,6 +121,63 @@ def test_as_many_as_cost_no_time(takes: float) -> None:
     assert {0.0: found == (6, 6, 6), 100.0: found == (0, 0, 0)}.get(takes, True)
 
 
+RESIDENT = Costs((1.0, 1.1, 0.9), (2.0, 2.1, 1.9), update=0.2)
+
+
+def by_trial_and_error(slower: float, takes: float, sizes: Sizes, most: tuple[int, ...]) -> tuple[int, ...]:
+    """What `free_to_leave` says, by simulating every number of one rank after the other. A rank of which any leave
+    computes by a factor `slower`."""
+    def step(away: tuple[int, ...]) -> float:
+        forward, backward = ([slower * one if away[rank] else one for rank, one in enumerate(costs)]
+                             for costs in (FORWARD, BACKWARD))
+        costs = Costs(forward, backward, update=0.2, offload=takes, reload=takes)
+        return simulate(make_plan("gpipe", sizes, 0, 12, offload=away), costs).step_time(sizes.num_microbatches)
+
+    limit = 1.02 * step((0, 0, 0))
+    if step(most) <= limit:
+        return most
+    chosen = (0, 0, 0)
+    for rank in range(3):
+        tried = [(*chosen[:rank], number, *chosen[rank + 1 :]) for number in range(most[rank] + 1)]
+        chosen = max(one for one in tried if step(one) <= limit)
+    return chosen
+
+
+FORWARD, BACKWARD = (1.0, 1.1, 0.7), (2.0, 2.1, 1.4)
+
+
+@pytest.mark.parametrize("at_most", [None, (3, 3, 3)])
+@pytest.mark.parametrize("takes", [0.1, 0.8, 1.5])
+@pytest.mark.parametrize("slower", [1.0, 1.015, 1.1, 1.5])
+def test_what_ranks_lose_where_any_leave_is_a_cost(slower: float, takes: float,
+                                                   at_most: tuple[int, ...] | None) -> None:
+    """CUDA graphs, say. The last of these three ranks has time to spare, and may be slower at no cost."""
+    sizes, ordering = Sizes(3, 8), Ordering("gpipe")
+    resident = Costs(FORWARD, BACKWARD, update=0.2)
+    costs = Costs([slower * one for one in FORWARD], [slower * one for one in BACKWARD], update=0.2, offload=takes,
+                  reload=takes)
+    found = free_to_leave(costs, sizes, ordering, resident=resident, at_most=at_most)
+    assert found == by_trial_and_error(slower, takes, sizes, at_most or (6, 6, 6))
+    if takes == 0.1 and slower != 1.015:
+        most = at_most or (6, 6, 6)
+        assert found == {1.0: most, 1.1: (0, 0, most[2]), 1.5: (0, 0, 0)}[slower]
+
+
+def test_costs_of_some_ranks() -> None:
+    """By stage, of which a rank has two here; what both have in common and what goes on beside stays."""
+    one = Costs((1, 1, 1, 1), 2, update=1.0, calls={Kind.NORM: 1.0}, offload=5.0, variation={Kind.F: [(1.0,)] * 4})
+    other = Costs(3, (4, 5, 6, 7), update=(8.0, 9.0), calls={Kind.NORM: 2.0}, variation={Kind.B: [(0.5, 1.5)] * 4},
+                  backward_input=(3, 3, 3, 3))
+    mixed = one.with_ranks_of(other, [False, True], [0, 1, 1, 0])
+    assert mixed.forward == (1, 3, 3, 1)
+    assert mixed.backward == (2, 5, 6, 2)
+    assert mixed.backward_input == (1, 3, 3, 1)
+    assert mixed.update == (1.0, 9.0)
+    assert mixed.calls == {Kind.NORM: (1.0, 2.0)}
+    assert mixed.offload == 5.0
+    assert mixed.variation == {Kind.F: ((1.0,),) * 4, Kind.B: ((1.0,), (0.5, 1.5), (0.5, 1.5), (1.0,))}
+
+
 def test_copies_that_take_the_ranks_own_time_are_not_free() -> None:
     costs = Costs(1, 2, calls={Kind.OFFLOAD: 0.5, Kind.RELOAD: 0.5})
     assert free_to_leave(costs, Sizes(1, 12), Ordering("gpipe")) == (0,)
