@@ -35,9 +35,10 @@ class MemoryConfig:
     gradients go there, weights come back. Under 2bw training waits for neither if a batch is long enough; `hybridpar
     check` says. Muon's matrices stay. Losses and weights stay the same to the bit if `parts` do."""
     offload_activations: int | tuple[int, ...] | Literal["auto"] = 0
-    """Number of a rank's micro-batches whose activations wait for their backward in a file in `folder`; at most two
-    fewer than it has in flight. Losses and weights stay the same to the bit. A list has a number for each rank of a
-    pipeline. "auto": as many on each as cost no time, measured at the start."""
+    """Number of a rank's micro-batches whose activations wait for their backward in a file in `folder`, or, of a GPU,
+    in pinned memory of its host; at most two fewer than it has in flight. Losses and weights stay the same to the bit.
+    A rank's CUDA graphs do not run if any of its micro-batches leave. A list has a number for each rank of a pipeline.
+    "auto": as many on each as cost no time, measured at the start; the loss of CUDA graphs counts as a cost."""
 
     @property
     def num_away(self) -> int | tuple[int, ...]:
@@ -67,10 +68,8 @@ class MemoryConfig:
             yield "must not be negative"
         if self.num_away == numbers and len(numbers) != pp:
             yield f"must have a number for each of the {pp} ranks of a pipeline"
-        if config.train.device == "cuda" and self.offload_activations == "auto":
-            yield "works on CPUs so far, and train.device is cuda, where a number does"
         if self.budget and self.offload_activations == "auto":
-            yield f"does not go with memory.budget = {self.budget}, whose moves take the time of the same disk"
+            yield f"does not go with memory.budget = {self.budget}, whose moves take the time of the same disk or link"
 
     def _host_conflicts(self, config: Config) -> Iterator[Problem]:
         optim = config.optim

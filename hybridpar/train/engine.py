@@ -34,7 +34,7 @@ from hybridpar.pipeline.run import graphs
 from hybridpar.pipeline.run.codecs import with_coded_sums
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
-from hybridpar.pipeline.run.slow_tier import FileTier, HostTier
+from hybridpar.pipeline.run.slow_tier import FileTier, HostTier, in_host_memory
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.stash import Stash
 from hybridpar.state import RankState, StatePolicy
@@ -44,6 +44,7 @@ from hybridpar.state.parts import Parts
 from hybridpar.state.shares import WholeChunks
 from hybridpar.state.tiered import ItemMemory, TieredMemory, slow_folder
 from hybridpar.state.touches import Touches
+from hybridpar.train.offload_room import reserved_bytes
 from hybridpar.train.policy import BatchPolicy, StepResult
 from hybridpar.train.replicas import SharedChunks
 from hybridpar.train.sites import SiteTalk
@@ -116,7 +117,7 @@ class Engine:
         by_block = config.train.record_memory or config.train.planned_memory  # a graph's pool is apart
         if config.train.cuda_graphs and device.type == "cuda" and not by_block and not self.parts.is_divided:
             self.executor.graphs = graphs.recorder(config, stages[self._held[0]][0], self.state.gradients, device,
-                                                   self.state.reducer.summed_beside, grid.tp.traffic)
+                                                   self.state.reducer.summed_beside, grid.tp.traffic, grid.pp.rank)
         self._talk: SiteTalk | None = None
         if self.state.outer is not None:
             self.state.outer.waits_by, self._talk = self.executor.wait, SiteTalk(self.state.outer)
@@ -133,7 +134,9 @@ class Engine:
         return self._make_stash()
 
     def _make_stash(self) -> Stash:
-        return Stash(FileTier(slow_folder(self.config)) if self.device.type == "cpu" else HostTier(self.device))
+        if in_host_memory(self.device):
+            return Stash(HostTier(self.device, reserved_bytes(self.config, self.grid.pp.rank)))
+        return Stash(FileTier(slow_folder(self.config)))
 
     def train(self, loader: Loader, num_batches: int, on_step: Callable[[StepResult], None],
               on_gradients: Callable[[int, dict[str, Tensor]], None] | None = None) -> None:

@@ -80,6 +80,11 @@ class Recorder:
         if self._start == first:
             self._begin()
 
+    @property
+    def is_active(self) -> bool:
+        """Whether batches are being recorded."""
+        return self._recording is not None
+
     def after_step(self, step: int) -> None:
         """To be called after every update, while the executor runs."""
         if step == self._start:
