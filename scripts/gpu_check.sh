@@ -31,7 +31,7 @@ steps="build         1 120  build
 nccl          1 170& gpu_tests 6 tests/train/test_gpu.py -k 'nccl and not graphs'
 graphs        1 170& gpu_tests 3 tests/pipeline/run/test_graphs.py
 grid-graphs   1 120& gpu_tests 1 tests/train/test_gpu.py -k nccl-graphs
-moves         1 170& gpu_tests 4 tests/train/test_gpu.py tests/train/test_planned_memory.py tests/memory/test_history.py -k 'not nccl and not grid'
+moves         1 170& gpu_tests 4 tests/train/test_gpu.py tests/train/test_offload_auto_gpu.py tests/train/test_planned_memory.py tests/memory/test_history.py -k 'not nccl and not grid'
 memcheck      1 170& NICE=10 sanitize memcheck
 tests         1 170  NICE=10 gpu_tests 8 \$(others)
 1.3B-dropout  1  95  single gpu_single_1.3B_dropout 1.3B 5 --dropout 0.1
