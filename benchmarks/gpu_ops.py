@@ -254,6 +254,8 @@ def write_table(cases: list[dict[str, Any]], device: str) -> None:
     path = Path(str(measured.TABLE))
     table = json.loads(path.read_text())
     of_device = table.setdefault(measured.device_name(device), {})
+    if device == "cuda":
+        of_device["capability"] = list(torch.cuda.get_device_capability())
     for op, types in times.items():
         of_device.setdefault(op, {}).update(types)
     path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")

@@ -15,8 +15,11 @@ import torch
 from hybridpar import __version__, native
 from hybridpar.cpu import available_cores, cpu_fields, cpu_name
 from hybridpar.ops import libraries, registry
+from hybridpar.ops.attention import attention_class
 
 DTYPES = (torch.float32, torch.bfloat16)
+SHAPES = {"attention": attention_class(128, grouped=False)}
+"""Class of shapes that is reported, for operations whose fastest backend depends on it."""
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "apex")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 """Instruction sets that decide how fast matrices are multiplied."""
@@ -78,11 +81,13 @@ def _triton() -> dict[str, Any]:
 
 
 def _choices(op: str, device: str) -> dict[str, Any]:
-    """The backend that `auto` takes for each type of elements, the types for which measured times decided that, and the
-    reasons why other backends cannot run there."""
-    reports = {str(dtype).removeprefix("torch."): registry.report(op, device, dtype) for dtype in DTYPES}
+    """The backend that `auto` takes for each type of elements, the types for which measured times decided that, where
+    the times come from, and the reasons why other backends cannot run there."""
+    reports = {str(dtype).removeprefix("torch."): registry.report(op, device, dtype, SHAPES.get(op, ""))
+               for dtype in DTYPES}
     return {**{name: report.active for name, report in reports.items()},
             "measured": [name for name, report in reports.items() if report.measured],
+            "source": {name: report.source for name, report in reports.items()},
             "cannot": next(iter(reports.values())).rejected}
 
 
@@ -112,7 +117,17 @@ def _table(device: str, operators: Mapping[str, Mapping[str, Any]]) -> Iterator[
     yield f"{'operators on ' + device:<20}" + "".join(f"{dtype:<10}" for dtype in dtypes)
     for op, choice in operators.items():
         yield f"  {op:<18}" + "".join(f"{choice[dtype] + '*' * (dtype in choice['measured']):<10}" for dtype in dtypes)
-    yield "  * the fastest measured on such a device; else the first that can, in the order of the table"
+    yield "  * the fastest by measured times; else the first that can, in the order of the table"
+    sources: dict[str, list[str]] = {}
+    for op, choice in operators.items():
+        for dtype in choice["measured"]:
+            sources.setdefault(choice["source"][dtype], []).append(op)
+    if device == "cuda":
+        for op, choice in operators.items():
+            if "bfloat16" not in choice["measured"]:
+                sources.setdefault(choice["source"]["bfloat16"], []).append(op)
+    for source, ops in sources.items():
+        yield f"  {'*' if source.startswith('measured') else '-'} {source}: {', '.join(dict.fromkeys(ops))}"
     grouped: dict[tuple[str, str], list[str]] = {}
     for op, choice in operators.items():
         for name, reason in choice["cannot"].items():

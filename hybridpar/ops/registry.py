@@ -123,12 +123,14 @@ class Report:
     """The backend that `auto` takes for an operation on this machine, and why not the others.
 
     measured: it is the fastest of those measured; else the first of the table that can.
+    source: where the times come from, or why there are none.
     """
 
     op: str
     active: str
     rejected: dict[str, str]
     measured: bool = False
+    source: str = ""
 
 
 def ops() -> tuple[str, ...]:
@@ -174,11 +176,14 @@ def select(op: str, choice: str = "auto", device_type: str | None = None, dtype:
     return row
 
 
-def report(op: str, device_type: str | None = None, dtype: torch.dtype | None = None) -> Report:
-    """The backend that `auto` takes for an operation on such tensors (None: in general), and why others cannot run."""
+def report(op: str, device_type: str | None = None, dtype: torch.dtype | None = None, shape: str = "") -> Report:
+    """Return the backend that `auto` takes for an operation on such tensors (None: in general), why it takes that one,
+    and why others cannot run. shape: class of the tensors' shapes."""
     reasons = {row.name: row.unsupported(device_type, dtype) for row in backends(op)}
-    row, by_time = _automatic(op, device_type, dtype)
-    return Report(op, row.name, {name: reason for name, reason in reasons.items() if reason}, by_time)
+    row, by_time = _automatic(op, device_type, dtype, shape)
+    times = measured.find(op, device_type, dtype, shape)
+    source = times.source if by_time or not times.medians else "one backend alone of those that can run was measured"
+    return Report(op, row.name, {name: reason for name, reason in reasons.items() if reason}, by_time, source)
 
 
 def _automatic(op: str, device_type: str | None, dtype: torch.dtype | None, shape: str = "") -> tuple[Backend, bool]:

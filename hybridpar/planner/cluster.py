@@ -160,7 +160,8 @@ def _problems(where: str, table: Mapping[str, Any], known: Mapping[str, Any],
 
 def _device(given: str | Mapping[str, Any], where: str) -> Device:
     if isinstance(given, str):
-        return find_device(given, where)
+        return find_device(given, where, ", or a table of any other: { tflops = .., memory_gib = .., memory_gb_per_s = "
+                                         ".. }")
     if found := [*_problems(f"{where}.", given, _DEVICE, ("tflops", "memory_gib", "memory_gb_per_s"))]:
         raise ConfigError(*found)
     if GIB * given["memory_gib"] <= RESERVED:

@@ -138,9 +138,12 @@ _LIKE = 0.5
 """Likeness from which on a name may have been meant, as difflib counts it."""
 
 
-def find_device(name: str, field: str = "device") -> Device:
-    """Raises: ConfigError, about `field`, if the table has no such device."""
-    return _find(field, name, DEVICES, nearest_device(name))
+def find_device(name: str, field: str = "device", or_else: str = "") -> Device:
+    """Return a device of the table. or_else: what else `field` may be.
+
+    Raises: ConfigError, about `field`, if the table has no such device.
+    """
+    return _find(field, name, DEVICES, nearest_device(name), or_else)
 
 
 def find_link(name: str, field: str = "link") -> Link:
@@ -175,9 +178,9 @@ def _nearest_name(name: str, known: Iterable[str]) -> str:
     return best if begins or like[best] >= _LIKE else ""
 
 
-def _find(field: str, name: str, known: Mapping[str, T], works: str) -> T:
+def _find(field: str, name: str, known: Mapping[str, T], works: str, or_else: str = "") -> T:
     if name not in known:
-        raise config_error(field, name, f"must be one of {', '.join(known)}", works)
+        raise config_error(field, name, f"must be one of {', '.join(known)}{or_else}", works)
     return known[name]
 
 

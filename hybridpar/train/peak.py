@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import platform
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -35,12 +36,16 @@ _MAX_BYTES = 1 << 20
 _STEPS = 5
 """The median of so many steps counts: one step may seem short because the one before it was long."""
 _PROBE_SIZE, _PROBE_SECONDS = 1024, 0.15
-# Dense peak FLOP/s of 16-bit matrix products, from NVIDIA's data sheets; the first name in the device's name counts.
 _GPU_PEAKS = (
-    ("H200", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("H100", 989e12), ("GH200", 989e12),
-    ("B200", 2250e12), ("A100", 312e12), ("A10G", 70e12), ("A10", 125e12), ("A30", 165e12), ("A40", 150e12),
-    ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12), ("V100", 125e12), ("T4", 65e12),
+    ("H200 NVL", 835e12), ("H200", 989e12), ("GH200", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12),
+    ("H100", 989e12), ("H800 PCIe", 756e12), ("H800", 989e12), ("B200", 2250e12), ("A100", 312e12), ("A800", 312e12),
+    ("A10G", 70e12), ("A10", 125e12), ("A30", 165e12), ("A40", 150e12), ("L40S", 362e12), ("L40", 181e12),
+    ("L4", 121e12), ("V100", 125e12), ("T4", 65e12),
 )
+"""Dense peak FLOP/s of 16-bit matrix products, from NVIDIA's data sheets. The first row whose words are in the device's
+name counts; the peak of any other device is measured."""
+_OLDEST_BF16 = (8, 0)
+"""Compute capability from which on the peak is that of bfloat16, too."""
 
 
 class Peak:
@@ -103,15 +108,23 @@ def peak_flops(config: Config, device: torch.device, world: Axis) -> tuple[float
     Collectives: on all ranks of the job.
     """
     if device.type == "cuda" and config.train.dtype in ("bf16", "fp16") and not config.train.share_gpus:
-        name = torch.cuda.get_device_name(device)
-        for known, peak in _GPU_PEAKS:
-            if known in name:
-                return peak * world.size, f"{known} data sheet x {world.size}"
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        if (known := data_sheet(name)) and (config.train.dtype == "fp16" or capability >= _OLDEST_BF16):
+            return known[1] * world.size, f"{known[0]} data sheet x {world.size}"
     barrier(world)
     total = torch.tensor(_probe(DTYPES[config.train.dtype], device), dtype=torch.float64, device=device)
     all_reduce(total, world)
     at_once = "es at once" if world.size > 1 else ""
     return float(total), f"{config.train.dtype} matrix products, measured on {world.size} process{at_once}"
+
+
+def data_sheet(name: str) -> tuple[str, float] | None:
+    """Return the row of _GPU_PEAKS for a device, found by whole words: an RTX A4000 is no A40, a slice of an H100 (MIG)
+    is no H100."""
+    words = re.split(r"[ -]", name)
+    if "MIG" in words:
+        return None
+    return next((row for row in _GPU_PEAKS if set(row[0].split()) <= set(words)), None)
 
 
 def _probe(dtype: torch.dtype, device: torch.device) -> float:

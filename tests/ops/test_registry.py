@@ -10,6 +10,7 @@ from torch.autograd.function import Function
 
 from benchmarks import gpu_ops
 from hybridpar import native, ops
+from hybridpar.cli import doctor
 from hybridpar.config import KernelsConfig
 from hybridpar.errors import ConfigError
 from hybridpar.ops import libraries, measured, registry
@@ -131,8 +132,86 @@ def test_the_class_of_a_shape_and_the_kind_of_gpu_decide(monkeypatch):
     assert chosen("attention", "d128", "NVIDIA H100 PCIe", (9, 0)) == "cuda"
     assert chosen("rotary", "", "NVIDIA H100 PCIe", (9, 0)) == "triton"
     assert chosen("attention", "d128", "NVIDIA A100-SXM4-80GB", (8, 0)) == "sdpa"
-    assert chosen("rotary", "", "NVIDIA A100-SXM4-80GB", (8, 0)) == "triton"
+    assert chosen("rotary", "", "NVIDIA A100-SXM4-80GB", (8, 0)) == "cuda"
     assert attention_class(128, grouped=True) == "d128 grouped"
+
+
+SAME = "measured on NVIDIA H200, the same architecture: Hopper"
+NEAREST = "measured on NVIDIA H200, the nearest to "
+CARDS = [  # name, compute capability; where times of operators bound by memory come from, and those of attention
+    ("NVIDIA H200", (9, 0), "measured on NVIDIA H200", "measured on NVIDIA H200"),
+    ("NVIDIA H100 80GB HBM3", (9, 0), SAME, SAME),
+    ("NVIDIA H100 PCIe", (9, 0), SAME, SAME),
+    ("NVIDIA H800", (9, 0), SAME, SAME),
+    ("NVIDIA GH200 480GB", (9, 0), SAME, SAME),
+    ("NVIDIA A100-SXM4-80GB", (8, 0), f"{NEAREST}Ampere", "not measured on Ampere"),
+    ("NVIDIA GeForce RTX 3090", (8, 6), f"{NEAREST}Ampere for graphics", "not measured on Ampere for graphics"),
+    ("NVIDIA L40S", (8, 9), f"{NEAREST}Ada", "not measured on Ada"),
+    ("NVIDIA GeForce RTX 4090", (8, 9), f"{NEAREST}Ada", "not measured on Ada"),
+    ("NVIDIA B200", (10, 0), f"{NEAREST}Blackwell", "not measured on Blackwell"),
+    ("NVIDIA GeForce RTX 5090", (12, 0), f"{NEAREST}Blackwell for graphics", "not measured on Blackwell for graphics"),
+    ("NVIDIA of the future", (13, 1), f"{NEAREST}compute capability 13.1", "not measured on compute capability 13.1"),
+    ("Tesla V100-SXM2-32GB", (7, 0), "not measured: Volta", "not measured on Volta"),
+    ("Tesla T4", (7, 5), "not measured: Turing", "not measured on Turing"),
+]
+
+
+@pytest.mark.parametrize(("name", "capability", "memory", "attention"), CARDS, ids=[card[0] for card in CARDS])
+def test_a_gpu_that_was_not_measured_goes_by_its_class(name, capability, memory, attention, monkeypatch):
+    monkeypatch.setattr(Backend, "unsupported", lambda row, device_type=None, dtype=None: (
+        "for CPUs" if row.device == "cpu" else None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    found = report("gelu", "cuda", torch.bfloat16)
+    assert found.source.startswith(memory), found.source
+    assert found.measured == memory.startswith("measured")
+    found = report("attention", "cuda", torch.bfloat16, "d128")
+    assert found.source.startswith(attention), found.source
+    assert (found.active, found.measured) == (
+        ("cuda", True) if attention.startswith("measured") else ("sdpa", False))
+    assert report("gelu", "cuda", torch.float32).source.startswith("not measured")
+    found = {"operators": {"cuda": {op: doctor._choices(op, "cuda") for op in registry.ops()}}, "built": {},
+             "versions": {}, "machine": {**dict.fromkeys(("cpu", "cores", "memory_gib", "system", "c++", "nvcc")),
+                                         "instructions": [], "gpus": []}}
+    text = "\n".join(doctor.lines(found))
+    assert memory in text
+    assert attention in text
+
+
+def test_a_gpu_of_another_vendor_has_no_class(monkeypatch):
+    """An MI250 says that its capability is 9.0."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "AMD Instinct MI250X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    for op in ("gelu", "attention"):
+        assert measured.find(op, "cuda", torch.bfloat16, "d128") == measured.Times(
+            {}, "not measured: an AMD GPU, and the table has none")
+
+
+def test_the_nearest_of_several_gpus_counts(monkeypatch):
+    table = {"NVIDIA H200": {"capability": [9, 0], "gelu": {"bfloat16": {"triton": 1.0}}},
+             "NVIDIA L40S": {"capability": [8, 9], "gelu": {"bfloat16": {"triton": 2.0}}},
+             "NVIDIA A100": {"capability": [8, 0], "swiglu": {"bfloat16": {"triton": 3.0}}},
+             "Tesla V100": {"capability": [7, 0], "gelu": {"bfloat16": {"triton": 4.0}}}}
+    monkeypatch.setattr(measured, "_read", lambda: table)
+    monkeypatch.setattr(measured, "_table", measured._table.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+
+    def times(op, capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        return measured.medians(op, "cuda", torch.bfloat16).get("triton")
+
+    capabilities = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
+    assert [times("gelu", capability) for capability in capabilities] == [4.0, None, 2.0, 2.0, 2.0, 1.0, 1.0]
+    assert [times("swiglu", capability) for capability in capabilities] == [None, None, 3.0, 3.0, 3.0, 3.0, 3.0]
+
+
+def test_every_gpu_of_the_table_has_its_capability():
+    assert set(measured._table()) - {"cpu"} == set(measured._capabilities())
+    assert set(measured._capabilities().values()) <= set(measured.GENERATIONS)
 
 
 def test_measurements_are_added_to_the_table(monkeypatch, tmp_path):
@@ -148,6 +227,12 @@ def test_measurements_are_added_to_the_table(monkeypatch, tmp_path):
     assert json.loads(path.read_text()) == {"cpu": {
         "gelu": {"float32": {"cpp": 1.0}, "bfloat16": {"cpp": 2.0}}, "swiglu": {"float32": {"torch": 3.0}},
         "attention d64 grouped": {"bfloat16": {"sdpa": 5.0}}}}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L40S")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    gpu_ops.write_table([{"settings": {"op": "swiglu", "dtype": "bf16"}, "us": {"torch": [1.0, 3.0, 4.0]}}], "cuda")
+    assert json.loads(path.read_text())["NVIDIA L40S"] == {
+        "capability": [8, 9], "swiglu": {"bfloat16": {"torch": 3.0}}}
 
 
 def fake_load(path):

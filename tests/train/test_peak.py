@@ -80,3 +80,29 @@ def test_a_damaged_file_and_a_folder_that_cannot_be_written_to_only_cost_a_measu
     assert machine.peak(goes_on=True).flops == 100e9
     machine.folder = machine.folder / "data" / PEAKS  # a file
     assert machine.peak(goes_on=True).flops == 100e9
+
+
+@pytest.mark.parametrize(("name", "capability", "known"), [
+    ("NVIDIA H200", (9, 0), "H200"), ("NVIDIA H200 NVL", (9, 0), "H200 NVL"), ("NVIDIA GH200 480GB", (9, 0), "GH200"),
+    ("NVIDIA H100 80GB HBM3", (9, 0), "H100"), ("NVIDIA H100 PCIe", (9, 0), "H100 PCIe"),
+    ("NVIDIA H800", (9, 0), "H800"), ("NVIDIA B200", (10, 0), "B200"), ("NVIDIA A100-SXM4-80GB", (8, 0), "A100"),
+    ("NVIDIA A800 80GB PCIe", (8, 0), "A800"), ("NVIDIA L40S", (8, 9), "L40S"), ("NVIDIA L4", (8, 9), "L4"),
+    ("NVIDIA A10G", (8, 6), "A10G"), ("Tesla V100-SXM2-16GB", (7, 0), None), ("Tesla T4", (7, 5), None),
+    ("NVIDIA RTX A4000", (8, 6), None), ("NVIDIA RTX A1000", (8, 6), None), ("NVIDIA H20", (9, 0), None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), None), ("NVIDIA GeForce RTX 5090", (12, 0), None),
+    ("NVIDIA of the future", (13, 1), None), ("AMD Instinct MI300X", (9, 4), None)])
+def test_the_peak_of_a_gpu_is_its_own_or_measured(name: str, capability: tuple[int, int], known: str | None,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card whose name only begins alike, a slice of a GPU, and one older than bfloat16 are measured."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(peak, "_probe", lambda dtype, device: 7e12)
+    monkeypatch.setattr(peak, "all_reduce", lambda total, axis: total)
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *args, device, **kwargs: tensor(*args, **kwargs))
+    config = Config(train=TrainConfig(dtype="bf16"))
+    flops, source = peak.peak_flops(config, torch.device("cuda"), Axis("world"))
+    if known is None:
+        assert (flops, source) == (7e12, "bf16 matrix products, measured on 1 process")
+    else:
+        assert (flops, source) == (dict(peak._GPU_PEAKS)[known], f"{known} data sheet x 1")
