@@ -31,8 +31,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .options import OPTIONS, Option
 from .philox import _counter, _generate, _signed, _words
-from .tiles import _corner, _load, _store, _tile, has_copy_engine, is_matrix, matrix, tile_of
+from .tiles import Tile, _corner, _load, _store, _tile, has_copy_engine, is_matrix, matrix, tiles_of
 
 OPERATORS = {"attention": (), "attention_backward": ()}
 
@@ -113,7 +114,12 @@ def _table(kv_head: tuple[int, ...], kv_heads: int, device: torch.device) -> Ten
     return torch.tensor([*kv_head, *order, *begins], dtype=torch.int32, device=device)
 
 
+_USES = ("plain", "padded or grouped", "dropout")
+"""How a kernel is used, as tiles_of counts it."""
+
+
 def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
+    """Start a kernel with the tile that OPTIONS has for such launches, or the default one."""
     q = common["q_ptr"]
     cuda = q.device.type == "cuda"
     major, minor = torch.cuda.get_device_capability(q.device) if cuda else (0, 0)
@@ -122,14 +128,21 @@ def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
     matrices = has_copy_engine(major) and all(is_matrix(x, common["D"]) for x in tensors.values())
     plain = (matrices or major < 9) and not own.get("GROUPED") and common["real_ptr"] is None
     use = 2 if common["DROPOUT"] else 0 if plain else 1
-    tile = tile_of(kernel.__name__, common["D"], q.element_size(), 10 * major + minor, use)
-    count = tile.rows if "kv_heads" in own else tile.keys
-    own |= {f"{name}_matrix": matrix(x, count) if matrices else None for name, x in tensors.items()}
-    heads, tiled = (own["kv_heads"], tile.keys) if "kv_heads" in own else (q.shape[1], tile.rows)
-    grid = (triton.cdiv(q.shape[2], tiled), heads, q.shape[0])
-    with torch.cuda.device(q.device) if cuda else contextlib.nullcontext():
-        kernel[grid](**common, **own, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.num_warps,
-                     num_stages=tile.num_stages)
+
+    def start(option: Option) -> None:
+        tile = Tile(*option)
+        count = tile.rows if "kv_heads" in own else tile.keys
+        read = {f"{name}_matrix": matrix(x, count) if matrices else None for name, x in tensors.items()}
+        heads, tiled = (own["kv_heads"], tile.keys) if "kv_heads" in own else (q.shape[1], tile.rows)
+        grid = (triton.cdiv(q.shape[2], tiled), heads, q.shape[0])
+        with torch.cuda.device(q.device) if cuda else contextlib.nullcontext():
+            kernel[grid](**common, **own, **read, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.num_warps,
+                         num_stages=tile.num_stages)
+
+    length = triton.next_power_of_2(q.shape[2])
+    key = (f"{kernel.__name__} {str(q.dtype).removeprefix('torch.')} d{common['D']} s{length} "
+           f"{'causal' if common['CAUSAL'] else 'full'} {_USES[use]}")
+    OPTIONS.launch(key, tiles_of(kernel.__name__, common["D"], q.element_size(), 10 * major + minor, use), start)
 
 
 # Compiled once for all values: these differ from call to call or say nothing.

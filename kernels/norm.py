@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import norm_wide
+from .options import OPTIONS
 from .philox import _counter
 from .residual import WORDS, _added, _keep, bias_dropout_add, bias_dropout_add_backward, dropout_words
 from .rows import _both, add_up, check, launch, share, tile
@@ -29,7 +30,10 @@ _WIDEST = 8192
 _WIDEST_BIAS = 4096
 _OF_THREAD = 8  # elements, in the backward: with 16, what is kept for each would allow half as many warps
 _OF_THREAD_FORWARD = 16
-_STAGES = 4  # tiles on their way in the backward; 2 where rows are wider than _WIDEST_BIAS
+_STAGES = ((4,), (2,), (1,))
+"""Options of the backward: tiles that are on their way from memory; at most 2 where rows are wider than _WIDEST_BIAS. 4
+tiles of three tensors of 4096 float32 columns need 144 KiB of shared memory, which RTX cards do not have. The results
+have the same bits with each option."""
 _PROGRAMS = 256  # that sum columns: nearly whole rounds on 132 SMs (H100) and 108 (A100)
 _LEAST = 8  # rows that one sums
 _KEEP_ALL = ((None, 0, 0, 0, 1.0, 1, 0, 0), 0)
@@ -113,9 +117,11 @@ def _backward(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, stats:
     size = tile(cols, _WIDEST, _OF_THREAD if cols <= _WIDEST_BIAS else 2 * _OF_THREAD)
     rows_each, programs = share(rows, _PROGRAMS, _LEAST, size["ROWS"])
     partial = x.new_empty((programs, 1 + centre + with_bias, cols), dtype=torch.float32)
-    launch(norm_backward_kernel, programs, dy, dsum, x, weight, stats, dx, dropped if kind else None, partial, rows,
-           cols, rows_each, *words, CENTRE=centre, WITH_BIAS=with_bias, DROP=kind,
-           STAGES=_STAGES if cols <= _WIDEST_BIAS else 2, **size)
+    candidates = _STAGES if cols <= _WIDEST_BIAS else _STAGES[1:]
+    key = f"norm_backward_kernel {x.dtype} {cols} {'sum' * (dsum is not None)} {kind}"
+    OPTIONS.launch(key, candidates, lambda stages: launch(
+        norm_backward_kernel, programs, dy, dsum, x, weight, stats, dx, dropped if kind else None, partial, rows, cols,
+        rows_each, *words, CENTRE=centre, WITH_BIAS=with_bias, DROP=kind, STAGES=stages[0], **size))
     of_norm, of_x = (dweight, dbias), (dbias_of_x,) * with_bias
     add_up(partial, (*of_norm, *of_x) if centre else (dweight, *of_x, dbias))
     return dx, dropped, dbias_of_x, dweight, dbias

@@ -45,13 +45,32 @@ def matrix(x: Tensor, count: int) -> TensorDescriptor:
     return TensorDescriptor(x, [rows, width], [stride, 1], [count, d])
 
 
-def tile_of(kernel: str, D: int, itemsize: int, capability: int, use: int) -> Tile:
-    """Sizes that a kernel is launched with. `use`: 0 plain, by the copy engine where there is one; 1 with padding or
-    grouped heads, or by pointers; 2 with dropout."""
+def tiles_of(kernel: str, D: int, itemsize: int, capability: int, use: int) -> tuple[Tile, ...]:
+    """Return the tiles that a kernel may be launched with, the default first.
+
+    Args:
+        D: features of a head, rounded up to a power of two.
+        itemsize: bytes of an element.
+        capability: compute capability of the GPU, ten times the major number plus the minor one; 0: the interpreter.
+        use: 0: plain, by the copy engine where there is one. 1: with padding or grouped heads, or by pointers.
+            2: with dropout.
+    """
     if D > 256:
-        return Tile(16, 16, 8, 1)
-    uses = _TILES.get((capability, itemsize), _SMALL[itemsize])[kernel][0 if D <= 64 else 1 if D <= 128 else 2]
-    return Tile(*uses[min(use, len(uses) - 1)])
+        return (Tile(16, 16, 8, 1),)
+    group, size = _GROUPS.get(capability, _SMALL_GROUP), 0 if D <= 64 else 1 if D <= 128 else 2
+    uses = _TILES.get((group, itemsize), _SMALL[itemsize])[kernel][size]
+    default = Tile(*uses[min(use, len(uses) - 1)])
+    if itemsize != 2 or size == 2:
+        return (default,)
+    others = _OTHERS[group][kernel][size][0 if use == 0 else 1]
+    return (default, *(Tile(*other) for other in others if other != default))
+
+
+_SMALL_GROUP = 0
+_GROUPS = {80: 80, 87: 80, 90: 90, 100: 100, 103: 100, 110: 100}
+"""Groups of GPUs that have the same tiles, by compute capability: 163 KiB of shared memory and the products of Ampere,
+227 KiB and those of Hopper, 227 KiB and those of Blackwell. Any other GPU is of _SMALL_GROUP: 99 KiB, as RTX cards
+have."""
 
 
 # Found by compiling: wide tiles, for d to 64, 128 and 256, that need no more registers than there are, in each use (the
@@ -68,7 +87,7 @@ _TILES: dict[tuple[int, int], dict[str, tuple[tuple[tuple[int, int, int, int], .
                         ((32, 32, 8, 2),)),
     },
     (80, 2): {
-        "forward_kernel": (((128, 64, 8, 3),), ((128, 64, 8, 3),), ((64, 32, 8, 2),)),
+        "forward_kernel": (((128, 64, 8, 3),), ((128, 64, 8, 3), (128, 64, 8, 3), (128, 32, 8, 2)), ((64, 32, 8, 2),)),
         "dq_kernel": (((64, 32, 4, 2),), ((64, 64, 8, 2),), ((64, 32, 8, 2),)),
         "dkdv_kernel": (((32, 32, 4, 2),), ((64, 64, 8, 2),), ((32, 32, 8, 2),)),
     },
@@ -87,6 +106,41 @@ _SMALL = {itemsize: dict.fromkeys(("forward_kernel", "dq_kernel", "dkdv_kernel")
     (2, (((64, 32, 4, 2),), ((64, 32, 8, 1),), ((32, 32, 8, 1),))),
     (4, (((64, 32, 8, 1),), ((32, 32, 8, 1),), ((16, 16, 8, 1),))))}
 """Tiles for any other GPU, and for the interpreter: they fit 99 KB of shared memory."""
+_Sizes = tuple[tuple[int, int, int, int], ...]
+_OTHERS: dict[int, dict[str, tuple[tuple[_Sizes, _Sizes], tuple[_Sizes, _Sizes]]]] = {
+    80: {
+        "forward_kernel": ((((64, 64, 4, 3), (128, 64, 4, 3)), ((64, 64, 4, 3), (64, 32, 4, 2))),
+                           (((64, 64, 4, 3), (64, 32, 4, 2)), ((64, 64, 8, 2), (64, 32, 4, 2)))),
+        "dq_kernel": ((((128, 64, 8, 2), (64, 64, 4, 3)), ((128, 32, 8, 2), (64, 64, 8, 2))),
+                      (((64, 32, 4, 2), (64, 32, 8, 1)), ((64, 32, 4, 2), (64, 32, 8, 1)))),
+        "dkdv_kernel": ((((64, 32, 4, 2), (32, 128, 8, 2)), ((64, 32, 4, 2), (32, 128, 8, 2))),
+                        (((32, 64, 8, 2), (32, 32, 4, 2)), ((32, 64, 8, 2), (32, 32, 4, 2)))),
+    },
+    90: {
+        "forward_kernel": ((((128, 64, 8, 3), (128, 128, 8, 2)), ((64, 64, 4, 3), (128, 64, 8, 3))),
+                           (((128, 64, 8, 3), (128, 128, 8, 2)), ((64, 64, 4, 3), (128, 64, 8, 2)))),
+        "dq_kernel": ((((128, 64, 8, 2),), ((64, 64, 4, 2),)), (((64, 64, 4, 2),), ((64, 64, 8, 2),))),
+        "dkdv_kernel": ((((64, 128, 8, 2),), ()), (((32, 64, 8, 2), (64, 64, 8, 2)), ())),
+    },
+    100: {
+        "forward_kernel": ((((64, 64, 4, 3), (128, 64, 8, 3)), ((64, 64, 4, 3), (128, 64, 8, 3))),
+                           (((64, 64, 4, 3), (128, 64, 8, 2)), ((64, 32, 4, 2),))),
+        "dq_kernel": ((((64, 64, 4, 3), (128, 64, 8, 2)), ()),
+                      (((64, 32, 4, 2), (64, 64, 8, 2)), ((64, 32, 4, 2), (64, 64, 8, 2)))),
+        "dkdv_kernel": ((((32, 64, 4, 2), (32, 32, 4, 2)), ((32, 64, 4, 2), (32, 32, 4, 2))),
+                        (((64, 64, 8, 2), (32, 64, 8, 2)), ((64, 64, 8, 2), (32, 64, 8, 2)))),
+    },
+    _SMALL_GROUP: {
+        "forward_kernel": ((((64, 64, 4, 3), (128, 64, 8, 3)), ((64, 64, 4, 3), (128, 64, 8, 3))),
+                           (((64, 32, 4, 2), (128, 64, 8, 2)), ((64, 32, 4, 2),))),
+        "dq_kernel": ((((64, 64, 4, 3), (128, 64, 8, 2)), ()),
+                      (((64, 32, 4, 2), (64, 64, 8, 2)), ((64, 32, 4, 2), (64, 64, 8, 2)))),
+        "dkdv_kernel": ((((32, 64, 4, 2), (32, 32, 4, 2)), ((32, 64, 4, 2), (32, 32, 4, 2))),
+                        (((32, 32, 4, 2), (64, 64, 8, 2)), ((32, 32, 4, 2), (64, 64, 8, 2)))),
+    },
+}
+"""Tiles of 16-bit elements besides the default, which training times: by group of GPUs and kernel, for d to 64 and 128,
+plain or in another use. Each compiles without spills. Other types and d have the default alone, as they are rare."""
 
 
 @triton.jit

@@ -98,8 +98,8 @@ def find(op: str, device_type: str | None, dtype: torch.dtype | None, shape: str
     if not usable:
         return Times({}, f"not measured in {kind}")
     nearest = min(usable, key=lambda name: _distance(usable[name], here))
-    return Times(_entry(nearest, op, kind, shape), f"measured on {nearest}, the nearest to {kin}, as operators bound by "
-                                                   "memory rank their backends alike")
+    reason = "as operators bound by memory rank their backends alike"
+    return Times(_entry(nearest, op, kind, shape), f"measured on {nearest}, the nearest to {kin}, {reason}")
 
 
 def generation(capability: Capability) -> str:

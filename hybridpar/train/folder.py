@@ -12,6 +12,7 @@
         changes.jsonl     where train.continue_with was used  trackers.json  who it is for run.trackers
         memory/           events of train.record_memory, counts of train.planned_memory
         model_folder      of a model of one's own: where its module is found
+        kernels.json      on GPUs: launch options of attention's kernels, measured (kernel_options.py)
 
 Beside tokenizer.json are the files that came with it: special tokens, settings, the chat template.
 """

@@ -29,7 +29,7 @@ from hybridpar.ops.libraries import examine_triton
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.train import continued
+from hybridpar.train import continued, kernel_options
 from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, Callbacks
 from hybridpar.train.engine import Engine
@@ -193,6 +193,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         links = place.watch_links(config, flight, reporter)
         flight.phase("setting up", config.faults.start_timeout_s)
         who = grid.describe(Sizes.of(config).stages_of(grid.pp.rank))
+        options = kernel_options.prepare(config, place.job, place.device, reporter.say)  # before anything is measured
         config = settle(config, grid, place.device, reporter.say, place.build)
         prove(config)
         counts = place.device.type == "cpu" or not config.train.planned_memory  # of CUDA's allocator, then
@@ -207,6 +208,7 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
             for line in continued.go_on(config, resumed, data.train.fingerprint, engine.data_start):
                 reporter.say(line)
             run_folder.begin(config, data.tokenizer)
+            options.write(config.run.folder, reporter.say)
         _introduce(config, place, grid, reporter, resumed)
         with contextlib.closing(Run(engine, data, reporter, resumed, watch, links, place.callbacks)) as run:
             injector.attach(engine, run.saver)

@@ -15,7 +15,7 @@ class Spec:
 
     `types`: argument -> 'i32', 'fp32', '*bf16', ..; pointers count as aligned to 16 bytes, the integers in `divisible`
     as multiples of 16. `constants`: the tl.constexpr arguments. `most_registers`: of a thread; None: what warps leave.
-    `capabilities`: what it is launched on.
+    `capabilities`: what it is launched on. `thorough`: compiled with --thorough alone.
     """
 
     types: Mapping[str, str]
@@ -25,8 +25,10 @@ class Spec:
     divisible: tuple[str, ...] = ()
     most_registers: int | None = None
     capabilities: tuple[int, ...] = (80, 90)
+    thorough: bool = False
 
     def __str__(self) -> str:
         pointers = "-".join(dict.fromkeys(t[1:] for t in self.types.values() if t.startswith("*")))
         values = "-".join(f"{name}{value}" for name, value in self.constants.items())
-        return "-".join(part for part in (pointers, values, f"w{self.num_warps}") if part)
+        return "-".join(part for part in (pointers, values, f"w{self.num_warps}",
+                                     f"s{self.num_stages}") if part)

@@ -7,8 +7,10 @@ import torch
 from ops.test_backends import DROPS, Case, compute, tensors_of
 
 from hybridpar import native, ops, random
+from hybridpar.config import from_mapping
 from hybridpar.ops import registry
 from hybridpar.ops.dropout import dropout_torch
+from hybridpar.train import kernel_options
 
 
 def test_triton_runs_here():
@@ -200,11 +202,53 @@ def test_attention_of_queries_that_see_no_key():
 def test_attention_in_tiles_of_all_sizes(rows, keys, monkeypatch):
     from hybridpar.kernels import attention, tiles
 
-    monkeypatch.setattr(attention, "tile_of", lambda *args: tiles.Tile(rows, keys, 4, 1))
+    monkeypatch.setattr(attention, "tiles_of", lambda *args: (tiles.Tile(rows, keys, 4, 1),))
     real = torch.arange(180).view(2, 90) < 120  # the second sample has blocks of keys without a real one
     for causal in (False, True):
         agrees(2, 1, 1, 90, 16, causal=causal, padding_mask=real, dropout_p=0.3, key=random.RandomKey.of(1, 2, 3),
                site=4, head_start=1)
+
+
+def test_options_are_timed_on_the_shapes_of_a_layer_and_compute_the_same(monkeypatch):
+    """Each kernel of training, and the forward of an evaluation; a choice changes the order of sums alone."""
+    from hybridpar.kernels import attention, options, tiles
+
+    sizes = tiles.Tile(32, 16, 4, 1), tiles.Tile(16, 32, 4, 1)
+    monkeypatch.setattr(attention, "tiles_of", lambda *args: sizes)
+    monkeypatch.setattr(kernel_options, "_WARM", 0)
+    monkeypatch.setattr(kernel_options, "_ROUNDS", 1)
+    config = from_mapping({
+        "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "seq_length": 24,
+                  "vocab_size": 61, "attention_dropout": 0.1},
+        "parallel": {"tp": 2}, "pipeline": {"num_microbatches": 1}, "kernels": {"attention": "triton"},
+        "train": {"micro_batch_size": 2, "dtype": "fp16", "eval_interval": 5, "device": "cpu"}})
+    clock = iter(range(100, 0, -1))
+
+    def time(launch):
+        launch()
+        return float(next(clock))
+
+    before = torch.get_rng_state()
+    found = kernel_options.time_candidates(
+        lambda: kernel_options.attend(config, config.model, torch.device("cpu")), time, {})
+    assert torch.equal(before, torch.get_rng_state())
+    assert {key: entry.chosen for key, entry in found.items()} == dict.fromkeys(
+        [f"{kernel} float16 d16 s32 causal dropout" for kernel in ("forward_kernel", "dq_kernel", "dkdv_kernel")]
+        + ["forward_kernel float16 d16 s32 causal plain"], sizes[0]), "a hundredth is no reason to leave the default"
+
+    x = [torch.randn(1, 2, 24, 16, generator=torch.Generator().manual_seed(i), dtype=torch.float16) for i in range(3)]
+    results, used = [], []
+    monkeypatch.setattr(attention, "Tile", lambda *sizes: used.append(sizes) or tiles.Tile(*sizes))
+    for chosen in ({}, dict.fromkeys(found, sizes[1])):
+        options.OPTIONS.use(chosen)
+        leaves = [t.clone().requires_grad_() for t in x]
+        out = ops.attention(*leaves, causal=True, dropout_p=0.1, key=random.RandomKey.of(1, 2, 3), site=4,
+                            backend="triton")
+        results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    options.OPTIONS.use({})
+    assert used == [sizes[0]] * 3 + [sizes[1]] * 3
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
 
 
 def test_attention_compiled_once_for_all_steps():

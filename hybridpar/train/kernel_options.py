@@ -1,0 +1,276 @@
+"""Launch options of attention's Triton kernels: timed on the run's own shapes before training, kept beside the run.
+
+    <run folder>/kernels.json
+        {"NVIDIA A100-SXM4-80GB, torch 2.11.0, triton 3.6.0":
+            {"dq_kernel bfloat16 d128 s2048 causal dropout":
+                {"chosen": [64, 32, 4, 2], "us": {"[64, 64, 8, 2]": 812.4, "[64, 32, 4, 2]": 733.0}}}}
+
+The options (block sizes, warps, stages) decide in which order a kernel adds up, so a run must never change them: a run
+that resumes takes them from the file. An entry is valid for one name of GPU and one version of torch and Triton. Each
+kind of GPU in the job has entries of its own: the first rank with such a GPU times the candidates, and all ranks with
+such GPUs take what it chose. This happens between the start of the process group and the first engine, so no CUDA graph
+is being captured and no rank trains yet.
+
+Other Triton kernels are bound by memory: their sizes matter less, and the order of their sums is the same on any GPU
+(kernels/rows.py). Attention of custom models, whose shapes are not known before they run, has the default options.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from hybridpar.checkpoint.files import write_text
+from hybridpar.config import Config, ModelConfig, from_plain
+from hybridpar.grid import Axis
+from hybridpar.models.build import DTYPES
+from hybridpar.nn.attention import HeadLayout, ParallelAttention
+from hybridpar.ops.libraries import triton_missing
+from hybridpar.random import RandomKey
+from hybridpar.reading import read_json
+from hybridpar.train.launch import Job
+
+FILE = "kernels.json"
+_MAX_BYTES = 1 << 20
+_WORTH = 0.97
+"""Share of the default option's time that another one must stay below: measured times vary by a percent or two, and the
+default is what was tested longest."""
+_SHORT_US = 50.0
+"""Launches of which the default takes less keep it: there is little to gain, and their times vary most."""
+_WARM, _ROUNDS = 2, 9
+_SPIN = 2_000_000
+"""Clock cycles that the GPU waits before a timed launch, about a millisecond: the launch is then queued before the GPU
+gets to it, so the time of Python's part is not counted."""
+
+Option = tuple[int, ...]
+Time = Callable[[Callable[[], None]], float]
+"""Runs a launch once and returns its time on the device, in microseconds."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The option chosen for a class of launches, and the median time of each candidate that fits, in microseconds."""
+
+    chosen: Option
+    us: Mapping[str, float]
+
+
+Entries = dict[str, Entry]
+"""Entries by class of launches."""
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """The options of a run: what kernels.json has to hold, and what this rank uses."""
+
+    entries: Mapping[str, Entries]
+    """By kind of GPU, those in the file that this job has no GPU for included."""
+    used: Mapping[str, Option] = field(default_factory=dict)
+    is_new: bool = False
+
+    def write(self, folder: Path, say: Callable[[str], None]) -> None:
+        """Write kernels.json, if there is something new. Training goes on if it cannot be written."""
+        if not self.is_new:
+            return
+        content = {kind: _as_json(entries) for kind, entries in self.entries.items()}
+        try:
+            write_text(folder / FILE, json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            say(f"{folder / FILE} cannot be written ({error.strerror}): when this run resumes, it will time kernels "
+                "again, and may then compute other bits")
+
+
+def prepare(config: Config, job: Job, device: torch.device, say: Callable[[str], None]) -> KernelOptions:
+    """Choose the launch options of this run's kernels, or take them from its folder, and use them in this process.
+
+    Collectives: on all processes of the job, through its store, on GPUs.
+    """
+    if device.type != "cuda":
+        return KernelOptions({})
+    kind = "" if torch.are_deterministic_algorithms_enabled() else _kind(device)
+    measure = partial(time_candidates, partial(_attend, config, device), _time)
+    found = choose(job, config.run.folder, say, kind, measure)
+    if triton_missing("attention", device.type, None) is None:
+        importlib.import_module("hybridpar.kernels.options").OPTIONS.use(found.used)
+    return found
+
+
+def choose(job: Job, folder: Path, say: Callable[[str], None], kind: str,
+           measure: Callable[[Entries], Entries]) -> KernelOptions:
+    """Return the launch options that all ranks with this kind of GPU use.
+
+    Args:
+        kind: name of this rank's GPU and of the versions that its kernels are compiled with; empty: it has no kernels
+            with options.
+        measure: returns the entries of this run's launches, from the entries that are known for this kind of GPU. It is
+            called on the first rank of each kind.
+    Collectives: on all processes of the job, through its store.
+    """
+    kinds: list[str] = job.gather(kind)
+    if not any(kinds):
+        return KernelOptions({})
+    path = folder / FILE
+    known, problem = job.decide(partial(_read, path))
+    before = {name: _entries(each, name) for name, each in known.items()}
+    is_first = bool(kind) and kinds.index(kind) == job.launch.rank
+    mine = job.together(lambda: _as_json(measure(before.get(kind, {}))), here=is_first)
+    everyone = enumerate(job.gather(mine))
+    now = {kinds[rank]: _entries(each, FILE) for rank, each in everyone if each}
+    if problem:
+        say(problem)
+    for name, entries in now.items():
+        if before and name not in before:
+            say(f"{path} has no times of {name}, but of {', '.join(before)}: its kernels are timed here")
+        _tell(name, before.get(name, {}), entries, say)
+    after = before | {name: before.get(name, {}) | entries for name, entries in now.items()}
+    used = {key: entry.chosen for key, entry in now.get(kind, {}).items()}
+    return KernelOptions(after, used, is_new=after != before)
+
+
+def time_candidates(run: Callable[[], None], time: Time, known: Entries) -> Entries:
+    """Return an entry for each class of launches with several candidates that `run` makes.
+
+    A known entry stays if the option that it names is still a candidate. Else every candidate that fits the device is
+    timed on the tensors of the launch. The fastest is chosen, or the default if no other one is clearly faster.
+
+    Args:
+        run: calls operators on the shapes of the run.
+        time: runs a launch, and returns its time in microseconds.
+    """
+    options = importlib.import_module("hybridpar.kernels.options")
+    found: Entries = {}
+
+    def chosen(key: str, candidates: Sequence[Option], start: Callable[[Any], None]) -> Option:
+        if len(candidates) == 1:
+            return candidates[0]
+        entry = found.get(key) or known.get(key)
+        if entry is not None and entry.chosen in map(tuple, candidates):
+            found[key] = entry
+            return entry.chosen
+        fitting = [one for one in candidates if options.fits(start, one)]
+        if len(fitting) < 2:
+            return (fitting or candidates)[0]
+        times = _times(fitting, start, time)
+        best = fastest(times)
+        found[key] = Entry(tuple(best), {str(list(one)): round(us, 2) for one, us in times.items()})
+        return best
+
+    with options.OPTIONS.choosing(chosen):
+        run()
+    return found
+
+
+def fastest(times: Mapping[Any, float]) -> Any:
+    """Return the fastest option; the first, which is the default, if no other one is clearly faster."""
+    default = next(iter(times))
+    best = min(times, key=lambda one: times[one])
+    is_worth_it = times[default] >= _SHORT_US and times[best] < _WORTH * times[default]
+    return best if is_worth_it else default
+
+
+def _times(candidates: Sequence[Any], start: Callable[[Any], None], time: Time) -> dict[Any, float]:
+    """Return the median time of each candidate. They take turns, so that a clock that changes is the same for all."""
+    rounds: dict[Any, list[float]] = {one: [] for one in candidates}
+    for _ in range(_WARM):
+        for one in candidates:
+            start(one)
+    for _ in range(_ROUNDS):
+        for one, seen in rounds.items():
+            seen.append(time(partial(start, one)))
+    return {one: median(seen) for one, seen in rounds.items()}
+
+
+def _time(launch: Callable[[], None]) -> float:
+    """Return the time of a launch on the GPU, in microseconds."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_SPIN)
+    begin.record()
+    launch()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end)
+
+
+def _kind(device: torch.device) -> str:
+    """Return the name of this GPU and of what compiles for it; empty if Triton does not run on it."""
+    if triton_missing("attention", device.type, None) is not None:
+        return ""
+    triton = importlib.import_module("triton")
+    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+def _attend(config: Config, device: torch.device) -> None:
+    """Run attention as the first tp rank will: forward and backward with dropout, and forward as in an evaluation."""
+    if isinstance(config.model, ModelConfig):
+        attend(config, config.model, device)
+
+
+def attend(config: Config, model: ModelConfig, device: torch.device) -> None:
+    """Run attention on the local heads of the first tp rank and one micro-batch of random numbers.
+
+    The heads are a whole layer of one rank, so that strides are those of training, and nothing is communicated. A
+    generator of its own leaves the run's random numbers alone.
+    """
+    layout = HeadLayout(model.hidden_size, model.num_heads, model.kv_heads, config.parallel.tp)
+    groups = layout.group_heads(0)
+    heads, hidden = layout.heads[0][1], layout.heads[0][1] * layout.head_dim
+    layer = ParallelAttention(
+        hidden, heads, Axis("tp"), num_kv_heads=len(groups) if heads % len(groups) == 0 else 1,
+        causal=model.kind == "gpt", rotary_base=model.rotary_base if model.position == "rotary" else None,
+        rotary_fraction=model.rotary_fraction, attention_dropout=model.attention_dropout, kernels=config.kernels,
+        bias=model.bias, device=device, dtype=DTYPES[config.train.dtype])
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0.0, layer.layout.hidden**-0.5, generator=generator)
+    b, s = config.train.micro_batch_size, model.seq_length
+    x = torch.randn(b, s, hidden, device=device, generator=generator).to(DTYPES[config.train.dtype])
+    real = None if model.kind == "gpt" else torch.ones(b, s, dtype=torch.bool, device=device)
+    y = layer(x.requires_grad_(), real, RandomKey.of(0, 0, 0, b, device))
+    y.backward(torch.ones_like(y))
+    if config.train.eval_interval and model.attention_dropout:
+        with torch.no_grad():
+            layer(x, real)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    """Return what kernels.json holds, and what is wrong with it; nothing where there is no file."""
+    try:
+        known = from_plain(dict[str, dict[str, Entry]], read_json(path, _MAX_BYTES), path.name)
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, ValueError) as error:
+        return {}, (f"{path} cannot be read ({error}): kernels are timed again, and may compute other bits than "
+                    "before. To keep the bits, put a copy of the earlier file there and start again")
+    return {kind: _as_json(entries) for kind, entries in known.items()}, ""
+
+
+def _as_json(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    return {key: asdict(entry) for key, entry in entries.items()}
+
+
+def _entries(plain: Mapping[str, Any], where: str) -> Entries:
+    entries: Entries = from_plain(dict[str, Entry], plain, where)
+    return entries
+
+
+def _tell(kind: str, before: Entries, now: Entries, say: Callable[[str], None]) -> None:
+    """Say in one line which classes of launches do not have their default option."""
+    others = []
+    for key, entry in now.items():
+        chosen, default = str(list(entry.chosen)), next(iter(entry.us), "")
+        if chosen != default:
+            slow, fast = entry.us.get(default, 0.0), entry.us.get(chosen, 0.0)
+            gain = f", {slow / fast:.2f} x as fast as {default}" if min(slow, fast) > 0 else ""
+            others.append(f"{key}: {chosen}{gain}")
+    if others:
+        how = f"as {FILE} has them" if all(before.get(key) == entry for key, entry in now.items()) else "timed here"
+        say(f"kernels on {kind.partition(',')[0]}, {how} (rows, keys, warps, stages): {'; '.join(others)}")
