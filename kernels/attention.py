@@ -122,7 +122,8 @@ def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
     """Start a kernel with the tile that OPTIONS has for such launches, or the default one."""
     q = common["q_ptr"]
     cuda = q.device.type == "cuda"
-    major, minor = torch.cuda.get_device_capability(q.device) if cuda else (0, 0)
+    is_nvidia = cuda and torch.version.hip is None  # an MI250 says that its capability is 9.0
+    major, minor = torch.cuda.get_device_capability(q.device) if is_nvidia else (0, 0)
     loaded = ("q", "dout") if "kv_heads" in own else ("k", "v")
     tensors = {name: common[f"{name}_ptr"] for name in loaded}
     matrices = has_copy_engine(major) and all(is_matrix(x, common["D"]) for x in tensors.values())

@@ -20,17 +20,21 @@ def forward(dtype: str, cols: int, adds: bool, drop: int = 0, centre: bool = Tru
                 most_registers=80 if drop else 64)
 
 
-def backward(dtype: str, cols: int, adds: bool, with_bias: bool = False, drop: int = 0, centre: bool = True) -> Spec:
+def backward(dtype: str, cols: int, adds: bool, with_bias: bool = False, drop: int = 0, centre: bool = True,
+             stages: int = 0, capabilities: tuple[int, ...] = (80, 90)) -> Spec:
     constants, warps = tile(cols, 16 if cols > 4096 else 8)
     absent = (*(() if adds else ("dsum",)), *(() if drop else ("dropped",)))
     present = [n for n in ("dy", "dsum", "x", "weight", "dx", "dropped") if n not in absent]
     constants |= {f"{name}_ptr": None for name in absent} | {"CENTRE": centre, "WITH_BIAS": with_bias}
-    constants |= {"STAGES": 4 if cols <= 4096 else 2}
+    constants |= {"STAGES": stages or (4 if cols <= 4096 else 2)}
     types = {**pointers(dtype, *present), **pointers("fp32", "stats", "partial"), **SIZES, "rows_each": "i32"}
-    return Spec(**dropping(drop, types, constants), num_warps=warps, divisible=("cols",), most_registers=128)
+    return Spec(**dropping(drop, types, constants), num_warps=warps, divisible=("cols",), most_registers=128,
+                capabilities=capabilities)
 
 
 TYPES = ("fp32", "bf16")
+RTX = (89, 120)
+"""GPUs with 99 KiB of shared memory, in which 4 stages of the widest float32 rows would not fit."""
 SPECS = {
     "norm_kernel": [
         *(forward(t, cols, adds, int(adds)) for t in TYPES for cols in (*COLS, 16384) for adds in (False, True)),
@@ -41,5 +45,7 @@ SPECS = {
         *(backward(t, cols, True, True, 1) for t in TYPES for cols in COLS[:-1]),
         *(backward(t, 8192, True, centre=centre) for t in TYPES for centre in (False, True)),
         backward("fp16", 1024, True, True, 1),
+        backward("fp32", 4096, True, True, 1, stages=2, capabilities=RTX),
+        backward("fp32", 8192, True, capabilities=RTX),
     ],
 }

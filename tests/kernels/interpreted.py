@@ -50,6 +50,29 @@ def test_other_widths_against_float64(case):
         assert (got.double() - want).abs().max() <= 3e-6 * max(want.abs().max().item(), 1.0)
 
 
+def test_norms_have_the_same_bits_where_fewer_stages_fit(monkeypatch):
+    """As on a GPU with less shared memory, which Triton says before anything runs."""
+    from triton.runtime.errors import OutOfResources
+
+    from hybridpar.kernels import norm, options
+
+    case = Case("rms_norm", "", ((20, 40), (40,)), lambda x, w, k: ops.rms_norm(x, w, backend=k))
+    tensors, launch, tried = tensors_of(case, torch.float32), norm.launch, []
+
+    def limited(kernel, *args, **constants):
+        tried.append(constants.get("STAGES", 0))
+        if tried[-1] > 1:
+            raise OutOfResources(147_612, 101_376, "shared memory")
+        launch(kernel, *args, **constants)
+
+    want = compute(case, tensors, "triton")
+    monkeypatch.setattr(norm, "launch", limited)
+    for _ in range(2):
+        assert all(map(torch.equal, compute(case, tensors, "triton"), want))
+    assert [stages for stages in tried if stages] == [4, 2, 1, 1], "the second time it is known what fits"
+    options.OPTIONS.use({})
+
+
 def test_cross_entropy_of_several_blocks():
     """The largest logit comes last, minus infinity fills a block; the sum is of large numbers close to each other."""
     logits = torch.randn(3, 9000, generator=torch.Generator().manual_seed(1)) + 500
