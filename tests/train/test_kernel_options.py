@@ -70,7 +70,7 @@ class Gpu:
 
 
 def never(known: Entries) -> Entries:
-    raise AssertionError("only the first rank of a kind measures")
+    raise HybridparError("only the first rank of a kind measures")  # which others do not wait for
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +165,8 @@ def test_all_ranks_take_what_the_first_one_of_their_kind_chose(tmp_path: Path) -
         us = {0: (900.0, 900.0, 500.0), 1: (900.0, 500.0, 900.0)}.get(job.launch.rank)
 
         def measure(known: Entries) -> Entries:
-            assert us is not None, f"rank {job.launch.rank} measures"
+            if us is None:
+                return never(known)
             with lock:
                 return Gpu(*us).measure(known)
 
