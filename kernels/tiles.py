@@ -105,6 +105,7 @@ _TILES: dict[tuple[int, int], dict[str, tuple[tuple[tuple[int, int, int, int], .
 _SMALL = {itemsize: dict.fromkeys(("forward_kernel", "dq_kernel", "dkdv_kernel"), sizes) for itemsize, sizes in (
     (2, (((64, 32, 4, 2),), ((64, 32, 8, 1),), ((32, 32, 8, 1),))),
     (4, (((64, 32, 8, 1),), ((32, 32, 8, 1),), ((16, 16, 8, 1),))))}
+_SMALL[2]["forward_kernel"] = (((64, 32, 4, 2),), ((64, 32, 4, 2),), ((32, 32, 8, 1),))  # 8 warps spill on sm_120
 """Tiles for any other GPU, and for the interpreter: they fit 99 KB of shared memory."""
 _Sizes = tuple[tuple[int, int, int, int], ...]
 _OTHERS: dict[int, dict[str, tuple[tuple[_Sizes, _Sizes], tuple[_Sizes, _Sizes]]]] = {
@@ -124,7 +125,7 @@ _OTHERS: dict[int, dict[str, tuple[tuple[_Sizes, _Sizes], tuple[_Sizes, _Sizes]]
     },
     100: {
         "forward_kernel": ((((64, 64, 4, 3), (128, 64, 8, 3)), ((64, 64, 4, 3), (128, 64, 8, 3))),
-                           (((64, 64, 4, 3), (128, 64, 8, 2)), ((64, 32, 4, 2),))),
+                           (((64, 64, 4, 3), (128, 64, 8, 2)), ((64, 32, 8, 1),))),
         "dq_kernel": ((((64, 64, 4, 3), (128, 64, 8, 2)), ()),
                       (((64, 32, 4, 2), (64, 64, 8, 2)), ((64, 32, 4, 2),))),
         "dkdv_kernel": ((((32, 64, 4, 2), (32, 32, 4, 2)), ((32, 64, 4, 2), (32, 32, 4, 2))),
@@ -132,8 +133,8 @@ _OTHERS: dict[int, dict[str, tuple[tuple[_Sizes, _Sizes], tuple[_Sizes, _Sizes]]
     },
     _SMALL_GROUP: {
         "forward_kernel": ((((64, 64, 4, 3), (128, 64, 8, 3)), ((64, 64, 4, 3), (128, 64, 8, 3))),
-                           (((64, 32, 4, 2), (128, 64, 8, 2)), ((64, 32, 4, 2),))),
-        "dq_kernel": ((((64, 64, 4, 3), (128, 64, 8, 2)), ()),
+                           (((128, 64, 8, 2),), ((64, 32, 8, 1),))),
+        "dq_kernel": (((), ()),
                       (((64, 32, 4, 2), (64, 64, 8, 2)), ((64, 32, 4, 2), (64, 64, 8, 2)))),
         "dkdv_kernel": ((((32, 64, 4, 2), (32, 32, 4, 2)), ((32, 64, 4, 2), (32, 32, 4, 2))),
                         (((32, 32, 4, 2), (64, 64, 8, 2)), ((32, 32, 4, 2), (64, 64, 8, 2)))),

@@ -5,6 +5,7 @@ Over Gloo as `train.share_gpus` has it, and over NCCL, which takes two ranks on 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -291,6 +292,28 @@ def test_recorded_memory_is_what_the_allocator_did(tmp_path: Path, capfd: pytest
     found_births, births, found_deaths, deaths = (int(number.replace(",", "")) for number in found.groups())
     assert found_births >= 0.99 * births > 100
     assert found_deaths >= 0.95 * deaths > 100  # a block that a thread of autograd gave back may be told of late
+
+
+def test_options_of_kernels_are_timed_once_and_kept(tmp_path: Path) -> None:
+    """Attention with dropout is Triton's: all three kernels have a choice, and a run that resumes has the same ones."""
+    path = write_config(tmp_path, "1f1b")
+    common = ["train", str(path), "--train.device", "cuda", "--train.dtype", "bf16", "--train.eval_interval", "0",
+              "--model.hidden_size", "256", "--model.num_heads", "2", "--model.seq_length", "512",
+              "--model.attention_dropout", "0.1"]
+    kept = []
+    for steps in ("2", "4"):
+        assert main([*common, "--train.num_steps", steps]) == 0
+        (file,) = tmp_path.glob("**/kernels.json")
+        kept.append(json.loads(file.read_text()))
+    assert kept[0] == kept[1]
+    ((kind, entries),) = kept[0].items()
+    assert kind.startswith(torch.cuda.get_device_name(0))
+    names = {f"{kernel} bfloat16 d128 s512 causal dropout" for kernel in ("forward_kernel", "dq_kernel", "dkdv_kernel")}
+    assert set(entries) <= names
+    assert entries
+    for entry in entries.values():
+        assert str(entry["chosen"]) in entry["us"]
+        assert all(1 < us < 1e5 for us in entry["us"].values()), "not what Python takes, or the pause before a launch"
 
 
 def test_commands_that_look_at_the_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
