@@ -81,11 +81,15 @@ def rotary_kernel(x_ptr, positions_ptr, y_ptr, heads, size, x_sample, x_head, x_
 def _turn(angle):
     """Cosine and sine, float32, of angles in float64."""
     quarter = tl.floor(angle * 0.6366197723675814 + 0.5)  # 2 / pi
-    x = (angle - quarter * 1.5707963267948966).to(tl.float32)
+    return _cos_and_sin((angle - quarter * 1.5707963267948966).to(tl.float32), quarter.to(tl.int64))
+
+
+@triton.jit
+def _cos_and_sin(x, number):
+    """Cosine and sine of x, within an eighth of a turn, plus that number of quarter turns, an integer."""
     z = x * x
     sin = x + x * z * (-1.6666654611e-1 + z * (8.3321608736e-3 - z * 1.9515295891e-4))
     cos = 1.0 - 0.5 * z + z * z * (4.166664568298827e-2 + z * (-1.388731625493765e-3 + z * 2.443315711809948e-5))
-    number = quarter.to(tl.int64)
     odd = number % 2 != 0
     other_cos = tl.where(odd, sin, cos)
     other_sin = tl.where(odd, cos, sin)

@@ -109,6 +109,7 @@ class KernelsConfig:
     gelu: str = "auto"
     swiglu: str = "auto"
     rotary: str = "auto"
+    split_qkv: str = "auto"
     attention: str = "auto"
     cross_entropy: str = "auto"
     dropout: str = "auto"

@@ -19,6 +19,7 @@ from hybridpar.grid import Axis
 from hybridpar.nn.cache import KeyValueCache
 from hybridpar.nn.linear import ColumnParallelLinear, Device, RowParallelLinear
 from hybridpar.nn.placement import Matrices, ParallelModule, Range, Shard, split_ranges
+from hybridpar.ops.split_qkv import RotarySettings, sums_bias
 from hybridpar.random import RandomKey, site
 
 
@@ -161,9 +162,7 @@ class ParallelAttention(ParallelModule):
                      cache: KeyValueCache | None = None, positions: Tensor | None = None,
                      sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
         """The output without the bias of `out`, and that bias, for a caller that adds it in another operator."""
-        q, k, v = (rearrange(t, "b s n d -> b n s d") for t in self.split_heads(self.qkv(x, sizes)))
-        if self.rotary_base is not None:
-            q, k = (self._turned(t, self.rotary_base, positions) for t in (q, k))
+        q, k, v = self._heads(x, positions, sizes)
         if cache is not None:
             assert positions is not None
             k, v = cache.extend(k, v, positions)
@@ -172,30 +171,21 @@ class ParallelAttention(ParallelModule):
                           backend=self.kernels.attention)
         return self.out.without_bias(rearrange(y, "b n s d -> b s (n d)"), sizes), self.out.bias
 
-    def _turned(self, x: Tensor, base: float, positions: Tensor | None) -> Tensor:
-        """`x` at its positions. Shapes: [b, n, s, d] -> same."""
-        if self.rotary_dim == x.shape[-1]:
-            return ops.rotary(x, base, positions=positions, backend=self.kernels.rotary)
-        turned, rest = x.split((self.rotary_dim, x.shape[-1] - self.rotary_dim), dim=-1)
-        turned = ops.rotary(turned, base, positions=positions, backend=self.kernels.rotary)
-        return torch.cat((turned, rest), dim=-1)
+    def _heads(self, x: Tensor, positions: Tensor | None,
+               sizes: Sequence[int] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the local heads at their positions.
 
-    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the local heads; views where the local groups are of one size (the queries of
-        several heads a group excepted).
-
-        Shapes: [b, s, rows] -> q [b, s, n, d], k and v [b, s, g, d].
+        The gradient of the qkv bias comes from the split, where a kernel sums it on the way.
+        Shapes: [b, s, h] -> q [b, n, s, d], k and v [b, g, s, d].
         """
-        sizes, (b, s, _), d = self.group_sizes, qkv.shape, self.layout.head_dim
-        if self.kv_index is None:
-            # b and s as one: gradients of up to 4 dimensions are joined by one kernel; einops would add 15 us
-            q, k, v = qkv.view(b * s, len(sizes), sizes[0] + 2, d).split((sizes[0], 1, 1), dim=2)
-            q, k, v = (t.unflatten(0, (b, s)) for t in (q.flatten(1, 2), k.squeeze(2), v.squeeze(2)))
-            return q, k, v
-        slots = [slots for m in sizes for slots in (m, 1, 1)]
-        parts = rearrange(qkv, "b s (slots d) -> b s slots d", d=d).split(slots, dim=2)
-        q, k, v = (torch.cat(parts[i::3], dim=2) for i in range(3))
-        return q, k, v
+        bias, turn, backend = None, None, self.kernels.split_qkv
+        if self.rotary_base is not None:
+            turn = RotarySettings(self.rotary_base, self.rotary_dim, self.kernels.rotary)
+        if self.qkv.bias is not None and sums_bias(x, backend):
+            qkv, bias = self.qkv.with_detached_bias(x, sizes), self.qkv.bias
+        else:
+            qkv = self.qkv(x, sizes)
+        return ops.split_qkv(qkv, self.group_sizes, bias=bias, turn=turn, positions=positions, backend=backend)
 
 
 def _divisors(n: int) -> str:

@@ -76,6 +76,12 @@ class ColumnParallelLinear(ParallelModule):
         y = column_linear(x, self.weight, self.bias, self.axis, sizes, self.codec)
         return y if self.gather_sizes is None else gather_from(y, self.axis, -1, self.gather_sizes)
 
+    def with_detached_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """x W^T + b, for a caller whose next operator sums the gradient of b. Shapes: [.., in_features] ->
+        [.., out_local]."""
+        bias = None if self.bias is None else self.bias.detach()
+        return column_linear(x, self.weight, bias, self.axis, sizes, self.codec)
+
     def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """x W^T, for a caller that adds the bias in another operator. Shapes: [.., in_features] -> [.., out_local]."""
         return column_linear(x, self.weight, None, self.axis, sizes, self.codec)

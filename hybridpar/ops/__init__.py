@@ -10,9 +10,10 @@ from hybridpar.ops.norm import add_norm, bias_dropout_add, layer_norm, rms_norm
 from hybridpar.ops.quantize import quantize
 from hybridpar.ops.rotary import rotary
 from hybridpar.ops.sparse import sparse
+from hybridpar.ops.split_qkv import split_qkv
 from hybridpar.ops.update import optimizer
 
 __all__ = [
     "add_norm", "attention", "bias_dropout_add", "cross_entropy", "dropout", "embedding", "gelu", "largest",
-    "layer_norm", "optimizer", "quantize", "rms_norm", "rotary", "sparse", "swiglu",
+    "layer_norm", "optimizer", "quantize", "rms_norm", "rotary", "sparse", "split_qkv", "swiglu",
 ]

@@ -17,6 +17,7 @@ from torch import Tensor
 from hybridpar import ops, random
 from hybridpar.errors import ConfigError
 from hybridpar.ops import registry
+from hybridpar.ops.split_qkv import RotarySettings
 from hybridpar.random import RandomKey
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -74,6 +75,17 @@ def cases() -> Iterator[Case]:
         yield Case("rotary", f"{s}x{d}-positions", (shape,),
                    lambda x, k, each=each: ops.rotary(x, positions=each.to(x.device), backend=k))
     yield Case("rotary", "first-features", ((2, 3, 5, 16),), lambda x, k: ops.rotary(x[..., :4], offset=500, backend=k))
+    for b, s, d, groups, features in ((2, 5, 7, (1, 1, 1), 0), (1, 70, 32, (2, 2), 32), (2, 5, 8, (1, 3, 2), 4),
+                                      (3, 1, 1, (2,), 0), (1, 33, 20, (4, 1), 20), (0, 2, 4, (1, 2), 4)):
+        rows = d * (sum(groups) + 2 * len(groups))
+        turn = RotarySettings(500.0, features, "torch") if features else None
+        each = torch.arange(b * s).view(b, s).flip(-1) * 1_000_003 if len(groups) == 3 else None
+        for biased in (True, False):
+            yield Case("split_qkv", f"{s}x{d}-{len(groups)}-groups{'-rotary' * bool(features)}{'-no-bias' * (not biased)}",
+                       ((b, s, rows), (rows,)) if biased else ((b, s, rows),),
+                       lambda qkv, *bias_and_backend, g=groups, turn=turn, each=each: ops.split_qkv(
+                           qkv, g, bias=bias_and_backend[0] if len(bias_and_backend) == 2 else None, turn=turn,
+                           positions=on(each, qkv), backend=bias_and_backend[-1]))
     for b, n, n_kv, s, d, index in ((2, 3, 3, 5, 7, None), (1, 4, 2, 131, 32, None), (1, 2, 1, 70, 40, None),
                                     (2, 3, 2, 33, 5, [1, 0, 1]), (1, 1, 1, 260, 64, None), (1, 1, 1, 1, 1, None)):
         real = torch.arange(b * s).view(b, s) % 4 != 1

@@ -6,6 +6,7 @@ from ranks import run_ranks
 from hybridpar.config import OptimConfig
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn import HeadLayout, ParallelAttention, ParallelMLP, Placement, Shard, named_placements
+from hybridpar.ops.split_qkv import split_heads
 from hybridpar.optim import AdamW, ParameterSlot, build_optimizer, divisible
 from hybridpar.optim.matrices import hidden_matrices, plan_rounds
 from hybridpar.optim.muon import BATCH, PRECISION, Muon
@@ -171,7 +172,7 @@ def test_matrices_of_qkv_are_what_attention_splits_it_into():
     for heads, kv_heads in ((6, 6), (6, 3), (6, 1)):
         attention = ParallelAttention(24, heads, Axis("tp"), num_kv_heads=kv_heads)
         rows = torch.arange(attention.qkv.weight.shape[0]).view(1, 1, -1)
-        queries, keys, values = attention.split_heads(rows)
+        queries, keys, values = split_heads(rows, attention.group_sizes)
         matrices = HeadLayout(24, heads, kv_heads, 1).qkv_matrices()
         for ranges, part in zip(matrices, (queries, keys, values), strict=True):
             assert [row for a, b in ranges for row in range(a, b)] == part.flatten().tolist()
