@@ -46,6 +46,7 @@ class Backend:
     path: 'module:name.name' of the code; after a space, that of the library of passes that it takes first, if any.
     device, dtypes: the tensors that it takes; empty: any.
     check: path of a function of (op, device_type, dtype) that returns why the code cannot run here; empty: it can.
+    fallback: it runs where no row before it can; `auto` does not take it for its measured time.
     """
 
     op: str
@@ -54,6 +55,7 @@ class Backend:
     device: str = ""
     dtypes: tuple[torch.dtype, ...] = ()
     check: str = ""
+    fallback: bool = False
 
     def unsupported(self, device_type: str | None = None, dtype: torch.dtype | None = None) -> str | None:
         """Why it cannot run on such tensors (None: in general, on this machine); None when it can."""
@@ -75,26 +77,28 @@ class Backend:
 
 def _rows(op: str, module: str, code: str = "", *, cpp: tuple[torch.dtype, ...] = _ALL,
           triton: tuple[torch.dtype, ...] = _NARROW,
-          cuda: tuple[str, str, tuple[torch.dtype, ...]] | None = None, apex: str = "") -> Iterator[Backend]:
+          cuda: tuple[str, str, tuple[torch.dtype, ...], bool] | None = None, apex: str = "") -> Iterator[Backend]:
     """The rows of an operation of ops/<module>.py.
 
     code: its fused form, if that is more than a library, and its reference there; cpp, triton: types of their passes;
-    cuda: library, check and types of its passes in CUDA C++; apex: its name in apex.py.
+    cuda: library, check and types of its passes in CUDA C++, and whether they are a fallback; apex: its name in apex.py.
     """
     *fused, reference = (f"{_HERE}{module}:{name}" for name in (code or f"{op}_fused {op}_torch").split())
     yield Backend(op, "cpp", " ".join([*fused, _CPP]), "cpu", cpp, f"{_HERE}libraries:cpp_missing")
     yield Backend(op, "triton", " ".join([*fused, _TRITON]), "", triton, f"{_HERE}libraries:triton_missing")
     if cuda:
-        library, check, dtypes = cuda
-        yield Backend(op, "cuda", " ".join([*fused, library]), "cuda", dtypes, _HERE + check)
+        library, check, dtypes, fallback = cuda
+        yield Backend(op, "cuda", " ".join([*fused, library]), "cuda", dtypes, _HERE + check, fallback)
     if apex:
         dtypes = (torch.float32,) if op == "optimizer" else _NARROW  # its AdamW takes tensors of one type
         yield Backend(op, "apex", f"{_HERE}apex:{apex}", "cuda", dtypes, f"{_HERE}apex:missing")
     yield Backend(op, "torch", reference)
 
 
-_CUDA = (_CPP, "libraries:cuda_missing", _ALL)
-_HOPPER = (f"{_HERE}hopper:passes", "hopper:missing", (torch.bfloat16, torch.float16))
+# Kernels in CUDA C++. Those of rotary and cross-entropy are as fast as Triton's, and run where Triton cannot. Attention's
+# is for Hopper, and faster there.
+_CUDA = (_CPP, "libraries:cuda_missing", _ALL, True)
+_HOPPER = (f"{_HERE}hopper:passes", "hopper:missing", (torch.bfloat16, torch.float16), False)
 
 # Per operation in the order `auto` tries them where measured.py has no times; the last is the reference and always can.
 TABLE = (
@@ -160,7 +164,8 @@ def select(op: str, choice: str = "auto", device_type: str | None = None, dtype:
            shape: str = "") -> Backend:
     """The row that runs `op` on such tensors (None: in general, on this machine), of a class of shapes.
 
-    'auto': of those that can, the fastest where two or more were measured on such tensors, else the first.
+    'auto': of those that can, the fastest where two or more were measured on such tensors, else the first. Times of
+    fallbacks do not count.
 
     Raises: ConfigError if the operation or backend does not exist, or the backend cannot run.
     """
@@ -193,7 +198,7 @@ def _automatic(op: str, device_type: str | None, dtype: torch.dtype | None, shap
     """The row that 'auto' takes, and whether measured times decided."""
     able = [row for row in backends(op) if row.unsupported(device_type, dtype) is None]
     times = measured.medians(op, device_type, dtype, shape)
-    timed = [row for row in able if row.name in times]
+    timed = [row for row in able if row.name in times and not row.fallback]
     return (min(timed, key=lambda row: times[row.name]), True) if len(timed) > 1 else (able[0], False)
 
 

@@ -7,9 +7,14 @@ import torch
 from ops.test_backends import DROPS, Case, compute, tensors_of
 
 from hybridpar import native, ops, random
-from hybridpar.config import from_mapping
+from hybridpar.autograd import recomputed
+from hybridpar.config import KernelsConfig, from_mapping
+from hybridpar.grid import Axis
+from hybridpar.memory.ghost import Tracker
+from hybridpar.nn import ParallelAttention
 from hybridpar.ops import registry
 from hybridpar.ops.dropout import dropout_torch
+from hybridpar.ops.split_qkv import RotarySettings, sums_bias
 from hybridpar.train import kernel_options
 
 
@@ -288,3 +293,65 @@ def test_attention_compiled_once_for_all_steps():
             out = function(*leaves, step)
             results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), step
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "fraction"), [(4, 4, None), (4, 2, 1.0), (6, 2, 0.5)])
+@pytest.mark.parametrize("frozen", ["", "bias", "weight"])
+def test_layers_take_the_bias_gradient_from_the_split(heads, kv_heads, fraction, frozen, monkeypatch):
+    """The same gradients as by torch's operators, recomputed or not; the linear layer sums no bias."""
+    def gradients(backend, again):
+        layer = ParallelAttention(16 * heads, heads, Axis("tp"), num_kv_heads=kv_heads, rotary_fraction=fraction or 1.0,
+                                  rotary_base=100.0 if fraction else None, kernels=KernelsConfig(split_qkv=backend))
+        g = torch.Generator().manual_seed(5)
+        for name, p in layer.named_parameters():
+            torch.nn.init.normal_(p, std=0.3, generator=g).requires_grad_(name != f"qkv.{frozen}")
+        x = torch.randn(2, 9, 16 * heads, generator=g).requires_grad_()
+        y = recomputed(layer, x) if again else layer(x)
+        y.backward(torch.randn(y.shape, generator=g))
+        return {"y": y, "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+
+    want, passes = gradients("torch", False), []
+    run = torch.ops.hybridpar_triton.split_qkv_backward
+    monkeypatch.setattr(torch.ops.hybridpar_triton, "split_qkv_backward",
+                        lambda *args: passes.append(args[4]) or run(*args))
+    for again in (False, True):
+        for name, got in gradients("triton", again).items():
+            assert (got is None) == (want[name] is None) == (name == f"qkv.{frozen}"), name
+            if got is not None:
+                torch.testing.assert_close(got, want[name], rtol=1e-5, atol=1e-5, msg=name)
+    assert passes == [frozen != "bias"] * 2
+
+
+def test_split_of_heads_compiled_without_breaks():
+    def f(x, w, b):
+        qkv = torch.nn.functional.linear(x, w, b.detach())
+        assert sums_bias(x)
+        return torch.cat(ops.split_qkv(qkv, (2, 1), bias=b, turn=RotarySettings(1e4, 4)), 1)
+
+    g = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(shape, generator=g) for shape in ((2, 5, 6), (28, 6), (28,))]
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (f, compiled):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).view(out.shape))])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_split_of_heads_on_ghosts():
+    """Memory is predicted with the same code: the peak of the backward is that of the gradients of q, k, v and qkv."""
+    b, s, d, groups = 2, 64, 16, (2, 2)
+    with Tracker(torch.device("cpu")) as tracker:
+        qkv = torch.zeros(b, s, d * 8, requires_grad=True)
+        bias = torch.zeros(d * 8, requires_grad=True)
+        outputs = ops.split_qkv(qkv, groups, bias=bias, turn=RotarySettings(1e4, d))
+        before = [torch.zeros(t.transpose(1, 2).shape).transpose(1, 2) for t in outputs]
+        torch.autograd.backward(outputs, before)
+        assert qkv.grad.shape == qkv.shape
+        assert bias.grad.shape == bias.shape
+        product = 4 * b * s * d * 8
+        kept = product * (1 + 6 / 8) + 4 * d * 8  # q and k are turned, v is a view
+        gradients = 2 * product + 4 * d * 8  # and the queries' copy is gone
+        assert tracker.read().peak <= kept + gradients + product / 2

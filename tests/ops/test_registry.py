@@ -13,7 +13,7 @@ from hybridpar import native, ops
 from hybridpar.cli import doctor
 from hybridpar.config import KernelsConfig
 from hybridpar.errors import ConfigError
-from hybridpar.ops import libraries, measured, registry
+from hybridpar.ops import hopper, libraries, measured, registry
 from hybridpar.ops.attention import attention_class
 from hybridpar.ops.registry import Backend, report, select
 
@@ -60,7 +60,8 @@ def test_every_pass_says_what_it_returns():
     modules = {row.path.partition(":")[0] for row in registry.TABLE if row.name == "torch"}
     passes = [name for module in modules for name in importlib.import_module(module).PASSES]
     assert len(passes) == len(set(passes))
-    assert native.missing() or set(native.operators()) - {"placement_best_loads"} == set(passes)
+    only_triton = {"split_qkv_backward"}
+    assert native.missing() or set(native.operators()) - {"placement_best_loads"} == set(passes) - only_triton
 
 
 def test_the_configuration_has_every_operation_of_a_model():
@@ -117,8 +118,9 @@ def test_the_class_of_a_shape_and_the_kind_of_gpu_decide(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(measured, "_table", lambda: {"NVIDIA H200": {
         "attention d128": {"bfloat16": {"sdpa": 3.0, "cuda": 2.0}}, "attention d96": {"bfloat16": {
-            "sdpa": 1.0, "triton": 2.0}}, "rotary": {"bfloat16": {"cuda": 1.0, "triton": 2.0}}},
-        "NVIDIA H100 PCIe": {"rotary": {"bfloat16": {"cuda": 3.0, "triton": 2.0}}}})
+            "sdpa": 1.0, "triton": 2.0}}, "rotary": {"bfloat16": {"cuda": 1.0, "triton": 2.0, "torch": 3.0}},
+        "gelu": {"bfloat16": {"torch": 1.0, "triton": 2.0}}},
+        "NVIDIA H100 PCIe": {"gelu": {"bfloat16": {"torch": 3.0, "triton": 2.0}}}})
 
     def chosen(op, shape, name, capability):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
@@ -128,11 +130,12 @@ def test_the_class_of_a_shape_and_the_kind_of_gpu_decide(monkeypatch):
     for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
         assert [chosen("attention", shape, name, (9, 0)) for shape in ("d128", "d96", "d72", "d128 grouped")] == [
             "cuda", "sdpa", "sdpa", "sdpa"]
-        assert chosen("rotary", "", name, (9, 0)) == "cuda"
+        assert chosen("rotary", "", name, (9, 0)) == "triton", "cuda is a fallback"
+        assert chosen("gelu", "", name, (9, 0)) == "torch", "if it was the fastest there"
     assert chosen("attention", "d128", "NVIDIA H100 PCIe", (9, 0)) == "cuda"
-    assert chosen("rotary", "", "NVIDIA H100 PCIe", (9, 0)) == "triton"
+    assert chosen("gelu", "", "NVIDIA H100 PCIe", (9, 0)) == "triton"
     assert chosen("attention", "d128", "NVIDIA A100-SXM4-80GB", (8, 0)) == "sdpa"
-    assert chosen("rotary", "", "NVIDIA A100-SXM4-80GB", (8, 0)) == "cuda"
+    assert chosen("rotary", "", "NVIDIA A100-SXM4-80GB", (8, 0)) == "triton"
     assert attention_class(128, grouped=True) == "d128 grouped"
 
 
@@ -172,6 +175,7 @@ def test_a_gpu_that_was_not_measured_goes_by_its_class(name, capability, memory,
         ("cuda", True) if attention.startswith("measured") else ("sdpa", False))
     assert report("gelu", "cuda", torch.float32).source.startswith("not measured")
     found = {"operators": {"cuda": {op: doctor._choices(op, "cuda") for op in registry.ops()}}, "built": {},
+             "triton": None,
              "versions": {}, "machine": {**dict.fromkeys(("cpu", "cores", "memory_gib", "system", "c++", "nvcc")),
                                          "instructions": [], "gpus": []}}
     text = "\n".join(doctor.lines(found))
@@ -212,6 +216,66 @@ def test_the_nearest_of_several_gpus_counts(monkeypatch):
 def test_every_gpu_of_the_table_has_its_capability():
     assert set(measured._table()) - {"cpu"} == set(measured._capabilities())
     assert set(measured._capabilities().values()) <= set(measured.GENERATIONS)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A function that makes this machine look like one with an H200, with or without Triton and our CUDA extension."""
+    def pretend(triton, extension=True, capability=(9, 0)):
+        failure = "" if triton else "Triton cannot be imported (a test)"
+        monkeypatch.setattr(libraries, "triton_library", lambda: libraries.TritonLibrary(failure, is_told=True))
+        monkeypatch.setattr(libraries, "_known", lambda reason, library, op: reason)  # registers shapes of passes
+        monkeypatch.setattr(libraries, "triton_is_interpreted", lambda: False)
+        monkeypatch.setattr(native, "missing", lambda: None if extension else "not built")
+        monkeypatch.setattr(native, "missing_cuda", lambda: None if extension else "not built")
+        for module in (libraries, hopper):
+            built = "rotary", "cross_entropy", "attention_hopper"
+            monkeypatch.setattr(module, "has_cuda", lambda name, built=built: name in built)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        # names of passes that a machine without Triton does not have
+        monkeypatch.setattr(registry, "_load", lambda path, load=registry._load: (
+            None if path.startswith("torch:") else load(path)))
+
+    return pretend
+
+
+def chosen_on_gpu(dtype=torch.bfloat16):
+    return {op: select(op, "auto", "cuda", torch.float32 if op == "optimizer" else dtype,
+                       "d128" if op == "attention" else "").name for op in registry.ops()}
+
+
+def test_without_triton_our_cuda_kernels_run(gpu):
+    """Those that are no faster than Triton's are what `auto` takes then, and only then."""
+    gpu(triton=False)
+    without = chosen_on_gpu()
+    assert {op: name for op, name in without.items() if name != "torch"} == {"rotary": "cuda", "cross_entropy": "cuda"}
+    assert "cannot be imported (a test)" in report("attention", "cuda", torch.bfloat16).rejected["triton"]
+    gpu(triton=True)
+    with_triton = chosen_on_gpu()
+    assert with_triton["rotary"] == with_triton["cross_entropy"] == "triton", "whatever measured.json says"
+    assert with_triton["attention"] == "cuda", "Hopper's kernel leads"
+    assert select("rotary", "cuda", "cuda", torch.bfloat16).name == "cuda", "it can still be named"
+    gpu(triton=True, capability=(10, 0))
+    assert chosen_on_gpu()["attention"] == "sdpa"
+    assert report("attention", "cuda", torch.bfloat16).rejected["cuda"] == (
+        "needs a GPU of compute capability 9.0, not 10.0")
+    gpu(triton=False, extension=False)
+    assert set(chosen_on_gpu().values()) == {"torch"}, "every operation can run without any compiler"
+
+
+def test_measured_times_do_not_promote_a_fallback(monkeypatch):
+    rows = [Backend("op", "first", "math:sqrt"), Backend("op", "fallback", "math:sqrt", fallback=True),
+            Backend("op", "torch", "math:floor")]
+    times = {"cpu": {"op": {"float32": {"fallback": 1, "first": 2, "torch": 3},
+                            "float64": {"fallback": 1, "first": 2}}}}
+    monkeypatch.setattr(registry, "TABLE", tuple(rows))
+    monkeypatch.setattr(registry, "_load", fake_load)
+    monkeypatch.setattr(measured, "_table", lambda: times)
+    assert [select("op", "auto", "cpu", dtype).name for dtype in (torch.float32, torch.float64)] == ["first", "first"]
+    monkeypatch.setattr(registry, "TABLE", tuple(rows[1:]))
+    assert [select("op", "auto", "cpu", dtype).name for dtype in (torch.float32, torch.float64)] == ["fallback"] * 2
 
 
 def test_measurements_are_added_to_the_table(monkeypatch, tmp_path):
