@@ -6,8 +6,9 @@ HYBRIDPAR_BUILD   auto   (default) the CPU operators if torch and a C++ compiler
                   cpu    the CPU operators, or fail
                   cuda   the CPU and CUDA operators, or fail; torch need not have CUDA
                   none   no compiled part
-HYBRIDPAR_CUDA_ARCHS     the GPUs that the CUDA operators are compiled for (default "80;90a": A100, H100 and H200);
-                         newer ones compile the newest again when they load it; attention is for 90a alone
+HYBRIDPAR_CUDA_ARCHS     the GPUs that the CUDA operators are compiled for (default "80;90a": A100, H100 and H200). Any
+                         newer GPU, such as a B200 (100) or an RTX 5090 (120), compiles what is for an older one when it
+                         loads the operators for the first time. Attention is for 90a alone
 CUDA_HOME                the CUDA toolkit, where nvcc is not on the PATH or in /usr/local/cuda
 CXX                      the C++ compiler
 
@@ -88,10 +89,13 @@ def architectures():
 
 
 def targets(names):
-    """nvcc's arguments: machine code for each, and what newer GPUs can compile, which has no letter."""
-    newest = max(int(name.rstrip("af")) for name in names)
+    """nvcc's arguments: machine code for each, and what newer GPUs can compile (PTX), which has no letter.
+
+    Of each, as a GPU between two of them needs that of the older one.
+    """
+    numbers = sorted({int(name.rstrip("af")) for name in names})
     return [*(f"-gencode=arch=compute_{name},code=sm_{name}" for name in names),
-            f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+            *(f"-gencode=arch=compute_{number},code=compute_{number}" for number in numbers)]
 
 
 def cpu_extension(cpp_extension):

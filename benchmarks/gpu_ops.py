@@ -46,7 +46,7 @@ GPU_SIZES = {"345M": Size(8, 1024, 1024, 16, 50304), "1.3B": Size(4, 2048, 2048,
     f"d{d}": Size(4, 2048, 16 * d, 16, 50304) for d in (64, 72, 80, 96, 256)} | {
     f"d{d}-grouped": Size(4, 2048, 16 * d, 16, 50304, num_kv_heads=4) for d in (64, 128)}
 NAMES = {"bias + add + rms_norm": "add_norm", "bias + gelu": "gelu", "bias + swiglu": "swiglu",
-         "causal attention": "attention", "cross-entropy": "cross_entropy",
+         "causal attention": "attention", "cross-entropy": "cross_entropy", "qkv split": "split_qkv",
          "AdamW": "optimizer", "embedding backward": "embedding"}
 """The registry's names of operations, where they differ from those here."""
 FORWARD = "causal attention forward"

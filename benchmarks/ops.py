@@ -23,6 +23,7 @@ from benchmarks.common import OURS, Step, arguments, case, parse, race, report
 from hybridpar import ops
 from hybridpar.grid import Axis
 from hybridpar.nn import vocab_parallel_cross_entropy
+from hybridpar.ops.split_qkv import RotarySettings
 from hybridpar.ops.update import AdamStep, Weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -97,7 +98,8 @@ def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str,
 
     labels = torch.randint(v, (t,), device=device)
     tables = rotary_tables(s, d, torch.empty(0, dtype=dtype, device=device))
-    return {
+    of_gpus = {"qkv split": qkv_split(leaf(size.samples, s, 3 * h), leaf(3 * h), n)}  # CPUs have the reference alone
+    return (of_gpus if device != "cpu" else {}) | {
         "rms_norm": Operation([leaf(t, h), leaf(h)], lambda k: lambda x, w: ops.rms_norm(x, w, backend=k),
                               lambda x, w: F.rms_norm(x, (h,), w, 1e-6), 5 * t * h),
         "layer_norm": Operation(
@@ -122,6 +124,16 @@ def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str,
             [leaf(t, v)], lambda k: lambda x: vocab_parallel_cross_entropy(x, labels, Axis("tp"), backend=k).sum(),
             lambda x: F.cross_entropy(x, labels, reduction="sum"), 3 * t * v),
     }
+
+
+def qkv_split(qkv: Tensor, bias: Tensor, num_heads: int) -> Operation:
+    """The split of a product into heads, which are turned, and the gradients of the product and its bias."""
+    groups, turn = (1,) * num_heads, RotarySettings(10000.0, qkv.shape[-1] // (3 * num_heads))
+
+    def ours(backend: str) -> Function:
+        return lambda x, b: ops.split_qkv(x, groups, bias=b, turn=turn, backend=backend)
+
+    return Operation([qkv, bias], ours, ours("torch"), 10 / 3 * qkv.numel())
 
 
 def gradients_for(function: Function, tensors: list[Tensor]) -> list[Tensor]:

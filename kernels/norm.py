@@ -102,9 +102,13 @@ def _forward(x: Tensor, bias_of_x: Tensor | None, residual: Tensor | None, weigh
     size = tile(cols, _WIDEST_FORWARD, _OF_THREAD_FORWARD)
     launch(norm_kernel, triton.cdiv(rows, size["ROWS"]), x, bias_of_x, residual, weight, bias,
            None if residual is None else total, y, stats, rows, cols, eps, *words, CENTRE=centre, DROP=kind,
-           EARLY=x.element_size() == 2 or (residual is None and cols > _WIDEST),
-           **size)
+           EARLY=x.element_size() == 2 or (residual is None and cols > _WIDEST and not _is_blackwell(x)), **size)
     return y, total, stats
+
+
+def _is_blackwell(x: Tensor) -> bool:
+    """Whether x is on a GPU for which the compiler would spill registers to load early in the widest rows."""
+    return x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= (10, 0)
 
 
 def _backward(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, stats: Tensor, with_bias: bool, centre: bool,

@@ -30,6 +30,8 @@ from hybridpar.config import triton_is_interpreted
 from hybridpar.ops import registry
 
 _log = logging.getLogger(__name__)
+OLDEST_GPU = (8, 0)
+"""Compute capability that csrc/cuda is compiled for at least (setup.py)."""
 Shapes = Mapping[str, Callable[..., Any]]
 """Type of PASSES: passes by name, and what returns empty tensors like theirs."""
 
@@ -67,7 +69,11 @@ def cpp_missing(op: str, *_: Any) -> str | None:
 def cuda_missing(op: str, *_: Any) -> str | None:
     """Why the CUDA C++ passes of `op`, of which one has its name, cannot be used; None when they can."""
     reason = _known(native.missing_cuda(), "hybridpar", op)
-    return reason or (None if has_cuda(op) else f"has no version of {op}")
+    if reason is None and not has_cuda(op):
+        reason = f"has no version of {op}"
+    if reason is None and torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) < OLDEST_GPU:
+        reason = "needs a GPU of compute capability 8.0 or more, not {}.{}".format(*found)
+    return reason
 
 
 def has_cuda(name: str) -> bool:

@@ -152,7 +152,8 @@ class _SplitQkv(Function):
         return None, dqkv, dbias if with_bias else None, None, None, None
 
 
-def _gradients(dq: Tensor, dk: Tensor, dv: Tensor, groups: list[int], with_bias: bool, *_: Any) -> tuple[Tensor, Tensor]:
+def _gradients(dq: Tensor, dk: Tensor, dv: Tensor, groups: list[int], with_bias: bool,
+               *_: Any) -> tuple[Tensor, Tensor]:
     b, n, s, d = dq.shape
     rows = (n + 2 * len(groups)) * d
     return dq.new_empty((b, s, rows)), dq.new_empty(rows if with_bias else 0)

@@ -1,10 +1,12 @@
-"""Without a GPU: the CUDA operators compile for A100 and H100, without spills, and load in a torch without CUDA.
+"""Without a GPU: the CUDA operators compile for A100, H100 and RTX 5090, without spills, and load in a torch without
+CUDA. Newer GPUs than those of the default list, such as a B200, get code that they can compile.
 
 Prints what registers and shared memory each kernel takes.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -25,6 +27,8 @@ pytestmark = [
     pytest.mark.skipif(NVCC is None, reason="needs nvcc"),
     pytest.mark.skipif(native.missing() is not None, reason=str(native.missing())),
 ]
+ARCHITECTURES = ("80", "90a", "120")
+"""The default of setup.py, and a GPU of the generation behind it."""
 OPERATORS = {"attention_hopper", "cross_entropy", "cross_entropy_backward_", "rotary"}
 """Operators with a version in CUDA C++: where it is faster than Triton's."""
 
@@ -58,7 +62,7 @@ def built(built_once) -> tuple[Path, str]:
 
 
 def build(folder: Path) -> None:
-    env = {**os.environ, "HYBRIDPAR_BUILD": "cuda", "HYBRIDPAR_CUDA_ARCHS": "80;90a",
+    env = {**os.environ, "HYBRIDPAR_BUILD": "cuda", "HYBRIDPAR_CUDA_ARCHS": ";".join(ARCHITECTURES),
            "NVCC_APPEND_FLAGS": "-Xptxas=-v,-warn-spills,--warning-as-error"}
     command = [sys.executable, "-c", ONLY_CUDA, "build_ext", "-b", folder / "lib", "-t", folder / "objects"]
     run = subprocess.run(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -71,20 +75,50 @@ def test_compiles_without_spills(built, record_property):
         r"Compiling entry function '(\w+)' for 'sm_(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
         r"(\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)", built[1], re.DOTALL)
     names = demangled([name for name, *_ in found])
-    assert {architecture for _, architecture, *_ in found} == {"80", "90a"}
+    assert {architecture for _, architecture, *_ in found} == set(ARCHITECTURES)
     for source in [*(ROOT / "csrc").rglob("*.cu"), *(ROOT / "csrc").rglob("*.cuh")]:
         text = source.read_text()
         kernels = re.findall(r"__global__ .*?(\w+_kernel)\(", text)
         assert len(kernels) == text.count("__global__"), f"{source}: a kernel's name ends with _kernel, in its line"
         for kernel in kernels:
             found_in = sum(kernel in name for name in names)
-            assert found_in >= 2 * 4, f"{kernel}: for 4 types, or uses, and 2 architectures"
+            assert found_in >= 4 * len(ARCHITECTURES), f"{kernel}: for 4 types, or uses, and each architecture"
     for name, (_, architecture, stack, stores, loads, registers, rest) in sorted(zip(names, found, strict=True)):
         shared = re.search(r"(\d+) bytes smem", rest)
         used = {"registers": int(registers), "shared": int(shared[1]) if shared else 0}
         record_property(f"sm_{architecture} {name}", used)
         print(f"sm_{architecture} {name}: {used}")
         assert (stack, stores, loads) == ("0", "0", "0"), f"sm_{architecture} {name} spills"
+
+
+@pytest.mark.parametrize("newer", ["100", "120"])
+def test_newer_gpus_compile_what_the_default_has(built, newer, tmp_path):
+    """As their driver does when it loads the extension, for which a build has PTX of the GPUs that it is for."""
+    tools = Path(os.path.realpath(NVCC)).parent, triton_tools()
+    cuobjdump, ptxas = (next((folder / name for folder in tools if (folder / name).exists()), None)
+                        for name in ("cuobjdump", "ptxas"))
+    if cuobjdump is None or ptxas is None:
+        pytest.skip("needs cuobjdump, which comes with CUDA and with triton, and ptxas")
+    (library,) = built[0].glob("_C_cuda*.so")
+    subprocess.run([cuobjdump, "-xptx", "all", library], cwd=tmp_path, check=True, capture_output=True)
+    texts = {path: path.read_text() for path in tmp_path.glob("*.ptx")}
+    by_target = {target: [path for path, text in texts.items() if f".target sm_{target}\n" in text]
+                 for target in ("80", "90")}
+    assert all(by_target.values()), f"PTX of {by_target}"
+    kernels = set()
+    for path in by_target["90"]:
+        run = subprocess.run([ptxas, f"-arch=sm_{newer}", "-warn-spills", "-v", path, "-o", tmp_path / "code"],
+                             capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        assert "spilled" not in run.stderr.lower(), run.stderr
+        kernels |= set(re.findall(r"Compiling entry function '(\w+)'", run.stderr))
+    assert {name for name in ("rotary_kernel", "cross_entropy_kernel", "cross_entropy_backward_kernel")
+            if not any(name in kernel for kernel in kernels)} == set()
+
+
+def triton_tools() -> Path:
+    found = importlib.util.find_spec("triton")
+    return Path(found.origin).parent / "backends" / "nvidia" / "bin" if found and found.origin else Path("nowhere")
 
 
 def demangled(names: list[str]) -> list[str]:

@@ -14,8 +14,9 @@ class Spec:
     """One way a kernel is launched.
 
     `types`: argument -> 'i32', 'fp32', '*bf16', ..; pointers count as aligned to 16 bytes, the integers in `divisible`
-    as multiples of 16. `constants`: the tl.constexpr arguments. `most_registers`: of a thread; None: what warps leave.
-    `capabilities`: what it is launched on. `thorough`: compiled with --thorough alone.
+    as multiples of 16. `constants`: the tl.constexpr arguments. `most_registers`: of a thread, on an A100 and an H100,
+    for which it was chosen; None, and on other GPUs: what warps leave. `capabilities`: what it is launched on.
+    `thorough`: compiled with --thorough alone.
     """
 
     types: Mapping[str, str]
@@ -24,7 +25,7 @@ class Spec:
     num_stages: int = 3
     divisible: tuple[str, ...] = ()
     most_registers: int | None = None
-    capabilities: tuple[int, ...] = (80, 90)
+    capabilities: tuple[int, ...] = (80, 90, 100, 120)
     thorough: bool = False
 
     def __str__(self) -> str:

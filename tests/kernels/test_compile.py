@@ -67,7 +67,9 @@ def test_compiles_without_spills(module, kernel, spec, capability, monkeypatch, 
     print(f"sm_{capability} {module}.{kernel} {spec}: {used}")
     assert used["STACK"] == 0, f"spills: {used}"
     assert used["LOCAL"] == 0, f"spills: {used}"
-    most = REGISTERS // (32 * spec.num_warps) if spec.most_registers is None else spec.most_registers
+    most = REGISTERS // (32 * spec.num_warps)
+    if spec.most_registers is not None and capability in (80, 90):
+        most = spec.most_registers
     assert used["REG"] <= most, f"at most {most} registers: {used}"
     assert used["SHARED"] <= CAPABILITIES[capability], used
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.nn import HeadLayout, ParallelAttention, named_placements, reduce_shared_gradients
+from hybridpar.ops import libraries, registry
 from hybridpar.ops.split_qkv import split_heads
 from hybridpar.random import RandomKey
 
@@ -166,7 +167,8 @@ def test_layout(kv_heads: int, q_per_group: int, head_dim: int, data: st.DataObj
 def test_whole_uniform_groups_are_views() -> None:
     layer = make(Case(4, 4), Axis("tp"))
     qkv = torch.randn(2, 5, 3 * 16)
-    assert all(t.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for t in split_heads(qkv, layer.group_sizes))
+    heads = split_heads(qkv, layer.group_sizes)
+    assert all(t.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for t in heads)
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [
@@ -187,3 +189,31 @@ def test_counts_that_do_not_fit(kwargs: dict, message: str) -> None:
 def test_more_ranks_than_heads() -> None:
     with pytest.raises(ConfigError, match=r"parallel.tp = 5: .* num_heads is 4; try 4"):
         HeadLayout(16, 4, 4, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_on_a_gpu_with_and_without_triton(triton: bool, dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding, rotary positions, shared keys, dropout: the same output and gradients as on the CPU."""
+    if not triton:
+        monkeypatch.setattr(libraries, "_register_triton", lambda: "cannot be imported (a test)")
+    case = Case(6, 3, rotary_base=100.0, padding=True, rotary_fraction=0.5)
+    registry._selected.cache_clear()
+    try:
+        assert (registry.select("attention", "auto", "cuda", torch.bfloat16).name == "torch") is not triton
+        results = []
+        for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32)):
+            layer = make(case, Axis("tp"), dropout)
+            fill(layer, Axis("tp"))
+            layer.to(device, dtype)
+            x = values("x", 2, 5, 24).to(device, dtype).requires_grad_()
+            mask = torch.arange(5, device=device) < torch.tensor([[3], [5]], device=device)
+            y = layer(x, mask, KEY)
+            y.backward(values("dy", *y.shape).to(y))
+            results.append([y, x.grad, *(p.grad for p in layer.parameters())])
+        for on_cpu, on_gpu in zip(*results, strict=True):
+            torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=1e-3, atol=1e-3)
+    finally:
+        registry._selected.cache_clear()

@@ -81,8 +81,8 @@ def cases() -> Iterator[Case]:
         turn = RotarySettings(500.0, features, "torch") if features else None
         each = torch.arange(b * s).view(b, s).flip(-1) * 1_000_003 if len(groups) == 3 else None
         for biased in (True, False):
-            kind = f"{len(groups)}-groups{'-rotary' * bool(features)}{'-no-bias' * (not biased)}"
-            yield Case("split_qkv", f"{s}x{d}-{kind}",
+            name = f"{s}x{d}-{len(groups)}-groups{'-rotary' * bool(features)}{'-no-bias' * (not biased)}"
+            yield Case("split_qkv", name,
                        ((b, s, rows), (rows,)) if biased else ((b, s, rows),),
                        lambda qkv, *bias_and_backend, g=groups, turn=turn, each=each: ops.split_qkv(
                            qkv, g, bias=bias_and_backend[0] if len(bias_and_backend) == 2 else None, turn=turn,

@@ -228,9 +228,9 @@ def gpu(monkeypatch):
         monkeypatch.setattr(libraries, "triton_is_interpreted", lambda: False)
         monkeypatch.setattr(native, "missing", lambda: None if extension else "not built")
         monkeypatch.setattr(native, "missing_cuda", lambda: None if extension else "not built")
+        ours = ("rotary", "cross_entropy", "attention_hopper")
         for module in (libraries, hopper):
-            built = "rotary", "cross_entropy", "attention_hopper"
-            monkeypatch.setattr(module, "has_cuda", lambda name, built=built: name in built)
+            monkeypatch.setattr(module, "has_cuda", lambda name: name in ours)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -261,6 +261,8 @@ def test_without_triton_our_cuda_kernels_run(gpu):
     assert chosen_on_gpu()["attention"] == "sdpa"
     assert report("attention", "cuda", torch.bfloat16).rejected["cuda"] == (
         "needs a GPU of compute capability 9.0, not 10.0")
+    gpu(triton=False, capability=(7, 5))
+    assert set(chosen_on_gpu().values()) == {"torch"}, "the extension has no code for it"
     gpu(triton=False, extension=False)
     assert set(chosen_on_gpu().values()) == {"torch"}, "every operation can run without any compiler"
 
