@@ -100,6 +100,7 @@ SHAPES = {
     "345M_1": Shape(24, 1024, 16, 1024, 50304, 1),
     # for trying out a benchmark, not for measuring
     "tiny": Shape(2, 64, 4, 32, 256, 2),
+    "tiny_bert": Shape(2, 64, 4, 32, 256, 2, "bert"),
 }
 
 
@@ -326,17 +327,22 @@ def report(claim: str, cases: Iterable[dict[str, Any]], args: argparse.Namespace
 
 
 def machine() -> dict[str, Any]:
-    """Hardware, versions, and what else was running."""
-    def git(*args: str) -> str:
-        return subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    """Hardware, versions, and what else was running. What git says is None in a copy without its history."""
+    def git(*args: str) -> str | None:
+        try:
+            found = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True)
+        except FileNotFoundError:
+            return None
+        return found.stdout.strip() if found.returncode == 0 else None
 
+    changes = git("status", "--porcelain", "--", "../hybridpar", "../benchmarks/*.py")
     return {
         "cpu": cpu_name(), "cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability(),
         "load_average": list(os.getloadavg()), "python": platform.python_version(), "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": f"{platform.system()} {platform.machine()}",
         "commit": os.environ.get("COMMIT") or git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--", "../hybridpar", "../benchmarks/*.py")),
+        "uncommitted_changes": None if changes is None else bool(changes),
     }
 
 

@@ -15,6 +15,7 @@ is left of the roof at this size. `large` is a micro-batch of 16 samples of the 
 
     python -m benchmarks.gpu_ops --table                                # for this kind of GPU
     python -m benchmarks.gpu_ops --table --device cpu --sizes one       # for CPUs
+    python -m benchmarks.gpu_ops --table new.json                       # a copy of that table with what was measured
 """
 
 from __future__ import annotations
@@ -237,8 +238,11 @@ def check(values: dict[str, float], dtype: str) -> None:
     assert abs(last - first) <= tolerance * first, values
 
 
-def write_table(cases: list[dict[str, Any]], device: str) -> None:
-    """Puts what each operation's backends took, all sizes together, where `auto` looks it up; keeps other times."""
+def write_table(cases: list[dict[str, Any]], device: str, path: Path | None = None) -> None:
+    """Write the time of each operation's backends, summed over all sizes, to the table; other times in it stay.
+
+    `path`: the table; by default the one that `auto` reads. A new file begins as a copy of that.
+    """
     times: dict[str, dict[str, dict[str, float]]] = {}
     for case in cases:
         settings, us = case["settings"], {side: quartiles[1] for side, quartiles in case["us"].items()}
@@ -251,15 +255,15 @@ def write_table(cases: list[dict[str, Any]], device: str) -> None:
         known = times.setdefault(op, {}).setdefault(dtype, {}) if names else {}
         for side in names & us.keys():
             known[side] = round(known.get(side, 0.0) + us[side], 2)
-    path = Path(str(measured.TABLE))
-    table = json.loads(path.read_text())
+    known_table = Path(str(measured.TABLE))
+    path = path or known_table
+    table = json.loads((path if path.exists() else known_table).read_text())
     of_device = table.setdefault(measured.device_name(device), {})
     if device == "cuda":
         of_device["capability"] = list(torch.cuda.get_device_capability())
     for op, types in times.items():
         of_device.setdefault(op, {}).update(types)
     path.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    print(path)
 
 
 def main() -> None:
@@ -267,7 +271,8 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=GPU_SIZES)
     parser.add_argument("--ops", nargs="+", help="these alone, by their names in the output")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--table", action="store_true", help="have `auto` go by what comes out, on such a device")
+    parser.add_argument("--table", nargs="?", const=str(measured.TABLE), metavar="FILE",
+                        help="write the times to the table that `auto` goes by, or to a copy of it")
     args = parse(parser)
     args.sizes = args.sizes or (["345M", "1.3B", "6.7B"] if args.device == "cuda" else ["tiny"])
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -282,7 +287,7 @@ def main() -> None:
     failed: list[str] = []
 
     def note(name: str, work: Callable[[], dict[str, Any]]) -> None:
-        """Writes a case as soon as it is measured, as the run may be cut off."""
+        """Write a case, and the table, as soon as it is measured, as the run may be cut off."""
         try:
             cases.append(work())
         except Exception:
@@ -290,12 +295,14 @@ def main() -> None:
             failed.append(name)
             return
         write_results("gpu_ops", [roof_entry, *cases], args, meaning=MEANING, shapes=GPU_SIZES)
+        if args.table is not None:
+            write_table(cases, args.device, Path(args.table))
 
     roof_entry = {"case": "roof", "settings": {"shape": args.sizes[0]}, "copy_bytes_per_s": roof.bytes_per_s,
                   "product_flops_per_s": roof.flops_per_s}
     for size in args.sizes:
         for dtype in args.dtypes:
-            where = Where(clock, roof, size, dtype, args.rounds, args.table)
+            where = Where(clock, roof, size, dtype, args.rounds, args.table is not None)
             for one in passes(GPU_SIZES[size], DTYPES[dtype], args.device):
                 if args.ops is None or one.name in args.ops:
                     note(one.name, partial(measure_pass, where, one))
@@ -304,8 +311,8 @@ def main() -> None:
                     note(name, partial(measure, where, name))
             if args.ops is None or FORWARD in args.ops:
                 note(FORWARD, partial(measure_attention_forward, where))
-    if args.table:
-        write_table(cases, args.device)
+    if args.table is not None:
+        print(args.table)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

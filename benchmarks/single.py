@@ -4,7 +4,9 @@
     python -m benchmarks.single --device cuda --name gpu_single    # 345M and 1.3B in bf16, on one GPU
     python -m benchmarks.single --shapes 345M_1 --threads 1 --compile --peers gelu_new    # 14 s a step in fp32
     python -m benchmarks.single --dropout 0.1 --name single_dropout    # after embeddings and before residual additions
+    python -m benchmarks.single --device cuda --shapes 1.3B --peers none    # hybridpar alone
     python -m benchmarks.single --device cuda --shapes 1.3B --microbatches 16    # so many for an update
+    python -m benchmarks.single --device cuda --shapes 1.3B --fp8 --peers none    # hidden matrices in 8 bits
     python -m benchmarks.single --device cuda --shapes bert_large --graphs    # against ourselves without CUDA graphs
 
 The peer is GPT2LMHeadModel with sdpa attention, untied head, no dropout of attention, AdamW(fused), on the same
@@ -17,8 +19,11 @@ with torch's fused one (`gelu_pytorch_tanh`, the same function). What 'bf16' mea
                     to 8 bits, which training does not survive for long
 
 Both clip the global norm of the gradient to 1, as transformers' own Trainer does. With --compile also the model under
-torch.compile, which is the default on a GPU. MFU there: 3 x the forward pass's operations, causal attention
-counted once, over the data sheet's peak.
+torch.compile, which is the default on a GPU. MFU: operations to train on a token, as
+hybridpar.models.cost.training_flops_per_token counts them, over the data sheet's peak, or on a CPU over the measured
+rate of matrix products.
+
+A case is written as soon as it is measured. The kernels of one of our steps, which --profile lists, are added then.
 """
 
 from __future__ import annotations
@@ -119,8 +124,8 @@ def hugging_face_weights(shape: Shape) -> dict[str, Tensor]:
     return weights
 
 
-def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Races hybridpar and the peers of `dtype` on one shape."""
+def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace) -> tuple[dict[str, Any], Step]:
+    """Race hybridpar and the peers of `dtype` on one shape; returns the case, and a step of hybridpar's."""
     torch.set_num_threads(threads)
     torch.compiler.reset()  # the peers' code is one function, which would be run uncompiled after eight of its forms
     shape, device = SHAPES[shape_name], args.device
@@ -129,86 +134,121 @@ def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace)
         print("transformers is not installed: hybridpar runs alone")
         peers = {}
     config = engine_config(shape, dtype=dtype, device=device, num_microbatches=args.microbatches)
-    config = replace(config, model=replace(config.model, dropout=args.dropout))
+    config = replace(config, model=replace(config.model, dropout=args.dropout),
+                     train=replace(config.train, fp8=args.fp8))
     make: dict[str, Callable[[], Step]] = {OURS: lambda: OurStep(config, shape, ProcessGrid())}
-    if args.fp8:
-        make["with fp8"] = lambda: OurStep(replace(config, train=replace(config.train, fp8=True)), shape, ProcessGrid())
     if args.graphs:
         plain = replace(config, train=replace(config.train, cuda_graphs=False))
         make["without CUDA graphs"] = lambda: OurStep(plain, shape, ProcessGrid())
     for compiled in (False, True) if args.compile else (False,):
         for name, (activation, precision) in peers.items():
-            if any(text in (side := f"{name}{' compiled' * compiled}") for text in args.peers):
+            if is_chosen(side := f"{name}{' compiled' * compiled}", args.peers):
                 make[side] = partial(HuggingFaceStep, shape, activation, precision, device, compiled=compiled,
                                      dropout=args.dropout, num_microbatches=args.microbatches)
     sides, memory = {}, {}
     for name, construct in make.items():
-        sides[name], memory[name] = peak_gib(construct, device)
+        # CUDA graphs are made in the first batch that has several micro-batches of a kind, else in the second
+        sides[name], memory[name] = peak_gib(construct, device, num_steps=4 if args.microbatches == 1 else 2)
     result = race(sides, args.rounds, tolerance=TOLERANCE_DROPOUT if args.dropout or args.fp8 else TOLERANCE[dtype],
                   repeat=REPEAT.get(shape_name, 1))
-    entry = case(f"{shape_name} {dtype} {threads} thread{'s' * (threads > 1)}", result,
-                 args.microbatches * shape.microbatch_tokens, shape=shape_name, dtype=dtype, threads=threads,
-                 device=device, dropout=args.dropout, microbatches=args.microbatches)
+    case_name = f"{shape_name} {dtype} {threads} thread{'s' * (threads > 1)}"
+    entry = case(case_name, result, args.microbatches * shape.microbatch_tokens, shape=shape_name, dtype=dtype,
+                 threads=threads, device=device, dropout=args.dropout, microbatches=args.microbatches, fp8=args.fp8)
+    peak, source = peak_flops(config, torch.device(device), Axis("world"))
+    per_token = training_flops_per_token(shape.model)
+    entry["peak_flops"] = [peak, source]
+    entry["mfu"] = {side: round(speed * per_token / peak, 4) for side, speed in entry["tokens_per_s"].items()}
     if device == "cuda":
-        peak, source = peak_flops(config, torch.device(device), Axis("world"))
-        per_token = training_flops_per_token(shape.model)
-        entry |= {"kernels": kernels(sides[OURS]), "peak_memory_gib": memory, "peak_flops": [peak, source],
-                  "mfu": {side: round(speed * per_token / peak, 4) for side, speed in entry["tokens_per_s"].items()}}
-    return entry
+        entry["peak_memory_gib"] = memory
+    return entry, sides[OURS]
 
 
-def peak_gib(construct: Callable[[], Step], device: str) -> tuple[Step, float | None]:
-    """A side, and what it makes torch reserve of the GPU's memory in its first four steps; ours are graphs by then."""
+def is_chosen(side: str, texts: list[str]) -> bool:
+    """Return whether --peers names a side: by a part of its name, all by "", and no side by "none"."""
+    return any(text in side for text in texts)
+
+
+def peak_gib(construct: Callable[[], Step], device: str, num_steps: int) -> tuple[Step, float | None]:
+    """Construct a side and train some steps, after which its CUDA graphs are made.
+
+    Returns:
+        The side, and the GPU memory in GiB that torch reserved for it at most; None on a CPU.
+    """
     if device != "cuda":
         return construct(), None
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     side = construct()
-    for _ in range(4):
+    for _ in range(num_steps):
         side()
     return side, round((torch.cuda.max_memory_reserved() - before) / 2**30, 2)
 
 
-def kernels(step: Step, num_steps: int = 3) -> list[dict[str, Any]]:
-    """What the GPU does in one of our steps: milliseconds and launches by kernel, those that take longest first."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+def kernels(step: Step, device: str, num_steps: int) -> list[dict[str, Any]]:
+    """Return time in ms and launches of each kernel (on a CPU: operator) in one of our steps, the longest first."""
+    on_gpu = device == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profiled:
         for _ in range(num_steps):
             step()
-        torch.cuda.synchronize()
-    found = [event for event in profiled.key_averages() if event.self_device_time_total > 0]
-    found.sort(key=lambda event: -event.self_device_time_total)
-    return [{"kernel": event.key, "ms": round(event.self_device_time_total / 1e3 / num_steps, 3),
-             "launches": event.count / num_steps} for event in found]
+        if on_gpu:
+            torch.cuda.synchronize()
+    rows = []
+    for event in profiled.key_averages():
+        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if microseconds > 0:
+            rows.append({"kernel": event.key, "ms": round(microseconds / 1e3 / num_steps, 3),
+                         "launches": event.count / num_steps})
+    rows.sort(key=lambda row: -row["ms"])
+    return rows
 
 
 def show(entry: dict[str, Any]) -> None:
+    """Print a line for each side: tokens/s, MFU, peak memory; then the ratios to peers."""
+    memory = entry.get("peak_memory_gib", {})
+    for side, speed in entry["tokens_per_s"].items():
+        peak = f"  {memory[side]:6.2f} GiB" if side in memory else ""
+        print(f"{entry['case']:<34} {side:<40} {speed:10,.0f} tokens/s  MFU {entry['mfu'][side]:.3f}{peak}", flush=True)
     common.print_case(entry)
-    if "mfu" in entry:
-        print("    MFU", entry["mfu"], "GiB", entry["peak_memory_gib"])
 
 
 def main() -> None:
     parser = common.arguments(__doc__, rounds=11, shapes=[])
     parser.add_argument("--threads", nargs="+", type=int)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--peers", nargs="+", default=[""])
+    parser.add_argument("--peers", nargs="+", default=[""], metavar="TEXT",
+                        help="peers with such a text in their names; none: hybridpar alone")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--fp8", action="store_true", help="also with hidden matrices in 8 bits")
+    parser.add_argument("--fp8", action="store_true", help="ours with train.fp8, hidden matrices in 8 bits")
     parser.add_argument("--graphs", action="store_true", help="also without CUDA graphs")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="peers under torch.compile, too")
+    parser.add_argument("--profile", action=argparse.BooleanOptionalAction, help="list the kernels of our step, too")
     args = common.parse(parser)
     gpu = args.device == "cuda"
     args.shapes = args.shapes or (["345M", "1.3B"] if gpu else ["ref", "small", "gpt_tiny"])
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     args.threads = args.threads or ([1] if gpu else [1, 2])
     args.compile = gpu if args.compile is None else args.compile
+    args.profile = gpu if args.profile is None else args.profile
     if gpu:
         args.dtypes = ["bf16"]
-    common.report("single", (measure(shape, dtype, threads, args)
-                             for threads, shape, dtype in product(args.threads, args.shapes, args.dtypes)), args,
-                  show=show)
+    known = [f"{name}{form}" for peers in PEERS.values() for name in peers for form in ("", " compiled")]
+    for text in args.peers:
+        if text != "none" and not any(text in side for side in known):
+            parser.error(f"--peers {text!r}: names no peer. Peers: {', '.join(dict.fromkeys(known))}; or none")
+    entries: list[dict[str, Any]] = []
+    for threads, shape, dtype in product(args.threads, args.shapes, args.dtypes):
+        entry, ours = measure(shape, dtype, threads, args)
+        entries.append(entry)
+        show(entry)
+        path = common.write_results("single", entries, args)
+        if args.profile:
+            entry["kernels"] = kernels(ours, args.device, num_steps=3 if args.microbatches == 1 else 1)
+            path = common.write_results("single", entries, args)
+        del ours  # its memory is the next shape's
+        print(path)
 
 
 if __name__ == "__main__":

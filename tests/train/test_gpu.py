@@ -26,6 +26,7 @@ from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import measure, predict
+from hybridpar.memory.planned import Counts
 from hybridpar.state.audit import audit_replicas
 from hybridpar.train.engine import Engine, StepResult
 
@@ -125,7 +126,7 @@ def compare(steps: Steps, expected: Steps, tolerance: float) -> None:
                             ({"dp": 2}, dtype | ZERO)], id=f"2-nccl-{name}")
       for name, dtype in (("fp64", FP64), ("bf16", BF16))),
     # one grid each and alone on the GPU: a capture that goes wrong may hang, and costs the others nothing
-    *(pytest.param("nccl", [(grid, GRAPHS | schedule)], id=f"2-nccl-graphs-{name}", marks=pytest.mark.timeout(90))
+    *(pytest.param("nccl", [(grid, GRAPHS | schedule)], id=f"2-nccl-graphs-{name}", marks=pytest.mark.timeout(60))
       for name, grid, schedule in (("tp", {"tp": 2}, {}), ("pp", {"pp": 2}, {}), ("pp-2bw", {"pp": 2}, TWO_BW))),
     *(pytest.param(backend, [({"dp": 2}, ZERO_2), ({"dp": 2}, ZERO_3), ({"dp": 2}, BF16 | ZERO_3),
                              ({"dp": 2}, ZERO_3 | {"pipeline": {"schedule": "gpipe"}})], id=f"2-{backend}-zero")
@@ -139,7 +140,8 @@ def compare(steps: Steps, expected: Steps, tolerance: float) -> None:
 def test_every_grid_trains_as_one_process_does(backend: str, cases: list[Case]) -> None:
     sizes, _ = cases[0]
     num_ranks = 4 if len(sizes) == 2 else 2
-    made = run_ranks(on_grids, num_ranks, cases, "cuda:0", backend, backend=backend, start="spawn", timeout_s=80)
+    limit_s = 50 if "graph_grids" in cases[0][1].get("train", {}) else 80
+    made = run_ranks(on_grids, num_ranks, cases, "cuda:0", backend, backend=backend, start="spawn", timeout_s=limit_s)
     for ranks in zip(*made, strict=True):
         for config, steps, alone, on_cpu in ranks:
             compare(steps, ranks[0][1], 1e-12)
@@ -314,6 +316,25 @@ def test_options_of_kernels_are_timed_once_and_kept(tmp_path: Path) -> None:
     for entry in entries.values():
         assert str(entry["chosen"]) in entry["us"]
         assert all(1 < us < 1e5 for us in entry["us"].values()), "not what Python takes, or the pause before a launch"
+
+
+def test_planned_memory(tmp_path: Path) -> None:
+    """The same bits as without a plan, and blocks in their places. The allocator must be chosen before anything else,
+    so each run is a process of its own."""
+    pytest.importorskip("tyro")
+    path = write_config(tmp_path, "1f1b")
+    flags = ["--train.device", "cuda", "--train.cuda_graphs", "False", "--train.num_steps", "16",
+             "--train.eval_interval", "0", "--train.save_interval", "0"]
+    losses = {}
+    for planned in ("False", "True"):
+        run = subprocess.run([sys.executable, "-m", "hybridpar", "train", str(path), *flags, "--run.name", planned,
+                              "--train.planned_memory", planned], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        losses[planned] = [row["loss"] for row in metrics(tmp_path / "runs" / planned) if "loss" in row]
+    assert losses["True"] == losses["False"]
+    counts = Counts.read(tmp_path / "runs" / "True" / "memory" / "planned0.json")
+    assert counts.hits
+    assert counts.missed <= 0.02 * counts.hits
 
 
 def test_commands_that_look_at_the_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory.planned import Allocator, Counts
 from hybridpar.train.engine import Engine
 from hybridpar.train.memory_trace import EngineRecorder, SampleLoader
-from hybridpar.train.metrics import read_curves
 from hybridpar.train.planned_memory import PlannedMemory, forecast_planned
 
 pytestmark = pytest.mark.skipif(native.missing_recorder() is not None, reason=str(native.missing_recorder()))
@@ -193,24 +190,3 @@ def test_a_run_says_what_became_of_the_plan(tmp_path: Path) -> None:
         counts = Counts(**json.loads((tmp_path / "runs" / "run" / "memory" / f"planned{rank}.json").read_text()))
         assert counts.hits
         assert counts.departed == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_on_a_gpu(tmp_path: Path) -> None:
-    """In processes of their own, as the allocator must come before anything else: equal bits, and blocks in places."""
-    pytest.importorskip("tyro")
-    path = write_config(tmp_path, "1f1b")
-    flags = ["--train.device", "cuda", "--train.cuda_graphs", "False", "--train.num_steps", "16",
-             "--train.eval_interval", "0", "--train.save_interval", "0"]
-    losses = {}
-    for planned in ("False", "True"):
-        run = subprocess.run([sys.executable, "-m", "hybridpar", "train", str(path), *flags, "--run.name", planned,
-                              "--train.planned_memory", planned], capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        rows = read_curves(tmp_path / "runs" / planned / "metrics.jsonl")
-        losses[planned] = [row["loss"] for row in rows if "loss" in row]
-    assert losses["True"] == losses["False"]
-    counts = Counts.read(tmp_path / "runs" / "True" / "memory" / "planned0.json")
-    assert counts.hits
-    assert counts.missed <= 0.02 * counts.hits
