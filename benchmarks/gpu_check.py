@@ -583,6 +583,8 @@ def described(path: Path) -> str:
                 numbers.append(f"MFU {case['mfu'][side]:.3f}")
             if memory.get(side):
                 numbers.append(f"{memory[side]} GiB")
+            if side in case.get("graph_replays", {}):
+                numbers.append(f"{case['graph_replays'][side]} replays")
             parts.append(f"{side} {', '.join(numbers)}")
     return "; ".join(parts)
 

@@ -160,7 +160,14 @@ def measure(shape_name: str, dtype: str, threads: int, args: argparse.Namespace)
     entry["mfu"] = {side: round(speed * per_token / peak, 4) for side, speed in entry["tokens_per_s"].items()}
     if device == "cuda":
         entry["peak_memory_gib"] = memory
+        entry["graph_replays"] = {name: replays(side) for name, side in sides.items() if isinstance(side, OurStep)}
     return entry, sides[OURS]
+
+
+def replays(side: OurStep) -> int:
+    """Return how many micro-batches a side has replayed as CUDA graphs so far."""
+    graphs = side.engine.executor.graphs
+    return graphs.num_replayed if graphs is not None else 0
 
 
 def is_chosen(side: str, texts: list[str]) -> bool:
@@ -205,11 +212,14 @@ def kernels(step: Step, device: str, num_steps: int) -> list[dict[str, Any]]:
 
 
 def show(entry: dict[str, Any]) -> None:
-    """Print a line for each side: tokens/s, MFU, peak memory; then the ratios to peers."""
+    """Print a line for each side: tokens/s, MFU, peak memory, replayed micro-batches; then the ratios to peers."""
     memory = entry.get("peak_memory_gib", {})
+    replayed = entry.get("graph_replays", {})
     for side, speed in entry["tokens_per_s"].items():
         peak = f"  {memory[side]:6.2f} GiB" if side in memory else ""
-        print(f"{entry['case']:<34} {side:<40} {speed:10,.0f} tokens/s  MFU {entry['mfu'][side]:.3f}{peak}", flush=True)
+        graphs = f"  {replayed[side]} replays" if side in replayed else ""
+        mfu = entry["mfu"][side]
+        print(f"{entry['case']:<34} {side:<40} {speed:10,.0f} tokens/s  MFU {mfu:.3f}{peak}{graphs}", flush=True)
     common.print_case(entry)
 
 
@@ -226,6 +236,10 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="peers under torch.compile, too")
     parser.add_argument("--profile", action=argparse.BooleanOptionalAction, help="list the kernels of our step, too")
     args = common.parse(parser)
+    known = [f"{name}{form}" for peers in PEERS.values() for name in peers for form in ("", " compiled")]
+    for text in args.peers:
+        if text != "none" and not any(text in side for side in known):
+            parser.error(f"--peers {text!r}: names no peer. Peers: {', '.join(dict.fromkeys(known))}; or none")
     gpu = args.device == "cuda"
     args.shapes = args.shapes or (["345M", "1.3B"] if gpu else ["ref", "small", "gpt_tiny"])
     torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -234,10 +248,6 @@ def main() -> None:
     args.profile = gpu if args.profile is None else args.profile
     if gpu:
         args.dtypes = ["bf16"]
-    known = [f"{name}{form}" for peers in PEERS.values() for name in peers for form in ("", " compiled")]
-    for text in args.peers:
-        if text != "none" and not any(text in side for side in known):
-            parser.error(f"--peers {text!r}: names no peer. Peers: {', '.join(dict.fromkeys(known))}; or none")
     entries: list[dict[str, Any]] = []
     for threads, shape, dtype in product(args.threads, args.shapes, args.dtypes):
         entry, ours = measure(shape, dtype, threads, args)
@@ -249,6 +259,8 @@ def main() -> None:
             path = common.write_results("single", entries, args)
         del ours  # its memory is the next shape's
         print(path)
+        if args.graphs and entry.get("graph_replays", {}).get(OURS) == 0:
+            raise SystemExit("no micro-batch was replayed as a CUDA graph; the log above says why")
 
 
 if __name__ == "__main__":

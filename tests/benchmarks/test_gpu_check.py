@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_check
+from benchmarks import gpu_check, single
 from benchmarks.common import SHAPES
 from benchmarks.gpu_check import GROUPS, ROOT, Check, Context, Group, Outcome, Step, choose
 from benchmarks.gpu_environment import card_of, reasons_to_stop
@@ -168,7 +168,7 @@ def test_a_step_is_cut_off_with_its_ranks_and_keeps_what_it_has_written(
              f"p = subprocess.Popen(['sleep', '100']); pathlib.Path({str(rank)!r}).write_text(str(p.pid));"
              "time.sleep(100)")
     result = {"cases": [{"tokens_per_s": {"hybridpar": 1234.0}, "mfu": {"hybridpar": 0.5},
-                         "peak_memory_gib": {"hybridpar": 3.25}}]}
+                         "peak_memory_gib": {"hybridpar": 3.25}, "graph_replays": {"hybridpar": 0}}]}
     writes = (f"import pathlib, time; pathlib.Path({str(tmp_path / 'speed_h100.json')!r})"
               f".write_text({json.dumps(json.dumps(result))}); time.sleep(100)")
     steps = (python("hangs", hangs, limit=3), python("writes", writes, limit=2, result="speed"),
@@ -181,7 +181,7 @@ def test_a_step_is_cut_off_with_its_ranks_and_keeps_what_it_has_written(
     log = (tmp_path / "gpu_check_1.log").read_text().splitlines()
     assert log == ["hangs: begun", "next: here"]
     assert not is_alive(int(rank.read_text()))
-    assert outcome["writes"]["note"] == "hybridpar 1,234 tokens/s, MFU 0.500, 3.25 GiB"
+    assert outcome["writes"]["note"] == "hybridpar 1,234 tokens/s, MFU 0.500, 3.25 GiB, 0 replays"
     assert any("writes" in line and "1,234 tokens/s" in line for line in check.table())
 
 
@@ -315,6 +315,18 @@ def test_reports_are_written_without_torch() -> None:
     ("NVIDIA GeForce RTX 4090", "4090"), ("NVIDIA GH200 480GB", "gh200")])
 def test_results_are_named_after_the_card(name: str, card: str) -> None:
     assert card_of(name) == card
+
+
+def test_a_peer_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelled one would be no peer, and ours alone a pass."""
+    monkeypatch.setattr(sys, "argv", ["single", "--peers", "autocast gelu_tanh"])
+    with pytest.raises(SystemExit):
+        single.main()
+    assert "--peers 'autocast gelu_tanh': names no peer" in capsys.readouterr().err
+    for step in STEPS:
+        for text in values(step, "--peers"):
+            assert text == "none" or text in [f"{name} compiled" for name in single.PEERS["bf16"]]
 
 
 def test_steps_and_calls_are_chosen_by_name() -> None:
