@@ -276,7 +276,7 @@ GROUPS: tuple[Group, ...] = (
     )),
     Group(1, 95, (
         gpu_tests("graphs", 150, pipeline_files, workers=3, test_limit=60),
-        gpu_tests("moves", 150, run_files, keyword="not nccl and not every_grid", workers=4, test_limit=60),
+        gpu_tests("moves", 150, run_files, keyword="not nccl and not every_grid", workers=4, test_limit=90),
         gpu_tests("operators", 150, operator_files, workers=8, test_limit=60),
     ), is_parallel=True),
     # The last one takes what the others leave.
@@ -288,8 +288,8 @@ GROUPS: tuple[Group, ...] = (
         training("1.3B-peer", 110, "gpu_single_1.3B_dropout_peer", "1.3B", 5, *DROPOUT, peer=PEER),
         training("345M-peer", 80, "gpu_single_345M_dropout_peer", "345M", 7, *DROPOUT, peer=PEER),
     )),
-    Group(2, 120, (
-        gpu_tests("nccl-more", 150, run_files, keyword="nccl", workers=2),
+    Group(2, 160, (
+        gpu_tests("nccl-more", 200, run_files, keyword="nccl", workers=2),
     )),
     Group(2, 160, (
         operators("attention-table", 90, "gpu_ops_attention", 3, HEAD_DIMENSIONS, "--ops", "causal attention",
@@ -473,13 +473,19 @@ class Check:
         else:
             if step.needs and shutil.which(step.needs) is None:
                 self.say(f"{step.name}: no {step.needs} on this machine")
-            self._run_commands(step, outcome, time.monotonic() + allowed)
+            begin = time.time()
+            try:
+                self._run_commands(step, outcome, time.monotonic() + allowed)
+            except Exception as error:  # of this module; the other steps go on
+                outcome.status = "failed"
+                outcome.note = repr(error)
+            if step.result:
+                path = self.out / f"{step.result}_{self.context.card}.json"
+                outcome.note = described(path, begin) or outcome.note
         if outcome.status == "left out":
             self.say(f"{step.name}: left out, {outcome.note}")
         if step.name == "environment" and self._environment_file.exists():
             self._read_environment()
-        if step.result:
-            outcome.note = described(self.out / f"{step.result}_{self.context.card}.json") or outcome.note
         with self._lock:
             self.outcomes.append(outcome)
             self.write_report()
@@ -570,9 +576,12 @@ class Check:
             yield f"{outcome.step:<22}{outcome.status:<10}{outcome.seconds:6.1f} of {outcome.limit:>4} s  {text}"
 
 
-def described(path: Path) -> str:
-    """Return the numbers of a result of benchmarks.single in one line; empty if the file is another or missing."""
-    if not path.exists():
+def described(path: Path, since: float) -> str:
+    """Return the numbers of a result of benchmarks.single in one line; empty if the file is another or missing.
+
+    `since`: the time from which on it was written. An older file is another check's.
+    """
+    if not path.exists() or path.stat().st_mtime < since - 1:
         return ""
     parts = []
     for case in json.loads(path.read_text())["cases"]:
@@ -665,6 +674,8 @@ def main() -> int:
     status = check.run()
     print(*check.table(), sep="\n")
     print(f"{check.report}: status {status}", flush=True)
+    if site:
+        shutil.rmtree(site, ignore_errors=True)
     return status
 
 

@@ -228,6 +228,19 @@ def test_tests_of_which_none_passed_are_no_pass(tmp_path: Path, environment: Ste
     assert (check.outcomes[1].status, check.outcomes[1].note) == (status, note)
 
 
+def test_a_result_of_another_check_is_not_taken_for_a_failed_step_s(tmp_path: Path, environment: Step) -> None:
+    path = tmp_path / "speed_h100.json"
+    path.write_text('{"cases": [{"tokens_per_s": {"hybridpar": 1234.0}}]}')
+    os.utime(path, (0, 0))
+    broken = Step("broken", 20, lambda context: [[1]], runs_tests=True)  # type: ignore[list-item]
+    steps = (environment, python("speed", "import sys; sys.exit(1)", result="speed"), broken)
+    check = Check([Group(1, 40, (step,), is_parallel=step is broken) for step in steps], tmp_path, "gpu_check_1", 60)
+    assert check.run() == 1
+    assert [outcome.status for outcome in check.outcomes] == ["passed", "failed", "failed"]
+    assert check.outcomes[1].note == ""
+    assert "TypeError" in check.outcomes[2].note
+
+
 def test_a_step_whose_program_is_missing_is_left_out_on_a_gpu(tmp_path: Path, environment: Step) -> None:
     groups = [Group(1, 20, (environment, python("memcheck", "pass", needs="no-such-program")))]
     assert Check(groups, tmp_path, "gpu_check_1", 60).run() == 1
