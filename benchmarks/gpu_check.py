@@ -227,9 +227,19 @@ def run_files() -> list[str]:
     return [path for path in test_files("train", "memory") if path != LAUNCH_TESTS]
 
 
+def starts_nccl(path: str) -> bool:
+    """Return whether a test file starts ranks that talk over NCCL, beside which nothing else may run."""
+    return 'backend="nccl"' in (ROOT / path).read_text()
+
+
 def pipeline_files() -> list[str]:
-    """Return the files with tests of CUDA graphs."""
-    return test_files("pipeline")
+    """Return the files with tests of CUDA graphs in one process."""
+    return [path for path in test_files("pipeline") if not starts_nccl(path)]
+
+
+def nccl_files() -> list[str]:
+    """Return the files with tests of NCCL that do not use the launcher, those of CUDA graphs first."""
+    return [*filter(starts_nccl, test_files("pipeline")), *run_files()]
 
 
 def operator_files() -> list[str]:
@@ -289,7 +299,7 @@ GROUPS: tuple[Group, ...] = (
         training("345M-peer", 80, "gpu_single_345M_dropout_peer", "345M", 7, *DROPOUT, peer=PEER),
     )),
     Group(2, 160, (
-        gpu_tests("nccl-more", 200, run_files, keyword="nccl", workers=2),
+        gpu_tests("nccl-more", 200, nccl_files, keyword="nccl or graph_sums", workers=2),
     )),
     Group(2, 160, (
         operators("attention-table", 90, "gpu_ops_attention", 3, HEAD_DIMENSIONS, "--ops", "causal attention",
