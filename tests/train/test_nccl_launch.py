@@ -74,8 +74,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("device", "grid", "graphs"), [
     *(pytest.param("cpu", grid, False, id=f"cpu-{grid}") for grid in GRIDS),
-    *(pytest.param("cuda", grid, False, id=grid, marks=(*ON_GPU, pytest.mark.timeout(60))) for grid in GRIDS),
-    *(pytest.param("cuda", grid, True, id=f"{grid}-graphs", marks=(*ON_GPU, pytest.mark.timeout(60)))
+    *(pytest.param("cuda", grid, False, id=grid, marks=(*ON_GPU, pytest.mark.timeout(40))) for grid in GRIDS),
+    *(pytest.param("cuda", grid, True, id=f"{grid}-graphs", marks=(*ON_GPU, pytest.mark.timeout(40)))
       for grid in ("pp", "tp")),
 ])
 def test_two_ranks_train_as_one_process_does(tmp_path: Path, folder: Path, device: str, grid: str,
