@@ -32,7 +32,7 @@ from hybridpar.comm import (
     start_reduce_scatter,
 )
 from hybridpar.grid import Axis
-from hybridpar.nn import eight_bits, matmul
+from hybridpar.nn import fp8, matmul
 from hybridpar.nn.coded import SumCodec, start_coded_sum
 from hybridpar.nn.placement import Init, Matrices, ParallelModule, Placement, Shard
 from hybridpar.nn.remake import recipe
@@ -199,7 +199,7 @@ def _rows(x: Tensor) -> Tensor:
 def _is_ours(weight: Tensor) -> bool:
     """Whether nn.matmul's products, or its way to add up gradients, are better than torch's, or its factors wanted."""
     return (weight.dtype in (torch.float32, torch.float64) or matmul.by_float32(weight)
-            or getattr(weight, matmul.FACTORED, False) or getattr(weight, eight_bits.WANTED, False)
+            or getattr(weight, matmul.FACTORED, False) or getattr(weight, fp8.WEIGHT, None) is not None
             or matmul.sums_in_float32(weight.device.type, weight.dtype))
 
 
@@ -244,8 +244,11 @@ class _Linear(Function):
             gather = start_all_gather(make() if make else x, dx_axis, 1, sizes)
         dx = dw = db = finish = None
         if wants_x:
-            in_8_bits = getattr(ctx.leaf, eight_bits.WANTED, False)
-            dx = eight_bits.input_gradient(_rows(dy), weight) if in_8_bits else matmul.input_gradient(factor, weight)
+            quantized = getattr(ctx.leaf, fp8.WEIGHT, None)
+            if quantized is None:
+                dx = matmul.input_gradient(factor, weight)
+            else:
+                dx = fp8.input_gradient(_rows(dy), quantized)
             dx = dx.view(*dy.shape[:-1], weight.shape[1])
             if dx_axis is not None:
                 finish, dx = _start_sum(dx, dx_axis, sizes, ctx.codec), None

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hybridpar.cpu import cpu_fields
-from hybridpar.nn import eight_bits
+from hybridpar.nn import fp8
 
 SINK = "gradient_sink"
 """Attribute of a leaf: takes each `Part` of its gradient, by `add(part, now)`, at any time in a backward. now: it is to
@@ -100,8 +100,8 @@ class _OneDNN(NamedTuple):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, outside of autograd. Shapes: x [.., i], weight [o, i], bias [o] -> [.., o]."""
-    if getattr(weight, eight_bits.WANTED, False):
-        return eight_bits.linear(x, weight, bias)
+    if (quantized := getattr(weight, fp8.WEIGHT, None)) is not None:
+        return fp8.linear(x, quantized, bias)
     if by_float32(weight):
         return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(weight.dtype)
     if _is_large(x, weight.shape[0], _onednn().product):

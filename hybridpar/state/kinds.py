@@ -21,6 +21,7 @@
     gradients                      whole local parameters; never saved
     messages                       room for compressed gradients; never saved
     host                           room for copies to and from the host; never saved
+    fp8                            quantized hidden matrices of every live version; never saved
 
 Checkpoints, copies of the state, audits and the prediction of memory go through `KINDS`.
 """
@@ -60,8 +61,7 @@ class WeightVersions(StateKind):
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
         for version in versions:
             self.holder.weights.restore(version, Under(f"{version}/", tensors))
-        copy_all(self.holder.weights.frozen.kept(), Under(f"{versions[-1]}/", tensors), "frozen weights",
-                 self.holder.memory)
+        self.holder.weights.restore_frozen(Under(f"{versions[-1]}/", tensors))
 
 
 class WeightShares(WeightVersions):
@@ -264,9 +264,19 @@ class HostRoom(RoomKind):
         return [tensor for buffer in (host and host.staging, made) if buffer for tensor in buffer.tensors]
 
 
+class QuantizedWeights(RoomKind):
+    """Quantized forms of hidden matrices, which are made from the weights again (train.fp8)."""
+
+    name, column = "fp8", "gradients"  # not the column of weights, of which checkpoints have a copy
+
+    def memory(self) -> list[Tensor]:
+        fp8 = self.holder.weights.fp8
+        return [] if fp8 is None else fp8.tensors()
+
+
 KINDS: tuple[type[StateKind], ...] = (
     WeightVersions, WeightShares, Gradients, Master, OptimizerState, Anchor, OuterMomentum, Sent, OuterRemainder,
-    Unsent, Learned, Bases, Messages, HostRoom)
+    Unsent, Learned, Bases, Messages, HostRoom, QuantizedWeights)
 """All kinds, in the order of checkpoints."""
 
 

@@ -29,7 +29,8 @@ class StatePolicy:
     defers: whether weights' gradients may be computed later than those of inputs. on_host: whether the host updates.
     ends_apart: whether embedding and head are on different ranks of a pipeline.
     outer: how sites meet, if there are several.
-    compression: of gradients; kernels: backends of its passes. eight_bits: whether hidden matrices multiply in 8 bits.
+    compression: of gradients; kernels: backends of its passes. fp8: whether products of hidden
+    matrices have float8 factors.
     """
 
     dtype: torch.dtype
@@ -44,7 +45,7 @@ class StatePolicy:
     outer: OuterConfig = field(default_factory=OuterConfig)
     compression: CompressionConfig = UNCOMPRESSED
     kernels: KernelsConfig = AUTO
-    eight_bits: bool = False
+    fp8: bool = False
 
     @staticmethod
     def of(config: Config, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
@@ -52,7 +53,7 @@ class StatePolicy:
         return StatePolicy(DTYPES[config.train.dtype], num_versions, num_gradient_buffers, config.optim,
                            config.parallel, config.kernels.optimizer, config.pipeline.split_backward,
                            config.pipeline.placement != "v", config.memory.host_optimizer, config.outer,
-                           config.compression, config.kernels, config.train.fp8 and config.train.dtype == "bf16")
+                           config.compression, config.kernels, config.train.fp8)
 
     @property
     def splits_gradients(self) -> bool:

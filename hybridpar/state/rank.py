@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.grid import ProcessGrid
-from hybridpar.nn import eight_bits
+from hybridpar.nn import fp8
 from hybridpar.nn.init import initialize
 from hybridpar.nn.matmul import FACTORED
 from hybridpar.ops.update import Weights
@@ -71,18 +71,13 @@ class RankState:
         self.weights = WeightStore(parameters, self.partition, policy.num_versions, self.memory,
                                    predict=policy.predicts, uses=self.uses, splits=policy.splits_weights,
                                    host=UpdatedMemory(self.memory) if policy.on_host else None, hosted=hosted,
-                                   frozen=frozen)
+                                   frozen=frozen, fp8=self._fp8_names(policy))
         self.compression = Compression.of(self.partition, self.placements, policy, self.memory)
         factored, absent = (frozenset(),) * 2 if self.compression is None else (
             self.compression.factored, self.compression.absent)
-        in_8_bits = {name for name, place in self.placements.items() if policy.eight_bits and place.matrices
-                     and all(size % eight_bits.MULTIPLE == 0 for size in place.shape)}
         for leaves in self.weights.leaves if factored or tied else ():
             for name in factored | tied:  # of tied ones in the order of their uses, in one backward or in several
                 setattr(leaves[name], FACTORED, True)
-        for leaves in (*self.weights.leaves, self.weights.frozen.leaves) if in_8_bits else ():
-            for name in in_8_bits & leaves.keys():
-                setattr(leaves[name], eight_bits.WANTED, True)
         self.gradients = GradientAccumulator(
             parameters.layout, self.memory, policy.num_gradient_buffers,
             chunks=cut(parameters.layout, self.uses, absent), defers=policy.defers, factored=factored, absent=absent,
@@ -115,6 +110,13 @@ class RankState:
                          for gradients, views in zip(where, self._owned, strict=True)]
         self._await_copy: Callable[[], object] = lambda: None
         self.memory.seal(self.allocate)
+
+    def _fp8_names(self, policy: StatePolicy) -> set[str]:
+        """Return the hidden matrices whose products are in fp8."""
+        if not policy.fp8:
+            return set()
+        return {name for name, place in self.placements.items()
+                if place.matrices and all(size % fp8.MULTIPLE == 0 for size in place.shape)}
 
     @cached_property
     def whole_slots(self) -> dict[str, ParameterSlot]:

@@ -28,6 +28,7 @@ from hybridpar.comm import Works
 from hybridpar.errors import CheckpointError
 from hybridpar.ops.update import Weights
 from hybridpar.state.chunks import EMPTY, WHOLE, Buffer, Memory, Use, cut
+from hybridpar.state.fp8 import Fp8Weights
 from hybridpar.state.frozen import FrozenWeights
 from hybridpar.state.parameters import StageParameters
 from hybridpar.state.partition import Partition
@@ -47,11 +48,13 @@ class WeightStore:
     `splits`: replicas share the weights; `shares` then has this rank's part of each buffer.
     `host`: memory of the `hosted` parameters, which the host updates (host.py); None: all are updated where the weights
     are. `frozen`: the partition of the frozen parameters; None: there are none.
+    `fp8`: hidden matrices, trained or frozen, of which each live version is quantized once.
     """
 
     def __init__(self, parameters: StageParameters, partition: Partition, num_versions: int, memory: Memory, *,
                  predict: bool = False, uses: Callable[[str], Use] = lambda name: WHOLE, splits: bool = False,
-                 host: Memory | None = None, hosted: Collection[str] = (), frozen: Partition | None = None):
+                 host: Memory | None = None, hosted: Collection[str] = (), frozen: Partition | None = None,
+                 fp8: Collection[str] = ()):
         self.placements, self.layout, self.predicts = parameters.placements, parameters.layout, predict
         self.dtype, self.master_dtype = parameters.dtype, parameters.master_dtype
         self.partition, self.memory, self._uses, self._host = partition, memory, uses, host
@@ -63,6 +66,8 @@ class WeightStore:
                        for buffer in self.buffers]
         self.shares = Shares.of(partition, self.buffers, memory, "weights", split=splits)
         self.frozen = FrozenWeights(parameters, frozen or Partition(parameters.frozen, {}), memory, uses, splits=splits)
+        self.fp8 = Fp8Weights([*self.leaves, self.frozen.leaves], fp8) if fp8 else None
+        """Quantized forms, by slot; those of frozen parameters come last."""
         self._own_layout = own_layout = partition.layout_of_owned(self.master_dtype, offset_dtype=self.dtype)
         self.master = None
         if self.keeps_master or host is not None:
@@ -174,9 +179,16 @@ class WeightStore:
         return not self.arriving_parts(version).is_done()
 
     def await_version(self, version: int) -> None:
-        """Returns once all of `version` is here."""
+        """Returns once all of `version` is here, and quantized where products are in fp8."""
         if (arriving := self._arriving.pop(version, None)) is not None:
             arriving.wait()
+        if self.fp8 is not None:
+            self.fp8.refresh(self.slot(version), self.num_versions)
+
+    def _mark_stale(self, *slots: int) -> None:
+        """Call this where a working buffer changes; `num_versions` stands for the frozen parameters."""
+        if self.fp8 is not None:
+            self.fp8.mark_stale(*slots)
 
     def parameters_of_optimizer(self) -> dict[str, Tensor]:
         """Tensors that the optimizer works on, by name: this rank's parts of the master, else of the newest version
@@ -189,6 +201,7 @@ class WeightStore:
         in as many calls as there are."""
         masters = {} if self.master is None else self.master.views()
         owned, slot = {o.name: o for o in self.partition.owned}, self.slot(self.newest)
+        self._mark_stale(slot, self.num_versions)
         for name, leaf in self.leaves[slot].items():
             master = masters.get(name)
             share = self.shares[slot].views.get(name) if self.shares else None
@@ -217,6 +230,8 @@ class WeightStore:
         self.newest += group == 0
         before, after, mine = self.slot(self.newest - 1), self.slot(self.newest), self._indices[group, False]
         self.await_version(self.newest - 1)
+        if update is not None or self.predicts or before != after:
+            self._mark_stale(after)
         if update is None and not self.predicts:
             self._keep(before, after, group)
             return
@@ -271,6 +286,7 @@ class WeightStore:
         held = [tensor for chunk, tensor in zip(flat.chunks, flat.tensors, strict=True) if self.is_kept(chunk.use)]
         held += self.shares[slot].buffer.tensors if self.shares else []
         predicted = [tensor.clone() for tensor in held]
+        self._mark_stale(slot)
         self._write(slot, range(len(self._lists[slot])))
         self.partition.gather(flat, self.is_kept).wait()
         try:
@@ -278,6 +294,7 @@ class WeightStore:
         finally:
             for tensor, before in zip(held, predicted, strict=True):
                 tensor.copy_(before)
+            self._mark_stale(slot)
 
     @property
     def live_versions(self) -> range:
@@ -295,11 +312,18 @@ class WeightStore:
             self.await_version(arriving)
         self.newest = version
         copy_all(self.kept(version), tensors, f"weights of version {version}", self.memory)
+        self._mark_stale(self.slot(version))
         if self.master is not None and not self.keeps_master:
             for master, own in zip(self._lists[0], self._working[self.slot(version)], strict=True):
                 master.copy_(own)
         self._bound = None
         self.bind(version)
+
+    @torch.no_grad()
+    def restore_frozen(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take `tensors`, by name, as the frozen parameters that are always resident. Raises: CheckpointError."""
+        copy_all(self.frozen.kept(), tensors, "frozen weights", self.memory)
+        self._mark_stale(self.num_versions)
 
     @torch.no_grad()
     def restore_master(self, tensors: Mapping[str, Tensor]) -> None:

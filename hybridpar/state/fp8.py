@@ -1,0 +1,54 @@
+"""Quantized forms of a stage's hidden matrices, once for each live version of the weights (train.fp8).
+
+    buffer of version t      [ W ]  --refresh-->  [ W8 by rows | W8^T by rows | scales ]     2 bytes a parameter
+    buffer of version t+1    [ W ]  --refresh-->  [ W8 by rows | W8^T by rows | scales ]
+    frozen parameters        [ W ]  --refresh-->  [ W8 by rows | W8^T by rows | scales ]     once in all
+
+Whoever writes a buffer of weights marks its quantized forms as stale. The weight store refreshes them before the next
+micro-batch is bound to that version: after the update has arrived from other replicas, and outside of any CUDA graph,
+whose kernels read the quantized buffers in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor
+
+from hybridpar.nn.fp8 import WEIGHT, Fp8Weight
+
+
+class Fp8Weights:
+    """Owns the quantized forms of the named parameters of several buffers of weights.
+
+    Args:
+        buffers: Leaves of each buffer, by name. Each quantized leaf gets its `Fp8Weight` as an attribute.
+        names: Parameters whose products are in fp8.
+    """
+
+    def __init__(self, buffers: Sequence[Mapping[str, Tensor]], names: Collection[str]):
+        self._weights: list[list[Fp8Weight]] = []
+        for leaves in buffers:
+            weights = []
+            for name in leaves:
+                if name in names:
+                    weight = Fp8Weight(leaves[name])
+                    setattr(leaves[name], WEIGHT, weight)
+                    weights.append(weight)
+            self._weights.append(weights)
+        self._stale = set(range(len(buffers)))
+
+    def mark_stale(self, *buffers: int) -> None:
+        """Note that the weights of these buffers, by index, are being changed."""
+        self._stale.update(buffers)
+
+    def refresh(self, *buffers: int) -> None:
+        """Quantize the weights of these buffers that have changed since they were quantized."""
+        for buffer in self._stale.intersection(buffers):
+            for weight in self._weights[buffer]:
+                weight.refresh()
+        self._stale.difference_update(buffers)
+
+    def tensors(self) -> list[Tensor]:
+        """All quantized buffers and scales."""
+        return [tensor for weights in self._weights for weight in weights for tensor in weight.tensors()]
