@@ -231,7 +231,7 @@ def main() -> None:
                         help="peers with such a text in their names; none: hybridpar alone")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--fp8", action="store_true", help="ours with train.fp8, hidden matrices in 8 bits")
+    parser.add_argument("--fp8", action="store_true", help="ours with train.fp8")
     parser.add_argument("--graphs", action="store_true", help="also without CUDA graphs")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="peers under torch.compile, too")
     parser.add_argument("--profile", action=argparse.BooleanOptionalAction, help="list the kernels of our step, too")

@@ -1,9 +1,9 @@
 """Quantizes bfloat16 matrices to float8 e4m3, with one scale for each row, or for each row and each column.
 
-`quantize_rows_fp8` is for activations. A program holds whole rows in registers, up to _WIDEST columns. Traffic of an
+`quantize_fp8` is for activations. A program holds whole rows in registers, up to _WIDEST columns. Traffic of an
 element: 2 bytes read, 1 written. A wider row is read twice: 4 bytes read, 1 written.
 
-`quantize_weight_fp8_` makes both forms that a linear layer multiplies by: W by rows for y = x W^T, and W^T by rows (the
+`quantize_fp8_weight_` makes both forms that a linear layer multiplies by: W by rows for y = x W^T, and W^T by rows (the
 columns of W) for dx = dy W. The scale of a column needs the whole column, so a first kernel finds the largest magnitude
 of each row and column, and a second one reads W again and writes both forms. Traffic of an element: 2 + 2 bytes read,
 1 + 1 written. The maxima are combined by atomic maxima of integers, which give the same bits in any order.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .rows import _INTERPRETED, check, launch, tile
 
-OPERATORS = {"quantize_rows_fp8": (), "quantize_weight_fp8_": ("rows", "row_scale", "columns", "column_scale")}
+OPERATORS = {"quantize_fp8": (), "quantize_fp8_weight_": ("rows", "row_scale", "columns", "column_scale")}
 
 _WIDEST = 16384
 _OF_THREAD = 16
@@ -35,7 +35,7 @@ _LEAST = tl.constexpr(1e-30)
 _ROUNDING = tl.constexpr(12582912.0)  # added and taken away: to the nearest integer, to even where two are
 
 
-def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize the rows of a matrix.
 
     Shapes: x [rows, cols], contiguous -> float8_e4m3fn [rows, cols], float32 [rows, 1].
@@ -50,7 +50,7 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-def quantize_weight_fp8_(weight: Tensor, rows: Tensor, row_scale: Tensor, columns: Tensor,
+def quantize_fp8_weight_(weight: Tensor, rows: Tensor, row_scale: Tensor, columns: Tensor,
                          column_scale: Tensor) -> None:
     """Write both quantized forms of a weight.
 

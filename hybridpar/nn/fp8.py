@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridpar.ops.fp8 import FP8, quantize_rows_fp8, quantize_weight_fp8_
+from hybridpar.ops.fp8 import FP8, quantize_fp8, quantize_fp8_weight_
 
 WEIGHT = "fp8_weight"
 """Attribute of a leaf: its `Fp8Weight`, if its products are in fp8."""
@@ -44,7 +44,7 @@ class Fp8Weight:
     @torch.no_grad()
     def refresh(self) -> None:
         """Quantize the weight as it is now."""
-        quantize_weight_fp8_(self.weight, *self.tensors())
+        quantize_fp8_weight_(self.weight, *self.tensors())
 
 
 def linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
@@ -61,5 +61,5 @@ def input_gradient(dy: Tensor, weight: Fp8Weight) -> Tensor:
 
 def _product(a: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None) -> Tensor:
     """a b^T + bias, rounded to the type of a. Shapes: a [m, k], b [n, k], b_scale [n, 1], bias [n] -> [m, n]."""
-    codes, scale = quantize_rows_fp8(a)
+    codes, scale = quantize_fp8(a)
     return torch._scaled_mm(codes, b.t(), scale, b_scale.t(), bias=bias, out_dtype=a.dtype, use_fast_accum=True)

@@ -5,6 +5,7 @@ from hybridpar.ops.attention import attention
 from hybridpar.ops.cross_entropy import cross_entropy
 from hybridpar.ops.dropout import dropout
 from hybridpar.ops.embedding import embedding
+from hybridpar.ops.fp8 import quantize_fp8
 from hybridpar.ops.largest import largest
 from hybridpar.ops.norm import add_norm, bias_dropout_add, layer_norm, rms_norm
 from hybridpar.ops.quantize import quantize
@@ -15,5 +16,5 @@ from hybridpar.ops.update import optimizer
 
 __all__ = [
     "add_norm", "attention", "bias_dropout_add", "cross_entropy", "dropout", "embedding", "gelu", "largest",
-    "layer_norm", "optimizer", "quantize", "rms_norm", "rotary", "sparse", "split_qkv", "swiglu",
+    "layer_norm", "optimizer", "quantize", "quantize_fp8", "rms_norm", "rotary", "sparse", "split_qkv", "swiglu",
 ]

@@ -25,7 +25,7 @@ _LEAST = 1e-30
 _CAPABILITY = (9, 0)
 
 
-def quantize_rows_fp8(x: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+def quantize_fp8(x: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """Quantize each row of a matrix. Every backend makes the same bytes.
 
     Shapes: x [rows, cols] -> float8_e4m3fn [rows, cols], contiguous, and float32 [rows, 1].
@@ -33,11 +33,11 @@ def quantize_rows_fp8(x: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tens
     """
     if x.dim() != 2:
         raise ValueError(f"x must be [rows, cols], got {tuple(x.shape)}")
-    codes, scale = resolve("fp8", backend, x).quantize_rows_fp8(x.contiguous())
+    codes, scale = resolve("quantize_fp8", backend, x).quantize_fp8(x.contiguous())
     return codes, scale
 
 
-def quantize_weight_fp8_(weight: Tensor, rows: Tensor, row_scale: Tensor, columns: Tensor, column_scale: Tensor, *,
+def quantize_fp8_weight_(weight: Tensor, rows: Tensor, row_scale: Tensor, columns: Tensor, column_scale: Tensor, *,
                          backend: str = "auto") -> None:
     """Write a weight quantized by rows, and its transpose quantized by rows. Every backend makes the same bytes.
 
@@ -48,7 +48,7 @@ def quantize_weight_fp8_(weight: Tensor, rows: Tensor, row_scale: Tensor, column
     got = tuple(tuple(t.shape) for t in (rows, row_scale, columns, column_scale))
     if got != ((o, i), (o, 1), (i, o), (i, 1)):
         raise ValueError(f"rows, row_scale, columns, column_scale do not match weight {(o, i)}: {got}")
-    resolve("fp8", backend, weight).quantize_weight_fp8_(weight, rows, row_scale, columns, column_scale)
+    resolve("quantize_fp8", backend, weight).quantize_fp8_weight_(weight, rows, row_scale, columns, column_scale)
 
 
 def missing(op: str, device_type: str | None, dtype: torch.dtype | None) -> str | None:
@@ -62,21 +62,21 @@ class Passes:
     """The torch reference."""
 
     @staticmethod
-    def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
         largest = torch.linalg.vector_norm(x, math.inf, 1, keepdim=True, dtype=torch.float32)
         factor = (_LARGEST / largest.clamp_(min=_LEAST)).to(torch.bfloat16)
         return (x * factor).to(torch.bfloat16).to(FP8).contiguous(), factor.float().reciprocal_()
 
     @staticmethod
-    def quantize_weight_fp8_(weight: Tensor, rows: Tensor, row_scale: Tensor, columns: Tensor,
+    def quantize_fp8_weight_(weight: Tensor, rows: Tensor, row_scale: Tensor, columns: Tensor,
                              column_scale: Tensor) -> None:
         for matrix, codes, scale in ((weight, rows, row_scale), (weight.t(), columns, column_scale)):
-            made = Passes.quantize_rows_fp8(matrix)
+            made = Passes.quantize_fp8(matrix)
             codes.copy_(made[0])
             scale.copy_(made[1])
 
 
 PASSES: Shapes = {
-    "quantize_rows_fp8": lambda x: (torch.empty_like(x, dtype=FP8), x.new_empty((len(x), 1), dtype=torch.float32)),
-    "quantize_weight_fp8_": nothing,
+    "quantize_fp8": lambda x: (torch.empty_like(x, dtype=FP8), x.new_empty((len(x), 1), dtype=torch.float32)),
+    "quantize_fp8_weight_": nothing,
 }

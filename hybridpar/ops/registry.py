@@ -120,8 +120,8 @@ TABLE = (
     *_rows("embedding", "embedding", "Compiled Passes", triton=_ALL),
     *_rows("quantize", "quantize", "Passes"),
     *_rows("largest", "largest", "Passes"),
-    Backend("fp8", "triton", _TRITON, "", _NARROW[:2], f"{_HERE}fp8:missing"),
-    Backend("fp8", "torch", f"{_HERE}fp8:Passes"),
+    Backend("quantize_fp8", "triton", _TRITON, "", _NARROW[:2], f"{_HERE}fp8:missing"),
+    Backend("quantize_fp8", "torch", f"{_HERE}fp8:Passes"),
     *_rows("optimizer", "update", "Compiled Passes", triton=(torch.float64, torch.float32), apex="FusedAdam"),
     *_rows("sparse", "sparse", "Compiled Passes", cpp=_ALL[:2], triton=_ALL[1:2]),
 )

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridpar.nn.fp8 import WEIGHT, Fp8Weight
+from hybridpar.nn.linear import ColumnParallelLinear, RowParallelLinear
 
 
 class Fp8Weights:
@@ -52,3 +53,10 @@ class Fp8Weights:
     def tensors(self) -> list[Tensor]:
         """All quantized buffers and scales."""
         return [tensor for weights in self._weights for weight in weights for tensor in weight.tensors()]
+
+
+def unquantized_layers(stage: nn.Module) -> list[str]:
+    """Return the names of linear layers whose products train.fp8 does not change."""
+    kinds = nn.Linear, ColumnParallelLinear, RowParallelLinear
+    return [name for name, module in stage.named_modules()
+            if isinstance(module, kinds) and getattr(module.weight, WEIGHT, None) is None]

@@ -199,6 +199,8 @@ class WeightStore:
     def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
         """Sets the newest version: `write` fills all parameters of this stage (fp32, or fp64 in an fp64 run), by name,
         in as many calls as there are."""
+        for arriving in list(self._arriving):  # a late part would overwrite what is written here
+            self.await_version(arriving)
         masters = {} if self.master is None else self.master.views()
         owned, slot = {o.name: o for o in self.partition.owned}, self.slot(self.newest)
         self._mark_stale(slot, self.num_versions)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -39,6 +40,7 @@ from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.stash import Stash
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.device_tier import state_memory
+from hybridpar.state.fp8 import unquantized_layers
 from hybridpar.state.host import HostWork
 from hybridpar.state.parts import Parts
 from hybridpar.state.shares import WholeChunks
@@ -53,6 +55,7 @@ from hybridpar.train.tiers import RankTiers
 from hybridpar.turns import Turns
 
 __all__ = ["Engine", "StepResult"]
+_log = logging.getLogger(__name__)
 
 Actions = Iterator[Action]
 
@@ -104,6 +107,9 @@ class Engine:
             memory = state_memory(config, device, states)
         self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=memory,
                                host_work=host_work)
+        if config.train.fp8 and grid.is_first_copy and (others := unquantized_layers(self.stage)):
+            _log.warning("train.fp8 has no effect on %d linear layers, which stay in bf16: %s%s", len(others),
+                         ", ".join(others[:3]), ", .." if len(others) > 3 else "")
         self._division = self.parts.division(self.state)
         self.touches = Touches(memory, self.state, self.parts, self.sizes, norms=self._division.norms
                                ) if isinstance(memory, ItemMemory) else None

@@ -1,4 +1,4 @@
-"""Products of factors in 8 bits: near those of float64, and only where they are wanted."""
+"""Linear layers in fp8: near float64, and on weights that are quantized once for each version."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from ranks import run_ranks
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar.config import Config, TrainConfig, from_mapping
@@ -15,7 +16,9 @@ from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import measure, predict
-from hybridpar.nn import eight_bits
+from hybridpar.nn import fp8
+from hybridpar.nn.fp8 import Fp8Weight
+from hybridpar.state.fp8 import unquantized_layers
 from hybridpar.train.engine import Engine
 from hybridpar.train.launch import set_precision
 from hybridpar.validate import resolve
@@ -27,25 +30,40 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-def test_products_are_near_those_of_float64() -> None:
-    """3 bits of mantissa: 1/16 at most of each factor, 1/32 on average. A row's size is its scale's affair."""
-    x, w, dy, b = draw(3, 7, 64), draw(48, 64), draw(21, 48), draw(48)
-    sizes = (10.0 ** torch.arange(-10, 11)).view(3, 7, 1)
-    y = eight_bits.linear((x * sizes).bfloat16(), w).double() / sizes
+def quantized(weight: Tensor) -> Fp8Weight:
+    made = Fp8Weight(weight)
+    made.refresh()
+    return made
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_products_are_near_those_of_float64(rows: int) -> None:
+    """3 bits of mantissa: 1/16 at most of each factor, 1/32 on average. The scale of a row takes up its magnitude."""
+    x, w, dy, b = draw(rows, 3, 64), draw(48, 64), draw(3 * rows, 48), draw(48)
+    sizes = 10.0 ** torch.linspace(-10, 10, 3 * rows).view(rows, 3, 1)
+    weight = quantized(w)
+    y = fp8.linear((x * sizes).bfloat16(), weight).double() / sizes
     exact = x.double() @ w.double().t()
-    assert ((y - exact).norm(dim=-1) / exact.norm(dim=-1)).max() < 0.08
-    assert torch.equal(eight_bits.linear(x, w, b), eight_bits.linear(x, w) + b)
-    dx, exact = eight_bits.input_gradient(dy, w).double(), dy.double() @ w.double()
+    assert ((y - exact).norm(dim=-1) / exact.norm(dim=-1)).max() < 0.09
+    with_bias, exact = fp8.linear(x, weight, b).double(), fp8.linear(x, weight).double() + b.double()
+    assert (with_bias - exact).abs().max() <= 2**-7 * exact.abs().max()  # both are rounded
+    dx, exact = fp8.input_gradient(dy, weight).double(), dy.double() @ w.double()
     assert (dx - exact).norm() / exact.norm() < 0.05
 
 
 def test_zeros_are_zeros_and_what_is_not_finite_is_seen() -> None:
     x, w = draw(4, 32), draw(16, 32)
     x[0], x[1, 3], x[2, 5] = 0, torch.inf, torch.nan
-    y = eight_bits.linear(x, w)
+    y = fp8.linear(x, quantized(w))
     assert torch.equal(y[0], torch.zeros(16).bfloat16())
     assert not y[1:3].isfinite().any()
     assert y[3].isfinite().all()
+    for broken in (torch.inf, torch.nan):
+        w[2, 3] = broken
+        weight = quantized(w)
+        y, dx = fp8.linear(x[3:], weight), fp8.input_gradient(draw(5, 16), weight)
+        assert (~y.isfinite()).nonzero()[:, 1].tolist() == [2]
+        assert (~dx.isfinite()).nonzero()[:, 1].unique().tolist() == [3]
 
 
 class Count(TorchDispatchMode):
@@ -60,13 +78,14 @@ def make(**sections: dict[str, Any]) -> Config:
     return from_mapping({
         "model": {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "seq_length": 32, "vocab_size": 97,
                   **sections.get("model", {})},
-        "parallel": {"dp": 1}, "pipeline": {"num_microbatches": 2, **sections.get("pipeline", {})},
+        "parallel": {"dp": 1, **sections.get("parallel", {})},
+        "pipeline": {"num_microbatches": 2, **sections.get("pipeline", {})},
         "train": {"micro_batch_size": 4, "num_steps": 8, "dtype": "bf16", "fp8": True, **sections.get("train", {})},
-        "optim": {"lr": 3e-3}, "memory": sections.get("memory", {})})
+        "optim": {"lr": 3e-3, **sections.get("optim", {})}, "memory": sections.get("memory", {})})
 
 
 def trained(config: Config) -> tuple[list[float], int]:
-    """Losses of eight steps, and the number of products in 8 bits."""
+    """Losses of eight steps, and the number of products in fp8."""
     engine, losses, train = Engine(config, ProcessGrid(), CPU), list[float](), config.train
     loader = SyntheticLoader(config.model, train.micro_batch_size, config.pipeline.num_microbatches)
     with Count() as count:
@@ -97,6 +116,105 @@ def test_how_it_is_computed_changes_little(sections: dict[str, dict[str, Any]], 
     assert number > 0
 
 
+LIVES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "1f1b": (1, {}),
+    "gpipe": (1, {"pipeline": {"schedule": "gpipe"}}),
+    "2bw": (1, {"pipeline": {"schedule": "2bw"}}),
+    "recomputation": (1, {"pipeline": {"recompute": "all"}}),
+    "two stages": (2, {"parallel": {"pp": 2}}),
+    "two stages, 2bw": (2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "2bw"}}),
+    "two stages, pipedream": (2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "pipedream"},
+                                  "optim": {"clip_grad": 0.0}}),
+    "predicted weights": (2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "2bw"},
+                              "optim": {"staleness": "prediction"}}),
+    "V": (2, {"parallel": {"pp": 2}, "pipeline": {"placement": "v", "schedule": "interleaved", "chunks": 2}}),
+    "ZeRO-1": (2, {"parallel": {"dp": 2, "zero": 1}}),
+    "ZeRO-2": (2, {"parallel": {"dp": 2, "zero": 2}}),
+    "host optimizer": (1, {"memory": {"host_optimizer": True}}),
+    "skipped steps": (1, {"optim": {"lr": 1e30, "clip_grad": 1e-3}}),
+}
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_weights_quantized_once_a_version_are_those_quantized_in_each_product(name: str) -> None:
+    """To the bit, over steps, an evaluation, and a resume from the state of another run."""
+    size, sections = LIVES[name]
+    lives = run_ranks(two_lives, size, sections) if size > 1 else [two_lives(sections)]
+    for (losses, weights, products, refreshed), (expected, same, *_) in lives:
+        assert repr(losses) == repr(expected)
+        assert weights == same
+        assert products > refreshed > 0
+
+
+def two_lives(sections: dict[str, dict[str, Any]]) -> list[Any]:
+    return [life(sections, anew) for anew in (False, True)]
+
+
+def life(sections: dict[str, dict[str, Any]], anew: bool) -> tuple[list[float], dict[str, Any], int, int]:
+    """Losses and the state's bytes after training, and the numbers of products and of quantized weights.
+
+    Args:
+        sections: Sections of the configuration.
+        anew: Quantize the weight in each product, from the buffer that its leaf views.
+    """
+    config = make(**sections)
+    parallel, losses = config.parallel, list[float]()
+    products = refreshed = 0
+    refresh, product = Fp8Weight.refresh, fp8._product
+
+    def counted(weight: Fp8Weight) -> None:
+        nonlocal refreshed
+        refreshed += 1
+        refresh(weight)
+
+    def start() -> Engine:
+        torch.manual_seed(0)
+        return Engine(config, ProcessGrid(dp=parallel.dp, pp=parallel.pp), CPU)
+
+    engine = start()
+    owners = {id(weight.columns if turned else weight.rows): weight for engine_ in [engine]
+              for weights in engine_.state.weights.fp8._weights for weight in weights for turned in (False, True)}
+
+    def multiplied(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+        nonlocal products
+        products += 1
+        if anew:
+            refresh(owners[id(b)])
+        return product(a, b, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fp8Weight, "refresh", counted)
+        patch.setattr(fp8, "_product", multiplied)
+        loader = SyntheticLoader(config.model, 4, engine.sizes.num_microbatches, engine.grid.dp.rank,
+                                 engine.grid.dp.size)
+
+        def train(number: int) -> None:
+            engine.train(loader, number, lambda step: losses.append(step.loss))
+
+        train(3)
+        saved = {key: tensor.clone() for key, tensor in engine.state.tensors().items()}
+        meta = engine.state_meta()
+        losses += engine.evaluate(loader, 1).values()
+        train(2)
+        engine.load_state(saved, meta)  # weights of another version in the same buffers
+        losses += engine.evaluate(loader, 1).values()
+        train(3)
+        engine.state.initialize(5)
+        losses += engine.evaluate(loader, 1).values()
+    return losses, {key: tensor.float().sum().item() for key, tensor in saved.items()}, products, refreshed
+
+
+def test_layers_that_stay_in_bf16_are_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    """Sizes that are no multiples of 16; and modules of torch."""
+    Engine(make(), ProcessGrid(), CPU)
+    assert "train.fp8" not in caplog.text
+    Engine(make(model={"hidden_size": 24}), ProcessGrid(), CPU)
+    (message,) = [record.getMessage() for record in caplog.records if "train.fp8" in record.getMessage()]
+    assert "no effect on 8 linear layers" in message
+    assert "blocks.1.attention.qkv" in message
+    assert unquantized_layers(nn.Sequential(nn.Linear(16, 16), nn.ReLU())) == ["0"]
+
+
 def test_its_memory_is_predicted() -> None:
     config = make(model={"hidden_size": 256, "seq_length": 128, "num_layers": 4})
     with measure(CPU) as meter:
@@ -106,14 +224,27 @@ def test_its_memory_is_predicted() -> None:
     assert peak == pytest.approx(predict(config, device=CPU)[0].total, rel=0.05)
 
 
+@pytest.mark.parametrize(("schedule", "versions"), [("1f1b", 1), ("2bw", 2)])
+def test_memory_of_the_quantized_weights(schedule: str, versions: int) -> None:
+    """2 bytes for each parameter of a hidden matrix and version, and 4 for each of its rows and columns."""
+    def total(on: bool) -> int:
+        config = make(pipeline={"schedule": schedule}, train={"fp8": on}, model={"num_layers": 4, "hidden_size": 256})
+        return sum(Engine(config, ProcessGrid(), CPU).state.num_bytes().values())
+
+    h = 256
+    assert total(True) - total(False) == versions * 4 * (2 * 12 * h * h + 4 * (4 + 2 + 5 + 5) * h)
+
+
 @pytest.mark.parametrize(("sections", "message"), [
-    ({"train": {"dtype": "fp32"}}, "train.fp8 = .*goes with train.dtype = bf16, not fp32"),
-    ({"parallel": {"tp": 2}}, "train.fp8 = .*ranks of parallel.tp = 2 have not"),
+    ({"train": {"dtype": "fp32"}}, 'train.fp8 = .*requires train.dtype = "bf16", not "fp32"'),
+    ({"parallel": {"tp": 2}}, "train.fp8 = .*not supported with parallel.tp = 2"),
+    ({"parallel": {"dp": 2, "zero": 3}}, "train.fp8 = .*not supported with parallel.zero = 3.*parallel.zero = 2"),
+    ({"memory": {"budget": 2**30}}, "train.fp8 = .*not supported with memory.budget.*memory.budget = 0"),
 ])
 def test_what_it_does_not_go_with(sections: dict[str, dict[str, Any]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(from_mapping({"train": {"dtype": "bf16", "fp8": True} | sections.get("train", {}),
-                              "parallel": sections.get("parallel", {})}), 2)
+                              "parallel": sections.get("parallel", {}), "memory": sections.get("memory", {})}), 2)
 
 
 def test_a_gpu_that_has_no_such_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from hybridpar.ops import fp8, registry
-from hybridpar.ops.fp8 import quantize_rows_fp8, quantize_weight_fp8_
+from hybridpar.ops.fp8 import quantize_fp8, quantize_fp8_weight_
 
-INTERPRETED = registry.report("fp8", "cpu", torch.float32).rejected.get("triton") is None
-GPU = registry.report("fp8", "cuda", torch.bfloat16).rejected.get("triton") is None
+INTERPRETED = registry.report("quantize_fp8", "cpu", torch.float32).rejected.get("triton") is None
+GPU = registry.report("quantize_fp8", "cuda", torch.bfloat16).rejected.get("triton") is None
 BACKENDS = [
     "torch", pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")),
     pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU that has fp8")])]
@@ -32,7 +32,7 @@ def on(x: Tensor, backend: str) -> Tensor:
 
 
 def quantize(x: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    made = quantize_rows_fp8(on(x, backend), backend="torch" if backend == "torch" else "triton")
+    made = quantize_fp8(on(x, backend), backend="torch" if backend == "torch" else "triton")
     return made[0].cpu(), made[1].cpu()
 
 
@@ -64,7 +64,7 @@ def test_fp8_of_every_bfloat16_number(backend: str) -> None:
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for largest in (1.0, 448.0, 1000.0):
         row = torch.cat((x[x.abs() <= largest], torch.full((16,), largest).bfloat16()))[None]
-        got, want = quantize(row, backend), fp8.Passes.quantize_rows_fp8(row)
+        got, want = quantize(row, backend), fp8.Passes.quantize_fp8(row)
         assert_same(got[0], want[0])
         assert torch.equal(got[1], want[1])
     assert len(got[0].view(torch.uint8).unique()) > 200
@@ -74,7 +74,7 @@ def test_fp8_of_every_bfloat16_number(backend: str) -> None:
 def test_fp8_of_zeros_and_of_what_is_not_finite(backend: str) -> None:
     x = draw(5, 48)
     x[0], x[1, 3], x[2, 5], x[3, 7] = 0, torch.inf, torch.nan, -torch.inf
-    got, want = quantize(x, backend), fp8.Passes.quantize_rows_fp8(x)
+    got, want = quantize(x, backend), fp8.Passes.quantize_fp8(x)
     for made, expected in zip(got, want, strict=True):
         assert_same(made, expected)
     assert not (got[0].float() * got[1])[1:4].isfinite().any(1).all()
@@ -90,7 +90,7 @@ def test_fp8_weight_is_quantized_by_rows_and_by_columns(shape: tuple[int, int], 
     placed = on(weight, backend)
     made = [torch.full(s, 3.0, device=placed.device).to(t) for s, t in (
         ((o, i), fp8.FP8), ((o, 1), torch.float32), ((i, o), fp8.FP8), ((i, 1), torch.float32))]
-    quantize_weight_fp8_(placed, *made, backend="torch" if backend == "torch" else "triton")
+    quantize_fp8_weight_(placed, *made, backend="torch" if backend == "torch" else "triton")
     rows, columns = quantize(weight, "torch"), quantize(weight.t(), "torch")
     for got, want in zip(made, (*rows, *columns), strict=True):
         assert_same(got.cpu(), want)
@@ -99,7 +99,7 @@ def test_fp8_weight_is_quantized_by_rows_and_by_columns(shape: tuple[int, int], 
 def test_fp8_shapes_are_checked() -> None:
     x = draw(16, 32)
     with pytest.raises(ValueError, match="x must be"):
-        quantize_rows_fp8(x[0])
-    codes, scale = quantize_rows_fp8(x)
+        quantize_fp8(x[0])
+    codes, scale = quantize_fp8(x)
     with pytest.raises(ValueError, match="do not match weight"):
-        quantize_weight_fp8_(x, codes, scale, codes, scale)
+        quantize_fp8_weight_(x, codes, scale, codes, scale)
