@@ -54,9 +54,9 @@ class TrainConfig:
     tf32: bool = False
     """On a GPU: matrices of fp32 are multiplied in TF32, with 10 bits of mantissa, many times as fast."""
     fp8: bool = False
-    """Multiply hidden matrices in float8 (e4m3, one scale for each row), forward and for gradients of inputs. Gradients
-    of weights stay in bf16. Requires dtype = "bf16" and, on a GPU, compute capability 9.0. The quantized weights take 2
-    bytes per parameter of hidden matrices and live version. It has not run on a GPU; docs/gpu.md estimates its speed."""
+    """Multiply hidden matrices in float8 (e4m3, one scale per row), forward and for gradients of inputs. Gradients of
+    weights stay in bf16. Requires dtype = "bf16" and, on a GPU, compute capability 9.0. The quantized weights take 2
+    bytes per parameter of hidden matrices and live version. Its speed is only estimated so far (docs/gpu.md)."""
     timeout_s: Annotated[float, Within(above=0, most=1e8)] = 60.0
     """Longest wait for another rank before the job is given up; or faults.patience_s, if that is longer."""
     stop_signals: Annotated[tuple[str, ...], _SIGNALS] = ("INT", "TERM", "HUP")
@@ -75,8 +75,8 @@ class TrainConfig:
         if self.fp8 and self.dtype != "bf16":
             yield Problem("train.fp8", "true", f'requires train.dtype = "bf16", not "{self.dtype}"', "false")
         if self.fp8 and config.parallel.tp > 1:
-            yield Problem("train.fp8", "true", f"not supported with parallel.tp = {config.parallel.tp}: a scale belongs "
-                          "to a full row, and tensor parallelism splits rows", "false, or parallel.tp = 1")
+            yield Problem("train.fp8", "true", f"not supported with parallel.tp = {config.parallel.tp}: a scale is "
+                          "that of a full row, and tensor parallelism splits rows", "false, or parallel.tp = 1")
         if self.fp8 and config.parallel.zero == 3 and config.parallel.dp > 1:
             yield Problem("train.fp8", "true", "not supported with parallel.zero = 3, which releases the weights that "
                           "are quantized once a version", "false, or parallel.zero = 2")

@@ -50,7 +50,8 @@ class Fp8Weight:
 def linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, outside of autograd. Shapes: x [.., i], bias [o] -> [.., o]."""
     y = _product(x.reshape(-1, x.shape[-1]), weight.rows, weight.row_scale, bias)
-    shaped: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))  # as in F.linear: not an autograd view
+    shape = (*x.shape[:-1], y.shape[-1])
+    shaped: Tensor = torch.ops.aten._unsafe_view(y, shape)  # as in F.linear: autograd sees no view
     return shaped
 
 

@@ -15,8 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from hybridpar.nn.fp8 import WEIGHT, Fp8Weight
+from hybridpar.nn.fp8 import MULTIPLE, WEIGHT, Fp8Weight
 from hybridpar.nn.linear import ColumnParallelLinear, RowParallelLinear
+
+_LAYERS = ColumnParallelLinear, RowParallelLinear
 
 
 class Fp8Weights:
@@ -55,8 +57,22 @@ class Fp8Weights:
         return [tensor for weights in self._weights for weight in weights for tensor in weight.tensors()]
 
 
+def fp8_parameters(stage: nn.Module) -> set[str]:
+    """Return the names of the hidden matrices of hybridpar's linear layers whose sizes fit fp8 products."""
+    found = set[str]()
+    for name, module in stage.named_modules():
+        if isinstance(module, _LAYERS):
+            placement = module.placements["weight"]
+            if placement.matrices and all(size % MULTIPLE == 0 for size in placement.shape):
+                found.add(f"{name}.weight")
+    return found
+
+
 def unquantized_layers(stage: nn.Module) -> list[str]:
-    """Return the names of linear layers whose products train.fp8 does not change."""
-    kinds = nn.Linear, ColumnParallelLinear, RowParallelLinear
-    return [name for name, module in stage.named_modules()
-            if isinstance(module, kinds) and getattr(module.weight, WEIGHT, None) is None]
+    """Return the names of the linear layers, besides embedding and head, whose products are not in fp8."""
+    found = []
+    for name, module in stage.named_modules():
+        is_hidden = isinstance(module, _LAYERS) and module.placements["weight"].matrices
+        if (is_hidden or isinstance(module, nn.Linear)) and getattr(module.weight, WEIGHT, None) is None:
+            found.append(name)
+    return found

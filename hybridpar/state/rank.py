@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.grid import ProcessGrid
-from hybridpar.nn import fp8
 from hybridpar.nn.init import initialize
 from hybridpar.nn.matmul import FACTORED
 from hybridpar.ops.update import Weights
@@ -23,6 +22,7 @@ from hybridpar.optim import GroupedOptimizer, ParameterSlot, build_optimizer, di
 from hybridpar.state import kinds
 from hybridpar.state.chunks import Buffer, Memory, Use, cut
 from hybridpar.state.compression import Compression
+from hybridpar.state.fp8 import fp8_parameters
 from hybridpar.state.gradients import GradientAccumulator
 from hybridpar.state.host import HostUpdates, HostWork, UpdatedMemory
 from hybridpar.state.kind import Under
@@ -71,7 +71,7 @@ class RankState:
         self.weights = WeightStore(parameters, self.partition, policy.num_versions, self.memory,
                                    predict=policy.predicts, uses=self.uses, splits=policy.splits_weights,
                                    host=UpdatedMemory(self.memory) if policy.on_host else None, hosted=hosted,
-                                   frozen=frozen, fp8=self._fp8_names(policy))
+                                   frozen=frozen, fp8=fp8_parameters(stage) if policy.fp8 else ())
         self.compression = Compression.of(self.partition, self.placements, policy, self.memory)
         factored, absent = (frozenset(),) * 2 if self.compression is None else (
             self.compression.factored, self.compression.absent)
@@ -110,13 +110,6 @@ class RankState:
                          for gradients, views in zip(where, self._owned, strict=True)]
         self._await_copy: Callable[[], object] = lambda: None
         self.memory.seal(self.allocate)
-
-    def _fp8_names(self, policy: StatePolicy) -> set[str]:
-        """Return the hidden matrices whose products are in fp8."""
-        if not policy.fp8:
-            return set()
-        return {name for name, place in self.placements.items()
-                if place.matrices and all(size % fp8.MULTIPLE == 0 for size in place.shape)}
 
     @cached_property
     def whole_slots(self) -> dict[str, ParameterSlot]:

@@ -25,7 +25,8 @@ RUNS = {  # each starts a Python, so they are few
         f"{HERE} and (strides and (not attention or {EACH}) or memory_held and torch.float32 and (5x1030 or 2x64 or "
         f"x5x7 and {EACH}))"]),
     "others": ("tests/ops/test_update.py tests/ops/test_embedding.py tests/ops/test_quantize.py "
-               "tests/ops/test_largest.py tests/ops/test_sparse.py tests/ops/test_fp8.py tests/kernels/interpreted.py", [
+               "tests/ops/test_largest.py tests/ops/test_sparse.py tests/ops/test_fp8.py "
+               "tests/kernels/interpreted.py", [
         "test_update and triton and not cuda and not bfloat16 and (torch.float16-False-nadamw or "
         "float64-None-True-first or float16-True or directions or extrapolation or square or autograd)",
         "test_update and triton and not cuda and any_address and 3-triton",

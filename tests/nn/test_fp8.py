@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -16,11 +17,16 @@ from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import measure, predict
+from hybridpar.models.build import build_blocks
 from hybridpar.nn import fp8
 from hybridpar.nn.fp8 import Fp8Weight
+from hybridpar.nn.placement import ParallelModule
+from hybridpar.pipeline.run.stage import Stage
+from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.fp8 import unquantized_layers
 from hybridpar.train.engine import Engine
 from hybridpar.train.launch import set_precision
+from hybridpar.train.policy import BatchPolicy
 from hybridpar.validate import resolve
 
 CPU = torch.device("cpu")
@@ -127,17 +133,17 @@ LIVES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
                                   "optim": {"clip_grad": 0.0}}),
     "predicted weights": (2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "2bw"},
                               "optim": {"staleness": "prediction"}}),
-    "V": (2, {"parallel": {"pp": 2}, "pipeline": {"placement": "v", "schedule": "interleaved", "chunks": 2}}),
+    "V": (2, {"model": {"num_layers": 6}, "parallel": {"pp": 2},
+              "pipeline": {"placement": "v", "split_backward": True, "num_microbatches": 4}}),
     "ZeRO-1": (2, {"parallel": {"dp": 2, "zero": 1}}),
     "ZeRO-2": (2, {"parallel": {"dp": 2, "zero": 2}}),
     "host optimizer": (1, {"memory": {"host_optimizer": True}}),
-    "skipped steps": (1, {"optim": {"lr": 1e30, "clip_grad": 1e-3}}),
 }
 
 
 @pytest.mark.parametrize("name", LIVES)
 def test_weights_quantized_once_a_version_are_those_quantized_in_each_product(name: str) -> None:
-    """To the bit, over steps, an evaluation, and a resume from the state of another run."""
+    """To the bit, over steps, skipped ones too, evaluations, loaded states, and new starting values."""
     size, sections = LIVES[name]
     lives = run_ranks(two_lives, size, sections) if size > 1 else [two_lives(sections)]
     for (losses, weights, products, refreshed), (expected, same, *_) in lives:
@@ -167,13 +173,11 @@ def life(sections: dict[str, dict[str, Any]], anew: bool) -> tuple[list[float], 
         refreshed += 1
         refresh(weight)
 
-    def start() -> Engine:
-        torch.manual_seed(0)
-        return Engine(config, ProcessGrid(dp=parallel.dp, pp=parallel.pp), CPU)
-
-    engine = start()
-    owners = {id(weight.columns if turned else weight.rows): weight for engine_ in [engine]
-              for weights in engine_.state.weights.fp8._weights for weight in weights for turned in (False, True)}
+    engine = Engine(config, ProcessGrid(dp=parallel.dp, pp=parallel.pp), CPU)
+    assert engine.state.weights.fp8 is not None
+    owners: dict[int, Fp8Weight] = {}
+    for weight in chain.from_iterable(engine.state.weights.fp8._weights):
+        owners |= {id(weight.rows): weight, id(weight.columns): weight}
 
     def multiplied(a: Tensor, b: Tensor, *others: Any) -> Tensor:
         nonlocal products
@@ -185,6 +189,9 @@ def life(sections: dict[str, dict[str, Any]], anew: bool) -> tuple[list[float], 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fp8Weight, "refresh", counted)
         patch.setattr(fp8, "_product", multiplied)
+        factor = BatchPolicy.factor
+        patch.setattr(BatchPolicy, "factor",
+                      lambda policy, batch, result: None if batch % 4 == 1 else factor(policy, batch, result))
         loader = SyntheticLoader(config.model, 4, engine.sizes.num_microbatches, engine.grid.dp.rank,
                                  engine.grid.dp.size)
 
@@ -202,6 +209,47 @@ def life(sections: dict[str, dict[str, Any]], anew: bool) -> tuple[list[float], 
         engine.state.initialize(5)
         losses += engine.evaluate(loader, 1).values()
     return losses, {key: tensor.float().sum().item() for key, tensor in saved.items()}, products, refreshed
+
+
+def test_frozen_weights_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make(pipeline={"schedule": "2bw"})
+    blocks = build_blocks(config.model, ProcessGrid().tp, range(4), dtype=torch.bfloat16)
+    for module in blocks[1].modules():
+        if isinstance(module, ParallelModule):
+            module.placements = {n: replace(p, trainable=False) for n, p in module.placements.items()}
+    for parameter in blocks[1].parameters():
+        parameter.requires_grad_(requires_grad=False)
+    state = RankState(Stage(blocks), ProcessGrid(), StatePolicy.of(config, 2, 1), CPU)
+    refreshed, refresh = list[int](), Fp8Weight.refresh
+
+    def counted(weight: Fp8Weight) -> None:
+        refreshed.append(id(weight))
+        refresh(weight)
+
+    monkeypatch.setattr(Fp8Weight, "refresh", counted)
+    state.initialize(1)
+    assert state.weights.fp8 is not None
+    *trained_weights, frozen = state.weights.fp8._weights
+    assert [len(weights) for weights in (*trained_weights, frozen)] == [4, 4, 4]
+
+    def bind() -> None:
+        state.weights.bind(state.weights.newest)
+        slot = state.weights.slot(state.weights.newest)
+        for weight in (*trained_weights[slot], *frozen):
+            for got, want in zip(weight.tensors(), quantized(weight.weight).tensors(), strict=True):
+                assert torch.equal(got.float(), want.float())
+
+    for _ in range(3):
+        bind()
+        state.begin(state.weights.newest)
+        state.update(state.weights.newest, lr=0.1, factor=1.0)
+    assert [refreshed.count(id(weight)) for weight in frozen] == [1] * 4
+    saved = {key: tensor.clone() for key, tensor in state.tensors().items()}
+    state.initialize(2)
+    bind()
+    state.load(saved, [2, 3], 3)
+    bind()
+    assert [refreshed.count(id(weight)) for weight in frozen] == [3] * 4
 
 
 def test_layers_that_stay_in_bf16_are_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
