@@ -41,6 +41,7 @@ def test_names_and_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("change", "message"), [
     (('"a100-80gb"', '"a200"'), "device = 'a200': must be one of v100-16gb"),
+    (('"a100-80gb"', '"l40s"'), "or a table of any other: { tflops = .., memory_gib = .., memory_gb_per_s = .. }"),
     (('"a100-80gb"', "{ tflops = 1, memory_gib = 1.5, memory_gb_per_s = 9 }"), "memory_gib = 1.5: must be above"),
     (('"nvlink3"', '"wire"'), "inner = 'wire': must be one of nvlink2"),
     (("servers = 2", "servers = -2"), "servers = -2: must be positive"),
