@@ -11,13 +11,17 @@ Micro-batches are of one kind if they run on the same buffer of weights and writ
 both or neither are the first of their batch, which overwrites. Only one micro-batch at a time is between its F and its
 B, so all kinds share memory. In a pipeline several are: each then has a place, with memory and graphs of its own.
 Graphs run on a stream of their own, as torch needs. Communication of tensor parallelism is recorded, too.
+
+A capture does not wait for the device (see capture.py). If one fails, its cause is logged, and this rank runs kernel by
+kernel from then on, to the same numbers. Stages may differ in that, since transfers between them are in no graph. Ranks
+of tp may not, as NCCL wants a collective captured on all ranks or on none: they agree on every capture.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,11 +30,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
+from hybridpar.comm import all_reduce
 from hybridpar.config import Config, ModelConfig
-from hybridpar.grid import Traffic
+from hybridpar.grid import Axis, Traffic
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.pipeline.plan.offload import num_away
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.run.capture import capture, first_cause
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.random import RandomKey
 
@@ -44,6 +50,7 @@ class Gradients(Protocol):
 
     def buffer_index(self, batch: int) -> int: ...
     def missing(self, index: int) -> set[str]: ...
+    def renew(self, index: int, names: Iterable[str]) -> None: ...
 
 
 Kind = tuple[int, int, bool]
@@ -51,17 +58,16 @@ Buckets = Sequence[Collection[str]]
 
 
 def recorder(config: Config, stage: Stage, gradients: Gradients, device: torch.device,
-             buckets: Buckets, traffic: Traffic, rank: int | None = None) -> MicroBatchGraphs | None:
-    """The recorder of a job's micro-batches on a GPU; None, and a line in the log, if they cannot be recorded.
+             buckets: Buckets, tp: Axis, rank: int | None = None) -> MicroBatchGraphs | None:
+    """Return the recorder of a job's micro-batches on a GPU; None, and a line in the log, if they cannot be recorded.
 
-    traffic: over tp. rank: of the pipeline.
+    rank: of the pipeline.
     """
     if reason := unsupported(config, rank):
         _log.info("micro-batches run without CUDA graphs: %s", reason)
         return None
     parallel = config.parallel
-    return MicroBatchGraphs(stage, gradients, config.pipeline.num_microbatches, device, buckets, parallel.pp,
-                            traffic if parallel.tp > 1 else None)
+    return MicroBatchGraphs(stage, gradients, config.pipeline.num_microbatches, device, buckets, parallel.pp, tp)
 
 
 def unsupported(config: Config, rank: int | None = None) -> str | None:
@@ -129,23 +135,27 @@ class MicroBatchGraphs:
     """Runs the forward and backward passes of `stage` into `gradients`.
 
     buckets: parameters that are summed over replicas together, if sums may begin before a backward is over.
-    num_places: micro-batches in flight that have memory of their own; others are not replayed.
-    traffic: of the axis on which the stage communicates; None: it does not.
+    num_places: micro-batches in flight that have memory of their own; others are not replayed. More than one: the rank
+    has neighbours, whose messages it may wait for.
+    tp: the axis on which the stage communicates; None: it does not.
     """
 
     def __init__(self, stage: Stage, gradients: Gradients, num_microbatches: int, device: torch.device,
-                 buckets: Buckets = (), num_places: int = 1, traffic: Traffic | None = None):
+                 buckets: Buckets = (), num_places: int = 1, tp: Axis | None = None):
         self._stage, self._gradients, self._m, self._buckets = stage, gradients, num_microbatches, buckets
-        self._traffic = traffic
+        self._tp = tp or Axis("tp")
         self._stream, self._pools = torch.cuda.Stream(device), [
             torch.cuda.graph_pool_handle() for _ in range(num_places)]
         self._beside = torch.cuda.Stream(device)  # where sums begin
         self._seen: set[Kind] = set()
         self._recorded: dict[tuple[Kind, int], _Recorded] = {}  # by place
         self._flight: dict[int, _Recorded] = {}  # by micro-batch
+        self._newest: torch.cuda.CUDAGraph | None = None  # kept if its capture fails: see `capture`
         self._works = True
         self.num_replayed = 0
         """Micro-batches replayed so far."""
+        self.num_captures = 0
+        """Captures so far, failed ones among them."""
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -172,11 +182,10 @@ class MicroBatchGraphs:
             self._seen.add(kind)
             return None
         if (recorded := self._recorded.get((kind, place))) is None:
-            try:
-                recorded = self._recorded[kind, place] = self._record_forward(place, x, batch, key)
-            except RuntimeError as error:
-                self._give_up(error)
+            recorded = self._attempt(lambda: self._record_forward(place, x, batch, key))
+            if recorded is None:
                 return None
+            self._recorded[kind, place] = recorded
         elif any(one.shape != recorded.inputs[name].shape for name, one in batch.items()):
             return None
         else:
@@ -194,13 +203,8 @@ class MicroBatchGraphs:
         missing = frozenset(self._gradients.missing(buffer))
         recorded.start.copy_(gradient)
         if recorded.backward is None:
-            try:
-                self._record_backward(recorded, buffer)
-            except RuntimeError as error:
-                if self._traffic is not None:
-                    raise  # the others do not run their forwards again
-                self._give_up(error)
-                self._gradients.missing(buffer).update(missing)
+            if not self._works or self._attempt(lambda: self._record_backward(recorded)) is None:
+                self._gradients.renew(buffer, missing)
                 return self._run_again(recorded)
             recorded.missing, recorded.written = missing, missing - self._gradients.missing(buffer)
         else:
@@ -222,33 +226,55 @@ class MicroBatchGraphs:
         return slot, self._gradients.buffer_index(number // self._m), number % self._m == 0
 
     def _count(self, calls: Traffic) -> None:
-        if self._traffic is not None:
-            self._traffic.calls.update(calls.calls)
-            self._traffic.num_bytes.update(calls.num_bytes)
+        self._tp.traffic.calls.update(calls.calls)
+        self._tp.traffic.num_bytes.update(calls.num_bytes)
 
     @contextmanager
     def _counting(self, calls: Traffic) -> Iterator[None]:
-        """Notes in `calls` the communication meanwhile."""
-        if (traffic := self._traffic) is None:
-            yield
-            return
+        """Note in `calls` the communication meanwhile; forget it if an exception ends it, as none of it happens."""
+        traffic = self._tp.traffic
         before = traffic.calls.copy(), traffic.num_bytes.copy()
-        yield
+        try:
+            yield
+        except BaseException:
+            traffic.calls, traffic.num_bytes = before
+            raise
         calls.calls, calls.num_bytes = traffic.calls - before[0], traffic.num_bytes - before[1]
+
+    def _attempt(self, record: Callable[[], _Recorded]) -> _Recorded | None:
+        """Return what `record` captures; None, on all ranks of tp alike, if a capture failed on one of them."""
+        self.num_captures += 1
+        if len(self._pools) == 1:  # what PyTorch's cache keeps is room for the graph
+            torch.cuda.empty_cache()  # waits for the device, which a rank that has posted receives must not
+        failure: RuntimeError | None = None
+        recorded = None
+        try:
+            recorded = record()
+        except RuntimeError as error:
+            failure = error
+        num_failed = int(failure is not None)
+        if self._tp.size > 1:
+            num_failed = int(all_reduce(torch.tensor(num_failed, device=self._stream.device), self._tp))
+        if num_failed:
+            self._give_up(failure)
+            return None
+        return recorded
 
     def _record_forward(self, place: int, x: Tensor | None, batch: MicroBatch, key: RandomKey | None) -> _Recorded:
         inputs = {name: one.clone() for name, one in batch.items()}
         x = None if x is None else x.detach().clone().requires_grad_()
         key = None if key is None else RandomKey(key.seed, key.counter.clone())
-        graph, calls = torch.cuda.CUDAGraph(), Traffic()
-        with self._recording(graph, place), self._counting(calls):
+        calls = Traffic()
+        graph = self._newest = torch.cuda.CUDAGraph()
+        with self._counting(calls), self._recording(graph, place):
             out, total = self._run(x, inputs, key)
         out = out.detach() if isinstance(out, Tensor) else {name: loss.detach() for name, loss in out.items()}
         return _Recorded(place, x, inputs, key, graph, out, get_gradient_edge(total), torch.empty_like(total), calls)
 
-    def _record_backward(self, recorded: _Recorded, buffer: int) -> None:
-        edge, on_final, graph = recorded.edge, self._gradients.on_final, torch.cuda.CUDAGraph()
+    def _record_backward(self, recorded: _Recorded) -> _Recorded:
+        edge, on_final = recorded.edge, self._gradients.on_final
         assert edge is not None
+        graph = self._newest = torch.cuda.CUDAGraph()
         recorded.edge = None  # what it keeps is the recording's from now on
         left = {name: names for names in map(set, self._buckets) for name in names}
 
@@ -263,24 +289,28 @@ class MicroBatchGraphs:
 
         self._gradients.on_final = report
         try:
-            with self._recording(graph, recorded.place), self._counting(recorded.back_calls):
+            with self._counting(recorded.back_calls), self._recording(graph, recorded.place):
                 recorded.made = self._run_back(recorded, edge)
         finally:
             self._gradients.on_final = on_final
         recorded.backward = graph
         _log.debug("recorded a micro-batch as CUDA graphs")
+        return recorded
 
-    def _recording(self, graph: torch.cuda.CUDAGraph, place: int) -> torch.cuda.graph:
-        # other threads, which may be saving, go on
-        return torch.cuda.graph(graph, pool=self._pools[place], stream=self._stream, capture_error_mode="thread_local")
+    def _recording(self, graph: torch.cuda.CUDAGraph, place: int) -> AbstractContextManager[None]:
+        return capture(graph, self._pools[place], self._stream)
 
-    def _give_up(self, error: RuntimeError) -> None:
+    def _give_up(self, failure: RuntimeError | None) -> None:
+        """Run kernel by kernel from now on; micro-batches in flight keep what they were replayed with."""
         self._works = False
-        torch.cuda.synchronize(self._stream.device)
-        _log.warning("micro-batches run without CUDA graphs, as one could not be recorded: %s",
-                     str(error).splitlines()[0])
+        self._recorded.clear()
+        why = "on another rank of tp" if failure is None else _describe(first_cause(failure))
+        _log.warning("micro-batches run without CUDA graphs from now on, as a capture failed: %s", why)
 
     def _run_again(self, recorded: _Recorded) -> Tensor | None:
+        """Run a micro-batch kernel by kernel, forward for the second time, on the inputs that its place holds."""
+        if recorded.x is not None:
+            recorded.x.grad = None  # that of a capture that failed
         _, total = self._run(recorded.x, recorded.inputs, recorded.key)
         return self._run_back(recorded, get_gradient_edge(total))
 
@@ -296,3 +326,8 @@ class MicroBatchGraphs:
             return None
         made, x.grad = x.grad, None
         return made
+
+
+def _describe(error: BaseException) -> str:
+    """Return the first line of an error, after its type."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

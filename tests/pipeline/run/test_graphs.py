@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from dataclasses import dataclass, replace
+from io import StringIO
+from logging import StreamHandler, getLogger
 from typing import Any
 
+import fake_cuda
 import pytest
 import torch
+from fake_cuda import Event, Graph
 from ranks import run_ranks
 from torch import Tensor
-from torch._C._distributed_c10d import Work
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.grid import ProcessGrid, Traffic
+from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.pipeline.run import graphs
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs, recorder, unsupported
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.state.chunks import Buffer
@@ -96,12 +98,12 @@ def test_what_is_replayed_takes_nothing_from_python(name: str, monkeypatch: pyte
     """The same on the CPU, by graphs that run again the operators that they saw: with the tensors of then."""
     config = make(**SETTINGS[name] | {"kernels": {}})
     expected_losses, expected = train(Engine(config, ProcessGrid(), CPU))
-    stand_in(monkeypatch)
+    fake_cuda.install(monkeypatch)
     engine = Engine(config, ProcessGrid(), CPU)
-    graphs = engine.executor.graphs = MicroBatchGraphs(
+    recording = engine.executor.graphs = MicroBatchGraphs(
         engine.stage, engine.state.gradients, config.pipeline.num_microbatches, CPU)
     losses, weights = train(engine)
-    assert graphs.num_replayed > 0
+    assert recording.num_replayed > 0
     assert losses == expected_losses
     for key, weight in expected.items():
         assert torch.equal(weights[key], weight), key
@@ -136,7 +138,7 @@ def replicas(replay: bool) -> tuple[list[float], int, list[float]]:
         patch.setattr(FlatLayout, "buckets", lambda self, num_bytes, *group: buckets(self, 2**14, *group))
         engine = Engine(config, grid, CPU)
         if replay:
-            stand_in(patch)
+            fake_cuda.install(patch)
             patch.setattr(GradientReducer, "_start", start_checked)
             Event.watched = engine.state.gradients.buffers[0]
             engine.executor.graphs = MicroBatchGraphs(
@@ -147,124 +149,107 @@ def replicas(replay: bool) -> tuple[list[float], int, list[float]]:
     return losses, engine.executor.graphs.num_replayed if engine.executor.graphs else 0, num_final
 
 
-@pytest.mark.parametrize("sections", [
-    {"parallel": {"tp": 2, "sequence": True}},
-    {"parallel": {"pp": 2}, "pipeline": {"schedule": "2bw", "recompute": "all"}},
-], ids=["tp", "pp"])
-def test_ranks_of_a_grid_replay_what_they_compute_and_send(sections: dict[str, dict[str, Any]]) -> None:
-    """To the bit, with as many messages."""
-    expected = run_ranks(a_grid, 2, sections, False)
-    for (*plain, _), (*same, num_replayed) in zip(expected, run_ranks(a_grid, 2, sections, True), strict=True):
-        assert same == plain
-        assert num_replayed >= 9  # of 15: with two buffers of both there are many kinds
+TP = {"parallel": {"tp": 2, "sequence": True}}
+PP = {"parallel": {"pp": 2}, "pipeline": {"schedule": "2bw", "recompute": "all"}}
+Sections = dict[str, dict[str, Any]]
 
 
-def a_grid(sections: dict[str, dict[str, Any]], replay: bool) -> tuple[list[float], dict[str, int], list[float], int]:
-    """Losses of 5 batches, calls over tp, sums of the weights; and how many micro-batches were replayed."""
+@dataclass(frozen=True)
+class Trained:
+    """What a rank has trained: losses of 5 batches, sums of the weights, calls over tp; and how it was captured."""
+
+    losses: list[float]
+    sums: list[float]
+    calls: dict[str, int]
+    num_replayed: int = 0
+    num_captures: int = 0
+    log: str = ""
+
+
+@pytest.mark.parametrize("sections", [TP, PP], ids=["tp", "pp"])
+def test_ranks_of_a_grid_replay_what_they_compute_and_send(sections: Sections) -> None:
+    """To the bit, with as many messages, but for one sum over tp for each capture."""
+    plain = run_ranks(train_grid, 2, sections, False)
+    for expected, found in zip(plain, run_ranks(train_grid, 2, sections, True), strict=True):
+        assert (found.losses, found.sums) == (expected.losses, expected.sums)
+        agreed = {"all_reduce": found.num_captures} if "tp" in sections["parallel"] else {}
+        assert found.calls == Counter(expected.calls) + Counter(agreed)
+        assert found.num_replayed >= 9  # of 15: with two buffers of both there are many kinds
+
+
+def train_grid(sections: Sections, replay: bool, broken: tuple[int, int] | None = None,
+               synchronizes: bool = False) -> Trained:
+    """Train on a grid of 2 ranks.
+
+    Args:
+        broken: a rank, and which of its captures breaks in the middle.
+        synchronizes: captures with torch.cuda.graph.
+    """
     config = make(**sections | {"kernels": {}, "model": {"dropout": 0.1, "attention_dropout": 0.1}})
     grid = ProcessGrid(tp=config.parallel.tp, pp=config.parallel.pp)
+    lines = StringIO()
+    handler = StreamHandler(lines)
+    getLogger("hybridpar.pipeline.run.graphs").addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         engine = Engine(config, grid, CPU)
         if replay:
-            stand_in(patch)
+            fake_cuda.install(patch, f"{sections}{broken}")
             parallel, (stage,) = config.parallel, engine.executor.stages.values()
             engine.executor.graphs = MicroBatchGraphs(
-                stage[0], engine.state.gradients, engine.sizes.num_microbatches, CPU, (), parallel.pp,
-                grid.tp.traffic if parallel.tp > 1 else None)
+                stage[0], engine.state.gradients, engine.sizes.num_microbatches, CPU, (), parallel.pp, grid.tp)
+        if broken is not None and grid.world.rank == broken[0]:
+            Graph.breaks = lambda capture, operator: (capture, operator) == (broken[1], 20)
+        if synchronizes:
+            patch.setattr(graphs, "capture", lambda graph, pool, stream: torch.cuda.graph(
+                graph, pool, stream, capture_error_mode="thread_local"))
         losses: list[float] = []
         engine.train(SyntheticLoader(config.model, 2, engine.sizes.num_microbatches), 5,
                      lambda step: losses.append(step.loss))
+        if replay:
+            assert not Graph.allocator.underway, "the allocator still routes to the pool of a capture"
+            failures = 0 if broken is None or grid.world.rank != broken[0] else 1
+            assert sum(Graph.allocator.pools.values()) == Graph.number - failures
+    getLogger("hybridpar.pipeline.run.graphs").removeHandler(handler)
     sums = [float(x.double().sum()) for x in engine.state.tensors().values()]
-    return losses, dict(grid.tp.traffic.calls), sums, engine.executor.graphs.num_replayed if replay else 0
+    recorder = engine.executor.graphs
+    found = Trained(losses, sums, dict(grid.tp.traffic.calls))
+    return found if recorder is None else replace(
+        found, num_replayed=recorder.num_replayed, num_captures=recorder.num_captures, log=lines.getvalue())
 
 
-class Event:
-    """torch.cuda.Event, which a replay records where a graph has it: it sees what `watched` holds then."""
-
-    watched: Buffer
-    awaited: Event | None = None
-    """By the stream that is current."""
-
-    def __init__(self, external: bool):
-        assert external, "an event of a capture alone"
-
-    def record(self) -> None:
-        assert Graph.recording is not None
-        Graph.recording.calls.append((self.see, (), {}, None))
-
-    def see(self) -> None:
-        self.seen = self.watched.tensors[0].clone()
+BROKEN = {"tp": (TP, (1, 2, 3, 4)), "pp": (PP, (1, 2, 4)), "pp-1f1b": (PP | {"pipeline": {}}, (2, 3, 4))}
+"""Settings, and which captures of the second rank break: forwards and backwards, before and after others have worked.
+"""
 
 
-class Graph(TorchDispatchMode):
-    """What torch.cuda.CUDAGraph is on a GPU: nothing has happened when recording ends; replay does it."""
-
-    recording: Graph | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-        self._written: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for argument, x in zip(op._schema.arguments, args, strict=False):
-            if argument.is_write:
-                self._written += [(y, y.clone()) for y in tree_leaves(x)]
-        out = op(*args, **kwargs)
-        self.calls.append((op, args, kwargs, out))
-        return out
-
-    @torch.no_grad()
-    def end(self) -> None:
-        for x, before in reversed(self._written):
-            x.data.copy_(before)  # no new version for autograd
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        opaque: dict[int, Tensor] = {}  # oneDNN's, which nothing can be copied into
-        for op, args, kwargs, out in self.calls:
-            args, kwargs = tree_map(lambda x: opaque.get(id(x), x), (args, kwargs))
-            held = {storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-            for x, new in zip(tree_leaves(out), tree_leaves(op(*args, **kwargs)), strict=True):
-                if isinstance(new, torch.ScriptObject):  # communication
-                    Work.unbox(new).wait()
-                elif isinstance(x, Tensor) and x.layout is not torch.strided:
-                    opaque[id(x)] = new
-                elif isinstance(x, Tensor) and storage(x) not in held:
-                    x.data.copy_(new)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_capture_that_fails_on_one_rank_is_undone(name: str) -> None:
+    """All go on to the same bits."""
+    sections, numbers = BROKEN[name]
+    ranks = run_ranks(train_broken, 2, sections, numbers)
+    for expected, *found in ranks:
+        for one in found:
+            assert (one.losses, one.sums) == (expected.losses, expected.sums)
+    for number, first, second in zip(numbers, ranks[0][1:], ranks[1][1:], strict=True):
+        assert "RuntimeError: CUDA error: operation not permitted when stream is capturing" in second.log
+        assert "previous error" not in second.log
+        assert second.num_captures == number
+        assert ("on another rank of tp" in first.log) == (name == "tp")
+        assert (first.num_captures == number) == (name == "tp")
 
 
-def storage(x: Tensor) -> int | None:
-    return x.untyped_storage().data_ptr() if x.layout is torch.strided else None
+def train_broken(sections: Sections, numbers: tuple[int, ...]) -> list[Trained]:
+    """Train without graphs, and with each of these captures broken on rank 1."""
+    return [train_grid(sections, False), *(train_grid(sections, True, (1, number)) for number in numbers)]
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def record(graph: Graph, **options: object) -> Iterator[None]:
-        Graph.recording = graph
-        with graph:
-            yield
-        graph.end()
-
-    class Stream:
-        device = CPU
-
-        def __init__(self, device: torch.device = CPU) -> None: ...
-        def wait_stream(self, other: Stream) -> None: ...
-
-        def wait_event(self, event: Event) -> None:
-            Event.awaited = event
-
-    @contextmanager
-    def stream(stream: Stream) -> Iterator[None]:
-        Event.awaited = None
-        yield
-        Event.awaited = None
-
-    for name, value in {"Stream": Stream, "current_stream": Stream, "stream": stream, "CUDAGraph": Graph,
-                        "graph": record, "Event": Event, "graph_pool_handle": lambda: None}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw"])
+def test_a_capture_that_synchronizes_the_device_stands_still(schedule: str) -> None:
+    """The stand-in waits for posted receives as NCCL's do; torch.cuda.graph, with which we captured once, waits so."""
+    sections = {"parallel": {"pp": 2}, "pipeline": {"schedule": schedule, "num_microbatches": 4}}
+    assert all(found.num_replayed > 0 for found in run_ranks(train_grid, 2, sections, True))
+    with pytest.raises(Exception, match="Deadlock"):
+        run_ranks(train_grid, 2, sections, True, None, True)
 
 
 @pytest.mark.parametrize(("sections", "reason"), [
@@ -297,5 +282,5 @@ def test_ranks_that_keep_their_activations_are_recorded() -> None:
 def test_says_why_nothing_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
     no_gradients = GradientAccumulator(FlatLayout([], [], torch.float32))
     with caplog.at_level("INFO"):
-        assert recorder(make(parallel={"tp": 2}), Stage({}), no_gradients, CUDA, [], Traffic()) is None
+        assert recorder(make(parallel={"tp": 2}), Stage({}), no_gradients, CUDA, [], Axis("tp")) is None
     assert "without CUDA graphs: with pp or tp they have not run on a GPU" in caplog.text

@@ -1,0 +1,67 @@
+"""Captures work on a GPU as a CUDA graph without waiting for the device, and undoes a capture that fails.
+
+`torch.cuda.graph` first synchronizes the device and empties the allocator's cache, whose cudaFree synchronizes it too.
+A rank of a pipeline must do neither: its posted NCCL receives are kernels that wait for their senders, and a sender
+that captures as well would wait for its own receives. `capture` leaves both out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Capture in `graph` what is launched on `stream` meanwhile; memory comes from `pool`.
+
+    Only what this thread does can break the capture, so other threads may save or copy meanwhile.
+    After an exception the allocator and the generator are as before the capture. `graph` then must be kept, unused: the
+    allocator of pinned memory may ask it whether a stream belongs to its capture.
+
+    Args:
+        graph: a new graph.
+        pool: a `torch.cuda.graph_pool_handle()`.
+        stream: not the default stream of its device.
+    """
+    with torch.cuda.stream(stream):
+        try:
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                with suppress(RuntimeError):  # which only says that the capture has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        except BaseException:
+            _undo(pool, stream.device)
+            raise
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """Return the exception that came first; later ones only say that a capture has failed."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def _undo(pool: Any, device: torch.device) -> None:
+    """Make the allocator and the generator forget a capture.
+
+    If CUDA refuses to end a capture, `capture_end` throws before it tells the allocator. The allocator would go on to
+    look at the pool for every allocation, defer every free that waits for an event, and count the pool as in use.
+    """
+    index = device.index or 0
+    try:
+        torch._C._cuda_endAllocateToPool(index, pool)
+    except RuntimeError:
+        pass  # the capture had not begun, or capture_end has told the allocator, and the graph releases the pool
+    else:
+        torch._C._cuda_releasePool(index, pool)
+    for generator in torch.cuda.default_generators[index : index + 1]:
+        # a failed capture leaves its mark in the state; a copy has none
+        generator.graphsafe_set_state(generator.clone_state())

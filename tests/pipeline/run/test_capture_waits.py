@@ -1,0 +1,59 @@
+"""Which plans a capture that waits would bring to a stand, on ranks whose receives are kernels that wait."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+from device_model import Wait, captures, stuck
+
+from hybridpar.pipeline.plan.action import Kind, Plan
+from hybridpar.pipeline.plan.check import check
+from hybridpar.pipeline.plan.passes import make_plan
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
+
+ROOT = Path(__file__).parents[3]
+GALLERY = runpy.run_path(str(ROOT / "scripts" / "schedule_gallery.py"))
+
+
+def gallery_plan(title: str, p: int, m: int) -> tuple[Plan, Schedule, Sizes]:
+    """Four batches of a plan of docs/all_schedules.md."""
+    (name, options), = [(name, options) for other, name, options in GALLERY["SCHEDULES"] if other == title]
+    schedule = make_schedule(name, **options)
+    sizes = GALLERY["sizes_for"](options, name, p, m)
+    return GALLERY["plan_for"](schedule, sizes, 4), schedule, sizes
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 8), (4, 13)])
+@pytest.mark.parametrize("title", [title for title, _, _ in GALLERY["SCHEDULES"]])
+def test_no_plan_of_the_gallery_stands_still_where_a_capture_does_not_wait(title: str, p: int, m: int) -> None:
+    """Or waits for the stream that computes, as ranks of tp do to agree."""
+    plan, schedule, sizes = gallery_plan(title, p, m)
+    window = check(plan, sizes, schedule).send_window
+    for rank, actions in plan.items():
+        assert captures(actions, schedule, sizes, rank, p), "nothing is captured"
+    assert stuck(plan, schedule, sizes, Wait.NOTHING, window=window) == {}
+    assert stuck(plan, schedule, sizes, Wait.STREAM, window=window) == {}
+
+
+@pytest.mark.parametrize(("name", "p", "stands_still"), [
+    ("1f1b", 2, True), ("gpipe", 2, True), ("2bw", 2, True), ("1f1b", 4, True), ("gpipe", 4, False), ("2bw", 4, True)])
+def test_a_capture_that_waits_for_the_device_stands_still(name: str, p: int, stands_still: bool) -> None:
+    """As captures with torch.cuda.graph do, which first synchronizes the device."""
+    schedule, sizes = make_schedule(name), Sizes(p, 2 * p)
+    plan = make_plan(schedule, sizes, 0, 4)
+    left = stuck(plan, schedule, sizes, Wait.DEVICE)
+    assert sorted(left) == (list(range(p)) if stands_still else [])
+
+
+def test_the_device_model_finds_what_stands_still_on_a_device() -> None:
+    """The first rank sends its first activation behind the backward that follows from it."""
+    schedule, sizes = make_schedule("1f1b"), Sizes(2, 4)
+    plan = {rank: list(actions) for rank, actions in make_plan(schedule, sizes).items()}
+    assert stuck(plan, schedule, sizes, Wait.NOTHING) == {}
+    sent = next(action for action in plan[0] if action.kind is Kind.SEND_F)
+    late = next(action for action in plan[0] if action.kind is Kind.B)
+    plan[0].remove(sent)
+    plan[0].insert(plan[0].index(late) + 1, sent)
+    assert sorted(stuck(plan, schedule, sizes, Wait.NOTHING)) == [0, 1]
