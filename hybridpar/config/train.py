@@ -48,9 +48,11 @@ class TrainConfig:
     keep_memory: bool = True
     """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
     cuda_graphs: bool = True
-    """On a GPU: micro-batches of GPT and BERT are recorded and replayed; others run kernel by kernel."""
+    """On a GPU: capture micro-batches as CUDA graphs and replay them. Micro-batches of other shapes, and models whose
+    forward cannot be captured, run kernel by kernel."""
     graph_grids: bool = False
-    """CUDA graphs with several stages or tensor parallelism, too. This has not run on a GPU."""
+    """Use CUDA graphs with pipelines (virtual stages and V schedules among them) and tensor parallelism, too. Off by
+    default, as this has run with stand-ins for a GPU only, not on a GPU."""
     tf32: bool = False
     """On a GPU: matrices of fp32 are multiplied in TF32, with 10 bits of mantissa, many times as fast."""
     fp8: bool = False

@@ -14,6 +14,7 @@ from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
 from hybridpar.pipeline.plan.send_window import min_send_window
 from hybridpar.pipeline.plan.shared import SharedTiers
 from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.pipeline.run.graphs import num_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def walk(actions: Iterable[Action], footprints: Mapping[int, Sequence[Footprint]
                   anew or footprints, send_window or min_send_window(sizes.num_ranks))
     for action in actions:
         found.follow(action)
-    pools = min(found.at_once, sizes.num_ranks) * found.pool
+    pools = sum(min(at_once, found.num_places) for at_once in found.at_once.values()) * found.pool
     return replace(found.most, graphs=max(0, pools + found.beside - found.num_bytes))
 
 
@@ -101,7 +102,7 @@ class _Walk:
         self._footprints, self._state, self._m = footprints, state, sizes.num_microbatches
         self._anew, self._made = anew, set[tuple[int, int, int]]()  # what an I has made gradients for
         self._filled = set[int]()  # items that have gradients
-        self._last, self._places = sizes.num_stages - 1, sizes.num_ranks
+        self._last, self.num_places = sizes.num_stages - 1, num_places(sizes.num_ranks, sizes.chunks)
         self._shared = None if state.items is None else SharedTiers(state.items)
         self._in_flight = self._kept = self._inputs = self._posted = 0
         self._sent = 0  # of sends that have not been waited for
@@ -111,7 +112,8 @@ class _Walk:
         self._sends: deque[int] = deque(maxlen=send_window)
         self.num_bytes = 0  # of the most
         self.pool = self.beside = 0  # of one micro-batch that is recorded, and of all that none of them is
-        self.at_once = 0  # micro-batches in flight
+        self.at_once = defaultdict[int, int](int)  # most micro-batches in flight, by stage
+        self._in_flight_on = defaultdict[int, int](int)
         self.most = StageMemory(state.weights, state.master, state.gradients, state.optimizer, 0, 0, 0, 0, 0, "")
 
     def follow(self, action: Action) -> None:
@@ -133,6 +135,7 @@ class _Walk:
         self._compare(action, fp, taken)
         if action.part == 0:
             self._in_flight += row.holds
+            self._in_flight_on[action.stage] += row.holds
         if kind in (Kind.B, Kind.W):
             self._factors[action.microbatch // self._m] += fp.factors
         elif kind in (Kind.NORM, Kind.UPDATE):
@@ -200,11 +203,13 @@ class _Walk:
 
     def _compare_recorded(self, action: Action, communication: int, transient: int) -> None:
         """The same with CUDA graphs: micro-batches have memory of their own, one for each place."""
-        in_flight = self._in_flight + (action.kind is Kind.F)
         kept = (self._kept + self._inputs) // max(1, self._in_flight)
-        others = max(0, in_flight - self._places)
+        others = sum(max(0, number - self.num_places) for number in self._in_flight_on.values())
+        if action.kind is Kind.F:
+            others += self._in_flight_on[action.stage] >= self.num_places
         if action.kind in COMPUTE:
-            self.at_once = max(self.at_once, in_flight)
+            self.at_once[action.stage] = max(
+                self.at_once[action.stage], self._in_flight_on[action.stage] + (action.kind is Kind.F))
             self.pool = max(self.pool, transient + (action.kind is not Kind.F) * kept)
         self.beside = max(self.beside, others * kept + communication + (
             transient if others or action.kind not in COMPUTE else 0))

@@ -49,6 +49,7 @@ class GradientAccumulator:
         """Parts that wait of the backward that runs, by parameter; None: none wait."""
         self._waiting: dict[Hashable, tuple[int, dict[str, list[Part]]]] = {}  # by key: buffer, and parts
         self.on_final: Callable[[str], None] | None = None
+        self._apply_with: Callable[[dict[str, list[Part]], int, Callable[[], None]], None] | None = None
         self._pieces, self._reports = pieces, Counter[str]()  # of the armed backward, by parameter
         self._parts: tuple[dict[str, list[Part]], ...] = tuple({} for _ in self.buffers)
         self._views = tuple(buffer.views(set(layout.names) - absent) for buffer in self.buffers)
@@ -113,11 +114,22 @@ class GradientAccumulator:
     def apply(self, key: Hashable) -> None:
         """Adds the parts that wait since `collect(key)`. A parameter that has some is reported now, after its last."""
         index, waiting = self._waiting.pop(key)
-        for name in list(waiting):
-            for part in waiting.pop(name):
-                self.take(name, part, index)
-            if self.on_final is not None:
-                self.on_final(name)
+
+        def add() -> None:
+            for name in list(waiting):
+                for part in waiting.pop(name):
+                    self.take(name, part, index)
+                if self.on_final is not None:
+                    self.on_final(name)
+
+        if self._apply_with is None:
+            add()
+        else:
+            self._apply_with(waiting, index, add)
+
+    def apply_with(self, add: Callable[[dict[str, list[Part]], int, Callable[[], None]], None]) -> None:
+        """Call `add` with waiting parts, their buffer, and a function that adds them, instead of that function."""
+        self._apply_with = add
 
     def take(self, name: str, part: Part, index: int | None = None) -> None:
         """Adds a part to buffer `index` (None: the bound one), or keeps it where the parameter is `factored`."""

@@ -122,8 +122,9 @@ class Engine:
                                  self.sizes, self.replicas or self.tiers, self._stash())
         by_block = config.train.record_memory or config.train.planned_memory  # a graph's pool is apart
         if config.train.cuda_graphs and device.type == "cuda" and not by_block and not self.parts.is_divided:
-            self.executor.graphs = graphs.recorder(config, stages[self._held[0]][0], self.state.gradients, device,
-                                                   self.state.reducer.summed_beside, grid.tp, grid.pp.rank)
+            self.executor.graphs = graphs.recorder(
+                config, {stage: whole for stage, (whole,) in stages.items()}, self.state.gradients, device,
+                self.state.reducer.summed_beside, grid)
         self._talk: SiteTalk | None = None
         if self.state.outer is not None:
             self.state.outer.waits_by, self._talk = self.executor.wait, SiteTalk(self.state.outer)

@@ -198,7 +198,7 @@ class Executor:
         leaf = x.leaf if isinstance(x, Packed) else x
         out: Any = None
         if self.graphs is not None and grad and not isinstance(x, Packed):
-            out = self.graphs.forward(k, self.weights.slot(action.version), x, batch, key)
+            out = self.graphs.forward(stage, k, self.weights.slot(action.version), x, batch, key)
         if (kept := grad and out is None) and leaf is not None:
             leaf.requires_grad_()
         if out is None:
@@ -234,7 +234,7 @@ class Executor:
             self.stash.release(action)
         if flight is None:
             assert self.graphs is not None
-            made = self.graphs.backward(k, gradient)
+            made = self.graphs.backward(stage, k, gradient)
         else:
             made = flight.back(gradient)
         if made is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import runpy
 from collections import Counter
 from dataclasses import dataclass, replace
 from io import StringIO
 from logging import StreamHandler, getLogger
+from pathlib import Path
 from typing import Any
 
 import fake_cuda
@@ -19,7 +21,7 @@ from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.pipeline.run import graphs
-from hybridpar.pipeline.run.graphs import MicroBatchGraphs, recorder, unsupported
+from hybridpar.pipeline.run.graphs import MicroBatchGraphs, num_places, recorder, unsupported
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.state.chunks import Buffer
 from hybridpar.state.gradients import GradientAccumulator
@@ -101,7 +103,7 @@ def test_what_is_replayed_takes_nothing_from_python(name: str, monkeypatch: pyte
     fake_cuda.install(monkeypatch)
     engine = Engine(config, ProcessGrid(), CPU)
     recording = engine.executor.graphs = MicroBatchGraphs(
-        engine.stage, engine.state.gradients, config.pipeline.num_microbatches, CPU)
+        {0: engine.stage}, engine.state.gradients, config.pipeline.num_microbatches, CPU)
     losses, weights = train(engine)
     assert recording.num_replayed > 0
     assert losses == expected_losses
@@ -142,7 +144,7 @@ def replicas(replay: bool) -> tuple[list[float], int, list[float]]:
             patch.setattr(GradientReducer, "_start", start_checked)
             Event.watched = engine.state.gradients.buffers[0]
             engine.executor.graphs = MicroBatchGraphs(
-                engine.stage, engine.state.gradients, 4, CPU, engine.state.reducer.summed_beside)
+                {0: engine.stage}, engine.state.gradients, 4, CPU, engine.state.reducer.summed_beside)
         losses: list[float] = []
         loader = SyntheticLoader(config.model, 2, 4, grid.dp.rank, grid.dp.size)
         engine.train(loader, 10, lambda step: losses.append(step.loss))
@@ -177,6 +179,30 @@ def test_ranks_of_a_grid_replay_what_they_compute_and_send(sections: Sections) -
         assert found.num_replayed >= 9  # of 15: with two buffers of both there are many kinds
 
 
+def gallery() -> list[Sections]:
+    """Settings of all plans of docs/all_schedules.md, on two ranks."""
+    script = Path(__file__).parents[3] / "scripts" / "schedule_gallery.py"
+    found = []
+    for _, schedule, options in runpy.run_path(str(script))["SCHEDULES"]:
+        split = "zero_bubble" in options or "placement" in options
+        model = {"num_layers": 6 if options.get("chunks") == 4 else 2, "hidden_size": 32, "seq_length": 16}
+        found.append({"model": model, "parallel": {"pp": 2}, "pipeline": {
+            "schedule": schedule, "num_microbatches": 4, **options, **({"split_backward": True} if split else {})}})
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(gallery())))
+def test_every_plan_of_the_gallery_is_replayed(number: int) -> None:
+    for expected, found in run_ranks(train_both, 2, gallery()[number]):
+        assert (found.losses, found.sums) == (expected.losses, expected.sums)
+        assert found.num_replayed > 0
+        assert not found.log
+
+
+def train_both(sections: Sections) -> list[Trained]:
+    return [train_grid(sections, replay) for replay in (False, True)]
+
+
 def train_grid(sections: Sections, replay: bool, broken: tuple[int, int] | None = None,
                synchronizes: bool = False) -> Trained:
     """Train on a grid of 2 ranks.
@@ -185,7 +211,8 @@ def train_grid(sections: Sections, replay: bool, broken: tuple[int, int] | None 
         broken: a rank, and which of its captures breaks in the middle.
         synchronizes: captures with torch.cuda.graph.
     """
-    config = make(**sections | {"kernels": {}, "model": {"dropout": 0.1, "attention_dropout": 0.1}})
+    config = make(**sections | {"kernels": {}, "model": {
+        **sections.get("model", {}), "dropout": 0.1, "attention_dropout": 0.1}})
     grid = ProcessGrid(tp=config.parallel.tp, pp=config.parallel.pp)
     lines = StringIO()
     handler = StreamHandler(lines)
@@ -194,9 +221,10 @@ def train_grid(sections: Sections, replay: bool, broken: tuple[int, int] | None 
         engine = Engine(config, grid, CPU)
         if replay:
             fake_cuda.install(patch, f"{sections}{broken}")
-            parallel, (stage,) = config.parallel, engine.executor.stages.values()
+            stages = {stage: whole for stage, (whole,) in engine.executor.stages.items()}
             engine.executor.graphs = MicroBatchGraphs(
-                stage[0], engine.state.gradients, engine.sizes.num_microbatches, CPU, (), parallel.pp, grid.tp)
+                stages, engine.state.gradients, engine.sizes.num_microbatches, CPU, (),
+                num_places(grid.pp.size, len(stages)), grid.tp)
         if broken is not None and grid.world.rank == broken[0]:
             Graph.breaks = lambda capture, operator: (capture, operator) == (broken[1], 20)
         if synchronizes:
@@ -257,8 +285,10 @@ def test_a_capture_that_synchronizes_the_device_stands_still(schedule: str) -> N
     ({"parallel": {"pp": 2, "tp": 2}, "train": {"graph_grids": True}}, None),
     ({"parallel": {"tp": 2}, "train": {"graph_grids": True}, "compression": {"tensor": "int8"}}, "the host's hands"),
     ({"parallel": {"pp": 2}, "train": {"graph_grids": True}, "pipeline": {"schedule": "interleaved", "chunks": 2}},
-     "take turns"),
-    ({"pipeline": {"split_backward": True}}, "split_backward"), ({"memory": {"budget": 2**20}}, "comes back elsewhere"),
+     None),
+    ({"parallel": {"pp": 2}, "train": {"graph_grids": True}, "pipeline": {"placement": "v", "split_backward": True}},
+     None),
+    ({"pipeline": {"split_backward": True}}, None), ({"memory": {"budget": 2**20}}, "comes back elsewhere"),
     ({"memory": {"offload_activations": 2}, "pipeline": {"schedule": "gpipe"}}, "comes back elsewhere"),
     ({"memory": {"offload_activations": [0]}, "pipeline": {"schedule": "gpipe"}}, None),
     ({"memory": {"offload_activations": 2}}, None), ({"memory": {"host_optimizer": True}}, None),
@@ -282,5 +312,5 @@ def test_ranks_that_keep_their_activations_are_recorded() -> None:
 def test_says_why_nothing_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
     no_gradients = GradientAccumulator(FlatLayout([], [], torch.float32))
     with caplog.at_level("INFO"):
-        assert recorder(make(parallel={"tp": 2}), Stage({}), no_gradients, CUDA, [], Axis("tp")) is None
+        assert recorder(make(parallel={"tp": 2}), {0: Stage({})}, no_gradients, CUDA, [], Axis("tp")) is None
     assert "without CUDA graphs: with pp or tp they have not run on a GPU" in caplog.text
