@@ -11,7 +11,7 @@ stricter than NCCL is with small ones, and so is one stream for all neighbours o
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -73,7 +73,7 @@ class _Rank:
             self.num_done[axis] == len(transfers) for axis, transfers in self.transfers.items()))
 
 
-def captures(actions: Iterator[Action] | tuple[Action, ...], schedule: Schedule, sizes: Sizes, rank: int,
+def captures(actions: Iterable[Action], schedule: Schedule, sizes: Sizes, rank: int,
              num_places: int) -> set[Action]:
     """Return the actions of a rank that capture, by the rules of MicroBatchGraphs.
 
@@ -112,17 +112,18 @@ def captures(actions: Iterator[Action] | tuple[Action, ...], schedule: Schedule,
     return found
 
 
-def stuck(plan: Plan, schedule: Schedule, sizes: Sizes, wait: Wait, num_places: int = 0,
-          window: int = 0) -> dict[int, Action]:
+def stuck(plan: Plan, schedule: Schedule, sizes: Sizes, wait: Wait, num_places: int = 0, window: int = 0,
+          where: Callable[[Action], bool] | None = None) -> dict[int, Action]:
     """Return the action that each rank's host or device does not get past, by rank; none if the plan runs to its end.
 
     Args:
         wait: what a host waits for before each capture.
         num_places: micro-batches in flight on a stage that are captured (0: as many as ranks).
         window: unfinished sends of a rank (0: twice the ranks).
+        where: the computations before which a host waits (None: those that capture).
     """
-    capturing = {rank: captures(tuple(actions), schedule, sizes, rank, num_places or sizes.num_ranks)
-                 for rank, actions in plan.items()}
+    capturing = {rank: captures(actions, schedule, sizes, rank, num_places or sizes.num_ranks) if where is None else
+                 set(filter(where, actions)) for rank, actions in plan.items()}
     ranks = {rank: _Rank(deque(actions)) for rank, actions in plan.items()}
     window = window or 2 * sizes.num_ranks
     sums: dict[int, set[int]] = defaultdict(set)  # ranks that have reached the sum over all, by batch

@@ -58,6 +58,7 @@ class Stream:
     """torch.cuda.Stream."""
 
     device = CPU
+    current: Stream | None = None
 
     def __init__(self, device: torch.device = CPU) -> None: ...
     def wait_stream(self, other: Stream) -> None: ...
@@ -266,13 +267,16 @@ def install(monkeypatch: pytest.MonkeyPatch, run: str = "") -> None:
     receives = Receives(run)
     pools = iter(range(10**6))
     Graph.allocator, Graph.number, Graph.breaks, Graph.recording = Allocator(), 0, None, None
-    Event.watched = Event.awaited = None
+    Event.watched = Event.awaited = Stream.current = None
 
     @contextmanager
     def stream(stream: Stream) -> Iterator[None]:
-        before, Event.awaited = Event.awaited, None
-        yield
-        Event.awaited = before
+        before = Event.awaited, Stream.current
+        Event.awaited, Stream.current = None, stream
+        try:
+            yield
+        finally:
+            Event.awaited, Stream.current = before
 
     def synchronize(device: object = None) -> None:
         if Graph.recording is not None:

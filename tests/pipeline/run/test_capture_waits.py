@@ -28,13 +28,14 @@ def gallery_plan(title: str, p: int, m: int) -> tuple[Plan, Schedule, Sizes]:
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 8), (4, 13)])
 @pytest.mark.parametrize("title", [title for title, _, _ in GALLERY["SCHEDULES"]])
 def test_no_plan_of_the_gallery_stands_still_where_a_capture_does_not_wait(title: str, p: int, m: int) -> None:
-    """Or waits for the stream that computes, as ranks of tp do to agree."""
+    """Or waits for the stream that computes, as ranks of tp do to agree, and forwards of custom models to compare."""
     plan, schedule, sizes = gallery_plan(title, p, m)
     window = check(plan, sizes, schedule).send_window
     for rank, actions in plan.items():
         assert captures(actions, schedule, sizes, rank, p), "nothing is captured"
     assert stuck(plan, schedule, sizes, Wait.NOTHING, window=window) == {}
     assert stuck(plan, schedule, sizes, Wait.STREAM, window=window) == {}
+    assert stuck(plan, schedule, sizes, Wait.STREAM, window=window, where=lambda action: True) == {}
 
 
 @pytest.mark.parametrize(("name", "p", "stands_still"), [
