@@ -103,6 +103,8 @@ def test_recorded_micro_batches_keep_their_memory_from_the_update() -> None:
     assert (two := predict(grid)[0]).in_flight == 2
     assert two.graphs == two.transient > 0, "which each place has of its own"
     assert "more for CUDA graphs" in table([recorded])
+    virtual = make(pp=2, train={"device": "cuda", "graph_grids": True}, pipeline={"schedule": "interleaved"})
+    assert predict(virtual)[0].graphs > 0
 
 
 def test_messages() -> None:

@@ -18,7 +18,6 @@ from hybridpar.config import Config, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import Kind
 from hybridpar.pipeline.plan.passes import split_backward
-from hybridpar.pipeline.run.graphs import unsupported
 from hybridpar.state.audit import bit_hash
 from hybridpar.train.engine import StepResult
 from hybridpar.verify.run import verify
@@ -178,8 +177,3 @@ def test_a_weight_that_a_stage_uses_twice(pipeline: dict[str, Any]) -> None:
         model=Twice(), parallel=ParallelConfig(pp=2, dp=1), train=TrainConfig(micro_batch_size=2),
         pipeline=PipelineConfig(num_microbatches=3, split_backward=True, **pipeline)), {"pp": 2}, 3)
     assert report.ok, report.first_divergence
-
-
-def test_they_are_not_recorded() -> None:
-    assert "split_backward" in (unsupported(make(True)) or "")
-    assert unsupported(make(False)) is None

@@ -480,7 +480,7 @@ def _recorded_event() -> torch.cuda.Event:
 
 def _plain_attributes(stage: Stage) -> dict[str, Any]:
     """Return the numbers and texts that modules have as attributes, which a forward may change."""
-    found = {}
+    found: dict[str, Any] = {}
     for prefix, module in stage.named_modules():
         found |= {f"{prefix}.{name}": value for name, value in vars(module).items()
                   if isinstance(value, int | float | str) and name != "training"}
