@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.run import graphs
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs, num_places, recorder, unsupported
 from hybridpar.pipeline.run.stage import Stage
