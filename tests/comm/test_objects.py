@@ -37,7 +37,8 @@ def test_a_number_that_is_none_comes_back() -> None:
     assert math.isnan(from_bytes(to_bytes(math.nan)))
 
 
-@pytest.mark.parametrize("value", [object(), torch.zeros(2), len, Exception("x"), type("Mine", (), {})()], ids=str)
+@pytest.mark.parametrize("value", [object(), torch.zeros(2), len, Exception("x"), type("Mine", (), {})()],
+                         ids=lambda value: type(value).__name__)
 def test_what_has_no_form_is_refused_by_its_sender(value: Any) -> None:
     with pytest.raises(TypeError, match="comm/objects"):
         to_bytes(value)

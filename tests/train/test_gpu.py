@@ -127,7 +127,8 @@ def compare(steps: Steps, expected: Steps, tolerance: float) -> None:
       for name, dtype in (("fp64", FP64), ("bf16", BF16))),
     # one grid each and alone on the GPU: a capture that goes wrong may hang, and costs the others nothing
     *(pytest.param("nccl", [(grid, GRAPHS | schedule)], id=f"2-nccl-graphs-{name}", marks=pytest.mark.timeout(60))
-      for name, grid, schedule in (("tp", {"tp": 2}, {}), ("pp", {"pp": 2}, {}), ("pp-2bw", {"pp": 2}, TWO_BW))),
+      for name, grid, schedule in (("tp", {"tp": 2}, {}), ("pp", {"pp": 2}, {}), ("pp-2bw", {"pp": 2}, TWO_BW),
+                                   ("interleaved", {"pp": 2}, INTERLEAVED), ("v", {"pp": 2}, {"pipeline": V}))),
     *(pytest.param(backend, [({"dp": 2}, ZERO_2), ({"dp": 2}, ZERO_3), ({"dp": 2}, BF16 | ZERO_3),
                              ({"dp": 2}, ZERO_3 | {"pipeline": {"schedule": "gpipe"}})], id=f"2-{backend}-zero")
       for backend in ("gloo", "nccl")),
