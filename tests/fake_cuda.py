@@ -2,7 +2,8 @@
 
 Nothing has happened when a capture ends; a replay runs the captured operators again, with the tensors of then. As on a
 GPU a capture refuses whatever waits, and its communication waits for nobody. A capture that is broken throws at its end
-and leaves the allocator as it is. A synchronization of the device waits for every receive that the rank has posted.
+and leaves the allocator and the generator as they are. A synchronization of the device waits for every receive that the
+rank has posted.
 """
 
 from __future__ import annotations
@@ -92,11 +93,32 @@ class Allocator:
         assert self.pools[pool] >= 0, "released more often than used"
 
 
+class GeneratorState:
+    """The state of a generator, which all graphs captured with it share."""
+
+    def __init__(self) -> None:
+        self.is_capturing = False
+
+
+class Generator:
+    """torch.cuda's default generator, as in torch 2.11."""
+
+    def __init__(self) -> None:
+        self.state = GeneratorState()
+
+    def clone_state(self) -> Generator:
+        return Generator()
+
+    def graphsafe_set_state(self, other: Generator) -> None:
+        self.state = other.state
+
+
 class Graph(TorchDispatchMode):
     """torch.cuda.CUDAGraph."""
 
     recording: Graph | None = None
     allocator = Allocator()
+    generator = Generator()
     number = 0
     """Captures begun."""
     breaks: Callable[[int, int], bool] | None = None
@@ -108,12 +130,13 @@ class Graph(TorchDispatchMode):
         self._written: list[tuple[Tensor, Tensor]] = []
         self._is_broken = False
 
-    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+    def capture_begin(self, pool: int = -1, capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local", "other threads may save meanwhile"
         Graph.allocator.begin(pool)
         Graph.recording = self
         Graph.number += 1
-        self._pool = pool
+        self._pool, self._state = pool, Graph.generator.state
+        self._state.is_capturing = True
         self.__enter__()
 
     def capture_end(self) -> None:
@@ -123,6 +146,10 @@ class Graph(TorchDispatchMode):
         if self._is_broken:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture\nand so on")
         Graph.allocator.end(0, self._pool)
+        self._state.is_capturing = False
+
+    def reset(self) -> None:
+        Graph.allocator.release(0, self._pool)
 
     def refuse(self, what: str) -> None:
         self._is_broken = True
@@ -146,6 +173,8 @@ class Graph(TorchDispatchMode):
 
     @torch.no_grad()
     def replay(self) -> None:
+        if self._state.is_capturing:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
         opaque: dict[int, Tensor] = {}  # oneDNN's, which nothing can be copied into
         for op, args, kwargs, out in self.calls:
             args, kwargs = tree_map(lambda x: opaque.get(id(x), x), (args, kwargs))
@@ -266,7 +295,8 @@ def install(monkeypatch: pytest.MonkeyPatch, run: str = "") -> None:
     """Put the stand-ins into torch.cuda. `run`: another text for each engine of a process group."""
     receives = Receives(run)
     pools = iter(range(10**6))
-    Graph.allocator, Graph.number, Graph.breaks, Graph.recording = Allocator(), 0, None, None
+    Graph.allocator, Graph.generator = Allocator(), Generator()
+    Graph.number, Graph.breaks, Graph.recording = 0, None, None
     Event.watched = Event.awaited = Stream.current = None
 
     @contextmanager
@@ -285,7 +315,8 @@ def install(monkeypatch: pytest.MonkeyPatch, run: str = "") -> None:
 
     for name, value in {"Stream": Stream, "current_stream": Stream, "stream": stream, "CUDAGraph": Graph,
                         "graph": fake_graph, "Event": Event, "graph_pool_handle": lambda: next(pools),
-                        "synchronize": synchronize, "empty_cache": synchronize}.items():
+                        "synchronize": synchronize, "empty_cache": synchronize, "_sleep": lambda cycles: None,
+                        "default_generators": (Graph.generator,)}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: Graph.allocator.end(*args))
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: Graph.allocator.release(*args))

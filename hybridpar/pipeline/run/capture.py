@@ -62,6 +62,21 @@ def _undo(pool: Any, device: torch.device) -> None:
         pass  # the capture had not begun, or capture_end has told the allocator, and the graph releases the pool
     else:
         torch._C._cuda_releasePool(index, pool)
-    for generator in torch.cuda.default_generators[index : index + 1]:
-        # a failed capture leaves its mark in the state; a copy has none
-        generator.graphsafe_set_state(generator.clone_state())
+    try:
+        _clear_mark()
+    except RuntimeError:
+        for generator in torch.cuda.default_generators[index : index + 1]:
+            generator.graphsafe_set_state(generator.clone_state())  # a copy has no mark, but earlier graphs keep theirs
+
+
+def _clear_mark() -> None:
+    """Clear the mark of a failed capture in the state of the generator, by a capture that succeeds.
+
+    Up to torch 2.11 a capture marks the state that it shares with all graphs captured before, and capture_end does not
+    get to clearing it if it throws. Replaying one of these graphs would then throw, too.
+    """
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # torch warns of an empty graph
+    graph.capture_end()
+    graph.reset()
