@@ -74,6 +74,16 @@ def fits(start: Start, option: Any) -> bool:
     return True
 
 
+def can_run(start: Start, option: Any) -> bool:
+    """Launch a kernel; return False, and warn, if this version of Triton cannot compile it, or if it does not fit."""
+    try:
+        return fits(start, option)
+    except Exception as error:  # Triton's, ptxas's, or one of a pass of the compiler, which is a RuntimeError
+        _log.warning("launch options %s are passed over: %s: %s", tuple(option), type(error).__name__,
+                     " ".join(str(error).split())[:200])
+        return False
+
+
 def _first_that_fits(key: str, candidates: Sequence[Any], start: Start, error: OutOfResources) -> Any:
     """Launch the first of the candidates that fits, and return it. Raises: `error` if none does."""
     for option in candidates:

@@ -155,7 +155,7 @@ def time_candidates(run: Callable[[], None], time: Time, known: Entries) -> Entr
         if entry is not None and entry.chosen in map(tuple, candidates):
             found[key] = entry
             return entry.chosen
-        fitting = [one for one in candidates if options.fits(start, one)]
+        fitting = [one for one in candidates if options.can_run(start, one)]
         if len(fitting) < 2:
             return (fitting or candidates)[0]
         times = _times(fitting, start, time)

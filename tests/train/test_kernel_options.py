@@ -103,6 +103,25 @@ def test_candidates_are_timed_once_and_those_that_do_not_fit_are_left_out() -> N
         Gpu(None, None, None).measure({})
 
 
+def test_a_candidate_that_does_not_compile_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    """Candidates were compiled with one version of Triton; another may refuse them, which must not end a run."""
+
+    class Refusing(Gpu):
+        refused: tuple[Sequence[int], ...] = (SECOND,)
+
+        def start(self, option: Sequence[int]) -> None:
+            if tuple(option) in self.refused:
+                raise RuntimeError("PassManager::run failed")
+            super().start(option)
+
+    gpu = Refusing(100.0, 80.0, 90.0)
+    assert gpu.measure({}) == {KEY: Entry(THIRD, {str(list(DEFAULT)): 100.0, str(list(THIRD)): 90.0})}
+    assert "(64, 32, 4, 2) are passed over: RuntimeError: PassManager::run failed" in caplog.text
+    gpu.refused = CANDIDATES
+    with pytest.raises(RuntimeError, match="PassManager"):
+        gpu.measure({})
+
+
 def test_the_median_counts_and_candidates_take_turns() -> None:
     """One launch that another program held up does not make a candidate slow."""
     gpu, order = Gpu(100.0, 80.0, 90.0), []
