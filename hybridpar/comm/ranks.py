@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from hybridpar.config import use_all_gpu_queues
 from hybridpar.errors import HybridparError
 
 
@@ -25,6 +26,8 @@ def run_on_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, backend: st
     Each rank has one thread. `start`: of the processes; CUDA needs "spawn". `timeout_s`: of the collectives.
     Raises: HybridparError with the traceback of the first rank that failed; the others are ended.
     """
+    if backend == "nccl":
+        use_all_gpu_queues()  # here, as a rank may set up CUDA before it gets to `fn`
     with tempfile.TemporaryDirectory() as folder:
         readers, writers = zip(*(mp.get_context(start).Pipe(duplex=False) for _ in range(num_ranks)), strict=True)
         job = (backend, f"{folder}/store", num_ranks, timeout_s)

@@ -37,3 +37,19 @@ def test_the_rank_that_failed_is_named_and_the_others_are_ended(how: str, says: 
     """Long before the collective's time is over, which is longer than pytest's."""
     with pytest.raises(HybridparError, match=rf"(?s)rank 1 of 3 failed:\n.*{says}"):
         run_on_ranks(fail, 3, how, timeout_s=600.0)
+
+
+def test_ranks_over_nccl_start_with_a_hardware_queue_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `hybridpar train` has it; CUDA reads the number when a rank sets it up."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    seen = []
+
+    def start(*args: object, **options: object) -> None:
+        seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hybridpar.comm.ranks.mp.start_processes", start)
+    for backend in ("gloo", "nccl"):
+        with pytest.raises(KeyboardInterrupt):
+            run_on_ranks(print, 2, backend=backend)
+    assert seen == [None, "32"]
