@@ -76,6 +76,8 @@ class Allocator:
         """Graphs by the pool that they use."""
         self.underway: list[int] = []
         """Pools of captures that have not ended."""
+        self.has_freed_workspaces = False
+        """Those of cuBLAS, which all graphs captured on a stream share. The end of any of these graphs frees them."""
 
     def begin(self, pool: int) -> None:
         if self.underway:
@@ -128,7 +130,11 @@ class Graph(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self._written: list[tuple[Tensor, Tensor]] = []
-        self._is_broken = False
+        self._is_broken = self._is_captured = False
+        self._allocator = Graph.allocator
+
+    def __del__(self) -> None:
+        self._allocator.has_freed_workspaces |= self._is_captured
 
     def capture_begin(self, pool: int = -1, capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local", "other threads may save meanwhile"
@@ -147,9 +153,7 @@ class Graph(TorchDispatchMode):
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture\nand so on")
         Graph.allocator.end(0, self._pool)
         self._state.is_capturing = False
-
-    def reset(self) -> None:
-        Graph.allocator.release(0, self._pool)
+        self._is_captured = True
 
     def refuse(self, what: str) -> None:
         self._is_broken = True
@@ -175,6 +179,7 @@ class Graph(TorchDispatchMode):
     def replay(self) -> None:
         if self._state.is_capturing:
             raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+        assert not self._allocator.has_freed_workspaces, "it writes to a workspace that was freed"
         opaque: dict[int, Tensor] = {}  # oneDNN's, which nothing can be copied into
         for op, args, kwargs, out in self.calls:
             args, kwargs = tree_map(lambda x: opaque.get(id(x), x), (args, kwargs))

@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 
+_KEPT: list[torch.cuda.CUDAGraph] = []
+"""Graphs that nobody replays. From torch 2.12 on, the end of a graph frees the cuBLAS workspaces of its stream, which
+other graphs captured there still write to (pytorch issue 193402)."""
+
 
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -79,4 +83,4 @@ def _clear_mark() -> None:
     graph.capture_begin(capture_error_mode="thread_local")
     torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # torch warns of an empty graph
     graph.capture_end()
-    graph.reset()
+    _KEPT.append(graph)

@@ -219,6 +219,8 @@ class MicroBatchGraphs:
         """
         kind = stage, slot, self._gradients.buffer_index(number // self._m), number % self._m == 0
         place = self._free_place(stage)
+        if not self._works and not self._flight and not self._waiting:
+            self._recorded.clear()
         if not self._works or place is None or (x is None and self._stages[stage].is_frozen):
             return None
         if kind not in self._seen:
@@ -442,9 +444,11 @@ class MicroBatchGraphs:
         return capture(graph, self._pools[stage, place], self._stream)
 
     def _drop(self, why: str) -> None:
-        """Run kernel by kernel from now on; micro-batches in flight keep what they were replayed with."""
+        """Run kernel by kernel from now on; micro-batches in flight keep what they were replayed with.
+
+        No graph is given back before they are through: its end would free cuBLAS workspaces that they use (capture.py).
+        """
         self._works = False
-        self._recorded.clear()
         _log.warning("micro-batches run without CUDA graphs from now on: %s", why)
 
     def _run_again(self, recorded: _Recorded) -> Tensor | None:

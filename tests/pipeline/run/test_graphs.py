@@ -258,8 +258,7 @@ def train_grid(sections: Sections, replay: bool, broken: tuple[int, int, int] | 
             assert not Graph.allocator.underway, "the allocator still routes to the pool of a capture"
             failures = 0 if broken is None or grid.world.rank != broken[0] else 1
             assert not Graph.generator.state.is_capturing, "random numbers would be refused"
-            clearing = failures  # captures that clear the mark of those that failed
-            assert sum(Graph.allocator.pools.values()) == Graph.number - failures - clearing
+            assert sum(Graph.allocator.pools.values()) == Graph.number - failures
     getLogger("hybridpar.pipeline.run.graphs").removeHandler(handler)
     sums = [float(x.double().sum()) for x in engine.state.tensors().values()]
     recorder = engine.executor.graphs
@@ -302,7 +301,8 @@ def train_broken(sections: Sections, numbers: tuple[tuple[int, int], ...]) -> li
 def test_graphs_of_micro_batches_in_flight_are_replayed_after_a_capture_has_failed() -> None:
     """The first rank has two in flight. The backward of the older one is captured by then; that of the newer one fails.
 
-    A failed capture leaves a mark on the generator's state, which all graphs share.
+    A failed capture leaves a mark on the generator's state, which all graphs share. The first graph that is given back
+    takes the workspaces of cuBLAS along.
     """
     sections = {"parallel": {"pp": 2}, "pipeline": {"num_microbatches": 4}}
     expected, found = (run_ranks(train_grid, 2, sections, *how) for how in ((False,), (True, (0, 6, 20))))
