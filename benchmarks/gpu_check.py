@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -41,6 +42,8 @@ STOPPED = 3
 """Exit status of the first step if nothing should be measured in this environment."""
 MIN_STEP_S = 10
 """A step that has fewer seconds left is not started."""
+PR_SET_CHILD_SUBREAPER = 36
+"""Of Linux's prctl."""
 GRACE_S = 5
 """Seconds between SIGTERM and SIGKILL for a step that has passed its limit."""
 CPU_SLOWDOWN = 10
@@ -411,6 +414,8 @@ class Check:
     environment: dict[str, Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _running: set[int] = field(default_factory=set)
+    _killed: set[int] = field(default_factory=set)
+    _not_ours: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._scratch = Path(tempfile.mkdtemp(prefix="gpu_check_"))
@@ -427,11 +432,15 @@ class Check:
 
     def run(self) -> int:
         """Run all groups; returns the exit status: 0 if every step passed, `STOPPED` if the first one said stop."""
+        adopt_orphans(True)
+        self._not_ours = set(children())
         try:
             return self._run()
         finally:
             for group in set(self._running):
                 self._kill(group)
+            self._end_orphans()
+            adopt_orphans(False)
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _run(self) -> int:
@@ -444,9 +453,11 @@ class Check:
                     thread.start()
                 for thread in threads:
                     thread.join()
+                self._end_orphans()
                 continue
             for step in group.steps:
                 outcome = self._run_step(step, end)
+                self._end_orphans()
                 if step.name == "environment" and (not self.environment or outcome.exit_status == STOPPED):
                     self.say("Stopped: nothing is measured in this environment.")
                     return STOPPED
@@ -546,8 +557,19 @@ class Check:
     def _kill(self, group: int) -> None:
         """Kill what is left of a process group. A rank that outlives its step would slow the next one."""
         self._running.discard(group)
+        self._killed.add(group)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
+
+    def _end_orphans(self) -> None:
+        """Kill processes that have outlived their step in sessions of their own, as ranks have."""
+        while left := {process: group for process, group in children().items() if process not in self._not_ours}:
+            for process, group in left.items():
+                if group not in self._killed:
+                    self.say(f"process {process} has outlived its step and is killed")
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(process, signal.SIGKILL)
+                    os.waitpid(process, 0)
 
     def _read_environment(self) -> None:
         self.environment = json.loads(self._environment_file.read_text())
@@ -585,6 +607,23 @@ class Check:
             tests = ", ".join(f"{number} {kind}" for kind, number in outcome.tests.items())
             text = "; ".join(filter(None, (tests, outcome.note)))
             yield f"{outcome.step:<22}{outcome.status:<10}{outcome.seconds:6.1f} of {outcome.limit:>4} s  {text}"
+
+
+def adopt_orphans(adopts: bool) -> None:
+    """Have Linux make this process the parent of its descendants whose own parent ends; or end that."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
+
+
+def children() -> dict[int, int]:
+    """Return the numbers of this process's children, and of their process groups."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent, group = stat.read_text().rpartition(")")[2].split()[1:3]
+            if int(parent) == os.getpid():
+                found[int(stat.parent.name)] = int(group)
+    return found
 
 
 def described(path: Path, since: float) -> str:

@@ -185,6 +185,25 @@ def test_a_step_is_cut_off_with_its_ranks_and_keeps_what_it_has_written(
     assert any("writes" in line and "1,234 tokens/s" in line for line in check.table())
 
 
+def test_a_rank_with_a_session_of_its_own_does_not_outlive_its_step(
+        tmp_path: Path, environment: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in no process group of ours, and one that waits for the GPU hears no SIGTERM."""
+    monkeypatch.setattr(gpu_check, "MIN_STEP_S", 1)
+    monkeypatch.setattr(gpu_check, "GRACE_S", 1)
+    rank = tmp_path / "rank"
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+    leaves = ("import pathlib, subprocess, sys, time;"
+              f"p = subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session=True);"
+              f"pathlib.Path({str(rank)!r}).write_text(str(p.pid)); time.sleep(100)")
+    looks = (f"import pathlib, sys; pid = pathlib.Path({str(rank)!r}).read_text();"
+             "sys.exit(pathlib.Path('/proc', pid).exists())")
+    steps = (python("leaves", leaves, limit=2), python("looks", looks, limit=5))
+    check = Check([Group(1, 20, (environment,)), Group(1, 20, steps)], tmp_path, "gpu_check_1", 60)
+    check.run()
+    assert [outcome.status for outcome in check.outcomes] == ["passed", "cut off", "passed"]
+    assert f"process {rank.read_text()} has outlived its step" in check.log.read_text()
+
+
 def test_a_group_ends_when_its_time_is_over_and_its_successor_has_its_own(
         tmp_path: Path, environment: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "MIN_STEP_S", 1)
