@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import chain, groupby, product
 from typing import Any
 
@@ -90,7 +90,7 @@ def run(config: Config) -> Run:
 def runs(configs: Sequence[Config]) -> list[list[Run]]:
     """Of each configuration, what all ranks measured. Collectives: called on all ranks."""
     world = ProcessGrid(pp=dist.get_world_size()).world
-    return [gather_objects(run(config), world) for config in configs]
+    return [[Run(*numbers) for numbers in gather_objects(astuple(run(config)), world)] for config in configs]
 
 
 def compare(settings: dict[str, Any], measured: Sequence[Run]) -> dict[str, Any]:

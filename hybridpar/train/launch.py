@@ -277,9 +277,9 @@ def choose_backend(config: TrainConfig, device: torch.device) -> str:
 def set_precision(config: TrainConfig, device: torch.device) -> None:
     """Has a GPU multiply fp32 matrices as `config.tf32` says. Raises: ConfigError if it has no fp8, which is wanted."""
     if device.type == "cuda":
-        if config.fp8 and (capability := torch.cuda.get_device_capability(device)) < (9, 0):
-            raise config_error("train.fp8", "true", "needs a GPU of compute capability 9.0 or more, not {}.{}".format(
-                *capability), "false")
+        if config.fp8 and (capability := torch.cuda.get_device_capability(device)) != (9, 0):
+            rule = "requires a GPU of compute capability 9.0 (H100, H200), not {}.{}".format(*capability)
+            raise config_error("train.fp8", "true", rule, "false")
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
 
 

@@ -21,6 +21,7 @@ from checkpoint.exchange import (
     tensors_of,
 )
 from ranks import run_ranks
+from tensor_parallel import gathered
 from torch import Tensor
 from train.runs import metrics, steps, write_config
 
@@ -29,7 +30,6 @@ from hybridpar.checkpoint.huggingface import compare, export_folder, import_fold
 from hybridpar.checkpoint.huggingface.verify import load_theirs, our_logits, random_batch, their_logits
 from hybridpar.checkpoint.stages import whole_model
 from hybridpar.cli import main
-from hybridpar.comm import gather_objects
 from hybridpar.config import Launch, load_toml
 from hybridpar.errors import CheckpointError
 from hybridpar.train.engine import Engine
@@ -68,7 +68,7 @@ def logits_on_grid(engine: Engine, batch: dict[str, Tensor]) -> dict[str, Tensor
                 for number, block in blocks.items():
                     if int(number) <= model.num_layers:
                         x = block(x, inputs, None)
-            x = gather_objects(x, grid.pp)[stage]
+            x = gathered(x, grid.pp)[stage]
         if not grid.pp.is_last:
             return {}
         head: Any = blocks[str(model.num_layers + 1)]

@@ -28,6 +28,8 @@ def fresh(monkeypatch):
     for cache in caches:
         cache.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     for name in (EXTENSION, "apex", "apex.normalization", PACKAGE, AMP, APPLY):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     yield
