@@ -50,6 +50,7 @@ class SilentGroup(dist.ProcessGroup):
     allreduce, broadcast, reduce = map(_in_place, ("c10d::allreduce_", "c10d::broadcast_", "c10d::reduce_"))
     alltoall_base = _into("c10d::alltoall_base_")
     _allgather_base = all_gather_single = _into("c10d::_allgather_base_")  # its names before torch 2.13, and since
+    _reduce_scatter_base = reduce_scatter_single = _into("c10d::_reduce_scatter_base_")  # likewise
 
     def send(self, tensors: Any, *args: Any) -> Any:
         self.note("c10d::send", tensors, [])

@@ -29,7 +29,7 @@ from hybridpar.ops.libraries import examine_triton
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.train import continued, kernel_options
+from hybridpar.train import continued, kernel_options, warm_up
 from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, Callbacks
 from hybridpar.train.engine import Engine
@@ -194,6 +194,8 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         flight.phase("setting up", config.faults.start_timeout_s)
         who = grid.describe(Sizes.of(config).stages_of(grid.pp.rank))
         options = kernel_options.prepare(config, place.job, place.device, reporter.say)  # before anything is measured
+        if warm_up.is_needed(grid, place.device):
+            warm_up.warm_up(config, grid, place.device, place.build)
         config = settle(config, grid, place.device, reporter.say, place.build)
         prove(config)
         counts = place.device.type == "cpu" or not config.train.planned_memory  # of CUDA's allocator, then
