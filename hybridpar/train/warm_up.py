@@ -6,7 +6,7 @@ wait for a neighbour that waits for this very backward. tests/device_model.py fi
 zero-bubble and V schedules.
 
 So each rank first trains two batches by itself, with random weights: its neighbours are imagined, what they send is
-zeros, and sums over ranks change nothing. It computes the same kernels on the same shapes. Then it gives everything
+zeros, and sums over ranks change nothing. It launches the same kernels on the same shapes. Then it gives everything
 back.
 """
 

@@ -58,3 +58,22 @@ def test_the_device_model_finds_what_stands_still_on_a_device() -> None:
     plan[0].remove(sent)
     plan[0].insert(plan[0].index(late) + 1, sent)
     assert sorted(stuck(plan, schedule, sizes, Wait.NOTHING)) == [0, 1]
+
+
+SAFE_TO_LOAD = {"GPipe", "1F1B", "PipeDream", "2BW", "2BW, longer warm-up", "2BW, interleaved"}
+
+
+@pytest.mark.parametrize("title", [title for title, _, _ in GALLERY["SCHEDULES"]])
+def test_kernels_that_are_loaded_in_the_first_batch_can_bring_a_plan_to_a_stand(title: str) -> None:
+    """If loading waits for the device. So train/warm_up.py has them loaded before.
+
+    Forwards load at the first micro-batch. Backwards load at two: the first one writes gradients, others add to them.
+    """
+    stands_still = []
+    for p in (2, 4):
+        plan, schedule, sizes = gallery_plan(title, p, 2 * p)
+        window = check(plan, sizes, schedule).send_window
+        left = stuck(plan, schedule, sizes, Wait.DEVICE, window=window,
+                     where=lambda action: action.microbatch < (1 if action.kind is Kind.F else 2))
+        stands_still.append(bool(left))
+    assert any(stands_still) is (title not in SAFE_TO_LOAD)
