@@ -83,9 +83,11 @@ def estimate(result: dict[str, Any], name: str, micro_batches: int) -> Estimate:
         name: Of RATES.
         micro_batches: Micro-batches of an update.
     """
-    shape, profile = result["shapes"]["1.3B"], result["profile_of_another_process_in_the_same_call"]
+    shape = result["shapes"]["1.3B"]
+    profile = result["profile_of_another_process_in_the_same_call"]
     kernels = {kernel["kernel"]: kernel["ms"] for kernel in profile["kernels"]}
-    hidden, layers = shape["hidden"], shape["num_layers"]
+    hidden = shape["hidden"]
+    layers = shape["num_layers"]
     tokens = shape["micro_batch"] * shape["seq_length"]
     update = sum(kernels[kernel] for kernel in UPDATE_KERNELS)
     parameters = layers * hidden**2 * sum(rows * cols for rows, cols in MATRICES.values())

@@ -66,7 +66,8 @@ def host_room() -> int:
 
 def _left_in_group(root: Path, path: str, limit: str, used: str, cache: str) -> int:
     """Return what a control group and those that it is in have left; in a container only the root may be there."""
-    left, group = sys.maxsize, root / path.strip("/")
+    left = sys.maxsize
+    group = root / path.strip("/")
     for folder in (group, *group.parents):
         found = _lines_of(folder / limit)
         if found and found[0].isdigit():

@@ -64,8 +64,7 @@ Buckets = Sequence[Collection[str]]
 
 def recorder(config: Config, stages: Mapping[int, Stage], gradients: Gradients, device: torch.device,
              buckets: Buckets, grid: ProcessGrid) -> MicroBatchGraphs | None:
-    """Return the recorder of a job's micro-batches on a GPU; None, and a line in the log, if they cannot be recorded.
-    """
+    """Return the recorder of a rank's micro-batches on a GPU; None, and a line in the log, if it cannot record them."""
     if reason := unsupported(config, grid.pp.rank):
         _log.info("micro-batches run without CUDA graphs: %s", reason)
         return None
