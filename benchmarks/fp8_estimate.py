@@ -58,7 +58,7 @@ class Estimate:
 
     @property
     def speed(self) -> float:
-        """Speed over that of bf16."""
+        """Tokens per second, as a multiple of bf16's."""
         return self.bf16 / (self.bf16 - self.saved + self.activations + self.weights + self.launches)
 
 

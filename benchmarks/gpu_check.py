@@ -43,7 +43,7 @@ STOPPED = 3
 MIN_STEP_S = 10
 """A step that has fewer seconds left is not started."""
 PR_SET_CHILD_SUBREAPER = 36
-"""Of Linux's prctl."""
+"""Option of Linux's prctl: orphans of this process's descendants become its children."""
 GRACE_S = 5
 """Seconds between SIGTERM and SIGKILL for a step that has passed its limit."""
 CPU_SLOWDOWN = 10
@@ -59,7 +59,7 @@ Command = list[str]
 
 @dataclass(frozen=True)
 class Context:
-    """What commands depend on.
+    """Settings that commands depend on.
 
     Args:
         device: "cuda", or "cpu" for a rehearsal.
@@ -226,7 +226,7 @@ def launch_files() -> list[str]:
 
 
 def run_files() -> list[str]:
-    """Return the files with tests of whole runs, except those of the launcher."""
+    """Return the files that test whole runs, without LAUNCH_TESTS."""
     return [path for path in test_files("train", "memory") if path != LAUNCH_TESTS]
 
 
@@ -241,7 +241,7 @@ def pipeline_files() -> list[str]:
 
 
 def nccl_files() -> list[str]:
-    """Return the files with tests of NCCL that do not use the launcher, those of CUDA graphs first."""
+    """Return the files that test NCCL without the launcher. Tests of CUDA graphs come first."""
     return [*filter(starts_nccl, test_files("pipeline")), *run_files()]
 
 
@@ -338,7 +338,7 @@ _COLLECTED_LINE = re.compile(r"tests/\S+?::.*")
 
 @dataclass
 class Outcome:
-    """What became of a step.
+    """The result of a step.
 
     Args:
         step: Name of the step.
@@ -370,9 +370,11 @@ class Outcome:
         name = ""
         word = ""
         if match := _XDIST_LINE.match(line):
-            word, name = match[1], match[2]
+            word = match[1]
+            name = match[2]
         elif match := _PYTEST_LINE.match(line):
-            name, word = match[1], match[2]
+            name = match[1]
+            word = match[2]
         if word:
             kind = _OUTCOMES[word]
         elif collects and _COLLECTED_LINE.fullmatch(line):
@@ -555,7 +557,7 @@ class Check:
             self.say(f"{name}: {text}")
 
     def _kill(self, group: int) -> None:
-        """Kill what is left of a process group. A rank that outlives its step would slow the next one."""
+        """Kill all processes of a group. A rank that outlives its step would slow the next one."""
         self._running.discard(group)
         self._killed.add(group)
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 REQUIRED = ("torch", "numpy", "einops", "pytest")
 REQUIRED_ON_GPU = ("triton",)
 OPTIONAL = {
-    "tyro": "tests that start `hybridpar` commands, among them those of NCCL through the launcher",
+    "tyro": "tests that start `hybridpar` commands, such as NCCL's through the launcher",
     "tomli_w": "tests that start `hybridpar` commands",
     "tokenizers": "tests of tokenizers", "safetensors": "exported weights", "transformers": "the peer",
     "hypothesis": "tests with drawn cases", "pytest_timeout": "limits of single tests",
@@ -40,7 +40,7 @@ BUILD = "HYBRIDPAR_BUILD={mode} {archs}python setup.py build_ext --inplace"
 
 
 def missing(modules: Mapping[str, str] | tuple[str, ...]) -> list[str]:
-    """Return those of the modules that cannot be found, without importing them."""
+    """Return the modules that cannot be found, without importing any."""
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 

@@ -287,7 +287,7 @@ def main() -> None:
     failed: list[str] = []
 
     def note(name: str, work: Callable[[], dict[str, Any]]) -> None:
-        """Write a case, and the table, as soon as it is measured, as the run may be cut off."""
+        """Write the table with a case that was just measured: the run may be cut off."""
         try:
             cases.append(work())
         except Exception:

@@ -128,7 +128,8 @@ def operations(size: Size, dtype: torch.dtype, device: str = "cpu") -> dict[str,
 
 def qkv_split(qkv: Tensor, bias: Tensor, num_heads: int) -> Operation:
     """The split of a product into heads, which are turned, and the gradients of the product and its bias."""
-    groups, turn = (1,) * num_heads, RotarySettings(10000.0, qkv.shape[-1] // (3 * num_heads))
+    groups = (1,) * num_heads
+    turn = RotarySettings(10000.0, qkv.shape[-1] // (3 * num_heads))
 
     def ours(backend: str) -> Function:
         return lambda x, b: ops.split_qkv(x, groups, bias=b, turn=turn, backend=backend)

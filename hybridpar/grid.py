@@ -122,7 +122,7 @@ class ProcessGrid:
     NCCL runs what a rank issues on one communicator in that order, on one stream. Where init_process_group was given a
     `device_id`, as by the launcher, that holds for transfers with all neighbours and for collectives alike, so a
     receive that was posted ahead holds up all later sends there. Therefore activations and gradients have
-    communicators of their own, on a V those of each turn (`again`), and no collective uses those of pp.
+    communicators of their own. On a V each turn has its own pair (`again`). No collective uses a communicator of pp.
     tests/nccl_order.py models this: no plan deadlocks so, and all of the gallery do if both directions share one.
     Groups are split from the job's own (ncclCommSplit), which is a call of all ranks: each rank creates all groups of
     all lines, in one order.

@@ -74,7 +74,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _triton() -> dict[str, Any]:
-    """What is wrong with Triton on this machine's GPU, on which a kernel is launched, and a warning for people."""
+    """Launch a Triton kernel on this machine's GPU; return all problems, and a warning for people."""
     libraries.examine_triton(warn=False)  # `problem` says it
     found = libraries.triton_library()
     return {"problems": found.problems(), "warning": libraries.warning_of(found)}

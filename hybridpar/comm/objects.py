@@ -20,6 +20,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 _SCALARS = (bool, int, float, str)
 
 
@@ -41,8 +43,8 @@ def _plain(value: Any) -> Any:
         return {"enum": [_class_name(type(value)), _plain(value.value)]}
     if value is None or type(value) in _SCALARS:
         return value
-    if isinstance(value, float):  # numpy's
-        return float(value)
+    if isinstance(value, np.generic):  # a number of numpy; some inherit from Python's
+        return _plain(value.item())
     if type(value) is list:
         return [_plain(one) for one in value]
     if type(value) is tuple:

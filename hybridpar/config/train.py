@@ -77,8 +77,8 @@ class TrainConfig:
         if self.fp8 and self.dtype != "bf16":
             yield Problem("train.fp8", "true", f'requires train.dtype = "bf16", not "{self.dtype}"', "false")
         if self.fp8 and config.parallel.tp > 1:
-            yield Problem("train.fp8", "true", f"not supported with parallel.tp = {config.parallel.tp}: a scale is "
-                          "that of a full row, and tensor parallelism splits rows", "false, or parallel.tp = 1")
+            yield Problem("train.fp8", "true", f"not supported with parallel.tp = {config.parallel.tp}: each "
+                          "scale is of a full row, and tensor parallelism splits rows", "false, or parallel.tp = 1")
         if self.fp8 and config.parallel.zero == 3 and config.parallel.dp > 1:
             yield Problem("train.fp8", "true", "not supported with parallel.zero = 3, which releases the weights that "
                           "are quantized once a version", "false, or parallel.zero = 2")

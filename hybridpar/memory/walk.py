@@ -102,7 +102,8 @@ class _Walk:
         self._footprints, self._state, self._m = footprints, state, sizes.num_microbatches
         self._anew, self._made = anew, set[tuple[int, int, int]]()  # what an I has made gradients for
         self._filled = set[int]()  # items that have gradients
-        self._last, self.num_places = sizes.num_stages - 1, num_places(sizes.num_ranks, sizes.chunks)
+        self._last = sizes.num_stages - 1
+        self.num_places = num_places(sizes.num_ranks, sizes.chunks)
         self._shared = None if state.items is None else SharedTiers(state.items)
         self._in_flight = self._kept = self._inputs = self._posted = 0
         self._sent = 0  # of sends that have not been waited for

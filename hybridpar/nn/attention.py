@@ -178,7 +178,9 @@ class ParallelAttention(ParallelModule):
         The gradient of the qkv bias comes from the split, where a kernel sums it on the way.
         Shapes: [b, s, h] -> q [b, n, s, d], k and v [b, g, s, d].
         """
-        bias, turn, backend = None, None, self.kernels.split_qkv
+        backend = self.kernels.split_qkv
+        bias = None
+        turn = None
         if self.rotary_base is not None:
             turn = RotarySettings(self.rotary_base, self.rotary_dim, self.kernels.rotary)
         if self.qkv.bias is not None and sums_bias(x, backend):

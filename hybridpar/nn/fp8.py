@@ -43,7 +43,7 @@ class Fp8Weight:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Quantize the weight as it is now."""
+        """Quantize the current weight."""
         quantize_fp8_weight_(self.weight, *self.tensors())
 
 

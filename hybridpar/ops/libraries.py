@@ -121,7 +121,7 @@ class TritonLibrary:
         return None if module is None else self.describe(module)
 
     def describe(self, module: str) -> str:
-        """Return what is wrong with a broken module."""
+        """Return why a module is broken."""
         return f"kernels/{module}.py cannot be imported ({self.broken[module]})"
 
     def problems(self) -> list[str]:
@@ -130,7 +130,7 @@ class TritonLibrary:
 
 
 def examine_triton(*, warn: bool) -> None:
-    """Warn of what is wrong with Triton on this machine's GPU, once in a process. `warn` False: keep quiet about it."""
+    """Warn of Triton's problems on this machine's GPU, once in a process. `warn` False: say nothing, now or later."""
     found = triton_library()
     if found.is_told:
         return
@@ -202,7 +202,7 @@ def _listed_operators(module: str) -> list[str]:
 
 
 def warning_of(found: TritonLibrary) -> str:
-    """Return what is wrong with Triton, which operations lose by it, and what to do. Empty: nothing is wrong."""
+    """Return Triton's problems, the operations that lose by them, and a remedy. Empty: there is no problem."""
     problems = found.problems()
     if not problems:
         return ""

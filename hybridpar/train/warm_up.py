@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hybridpar.config import Config
+from hybridpar.config import Config, OuterConfig
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory.silent import silent_grid
@@ -87,4 +87,5 @@ def _shortened(config: Config) -> Config:
         pipeline = replace(pipeline, num_microbatches=min(pipeline.num_microbatches, 2 * config.parallel.pp))
     if memory.offload_activations == "auto":
         memory = replace(memory, offload_activations=0)
-    return replace(config, pipeline=pipeline, memory=memory, train=replace(config.train, cuda_graphs=False))
+    return replace(config, pipeline=pipeline, memory=memory, outer=OuterConfig(every=_BATCHES + 1),
+                   train=replace(config.train, cuda_graphs=False))

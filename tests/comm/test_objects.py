@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
@@ -31,6 +32,13 @@ def test_comes_back_as_it_was(value: Any) -> None:
     back = from_bytes(to_bytes(value))
     assert back == value
     assert type(back) is type(value)
+
+
+@pytest.mark.parametrize("value", [np.float64(0.1), np.float32(0.5), np.int64(3), np.bool_(True)], ids=repr)
+def test_a_number_of_numpy_is_python_s(value: Any) -> None:
+    back = from_bytes(to_bytes([value]))[0]
+    assert back == value
+    assert type(back) in (float, int, bool)
 
 
 def test_a_number_that_is_none_comes_back() -> None:

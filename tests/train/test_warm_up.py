@@ -72,6 +72,7 @@ def test_every_kernel_of_a_schedule_is_launched(title: str) -> None:
     {"train": {"dtype": "bf16"}, "memory": {"host_optimizer": True}}, {"memory": {"budget": 110_000}},
     {"train": {"dtype": "fp16"}}, {"compression": {"messages": "dct", "messages_kept": 0.5}},
     {"parallel": {"dp": 2}, "compression": {"gradients": "powersgd"}}, {"optim": {"name": "muon"}},
+    {"parallel": {"sites": 2}},
     {"model": {"kind": "bert", "sentence_head": "nsp"}}, {"memory": {"offload_activations": "auto"}},
 ], ids=str)
 @pytest.mark.parametrize("schedule", ["auto", "2bw"])
