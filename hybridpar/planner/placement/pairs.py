@@ -7,6 +7,7 @@ program, where a whole graph's finds nothing better in minutes. Ends when no pai
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -54,6 +55,8 @@ def improve_pairs(graph: ClassGraph, whole: Whole, device: Ints, highs: Highs, d
         other = others[0]
         below = current[worst] / whole.unit * (1 - GAIN)
         part = _of_pair(program, x, whole.loads, device, [worst, other], below)
+        with suppress(EOFError, OSError):  # then `solve` says why
+            highs.wait_until_ready(deadline)
         answer = highs.solve(part, min(time.monotonic() + patience, deadline))
         changed = answer.values[x].argmax(1) if len(answer.values) else device
         found = _loads(graph, changed)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hybridpar.planner.placement import Workload, is_contiguous, make_workload, problems, score
+from hybridpar.planner.placement import highs as highs_process
 from hybridpar.planner.placement.classes import class_graph
 from hybridpar.planner.placement.highs import Highs
 from hybridpar.planner.placement.milp import _model
@@ -17,7 +19,7 @@ from hybridpar.planner.placement.workload import Ints, workload_document
 from .graphs import assignments, best_placement, layered_training, random_workload
 
 
-def improved(w: Workload, start: Ints, highs: Highs, contiguous: bool = False, seconds: float = 60.0) -> Ints:
+def improved(w: Workload, start: Ints, highs: Highs, contiguous: bool = False, seconds: float = 1200.0) -> Ints:
     """A device for each node."""
     graph = class_graph(w, pipeline=False, merge_leaves=False)
     whole = _model(graph, contiguous, score(w, start).objective)
@@ -51,3 +53,17 @@ def test_two_of_many_move_at_a_time(highs: Highs) -> None:
     assert not problems(w, found)
     assert score(w, found).objective < 0.4 * score(w, start).objective
     assert (improved(w, start, highs, seconds=0.0) == start).all()
+
+
+def test_a_process_that_starts_slowly_costs_no_pair_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS starts for longer than one pair may take."""
+    script = tmp_path / "late.py"
+    script.write_text("import runpy, time\n"
+                      "time.sleep(1.0)\n"
+                      f"runpy.run_path({str(highs_process._SCRIPT)!r}, run_name='__main__')\n")
+    monkeypatch.setattr(highs_process, "_SCRIPT", script)
+    w = layered_training(3, 3, 3, k=4, num_cpus=0)
+    start = np.zeros(w.num_nodes, np.int64)
+    with Highs() as late:
+        found = improved(w, start, late, seconds=18.0)  # of which a pair may take 0.9
+    assert score(w, found).objective < score(w, start).objective

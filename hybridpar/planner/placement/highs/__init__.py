@@ -79,16 +79,9 @@ class Highs:
         """
         if time.monotonic() >= deadline:
             return Answer(np.empty(0), -np.inf, note=OUT_OF_TIME)
-        if self._process.poll() is not None:  # it was ended
-            self._end()
-            self._process, self._connection = self._start()
-            self._ready = False
         try:
-            if not self._ready:
-                left = min(max(deadline - time.monotonic(), 0.0), _LONGEST_START_S)
-                if not self._connection.poll(left):
-                    return Answer(np.empty(0), -np.inf, note=OUT_OF_TIME)
-                self._ready = self._connection.recv()
+            if not self.wait_until_ready(deadline):
+                return Answer(np.empty(0), -np.inf, note=OUT_OF_TIME)
             self._connection.send({f.name: getattr(program, f.name) for f in fields(program)} | {"deadline": deadline})
             values, bound, status = self._connection.recv()
         except (EOFError, OSError):
@@ -96,6 +89,20 @@ class Highs:
         done = status in (_OPTIMAL, _INFEASIBLE)
         return Answer(np.empty(0) if values is None else values, bound, status == _OPTIMAL, status == _INFEASIBLE,
                       "" if done else OUT_OF_TIME)
+
+    def wait_until_ready(self, deadline: float) -> bool:
+        """Waits until the process can take a program, so that its start does not count against the time of one.
+
+        Raises: EOFError, OSError where the process has ended meanwhile.
+        """
+        if self._process.poll() is not None:  # it was ended
+            self._end()
+            self._process, self._connection = self._start()
+            self._ready = False
+        if not self._ready:
+            left = min(max(deadline - time.monotonic(), 0.0), _LONGEST_START_S)
+            self._ready = self._connection.poll(left) and self._connection.recv()
+        return self._ready
 
     @staticmethod
     def _start() -> tuple[Popen[bytes], Connection]:
