@@ -1,26 +1,23 @@
-"""Claims: a job whose ranks are killed, hang (also in a save) or lose a link goes on by itself, says who failed, and
-ends with the bits of an undisturbed one; where a save fails, or its files are damaged, it trains on without it.
+"""Claim: a job recovers from faults by itself, or once its command is given again, and ends with the same bits.
 
-    python -m benchmarks.recovery                      55 faults in 7 jobs of 4 ranks: 10 to 20 minutes on 2 cores
-    python -m benchmarks.recovery --only 0 1           two of the jobs; their entries replace those in the result file
+    python -m benchmarks.recovery                              500 faults in 25 jobs of 4 ranks: over an hour on 2 cores
+    python -m benchmarks.recovery --modes plain zero3          two of the five modes
+    python -m benchmarks.recovery --modes plain --only 0 3     two jobs of a mode; their entries replace the old ones
 
-Jobs are `hybridpar train --ranks 4` (pp = 2, dp = 2, 2bw, ZeRO-1) with seeded faults, one in each stretch between two
-checkpoints, in turn of all kinds; the last two jobs have a few each. For each job this is asserted:
+Jobs are `hybridpar train --ranks 4` (pp = 2, dp = 2, 2bw). Each has one fault of every kind (KINDS), in a seeded order.
+Some faults are injected (`--inject`). The others are signals from outside, to a random rank or to the supervisor, at
+a random moment: during imports (before the flight record of a rank exists), in set-up, in a step, or in a save. After a
+fault that ends the supervisor all ranks must be gone within faults.timeout_s + GRACE_S; then the same command is given
+again. A fault during imports or set-up comes in the restart after another fault, or in the first start.
 
-    every fault happened, the job ended well, and was started again once for each fault that ends it
-    losses and gradient norms of all steps, and every file of the last checkpoint, are those of the undisturbed job, to
-    the bit
-    each time training went on after the newest checkpoint that was there when the fault came, or a newer one that was
-    under way: at most the steps since then were lost
-    every checkpoint was whole when it appeared (looked at meanwhile, and at the end)
-    the rank that is named is the one that was meant (of a lost link, one of its two ends)
+Each fault must have happened and must have been noticed in time. The failure must name the right rank or link. The job
+must resume from the newest checkpoint that was published when the fault came, or from a newer one.
+Each job must end with exit code 0, and no process may be left. Its losses, gradient norms and validation losses, and
+every file of its last checkpoint, must be equal to the bit to those of an undisturbed job of the same mode. Every
+checkpoint must match its checksums as soon as it is published.
 
-A gradient that is not finite is skipped (anomalies.on_non_finite), which changes the numbers, so the job that a job is
-compared with has the same ones. In the last job but one all ranks roll back instead, alike in both. In the last job it
-is to stop: then the job ends with exit code 1, all up to there is as undisturbed, and it is not started again.
-
-Seconds: `noticed`, from the fault until the supervisor has noticed (faults.timeout_s included where ranks hang or a
-link is lost); `again`, until all ranks train again.
+Seconds: `noticed` from the fault until the supervisor reports it; `gone` from the signal to the supervisor until no
+process of the job is left; `again` from the fault until all ranks train again.
 """
 
 from __future__ import annotations
@@ -28,254 +25,271 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
+import traceback
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, machine
+from benchmarks.disturbed_job import (
+    GRACE_S,
+    IMPORTS,
+    INJECTED,
+    RANKS,
+    SAVE,
+    SETUP,
+    SLOW_S,
+    STARTS,
+    STEP,
+    STRETCH,
+    DisturbedJob,
+    Fault,
+    Kind,
+)
 from benchmarks.files import as_text
-from hybridpar.checkpoint.folders import folder_of, saved_steps
-from hybridpar.checkpoint.load import check_files
-from hybridpar.checkpoint.manifest import read_manifest
-from hybridpar.config import from_mapping, to_toml
-from hybridpar.errors import CheckpointError
-from hybridpar.train.metrics import read_metrics
+from hybridpar.checkpoint.handover import writers
+from hybridpar.config import Config, from_mapping, to_toml
+from hybridpar.grid import place_of, sizes_of
 
-RANKS, STRETCH, TIMEOUT_S, SLOW_S = 4, 10, 4.0, 1.0
-KINDS = ("kill", "hang", "cut link", "slow link", "corrupt shard", "disk full", "nan gradient", "hang save")
-SAVING = ("corrupt shard", "disk full", "hang save")
-LINKS = ((0, 1), (0, 2), (1, 3), (2, 0), (2, 3), (3, 1))
-ENDS = {"kill": "died", "hang": "hangs", "cut link": "link", "hang save": "hangs"}
-"""How the supervisor calls what ends a job."""
-SKIP, ROLL_BACK, STOP = "skip", "roll_back", "stop"
-OWN = {ROLL_BACK: ("kill", "nan gradient", "kill"), STOP: ("kill", "nan gradient")}
-"""The faults of the jobs after the main ones, by what they do where a gradient is not finite."""
+TIMEOUT_S = 3.0
+START_TIMEOUT_S = 20.0
 SECTIONS: dict[str, dict[str, Any]] = {
     "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 32, "vocab_size": 300, "dropout": 0.1},
     "parallel": {"pp": 2, "dp": 2, "zero": 1},
     "pipeline": {"schedule": "2bw", "num_microbatches": 2},
-    "train": {"micro_batch_size": 2, "threads": 1, "device": "cpu", "save_interval": STRETCH, "timeout_s": 30.0},
+    "train": {"micro_batch_size": 2, "threads": 1, "device": "cpu", "save_interval": STRETCH, "timeout_s": 30.0,
+              "eval_interval": STRETCH // 2, "eval_batches": 1},
     "optim": {"lr": 3e-3},
     "checkpoint": {"read_back": True},
-    "faults": {"timeout_s": TIMEOUT_S, "save_timeout_s": TIMEOUT_S},
+    "faults": {"timeout_s": TIMEOUT_S, "save_timeout_s": TIMEOUT_S, "start_timeout_s": START_TIMEOUT_S},
 }
+MODES: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "zero3": {"parallel": {"zero": 3}},
+    "budget": {"memory": {"budget": 420_000}},
+    "host_optimizer": {"memory": {"host_optimizer": True}},
+    "compressed": {"compression": {"gradients": "dct", "gradients_smallest": 64, "gradients_kept": 0.1,
+                                   "messages": "int8"}},
+}
+"""The settings of each mode, by section. The budget is just above what the largest segment needs."""
+LINKS = ((0, 1), (0, 2), (1, 3), (2, 0), (2, 3), (3, 1))
+KINDS: tuple[tuple[Kind, ...], ...] = (
+    (Kind("kill", "rank", STEP, "died"),),
+    (Kind("stop", "rank", STEP, "hangs"),),
+    (Kind("kill", "rank", SAVE, "died"),),
+    (Kind("stop", "rank", SAVE, "hangs"),),
+    (Kind("kill", "rank", IMPORTS, "died"),),
+    (Kind("stop", "rank", IMPORTS, "hangs"), Kind("stop", "rank", SETUP, "hangs")),
+    (Kind("kill", "rank", SETUP, "died"),),
+    (Kind("kill", "supervisor", STEP),),
+    (Kind("kill", "supervisor", SAVE),),
+    (Kind("stop", "supervisor", STEP), Kind("stop", "supervisor", SAVE)),
+    (Kind("terminate", "supervisor", STEP), Kind("terminate", "supervisor", SAVE)),
+    (Kind("kill", "supervisor", IMPORTS), Kind("kill", "supervisor", SETUP)),
+    (Kind("kill", "supervisor of a stopped rank", STEP), Kind("terminate", "supervisor of a stopped rank", STEP)),
+    (Kind("kill", INJECTED, STEP, "died"),),
+    (Kind("hang", INJECTED, STEP, "hangs"),),
+    (Kind("hang save", INJECTED, SAVE, "hangs"),),
+    (Kind("cut link", INJECTED, STEP, "link"),),
+    (Kind("slow link", INJECTED, STEP),),
+    (Kind("corrupt shard", INJECTED, SAVE),),
+    (Kind("disk full", INJECTED, SAVE),),
+)
+"""The faults of a job. Where there are two of them, jobs take them in turn."""
 
 
-def draw_faults(seed: int, job: int, kinds: Sequence[str]) -> tuple[list[str], int]:
-    """One fault for each stretch of a job, not in its first steps, and how many steps it has. What a save meets comes
-    out after another stretch, which has no fault."""
-    draw = random.Random(f"{seed} {job}")
-    found, stretch = [], 0
-    for kind in kinds:
-        stretch += 1
-        rank, step = draw.randrange(RANKS), STRETCH * stretch + draw.randint(4, STRETCH - 1)
-        stretch += kind in SAVING
-        a, b = draw.choice(LINKS)
-        found.append({
-            "slow link": f"slow link {a}-{b} at step {step} for {SLOW_S:g} s",
-            "cut link": f"cut link {a}-{b} at step {step}"}.get(kind, f"{kind} rank {rank} at step {step}"))
-    return found, STRETCH * (stretch + 2)
+def config_of(mode: str, num_steps: int = 100) -> Config:
+    """Return the configuration of a mode, without a corpus."""
+    sections = {name: dict(values) for name, values in SECTIONS.items()}
+    for name, values in MODES[mode].items():
+        sections[name] = sections.get(name, {}) | values
+    sections["train"]["num_steps"] = num_steps
+    return from_mapping(sections)
 
 
-@dataclass
-class Job:
-    """One call of `hybridpar train`: its output with times, and the checkpoints that were looked at."""
+def draw_faults(seed: int, mode: str, number: int, count: int) -> list[Fault]:
+    """Draw the faults of a job, in order.
 
-    folder: Path
-    exit_code: int = 0
-    lines: list[tuple[float, str]] = field(default_factory=list)
-    looked_at: set[tuple[int, int]] = field(default_factory=set)
-    damaged: list[str] = field(default_factory=list)
-
-    def run(self, config: Path, faults: Sequence[str], *flags: str) -> Job:
-        command = [sys.executable, "-m", "hybridpar", "train", str(config), "--ranks", str(RANKS), "--run.name",
-                   self.folder.name, *flags, "--inject", *faults]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        watcher = threading.Thread(target=self._look, args=(process,), daemon=True)
-        watcher.start()
-        assert process.stderr is not None
-        for line in process.stderr:
-            self.lines.append((time.time(), line.rstrip()))
-        self.exit_code = process.wait()
-        watcher.join()
-        return self
-
-    def _look(self, process: subprocess.Popen[str]) -> None:
-        root = self.folder / "checkpoints"
-        while process.poll() is None:
-            for step in saved_steps(root):
-                folder = folder_of(root, step)
-                with suppress(FileNotFoundError):
-                    key = step, folder.stat().st_ino
-                    if key not in self.looked_at:
-                        self._check(folder)
-                        self.looked_at.add(key)
-            time.sleep(0.02)
-
-    def _check(self, folder: Path) -> None:
-        try:
-            check_files(folder, read_manifest(folder))
-        except CheckpointError as error:
-            if folder.exists():  # else it has been removed meanwhile
-                self.damaged.append(str(error))
-
-    def resumed(self) -> list[tuple[float, int]]:
-        """When training began again, and after which step."""
-        found = [(when, re.search(r"going on after step (\d+)", line)) for when, line in self.lines]
-        return [(when, int(match[1])) for when, match in found if match]
-
-    def steps(self) -> list[tuple[Any, ...]]:
-        """What each step came to."""
-        rows = read_metrics(self.folder / "metrics.jsonl")
-        return [(row["step"], row["loss"], row["grad_norm"], row.get("skipped")) for row in rows if "loss" in row]
-
-    @property
-    def saved(self) -> int:
-        """The step of the last checkpoint."""
-        return saved_steps(self.folder / "checkpoints")[0]
-
-    def files(self, step: int) -> dict[str, bytes]:
-        """Those of a checkpoint."""
-        folder = folder_of(self.folder / "checkpoints", step)
-        return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-
-    def marks(self) -> list[dict[str, Any]]:
-        """The faults that happened, in order."""
-        paths = (self.folder / "injected").glob("*")
-        return sorted((json.loads(path.read_text()) for path in paths), key=lambda mark: mark["time"])
-
-    def failures(self) -> list[dict[str, Any]]:
-        """What the supervisor has seen."""
-        path = self.folder / "failures.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    Args:
+        count: Number of faults, at most one of each kind.
+    """
+    draw = random.Random(f"{seed} {mode} {number}")
+    kinds = [choices[number % len(choices)] for choices in KINDS]
+    kinds = draw.sample(kinds, count)
+    starts = [kind for kind in kinds if kind.moment in STARTS]
+    others = [kind for kind in kinds if kind.moment not in STARTS]
+    # Each fault of a start follows another fault that ends all ranks, or is the first one.
+    places = ["first", *(kind.name for kind in others if kind.ends_ranks)]
+    follows = dict(zip(draw.sample(places, min(len(starts), len(places))), starts, strict=False))
+    ordered = [follows["first"]] if "first" in follows else []
+    for kind in others:
+        ordered.append(kind)
+        if kind.name in follows:
+            ordered.append(follows[kind.name])
+    faults = []
+    stretch = 1
+    for kind in ordered:
+        faults.append(_draw_fault(draw, kind, stretch, mode))
+        stretch += kind.stretches
+    return faults
 
 
-def examine(job: Job, calm: Job, faults: Sequence[str], policy: str) -> dict[str, Any]:
-    """What came of a job, and all that is wrong with it."""
-    marks, failures, resumed = job.marks(), job.failures(), job.resumed()
-    steps, undisturbed = job.steps(), calm.steps()
-    wrong = []
-    if policy == STOP:  # in the last fault's step
-        stop = int(faults[-1].rpartition(" ")[2])
-        expected = (f"refused: all ranks stopped: step {stop}: the gradient norm is nan; stopped, the newest "
-                    f"checkpoint is of step {job.saved}")
-        said = [f"{last['kind']}: {last['text']}" for last in failures[-1:]]
-        wrong += [f"{len(steps)} steps, then {said}, not {stop}"] * ((len(steps), said) != (stop, [expected]))
-        steps, undisturbed, failures = steps[:stop - 1], undisturbed[:stop - 1], failures[:-1]
-    wrong += [f"step {a}, undisturbed {b}" for a, b in zip_longest(steps, undisturbed) if a != b][:1]
-    wrong += ["files of the last checkpoint differ"] * (job.files(job.saved) != calm.files(job.saved))
-    wrong += [text for text, bad in (
-        (f"exit code {job.exit_code}", job.exit_code != (policy == STOP)),
-        ("damaged: " + "; ".join(job.damaged), job.damaged),
-        (f"did not happen: {set(faults) - {m['fault'] for m in marks}}", len(marks) != len(faults))) if bad]
-    ending = [mark for mark in marks if mark["kind"] in ENDS]
-    if not len(ending) == len(failures) == len(resumed):
-        wrong.append(f"{len(ending)} faults that end a job, {len(failures)} failures, {len(resumed)} new starts")
-    found = [{"fault": mark["fault"], "survived": policy != STOP} for mark in marks if mark["kind"] not in ENDS]
-    for mark, failure, (when, step) in zip(ending, failures, resumed, strict=False):
-        saved, lost = max(mark["saved"]), mark["done"] - step
-        wrong += [f"{mark['fault']}: {text}" for text, bad in (
-            (f"called {failure['kind']}", failure["kind"] != ENDS[mark["kind"]]),
-            (f"rank {failure['rank']} is blamed",
-             mark["kind"] in ("kill", "hang", "hang save") and failure["rank"] != mark["rank"]),
-            (f"{failure['text']}", mark["kind"] == "cut link" and not _names_link(mark, failure)),
-            (f"went on after step {step}, {saved} was saved", step < saved),
-            (f"{lost} steps lost", lost > STRETCH)) if bad]
-        found.append({
-            "fault": mark["fault"], "noticed_s": round(failure["time"] - mark["time"], 3),
-            "again_s": round(when - mark["time"], 3), "lost_steps": lost, "said": failure["text"]})
-    return {"faults": found, "num_faults": len(faults), "checkpoints_looked_at": len(job.looked_at),
-            "steps": len(steps), "final_loss": steps[-1][1], "wrong": wrong}
+def _draw_fault(draw: random.Random, kind: Kind, stretch: int, mode: str) -> Fault:
+    config = config_of(mode)
+    rank = draw.randrange(RANKS)
+    if kind.target == INJECTED:
+        step = STRETCH * stretch + draw.randint(4, STRETCH - 1)
+        if kind.moment == SAVE:
+            sizes = sizes_of(config.parallel)
+            places = writers(sizes, config.replicas_differ)
+            rank = draw.choice([rank for rank in range(RANKS) if place_of(rank, sizes) in places])
+        sender, receiver = draw.choice(LINKS)
+        where = f"{sender}-{receiver}" if "link" in kind.signal else f"rank {rank}"
+        text = f"{kind.signal} {where} at step {step}"
+        if kind.signal == "slow link":
+            text += f" for {SLOW_S:g} s"
+        return Fault(kind, rank, step, text=text)
+    # A save begins with a multiple of the stretch. A fault in it waits for the save, not for a step before.
+    step = STRETCH * stretch + (draw.randint(1, 4) if kind.moment == STEP else 0)
+    longest = {IMPORTS: 1.0, SETUP: 0.3, STEP: 0.1, SAVE: 0.03}[kind.moment]
+    delay_s = round(draw.uniform(0, longest), 3)
+    text = kind.name
+    if kind.target != "supervisor":
+        text = text.replace("rank", f"rank {rank}")
+    if kind.moment not in STARTS:
+        text += f", from step {step} on"
+    return Fault(kind, rank, step, delay_s, text=f"{text}, {delay_s:g} s later")
 
 
-def _kind(fault: str) -> str:
-    return max((kind for kind in KINDS if fault.startswith(kind)), key=len)
+def steps_of(faults: Sequence[Fault]) -> int:
+    """Return the number of steps of a job that leaves room for its last fault."""
+    last = max((fault.step for fault in faults), default=0)
+    return STRETCH * (last // STRETCH + 4)
 
 
-def _names_link(mark: dict[str, Any], failure: dict[str, Any]) -> bool:
-    named = re.match(r"the link between rank (\d+) and rank (\d+)", failure["text"])
-    return named is not None and set(named.groups()) == set(re.findall(r"\d+", mark["fault"])[:2])
+def examine(job: DisturbedJob, undisturbed: DisturbedJob, num_faults: int) -> dict[str, Any]:
+    """Compare an ended job with the undisturbed one of its mode; an entry of the result file."""
+    wrong = [*job.wrong, *(f"undisturbed job: {text}" for text in undisturbed.wrong)]
+    for name, rows, expected in (("step", job.steps(), undisturbed.steps()),
+                                 ("validation", job.validations(), undisturbed.validations())):
+        different = [(a, b) for a, b in zip_longest(rows, expected) if a != b]
+        if different:
+            wrong.append(f"{name} {different[0][0]}, undisturbed {different[0][1]}; {len(different)} differ")
+    if not job.files() or job.files() != undisturbed.files():
+        wrong.append("files of the last checkpoint differ")
+    if job.damaged:
+        wrong.append("damaged: " + "; ".join(job.damaged))
+    if len(job.faults) != num_faults:
+        wrong.append(f"{num_faults - len(job.faults)} faults did not happen")
+    steps = job.steps()
+    return {"faults": job.faults, "num_faults": num_faults, "checkpoints_looked_at": len(job.looked_at),
+            "steps": len(steps), "final_loss": steps[-1][1] if steps else None, "left_over": job.left_over,
+            "wrong": wrong}
 
 
-def run_job(number: int, args: argparse.Namespace) -> dict[str, Any]:
-    """An entry of the result file."""
-    kinds: Sequence[str] = [KINDS[(number * args.faults + i) % len(KINDS)] for i in range(args.faults)]
-    policy = SKIP
-    if number >= args.jobs:
-        policy, kinds = list(OWN.items())[number - args.jobs]
-    faults, num_steps = draw_faults(args.seed, number, kinds)
+def run_mode(mode: str, numbers: Sequence[int], args: argparse.Namespace) -> Any:
+    """Run jobs of a mode, after the undisturbed one; yields an entry for each."""
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
+        words = random.Random(0)
         corpus = folder / "corpus.txt"
-        draw = random.Random(0)
-        corpus.write_text("\n".join(" ".join(draw.choice(("stone", "river", "cloud", "lamp", "lamps", "clouded"))
-                                             for _ in range(12)) for _ in range(400)))
-        config = folder / "config.toml"
-        sections = SECTIONS | {"data": {"corpus": [str(corpus)]}, "run": {"dir": str(folder)}}
-        sections["train"] = sections["train"] | {"num_steps": num_steps}
-        config.write_text(to_toml(from_mapping(sections)))
-        same = [fault for fault in faults if fault.startswith("nan") and policy != STOP]
-        flags = ("--anomalies.on_non_finite", policy)
-        calm = Job(folder / "calm").run(config, same, *flags, "--checkpoint.keep", "1000")
-        start = time.monotonic()
-        job = Job(folder / "disturbed").run(config, faults, *flags)
-        entry = {"job": number, "on_non_finite": policy} | examine(job, calm, faults, policy) | {
-            "seconds": round(time.monotonic() - start, 1), "machine": machine()}
-        if entry["wrong"]:
-            print("\n".join(line for _, line in job.lines), file=sys.stderr)
-        return entry
+        corpus.write_text("\n".join(
+            " ".join(words.choice(("stone", "river", "cloud", "lamp", "lamps", "clouded")) for _ in range(12))
+            for _ in range(400)))
+        drawn = {number: draw_faults(args.seed, mode, number, args.faults) for number in numbers}
+        config = from_mapping({"data": {"corpus": [str(corpus)]}, "run": {"dir": str(folder)}},
+                              config_of(mode, max(map(steps_of, drawn.values()))))
+        path = folder / "config.toml"
+        path.write_text(to_toml(config))
+        undisturbed = DisturbedJob(folder / "undisturbed", path, config, [])
+        undisturbed.run()
+        if undisturbed.wrong:
+            print("\n".join(line for _, line in undisturbed.lines), file=sys.stderr)
+        for number, faults in drawn.items():
+            start = time.monotonic()
+            job = DisturbedJob(folder / f"job{number}", path, config, faults)
+            try:
+                job.run()
+                entry = examine(job, undisturbed, len(faults))
+            except Exception:
+                traceback.print_exc()
+                entry = {"faults": job.faults, "num_faults": len(faults), "checkpoints_looked_at": 0, "steps": 0,
+                         "final_loss": None, "left_over": job.left_over, "wrong": [traceback.format_exc(limit=-1)]}
+            if entry["wrong"] or any(fault["wrong"] for fault in entry["faults"]):
+                print("\n".join(f"{when:.2f} {line}" for when, line in job.lines), file=sys.stderr)
+            yield {"mode": mode, "job": number} | entry | {
+                "seconds": round(time.monotonic() - start, 1), "machine": machine()}
+
+
+def is_well(job: dict[str, Any]) -> bool:
+    """Whether nothing of a job is wrong."""
+    return not job["wrong"] and not any(fault["wrong"] for fault in job["faults"])
 
 
 def summary(jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Over all jobs: faults, recoveries, and times by kind."""
-    faults = [fault for job in jobs for fault in job["faults"]]
+    """Count faults and recoveries over all jobs, and summarize times by kind.
+
+    A fault counts as a recovery if nothing about it is wrong and its job ended with the right bits.
+    """
+    modes: dict[str, Any] = {}
+    for mode in MODES:
+        mine = [job for job in jobs if job["mode"] == mode]
+        recoveries = [fault for job in mine if not job["wrong"] for fault in job["faults"] if not fault["wrong"]]
+        if mine:
+            modes[mode] = {"jobs": len(mine), "faults": sum(job["num_faults"] for job in mine),
+                           "recoveries": len(recoveries), "left_over": sum(job["left_over"] for job in mine)}
     kinds: dict[str, Any] = {}
-    for kind in KINDS:
-        mine = [fault for fault in faults if _kind(fault["fault"]) == kind]
-        entry: dict[str, Any] = {"faults": len(mine)}
-        for name in ("noticed_s", "again_s", "lost_steps"):
-            if values := [fault[name] for fault in mine if name in fault]:
-                entry[name] = {"median": statistics.median(values), "max": max(values)}
-        kinds[kind] = entry
-    good = [job for job in jobs if not job["wrong"]]
+    faults = [fault for job in jobs for fault in job["faults"]]
+    for kind in (kind for choices in KINDS for kind in choices):
+        same = [fault for fault in faults if fault["kind"] == kind.name]
+        entry: dict[str, Any] = {"faults": len(same), "wrong": sum(bool(fault["wrong"]) for fault in same)}
+        for name in ("noticed_s", "gone_s", "again_s", "lost_steps"):
+            if values := [fault[name] for fault in same if name in fault]:
+                entry[name] = {"median": round(statistics.median(values), 3), "max": max(values)}
+        if same:
+            kinds[kind.name] = entry
     return {"jobs": len(jobs), "faults": sum(job["num_faults"] for job in jobs),
-            "recoveries": sum(fault.get("survived", True) for job in good for fault in job["faults"]), "kinds": kinds,
-            "checkpoints_looked_at": sum(job["checkpoints_looked_at"] for job in jobs)}
+            "recoveries": sum(mode["recoveries"] for mode in modes.values()),
+            "left_over": sum(job["left_over"] for job in jobs),
+            "checkpoints_looked_at": sum(job["checkpoints_looked_at"] for job in jobs), "modes": modes, "kinds": kinds}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Injects faults into training jobs, and asserts that they recover.")
-    parser.add_argument("--jobs", type=int, default=5, help=f"besides those of {', '.join(OWN)}, which come last")
-    parser.add_argument("--faults", type=int, default=10, help="in each job")
-    parser.add_argument("--only", type=int, nargs="*", help="run these jobs alone")
+    parser = argparse.ArgumentParser(description="Disturbs training jobs with faults, and asserts that they recover.")
+    parser.add_argument("--modes", nargs="*", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--jobs", type=int, default=5, help="of each mode")
+    parser.add_argument("--faults", type=int, default=len(KINDS), help="in each job, at most one of each kind")
+    parser.add_argument("--only", type=int, nargs="*", help="run these jobs of each mode alone")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", default=None, help="where jobs run; the system's temporary folder")
+    parser.add_argument("--folder", default=None, help="where jobs run; default: the system's temporary folder")
     parser.add_argument("--out", default=str(RESULTS))
-    parser.add_argument("--rounds", type=int, default=0, help="nothing is repeated here")
+    parser.add_argument("--rounds", type=int, default=0, help="ignored: nothing is repeated here")
     args = parser.parse_args()
     path = Path(args.out) / "recovery.json"
-    kept = {job["job"]: job for job in json.loads(path.read_text())["cases"]} if args.only and path.exists() else {}
-    for number in args.only or range(args.jobs + len(OWN)):
-        kept[number] = run_job(number, args)
-        jobs = [kept[job] for job in sorted(kept)]
-        path.write_text(as_text({
-            "claim": "recovery", "seed": args.seed, "timeout_s": TIMEOUT_S, "stretch": STRETCH,
-            "summary": summary(jobs), "cases": jobs}) + "\n")
-        for fault in kept[number]["faults"]:
-            print(json.dumps(fault))
-        print(f"job {number}: {kept[number]['seconds']} s, {kept[number]['wrong'] or 'all well'}", flush=True)
-    print(json.dumps(summary([kept[job] for job in sorted(kept)]), indent=1))
-    return any(job["wrong"] for job in kept.values())
+    is_part = args.only is not None or set(args.modes) != set(MODES)
+    kept: dict[tuple[str, int], dict[str, Any]] = {}
+    if is_part and path.exists():
+        kept = {(job["mode"], job["job"]): job for job in json.loads(path.read_text())["cases"] if "mode" in job}
+    ran = []
+    for mode in args.modes:
+        for entry in run_mode(mode, range(args.jobs) if args.only is None else args.only, args):
+            kept[mode, entry["job"]] = entry
+            ran.append(entry)
+            jobs = sorted(kept.values(), key=lambda job: (list(MODES).index(job["mode"]), job["job"]))
+            path.write_text(as_text({
+                "claim": "recovery", "seed": args.seed, "timeout_s": TIMEOUT_S, "start_timeout_s": START_TIMEOUT_S,
+                "grace_s": GRACE_S, "stretch": STRETCH, "summary": summary(jobs), "cases": jobs}) + "\n")
+            for fault in entry["faults"]:
+                print(json.dumps(fault))
+            print(f"{mode}, job {entry['job']}: {entry['seconds']} s, "
+                  f"{'all well' if is_well(entry) else entry['wrong'] or 'see its faults'}", flush=True)
+    print(json.dumps(summary(ran), indent=1))
+    return not all(map(is_well, ran))
 
 
 if __name__ == "__main__":
