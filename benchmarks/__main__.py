@@ -23,7 +23,7 @@ RUNS = (
     ("placement",),
     ("planner",),
     ("checkpoint", "--load-rounds", "2"),
-    ("recovery",),  # a quarter of an hour
+    ("recovery", "--jobs", "1"),  # a quarter of an hour
     ("kills",),  # ten minutes
     ("host_overlap",),
     ("slow_link",),  # needs root, else it is skipped

@@ -202,7 +202,8 @@ def run_mode(mode: str, numbers: Sequence[int], args: argparse.Namespace) -> Any
             " ".join(words.choice(("stone", "river", "cloud", "lamp", "lamps", "clouded")) for _ in range(12))
             for _ in range(400)))
         drawn = {number: draw_faults(args.seed, mode, number, args.faults) for number in numbers}
-        config = from_mapping({"data": {"corpus": [str(corpus)]}, "run": {"dir": str(folder)}},
+        config = from_mapping({"data": {"corpus": [str(corpus)]}, "run": {"dir": str(folder)},
+                               "faults": {"start_timeout_s": args.start_timeout}},
                               config_of(mode, max(map(steps_of, drawn.values()))))
         path = folder / "config.toml"
         path.write_text(to_toml(config))
@@ -266,6 +267,8 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=len(KINDS), help="in each job, at most one of each kind")
     parser.add_argument("--only", type=int, nargs="*", help="run these jobs of each mode alone")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start-timeout", type=float, default=START_TIMEOUT_S,
+                        help="faults.start_timeout_s; at least some times what four ranks need for imports")
     parser.add_argument("--folder", default=None, help="where jobs run; default: the system's temporary folder")
     parser.add_argument("--out", default=str(RESULTS))
     parser.add_argument("--rounds", type=int, default=0, help="ignored: nothing is repeated here")
@@ -282,7 +285,7 @@ def main() -> int:
             ran.append(entry)
             jobs = sorted(kept.values(), key=lambda job: (list(MODES).index(job["mode"]), job["job"]))
             path.write_text(as_text({
-                "claim": "recovery", "seed": args.seed, "timeout_s": TIMEOUT_S, "start_timeout_s": START_TIMEOUT_S,
+                "claim": "recovery", "seed": args.seed, "timeout_s": TIMEOUT_S, "start_timeout_s": args.start_timeout,
                 "grace_s": GRACE_S, "stretch": STRETCH, "summary": summary(jobs), "cases": jobs}) + "\n")
             for fault in entry["faults"]:
                 print(json.dumps(fault))
