@@ -56,6 +56,7 @@ MARK = "HYBRIDPAR_RECOVERY_JOB"
 INJECTED = "injected"
 IMPORTS, SETUP, STEP, SAVE = "imports", "set-up", "a step", "a save"
 STARTS = (IMPORTS, SETUP)
+TERMINATED = 128 + signal.SIGTERM
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 
 
@@ -182,6 +183,9 @@ class DisturbedJob:
                 self._send(fault, entry)
             if fault.kind.ends_supervisor:
                 self._await_nobody(entry["wrong"], entry)
+                code = self._process.returncode
+                if fault.kind.target == "supervisor" and fault.kind.signal == "terminate" and code != TERMINATED:
+                    entry["wrong"].append(f"exit code {code}")
                 self._take_failures(entry["wrong"], expected=None)
                 self._start()
             elif fault.kind.failure:
@@ -256,7 +260,9 @@ class DisturbedJob:
         entry["limit_s"] = 0.0
         if fault.kind.signal == "stop":
             record = self._record(fault.rank, ranks)
-            entry["limit_s"] = self.config.faults.start_timeout_s if record is None else record.limit_s
+            entry["limit_s"] = self.config.faults.start_timeout_s
+            if record is not None and record.limit_s:
+                entry["limit_s"] = record.limit_s
         self._old |= set(ranks.values())
 
     def _end_supervisor(self, fault: Fault, entry: dict[str, Any]) -> None:

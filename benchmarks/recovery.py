@@ -2,7 +2,9 @@
 
     python -m benchmarks.recovery                              500 faults in 25 jobs of 4 ranks: over an hour on 2 cores
     python -m benchmarks.recovery --modes plain zero3          two of the five modes
-    python -m benchmarks.recovery --modes plain --only 0 3     two jobs of a mode; their entries replace the old ones
+    python -m benchmarks.recovery --modes plain --only 0 3     two jobs of a mode
+
+The result file is written after every job. The entry of a job replaces an older one of the same mode and number.
 
 Jobs are `hybridpar train --ranks 4` (pp = 2, dp = 2, 2bw). Each has one fault of every kind (KINDS), in a seeded order.
 Some faults are injected (`--inject`). The others are signals from outside, to a random rank or to the supervisor, at
@@ -223,7 +225,7 @@ def run_mode(mode: str, numbers: Sequence[int], args: argparse.Namespace) -> Any
                          "final_loss": None, "left_over": job.left_over, "wrong": [traceback.format_exc(limit=-1)]}
             if entry["wrong"] or any(fault["wrong"] for fault in entry["faults"]):
                 print("\n".join(f"{when:.2f} {line}" for when, line in job.lines), file=sys.stderr)
-            yield {"mode": mode, "job": number} | entry | {
+            yield {"mode": mode, "job": number, "seed": args.seed, "start_timeout_s": args.start_timeout} | entry | {
                 "seconds": round(time.monotonic() - start, 1), "machine": machine()}
 
 
@@ -274,9 +276,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=0, help="ignored: nothing is repeated here")
     args = parser.parse_args()
     path = Path(args.out) / "recovery.json"
-    is_part = args.only is not None or set(args.modes) != set(MODES)
     kept: dict[tuple[str, int], dict[str, Any]] = {}
-    if is_part and path.exists():
+    if path.exists():
         kept = {(job["mode"], job["job"]): job for job in json.loads(path.read_text())["cases"] if "mode" in job}
     ran = []
     for mode in args.modes:
@@ -285,8 +286,8 @@ def main() -> int:
             ran.append(entry)
             jobs = sorted(kept.values(), key=lambda job: (list(MODES).index(job["mode"]), job["job"]))
             path.write_text(as_text({
-                "claim": "recovery", "seed": args.seed, "timeout_s": TIMEOUT_S, "start_timeout_s": args.start_timeout,
-                "grace_s": GRACE_S, "stretch": STRETCH, "summary": summary(jobs), "cases": jobs}) + "\n")
+                "claim": "recovery", "timeout_s": TIMEOUT_S, "grace_s": GRACE_S, "stretch": STRETCH,
+                "summary": summary(jobs), "cases": jobs}) + "\n")
             for fault in entry["faults"]:
                 print(json.dumps(fault))
             print(f"{mode}, job {entry['job']}: {entry['seconds']} s, "
