@@ -41,9 +41,9 @@ STRETCH = 10
 SLOW_S = 1.0
 GRACE_S = 10.0
 """How long the ranks of a supervisor that has ended may live beyond faults.timeout_s."""
-SLACK_S = 3.0
+SLACK_S = 10.0
 """How much later than its limit a fault may be noticed on a busy machine."""
-AGAIN_S = 90.0
+AGAIN_S = 240.0
 """How long the next moment of a job may take to come."""
 END_S = 180.0
 PAUSE_S = 0.3
