@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -49,6 +50,7 @@ from benchmarks.disturbed_job import (
     STARTS,
     STEP,
     STRETCH,
+    TERMINATED,
     DisturbedJob,
     Fault,
     Kind,
@@ -275,6 +277,7 @@ def main() -> int:
     parser.add_argument("--out", default=str(RESULTS))
     parser.add_argument("--rounds", type=int, default=0, help="ignored: nothing is repeated here")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(TERMINATED))  # so that jobs are ended, too
     path = Path(args.out) / "recovery.json"
     kept: dict[tuple[str, int], dict[str, Any]] = {}
     if path.exists():
