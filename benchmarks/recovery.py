@@ -214,7 +214,8 @@ def run_mode(mode: str, numbers: Sequence[int], args: argparse.Namespace) -> Any
         undisturbed = DisturbedJob(folder / "undisturbed", path, config, [])
         undisturbed.run()
         if undisturbed.wrong:
-            print("\n".join(line for _, line in undisturbed.lines), file=sys.stderr)
+            print("\n".join([*(line for _, line in undisturbed.lines), f"undisturbed job: {undisturbed.wrong}"]),
+                  file=sys.stderr)
         for number, faults in drawn.items():
             start = time.monotonic()
             job = DisturbedJob(folder / f"job{number}", path, config, faults)
