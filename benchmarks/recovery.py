@@ -34,7 +34,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -179,11 +178,11 @@ def steps_of(faults: Sequence[Fault]) -> int:
 def examine(job: DisturbedJob, undisturbed: DisturbedJob, num_faults: int) -> dict[str, Any]:
     """Compare an ended job with the undisturbed one of its mode; an entry of the result file."""
     wrong = [*job.wrong, *(f"undisturbed job: {text}" for text in undisturbed.wrong)]
-    for name, rows, expected in (("step", job.steps(), undisturbed.steps()),
-                                 ("validation", job.validations(), undisturbed.validations())):
-        different = [(a, b) for a, b in zip_longest(rows, expected) if a != b]
-        if different:
-            wrong.append(f"{name} {different[0][0]}, undisturbed {different[0][1]}; {len(different)} differ")
+    for name, rows, expected in (("steps", job.steps(), undisturbed.steps()),
+                                 ("validations", job.validations(), undisturbed.validations())):
+        if rows != expected:
+            steps = sorted({row[0] for row in {*rows} ^ {*expected}})
+            wrong.append(f"{name}: not as in the undisturbed job at {steps[:9]}; {len(rows)} rows, not {len(expected)}")
     if not job.files() or job.files() != undisturbed.files():
         wrong.append("files of the last checkpoint differ")
     if job.damaged:
