@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridpar.checkpoint import sites
 from hybridpar.checkpoint.compatible import check_compatible
 from hybridpar.checkpoint.folders import folder_of, published_steps
-from hybridpar.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from hybridpar.checkpoint.manifest import Manifest, read_manifest
 from hybridpar.checkpoint.part import Trainee
 from hybridpar.checkpoint.restate import Restated
 from hybridpar.checkpoint.saved import Saved
@@ -27,7 +27,6 @@ from hybridpar.models.build import build_blocks
 from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.optim import ParameterSlot
 from hybridpar.pipeline.run.stage import Stage
-from hybridpar.reading import nearest_path
 from hybridpar.state import RankState
 from hybridpar.state.kinds import OuterRemainder, Sent
 
@@ -128,34 +127,6 @@ def _going_on(manifest: Manifest, config: Config, corpus: str) -> Manifest:
         return manifest
     start = DataStart(step, before.position(step, size) if same_data else 0, before.consumed(step, size))
     return replace(manifest, state=replace(state, data_start=start, recent=state.recent if same_data else {}))
-
-
-def newest(root: Path, say: Callable[[str], None]) -> Path:
-    """The folder of the newest checkpoint under `root` that is whole. Raises: CheckpointError if there is none."""
-    why = ""
-    for step in published_steps(root):
-        folder = folder_of(root, step)
-        try:
-            check_files(folder, read_manifest(folder))
-            return folder
-        except CheckpointError as error:
-            say(f"{error}: passed over")
-            why = why or f"; of the newest, {error}"
-    raise CheckpointError(f"{root}: holds no whole checkpoint{why}")
-
-
-def find(path: str | Path, say: Callable[[str], None]) -> Path:
-    """The checkpoint that a path names: itself, or the newest of a run folder that is whole.
-
-    Raises: CheckpointError if there is none.
-    """
-    path = Path(path)
-    if not path.is_dir():
-        near = nearest_path(path)
-        raise CheckpointError(f"{path}: is not a run folder, nor a checkpoint in one" + (near and f"; try {near}"))
-    if path.name == "checkpoints":
-        path = path.parent
-    return path if (path / MANIFEST).is_file() else newest(path / "checkpoints", say)
 
 
 class FullWeights:

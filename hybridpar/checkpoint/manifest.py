@@ -16,6 +16,7 @@ is pickled, and no name leads out of the folder.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -27,6 +28,7 @@ from typing import Annotated, Any
 import torch
 
 from hybridpar import __version__
+from hybridpar.checkpoint.files import sync, write_text
 from hybridpar.config import FINITE, Config, Whole, Within, from_mapping, from_plain, rank_of_stage, span, to_mapping
 from hybridpar.data import FROM_THE_START, DataStart
 from hybridpar.errors import CheckpointError, ConfigError, shown
@@ -37,6 +39,18 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 _CHECKSUM = "sha256"
 _MAX_BYTES = 64 << 20
+_NAME = re.compile(r"\.?step_([0-9]{8,18})(\.old)?")
+
+
+def folder_name(step: int) -> str:
+    """The name of the folder of the checkpoint of a step."""
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step that the name of a checkpoint's folder says; None for any other name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
@@ -148,11 +162,15 @@ class Manifest:
             **({"other_sites": [state.as_meta() for state in self.other_sites]} if self.other_sites else {}),
             "shards": [shard.as_plain() for shard in self.shards],
             "config": to_mapping(self.config)}
-        return json.dumps(document | {_CHECKSUM: _checksum(document)}, indent=1)
+        return _with_checksum(document)
 
     def _position(self) -> int:
         """In the stream of data."""
         return self.state.data_start.position(self.step, self.config.global_batch_size)
+
+
+def _with_checksum(document: Mapping[str, Any]) -> str:
+    return json.dumps({**document, _CHECKSUM: _checksum(document)}, indent=1)
 
 
 def _checksum(document: Mapping[str, Any]) -> str:
@@ -161,20 +179,55 @@ def _checksum(document: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises: CheckpointError if there is none, or it is damaged or of another format."""
+    """Read the manifest of a checkpoint.
+
+    Raises: CheckpointError if there is none, if it is damaged or of another format, or if its step is not the step
+    that the folder's name says.
+    """
     path = folder / MANIFEST
     with errors_as(CheckpointError, path, "is damaged", ConfigError):
-        document = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES, follow=False)), "it")
-        if (version := document.get("format")) != FORMAT:
-            raise CheckpointError(f"{path}: has format {shown(version)}, this version reads {FORMAT}")
-        if document.pop(_CHECKSUM, "") != _checksum(document):
-            raise ValueError("its checksum is not what it was when it was written")
+        document = _read_document(path)
         try:
-            return _parse(document)
+            manifest = _parse(document)
         except ConfigError as error:
             if any(problem.field == "model.spec" for problem in error.problems):
                 raise CheckpointError(f"{path}: {error}") from None
             raise
+    if step_of(folder.name) not in (None, manifest.step):
+        raise CheckpointError(
+            f"{folder}: its manifest is of step {manifest.step}, so the folder was renamed or copied; name it "
+            f"{folder_name(manifest.step)} if no folder has that name, or move it out of {folder.absolute().parent}")
+    return manifest
+
+
+def misnamed_step(folder: Path) -> int | None:
+    """Return the step of a manifest, if it is another step than the folder's name says; None if it is damaged."""
+    with contextlib.suppress(OSError, ValueError, CheckpointError):
+        step: int = from_plain(Whole, _read_document(folder / MANIFEST).get("step"), "step")
+        return None if step_of(folder.name) in (None, step) else step
+    return None
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    """The values of a manifest, without its checksum. Raises: OSError, ValueError, CheckpointError."""
+    document = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES, follow=False)), "it")
+    if (version := document.get("format")) != FORMAT:
+        raise CheckpointError(f"{path}: has format {shown(version)}, this version reads {FORMAT}")
+    if document.pop(_CHECKSUM, "") != _checksum(document):
+        raise ValueError("its checksum is not what it was when it was written")
+    return document
+
+
+def add_val_loss(folder: Path, val_loss: float) -> None:
+    """Add the validation loss of its step to the manifest of a checkpoint; a kill leaves the old or the new manifest.
+
+    Raises: CheckpointError if the manifest is damaged or cannot be written.
+    """
+    path = folder / MANIFEST
+    with errors_as(CheckpointError, path, "is damaged", failure="cannot be rewritten"):
+        document = _read_document(path) | {"val_loss": val_loss}
+        write_text(path, _with_checksum(document))
+        sync(folder)
 
 
 @dataclass(frozen=True)

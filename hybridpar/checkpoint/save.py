@@ -22,9 +22,9 @@ from torch import Tensor
 
 from hybridpar.checkpoint import handover
 from hybridpar.checkpoint.background import Note, Task, Write, explain
-from hybridpar.checkpoint.folders import begin, discard, prune, publish
+from hybridpar.checkpoint.folders import begin, discard, folder_of, move_misnamed, prune, publish
 from hybridpar.checkpoint.handover import Written
-from hybridpar.checkpoint.manifest import Manifest, TrainingState, saved_place
+from hybridpar.checkpoint.manifest import Manifest, TrainingState, add_val_loss, read_manifest, saved_place
 from hybridpar.checkpoint.part import Part, Trainee, is_writer, writes
 from hybridpar.checkpoint.shards import header_of
 from hybridpar.checkpoint.snapshot import Snapshot
@@ -124,7 +124,10 @@ class Saver:
         config = self._engine.config
         with Waiting(self._flight, "files", "world"):
             written = handover.collect(aside, config, given_up)
-        folder = publish(aside, make_manifest(config, self._corpus, states[0], written, val_loss, states[1:]))
+        manifest = make_manifest(config, self._corpus, states[0], written, val_loss, states[1:])
+        if moved := move_misnamed(self._root, manifest.step):
+            self._say(moved)
+        folder = publish(aside, manifest)
         self._say(f"step {states[0].batches_done}: saved {folder} ({self._num_bytes / 1e9:.3g} GB in "
                   f"{time.monotonic() - began:.3g} s)")
         prune(self._root, states[0].batches_done, config.checkpoint)
@@ -163,6 +166,28 @@ class Saver:
         if (folder := everyone[0][3]) is not None:
             self.on_save(folder)
         return folder
+
+    def val_loss_of(self, step: int) -> float | None:
+        """Return the validation loss that the checkpoint of a step has; None without one, or without a checkpoint."""
+        try:
+            return read_manifest(folder_of(self._root, step)).val_loss
+        except CheckpointError:
+            return None
+
+    def add_val_loss(self, step: int, val_loss: float) -> None:
+        """Add the validation loss to the newest checkpoint, which is of this step, and prune as if it had been there.
+
+        It is for one process, while no save is under way. A loss that is not finite is not added. A failure is said.
+        """
+        if not isfinite(val_loss):
+            return
+        try:
+            add_val_loss(folder_of(self._root, step), val_loss)
+        except CheckpointError as error:
+            self._say(f"{error}; the validation loss of step {step} does not count for checkpoint.keep_best yet, and "
+                      "the next start from this checkpoint adds it")
+            return
+        prune(self._root, step, self._engine.config.checkpoint)
 
     def close(self) -> None:
         """Gives a save under way some seconds to end, where training has failed. No collectives."""

@@ -8,7 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from hybridpar.checkpoint.compatible import FREE
-from hybridpar.checkpoint.load import FullWeights, failures_together, find
+from hybridpar.checkpoint.finding import hold_found
+from hybridpar.checkpoint.folders import Hold
+from hybridpar.checkpoint.load import FullWeights, failures_together
 from hybridpar.checkpoint.manifest import read_manifest
 from hybridpar.checkpoint.part import Trainee
 from hybridpar.config import ModelConfig, ModelSpec, model_settings, spec_name
@@ -21,7 +23,19 @@ def find_start(path: str | Path, model: ModelSpec) -> Path:
 
     Raises: CheckpointError if it is none; ConfigError naming every key in which its model is another one.
     """
-    folder = find(path, lambda text: None)
+    with hold_start(path, model) as hold:
+        return hold.folder
+
+
+def hold_start(path: str | Path, model: ModelSpec) -> Hold:
+    """The hold on the checkpoint that `train.start_from` names: a job that saves there does not remove it meanwhile.
+
+    Raises: as `find_start`.
+    """
+    return hold_found(path, lambda text: None, lambda folder: _check_model(folder, path, model))
+
+
+def _check_model(folder: Path, path: str | Path, model: ModelSpec) -> None:
     saved = read_manifest(folder).config.model
     if type(saved) is not type(model):
         rule = f"is another model than train.start_from = {str(path)!r} has"
@@ -37,7 +51,6 @@ def find_start(path: str | Path, model: ModelSpec) -> Path:
         wrong.append(Problem("model.max_positions", model.max_positions, rule, str(saved.num_positions)))
     if wrong:
         raise ConfigError(*wrong)
-    return folder
 
 
 def check_tokens(run: Path, tokenizer: Tokenizer | None, named: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,12 +35,18 @@ class Export:
     json: bool = False
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.checkpoint.huggingface import export_folder
+        from hybridpar.checkpoint import read_held
 
         if not 0 < self.max_file_gb <= 1e9:
             raise config_error("max_file_gb", self.max_file_gb, "must be positive, and at most 1e9", "5")
-        made = export_folder(self.checkpoint, self.output, dtype=self.dtype, max_file_bytes=int(self.max_file_gb * 1e9),
-                             say=lambda text: print(text, file=sys.stderr))
+        say = partial(print, file=sys.stderr)
+        return read_held(self.checkpoint, say, partial(self._export, say))  # also while it is verified
+
+    def _export(self, say: Callable[[str], None], checkpoint: Path) -> int:
+        from hybridpar.checkpoint.huggingface import export_folder
+
+        made = export_folder(checkpoint, self.output, dtype=self.dtype, max_file_bytes=int(self.max_file_gb * 1e9),
+                             say=say)
         what = f"{made.num_parameters:,} parameters of {made.checkpoint} as {made.architecture}, {made.dtype}"
         return _exchanged(asdict(made), f"{made.folder}: {what}", made.checkpoint, made.folder,
                           verify=self.verify, as_json=self.json)

@@ -6,12 +6,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from hybridpar.checkpoint import FullWeights, find, read_manifest
+from hybridpar.checkpoint import FullWeights, hold_found, read_held, read_manifest
+from hybridpar.checkpoint.finding import MOST_TRIES
+from hybridpar.checkpoint.folders import Hold
 from hybridpar.checkpoint.stages import load_stage
 from hybridpar.comm import broadcast
 from hybridpar.config import Launch, ModelConfig, TrainConfig
@@ -68,14 +71,17 @@ class Generator:
         Raises: CheckpointError if there is none; ConfigError if it is not a GPT, has too few heads or blocks for the
         grid, or the tokenizer has more ids than it; DataError for a damaged tokenizer.
         """
-        grid, folder = grid or ProcessGrid(), find(path, say)
+        return read_held(path, say, lambda folder: Generator._load(folder, str(path), grid or ProcessGrid()))
+
+    @staticmethod
+    def _load(folder: Path, named: str, grid: ProcessGrid) -> Generator:
         trained = read_manifest(folder).config
         model = trained.model
         if trained.projects:
             raise config_error("compression.messages", "subspace", f"is a part of the model that {folder} holds, and "
                                "text is generated without it", "int4, from the start of a run")
         if not isinstance(model, ModelConfig) or model.kind != "gpt":
-            raise config_error("checkpoint", str(path), f"holds a {model.kind}; only a gpt generates text")
+            raise config_error("checkpoint", named, f"holds a {model.kind}; only a gpt generates text")
         tokenizer = folder.parent.parent / "tokenizer.json"
         if not tokenizer.is_file():
             raise CheckpointError(f"{tokenizer}: is missing; the corpus came without one, so put it there")
@@ -169,12 +175,12 @@ def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterat
 
     set_threads(threads, launch)
     job = Job.connect(launch)
-    folder = job.decide(lambda: str(find(path, say)))
+    source = _Source(path, say)
+    folder = job.decide(source.find)
     job.require_addresses("gloo")
     job.start_group(torch.device("cpu"), "gloo", TrainConfig().timeout_s)
     grid = ProcessGrid(tp=tp, pp=pp)
-    generator = job.together(lambda: Generator.load(folder, say, grid))
-    assert generator is not None
+    generator = source.load(folder, grid, job)
     try:
         yield generator
         job.end_group()
@@ -182,6 +188,50 @@ def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterat
         raise
     except Exception as error:
         raise describe_failure(error, grid.describe()) from error
+
+
+class _Source:
+    """The checkpoint of a path, which rank 0 finds and holds until all ranks have loaded their parts of it."""
+
+    def __init__(self, path: str, say: Callable[[str], None]):
+        self._path, self._say = path, say
+        self._hold: Hold | None = None
+
+    def find(self) -> str:
+        """Return the checkpoint's folder, on rank 0. Raises: CheckpointError if there is none."""
+        self._hold = hold_found(self._path, self._say)
+        return str(self._hold.folder)
+
+    def load(self, folder: str, grid: ProcessGrid, job: Job) -> Generator:
+        """Load from what `find` returned, or from the next one if it was removed. Raises: as `on_grid`."""
+        found = job.together(partial(self._load_or_error, folder, grid))
+        for _ in range(MOST_TRIES):
+            has_failed = any(job.gather(isinstance(found, CheckpointError)))
+            if not job.decide(self._is_lost) or not has_failed:
+                break
+            folder = job.decide(self.find)
+            found = job.together(partial(self._load_or_error, folder, grid))
+        generator = job.together(partial(_raised, found))
+        assert generator is not None
+        return generator
+
+    def _is_lost(self) -> bool:
+        """Let go of the checkpoint; return whether it was removed."""
+        assert self._hold is not None
+        with self._hold as hold:
+            return not hold.is_there
+
+    def _load_or_error(self, folder: str, grid: ProcessGrid) -> Generator | CheckpointError:
+        try:
+            return Generator.load(folder, self._say, grid)
+        except CheckpointError as error:
+            return error
+
+
+def _raised(found: Generator | CheckpointError | None) -> Generator | None:
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
 
 
 class Pieces:

@@ -91,14 +91,15 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     folder, num_steps, first = config.run.folder, config.train.num_steps, launch.rank == 0
     config = from_mapping(job.decide(lambda: run_folder.measured(config)), config)
     saved, changed = job.decide(lambda: run_folder.find_run(config))
-    start = ""
-    if config.train.start_from and not saved:
-        start = job.decide(lambda: str(checkpoint.find_start(config.train.start_from, config.model)))
     if saved >= num_steps:
         if first:
             print(f"{folder}: finished, {saved} steps are done; raise train.num_steps to go on", file=sys.stderr)
         return Outcome(folder, saved, num_steps, resumed_from=saved)
     with contextlib.ExitStack() as stack:
+        start = ""
+        held = stack.enter_context(contextlib.ExitStack())
+        if config.train.start_from and not saved:
+            start = job.decide(lambda: _find_start(config, held))
         job.together(lambda: stack.enter_context(run_folder.in_use(folder)), here=first)
         run_folder.require_shared(folder, job)
         data = _open_data(config, job, datasets)
@@ -111,10 +112,16 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
             reporter.say(f"since the last time: {line}")
         for line in data.notes:
             reporter.say(line)
-        outcome = _train_on_grid(config, data, _Place(job, device, threads, faults, callbacks), reporter, start)
+        place = _Place(job, device, threads, faults, callbacks)
+        outcome = _train_on_grid(config, data, place, reporter, _Start(start, held))
         if first and config.model.kind == "gpt" and data.tokenizer is not None and not outcome.stopped_by:
             _sample(config, reporter)
     return outcome
+
+
+def _find_start(config: Config, held: contextlib.ExitStack) -> str:
+    """Return the checkpoint to start from, which `held` keeps there while this run is set up."""
+    return str(held.enter_context(checkpoint.hold_start(config.train.start_from, config.model)).folder)
 
 
 def _open_data(config: Config, job: Job, datasets: Mapping[str, Any]) -> Data:
@@ -178,8 +185,16 @@ class _Place:
         return engine
 
 
-def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter, start: str) -> Outcome:
-    """Builds the engine, loads, and trains. start: a checkpoint whose weights a new run begins with; empty: none.
+@dataclass(frozen=True)
+class _Start:
+    """The checkpoint whose weights a new run begins with ("": none), and what holds it until they are loaded."""
+
+    folder: str
+    held: contextlib.ExitStack
+
+
+def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter, start: _Start) -> Outcome:
+    """Builds the engine, loads, and trains.
 
     Raises: SetupError, CheckpointError, AnomalyError, PlanError on all ranks alike; RankError, naming this rank, for
     whatever else goes wrong.
@@ -234,15 +249,16 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
             links.close()
 
 
-def _load(engine: Engine, data: Data, reporter: Reporter, start: str) -> int:
+def _load(engine: Engine, data: Data, reporter: Reporter, start: _Start) -> int:
     """Loads the newest checkpoint of the run, else the weights of `start`; returns the step of the former, or 0."""
     flight, config = engine.grid.flight, engine.config
     flight.phase("loading", config.faults.start_timeout_s)
     root = config.run.folder / run_folder.CHECKPOINTS
     resumed = checkpoint.resume(root, engine, data.train.fingerprint, reporter.say)
-    if start and not resumed:
-        checkpoint.start_from(Path(start), engine)
-        reporter.say(f"starting from the weights of {start}")
+    if start.folder and not resumed:
+        checkpoint.start_from(Path(start.folder), engine)
+        reporter.say(f"starting from the weights of {start.folder}")
+    start.held.close()
     flight.phase("setting up", config.faults.start_timeout_s)
     return resumed
 

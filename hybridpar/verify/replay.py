@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import checkpoint
+from hybridpar.checkpoint.finding import MOST_TRIES
+from hybridpar.checkpoint.folders import HeldError, Hold, folder_of
 from hybridpar.config import Config, KernelsConfig, MemoryConfig, import_beside_user, read_run_config, unloaded_code
 from hybridpar.data import BatchLoader, Data, open_data
 from hybridpar.errors import CheckpointError, DataError, config_error
@@ -126,7 +128,51 @@ def replay(path: Path, step: int, say: Say, *, trust: bool = False) -> Report:
     folder = path if path.is_dir() else path.parent.parent
     with suppress(FileNotFoundError):  # then the bundle says that its model is not known
         import_beside_user(read_run_config(folder / run_folder.CONFIG, trust=trust), folder)
-    bundle = bundle_of_step(path, step) if path.is_dir() else read_bundle(path)
+    for tries_left in reversed(range(MOST_TRIES)):
+        bundle = bundle_of_step(path, step) if path.is_dir() else read_bundle(path)
+        with _Held(folder, bundle) as held:
+            try:
+                engine, loader = _prepare(bundle, folder, say)
+                break
+            except CheckpointError:
+                if held.is_there or not path.is_dir() or not tries_left:
+                    raise
+        say(f"{folder}: the checkpoint of step {bundle.checkpoint} was removed before it was read; starting over")
+    between = bundle.step - 1 - engine.batches_done
+    say(f"replaying step {bundle.step} from step {engine.batches_done}, on one CPU process")
+    if between:
+        engine.train(loader, between, lambda result: None)
+    return _probe(engine, loader, bundle)
+
+
+class _Held:
+    """A block in which a job that saves in the run folder does not remove the checkpoint that a bundle needs."""
+
+    def __init__(self, folder: Path, bundle: Bundle):
+        self._hold: Hold | None = None
+        if bundle.checkpoint is not None:
+            with suppress(OSError, HeldError):  # it is not there; loading says so
+                self._hold = Hold(folder_of(folder / run_folder.CHECKPOINTS, bundle.checkpoint))
+        self.is_needed = bundle.checkpoint is not None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether nothing that the bundle needs was removed."""
+        return not self.is_needed or (self._hold is not None and self._hold.is_there)
+
+    def __enter__(self) -> _Held:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._hold is not None:
+            self._hold.close()
+
+
+def _prepare(bundle: Bundle, folder: Path, say: Say) -> tuple[Engine, BatchLoader]:
+    """Return an engine with the state before the bundle's step, or some steps before that, and its data.
+
+    Raises: as `replay`.
+    """
     if (error := unloaded_code(bundle.config)) is not None:
         raise error
     if bundle.config.feeds_back:
@@ -147,13 +193,8 @@ def replay(path: Path, step: int, say: Say, *, trust: bool = False) -> Report:
     if staged is not None:
         staged.start = engine.batches_done
         _check_versions(bundle, staged.versions_of(bundle.step - 1))
-    loader = BatchLoader(data.train, micro_batch_size=config.train.micro_batch_size,
-                         num_microbatches=config.pipeline.num_microbatches, start=engine.data_start)
-    between = bundle.step - 1 - engine.batches_done
-    say(f"replaying step {bundle.step} from step {engine.batches_done}, on one CPU process")
-    if between:
-        engine.train(loader, between, lambda result: None)
-    return _probe(engine, loader, bundle)
+    return engine, BatchLoader(data.train, micro_batch_size=config.train.micro_batch_size,
+                               num_microbatches=config.pipeline.num_microbatches, start=engine.data_start)
 
 
 def _check_versions(bundle: Bundle, versions: tuple[tuple[int, ...], ...]) -> None:
@@ -240,7 +281,8 @@ def _load(engine: Engine, bundle: Bundle, folder: Path, data: Data, say: Say) ->
             raise CheckpointError(f"{root}: the checkpoint of step {bundle.checkpoint} is not there any more; only "
                                   "checkpoint.keep of them stay")
     elif start := bundle.config.train.start_from:
-        checkpoint.start_from(checkpoint.find_start(start, bundle.config.model), engine)
+        with checkpoint.hold_start(start, bundle.config.model) as hold:
+            checkpoint.start_from(hold.folder, engine)
 
 
 class _Outputs:

@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hybridpar.checkpoint.files import new_folder
+from hybridpar.checkpoint.finding import read_held
 from hybridpar.checkpoint.huggingface.configuration import choose_family, plain_of
 from hybridpar.checkpoint.huggingface.names import Plan, plan_of
 from hybridpar.checkpoint.huggingface.source import CONFIG, INDEX, WEIGHTS
 from hybridpar.checkpoint.huggingface.tokens import TOKENIZER, no_tokenizer, tokenizer_files
-from hybridpar.checkpoint.load import FullWeights, find
+from hybridpar.checkpoint.load import FullWeights
 from hybridpar.data.tokenizer_folder import GENERATION
 from hybridpar.errors import CheckpointError, config_error
 from hybridpar.models.build import DTYPES
@@ -47,7 +48,10 @@ def export_folder(path: str | Path, output: str | Path, *, dtype: str = "keep", 
     for a model that transformers has no class for, trained behind a subspace, with a weight beyond the range of
     `dtype`, or where `output` is there already; DataError for a damaged tokenizer.
     """
-    folder, output = find(path, say), Path(output)
+    return read_held(path, say, lambda folder: _export(folder, Path(output), dtype, max_file_bytes))
+
+
+def _export(folder: Path, output: Path, dtype: str, max_file_bytes: int) -> Exported:
     full = FullWeights(folder)
     config = full.manifest.config
     if config.projects:
