@@ -44,6 +44,11 @@ def end_of(path: Path, step: int) -> int:
     return found
 
 
+def evaluation_at(path: Path, step: int) -> dict[str, Any] | None:
+    """The row of a metrics.jsonl with the validation loss of a step, or None if it has no such row."""
+    return next((row for row in stream_metrics(path) if row["step"] == step and "val_loss" in row), None)
+
+
 def last_step(path: Path) -> int:
     """The largest step in a metrics.jsonl; -1 if it has no row."""
     return max((row["step"] for row in stream_metrics(path)), default=-1)

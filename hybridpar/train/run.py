@@ -10,6 +10,7 @@ whether it went well. The last one is waited for. report.py writes and says how 
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from hybridpar.train.callbacks import SILENT, Callbacks
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.links import LinkWatch
 from hybridpar.train.memory_trace import MemoryLog
-from hybridpar.train.metrics import BatchClock
+from hybridpar.train.metrics import BatchClock, evaluation_at
 from hybridpar.train.planned_memory import PlannedMemory, describe
 from hybridpar.train.progress import Reporter
 from hybridpar.train.report import RunReport
@@ -98,8 +99,8 @@ class Run:
         self.saver.on_save = callbacks.on_save
         self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, self.report.log.note)
         self.reserved = not config.saves_beside_training
-        self.evaluated = -1
-        """The step that was evaluated last."""
+        self.evaluated: tuple[int, float] | None = None
+        """The step that was evaluated last, and its validation loss."""
         self.flight, self.faults = self.grid.flight, config.faults
         self.warm = False
         """Whether a step was made: the first one may load, compile and connect for long."""
@@ -128,6 +129,8 @@ class Run:
                     self._save(last=True)
                     if self.anomalies.is_open:
                         self._recover()
+            else:
+                self._make_up_evaluation()
             while engine.batches_done < end and not stopped_by:
                 self._train_until(self._next_mark(engine.batches_done))
                 self.anomalies.agree()
@@ -214,10 +217,48 @@ class Run:
         if interval and not self.anomalies.is_open and (saves or self._is_multiple(interval)):
             self.anomalies.audit()
 
-    def _evaluate(self) -> None:
-        settings, step = self.config.train, self.engine.batches_done
-        if not settings.eval_interval or not (self._is_multiple(settings.eval_interval) or step == settings.num_steps):
+    @property
+    def _is_evaluation_due(self) -> bool:
+        settings = self.config.train
+        is_last = self.engine.batches_done == settings.num_steps
+        return settings.eval_interval > 0 and (is_last or self._is_multiple(settings.eval_interval))
+
+    def _make_up_evaluation(self) -> None:
+        """Evaluate the step that the run resumes from, if a signal stopped the run there before it had evaluated.
+
+        The validation loss is recorded in two places, a row of metrics.jsonl and the manifest of the checkpoint, in
+        this order. A kill between them is made good from the row, without another evaluation. Then checkpoints are
+        pruned, as if the checkpoint had been saved with its validation loss.
+        Collectives: one gather, and an evaluation, on all ranks.
+        """
+        if not self._is_evaluation_due:
             return
+        step = self.engine.batches_done
+        saved, row = gather_objects(self._recorded_losses(step), self.grid.world)[0]
+        if saved is not None:
+            self.evaluated = step, saved
+            return
+        if row is None:
+            self._evaluate()
+        else:
+            self.evaluated = step, row
+        if self.evaluated is not None and self.grid.rank == 0:
+            self.saver.add_val_loss(*self.evaluated)
+
+    def _recorded_losses(self, step: int) -> tuple[float | None, float | None]:
+        """Return the validation losses of a step in its manifest and in metrics.jsonl, on rank 0; None: it has none."""
+        if self.grid.rank != 0:
+            return None, None
+        row = evaluation_at(self.config.run.folder / run_folder.METRICS, step)
+        loss: float | None = None
+        if row is not None:  # with null for a loss that is not finite
+            loss = row["val_loss"] if isinstance(row["val_loss"], float) else math.nan
+        return self.saver.val_loss_of(step), loss
+
+    def _evaluate(self) -> None:
+        if not self._is_evaluation_due:
+            return
+        settings, step = self.config.train, self.engine.batches_done
         assert self.valid_loader is not None, "validate.py refuses evaluations of nothing"
         self.flight.phase(EVALUATING, self._limit_s)
         has_targets = any(map(self.valid_loader.num_targets, range(settings.eval_batches)))
@@ -226,8 +267,8 @@ class Run:
         self.report.validation_set(self.valid_loader, settings.eval_batches, has_targets)
         if not has_targets:
             return
-        self.evaluated = step
         self.report.evaluation(step, losses)
+        self.evaluated = step, sum(losses.values())
         self.callbacks.on_evaluation(step, losses)
 
     def _recover(self) -> None:
@@ -236,14 +277,16 @@ class Run:
         self._settle(wait=True)
         notes = self.anomalies.resolve()
         self.train_loader.start = self.engine.data_start
-        self.evaluated = -1
+        self.evaluated = None
         self.report.log.cut_back(self.engine.batches_done)
         self.report.log.write({"step": self.engine.batches_done}, notes)
 
     def _save(self, *, last: bool) -> None:
         """Saves. last: what follows needs the checkpoint; else training goes on, and it may take its time, or fail."""
         self.flight.phase("saving", self.faults.save_timeout_s)
-        val_loss = self.report.val_loss if self.evaluated == self.engine.batches_done else None
+        step, val_loss = self.evaluated or (-1, None)
+        if step != self.engine.batches_done:
+            val_loss = None
         with self._noting_refused_states():
             if last:
                 self.saves.insist(val_loss)
