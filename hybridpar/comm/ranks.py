@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,6 +16,7 @@ import torch.multiprocessing as mp
 
 from hybridpar.config import use_all_gpu_queues
 from hybridpar.errors import HybridparError
+from hybridpar.scratch import scratch_folder
 
 
 def run_on_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, backend: str = "gloo", start: str = "fork",
@@ -28,7 +28,7 @@ def run_on_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, backend: st
     """
     if backend == "nccl":
         use_all_gpu_queues()  # here, as a rank may set up CUDA before it gets to `fn`
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         readers, writers = zip(*(mp.get_context(start).Pipe(duplex=False) for _ in range(num_ranks)), strict=True)
         job = (backend, f"{folder}/store", num_ranks, timeout_s)
         processes = mp.start_processes(_rank_main, (job, writers, fn, args), num_ranks, join=False, start_method=start)

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from hybridpar.data.pieces import Ends, Part, pieces, sentences
 from hybridpar.data.tokenizer import END, Kind, Tokenizer, check_vocab_fits, check_vocab_size, train_tokenizer
 from hybridpar.errors import DataError
 from hybridpar.reading import errors_as, read_json
+from hybridpar.scratch import remove_left_folders, scratch_folder
 
 if TYPE_CHECKING:  # imported where it is used: operators and benchmarks run without it
     from rich.progress import Progress
@@ -36,6 +36,8 @@ except ImportError:  # Windows
 OnBadRecord = Literal["error", "skip"]
 BAD_RECORDS = "bad_records.txt"
 """Name of the file with a line for each record that was left out."""
+_SCRATCH = ".preparing"
+"""Beginning of the names of folders in which corpora are built; the next call removes what a killed one has left."""
 _FORMAT = 2
 _MAX_MANIFEST = 1 << 20
 _FIELDS = {"format": int, "kind": str, "vocab_size": int, "num_documents": int, "num_tokens": int, "fingerprint": str}
@@ -130,9 +132,9 @@ def prepare_tokenizer(sources: Sequence[str | Path], folder: str | Path, vocab_s
             parts = (part for files in groups for part in read_parts(files, share, BadRecords(skips=skips)))
             with _progress(quiet) as progress:
                 trained = _train(parts, vocab_size, kind, (progress, share * len(groups)))
-            aside = target.with_name(f".{target.name}.{os.getpid()}.part")
-            trained.save(aside)
-            os.replace(aside, target)
+            with scratch_folder(_SCRATCH, target.parent) as scratch:
+                trained.save(scratch / target.name)
+                os.replace(scratch / target.name, target)
     return target
 
 
@@ -180,8 +182,8 @@ class _Job:
 
 def _build(files: Sequence[SourceFile], target: Path, job: _Job) -> None:
     total = min(num_bytes(files), job.max_bytes or num_bytes(files))
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
-        aside = Path(scratch) / target.name
+    with scratch_folder(_SCRATCH, target.parent) as scratch:
+        aside = scratch / target.name
         aside.mkdir()
         tokenizer = job.tokenizer
         if tokenizer is None:
@@ -275,6 +277,7 @@ def _lock(folder: Path, name: str) -> Iterator[None]:
             if fcntl is not None:
                 with contextlib.suppress(OSError):
                     fcntl.flock(file, fcntl.LOCK_EX)
+            remove_left_folders(_SCRATCH, folder)
             yield
     except OSError as error:
         if error.filename and not Path(error.filename).resolve().is_relative_to(folder.resolve()):

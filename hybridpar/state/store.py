@@ -41,16 +41,16 @@ class DiskStore:
         self._file = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file, name = tempfile.mkstemp(prefix="state.", dir=folder)
-            os.unlink(name)
+            with tempfile.TemporaryFile(prefix="state.", dir=folder, buffering=0) as file:  # never has a name on Linux
+                self._file = os.dup(file.fileno())
             if self.num_bytes:
                 os.posix_fallocate(self._file, 0, self.num_bytes)
-            self._direct = self._go_direct(name)
+            self._direct = self._go_direct()
         except OSError as error:
             self.close()
             raise self._failure("make the file of the state", error) from None
 
-    def _go_direct(self, name: str) -> bool:
+    def _go_direct(self) -> bool:
         """Opens the file anew past the page cache, if its file system can do that."""
         try:
             direct = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_DIRECT)

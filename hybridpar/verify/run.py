@@ -9,7 +9,6 @@ clipping), every updated weight; and before the first: that all weights start fr
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from hybridpar.models.cost import stage_split
 from hybridpar.nn.placement import Placement
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.scratch import scratch_folder
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.policy import BatchPolicy
 from hybridpar.verify.oracle import GRADIENT_FLOOR, TOLERANCE, Oracle, OracleStep
@@ -163,8 +163,8 @@ def on_grid(config: Config, grid: Mapping[str, int]) -> Config:
 
 def run_grid(config: Config, num_batches: int, disturbance: Disturbance = CALM) -> GridRun:
     """Runs the engine on config.parallel in fresh local Gloo processes. Raises: HybridparError if a rank failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        parts = run_on_ranks(_train, config.parallel.num_ranks, config, num_batches, disturbance, Path(folder),
+    with scratch_folder() as folder:
+        parts = run_on_ranks(_train, config.parallel.num_ranks, config, num_batches, disturbance, folder,
                              timeout_s=config.train.timeout_s)
     first, *others = ([part for part in parts if part.site == site] for site in range(config.parallel.sites))
     return replace(_merge(first), other_sites=list(map(_merge, others)))

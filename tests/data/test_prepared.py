@@ -2,6 +2,9 @@ import errno
 import json
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -185,3 +188,28 @@ def test_one_tokenizer_for_several_corpora(corpus, tmp_path):
 def test_an_error_of_another_file_is_not_the_folders(tmp_path):
     with pytest.raises(FileNotFoundError, match="absent"), module._lock(tmp_path / "out", "tokens"):
         (tmp_path / "absent").open()
+
+
+KILLED = """
+import os, sys
+import hybridpar.data.prepared as prepared
+real = getattr(prepared, sys.argv[3])
+def killed(*args):
+    if sys.argv[3] == "_opened":
+        real(*args)
+    os.kill(os.getpid(), 9)
+setattr(prepared, sys.argv[3], killed)
+prepared.prepare(sys.argv[1], sys.argv[2], 400, quiet=True)
+"""
+
+
+@pytest.mark.parametrize("where", ["_train", "_encode", "_opened"])
+def test_the_next_call_removes_what_a_killed_one_left(corpus, tmp_path, where):
+    """Also one for another vocabulary."""
+    cache = tmp_path / "cache"
+    done = subprocess.run([sys.executable, "-c", KILLED, corpus, cache, where], timeout=200)
+    assert done.returncode == -signal.SIGKILL
+    assert len([path for path in cache.iterdir() if path.name.startswith(".preparing.")]) == 1
+    prepared = prepare(corpus, cache, 300, quiet=True)
+    assert sorted(path.name for path in cache.iterdir() if not path.name.endswith(".lock")) == [
+        prepared.prefix.parent.name]

@@ -1,0 +1,116 @@
+"""Temporary folders that do not outlive their processes for long: the next one removes what a killed one has left.
+
+    <prefix>.<kernel>.<random>     locked by the process that made it, as long as that and its forks live
+
+Whoever makes a folder of the same prefix first removes those of its user that nobody has locked. Locks of a folder are
+known to the processes of one running kernel, whatever the file system is. So a folder of another kernel, which is
+another machine's or one's own before it was started anew, goes if nothing in it has changed for a day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_UNCHANGED_S = 24 * 3600.0
+_RANDOM = 8
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str = "hybridpar", parent: Path | None = None) -> Iterator[Path]:
+    """A new folder below `parent` (None: the system's temporary folder), removed with what is in it.
+
+    Raises: OSError if it cannot be made.
+    """
+    parent = parent or Path(tempfile.gettempdir())
+    stem = f"{prefix}.{_kernel()}."
+    remove_left_folders(prefix, parent)
+    path, lock = _make(stem, parent)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_left_folders(prefix: str, parent: Path) -> None:
+    """Remove folders below `parent` that killed processes of this user made with that prefix."""
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(parent)):
+            name = entry.name.removeprefix(f"{prefix}.")
+            kernel, _, rest = name.partition(".")
+            if name != entry.name and kernel and len(rest) >= _RANDOM and "." not in rest:
+                with contextlib.suppress(OSError, ImportError):
+                    _remove_if_left(Path(entry.path), is_ours=kernel == _kernel())
+
+
+def _make(stem: str, parent: Path) -> tuple[Path, int]:
+    """A locked folder, and the handle of its lock. Another process may remove one in the moment before it is locked."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=stem, dir=parent))
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            handle = _open(path)
+            try:
+                _lock(handle)
+            except BlockingIOError:
+                os.close(handle)
+                raise
+            except (OSError, ImportError):  # no locks here, so nobody can lock and remove it either
+                return path, handle
+            if _is_same(path, handle):
+                return path, handle
+            os.close(handle)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _lock(handle: int) -> None:
+    """Lock a folder. Raises: BlockingIOError if another process has it; OSError or ImportError without locks."""
+    fcntl = importlib.import_module("fcntl")
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _is_same(path: Path, handle: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.lstat(path), os.fstat(handle))
+    return False
+
+
+def _remove_if_left(path: Path, *, is_ours: bool) -> None:
+    """Remove a folder of this user that no process uses. Raises: OSError where one does; ImportError without locks."""
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return
+    if not is_ours and time.time() - _last_change(path) < _UNCHANGED_S:
+        return
+    handle = _open(path)
+    try:
+        _lock(handle)
+        if _is_same(path, handle):
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(handle)
+
+
+def _last_change(path: Path) -> float:
+    """The time of the last change in a folder, in seconds since 1970. Raises: OSError."""
+    return max(one.lstat().st_mtime for one in (path, *path.rglob("*")))
+
+
+def _kernel() -> str:
+    """A name of the running kernel: its id since it was started, else the host's name."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        name = socket.gethostname()
+    return "".join(letter for letter in name if letter.isalnum())[:32] or "unknown"
