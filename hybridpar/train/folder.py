@@ -24,7 +24,7 @@ import importlib
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +132,30 @@ def begin(config: Config, tokenizer: Tokenizer | None) -> None:
     """Writes the files that a run folder has from the start."""
     folder = config.run.folder
     (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    files = tokenizer.files() if tokenizer is not None else {}
+    _remove_left_files(folder, (CONFIG, MODEL_FOLDER, CHANGES, "kernels.json", *files))
     write_changed(folder / CONFIG, to_toml(config))
     own: list[type] = [] if isinstance(config.model, ModelConfig) else [type(config.model)]
     own += [import_rule(config.optim.spec)] if config.optim.spec else []
     if own:
         write_changed(folder / MODEL_FOLDER, "".join(f"{path}\n" for path in dict.fromkeys(map(spec_folder, own))))
-    for name, text in (tokenizer.files() if tokenizer is not None else {}).items():
+    for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         write_changed(folder / name, text)
+
+
+def _remove_left_files(folder: Path, names: Iterable[str]) -> None:
+    """Remove what a killed job has left half written; this job holds the folder, and jobs alone use such names.
+
+    names: paths below the folder that `write_changed` writes.
+    """
+    asides = (folder / name for name in names)
+    left = [path.with_name(f".{path.name}.part") for path in asides]
+    for pattern in (".part.*", "..part.*.part", ".job-*"):  # of Records, of files that these write, of require_shared
+        left += [*folder.glob(pattern), *folder.glob(f"*/{pattern}")]
+    for path in left:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def write_changed(path: Path, text: str) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
@@ -40,6 +40,7 @@ from hybridpar.checkpoint.folders import half_written
 from hybridpar.config import JOB, Config, pass_on_signals
 from hybridpar.train.faults.diagnose import Diagnosis, Seen, diagnose, find_stall
 from hybridpar.train.faults.inject import Fault, parse_faults
+from hybridpar.train.faults.logs import NoLogs
 from hybridpar.train.faults.shrink import shrink
 from hybridpar.train.folder import CHECKPOINTS, FAILURES, SAVING, flight_path
 from hybridpar.train.launch import LOOPBACK
@@ -77,7 +78,7 @@ def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Seque
 
 def run_ranks(num_ranks: int, args: Sequence[str]) -> int:
     """Runs `python -m hybridpar *args` on so many ranks of this machine, once; the exit code."""
-    return _run(LocalElasticAgent(_spec(num_ranks, args, restarts=0), DefaultLogsSpecs()), logging.CRITICAL)
+    return _run(LocalElasticAgent(_spec(num_ranks, args, restarts=0), NoLogs()), logging.CRITICAL)
 
 
 def _spec(num_ranks: int, args: Sequence[str], restarts: int) -> WorkerSpec:
@@ -107,7 +108,7 @@ class Supervisor(LocalElasticAgent):
         self._newest, self._blamed = self._saved(), -1
         self._left: set[tuple[str, int]] = set()  # checkpoints that will not be published
         self.exit_code = 1
-        super().__init__(_spec(self._ranks, args, config.faults.restarts), DefaultLogsSpecs())
+        super().__init__(_spec(self._ranks, args, config.faults.restarts), NoLogs())
 
     def close(self) -> None:
         """Waits some seconds where failures.jsonl cannot be written."""
