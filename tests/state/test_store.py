@@ -37,7 +37,7 @@ def memory_of(size: int) -> memoryview:
 @pytest.mark.parametrize("direct", [True, False], ids=["past the page cache", "through it"])
 def test_content_comes_back(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not direct:
-        monkeypatch.setattr(DiskStore, "_go_direct", lambda self, name: False)
+        monkeypatch.setattr(DiskStore, "_go_direct", lambda self: False)
     store, draw = DiskStore(tmp_path, SIZES), torch.Generator().manual_seed(0)
     there = [memory_of(size) for size in SIZES]
     for _ in range(2):
