@@ -8,6 +8,13 @@ from dataclasses import dataclass
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors of a disk, which may come without the name of a file."""
+_NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "out of memory", "aoti_torch_empty_strided")
+"""What torch, CUDA and NCCL say of an allocation that failed; the last is an operator of ours that asked for a tensor.
+"""
+_NO_MEMORY_ENDS = ("could not create a primitive", "failed to map segment from shared object")
+"""How oneDNN and the loader of libraries end where that is all: behind other failures they say what was wrong."""
+_NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
+"""All that Python and Gloo say of a thread that cannot be had."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 16
@@ -52,6 +59,38 @@ def about_file(error: OSError) -> str:
     if error.filename is None and error.errno not in FULL_DISK:
         return ""
     return f"{error.filename or 'a disk'}: {error.strerror}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, of a CPU or of a GPU, or a library could not be loaded for want of memory.
+
+    An import that fails may hide the reason behind an error of its own, as numpy does.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if not isinstance(error, RuntimeError | ImportError | OSError):
+        return False
+    said = str(error)
+    if any(words in said for words in _NO_MEMORY) or said.endswith(_NO_MEMORY_ENDS):
+        return True
+    cause = error.__cause__ if isinstance(error, ImportError) else None
+    return cause is not None and is_out_of_memory(cause)
+
+
+def lacks_threads(error: BaseException) -> bool:
+    """Return whether a thread could not be started, which takes memory and a place in the table of processes."""
+    return isinstance(error, RuntimeError) and str(error) in _NO_THREAD
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if there is no message."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return an error as one line, for something that a run can do without."""
+    kind = "" if isinstance(error, HybridparError) else f"{type(error).__name__}: "
+    return first_line(error) if is_out_of_memory(error) else f"{kind}{first_line(error)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,6 +254,8 @@ def _doing(seen: Seen) -> str:
     record = seen.record
     if record is None:
         return " before it had begun"
-    step = "" if not record.kind else " in an evaluation" if record.phase == EVALUATING else f" in step {record.step}"
+    step = f" in step {record.step}" if record.step else ""  # a move of state belongs to none
+    if record.kind and record.phase == EVALUATING:
+        step = " in an evaluation"
     microbatch = f" (micro-batch {record.microbatch})" if record.kind in ("F", "B", "SEND_F", "SEND_B") else ""
     return f"{step}{record.situation()}{microbatch}"
