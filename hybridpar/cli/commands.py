@@ -42,9 +42,10 @@ class Train:
 
     def run(self, launch: Launch) -> int:
         if self.ranks and not launch.launched:
+            from hybridpar.cli.fitting import saves_most
             from hybridpar.train.faults.supervisor import supervise
 
-            return supervise(self.config, self.ranks, launch.args, self.inject)
+            return supervise(self.config, self.ranks, launch.args, self.inject, saves_most)
         from hybridpar.train.loop import train
 
         outcome = train(self.config, launch, self.inject)

@@ -52,6 +52,32 @@ def _memory_here(config: Config) -> float:
     return limit_here(kind, ranks) if ranks <= places else 0.0
 
 
+def saves_most(config: Config) -> str:
+    """Return a line about the setting that saves a rank of a resolved configuration most of the host's memory.
+
+    It is shown where a rank has failed, so nothing is raised. A rank on the CPU is predicted with each setting. A rank
+    on a GPU has little in the host's memory but what settings move there.
+    """
+    from hybridpar.memory.predict import default_device, predict
+    from hybridpar.planner.remedies import Fitting
+
+    try:
+        device = default_device(config)
+        if device.type != "cpu":
+            moved = (("memory.host_optimizer = false", config.memory.host_optimizer),
+                     ("memory.offload_activations = 0", bool(config.memory.offload_activations)),
+                     ("checkpoint.asynchronous = false", config.saves_beside_training))
+            names = [name for name, is_on in moved if is_on]
+            return f"less of the host's memory: {names[0] if names else 'fewer ranks on this host (--ranks)'}"
+        peak = max(stage.needed for stage in predict(config, device=device))
+        best = Fitting(peak / 2, device).smallest(config)
+    except Exception as error:
+        return f"`hybridpar memory` says what needs less ({type(error).__name__} here)"
+    if best is None:
+        return f"a rank is predicted to need {peak / _GB:.3g} GB, and no setting is known that needs less"
+    return f"a rank is predicted to need {peak / _GB:.3g} GB; {best.settings} saves most: {best.peak / _GB:.3g} GB"
+
+
 def fit_report(config: Config, memory: Sequence[StageMemory], room: Room, rank_name: str, *,
                largest: bool) -> tuple[dict[str, Any], list[str]]:
     """Plain values and lines: whether a resolved configuration fits and what would make it, its predicted step time,

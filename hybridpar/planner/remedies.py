@@ -70,6 +70,13 @@ class Fitting:
             found = [self._remedy(*together, before)]
         return sorted(found, key=lambda remedy: (remedy.slower is None, remedy.slower or 0.0, remedy.peak))
 
+    def smallest(self, config: Config) -> Remedy | None:
+        """The single setting with which a resolved configuration needs least, and less than without; None: there is
+        none."""
+        tried = [Remedy(str(knob), self.peak(changed)) for knob, changed in self._changes(config)]
+        best = min(tried, key=lambda remedy: remedy.peak, default=None)
+        return best if best is not None and best.peak < self.peak(config) else None
+
     def largest(self, config: Config) -> list[tuple[str, int]]:
         """The most layers of this width that fit on the grid: as it is, and with each setting; 0: not even the fewest.
         The most first."""

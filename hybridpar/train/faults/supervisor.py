@@ -21,8 +21,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -41,6 +41,7 @@ from hybridpar.config import JOB, Config, pass_on_signals
 from hybridpar.train.faults.diagnose import Diagnosis, Seen, diagnose, find_stall
 from hybridpar.train.faults.inject import Fault, parse_faults
 from hybridpar.train.faults.logs import NoLogs
+from hybridpar.train.faults.out_of_memory import OomKiller
 from hybridpar.train.faults.shrink import shrink
 from hybridpar.train.folder import CHECKPOINTS, FAILURES, SAVING, flight_path
 from hybridpar.train.launch import LOOPBACK
@@ -60,13 +61,15 @@ _STOP_S = 300
 """How long ranks may take to finish and save after Ctrl-C."""
 
 
-def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Sequence[str] = ()) -> int:
+def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Sequence[str] = (),
+              advise: Callable[[Config], str] | None = None) -> int:
     """Runs `python -m hybridpar *args` on so many ranks until it has ended well, or must be given up; the exit code.
 
+    advise: Returns what makes a resolved configuration need less memory, for a rank that had too little.
     Raises: ConfigError, before anything is started.
     """
     config = resolve(config, num_ranks)
-    agent = Supervisor(config, args, parse_faults(inject, config))
+    agent = Supervisor(config, args, parse_faults(inject, config), advise)
     handled = {"INT", "TERM", "QUIT", "HUP", *config.train.stop_signals}  # ranks are never left behind
     pass_on_signals(number.name for number in numbers_of(sorted(handled)))
     try:
@@ -99,10 +102,13 @@ def _run(agent: LocalElasticAgent, log_level: int) -> int:
 class Supervisor(LocalElasticAgent):
     """The agent of one job, which is on this machine."""
 
-    def __init__(self, config: Config, args: Sequence[str], faults: Sequence[Fault]):
+    def __init__(self, config: Config, args: Sequence[str], faults: Sequence[Fault],
+                 advise: Callable[[Config], str] | None = None):
         self._config, self._args, self._faults = config, tuple(args), faults
         self._folder, self._ranks = config.run.folder, config.parallel.num_ranks
         self._watch = Watch(self._folder, config.faults.patience_s)
+        self._oom = OomKiller()
+        self._advise, self._is_short = advise, False
         self._records = Records(self._folder, self._say)
         self._records.begin(FAILURES)
         self._newest, self._blamed = self._saved(), -1
@@ -114,6 +120,7 @@ class Supervisor(LocalElasticAgent):
         """Waits some seconds where failures.jsonl cannot be written."""
         self._records.finish()
         self._records.close()
+        self._oom.close()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _STOP_S) -> None:
         """Torch's own gives ranks 30 s, in versions where that cannot be set."""
@@ -122,6 +129,7 @@ class Supervisor(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._records.retry()
+        self._oom.look()
         seen, began = self._look(), time.time()
         if all(one.exit_code == 0 for one in seen):
             return super()._monitor_workers(worker_group)
@@ -134,6 +142,7 @@ class Supervisor(LocalElasticAgent):
         while found.kind == "refused" and found.rank > 0 and time.monotonic() < end:
             time.sleep(_LOOK_EVERY_S)
             found = diagnose(self._look())
+        found = self._explain_kill(found)
         if found.rank != 0:  # which publishes
             self._await_save()
         smaller = self._account(found)
@@ -145,6 +154,16 @@ class Supervisor(LocalElasticAgent):
     def _look(self) -> list[Seen]:
         assert isinstance(self._pcontext, SubprocessContext)
         return self._watch.look({rank: one.proc for rank, one in self._pcontext.subprocess_handlers.items()})
+
+    def _explain_kill(self, found: Diagnosis) -> Diagnosis:
+        """Adds what the kernel knows of a SIGKILL that nobody of ours has sent."""
+        injected = any(fault.rank == found.rank and fault.kind in ("kill", "lose") for fault in self._faults)
+        if found.kind != "died" or found.exit_code != -signal.SIGKILL or injected:
+            return found
+        assert isinstance(self._pcontext, SubprocessContext)
+        evidence = self._oom.evidence(self._pcontext.subprocess_handlers[found.rank].proc.pid)
+        self._is_short = self._is_short or evidence.startswith("out of memory")
+        return replace(found, text=f"{found.text}; {evidence}") if evidence else found
 
     def _account(self, found: Diagnosis) -> Config | None:
         """Counts the restarts that are left; returns the configuration of a smaller job where a rank stays away."""
@@ -195,10 +214,14 @@ class Supervisor(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._left = half_written(self._folder / CHECKPOINTS)
+        self._oom.begin()
         return super()._start_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(signal.SIGKILL)  # those that are left wait for the one that failed
+        if self._is_short and self._advise is not None:  # a prediction takes memory, which is free now, and seconds
+            self._say(self._advise(self._config))
+            self._advise = None
 
     def _saved(self) -> int:
         return max(saved_steps(self._folder / CHECKPOINTS), default=0)
