@@ -9,7 +9,10 @@ difference; 2 the command line is wrong; 128 + n stopped by signal n, after savi
 `--json` prints one JSON object on stdout; everything else that a command says goes to stderr then.
 """
 
+import sys
 from collections.abc import Sequence
+
+from hybridpar.cli.shortage import describe, is_shortage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,3 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(argv)
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        print(f"hybridpar: {describe(error, 'this command')}", file=sys.stderr, flush=True)
+        return 1

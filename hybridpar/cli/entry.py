@@ -20,6 +20,7 @@ from tyro.conf import FlagCreatePairsOff
 
 from hybridpar import __version__
 from hybridpar.cli.commands import COMMANDS
+from hybridpar.cli.shortage import describe, is_shortage, require_room
 from hybridpar.cli.values import out_of_range
 from hybridpar.config import Config, Launch, load_toml, read_run_config, unloaded_code
 from hybridpar.config.typed import hints_of
@@ -56,7 +57,9 @@ def _run(args: list[str]) -> int:
         launch = Launch.from_environment(args)
         if launch.supervisor:
             end_with(launch.supervisor)
-        return parse(args, launch.rank == 0).run(launch)
+        command = parse(args, launch.rank == 0)
+        require_room()
+        return command.run(launch)
     except HybridparError as error:
         return _report(error, launch, as_json="--json" in args)
     except BrokenPipeError:  # whoever read our output has seen enough
@@ -67,6 +70,11 @@ def _run(args: list[str]) -> int:
             raise
         who = f"rank {launch.rank}: " if launch.world_size > 1 else ""
         return _report(RankError(f"{who}{message}"), launch, as_json="--json" in args)
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        who = f"rank {launch.rank}" if launch.world_size > 1 else args[0]
+        return _report(RankError(describe(error, who)), launch, as_json="--json" in args)
 
 
 def parse(args: Sequence[str], speaks: bool = True) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar.config import Config
+from hybridpar.errors import in_a_line
 from hybridpar.reading import to_json
 from hybridpar.train.console import lost_console
 from hybridpar.train.folder import METRICS, NOTES
@@ -37,7 +38,7 @@ class RunLog(Records):
             self.begin(NOTES)
             reached = last_step(folder / METRICS)
             self.begin(METRICS, end_of(folder / METRICS, resumed_step))
-            self._board = TensorBoard(self, "tensorboard", resumed_step)
+            self._board = TensorBoard(self, "tensorboard", resumed_step, self.note)
             self._trackers = Trackers(config or Config(), self.note, resumed_step, reached)
             self._keep_names()
 
@@ -80,6 +81,19 @@ class RunLog(Records):
         self._reporter.say(text)
         self.append(NOTES, f"{json.dumps({'time': time.time(), 'step': self._step, 'note': text})}\n".encode())
 
+    def put(self, name: str, write: Callable[[Path], object]) -> None:
+        """Writes a file beside its place and renames it; what keeps it from being made, besides the disk, is said."""
+        def make(path: Path) -> None:
+            try:
+                write(path)
+            except OSError:  # Records tries again later
+                raise
+            except Exception as error:  # a run without a picture is a run
+                path.unlink(missing_ok=True)
+                self._reporter.say(f"no {name}: {in_a_line(error)}; nothing else is missing")
+
+        super().put(name, make)
+
     def draw(self, name: str, draw: Callable[[], str]) -> None:
         """Writes a picture, or another text."""
         self.put(name, lambda path: path.write_text(draw(), encoding="utf-8"))
@@ -89,32 +103,53 @@ class TensorBoard:
     """A file of events in a folder, with a record for each row of numbers; none where tensorboard is not installed.
 
     tensorboard's own writer has a thread, which ends with the first error of the disk: here it only makes the bytes.
+    Where tensorboard fails, that is said once, and no more is written.
+
+    Args:
+        records: Files of the run.
+        folder: Folder for the events, in the run's folder.
+        resumed_step: The step that training goes on after.
+        say: Called with a line for people.
     """
 
-    def __init__(self, records: Records, folder: str, resumed_step: int):
-        self._records, self._file = records, ""
+    def __init__(self, records: Records, folder: str, resumed_step: int, say: Callable[[str], None]):
+        self._records, self._file, self._say = records, "", say
         if importlib.util.find_spec("tensorboard") is None:
             return
-        from tensorboard.compat.proto.event_pb2 import Event
-
         self._file = f"{folder}/events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
         records.begin(self._file, 0, MOST_FEW_RECORDS)
-        self._add(Event(file_version="brain.Event:2"))
+        self._try(self._begin)
         self.go_back(resumed_step)
 
     def go_back(self, step: int) -> None:
         """Hides the steps after this one that were written before, here and in other files."""
+        self._try(lambda: self._hide_after(step))
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Adds the floating point numbers of a row of metrics.jsonl."""
+        self._try(lambda: self._add_row(row))
+
+    def _try(self, do: Callable[[], None]) -> None:
         if not self._file:
             return
+        try:
+            do()
+        except Exception as error:  # of an import, or of a version of protobuf that tensorboard cannot work with
+            self._file = ""
+            self._say(f"tensorboard: {in_a_line(error)}; training goes on without it")
+
+    def _begin(self) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._add(Event(file_version="brain.Event:2"))
+
+    def _hide_after(self, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         first = step + 1 if step else 0  # an evaluation comes before the first step
         self._add(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Adds the floating point numbers of a row of metrics.jsonl."""
-        if not self._file:
-            return
+    def _add_row(self, row: dict[str, Any]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 

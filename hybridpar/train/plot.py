@@ -3,16 +3,80 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+
+from hybridpar.errors import HybridparError, in_a_line
 
 
 def can_plot() -> bool:
     """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
+
+
+_LONGEST_S = 30.0
+"""Most time for a picture: the other ranks wait for rank 0 meanwhile, by default for up to 60 s."""
+
+
+class PictureError(HybridparError):
+    """A picture could not be drawn."""
+
+
+def draw_apart(draw: Callable[[], None]) -> None:
+    """Call `draw` in a fork of this process, so that nothing that it meets can end this one.
+
+    OpenBLAS ends the process that it has no memory for, and the kernel the one that takes too much. Only on Linux may
+    a fork draw; elsewhere `draw` is called here.
+
+    Raises: PictureError, if `draw` raises anything or its process ends early; OSError, if there can be no process.
+    """
+    if sys.platform != "linux":
+        draw()
+        return
+    with os.fdopen(os.memfd_create("errors of drawing"), "rb") as errors:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child needs none
+            child = os.fork()
+        if not child:
+            _draw_and_exit(draw, errors.fileno())
+        status = _wait(child)
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip()
+    if status < 0:
+        raise PictureError(f"the process that drew it was ended by {signal.Signals(-status).name}")
+    if status:
+        raise PictureError(said.rpartition("\n")[2] or f"the process that drew it ended with exit code {status}")
+
+
+def _draw_and_exit(draw: Callable[[], None], errors: int) -> NoReturn:
+    """End this process after `draw`, without what a process does at its end. `errors`: where it says what is wrong."""
+    status = 1
+    try:
+        os.dup2(errors, 2)
+        draw()
+        status = 0
+    except BaseException as error:
+        os.write(errors, f"\n{in_a_line(error)}".encode(errors="replace"))
+    finally:
+        os._exit(status)
+
+
+def _wait(child: int) -> int:
+    """Return the exit code of a process, the negative signal if one has ended it; end it if it takes too long."""
+    end = time.monotonic() + _LONGEST_S
+    while not (found := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    return os.waitstatus_to_exitcode(found[1])
 
 
 def plot_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:

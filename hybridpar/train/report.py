@@ -20,7 +20,7 @@ from hybridpar.train.links import LinkWatch, Traffic
 from hybridpar.train.log import RunLog
 from hybridpar.train.metrics import peak_memory_mib, read_curves
 from hybridpar.train.peak import Peak
-from hybridpar.train.plot import can_plot, plot_loss
+from hybridpar.train.plot import can_plot, draw_apart, plot_loss
 from hybridpar.train.preview import differences, preview
 from hybridpar.train.progress import Reporter
 
@@ -151,9 +151,10 @@ class RunReport:
             say(f"no {run_folder.COSTS}: that takes {_TRACED_STEPS} steps in a row without an evaluation or a "
                 "checkpoint")
         self.log.finish()
-        rows = read_curves(config.run.folder / run_folder.METRICS)
         if can_plot():
-            self.log.put("loss.png", lambda path: plot_loss(rows, path, config.run.name))
+            metrics = config.run.folder / run_folder.METRICS
+            self.log.put("loss.png", lambda path: draw_apart(
+                lambda: plot_loss(read_curves(metrics), path, config.run.name)))
         else:
             say("no loss.png: matplotlib is not installed (pip install 'hybridpar[plot]')")
         if stopped_by:
@@ -189,9 +190,9 @@ class RunReport:
 
     def _draw_plan(self) -> None:
         schedule, m = self.config.pipeline.schedule, self.config.pipeline.num_microbatches
-        shown = preview(self.config, ceil(_DRAWN_MICROBATCHES / m))
         title = f"{schedule}, {len(self.engine.split)} stages, {m} micro-batches a batch (simulated)"
-        self.log.draw("plan.svg", lambda: draw_svg(shown.timeline, title=title))
+        self.log.draw("plan.svg", lambda: draw_svg(
+            preview(self.config, ceil(_DRAWN_MICROBATCHES / m)).timeline, title=title))
 
     def _write_trace(self, recorder: trace.Recorder) -> None:
         ranks = trace.gather(recorder, self.engine.grid)

@@ -127,7 +127,7 @@ def test_tensorboard_reads_what_is_written_and_forgets_what_a_resumed_run_makes_
 
     records = Records(tmp_path, print)
     for resumed in (0, 2):
-        board = TensorBoard(records, str(resumed), resumed)
+        board = TensorBoard(records, str(resumed), resumed, print)
         for step in range(resumed + 1, 5):
             board.write({"step": step, "loss": step + resumed / 10, "consumed_tokens": 7, "kind": "x"})
     (tmp_path / "0").rename(tmp_path / "both")
