@@ -10,15 +10,20 @@
 
 The file is mapped into memory: a note is there after kill -9, and can be read while a rank hangs. It does not outlive
 the machine: nothing is synced.
+
+Before a rank may write into the run folder, and where the disk is full, its record is in anonymous memory (memfd) of
+the same content. Linux lists it, and a file that has been removed, under /proc/PID/fd, where an `Observer` finds it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
+import os
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +43,13 @@ FAILED, LOST, REFUSED = "failed", "lost contact", "refused"
 was asked to stop."""
 EVALUATING = "evaluating"
 """The phase whose actions belong to no step."""
+RENDEZVOUS = "rendezvous"
+"""The operation of a wait for other ranks before there is a process group, or beside it: in the launcher's store."""
+_MOVED = "moved"
+"""The phase of a record that its rank has left for another one."""
+_MEMFD = "memfd:"
+_REMOVED = " (deleted)"
+"""What Linux puts before the name of anonymous memory, and behind the name of a file that has been removed."""
 
 
 class Flight:
@@ -48,12 +60,44 @@ class Flight:
         self._map: mmap.mmap | None = None
         self._count = 0
         if path is not None:
-            text = json.dumps(dict(who or {})).encode()
-            with path.open("w+b") as file:
-                file.write(bytes(_WHO_AT) + text)
-                file.flush()
-                self._map = mmap.mmap(file.fileno(), 0)
-            self.phase("starting")
+            self.move(path, who)
+
+    @staticmethod
+    def in_memory(name: str, who: Mapping[str, Any] | None = None) -> Flight:
+        """A recorder without a file; where the system has no such memory it notes nothing.
+
+        name: as a file of this rank or thread would have it.
+        """
+        flight = Flight()
+        flight.move_to_memory(name, who)
+        return flight
+
+    def move(self, path: Path, who: Mapping[str, Any] | None = None) -> None:
+        """Continues in a new file. Raises: OSError, and the record stays where it is."""
+        with path.open("w+b") as file:
+            self._begin(file.fileno(), who)
+
+    def move_to_memory(self, name: str, who: Mapping[str, Any] | None = None) -> None:
+        """Continues in memory that has no file, where the system has such memory."""
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create(name)
+            try:
+                self._begin(descriptor, who)
+            finally:
+                os.close(descriptor)  # the mapping has its own
+
+    def _begin(self, descriptor: int, who: Mapping[str, Any] | None) -> None:
+        """Writes an empty record into an open file, and continues there."""
+        text = json.dumps(dict(who or {})).encode()
+        data = bytes(_WHO_AT) + text
+        while data:
+            data = data[os.write(descriptor, data):]
+        before = self._map
+        self._map = mmap.mmap(descriptor, 0)
+        self.phase("starting")
+        if before is not None:  # last, so that an observer finds one of both at any time
+            _PHASE.pack_into(before, _PHASE_AT, _MOVED.encode(), 0.0)
+            before.close()
 
     def phase(self, name: str, limit_s: float = 0.0) -> None:
         """Notes that a part of the run begins. Standing still in it for longer than the limit (0: none) is a fault."""
@@ -68,6 +112,19 @@ class Flight:
         if self._map is not None:
             self.tick()
             _LIMIT.pack_into(self._map, _ACTION_AT - _LIMIT.size, limit_s)
+
+    @contextlib.contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Lets the phase take as long as it may while entered: a function of the user runs."""
+        if self._map is None:
+            yield
+            return
+        (limit_s,) = _LIMIT.unpack_from(self._map, _ACTION_AT - _LIMIT.size)
+        self.limit(0.0)
+        try:
+            yield
+        finally:
+            self.limit(limit_s)
 
     def end(self, phase: str, error: str) -> None:
         """Notes that this rank ends by an error (FAILED, LOST, REFUSED); its action and wait stay."""
@@ -197,11 +254,112 @@ class Record:
         names = ", ".join(map(str, self.peers)) or "others"
         return f"{text}, waiting for {self.operation} over {self.axis} with rank{'s' * (len(self.peers) > 1)} {names}"
 
+    def doing(self) -> str:
+        """The situation with its step: ' in step 4 during F12@1v3 (micro-batch 12)'."""
+        step = f" in step {self.step}" if self.step else ""  # a move of state belongs to none
+        if self.kind and self.phase == EVALUATING:
+            step = " in an evaluation"
+        microbatch = f" (micro-batch {self.microbatch})" if self.kind in ("F", "B", "SEND_F", "SEND_B") else ""
+        return f"{step}{self.situation()}{microbatch}"
+
+
+def hang_text(who: str, idle_s: float, doing: str, *, stopped: bool) -> str:
+    """A rank that hangs, in words. doing: `Record.doing`. stopped: by SIGSTOP, or a debugger."""
+    hangs = "is stopped, and hangs" if stopped else "hangs"
+    return f"{who} {hangs}: nothing for {idle_s:.1f} s{doing}"
+
 
 def read(path: Path) -> Record | None:
     """The record in a file; None where there is none."""
     try:
         return _parse(path.read_bytes())
+    except (OSError, ValueError, struct.error):
+        return None
+
+
+class Observer:
+    """Reads the record of another process of this machine, and measures how long it has not changed.
+
+    The record stays open from the first look at it, so removing its file hides nothing. pid: the process that writes
+    it. name: of the file. folder: where the file should be, for systems without /proc and for a process that has
+    ended.
+    """
+
+    def __init__(self, pid: int, name: str, folder: Path | None = None):
+        self.pid = pid
+        self._name, self._folder = name, folder
+        self._descriptor = -1
+        self._count = -1
+        self._since = time.monotonic()
+
+    def look(self) -> tuple[Record | None, float]:
+        """The record, None where there is none yet, and for how many seconds it has not changed."""
+        record = self._read()
+        if record is None or record.phase == _MOVED:
+            self._find()
+            record = self._read() or record
+        count = -1 if record is None else record.count
+        now = time.monotonic()
+        if count != self._count:
+            self._count, self._since = count, now
+        return record, now - self._since
+
+    def restart(self) -> None:
+        """Counts the time from now on."""
+        self._since = time.monotonic()
+
+    def write_end(self, phase: str, error: str) -> None:
+        """Notes how the process ends, which cannot do so itself; on a disk that is full it does nothing."""
+        with contextlib.suppress(OSError):
+            writable = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDWR)
+            try:
+                os.pwrite(writable, _PHASE.pack(phase.encode(), 0.0), _PHASE_AT)
+                os.pwrite(writable, _ERROR.pack(error.encode()[: _ERROR.size]), _ERROR_AT)
+            finally:
+                os.close(writable)
+
+    def close(self) -> None:
+        """Closes the record."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _read(self) -> Record | None:
+        return None if self._descriptor < 0 else _read(self._descriptor)
+
+    def _find(self) -> None:
+        """Opens the record that the process writes now, if there is one."""
+        for path in self._places():
+            try:
+                found = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            except OSError:
+                continue
+            record = _read(found)
+            if record is not None and record.who.get("pid") == self.pid and record.phase != _MOVED:
+                self.close()
+                self._descriptor = found
+                return
+            os.close(found)
+
+    def _places(self) -> list[Path]:
+        """What the process has open under the record's name; its file where that cannot be known."""
+        held = Path(f"/proc/{self.pid}/fd")
+        found: list[Path] = []
+        try:
+            for path in held.iterdir():
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    name = os.readlink(path).removesuffix(_REMOVED).rpartition("/")[2]
+                    if name.removeprefix(_MEMFD) == self._name:
+                        found.append(path)
+        except OSError:
+            return [] if self._folder is None else [self._folder / self._name]
+        return found
+
+
+def _read(descriptor: int) -> Record | None:
+    """The record in an open file; None where there is none."""
+    try:
+        return _parse(os.pread(descriptor, os.fstat(descriptor).st_size, 0))
     except (OSError, ValueError, struct.error):
         return None
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hybridpar.config import Config, Launch, ModelSpec, UpdateRule, as_typed, from_mapping, load_toml, spec_name
 from hybridpar.config.spec import import_class, require_settings
 from hybridpar.errors import config_error
+from hybridpar.train import watchdog
 from hybridpar.validate import resolve
 
 if TYPE_CHECKING:
@@ -111,12 +112,16 @@ class Trainer:
 
 
 def _staying(call: Callable[..., None]) -> Callable[..., None]:
-    """The function with this working folder, in which run.dir may lie, again after each call, also where it raises."""
+    """The function with this working folder, in which run.dir may lie, again after each call, also where it raises.
+
+    It may take as long as it likes: no watchdog ends this process meanwhile.
+    """
     home = os.getcwd()
 
     def called(*news: Any) -> None:
         try:
-            call(*news)
+            with watchdog.current().unlimited():
+                call(*news)
         finally:
             os.chdir(home)
 

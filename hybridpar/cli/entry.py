@@ -25,9 +25,9 @@ from hybridpar.cli.values import out_of_range
 from hybridpar.config import Config, Launch, load_toml, read_run_config, unloaded_code
 from hybridpar.config.typed import hints_of
 from hybridpar.errors import ConfigError, HybridparError, about_file
+from hybridpar.train import watchdog
 from hybridpar.train.console import hold_descriptors, lasting_console
 from hybridpar.train.errors import LostContactError, RankError
-from hybridpar.train.stop import end_with
 
 SPEC = "--model.spec"
 """The flag that names the class of a model of one's own, which decides what other keys [model] has."""
@@ -55,10 +55,12 @@ def _run(args: list[str]) -> int:
     launch = Launch(0, 0, 1, 1)
     try:
         launch = Launch.from_environment(args)
-        if launch.supervisor:
-            end_with(launch.supervisor)
+        trains = args[:1] == ["train"]
+        flight = watchdog.begin(launch, watchdog.START_S if trains else 0.0)
         command = parse(args, launch.rank == 0)
         require_room()
+        if trains:
+            flight.limit(command.config.faults.start_timeout_s)
         return command.run(launch)
     except HybridparError as error:
         return _report(error, launch, as_json="--json" in args)

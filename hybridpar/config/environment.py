@@ -62,6 +62,8 @@ class Launch:
     """Port of the store, where all processes are on this machine and make it themselves."""
     supervisor: int = 0
     """The process that has started this one, as `hybridpar train --ranks` does (0: none of ours)."""
+    elastic: bool = field(default=False, compare=False)
+    """Whether torchrun or our supervisor has started this process, and so its parent is to outlive it."""
     store: str = field(default="", compare=False)
     """Address and port of the launcher's store."""
     interface: str = field(default="", compare=False)
@@ -95,5 +97,5 @@ class Launch:
         job = os.environ.get("TORCHELASTIC_RUN_ID", "")
         return Launch(rank, local_rank, world, local, "RANK" in os.environ, here, tuple(args),
                       port if near and not theirs and "MASTER_PORT" in os.environ else 0,
-                      int(job.removeprefix(JOB)) if job.startswith(JOB) else 0,
+                      int(job.removeprefix(JOB)) if job.startswith(JOB) else 0, bool(job),
                       f"{os.environ.get('MASTER_ADDR', '')}:{port}", os.environ.get("GLOO_SOCKET_IFNAME", ""))

@@ -46,9 +46,10 @@ from hybridpar.config import (
 from hybridpar.data import Tokenizer
 from hybridpar.errors import FULL_DISK, CheckpointError, ConfigError, config_error
 from hybridpar.flight import Flight
-from hybridpar.grid import lines_of, place_of, sizes_of
+from hybridpar.grid import describe, lines_of, place_of, sizes_of
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train.launch import Job
+from hybridpar.train.watchdog import record_name
 
 CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
 COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
@@ -58,8 +59,6 @@ _MEASURED = {("pipeline", "schedule"): str, ("pipeline", "early_switch"): int, (
 """Settings that may be "auto", and the type of what is then found."""
 _WITH = {("pipeline", "schedule"): FOUND}
 """What is found with them."""
-SAVING = "saving"
-"""Name of the thread of a rank that writes checkpoints."""
 _SEEN_AFTER_S = 75.0
 """How long a file of another machine may take to appear on a shared file system: NFS remembers for 60 s what it had."""
 
@@ -169,26 +168,30 @@ def write_changed(path: Path, text: str) -> None:
 
 def flight_path(folder: Path, rank: int, thread: str = "") -> Path:
     """The path of the flight recorder of a rank, or of a thread of it."""
-    return folder / FLIGHT / (f"rank_{rank:05d}.{thread}" if thread else f"rank_{rank:05d}")
+    return folder / FLIGHT / record_name(rank, thread)
 
 
-def open_flight(config: Config, rank: int, thread: str = "") -> Flight:
-    """Opens the flight recorder of a rank of the resolved grid, or of a thread of it; without a file on a full disk."""
+def open_flight(config: Config, rank: int, flight: Flight, thread: str = "") -> None:
+    """Moves the flight recorder of a rank of the resolved grid, or of a thread of it, into the run folder.
+
+    On a full disk the recorder has no file; processes of this machine can read it all the same.
+    """
     sizes = sizes_of(config.parallel)
     place = place_of(rank, sizes)
     axes = {name: line for name, lines in lines_of(sizes).items() for line in lines if rank in line}
     path = flight_path(config.run.folder, rank, thread)
     path.parent.mkdir(exist_ok=True)
+    stages = Sizes.of(config).stages_of(place["pp"])
     who = {
-        "rank": rank, "stage": place["pp"], "stages": list(Sizes.of(config).stages_of(place["pp"])), "place": place,
-        "pid": os.getpid(),
+        "rank": rank, "name": describe(rank, stages, place), "stage": place["pp"], "stages": list(stages),
+        "place": place, "pid": os.getpid(), "timeout_s": config.faults.timeout_s,
         "num_microbatches": config.pipeline.num_microbatches, "axes": axes}
     try:
-        return Flight(path, who)
+        flight.move(path, who)
     except OSError as error:
         if error.errno not in FULL_DISK:
             raise
-        return Flight()
+        flight.move_to_memory(path.name, who)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from hybridpar import native, sockets
 from hybridpar.config import Launch, TrainConfig
 from hybridpar.cpu import available_cores
 from hybridpar.errors import HybridparError, config_error
+from hybridpar.flight import NO_FLIGHT, RENDEZVOUS, Flight, Waiting
 from hybridpar.train.errors import TO_CONNECT, LostContactError, RankError
 
 T = TypeVar("T")
@@ -45,13 +46,14 @@ class Job:
     Collectives: every method must be called by all processes, in the same order.
     """
 
-    def __init__(self, launch: Launch, store: dist.Store | None = None):
+    def __init__(self, launch: Launch, store: dist.Store | None = None, flight: Flight = NO_FLIGHT):
+        """flight: where this process notes that it waits for others."""
         assert store is not None or launch.world_size == 1
-        self.launch, self.store = launch, store
+        self.launch, self.store, self.flight = launch, store, flight
         self._rounds = 0
 
     @staticmethod
-    def connect(launch: Launch) -> Job:
+    def connect(launch: Launch, flight: Flight = NO_FLIGHT) -> Job:
         """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names. Raises: RankError, ConfigError."""
         if launch.world_size == 1:
             return Job(launch)
@@ -59,11 +61,11 @@ class Job:
             raise config_error("RANK", "", f"must be set in the environment, as WORLD_SIZE is {launch.world_size}", "0")
         text = f"at {launch.store} (MASTER_ADDR and MASTER_PORT, the same on all)"
         try:
-            with _says_if_it_waits(launch, text):
+            with _says_if_it_waits(launch, text), Waiting(flight, RENDEZVOUS, "world"):
                 store: dist.Store = (_loopback_store(launch) if launch.own_store_port else
                                      next(dist.rendezvous("env://", launch.rank, launch.world_size))[0])
                 store = dist.PrefixStore("hybridpar", store)
-                return Job(launch, dist.PrefixStore(meet(store, launch), store))
+                return Job(launch, dist.PrefixStore(meet(store, launch), store), flight)
         except dist.DistError as error:
             raise _lost_store(launch.rank, error) from None
         except (OSError, ValueError) as error:  # the port is in use; MASTER_ADDR is not set
@@ -126,11 +128,16 @@ class Job:
         try:
             store.set(f"{place}/{rank}", json.dumps(value))
             if rank == 0:
-                everyone = [_await(store, f"{place}/{other}") for other in range(self.launch.world_size)]
+                everyone = [self._await(f"{place}/{other}") for other in range(self.launch.world_size)]
                 store.set(f"{place}/all", json.dumps(everyone))
-            return _await(store, f"{place}/all")
+            return self._await(f"{place}/all")
         except dist.DistError as error:
             raise _lost_store(rank, error) from None
+
+    def _await(self, key: str) -> Any:
+        assert self.store is not None
+        with Waiting(self.flight, RENDEZVOUS, "world"):
+            return _await(self.store, key)
 
     def require_addresses(self, backend: str) -> None:
         """Has processes on several hosts see whether Gloo would offer the others an address that they can reach.

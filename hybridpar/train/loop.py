@@ -21,7 +21,7 @@ from hybridpar import checkpoint
 from hybridpar.config import Config, Launch, from_mapping, require_gpu_queues, use_all_gpu_queues
 from hybridpar.data import NO_DATASETS, Data, open_data
 from hybridpar.errors import CheckpointError, HybridparError, config_error, in_a_line
-from hybridpar.flight import FAILED, LOST, REFUSED, Flight, Waiting
+from hybridpar.flight import FAILED, LOST, REFUSED, RENDEZVOUS, Flight, Waiting
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory import MemoryWatch
 from hybridpar.memory.planned import Allocator
@@ -29,7 +29,7 @@ from hybridpar.ops.libraries import examine_triton
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.train import continued, kernel_options, warm_up
+from hybridpar.train import continued, kernel_options, warm_up, watchdog
 from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, Callbacks
 from hybridpar.train.engine import Engine
@@ -67,7 +67,9 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     """
     config = resolve(config, launch.world_size)
     faults = parse_faults(inject, config)
-    job = Job.connect(launch)
+    flight = watchdog.begin(launch)
+    flight.phase("starting", config.faults.start_timeout_s)
+    job = Job.connect(launch, flight)
     require_equal_settings(config, job)
     use_all_gpu_queues()
     device = choose_device(config.train, launch, job.gather)
@@ -82,6 +84,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     if config.train.keep_memory and device.type == "cpu":
         keep_freed_memory()
     folder, num_steps, first = config.run.folder, config.train.num_steps, launch.rank == 0
+    flight.phase("opening the run")  # text may take hours to become tokens
     config = from_mapping(job.decide(lambda: run_folder.measured(config)), config)
     saved, changed = job.decide(lambda: run_folder.find_run(config))
     if saved >= num_steps:
@@ -146,7 +149,7 @@ class _Place:
     def connect(self, config: Config, flight: Flight) -> ProcessGrid:
         """Starts the process group, and makes the grid of it. Collectives: on all processes of the job."""
         flight.phase("connecting", config.faults.start_timeout_s)
-        with Waiting(flight, "rendezvous", "world"):
+        with Waiting(flight, RENDEZVOUS, "world"):
             backend, wait = choose_backend(config.train, self.device), config.longest_wait_s
             if backend == "nccl":  # others wait while one compiles; Run says when that is over
                 wait = max(wait, config.faults.start_timeout_s)
@@ -193,7 +196,8 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
     whatever else goes wrong.
     """
     rank = place.job.launch.rank
-    who, flight, started = f"rank {rank}", run_folder.open_flight(config, rank), False
+    who, flight, started = f"rank {rank}", place.job.flight, False
+    run_folder.open_flight(config, rank, flight)
     injector = Injector(place.faults, config.run.folder, rank, flight)
     links: LinkWatch | None = None
     try:

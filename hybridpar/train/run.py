@@ -24,7 +24,7 @@ from hybridpar.comm import all_reduce, gather_objects
 from hybridpar.config import Config
 from hybridpar.data import BatchLoader, Data, Samples
 from hybridpar.errors import NotFiniteError
-from hybridpar.flight import EVALUATING
+from hybridpar.flight import EVALUATING, Flight
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, Callbacks
@@ -38,6 +38,7 @@ from hybridpar.train.report import RunReport
 from hybridpar.train.rollback import AnomalyHandler
 from hybridpar.train.saves import Saves
 from hybridpar.train.stop import noting_signals
+from hybridpar.train.watchdog import SAVING
 
 
 def mark_intervals(config: Config) -> list[int]:
@@ -93,7 +94,8 @@ class Run:
         self.clock = BatchClock(loader if self.memory is None else self.memory.loader(loader))
         self.valid_loader = None if data.valid is None else self._loader(data.valid)
         self.anomalies = AnomalyHandler(engine, data.train, self.report.log, reporter.say)
-        saving = run_folder.open_flight(config, self.grid.rank, run_folder.SAVING)
+        saving = Flight()
+        run_folder.open_flight(config, self.grid.rank, saving, SAVING)
         self.saver = checkpoint.Saver(
             config.run.folder / run_folder.CHECKPOINTS, engine, data.train.fingerprint, reporter.say, saving)
         self.saver.on_save = callbacks.on_save

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridpar.config import STOP_SIGNALS
-from hybridpar.flight import EVALUATING, LOST, REFUSED, Record
+from hybridpar.flight import LOST, REFUSED, RENDEZVOUS, Record, hang_text
 from hybridpar.grid import describe
 from hybridpar.pipeline.plan.kinds import ROWS, Kind
 
@@ -30,7 +30,9 @@ class Seen:
 
     record: None where it has opened no recorder yet. exit_code: None while it lives, the negative signal where one has
     ended it. idle_s: how long its record has not changed. saving: the state of its thread that writes a checkpoint,
-    while it does. patience_s: how long it may at least wait for others. stopped: by SIGSTOP, or a debugger.
+    while it does. patience_s: how long it may at least wait for others. stopped: by SIGSTOP, or a debugger. early: its
+    record before it may write into the run folder, which says no place on the grid yet. start_timeout_s: how long it
+    may stand still before it has the other record.
     """
 
     rank: int
@@ -40,6 +42,8 @@ class Seen:
     saving: Seen | None = None
     patience_s: float = 0.0
     stopped: bool = False
+    early: Record | None = None
+    start_timeout_s: float = 0.0
 
     @property
     def who(self) -> str:
@@ -58,13 +62,14 @@ class Seen:
         """
         if self.record is None:
             return False
-        watched = self.waits and self.record.operation != "rendezvous"
+        watched = self.waits and self.record.operation != RENDEZVOUS
         return self.record.phase == LOST or (self.exit_code == -signal.SIGABRT and watched)
 
     @property
     def waits(self) -> bool:
         """Whether it waits for others; of one that is stopped it is unknown whether they have come."""
-        return self.record is not None and self.record.waits and not self.stopped
+        record = self.record or self.early
+        return record is not None and record.waits and not self.stopped
 
     @property
     def error(self) -> str:
@@ -74,9 +79,16 @@ class Seen:
     @property
     def is_late(self) -> bool:
         """Whether it has stood still for longer than its phase may take, or while it waits than an outage may."""
-        if self.record is None or not self.record.limit_s:
-            return False
-        return max(self.record.limit_s, self.patience_s * self.waits) < self.idle_s
+        limit_s = self._limit_s
+        return limit_s > 0 and max(limit_s, self.patience_s * self.waits) < self.idle_s
+
+    @property
+    def _limit_s(self) -> float:
+        """How long it may stand still, 0 for as long as it likes; one that is stopped has a limit in every phase."""
+        if self.record is not None and self.record.limit_s:
+            return self.record.limit_s
+        has_none = self.record is not None or (self.early is not None and not self.early.limit_s)
+        return 0.0 if has_none and not self.stopped else self.start_timeout_s
 
     @property
     def hangs(self) -> bool:
@@ -152,8 +164,7 @@ def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
     idle = [seen for seen in ranks if not (seen.failed or seen.is_victim or seen.waits) and seen.idle_s > 0]
     if idle := [*idle, *(seen for seen in _savers(ranks) if seen.hangs)]:
         worst = max(idle, key=lambda seen: (seen.is_late, seen.stopped, seen.idle_s))
-        hangs = "is stopped, and hangs" if worst.stopped else "hangs"
-        return _of("hangs", worst, f"{worst.who} {hangs}: nothing for {worst.idle_s:.1f} s{_doing(worst)}", ranks)
+        return _of("hangs", worst, hang_text(worst.who, worst.idle_s, _doing(worst), stopped=worst.stopped), ranks)
     circle, peers = _circle(ranks)
     first = circle[0]
     if _may_be_the_plan(circle):
@@ -251,11 +262,4 @@ def _end(seen: Seen) -> str:
 
 
 def _doing(seen: Seen) -> str:
-    record = seen.record
-    if record is None:
-        return " before it had begun"
-    step = f" in step {record.step}" if record.step else ""  # a move of state belongs to none
-    if record.kind and record.phase == EVALUATING:
-        step = " in an evaluation"
-    microbatch = f" (micro-batch {record.microbatch})" if record.kind in ("F", "B", "SEND_F", "SEND_B") else ""
-    return f"{step}{record.situation()}{microbatch}"
+    return " before it had begun" if seen.record is None else seen.record.doing()

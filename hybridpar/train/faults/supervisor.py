@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -43,10 +43,11 @@ from hybridpar.train.faults.inject import Fault, parse_faults
 from hybridpar.train.faults.logs import NoLogs
 from hybridpar.train.faults.out_of_memory import OomKiller
 from hybridpar.train.faults.shrink import shrink
-from hybridpar.train.folder import CHECKPOINTS, FAILURES, SAVING, flight_path
+from hybridpar.train.folder import CHECKPOINTS, FAILURES, FLIGHT
 from hybridpar.train.launch import LOOPBACK
 from hybridpar.train.records import Records
 from hybridpar.train.stop import numbers_of
+from hybridpar.train.watchdog import SAVING, is_stopped, record_name
 from hybridpar.validate import resolve
 
 _LOOK_EVERY_S = 0.1
@@ -106,7 +107,7 @@ class Supervisor(LocalElasticAgent):
                  advise: Callable[[Config], str] | None = None):
         self._config, self._args, self._faults = config, tuple(args), faults
         self._folder, self._ranks = config.run.folder, config.parallel.num_ranks
-        self._watch = Watch(self._folder, config.faults.patience_s)
+        self._watch = Watch(self._folder, config.faults.patience_s, config.faults.start_timeout_s)
         self._oom = OomKiller()
         self._advise, self._is_short = advise, False
         self._records = Records(self._folder, self._say)
@@ -231,7 +232,6 @@ class Supervisor(LocalElasticAgent):
         print(f"hybridpar: {text}", file=sys.stderr, flush=True)
 
 
-@dataclass
 class Watch:
     """Reads the flight records of the running processes and of their threads that save, and how long they stand still.
 
@@ -239,45 +239,38 @@ class Watch:
     its ranks.
     """
 
-    folder: Path
-    patience_s: float = 0.0
-    _looked: float = 0.0
-    _last: dict[Path, tuple[int, int, float]] = field(default_factory=dict)
+    def __init__(self, folder: Path, patience_s: float = 0.0, start_timeout_s: float = 0.0):
+        self.folder, self.patience_s, self.start_timeout_s = folder / FLIGHT, patience_s, start_timeout_s
+        self._looked = 0.0
+        self._observers: dict[str, flight.Observer] = {}
 
     def look(self, processes: Mapping[int, Popen[Any]]) -> list[Seen]:
         """The state of all processes, in the order of their ranks."""
         now, found = time.monotonic(), []
         if now - self._looked > _ASLEEP_S:
-            self._last.clear()
+            for observer in self._observers.values():
+                observer.restart()
         self._looked = now
         for rank, process in sorted(processes.items()):
             code, pid = process.poll(), process.pid  # first the one: what it then has noted was its last
-            record, idle_s = self._read(flight_path(self.folder, rank), pid, now)
-            saving, saving_idle_s = self._read(flight_path(self.folder, rank, SAVING), pid, now)
+            record, idle_s = self._read(record_name(rank), pid)
+            saving, saving_idle_s = self._read(record_name(rank, SAVING), pid)
             saves = code is None and saving is not None and saving.limit_s > 0
             saver = Seen(rank, saving, None, saving_idle_s) if saves else None
-            stopped = code is None and idle_s > _LONG_S and _is_stopped(pid)
-            found.append(Seen(rank, record, code, idle_s, saver, self.patience_s, stopped))
+            stopped = code is None and idle_s > _LONG_S and is_stopped(pid)
+            early = record if record is not None and "place" not in record.who else None
+            found.append(Seen(rank, None if early else record, code, idle_s, saver, self.patience_s, stopped, early,
+                              self.start_timeout_s))
         return found
 
-    def _read(self, path: Path, pid: int, now: float) -> tuple[flight.Record | None, float]:
-        """The record that the process `pid` has written to a file, and for how long it has not changed."""
-        record = flight.read(path)
-        if record is not None and record.who.get("pid") != pid:  # of an earlier process
-            record = None
-        count = -1 if record is None else record.count
-        last = self._last.get(path)
-        if last is None or last[:2] != (pid, count):
-            last = self._last[path] = (pid, count, now)
-        return record, now - last[2]
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether Linux says that a process is stopped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False
+    def _read(self, name: str, pid: int) -> tuple[flight.Record | None, float]:
+        """The record of this name that the process `pid` has written, and for how long it has not changed."""
+        observer = self._observers.get(name)
+        if observer is None or observer.pid != pid:
+            if observer is not None:
+                observer.close()
+            observer = self._observers[name] = flight.Observer(pid, name, self.folder)
+        return observer.look()
 
 
 class Loopback(StaticTCPRendezvous):

@@ -30,6 +30,7 @@ from hybridpar.train.faults import supervisor
 from hybridpar.train.faults.diagnose import Seen
 from hybridpar.train.faults.supervisor import Loopback, Supervisor, Watch, supervise
 from hybridpar.train.folder import flight_path, in_use
+from hybridpar.train.watchdog import is_stopped
 
 pytestmark = pytest.mark.ranks
 FASTER = 30
@@ -283,8 +284,8 @@ def test_how_long_a_rank_stands_still(tmp_path: Path, monkeypatch: pytest.Monkey
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     (tmp_path / "flight").mkdir()
-    flight, watch = Flight(flight_path(tmp_path, 0), {"pid": 7}), Watch(tmp_path)
-    running: Any = {0: SimpleNamespace(pid=7, poll=lambda: None)}
+    flight, watch = Flight(flight_path(tmp_path, 0), {"pid": os.getpid(), "place": {}}), Watch(tmp_path)
+    running: Any = {0: SimpleNamespace(pid=os.getpid(), poll=lambda: None)}
 
     def look() -> tuple[float, bool]:
         (seen,) = watch.look(running)
@@ -302,7 +303,7 @@ def test_how_long_a_rank_stands_still(tmp_path: Path, monkeypatch: pytest.Monkey
     assert look() == (1.0, True)
     now += 60
     assert look() == (0.0, True)
-    running[0].pid = 8
+    running[0].pid = os.getppid()
     now += 1
     assert look() == (0.0, False)
 
@@ -312,12 +313,12 @@ def test_a_stopped_process_is_seen() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        assert supervisor._is_stopped(process.pid)
+        assert is_stopped(process.pid)
         os.kill(process.pid, signal.SIGCONT)
         os.waitpid(process.pid, os.WCONTINUED)
-        assert not supervisor._is_stopped(process.pid)
+        assert not is_stopped(process.pid)
         process.kill()
-    assert not supervisor._is_stopped(process.pid)
+    assert not is_stopped(process.pid)
 
 
 def listening(port: int) -> list[str]:
