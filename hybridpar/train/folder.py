@@ -21,12 +21,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
+import platform
 import secrets
+import shlex
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hybridpar.checkpoint import check_compatible, read_manifest, saved_steps
 from hybridpar.checkpoint.files import as_bytes, write_text
@@ -36,6 +41,7 @@ from hybridpar.config import (
     FOUND,
     MODEL_FOLDER,
     Config,
+    Launch,
     ModelConfig,
     import_rule,
     read_run_config,
@@ -49,7 +55,7 @@ from hybridpar.flight import Flight
 from hybridpar.grid import describe, lines_of, place_of, sizes_of
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train.launch import Job
-from hybridpar.train.watchdog import record_name
+from hybridpar.train.watchdog import ORPHAN_S, record_name
 
 CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
 COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
@@ -59,6 +65,10 @@ _MEASURED = {("pipeline", "schedule"): str, ("pipeline", "early_switch"): int, (
 """Settings that may be "auto", and the type of what is then found."""
 _WITH = {("pipeline", "schedule"): FOUND}
 """What is found with them."""
+_KILL_S = 10.0
+"""How long it may take until a process that was killed has gone."""
+_LOOK_AGAIN_S = 0.5
+_MOST_OF_LOCK = 2**20
 _SEEN_AFTER_S = 75.0
 """How long a file of another machine may take to appear on a shared file system: NFS remembers for 60 s what it had."""
 
@@ -194,28 +204,111 @@ def open_flight(config: Config, rank: int, flight: Flight, thread: str = "") -> 
         flight.move_to_memory(path.name, who)
 
 
+@dataclass(frozen=True)
+class _Holder:
+    """The job that has a run folder's lock.
+
+    pid: the process to end: its launcher, or rank 0 where it has none or outlives it. since: as time.time() tells it.
+    launcher: the process that has started rank 0 (0: none that it ends with). launcher_began: when, as Linux counts.
+    """
+
+    pid: int
+    host: str
+    since: float
+    command: str
+    rank_pid: int
+    launcher: int
+    launcher_began: str
+
+    @staticmethod
+    def of_this_process(launch: Launch) -> _Holder:
+        launcher = (launch.supervisor or os.getppid()) if launch.elastic else 0
+        command = shlex.join(["hybridpar", *launch.args] if launch.args else sys.argv)
+        return _Holder(launcher or os.getpid(), platform.node(), time.time(), command, os.getpid(), launcher,
+                       _began(launcher))
+
+    @staticmethod
+    def read(file: TextIO) -> _Holder | None:
+        """The holder that a lock file names; None where it names none."""
+        file.seek(0)
+        try:
+            plain = json.loads(file.read(_MOST_OF_LOCK))
+            holder = _Holder(**plain)
+            numbers = holder.pid, holder.rank_pid, holder.launcher
+            texts = holder.host, holder.command, holder.launcher_began
+            known = isinstance(holder.since, float) and all(isinstance(number, int) for number in numbers)
+            return holder if known and all(isinstance(text, str) for text in texts) else None
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
+
+    def write(self, file: TextIO) -> None:
+        """Names this job in its lock file; on a full disk the file names nobody."""
+        with contextlib.suppress(OSError):
+            file.truncate(0)
+            file.write(json.dumps(asdict(self)))
+            file.flush()
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether its launcher has ended; of a job of another host that is not known."""
+        if not self.launcher or self.host != platform.node() or sys.platform != "linux":
+            return False
+        return not self.launcher_began or _began(self.launcher) != self.launcher_began
+
+    def __str__(self) -> str:
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        pid = self.rank_pid if self.is_orphan else self.pid
+        return f"process {pid} on {self.host}, since {clock}, `{self.command}`"
+
+
+def _began(pid: int) -> str:
+    """When a process began, as Linux counts; empty where it has ended, or the system is another one."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] == "Z" else fields[19]
+    except OSError:
+        return ""
+
+
 @contextlib.contextmanager
-def in_use(folder: Path) -> Iterator[None]:
+def in_use(folder: Path, launch: Launch | None = None) -> Iterator[None]:
     """Holds the folder for one job at a time, where files can be locked; a killed job gives it up.
 
+    A job whose launcher has ended is waited for: its watchdog ends it in time.
+    launch: of this process, which the lock file then names.
     Raises: ConfigError if another job has it, or it cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
+        file = (folder / ".lock").open("a+", encoding="utf-8")
     except OSError as error:
         raise config_error("run.dir", str(folder.parent), f"cannot be written to ({error.strerror})", "runs") from None
     with file:
         with contextlib.suppress(ImportError):  # Windows
             fcntl = importlib.import_module("fcntl")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                rule = f"another job is training in {folder} right now"
-                raise config_error("run.name", folder.name, rule, "another name, or wait until it has ended") from None
-            except OSError:  # a file system without locks
-                pass
+            with contextlib.suppress(OSError):  # a file system without locks
+                _lock(file, folder, lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB))
+                _Holder.of_this_process(launch or Launch(0, 0, 1, 1)).write(file)
         yield
+
+
+def _lock(file: TextIO, folder: Path, lock: Callable[[], None]) -> None:
+    """Raises: ConfigError if another job has the lock; OSError where there are no locks."""
+    end, said = time.monotonic() + ORPHAN_S + _KILL_S, False
+    while True:
+        try:
+            return lock()
+        except BlockingIOError:
+            holder = _Holder.read(file)
+        if holder is None or not holder.is_orphan or time.monotonic() > end:
+            rule = f"another job is training in {folder} right now" + (f": {holder}" if holder else "")
+            works = "another name, or wait until it has ended" + (f", or end it: kill {holder.pid}" if holder else "")
+            raise config_error("run.name", folder.name, rule, works)
+        if not said:
+            print(f"hybridpar: waiting for {holder}, whose launcher has ended: it saves, and ends within "
+                  f"{ORPHAN_S:.0f} s", file=sys.stderr, flush=True)
+            said = True
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def require_shared(folder: Path, job: Job) -> None:

@@ -96,7 +96,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
         held = stack.enter_context(contextlib.ExitStack())
         if config.train.start_from and not saved:
             start = job.decide(lambda: _find_start(config, held))
-        job.together(lambda: stack.enter_context(run_folder.in_use(folder)), here=first)
+        job.together(lambda: stack.enter_context(run_folder.in_use(folder, launch)), here=first)
         run_folder.require_shared(folder, job)
         data = _open_data(config, job, datasets)
         require_equal_data(data, job)

@@ -10,12 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from train.runs import LONG_S
+from train.forked import torchrun
+from train.runs import LONG_S, metrics, steps, write_config
+
+from hybridpar.config import FaultsConfig
+from hybridpar.train import watchdog
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux has descriptors of processes")
 RANK = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
+from hybridpar.config import Launch
+from hybridpar.train import watchdog
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 assert "torch" not in sys.modules
 supervised, folder, what = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
@@ -63,6 +69,22 @@ def test_nobody_is_left_where_the_launcher_was_killed(tmp_path: Path, supervised
     assert said.count("ended, as its launcher has ended") == 2, said
     assert "rank 1 (stage 1) is stopped, and hangs: nothing for" in said
     assert not any(is_there(pid) for pid in pids)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_torchrun_starts_again_where_a_rank_hangs(tmp_path: Path) -> None:
+    code, out = torchrun(2, "train", write_config(tmp_path), "--parallel.pp", "2", "--faults.timeout_s", "6",
+                         "--inject", "hang rank 1 at step 5", max_restarts=1).end()
+    assert code == 0, out
+    assert re.search(r"hybridpar: rank 1 \(stage 1, replica 0, tensor part 0\) hangs: nothing for .* s in step 5 "
+                     r"during .*; ended, for the launcher to start again$", out, re.MULTILINE), out
+    assert "going on after step 4" in out
+    assert [step for step, _, _ in steps(metrics(tmp_path / "runs" / "run"))] == list(range(1, 7))
+
+
+def test_defaults_are_those_of_the_configuration() -> None:
+    assert (FaultsConfig().timeout_s, FaultsConfig().start_timeout_s) == (watchdog.STILL_S, watchdog.START_S)
 
 
 def is_there(pid: int) -> bool:

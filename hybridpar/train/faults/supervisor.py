@@ -14,17 +14,20 @@ rendezvous listens on every interface, this one on loopback alone. A job of seve
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -46,8 +49,8 @@ from hybridpar.train.faults.shrink import shrink
 from hybridpar.train.folder import CHECKPOINTS, FAILURES, FLIGHT
 from hybridpar.train.launch import LOOPBACK
 from hybridpar.train.records import Records
-from hybridpar.train.stop import numbers_of
-from hybridpar.train.watchdog import SAVING, is_stopped, record_name
+from hybridpar.train.stop import SAME_REQUEST_S, numbers_of
+from hybridpar.train.watchdog import ORPHAN_S, SAVING, is_stopped, record_name
 from hybridpar.validate import resolve
 
 _LOOK_EVERY_S = 0.1
@@ -58,8 +61,10 @@ _SETTLE_S = 0.3
 _REFUSED_S = 5.0
 """How long the first rank may take to say what others have refused with it."""
 _LAST_SAVE_S = 3.0
-_STOP_S = 300
+_STOP_S = round(ORPHAN_S)
 """How long ranks may take to finish and save after Ctrl-C."""
+_QUIT_S = 5
+"""How long those that are left may take to end after a second one."""
 
 
 def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Sequence[str] = (),
@@ -98,6 +103,32 @@ def _run(agent: LocalElasticAgent, log_level: int) -> int:
         return 1 if agent.run().is_failed() else 0
     except SignalException as stopped:
         return 128 + stopped.sigval.value
+    finally:
+        _end_ranks(agent)
+
+
+def _end_ranks(agent: LocalElasticAgent) -> None:
+    """Ends the ranks that are left, also those that are stopped, whatever signals come meanwhile."""
+    with _handling_signals(lambda number, handler: None):
+        if agent._pcontext is not None:
+            agent._pcontext.close(signal.SIGTERM, _QUIT_S)
+
+
+@contextlib.contextmanager
+def _handling_signals(act: Callable[[int, Callable[[int, FrameType | None], Any]], None]) -> Iterator[None]:
+    """Has `act` called with the number and the usual handler of each signal that has one, while entered."""
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals nowhere else
+        yield
+        return
+    usual: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    usual = {number: handler for number, handler in usual.items() if callable(handler)}
+    for number in usual:
+        signal.signal(number, lambda number, frame: act(number, usual[number]))
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 class Supervisor(LocalElasticAgent):
@@ -115,6 +146,7 @@ class Supervisor(LocalElasticAgent):
         self._newest, self._blamed = self._saved(), -1
         self._left: set[tuple[str, int]] = set()  # checkpoints that will not be published
         self.exit_code = 1
+        self._hurries = False  # since a second signal
         super().__init__(_spec(self._ranks, args, config.faults.restarts), NoLogs())
 
     def close(self) -> None:
@@ -124,9 +156,21 @@ class Supervisor(LocalElasticAgent):
         self._oom.close()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _STOP_S) -> None:
-        """Torch's own gives ranks 30 s, in versions where that cannot be set."""
+        """Torch's own gives ranks 30 s, in versions where that cannot be set.
+
+        A second signal, if it is not part of the same request, ends the wait by an exception; torch calls this again.
+        """
+        time_s = _QUIT_S if self._hurries else _STOP_S
+        began = time.monotonic()
+
+        def act(number: int, handler: Callable[[int, FrameType | None], Any]) -> None:
+            if time.monotonic() - began > SAME_REQUEST_S:
+                self._hurries = True
+                handler(number, None)
+
         if self._pcontext is not None:
-            self._pcontext.close(death_sig, _STOP_S)
+            with _handling_signals(act):
+                self._pcontext.close(death_sig, time_s)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._records.retry()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,18 +19,22 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from train import forked
 from train.forked import Job, supervised, torchrun
-from train.runs import metrics, run_job, steps, write_config
+from train.runs import LONG_S, metrics, run_job, steps, write_config
 
 from hybridpar.checkpoint import saved_steps
 from hybridpar.checkpoint.save import Saver
+from hybridpar.cli import main
 from hybridpar.config import JOB, Config, from_mapping
 from hybridpar.errors import ConfigError
-from hybridpar.flight import Flight
+from hybridpar.flight import Flight, read
+from hybridpar.train import loop
 from hybridpar.train.faults import supervisor
 from hybridpar.train.faults.diagnose import Seen
 from hybridpar.train.faults.supervisor import Loopback, Supervisor, Watch, supervise
 from hybridpar.train.folder import flight_path, in_use
+from hybridpar.train.stop import SAME_REQUEST_S
 from hybridpar.train.watchdog import is_stopped
 
 pytestmark = pytest.mark.ranks
@@ -241,6 +246,9 @@ def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
         code, out = train(2, write_config(tmp_path), "--parallel.pp", "2")
     assert code == 1
     assert out.count("another job is training in") == 1
+    wanted = (rf"right now: process {os.getpid()} on .*, since \d{{4}}-.*, `.*`; try another name, or wait until it "
+              rf"has ended, or end it: kill {os.getpid()}$")
+    assert re.search(wanted, out, re.MULTILINE), out
     assert "before it had begun" not in out
     assert not (tmp_path / "runs" / "run" / "failures.jsonl").exists(), "nothing is written into another job's folder"
     code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", "--memory.budget", "150000")
@@ -319,6 +327,114 @@ def test_a_stopped_process_is_seen() -> None:
         assert not is_stopped(process.pid)
         process.kill()
     assert not is_stopped(process.pid)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("where", ["before its record", "while it imports"])
+def test_a_rank_that_hangs_before_it_has_begun_is_found(tmp_path: Path, where: str,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped before it has any record; or hangs where the other one waits for it already."""
+    hung, over, look = tmp_path / "hung", tmp_path / "over", Watch.look
+
+    def hang() -> None:
+        if os.environ.get("RANK") == "1" and not hung.exists():
+            hung.touch()
+            os.kill(os.getpid(), signal.SIGSTOP) if "before" in where else time.sleep(LONG_S)
+
+    def begin(args: Any) -> int:
+        hang()
+        return main(args)
+
+    def begin_training(*args: Any) -> Any:
+        hang()
+        return train_here(*args)
+
+    def see(self: Watch, processes: Any) -> list[Seen]:
+        seen = [replace(one, idle_s=FASTER * one.idle_s) if hung.exists() and not over.exists() else one
+                for one in look(self, processes)]
+        if any(one.hangs for one in seen):
+            over.touch()
+        return seen
+
+    train_here = loop.train
+    if "before" in where:
+        monkeypatch.setitem(forked.MAINS, "hybridpar", begin)
+    else:
+        monkeypatch.setattr(loop, "train", begin_training)
+    monkeypatch.setattr(Watch, "look", see)
+    code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", "--faults.start_timeout_s", str(3 * FASTER))
+    assert code == 0, out
+    hangs = "is stopped, and hangs" if "before" in where else "hangs"
+    assert re.findall(r"hybridpar: (rank.*): nothing for .* s(.*; starting again.*)", out) == [
+        (f"rank 1 {hangs}", " before it had begun; starting again after step 0")], out
+
+
+ENDLESS = ("--parallel.pp", "2", "--train.num_steps", "100000", "--optim.decay", "constant", "--train.eval_interval",
+           "0", "--train.save_interval", "5")
+
+
+def begin_endless(config: Path, *flags: str) -> tuple[Job, list[int]]:
+    """A job that trains until it is ended, and the processes of its ranks."""
+    job = Job("hybridpar", "train", config, "--ranks", "2", *ENDLESS, *flags)
+    while int(job.wait_for(r"^step (\d+)/")) < 5:
+        pass
+    records = [read(flight_path(config.parent / "runs" / "run", rank)) for rank in range(2)]
+    return job, [record.who["pid"] for record in records if record is not None]
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has asked for its exit code has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds records in /proc")
+@pytest.mark.timeout(300)
+def test_a_hang_is_found_where_the_records_were_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second signal then ends also a rank that is stopped."""
+    look = Watch.look
+    monkeypatch.setattr(Watch, "look", lambda self, processes: [
+        replace(one, idle_s=FASTER * one.idle_s) if one.stopped and one.record else one
+        for one in look(self, processes)])
+    monkeypatch.setattr(supervisor, "_QUIT_S", 1)
+    job, pids = begin_endless(write_config(tmp_path))
+    shutil.rmtree(tmp_path / "runs" / "run" / "flight")
+    os.kill(pids[1], signal.SIGSTOP)
+    said = job.wait_for("^hybridpar: (rank 1 .*)$")
+    assert re.search(r"is stopped, and hangs: nothing for \d+.\d s in step \d+ ", said), said
+    saved = int(job.wait_for(r"going on after step (\d+)$"))
+    while int(job.wait_for(r"^step (\d+)/")) < saved + 5:
+        pass
+    record = read(flight_path(tmp_path / "runs" / "run", 1))
+    assert record is not None
+    monkeypatch.undo()
+    os.kill(record.who["pid"], signal.SIGSTOP)
+    os.kill(job.pid, signal.SIGTERM)
+    job.wait_for("SIGTERM: finishing")
+    time.sleep(SAME_REQUEST_S + 0.2)
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.end()[0] == 128 + signal.SIGTERM
+    assert not is_there(record.who["pid"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+@pytest.mark.timeout(300)
+def test_ranks_that_are_left_end_and_the_next_job_waits_for_them(tmp_path: Path) -> None:
+    """One is stopped, so the other one waits for it."""
+    config = write_config(tmp_path)
+    job, pids = begin_endless(config, "--faults.timeout_s", "8")
+    os.kill(pids[1], signal.SIGSTOP)
+    os.kill(job.pid, signal.SIGKILL)
+    assert job.end()[0] == -signal.SIGKILL
+    following = Job("hybridpar", "train", config, "--ranks", "2", *ENDLESS)
+    assert re.search(rf"process {pids[0]} on .*, since .*, `hybridpar train {config} --ranks 2 .*`, whose launcher has "
+                     "ended: it saves, and ends within 300 s", following.wait_for("^hybridpar: waiting for (.*)$"))
+    following.wait_for(r"going on after step (\d+)$")
+    assert not any(map(is_there, pids)), job.output
+    os.kill(following.pid, signal.SIGTERM)
+    assert following.end()[0] == 128 + signal.SIGTERM
 
 
 def listening(port: int) -> list[str]:
