@@ -289,7 +289,11 @@ def in_use(folder: Path, launch: Launch | None = None) -> Iterator[None]:
             with contextlib.suppress(OSError):  # a file system without locks
                 _lock(file, folder, lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB))
                 _Holder.of_this_process(launch or Launch(0, 0, 1, 1)).write(file)
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                file.truncate(0)
 
 
 def _lock(file: TextIO, folder: Path, lock: Callable[[], None]) -> None:

@@ -56,7 +56,7 @@ class Job:
     def connect(launch: Launch, flight: Flight = NO_FLIGHT) -> Job:
         """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names. Raises: RankError, ConfigError."""
         if launch.world_size == 1:
-            return Job(launch)
+            return Job(launch, flight=flight)
         if not launch.launched:
             raise config_error("RANK", "", f"must be set in the environment, as WORLD_SIZE is {launch.world_size}", "0")
         text = f"at {launch.store} (MASTER_ADDR and MASTER_PORT, the same on all)"
