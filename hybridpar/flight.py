@@ -29,6 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hybridpar.reading import parse_json, read_limited
 from hybridpar.turns import Turns
 
 _HEAD, _PHASE, _ACTION, _WAIT, _ERROR, _TRAFFIC = (
@@ -36,6 +37,7 @@ _HEAD, _PHASE, _ACTION, _WAIT, _ERROR, _TRAFFIC = (
 _PHASE_AT, _ACTION_AT, _WAIT_AT, _ERROR_AT, _TRAFFIC_AT, _WHO_AT = 16, 88, 120, 168, 680, 696
 _LIMIT = struct.Struct("<d")
 _NO_WAIT, _NO_ACTION = _WAIT.pack(b"", b"", -1), _ACTION.pack(b"", -1, -1, -1)
+_MAX_BYTES = 1 << 20
 NOBODY = -1
 """Peer of a wait for all ranks of the axis."""
 FAILED, LOST, REFUSED = "failed", "lost contact", "refused"
@@ -270,9 +272,9 @@ def hang_text(who: str, idle_s: float, doing: str, *, stopped: bool) -> str:
 
 
 def read(path: Path) -> Record | None:
-    """The record in a file; None where there is none."""
+    """Return the record in a file of flight/ of a run folder; None if there is none, or it is damaged."""
     try:
-        return _parse(path.read_bytes())
+        return _parse(read_limited(path, _MAX_BYTES, within=path.parent.parent))
     except (OSError, ValueError, struct.error):
         return None
 
@@ -373,7 +375,23 @@ def _parse(data: bytes) -> Record:
     (error,) = _ERROR.unpack_from(data, _ERROR_AT)
     sent, received = _TRAFFIC.unpack_from(data, _TRAFFIC_AT)
     return Record(count, when, _text(phase), limit_s, _text(kind), stage, microbatch, version, _text(operation),
-                  _text(axis), peer, _text(error), sent, received, json.loads(data[_WHO_AT:]))
+                  _text(axis), peer, _text(error), sent, received, _who(data[_WHO_AT:]))
+
+
+def _who(text: bytes) -> dict[str, Any]:
+    """The plain values about a rank. Raises: ValueError for values that `Record` cannot use."""
+    who = parse_json(text)
+    if not isinstance(who, dict):
+        raise ValueError("the record says not who it is of")
+    axes = who.get("axes", {})
+    if not isinstance(axes, dict):
+        raise ValueError("axes must be an object")
+    numbers = [who.get("rank", 0), who.get("num_microbatches", 1)]
+    for ranks in axes.values():
+        numbers += ranks if isinstance(ranks, list) else [None]
+    if any(type(number) is not int for number in numbers) or numbers[1] < 1:
+        raise ValueError("ranks and num_microbatches must be whole numbers")
+    return who
 
 
 def _text(raw: bytes) -> str:

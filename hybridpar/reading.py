@@ -1,12 +1,14 @@
-"""Opens files that others may have made: regular ones alone, of a size that is known before anything is read.
+"""Opens files that others may have made: regular files alone, whose size is known before anything is read.
 
-A pipe or a device in a file's place would hang a reader, or never end.
+A pipe or a device in a file's place would hang a reader, or never end. Files of a run folder or of a checkpoint are
+opened with `within`, the folder: then no symbolic link leads out of it.
 """
 
 from __future__ import annotations
 
 import difflib
 import errno
+import itertools
 import json
 import math
 import os
@@ -27,6 +29,7 @@ else:
     import tomli as tomllib
 
 _BUFFER_BYTES = 1 << 20
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _MOST_PARTS = 16
 _PART = r"""(?:[A-Za-z0-9_-]+|"(?:\\[^\n]|[^"\\\n])*"|'[^'\n]*')"""
 _TOML = re.compile(
@@ -36,18 +39,18 @@ _TOML = re.compile(
 (or a value that looks like one), a quote without an end."""
 
 
-def open_regular(path: Path, *, follow: bool = True) -> FileIO:
-    """The file, for reading bytes, unbuffered. `follow`: also where its name is a symbolic link.
+def open_regular(path: Path, *, within: Path | None = None) -> FileIO:
+    """Open a file for reading bytes, unbuffered, without waiting for anything.
+
+    Args:
+        path: The file.
+        within: A folder that contains `path`. A symbolic link may lead to another file in this folder, but not out of
+            it. The folder itself may be a link. None: the user has named `path`, and links lead anywhere.
 
     Raises: OSError, also if it is no regular file.
     """
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
-        handle = os.open(path, flags if follow else flags | getattr(os, "O_NOFOLLOW", 0))
-    except OSError as error:
-        if error.errno == errno.ELOOP and not follow:
-            raise OSError(errno.ELOOP, "is a symbolic link", str(path)) from None
-        raise
+        handle = os.open(path, _FLAGS) if within is None else _open_within(path, within)
     except ValueError:  # a name with a zero byte
         raise OSError(errno.EINVAL, "has an impossible name", repr(str(path))) from None
     file = FileIO(handle, "r")
@@ -55,6 +58,37 @@ def open_regular(path: Path, *, follow: bool = True) -> FileIO:
         file.close()
         raise OSError(errno.EINVAL, "is no regular file", str(path))
     return file
+
+
+def _open_within(path: Path, folder: Path) -> int:
+    """Return a descriptor of `path`. Raises: OSError, also for a path that leads out of `folder`."""
+    root = os.path.realpath(folder)
+    inside = os.path.relpath(os.path.realpath(path), root)
+    parts = Path(inside).parts
+    if not parts or os.pardir in parts or os.path.isabs(inside):
+        raise OSError(errno.ELOOP, "is a symbolic link that leads out of its folder", str(path))
+    # A link that takes a component's place from now on is refused: each one is opened in the folder before it.
+    at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in parts[:-1]:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at = inner
+        return os.open(parts[-1], _FLAGS | os.O_NOFOLLOW, dir_fd=at)
+    finally:
+        os.close(at)
+
+
+def names_in(folder: Path, most: int) -> list[str]:
+    """Return the names of a folder's entries in order, of the first `most` that the system lists.
+
+    The list is empty if there is no such folder.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.name for entry in itertools.islice(entries, most))
+    except (OSError, ValueError):
+        return []
 
 
 class BoundedReader(BufferedReader):
@@ -84,9 +118,9 @@ def errors_as(error: type[HybridparError], path: Path | str, damage: str = "", *
         raise error(f"{path}: {damage} ({found})") from None
 
 
-def read_limited(path: Path, most: int, *, follow: bool = True) -> bytes:
-    """All bytes of a file, unless there are more than `most`. Raises: OSError as open_regular; ValueError if more."""
-    with open_regular(path, follow=follow) as file:
+def read_limited(path: Path, most: int, *, within: Path | None = None) -> bytes:
+    """Return all bytes of a file. Raises: OSError as `open_regular`; ValueError for more than `most` bytes."""
+    with open_regular(path, within=within) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise ValueError(f"it has {size} bytes, more than {most}")
         return file.read(size)
@@ -107,14 +141,14 @@ def reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def read_text(path: Path, most: int) -> str:
+def read_text(path: Path, most: int, *, within: Path | None = None) -> str:
     """A file as text, without a byte order mark. Raises: OSError; ValueError if it is too large or not UTF-8."""
-    return read_limited(path, most).decode("utf-8-sig")
+    return read_limited(path, most, within=within).decode("utf-8-sig")
 
 
-def read_json(path: Path, most: int) -> Any:
+def read_json(path: Path, most: int, *, within: Path | None = None) -> Any:
     """The value in a JSON file. Raises: OSError; ValueError, also if it is too large or nests too deep."""
-    return parse_json(read_limited(path, most), dict)
+    return parse_json(read_limited(path, most, within=within), dict)
 
 
 def parse_json(text: str | bytes, make: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
@@ -151,9 +185,9 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_toml(path: Path, most: int) -> dict[str, Any]:
+def read_toml(path: Path, most: int, *, within: Path | None = None) -> dict[str, Any]:
     """A TOML file. Raises: OSError; ValueError, also if it is too large or a key too deep; RecursionError."""
-    text = read_text(path, most)
+    text = read_text(path, most, within=within)
     _check_keys(text)
     return tomllib.loads(text)
 

@@ -13,7 +13,7 @@ from functools import partial
 from math import isfinite
 
 from hybridpar.checkpoint.compatible import CONTINUABLE
-from hybridpar.config import Config, ModelConfig, broken_rules
+from hybridpar.config import Config, ModelConfig, UnloadedModel, broken_rules
 from hybridpar.errors import ConfigError, Problem, not_utf8
 from hybridpar.models.build import recomputed_blocks, require_factors, require_trainable
 from hybridpar.models.cost import stage_split
@@ -35,14 +35,17 @@ def resolve(config: Config, world_size: int) -> Config:
 
 def problems(config: Config, world_size: int) -> list[Problem]:
     """Everything that keeps `config` from running in a job of `world_size` processes; empty where it can run."""
-    return [*_values(config)] or [  # what follows divides by these numbers
+    return [*value_problems(config)] or [  # what follows divides by these numbers
         *_grid(config, world_size), *config.conflicts(), *_refused(config), *_continued(config)]
 
 
-def _values(config: Config) -> Iterator[Problem]:
-    """Values that no configuration can have."""
+def value_problems(config: Config) -> Iterator[Problem]:
+    """Yield values that no configuration can have, such as numbers out of range. A model that has not been imported
+    has none."""
     for section in (f.name for f in fields(config)):
         settings = getattr(config, section)
+        if isinstance(settings, UnloadedModel):
+            continue
         usual = type(settings)()
         rules = {name: rule for name, _, rule in broken_rules(settings)}
         for name, value in vars(settings).items():
@@ -80,11 +83,17 @@ def _grid(config: Config, world_size: int) -> Iterator[Problem]:
             f"{world_size} processes", f"{config.parallel.num_ranks} processes (--ranks, or torchrun's "
             f"--nproc-per-node){fills}")
     elif not dp and world_size % (least := tp * pp * sites):
-        works = [f"tp={t} pp={p}" for t in range(1, tp + 1) for p in range(1, pp + 1)
-                 if world_size % (t * p * sites) == 0] or ["parallel.sites = 1"]
+        each = world_size // sites if world_size % sites == 0 else 0  # processes of a site
+        works = [f"tp={t} pp={p}" for t in _divisors(each, tp) for p in _divisors(each // t, pp)] or [
+            "parallel.sites = 1"]
         rule = f"{product.replace(' * dp', '')} = {least} must divide the number of processes, {world_size}"
         yield Problem("parallel", f"tp={tp} pp={pp}{given}", rule,
                       f"{least} processes (--ranks, or torchrun's --nproc-per-node), or {works[-1]}")
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    """Divisors of `number` up to `most`, ascending; none of 0."""
+    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
 
 def _refused(config: Config) -> Iterator[Problem]:

@@ -69,7 +69,7 @@ def _as_they_come(paths: list[Path], given_up: Event) -> Iterator[Path]:
 
 def _read(path: Path, config: Config) -> Written:
     with errors_as(CheckpointError, path, "is damaged"):
-        entry = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES, follow=False)), path.name)
+        entry = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES, within=path.parent)), path.name)
         return parse_shard(entry, config), from_plain(tuple[int, ...], entry.get("versions"), "versions")
 
 

@@ -210,7 +210,7 @@ def misnamed_step(folder: Path) -> int | None:
 
 def _read_document(path: Path) -> dict[str, Any]:
     """The values of a manifest, without its checksum. Raises: OSError, ValueError, CheckpointError."""
-    document = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES, follow=False)), "it")
+    document = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES, within=path.parent)), "it")
     if (version := document.get("format")) != FORMAT:
         raise CheckpointError(f"{path}: has format {shown(version)}, this version reads {FORMAT}")
     if document.pop(_CHECKSUM, "") != _checksum(document):

@@ -21,13 +21,18 @@ from typing import IO, Any
 import torch
 from torch import Tensor, serialization
 
-from hybridpar.errors import CheckpointError
+from hybridpar.errors import CheckpointError, shown
 from hybridpar.reading import BoundedReader, open_regular
 
 _ZIP = b"PK\x03\x04"
 _PROGRAM = "/data.pkl"
 _NUM_OLD = 5
 """Pickles in a file from before torch 1.6: a number, the format, the system's types, what was saved, its storages."""
+_MOST_OPERATIONS, _MOST_WAITING, _DEEPEST = 2_000_000, 100_000, 100
+"""Operations of all pickles of a file, some 35 a tensor; objects on the stack, of which Python puts 1000 into a list or
+a dictionary at a time; and the depth of objects."""
+_INTO = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
+"""Operations that put objects into the one below them, which stays."""
 _PLAIN = re.compile(
     r"collections\.OrderedDict|builtins\.(set|complex)|_codecs\.encode"
     r"|torch\.(Tensor|Size|device|layout|b?float\d\w*|u?int\d+|bool|complex\d+)|torch\.(storage\.)?(?!Typed)\w*Storage"
@@ -89,10 +94,91 @@ def _names(file: IO[bytes], is_zip: bool) -> list[str]:
                 raise ValueError(f"{packed[0]} is compressed")
             for entry in entries:  # torch.save may leave them out (set_crc32_options)
                 entry.CRC = None  # type: ignore[assignment]
-            programs = [(BytesIO(archive.read(entry)), 1) for entry in entries if entry.filename.endswith(_PROGRAM)]
-    found = {str(value).replace(" ", ".") for program, number in programs for _ in range(number)
-             for operation, value, _ in pickletools.genops(program) if operation.name == "GLOBAL"}
+            described = [entry for entry in entries if entry.filename.lower().endswith(_PROGRAM)]  # as torch finds it
+            if len(described) != 1:
+                raise ValueError(f"it has {len(described)} files data.pkl, and not one")
+            programs = [(BytesIO(archive.read(described[0])), 1)]
+    found = set()
+    depths = Depths()
+    for program, number in programs:
+        for _ in range(number):
+            for operation, value, _ in pickletools.genops(program):
+                depths.follow(operation, value)
+                if operation.name == "GLOBAL":
+                    found.add(str(value).replace(" ", "."))
     return sorted(found)
+
+
+class Depths:
+    """How deep the objects of a pickle nest, followed operation by operation without making them.
+
+    Python hashes and prints nested tuples by recursion in C, so a million of them would end the process. Each entry of
+    the stack is the depth of its object. A dictionary that is filled after another has taken it in counts as it was
+    then; `_walk` bounds those.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[int | None] = []  # None: a mark
+        self._memo: dict[int, int] = {}
+        self._count = 0
+
+    def follow(self, operation: pickletools.OpcodeInfo, value: Any) -> None:
+        """Take in the next operation. Raises: ValueError for too many, too deep objects, or a damaged pickle."""
+        self._count += 1
+        if self._count > _MOST_OPERATIONS:
+            raise ValueError(f"it has more than {_MOST_OPERATIONS} operations")
+        stack, name = self._stack, operation.name
+        if len(stack) > _MOST_WAITING:
+            raise ValueError(f"more than {_MOST_WAITING} of its objects wait for one that takes them in")
+        if name in ("PROTO", "FRAME"):
+            return
+        if name == "STOP":
+            stack.clear()
+            self._memo.clear()
+        elif name == "MARK":
+            stack.append(None)
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(self._memo[int(value)])
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+            self._memo[len(self._memo) if name == "MEMOIZE" else int(value)] = _depth(stack[-1])
+        elif name == "DUP":
+            stack.append(_depth(stack[-1]))
+        elif name == "POP":
+            stack.pop()
+        elif operation.stack_after:
+            stack.append(self._made(operation))
+        else:
+            self._taken(operation)
+
+    def _made(self, operation: pickletools.OpcodeInfo) -> int:
+        """Take an operation's arguments, and return the depth of what it makes of them."""
+        taken = self._taken(operation)
+        if operation.name in _INTO:
+            outer, *inner = taken
+        else:
+            outer, inner = 0, taken
+        depth = max([outer, *(one + 1 for one in inner)])
+        if depth > _DEEPEST:
+            raise ValueError(f"its objects nest deeper than {_DEEPEST}")
+        return depth
+
+    def _taken(self, operation: pickletools.OpcodeInfo) -> list[int]:
+        """Take an operation's arguments from the stack, and return their depths."""
+        before, stack = list(operation.stack_before), self._stack
+        taken: list[int] = []
+        if pickletools.markobject in before:
+            while (entry := stack.pop()) is not None:
+                taken.append(entry)
+            before = before[: before.index(pickletools.markobject)]
+        taken += [_depth(stack.pop()) for _ in before]
+        return taken[::-1]
+
+
+def _depth(entry: int | None) -> int:
+    """The depth of an entry of the stack that is an object. Raises: ValueError for a mark."""
+    if entry is None:
+        raise ValueError("it takes a mark for an object")
+    return entry
 
 
 @contextmanager
@@ -110,7 +196,7 @@ def _only_ours() -> Iterator[None]:
 def tensors_in(value: Any, path: Path) -> dict[str, Tensor]:
     """The tensors of nested mappings, by dotted name. Raises: CheckpointError for some that are not plain ones."""
     found: dict[str, Tensor] = {}
-    for name, tensor in _walk(value, ""):
+    for name, tensor in _walk(value, path):
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
             raise CheckpointError(f"{path}: {name} is no plain tensor ({tensor.layout}, {tensor.device})")
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
@@ -121,14 +207,19 @@ def tensors_in(value: Any, path: Path) -> dict[str, Tensor]:
     return found
 
 
-def _walk(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Depth first, without recursion: a hostile file may nest as deep as it likes."""
-    waiting, seen = [(prefix, value)], set()
+def _walk(value: Any, path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors and their names, depth first, without recursion. Raises: CheckpointError for a very deep one."""
+    waiting: list[tuple[str, int, Any]] = [("", 0, value)]
+    seen = set()
     while waiting:
-        name, value = waiting.pop()
+        name, depth, value = waiting.pop()
+        if depth > _DEEPEST:
+            raise CheckpointError(f"{path}: its mappings nest deeper than {_DEEPEST}")
         kind = type(value)  # not what an object says of itself
         if issubclass(kind, Tensor):
             yield name, value
         elif issubclass(kind, Mapping) and id(value) not in seen:
             seen.add(id(value))
-            waiting += [(f"{name}.{key}" if name else str(key), part) for key, part in reversed(list(value.items()))]
+            for key, part in reversed(list(value.items())):
+                word = key if isinstance(key, str) else shown(key)
+                waiting.append((f"{name}.{word}" if name else word, depth + 1, part))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,7 +60,9 @@ def check_tokens(run: Path, tokenizer: Tokenizer | None, named: str) -> None:
     `named`: data.tokenizer. Raises: ConfigError if they are others; DataError for a damaged tokenizer.
     """
     path = run / "tokenizer.json"
-    if tokenizer is not None and path.is_file() and Tokenizer.load(path).vocabulary != tokenizer.vocabulary:
+    if tokenizer is None or not os.path.lexists(path):
+        return
+    if Tokenizer.load(path, within=run).vocabulary != tokenizer.vocabulary:
         rule = f"the weights in {run} belong to the tokens of another tokenizer"
         raise config_error("data.tokenizer", named, rule, repr(str(path)))
 

@@ -140,7 +140,7 @@ class TensorFile:
         self._sums = [checksums[i : i + _DIGITS] for i in range(0, len(checksums), _DIGITS)]
         self._scratch = bytearray()
         with (errors_as(CheckpointError, path, "is damaged, or no safetensors file"),
-              open_regular(path, follow=False) as file):
+              open_regular(path, within=path.parent) as file):
             size = os.fstat(file.fileno()).st_size
             if written is not None and size != expected:
                 raise ValueError(f"it has {size} bytes, should have {expected}")
@@ -225,7 +225,7 @@ class TensorFile:
     def _reading(self, name: str) -> Iterator[FileIO]:
         failure = f"{name} cannot be read"
         with (errors_as(CheckpointError, self.path, f"is damaged, {failure}", failure=failure),
-              open_regular(self.path, follow=False) as file):
+              open_regular(self.path, within=self.path.parent) as file):
             yield file
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,6 +55,7 @@ class Memory:
     json: bool = False
 
     def run(self, launch: Launch) -> int:
+        from hybridpar.memory import check_size
         from hybridpar.memory.account import examine
         from hybridpar.memory.sections import as_json, as_text, planned_section, report
 
@@ -64,6 +66,8 @@ class Memory:
         if self.profile or self.cluster:
             cost = cost_on_machine(self.config, self.profile, self.cluster, launch)
             config, costs = cost.config, cost.costs
+        if self.measured:  # a run folder that somebody else may have made
+            check_size(config)
         counts = self._planned(config) if self.measured else {}
         placed = {"planned": {str(rank): asdict(one) for rank, one in counts.items()}} if counts else {}
         if counts and not self._paths(config):
@@ -115,7 +119,7 @@ class Memory:
         from hybridpar.train.folder import MEMORY
 
         paths = {rank: Path(self.measured, MEMORY, f"planned{rank}.json") for rank in range(config.parallel.num_ranks)}
-        return {rank: Counts.read(path) for rank, path in paths.items() if path.exists()}
+        return {rank: Counts.read(path) for rank, path in paths.items() if os.path.lexists(path)}
 
     def _paths(self, config: Config) -> dict[int, Path]:
         """Files that ranks of the run recorded, by rank: all, or the one that --rank names."""
@@ -125,7 +129,7 @@ class Memory:
             raise config_error("run", self.measured, "is not a run folder", "runs/NAME")
         # ranks beyond the grid are of an earlier job, on another grid
         paths = {rank: path for rank in range(config.parallel.num_ranks)
-                 if (path := Path(self.measured, MEMORY, f"rank{rank}.jsonl")).exists()}
+                 if os.path.lexists(path := Path(self.measured, MEMORY, f"rank{rank}.jsonl"))}
         if not paths and not self._planned(config):
             raise config_error("run", self.measured, "recorded no memory", "a run with train.record_memory = 3")
         if self.rank < 0:

@@ -46,12 +46,15 @@ class Simulate:
     json: bool = False
 
     def run(self, launch: Launch) -> int:
+        from hybridpar.memory import check_size
         from hybridpar.pipeline.plan.sizes import Sizes
         from hybridpar.planner.stragglers import spread
         from hybridpar.train.preview import costs_of_run, preview
 
         check_outputs([self.path, self.profile, self.cluster], svg=self.svg or None, perfetto=self.perfetto or None)
         config, costs, late = resolved(self.config), None, None
+        if self.measured:  # a run folder that somebody else may have made
+            check_size(config)
         run = costs_of_run(Path(self.measured), config) if self.measured else None
         if self.profile or self.cluster:
             cost = cost_on_machine(self.config, self.profile, self.cluster, launch)

@@ -27,7 +27,7 @@ from hybridpar.config.spec import (
 from hybridpar.config.typed import convert, hints_of
 from hybridpar.config.update_rule import UpdateRule, import_rule
 from hybridpar.errors import ConfigError, Problem
-from hybridpar.reading import read_toml
+from hybridpar.reading import read_limited, read_toml
 
 MAX_TOML = 1 << 20
 """Bytes of a TOML file."""
@@ -59,13 +59,14 @@ def read_run_config(path: Path, *, trust: bool = False) -> Config:
     """Reads the configuration of a run folder (`path`: its config.toml) without importing what it names.
 
     Whoever sends a run folder chooses these names. A custom model that has not been imported becomes an
-    `UnloadedModel`. With `trust` this is `load_toml`.
+    `UnloadedModel`. With `trust` the code is imported, as in `load_toml`. No link leads out of the folder.
 
     Raises: ConfigError, as `load_toml`.
     """
+    document = _read(path, within=path.parent)
     if trust:
-        return load_toml(path)
-    return from_mapping(_read(path), unloaded=True)
+        _import_named(document, [path.parent, *_noted_folders(path), "."])
+    return from_mapping(document, unloaded=not trust)
 
 
 def import_beside_user(config: Config, folder: Path) -> None:
@@ -88,10 +89,10 @@ def unloaded_code(config: Config) -> ConfigError | None:
     return None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The file as plain values. Raises: ConfigError."""
+def _read(path: Path, within: Path | None = None) -> dict[str, Any]:
+    """The file as plain values; `within` as in `reading.open_regular`. Raises: ConfigError."""
     try:
-        document = read_toml(path, MAX_TOML)
+        document = read_toml(path, MAX_TOML, within=within)
     except OSError as error:
         others = [p.name for p in path.parent.glob("*.toml") if p != path and p.is_file()]
         near = difflib.get_close_matches(path.name, others, 1)
@@ -107,9 +108,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _noted_folders(path: Path) -> list[str]:
     """The folders of modules that a run has noted beside its configuration; none without a note."""
-    note = path.with_name(MODEL_FOLDER)
-    noted = note.read_text(encoding="utf-8", errors="surrogateescape") if note.is_file() else ""
-    return noted.split("\n")[:-1]
+    try:
+        noted = read_limited(path.with_name(MODEL_FOLDER), MAX_TOML, within=path.parent)
+    except (OSError, ValueError):
+        return []
+    return noted.decode("utf-8", "surrogateescape").split("\n")[:-1]
 
 
 def _import_named(document: Mapping[str, Any], folders: Sequence[str | Path]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from hybridpar.data.pieces import Ends, Part, Piece, in_parts, pieces
 from hybridpar.data.tokenizer_folder import SETTINGS, TOKENIZER, TokenizerFolder
-from hybridpar.errors import DataError, config_error
+from hybridpar.errors import DataError, HybridparError, config_error
 from hybridpar.reading import errors_as, read_text
 
 if TYPE_CHECKING:  # imported where it is used: operators and benchmarks run without it
@@ -71,28 +72,27 @@ class Tokenizer:
         self._inner = inner
         self._name = name
         self._folder = folder or TokenizerFolder()
-        self._folder.honour(inner)
+        with _errors_of_rust(f"{name}: cannot be as the files beside it say"):
+            self._folder.honour(inner)
         inner.encode_special_tokens = True
         inner.no_padding()
         inner.no_truncation()
 
     @staticmethod
-    def load(path: str | Path) -> Tokenizer:
-        """Reads a tokenizer.json, and the files beside it unless it has another name."""
+    def load(path: str | Path, *, within: Path | None = None) -> Tokenizer:
+        """Reads a tokenizer.json, and the files beside it unless it has another name. `within`: the run folder that it
+        belongs to, which no link leads out of."""
         import tokenizers
 
         with errors_as(DataError, path, "is not a tokenizer.json", RecursionError):
-            text = read_text(Path(path), _MAX_BYTES)
+            text = read_text(Path(path), _MAX_BYTES, within=within)
             if not isinstance(json.loads(text), dict):
                 raise ValueError("it is not a JSON object")
-        try:
+        with _errors_of_rust(f"{path}: is not a tokenizer.json"):
             inner = tokenizers.Tokenizer.from_str(text)
-        except (KeyboardInterrupt, SystemExit, MemoryError):
-            raise
-        except BaseException as error:  # a panic in Rust is not an Exception
-            raise DataError(f"{path}: is not a tokenizer.json ({error})") from None
         path = Path(path)
-        return Tokenizer(inner, str(path), TokenizerFolder.read(path.parent) if path.name == TOKENIZER else None)
+        folder = TokenizerFolder.read(path.parent, within=within) if path.name == TOKENIZER else None
+        return Tokenizer(inner, str(path), folder)
 
     def save(self, path: str | Path) -> None:
         """Writes a tokenizer.json, and the files that belong beside it unless it has another name."""
@@ -204,7 +204,8 @@ class Tokenizer:
         """Ids that its post-processor puts before and behind a text, such as LLaMA's <s>; ours have none."""
         if self._inner.post_processor is None:
             return [], []
-        found = self._inner.encode("a", add_special_tokens=True)
+        with self._encoding():
+            found = self._inner.encode("a", add_special_tokens=True)
         ordinary = [i for i, special in enumerate(found.special_tokens_mask) if not special]
         if not ordinary:
             return [], []
@@ -232,11 +233,8 @@ class Tokenizer:
         """
         for batch in _batches(pieces(parts, self._num_ids)):
             texts = [piece.context + piece.text if piece.text else "" for piece in batch]
-            try:
+            with self._encoding():
                 found = self._inner.encode_batch_fast(texts, add_special_tokens=False)
-            except Exception as error:  # tokenizers has no narrower one
-                raise DataError(f"{self._name}: cannot encode a text ({error}); a tokenizer needs an id for any text, "
-                                "such as that of an unknown word") from None
             for piece, encoding in zip(batch, found, strict=True):
                 ids = encoding.ids[piece.num_known:] if piece.text else []
                 yield np.array(ids, np.int32), piece.ends
@@ -244,12 +242,31 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. A decoder may strip the space that it begins with."""
-        return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=False))
+        with _errors_of_rust(f"{self._name}: cannot decode ids"):
+            return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def _encoding(self) -> AbstractContextManager[None]:
+        return _errors_of_rust(f"{self._name}: cannot encode a text",
+                               "; a tokenizer needs an id for any text, such as that of an unknown word, and "
+                               "expressions that do not search a text for very long")
 
     def _num_ids(self, before: str, after: str) -> int | None:
-        first = self._inner.encode(before, add_special_tokens=False).ids
-        both = self._inner.encode(before + after, add_special_tokens=False).ids
+        with self._encoding():
+            first = self._inner.encode(before, add_special_tokens=False).ids
+            both = self._inner.encode(before + after, add_special_tokens=False).ids
         return len(first) if both[:len(first)] == first else None
+
+
+@contextmanager
+def _errors_of_rust(what: str, advice: str = "") -> Iterator[None]:
+    """Make a DataError of any error of the library `tokenizers`: it has no class of its own, and a panic is not even an
+    Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError, HybridparError):
+        raise
+    except BaseException as error:
+        raise DataError(f"{what} ({error}){advice}") from None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: Kind = "gpt") -> Tokenizer:

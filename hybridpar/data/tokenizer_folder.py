@@ -57,21 +57,21 @@ class TokenizerFolder:
     added: Mapping[str, tuple[int, Mapping[str, bool]]] = field(default_factory=dict)
 
     @staticmethod
-    def read(path: Path) -> TokenizerFolder:
+    def read(path: Path, *, within: Path | None = None) -> TokenizerFolder:
         """Raises: DataError for a file that is damaged or says something else than it should."""
-        files = _texts(path)
-        settings, special = _plain(path, SETTINGS), _plain(path, SPECIAL)
+        files = _texts(path, within)
+        settings, special = _plain(path, SETTINGS, within), _plain(path, SPECIAL, within)
         if "added_tokens_decoder" in settings:  # then transformers does not look at it
             special = {}
         sources = {**dict.fromkeys(settings, SETTINGS), **dict.fromkeys(special, SPECIAL)}
         words = {role: _word(path / sources[role], role, {**settings, **special}[role])
                  for role in ROLES if role in sources}
         words = {role: word for role, word in words.items() if word}
-        ids = _ids(path, GENERATION if (path / GENERATION).is_file() else CONFIG)
+        ids = _ids(path, GENERATION if (path / GENERATION).is_file() else CONFIG, within)
         if ids and GENERATION not in files:  # config.json does not leave with the tokenizer
             files[GENERATION] = json.dumps({f"{role}_id": found if len(found) > 1 else found[0]
                                             for role, found in ids.items()}, indent=1)
-        return TokenizerFolder(path, files, settings, words, ids, _added(path, settings, set(words.values())))
+        return TokenizerFolder(path, files, settings, words, ids, _added(path, settings, set(words.values()), within))
 
     def honour(self, inner: tokenizers.Tokenizer) -> None:
         """Gives a tokenizer the settings and the added tokens that transformers would give it.
@@ -144,7 +144,7 @@ class TokenizerFolder:
                                    "between that no token has", file)
 
 
-def _texts(path: Path) -> dict[str, str]:
+def _texts(path: Path, within: Path | None) -> dict[str, str]:
     """The files that leave with a tokenizer, as they are."""
     names = [name for name in (SETTINGS, SPECIAL, GENERATION, _TEMPLATE) if (path / name).is_file()]
     further = sorted(found.name for found in (path / _TEMPLATES).glob("*.jinja") if found.is_file())
@@ -153,16 +153,16 @@ def _texts(path: Path) -> dict[str, str]:
     texts = {}
     for name in [*names, *(f"{_TEMPLATES}/{name}" for name in further)]:
         with errors_as(DataError, path / name, "is not a text"):
-            texts[name] = read_text(path / name, _MAX_BYTES)
+            texts[name] = read_text(path / name, _MAX_BYTES, within=within)
     return texts
 
 
-def _plain(path: Path, name: str) -> dict[str, Any]:
+def _plain(path: Path, name: str, within: Path | None = None) -> dict[str, Any]:
     """A JSON object; empty where there is no such file."""
     if not (path / name).is_file():
         return {}
     with errors_as(DataError, path / name, "is not valid JSON"):
-        plain = read_json(path / name, _MAX_BYTES)
+        plain = read_json(path / name, _MAX_BYTES, within=within)
     if not isinstance(plain, dict):
         raise DataError(f"{path / name}: must be a JSON object, not a {type(plain).__name__}")
     return plain
@@ -181,9 +181,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-def _ids(path: Path, name: str) -> dict[str, tuple[int, ...]]:
+def _ids(path: Path, name: str, within: Path | None) -> dict[str, tuple[int, ...]]:
     """The ids that a file names, by role."""
-    plain, found = _plain(path, name), {}
+    plain = _plain(path, name, within)
+    found = {}
     for role in _WITH_IDS:
         value = plain.get(f"{role}_id")
         numbers = value if isinstance(value, list) else [] if value is None else [value]
@@ -194,7 +195,8 @@ def _ids(path: Path, name: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _added(path: Path, settings: Mapping[str, Any], special: set[str]) -> dict[str, tuple[int, dict[str, bool]]]:
+def _added(path: Path, settings: Mapping[str, Any], special: set[str],
+           within: Path | None) -> dict[str, tuple[int, dict[str, bool]]]:
     """Added tokens by their text."""
     decoder = settings.get("added_tokens_decoder", {})
     found: dict[str, tuple[int, dict[str, bool]]] = {}
@@ -204,7 +206,7 @@ def _added(path: Path, settings: Mapping[str, Any], special: set[str]) -> dict[s
             raise DataError(f"{path / SETTINGS}: added_tokens_decoder has {shown(number)}: {shown(token)}; must have "
                             "ids, and tokens with their content")
         found[token["content"]] = int(number), {name: bool(token[name]) for name in names if name in token}
-    for word, number in _plain(path, ADDED).items():
+    for word, number in _plain(path, ADDED, within).items():
         if not isinstance(number, int) or isinstance(number, bool) or not _is_text(word):
             raise DataError(f"{path / ADDED}: {shown(word)} = {shown(number)}: must be a text and its id")
         found.setdefault(word, (number, {"normalized": word not in special, "special": word in special}))

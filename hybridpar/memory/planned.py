@@ -55,9 +55,9 @@ class Counts:
 
     @classmethod
     def read(cls, path: Path) -> Counts:
-        """Those of a file. Raises: DataError if it has something else."""
+        """Read the counts in a file of memory/ of a run folder. Raises: DataError if it has something else."""
         with errors_as(DataError, path, "is no count of planned memory", TypeError):
-            found = parse_json(read_limited(path, 1 << 16))
+            found = parse_json(read_limited(path, 1 << 16, within=path.parent.parent))
             if not isinstance(found, dict) or not all(type(value) is int and 0 <= value < 1 << 62
                                                       for value in found.values()):
                 raise ValueError("numbers by name are needed")

@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 
 from hybridpar.config import Config, ModelConfig
+from hybridpar.errors import config_error
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
 from hybridpar.memory.ghost_state import StateFootprint, trace_state
 from hybridpar.memory.walk import StageMemory, together, walk
@@ -35,6 +36,7 @@ from hybridpar.pipeline.run.graphs import unsupported
 from hybridpar.state import StatePolicy
 from hybridpar.state.parts import Parts
 
+_MOST_BLOCKS, _MOST_TOKENS, _MOST_MICROBATCHES, _MOST_RANKS = 2**11, 2**22, 2**16, 2**17
 Tracer = Callable[[Config, range, Recomputation, Buffers, torch.device], Footprint]
 
 
@@ -49,6 +51,26 @@ def predict(config: Config, *, device: torch.device | None = None, trace: Tracer
     """
     pipeline = _Pipeline(config, device or default_device(config), trace)
     return [pipeline.memory(rank) for rank in (range(config.parallel.pp) if ranks is None else ranks)]
+
+
+def check_size(config: Config) -> None:
+    """Refuse a configuration whose prediction would take very long or much memory, as a crafted one may.
+
+    Raises: ConfigError.
+    """
+    parallel, train = config.parallel, config.train
+    stages = parallel.pp * config.pipeline.num_chunks
+    sizes = {
+        "model": ("blocks", config.model.num_blocks, _MOST_BLOCKS),
+        "train.micro_batch_size": ("tokens in a micro-batch", train.micro_batch_size * config.model.tokens_per_sample,
+                                   _MOST_TOKENS),
+        "pipeline.num_microbatches": ("micro-batches on all stages", config.pipeline.num_microbatches * stages,
+                                      _MOST_MICROBATCHES),
+        "parallel": ("ranks", parallel.num_ranks, _MOST_RANKS)}
+    for field, (what, number, most) in sizes.items():
+        if number > most:
+            raise config_error(field, number, f"there are {number} {what}, and memory is predicted for at most {most}",
+                               str(most))
 
 
 class _Pipeline:

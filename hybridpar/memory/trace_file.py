@@ -55,7 +55,7 @@ def _read(path: Path) -> Iterator[Any]:
     """The header, then the actions. Raises: DataError."""
     living: dict[int, int] = {}
     with errors_as(DataError, path):
-        file = BoundedReader(open_regular(path))
+        file = BoundedReader(open_regular(path, within=path.parent.parent))
     with file:
         for number in itertools.count(1):
             with errors_as(DataError, f"{path}, line {number}", "is no line of a memory trace", ConfigError, TypeError):

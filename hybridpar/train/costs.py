@@ -6,6 +6,7 @@ Units: seconds.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
@@ -95,17 +96,17 @@ def _rounded(value: Any) -> Any:
     return round(value, 9) if isinstance(value, float) else value
 
 
-def read_costs(path: Path) -> RunCosts:
-    """Reads what `write_costs` wrote.
+def read_costs(path: Path, most: int = _MAX_BYTES) -> RunCosts:
+    """Reads what `write_costs` wrote, of at most `most` bytes.
 
     Raises: ConfigError if there is no such file; DataError, with the place, if it holds something else.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         if path.parent.is_dir():
             raise config_error("run", str(path.parent), f"has no {path.name}: that is measured as a run trains")
         raise config_error("run", str(path.parent), "does not exist", nearest_path(path.parent) or "runs/NAME")
     with errors_as(DataError, path, "cannot be read", ConfigError):
-        return _run_costs(read_json(path, _MAX_BYTES))
+        return _run_costs(read_json(path, most, within=path.parent))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,9 +84,9 @@ class Generator:
         if not isinstance(model, ModelConfig) or model.kind != "gpt":
             raise config_error("checkpoint", named, f"holds a {model.kind}; only a gpt generates text")
         tokenizer = folder.parent.parent / "tokenizer.json"
-        if not tokenizer.is_file():
+        if not os.path.lexists(tokenizer):
             raise CheckpointError(f"{tokenizer}: is missing; the corpus came without one, so put it there")
-        loaded = Tokenizer.load(tokenizer)
+        loaded = Tokenizer.load(tokenizer, within=tokenizer.parent)
         check_vocab_fits(loaded.vocab_size, model.vocab_size, f"the tokenizer {tokenizer}")
         stage = load_stage(FullWeights(folder), grid.tp, stage_split(model, grid.pp.size)[grid.pp.rank])
         return Generator(Decoder(stage, model, grid), loaded)

@@ -244,7 +244,7 @@ def attend(config: Config, model: ModelConfig, device: torch.device) -> None:
 def _read(path: Path) -> tuple[dict[str, Any], str]:
     """Return what kernels.json holds, and what is wrong with it; nothing where there is no file."""
     try:
-        known = from_plain(dict[str, dict[str, Entry]], read_json(path, _MAX_BYTES), path.name)
+        known = from_plain(dict[str, dict[str, Entry]], read_json(path, _MAX_BYTES, within=path.parent), path.name)
     except FileNotFoundError:
         return {}, ""
     except (OSError, ValueError) as error:

@@ -92,7 +92,7 @@ class _Thinned:
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """The objects of a metrics.jsonl, each with the place in the file where its line ends."""
     try:
-        with BufferedReader(open_regular(path)) as file:
+        with BufferedReader(open_regular(path, within=path.parent)) as file:
             end = 0
             while line := file.readline(_LONGEST_LINE):
                 row = convert(parse_json(line), dict)

@@ -118,7 +118,7 @@ class Trackers:
 def _known(path: Path) -> _Known:
     """The content of a trackers.json; nothing if the file is missing or damaged."""
     try:
-        found = parse_json(read_limited(path, 1 << 16))
+        found = parse_json(read_limited(path, 1 << 16, within=path.parent))
         if isinstance(found, dict) and "ids" not in found:  # of an older version: the identities alone
             found = {"ids": found}
         known: _Known = from_plain(_Known, found, NAMES)

@@ -238,8 +238,9 @@ def bundle_of_step(folder: Path, step: int) -> Bundle:
         if row is not None and at > step:
             break
         if (saved or 0) <= at < step:
-            if "rolled_back_to" in one and one.get("anomaly") != DIVERGENCE:  # the last one says from where it went on
-                back[at] = one["rolled_back_to"]
+            rolled_back_to = one.get("rolled_back_to")
+            if isinstance(rolled_back_to, int) and one.get("anomaly") != DIVERGENCE:
+                back[at] = rolled_back_to  # the last one says from where it went on
             if one.get("skipped") is True:
                 unused.append(at)
     if row is None:
@@ -253,13 +254,18 @@ def bundle_of_step(folder: Path, step: int) -> Bundle:
     config, corpus = settings_of(folder, step, start)
     config = resolve(config, config.parallel.num_ranks)
     names = config.model.losses
-    values = {name: _number(row.get("losses", {}).get(name) if len(names) > 1 else row["loss"]) for name in names}
+    losses = row.get("losses")
+    by_name = losses if isinstance(losses, dict) else {}
+    values = {name: _number(by_name.get(name) if len(names) > 1 else row["loss"]) for name in names}
     return Bundle(config, step, values, _number(row.get("grad_norm")), corpus, saved, start, skipped,
                   lr=_number(row.get("lr")))
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # a whole number of very many digits
+        return math.nan
 
 
 def _check_data(bundle: Bundle, data: Data) -> None:

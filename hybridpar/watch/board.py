@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
+import re
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hybridpar import flight
 from hybridpar.config import Config, read_run_config, unloaded_code
-from hybridpar.errors import HybridparError, config_error
-from hybridpar.reading import nearest_path
+from hybridpar.errors import ConfigError, HybridparError, config_error, printable, shown
+from hybridpar.reading import names_in, nearest_path, read_limited, reason
 from hybridpar.train.costs import read_costs
 from hybridpar.train.folder import CHANGES, CONFIG, COSTS, FAILURES, FLIGHT, METRICS, NOTES
-from hybridpar.watch.tail import Curve, Tail
+from hybridpar.validate import resolve, value_problems
+from hybridpar.watch.tail import GREATEST, Curve, Tail
+
+T = TypeVar("T")
 
 CURVES = ("loss", "val_loss", "tokens_per_s", "step_ms", "grad_norm", "lr", "memory_mib", "mfu")
 """Numbers of metrics.jsonl that are drawn over the steps."""
@@ -25,6 +30,14 @@ PICTURES = ("executed.svg", "plan.svg")
 _EVENTS = 50
 """Failures, notes and changes that are kept, of each the newest."""
 _MOST_RANKS = 256
+_MOST_NAMES = 1 << 14
+"""Names of a folder that are looked at."""
+_MOST_EVENT_BYTES = 64 << 20
+"""Bytes of failures, notes and changes that one look reads, of each."""
+_MOST_COSTS = 8 << 20
+_MOST_PICTURE = 16 << 20
+_LONGEST = 2000
+"""Characters of a line of text."""
 _STALE_S = 60.0
 """A rank that has noted nothing for so long is not training."""
 _ENDED = (flight.FAILED, flight.LOST, flight.REFUSED, "finished")
@@ -33,7 +46,8 @@ _KINDS = ("weights", "master", "gradients", "optimizer", "checkpoint", "activati
 
 class Board:
     """The state of a run as plain data, read on at every look. A look takes time by what is new, not by the run's
-    length, and memory is bounded. It imports no code that the run folder names, unless `trust` says so.
+    length, and memory is bounded. It imports no code that the run folder names, unless `trust` says so. A file that
+    cannot be read, or holds something else, is a line under `problems`; all else is shown.
 
     Raises: ConfigError where there is no such folder.
     """
@@ -45,35 +59,83 @@ class Board:
         self._trust = trust
         self._lock = threading.Lock()
         self._metrics = Tail(folder / METRICS)
-        self._events = {name: (Tail(folder / name), deque[dict[str, Any]](maxlen=_EVENTS))
+        self._events = {name: (Tail(folder / name), deque[str](maxlen=_EVENTS))
                         for name in (FAILURES, NOTES, CHANGES)}
         self._begins = 0
+        self._read: dict[str, tuple[object, Any, str]] = {}
         self._memory: list[dict[str, Any]] | None = None
+        self._unpredicted = ""
         self._forget()
 
     def _forget(self) -> None:
         self._curves = {name: Curve() for name in CURVES}
         self._latest: dict[str, Any] = {}
 
-    def look(self, most_bytes: int = 1 << 62) -> dict[str, Any]:
-        """All that the page shows, as JSON has it. `most_bytes`: of metrics, read now; the next look goes on."""
+    def look(self, most_bytes: int = 256 << 20) -> dict[str, Any]:
+        """Return all that the page shows, as JSON has it.
+
+        Args:
+            most_bytes: Bytes of metrics that are read now; the next look reads on.
+        """
         with self._lock:
             self._read_metrics(most_bytes)
             for tail, kept in self._events.values():
-                kept.extend(tail.rows())
-            config, ranks = self._config(), self._ranks()
+                kept.extend(map(_line, tail.rows(min(most_bytes, _MOST_EVENT_BYTES))))
+            config, ranks, time_goes = self._config(), self._ranks(), self._time_goes()
+            memory = self._memory_of(config)
+            picture = next((name for name in PICTURES if self._has_picture(name)), "")
             return {
                 "name": self.folder.name, "running": any(not r["ended"] and r["age_s"] < _STALE_S for r in ranks),
                 "steps": config.train.num_steps if config else 0, "configuration": _summary(config) if config else "",
                 "counts": config.model.counts if config else "tokens", "latest": self._latest,
                 "eta_s": self._eta(config),
                 "curves": {name: curve.shown() for name, curve in self._curves.items()},
-                "ranks": ranks, "time_goes": self._time_goes(), "memory": self._memory_of(config),
-                "failures": _lines(self._events[FAILURES][1]), "notes": _lines(self._events[NOTES][1]),
-                "changes": _lines(self._events[CHANGES][1]),
-                "anomalies": sorted(path.name for path in self.folder.glob("anomalies/*.json"))[-_EVENTS:],
-                "picture": (picture := next((name for name in PICTURES if (self.folder / name).is_file()), "")),
-                "drawn": "as executed" if picture == PICTURES[0] else "simulated"}
+                "ranks": ranks, "time_goes": time_goes, "memory": memory,
+                "failures": self._newest(FAILURES), "notes": self._newest(NOTES), "changes": self._newest(CHANGES),
+                "anomalies": [printable(name) for name in names_in(self.folder / "anomalies", _MOST_NAMES)
+                              if name.endswith(".json")][-_EVENTS:],
+                "picture": picture, "drawn": "as executed" if picture == PICTURES[0] else "simulated",
+                "problems": self._problems()}
+
+    def picture(self, name: str) -> bytes:
+        """Return a picture of the schedule. Raises: OSError; ValueError if it is too large."""
+        return read_limited(self.folder / name, _MOST_PICTURE, within=self.folder)
+
+    def _has_picture(self, name: str) -> bool:
+        """Whether a picture can be shown."""
+        return self._kept(name, lambda: len(self.picture(name))) is not None
+
+    def _newest(self, name: str) -> list[str]:
+        """The events of a file as lines, the newest first."""
+        return list(reversed(self._events[name][1]))
+
+    def _problems(self) -> list[str]:
+        """What is wrong with the files of the run, as lines."""
+        tails = [self._metrics, *(tail for tail, _ in self._events.values())]
+        lines = [tail.problem for tail in tails] + [problem for _, _, problem in self._read.values()]
+        return [printable(line)[:_LONGEST] for line in [*lines, self._unpredicted] if line]
+
+    def _kept(self, name: str, read: Callable[[], T]) -> T | None:
+        """What `read` makes of a file of the folder, read again once it has changed; None if it is missing or damaged.
+        """
+        path = self.folder / name
+        try:
+            state = os.stat(path)
+            stamp: object = (state.st_ino, state.st_size, state.st_mtime_ns)
+        except OSError as error:
+            stamp = error.errno
+        before = self._read.get(name)
+        if before is None or before[0] != stamp:
+            value, problem = None, ""
+            try:
+                if os.path.lexists(path):
+                    value = read()
+            except HybridparError as error:
+                problem = str(error).replace(f"{path}: ", f"{name}: ").replace("\n", "; ")
+            except (OSError, ValueError, RecursionError) as error:
+                problem = f"{name}: cannot be read ({reason(error)})"
+            before = self._read[name] = stamp, value, problem
+        return before[1]  # type: ignore[no-any-return]
 
     def _read_metrics(self, most_bytes: int) -> None:
         for row in self._metrics.rows(most_bytes):
@@ -81,18 +143,26 @@ class Board:
                 self._begins = self._metrics.begins
                 self._forget()
             step = row.get("step")
-            if not isinstance(step, int) or isinstance(step, bool):
+            if type(step) is not int or not 0 <= step < 1 << 62:
                 continue
+            self._latest["step"] = step
             for name, curve in self._curves.items():
-                if isinstance(value := row.get(name), int | float):
-                    curve.add(step, value)
-            self._latest |= {name: value for name, value in row.items() if isinstance(value, int | float)}
+                value = row.get(name)
+                if not isinstance(value, int | float):
+                    continue
+                curve.add(step, value)
+                if isinstance(value, float) or abs(value) <= GREATEST:
+                    self._latest[name] = value
 
     def _config(self) -> Config | None:
-        try:
-            return read_run_config(self.folder / CONFIG, trust=self._trust)
-        except (HybridparError, OSError):  # not there yet, or damaged
-            return None
+        return self._kept(CONFIG, self._read_config)
+
+    def _read_config(self) -> Config:
+        """Raises: ConfigError, also for values out of range."""
+        config = read_run_config(self.folder / CONFIG, trust=self._trust)
+        if wrong := list(value_problems(config)):
+            raise ConfigError(*wrong)
+        return config
 
     def _eta(self, config: Config | None) -> float | None:
         """Seconds left, at the pace of the last step."""
@@ -103,23 +173,26 @@ class Board:
 
     def _ranks(self) -> list[dict[str, Any]]:
         """What each rank is doing, by its flight record."""
+        names = names_in(self.folder / FLIGHT, _MOST_NAMES)
+        ranks = [name for name in names if re.fullmatch("rank_[0-9]{5,7}", name)]  # others are of threads
         found = []
-        for path in sorted(self.folder.glob(f"{FLIGHT}/rank_[0-9]*"))[:_MOST_RANKS]:
-            record = flight.read(path) if path.name[5:].isdecimal() else None  # else of a thread
+        for name in ranks[:_MOST_RANKS]:
+            record = flight.read(self.folder / FLIGHT / name)
             if record is not None:
                 ended = record.phase in _ENDED
                 does = f"{record.phase} {record.error}" if ended else record.situation()
-                found.append({"rank": int(path.name[5:]), "does": does.strip(), "ended": ended,
+                found.append({"rank": int(name[5:]), "does": does.strip()[:_LONGEST], "ended": ended,
                               "age_s": time.time() - record.time})
         return found
 
     def _time_goes(self) -> list[dict[str, float]]:
         """Seconds of a batch on each rank of a pipeline, as measured; empty before the run has."""
-        try:
-            measured = read_costs(self.folder / COSTS).measured
-        except HybridparError:
-            return []
-        return [asdict(parts) | {"step": measured.step_time} for parts in measured.parts]
+        return self._kept(COSTS, self._read_time_goes) or []
+
+    def _read_time_goes(self) -> list[dict[str, float]]:
+        """Raises: HybridparError."""
+        measured = read_costs(self.folder / COSTS, _MOST_COSTS).measured
+        return [asdict(parts) | {"step": measured.step_time} for parts in measured.parts[:_MOST_RANKS]]
 
     def _memory_of(self, config: Config | None) -> list[dict[str, Any]]:
         """The predicted peak of each rank of a pipeline by kind, in MiB; predicted once.
@@ -127,14 +200,23 @@ class Board:
         Empty where that needs code of a custom model that is not imported.
         """
         if self._memory is None and config is not None:
-            from hybridpar.memory import predict
-
-            stages = []
+            stages: list[dict[str, Any]] = []
             if unloaded_code(config) is None:
-                with contextlib.suppress(HybridparError):
-                    stages = [stage.as_json() for stage in predict(config)]
+                try:
+                    stages = self._predicted(config)
+                except HybridparError as error:
+                    self._unpredicted = f"{CONFIG}: no memory is predicted: {str(error).strip()}".replace("\n", "; ")
             self._memory = [{kind: stage[kind] / 2**20 for kind in _KINDS if stage[kind]} for stage in stages]
         return self._memory or []
+
+    @staticmethod
+    def _predicted(config: Config) -> list[dict[str, Any]]:
+        """The prediction for each rank of a pipeline. Raises: ConfigError for what cannot run or is very large."""
+        from hybridpar.memory import check_size, predict
+
+        config = resolve(config, config.parallel.num_ranks)
+        check_size(config)
+        return [stage.as_json() for stage in predict(config)]
 
 
 def _summary(config: Config) -> str:
@@ -143,6 +225,9 @@ def _summary(config: Config) -> str:
             f"pp={parallel.pp} dp={parallel.dp}, {config.global_batch_size if parallel.dp else '?'} samples a batch")
 
 
-def _lines(rows: deque[dict[str, Any]]) -> list[str]:
-    """Each row as a line of text, the newest first."""
-    return [str(row.get("text") or ", ".join(f"{key} {value}" for key, value in row.items())) for row in reversed(rows)]
+def _line(row: dict[str, Any]) -> str:
+    """An event as a line of text."""
+    text = row.get("text")
+    if not text or not isinstance(text, str):
+        text = ", ".join(f"{key} {value if isinstance(value, str) else shown(value)}" for key, value in row.items())
+    return text[:_LONGEST]

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import base64
+import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from hybridpar.errors import config_error
-from hybridpar.reading import read_limited, to_json
+from hybridpar.reading import to_json
 from hybridpar.watch.board import PICTURES, Board
 
-_MAX_PICTURE = 16 << 20
-_AT_A_TIME = 8 << 20
+_AT_A_TIME = 4 << 20
 """Bytes of metrics that one answer reads: a long run appears bit by bit."""
 _NO_DATA = "/*DATA*/null"
 _POLICY = ("default-src 'none'; img-src 'self' data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
            "connect-src 'self'")
+_PICTURE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
+"""A picture of a run folder may hold a script, which does not run."""
 
 
 def page(board: Board | None = None) -> str:
@@ -31,8 +31,11 @@ def page(board: Board | None = None) -> str:
         return html
     data = board.look()
     if data["picture"]:
-        picture = base64.b64encode(read_limited(board.folder / data["picture"], _MAX_PICTURE)).decode()
-        data["picture"] = f"data:image/svg+xml;base64,{picture}"
+        try:
+            picture = base64.b64encode(board.picture(data["picture"])).decode()
+            data["picture"] = f"data:image/svg+xml;base64,{picture}"
+        except (OSError, ValueError):  # it was replaced meanwhile
+            data["picture"] = ""
     return html.replace(_NO_DATA, to_json(data, separators=(",", ":")).replace("<", "\\u003c"))
 
 
@@ -62,27 +65,40 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*args)
 
     def do_GET(self) -> None:
-        name = urlsplit(self.path).path.lstrip("/")
+        try:
+            self._answer(self.path.partition("?")[0].lstrip("/"))
+        except ConnectionError:  # the page was closed meanwhile
+            self.close_connection = True
+        except Exception as error:  # the browser gets an answer, whatever is in the folder
+            print(f"hybridpar watch: {type(error).__name__}: {error}", file=sys.stderr)
+            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def _answer(self, name: str) -> None:
+        """Answer for a path without its query. Raises: whatever reading the folder raises."""
         if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
             self.send_error(HTTPStatus.FORBIDDEN)  # a name that leads here: another site's page in this browser
         elif name == "":
             self._send("text/html; charset=utf-8", page().encode())
         elif name == "data.json":
             self._send("application/json", to_json(self._board.look(_AT_A_TIME), separators=(",", ":")).encode())
-        elif name in PICTURES and (self._board.folder / name).is_file():
-            self._send("image/svg+xml", read_limited(self._board.folder / name, _MAX_PICTURE))
+        elif name in PICTURES:
+            try:
+                picture = self._board.picture(name)
+            except (OSError, ValueError):
+                self.send_error(HTTPStatus.NOT_FOUND)
+            else:
+                self._send("image/svg+xml", picture, _PICTURE_POLICY)
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
 
-    def _send(self, kind: str, content: bytes) -> None:
+    def _send(self, kind: str, content: bytes, policy: str = _POLICY) -> None:
         self.send_response(HTTPStatus.OK)
         headers = {"Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": "no-store",
-                   "X-Content-Type-Options": "nosniff", "Content-Security-Policy": _POLICY}
+                   "X-Content-Type-Options": "nosniff", "Content-Security-Policy": policy}
         for header, value in headers.items():
             self.send_header(header, value)
-        with suppress(ConnectionError):  # the page was closed meanwhile
-            self.end_headers()
-            self.wfile.write(content)
+        self.end_headers()
+        self.wfile.write(content)
 
     def log_message(self, *args: Any) -> None:
         """Says nothing."""

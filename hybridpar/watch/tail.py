@@ -7,43 +7,54 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hybridpar.reading import open_regular, parse_json
+from hybridpar.reading import open_regular, parse_json, reason
 
 _CHUNK = 1 << 20
 """Bytes that are read at once; a longer line is left out."""
+_LEAST_LINE = 64
+"""Bytes that a line counts for at least: a file of very short lines takes more time."""
+GREATEST = 1e100
+"""The largest number that is drawn: sums of such numbers do not overflow."""
 
 
 class Tail:
-    """The lines of a file since the last look.
+    """The lines of a file of a run folder since the last look.
 
     A line counts once it is whole. Where the file was cut off, as by a run that goes on from a checkpoint, or is
     another one, reading begins anew, and `begins` counts it.
+
+    Attributes: problem: what is wrong with the file, as a line; empty if it is missing.
     """
 
     def __init__(self, path: Path):
         self.begins = 0
+        self.problem = ""
         self._path, self._place, self._last = path, 0, b""
 
     def rows(self, most_bytes: int = 1 << 62) -> Iterator[dict[str, Any]]:
-        """The new lines that are JSON objects, of the next `most_bytes` of the file; others are skipped. A file that
-        cannot be read has none."""
+        """Yield the new lines that are JSON objects, of the next `most_bytes` of the file; others are skipped."""
+        self.problem = ""
         try:
-            with open_regular(self._path) as file:
+            with open_regular(self._path, within=self._path.parent) as file:
                 size = file.seek(0, 2)
                 if not self._is_where_it_was(file, size):
                     self._place, self._last, self.begins = 0, b"", self.begins + 1
                 file.seek(self._place)
-                size = min(size, self._place + most_bytes)
-                while (chunk := file.read(min(_CHUNK, size - file.tell()))):
+                while most_bytes > 0 and (chunk := file.read(min(_CHUNK, size - file.tell()))):
                     whole = chunk.rfind(b"\n") + 1
                     if not whole and len(chunk) < _CHUNK:
                         return  # the line is not whole yet
                     self._place += whole or len(chunk)
                     self._last = chunk[:whole][-64:]
+                    most_bytes -= max(len(chunk), _LEAST_LINE * chunk.count(b"\n"))
                     yield from _objects(chunk[:whole])
                     file.seek(self._place)
-        except (OSError, ValueError):
+                if size - self._place >= _CHUNK:
+                    self.problem = f"{self._path.name}: the last {size - self._place:,} bytes are not read yet"
+        except FileNotFoundError:
             return
+        except (OSError, ValueError) as error:
+            self.problem = f"{self._path.name}: cannot be read ({reason(error)})"
 
     def _is_where_it_was(self, file: Any, size: int) -> bool:
         """Whether what was read last still stands there."""
@@ -55,6 +66,8 @@ class Tail:
 
 def _objects(lines: bytes) -> Iterator[dict[str, Any]]:
     for line in lines.splitlines():
+        if not line.lstrip().startswith(b"{"):
+            continue
         try:
             row = parse_json(line)
         except ValueError:
@@ -73,8 +86,8 @@ class Curve:
         self._open: list[tuple[int, float]] = []
 
     def add(self, step: int, value: float) -> None:
-        """Adds the next value; one that is not finite is left out."""
-        if not math.isfinite(value):
+        """Adds the next value; one that is not finite, or too large to be drawn, is left out."""
+        if not abs(value) <= GREATEST:
             return
         self._open.append((step, value))
         if len(self._open) == self._width:

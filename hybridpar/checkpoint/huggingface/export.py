@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ def _export(folder: Path, output: Path, dtype: str, max_file_bytes: int) -> Expo
     files: dict[str, str] = {}
     ids = no_tokenizer()
     tokenizer = folder.parent.parent / TOKENIZER
-    if tokenizer.is_file():
+    if os.path.lexists(tokenizer):
         files, ids = tokenizer_files(tokenizer, model)
     else:
         notes.append(f"{tokenizer} is missing, so the folder has no tokenizer")

@@ -41,7 +41,7 @@ def tokenizer_files(path: Path, model: ModelConfig) -> tuple[dict[str, str], Ids
     What the tokenizer came with, such as its chat template, leaves as it came.
     Raises: DataError if the tokenizer is damaged, or lacks a special token that a BERT needs.
     """
-    tokenizer = Tokenizer.load(path)
+    tokenizer = Tokenizer.load(path, within=path.parent)
     files = tokenizer.files()
     special = _special_ids(tokenizer, model)
     words = {role: tokenizer.word(number) for role, number in special.items()}
