@@ -104,7 +104,7 @@ def _refused(config: Config) -> Iterator[Problem]:
         lambda: stage_split(model, pp, pipeline.split, chunks, pipeline.placement),
         lambda: require_trainable(model),
         *([partial(require_factors, model)] if config.compression.gradients == "sbpca" else []),
-        lambda: recomputed_blocks(pipeline.recompute, model, [range(0)] * (pp * chunks)),
+        lambda: recomputed_blocks(pipeline.recompute, model, [range(0)] * min(pp * chunks, model.num_blocks)),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
         lambda: Codecs.of(config),
         lambda: PartialSums.of(config),

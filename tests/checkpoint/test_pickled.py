@@ -202,3 +202,30 @@ def test_a_folder_whose_weights_could_run_code(tmp_path: Path) -> None:
         archive.writestr("archive/data.pkl", pickle.dumps({"w": 1}, protocol=4))
     with pytest.raises(CheckpointError, match="is damaged, or not a file"):
         import_folder(theirs, tmp_path / "ours")
+
+
+def nested(operations: bytes, path: Path) -> Path:
+    """A file of torch.save whose value is what these operations make."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02" + operations + b".")
+        archive.writestr("a/version", "3\n")
+    return path
+
+
+@pytest.mark.parametrize("operations", [
+    b"}X\1\0\0\0a" * 10**6 + b"}" + b"s" * 10**6, b")" + b"\x85" * 10**6, b")" + b"\x85" * 10**6 + b"q\0}h\0h\0s",
+    b"]" * 10**6 + b"a" * (10**6 - 1), b"(" * 10**6 + b"}", b"}0" * 1_100_000 + b"}"],
+    ids=["dictionaries", "tuples", "a key of tuples", "lists", "marks", "many"])
+def test_a_pickle_that_nests_without_end_is_refused(operations: bytes, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nest deeper|wait for one that|more than .* operations") as error:
+        load_pickled(nested(operations, tmp_path / "x.pt"))
+    assert len(str(error.value)) < 400
+
+
+def test_dictionaries_that_contain_each_other_are_not_walked_for_ever(tmp_path: Path) -> None:
+    """Each is put into the one before it while it is empty, so that no operation sees how deep they are."""
+    made = b"}q\0" + b"".join(
+        b"j" + i.to_bytes(4, "little") + b"X\1\0\0\0a}r" + (i + 1).to_bytes(4, "little") + b"s0" for i in range(1000))
+    path = nested(made + b"h\0", tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="mappings nest deeper than 100"):
+        tensors_in(load_pickled(path), path)

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -126,3 +127,16 @@ def test_damaged_in_the_middle(trained, tmp_path):
         Tokenizer.load(path)
     with pytest.raises(DataError, match="cannot be read"):
         Tokenizer.load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("pre_tokenizer", [
+    {"type": "Split", "pattern": {"Regex": "(a+)+$b"}, "behavior": "Isolated", "invert": False},
+    {"type": "FixedLength", "length": 0}], ids=["searches without end", "no length"])
+def test_a_tokenizer_that_panics_is_an_error(tmp_path: Path, pre_tokenizer: dict[str, object]) -> None:
+    """A panic in Rust is no Exception of Python."""
+    document = json.loads(train_tokenizer(["some text"], 300).to_json()) | {"pre_tokenizer": pre_tokenizer}
+    (tmp_path / "made.json").write_text(json.dumps(document))
+    tokenizer = Tokenizer.load(tmp_path / "made.json")
+    for encode in (tokenizer.encode, tokenizer.encode_prompt):
+        with pytest.raises(DataError, match=r"made\.json: cannot encode a text"):
+            encode("a" * 60)

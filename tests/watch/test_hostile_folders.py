@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -374,12 +374,12 @@ def test_a_file_without_permission_is_named(run: Path) -> None:
 
 
 @pytest.fixture
-def commands(run: Path) -> Iterator[list[list[str]]]:
+def commands(run: Path) -> list[list[str]]:
     """Commands that read a run folder."""
     (run / "anomalies").mkdir()
-    yield [["memory", "--run", str(run)], ["simulate", "--run", str(run)], ["replay", str(run), "--step", "2"],
-           ["generate", "--checkpoint", str(run)], ["export", str(run), str(run.parent / "out")],
-           ["replay", str(run / "anomalies" / "step_00000001.json")]]
+    return [["memory", "--run", str(run)], ["simulate", "--run", str(run)], ["replay", str(run), "--step", "2"],
+            ["generate", "--checkpoint", str(run)], ["export", str(run), str(run.parent / "out")],
+            ["replay", str(run / "anomalies" / "step_00000001.json")]]
 
 
 def test_commands_say_one_line_of_odd_folders(
