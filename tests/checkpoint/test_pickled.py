@@ -217,7 +217,7 @@ def nested(operations: bytes, path: Path) -> Path:
     b"]" * 10**6 + b"a" * (10**6 - 1), b"(" * 10**6 + b"}", b"}0" * 1_100_000 + b"}"],
     ids=["dictionaries", "tuples", "a key of tuples", "lists", "marks", "many"])
 def test_a_pickle_that_nests_without_end_is_refused(operations: bytes, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nest deeper|wait for one that|more than .* operations") as error:
+    with pytest.raises(CheckpointError, match=r"nest deeper|wait for one that|more than .* operations") as error:
         load_pickled(nested(operations, tmp_path / "x.pt"))
     assert len(str(error.value)) < 400
 
