@@ -280,7 +280,7 @@ def test_thousands_of_ranks_are_shown_in_part(run: Path) -> None:
 
 
 def test_a_folder_with_an_odd_name_is_shown(run: Path) -> None:
-    odd = Path(os.fsdecode(bytes(run.parent) + b"/r\xff</script>"))
+    odd = Path(os.fsdecode(bytes(run.parent) + b"/r\xff<script>"))
     run.rename(odd)
     (odd / "anomalies").mkdir()
     Path(os.fsdecode(bytes(odd) + b"/anomalies/\xff.json")).touch()
