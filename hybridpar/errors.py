@@ -108,10 +108,19 @@ class Problem:
 
 
 class HybridparError(Exception):
-    """Base of the errors raised on purpose; anything else is a defect of ours."""
+    """Base of the errors raised on purpose; anything else is a defect of ours.
+
+    may_pass: what failed may go well if it is tried again, else it would end in the same way.
+    """
+
+    may_pass = False
 
     def __init__(self, message: str):
         super().__init__(printable(message))
+
+    def note_may_pass(self) -> None:
+        """Notes that what failed may go well if it is tried again."""
+        self.may_pass = True
 
 
 class ConfigError(HybridparError):

@@ -1,6 +1,6 @@
 # Sourced by the pretraining scripts: starts one `hybridpar train` process for each rank, and again where one fails; on several
-# hosts through torchrun. Their launcher takes the place of the shell, so that a signal to the script reaches it: a container's
-# or a batch system's SIGTERM saves before it ends.
+# hosts by torchrun's agent (hybridpar.train.hosts). Their launcher takes the place of the shell, so that a signal to the script
+# reaches it: a container's or a batch system's SIGTERM saves before it ends.
 #
 #   launch CONFIG [--section.key value ...]
 #
@@ -10,7 +10,7 @@
 # Samples of a step:                    BATCH (default: the configuration's micro-batches on its replicas), where planned
 # Processes on this host:               NPROC (default: the GPUs found, else one a core, or as many as the grid has)
 # Several hosts, on each the same line: NNODES NODE_RANK MASTER_ADDR MASTER_PORT (torchrun's rendezvous), RESTARTS (default 0:
-#                                       how often torchrun starts all ranks again, from the last checkpoint, where one fails)
+#                                       how often all ranks are started again, from the last checkpoint, where one fails)
 launch() {
     local config=$1; shift
     local nnodes="${NNODES:-1}" grid=() kept="" number=1 axis name given least word json=()
@@ -41,7 +41,6 @@ launch() {
             echo "hybridpar: NODE_RANK = '$NODE_RANK': must be below NNODES = $nnodes, the first host's is 0; try NODE_RANK=0" >&2
             return 2
         fi
-        echo "host $NODE_RANK of 0 to $((nnodes - 1)) waits for the others at $MASTER_ADDR:${MASTER_PORT:-29500}" >&2  # torchrun is silent
         if [ -z "${NPROC:-}" ]; then
             NPROC=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
             [ "$NPROC" -gt 0 ] || NPROC=$(( (number + nnodes - 1) / nnodes ))
@@ -60,8 +59,8 @@ launch() {
                 n = (n ? n : 1) * ($2 + 0) } END { print n ? n : 1 }' "$config")
     fi
     if [ "$nnodes" -gt 1 ]; then
-        exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" \
-            -m hybridpar train "$config" ${grid[@]+"${grid[@]}"} "$@"
+        exec "$PYTHON" -m hybridpar.train.hosts "${rendezvous[@]}" --nproc-per-node "$NPROC" \
+            "$config" ${grid[@]+"${grid[@]}"} "$@"
     else
         exec "$PYTHON" -m hybridpar train "$config" --ranks "$NPROC" ${grid[@]+"${grid[@]}"} "$@"
     fi

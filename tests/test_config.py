@@ -112,6 +112,7 @@ def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, supervisor in (("hybridpar", 0), (f"{JOB}17", 17)):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
         assert Launch.from_environment().supervisor == supervisor
+        assert Launch.from_environment().agent == 0  # this test's parent is no torchrun
     for name, value, rule in (("RANK", "8", "below WORLD_SIZE = 8"), ("LOCAL_RANK", "-1", "a whole number"),
                               ("LOCAL_RANK", "8", "below LOCAL_WORLD_SIZE = 8"),
                               ("LOCAL_WORLD_SIZE", "0", "a whole number from 1 to 8"),

@@ -8,6 +8,7 @@ import difflib
 import io
 import json
 import os
+import signal
 import sys
 import time
 import typing
@@ -31,6 +32,8 @@ from hybridpar.train.errors import LostContactError, RankError
 
 SPEC = "--model.spec"
 """The flag that names the class of a model of one's own, which decides what other keys [model] has."""
+_BY_SIGNAL = 128
+"""From here on an exit code says which signal has stopped a run that has saved."""
 _GRACE_S = 2.0
 """How long a rank that lost contact outlives the one that died, so that the launcher sees and names that one first."""
 
@@ -57,13 +60,20 @@ def _run(args: list[str]) -> int:
         launch = Launch.from_environment(args)
         trains = args[:1] == ["train"]
         flight = watchdog.begin(launch, watchdog.START_S if trains else 0.0)
-        command = parse(args, launch.rank == 0)
+        command = parse(args, launch.local_rank == 0)
         require_room()
         if trains:
             flight.limit(command.config.faults.start_timeout_s)
-        return command.run(launch)
+        code = int(command.run(launch))
+        if launch.agent and code >= _BY_SIGNAL:
+            _end_job(launch, f"was stopped by {signal.Signals(code - _BY_SIGNAL).name}")
+        return code
     except HybridparError as error:
         return _report(error, launch, as_json="--json" in args)
+    except SystemExit as end:
+        if launch.agent and end.code:
+            _end_job(launch, "has refused its command line")
+        raise
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -71,7 +81,7 @@ def _run(args: list[str]) -> int:
         if not (message := about_file(error)):
             raise
         who = f"rank {launch.rank}: " if launch.world_size > 1 else ""
-        return _report(RankError(f"{who}{message}"), launch, as_json="--json" in args)
+        return _report(RankError(f"{who}{message}"), launch, as_json="--json" in args, final=True)
     except Exception as error:
         if not is_shortage(error):
             raise
@@ -226,16 +236,37 @@ def _refuse(text: str, near: Sequence[str], speaks: bool, dashes: str = "") -> N
     raise SystemExit(2)
 
 
-def _report(error: HybridparError, launch: Launch, *, as_json: bool) -> int:
-    """Prints an error once: on rank 0 where all ranks have it, else on the rank that has it, which then ends."""
+def _end_job(launch: Launch, text: str, late: str = "") -> None:
+    """Ends a job that torchrun would start again, on all hosts.
+
+    text: the reason, for the other hosts. late: what is yet to be said where the first rank of this host has not ended
+    the job in time.
+    """
+    from hybridpar.train.launch import leave, stop_agent
+
+    leave(launch, text)
+    if late:
+        print(late, file=sys.stderr, flush=True)
+    stop_agent(launch)
+
+
+def _report(error: HybridparError, launch: Launch, *, as_json: bool, final: bool = False) -> int:
+    """Prints an error once a host: on its first rank where all ranks have it, else on the rank that has it.
+
+    final: it ends the job, as those do that would come again.
+    """
     alone = isinstance(error, RankError)
     problems = error.problems if isinstance(error, ConfigError) else ()
-    if alone or launch.rank == 0:
-        heading = f"{len(problems)} problems:\n" if len(problems) > 1 else ""
-        print(f"hybridpar: {heading}{error}", file=sys.stderr, flush=True)
+
+    heading = f"{len(problems)} problems:\n" if len(problems) > 1 else ""
+    line, speaks = f"hybridpar: {heading}{error}", alone or launch.local_rank == 0
+    if speaks:
+        print(line, file=sys.stderr, flush=True)
     if as_json and launch.rank == 0:
         plain = {"ok": False, "error": str(error), "problems": [dataclasses.asdict(p) for p in problems]}
         print(json.dumps(plain, default=str), flush=True)
+    if launch.agent and (final or not error.may_pass):
+        _end_job(launch, f"has refused: {error}", "" if speaks else line)
     if alone and launch.world_size > 1:
         if isinstance(error, LostContactError):
             time.sleep(_GRACE_S)

@@ -6,6 +6,7 @@ Resolution order: defaults, then the TOML file, then flags (`--section.key value
 from hybridpar.config.compression import UNCOMPRESSED, CompressionConfig
 from hybridpar.config.data import DataConfig
 from hybridpar.config.environment import (
+    AGENT,
     JOB,
     Launch,
     pass_on_signals,
@@ -47,8 +48,9 @@ from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_pla
 from hybridpar.config.update_rule import UpdateRule, import_rule
 
 __all__ = [
-    "AUTO", "FINITE", "FOUND", "JOB", "MAX_TOML", "MODEL_FOLDER", "STOP_SIGNALS", "UNCOMPRESSED", "AnomaliesConfig",
-    "CheckpointConfig", "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig", "Launch",
+    "AGENT", "AUTO", "FINITE", "FOUND", "JOB", "MAX_TOML", "MODEL_FOLDER", "STOP_SIGNALS", "UNCOMPRESSED",
+    "AnomaliesConfig", "CheckpointConfig", "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig",
+    "Launch",
     "MemoryConfig", "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig",
     "PlanConfig", "RunConfig", "TrainConfig", "UnloadedModel", "UpdateRule", "Whole", "Within", "as_typed",
     "broken_rules", "from_mapping", "from_plain", "import_beside_user", "import_rule", "import_spec", "known_spec",

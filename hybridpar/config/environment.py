@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hybridpar.errors import config_error, not_utf8
 
 JOB = "hybridpar of process "
 """Beginning of a job's name as our supervisor gives it to ranks, where torch's elastic agent would; its pid follows."""
+AGENT = "pt_elastic"
+"""Name of torchrun's process, as torchrun gives it to itself."""
 
 
 def triton_is_interpreted() -> bool:
@@ -62,6 +66,8 @@ class Launch:
     """Port of the store, where all processes are on this machine and make it themselves."""
     supervisor: int = 0
     """The process that has started this one, as `hybridpar train --ranks` does (0: none of ours)."""
+    agent: int = 0
+    """The process of torchrun, or of train/hosts.py, that has started this one (0: none)."""
     elastic: bool = field(default=False, compare=False)
     """Whether torchrun or our supervisor has started this process, and so its parent is to outlive it."""
     store: str = field(default="", compare=False)
@@ -97,5 +103,15 @@ class Launch:
         job = os.environ.get("TORCHELASTIC_RUN_ID", "")
         return Launch(rank, local_rank, world, local, "RANK" in os.environ, here, tuple(args),
                       port if near and not theirs and "MASTER_PORT" in os.environ else 0,
-                      int(job.removeprefix(JOB)) if job.startswith(JOB) else 0, bool(job),
+                      int(job.removeprefix(JOB)) if job.startswith(JOB) else 0,
+                      _parent_agent() if job and not job.startswith(JOB) else 0, bool(job),
                       f"{os.environ.get('MASTER_ADDR', '')}:{port}", os.environ.get("GLOO_SOCKET_IFNAME", ""))
+
+
+def _parent_agent() -> int:
+    """The process that has started this one, if it is torchrun's agent; 0 for any other, such as a user's program."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{parent}/comm").read_text().strip() == AGENT:
+            return parent
+    return 0

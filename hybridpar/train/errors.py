@@ -19,6 +19,8 @@ TO_CONNECT = ("between hosts, GLOO_SOCKET_IFNAME (with GPUs NCCL_SOCKET_IFNAME) 
 class RankError(HybridparError):
     """An error of this rank alone; the message names the rank. The others learn of it by losing contact."""
 
+    may_pass = True
+
 
 class LostContactError(RankError):
     """Another rank died or hangs, so this one cannot go on. A consequence, never the cause."""

@@ -10,14 +10,17 @@ import contextlib
 import ctypes
 import ipaddress
 import json
+import os
 import platform
 import secrets
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -34,8 +37,19 @@ T = TypeVar("T")
 _POLL_S = 0.002, 0.5
 """First and longest pause between two polls of the store."""
 _PART_S = 30.0
-_SILENT_S = 20.0
-"""How long a rank waits for others before it says so."""
+_SAY_EVERY_S = 15.0
+"""How often a rank that waits for others says so."""
+_HELLOS = "hellos"
+"""Key of the number of processes that have come to meet, in all starts; in the store of one start: when it began."""
+_ENDED = "ended"
+"""Key of the word that the job is over, in the store of all its starts."""
+_WORD_S = 2.0
+"""How long it may take to leave that word."""
+_FIRST_S = 10.0
+"""How long the first rank of a host may take to report and end what the others have ended already."""
+_MOST_NAMED = 8
+"""Ranks that a line names."""
+_PREFIX = "hybridpar"
 LOOPBACK = "127.0.0.1"
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
@@ -46,26 +60,34 @@ class Job:
     Collectives: every method must be called by all processes, in the same order.
     """
 
-    def __init__(self, launch: Launch, store: dist.Store | None = None, flight: Flight = NO_FLIGHT):
-        """flight: where this process notes that it waits for others."""
+    def __init__(self, launch: Launch, store: dist.Store | None = None, lobby: dist.Store | None = None,
+                 flight: Flight = NO_FLIGHT):
+        """Of processes that have met. store: of this start alone. lobby: of all starts of the job. flight: where this
+        process notes that it waits for others.
+        """
         assert store is not None or launch.world_size == 1
-        self.launch, self.store, self.flight = launch, store, flight
+        self.launch, self.store, self._lobby, self.flight = launch, store, lobby, flight
         self._rounds = 0
 
     @staticmethod
     def connect(launch: Launch, flight: Flight = NO_FLIGHT) -> Job:
-        """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names. Raises: RankError, ConfigError."""
+        """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names.
+
+        Raises: RankError, ConfigError; HybridparError where a rank has left word that the job is over.
+        """
         if launch.world_size == 1:
             return Job(launch, flight=flight)
         if not launch.launched:
             raise config_error("RANK", "", f"must be set in the environment, as WORLD_SIZE is {launch.world_size}", "0")
-        text = f"at {launch.store} (MASTER_ADDR and MASTER_PORT, the same on all)"
+        where = f"at {launch.store} (MASTER_ADDR and MASTER_PORT, the same on all)"
+        missing: set[int] = set()
         try:
-            with _says_if_it_waits(launch, text), Waiting(flight, RENDEZVOUS, "world"):
+            waits = _says_if_it_waits(launch, lambda: f"for {_named(missing, launch)} {where}")
+            with waits, Waiting(flight, RENDEZVOUS, "world"):
                 store: dist.Store = (_loopback_store(launch) if launch.own_store_port else
                                      next(dist.rendezvous("env://", launch.rank, launch.world_size))[0])
-                store = dist.PrefixStore("hybridpar", store)
-                return Job(launch, dist.PrefixStore(meet(store, launch), store), flight)
+                store = dist.PrefixStore(_PREFIX, store)
+                return Job(launch, dist.PrefixStore(meet(store, launch, missing), store), store, flight)
         except dist.DistError as error:
             raise _lost_store(launch.rank, error) from None
         except (OSError, ValueError) as error:  # the port is in use; MASTER_ADDR is not set
@@ -137,7 +159,16 @@ class Job:
     def _await(self, key: str) -> Any:
         assert self.store is not None
         with Waiting(self.flight, RENDEZVOUS, "world"):
-            return _await(self.store, key)
+            return _await(self.store, key, self._raise_if_over)
+
+    def _raise_if_over(self) -> None:
+        """Raises: HybridparError where the job is over; LostContactError where a host has begun a new start."""
+        lobby, store = self._lobby, self.store
+        if lobby is None or store is None:
+            return
+        _raise_if_ended(lobby)
+        if store.check([_HELLOS]) and lobby.add(_HELLOS, 0) > int(store.get(_HELLOS)):
+            raise LostContactError(f"rank {self.launch.rank} lost contact with ranks that have been started again")
 
     def require_addresses(self, backend: str) -> None:
         """Has processes on several hosts see whether Gloo would offer the others an address that they can reach.
@@ -159,7 +190,7 @@ class Job:
         if self.launch.loopback and backend == "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-        with _says_if_it_waits(self.launch, f"to connect: {TO_CONNECT}"):
+        with _says_if_it_waits(self.launch, lambda: f"for the others to connect: {TO_CONNECT}"):
             dist.init_process_group(backend, store=dist.PrefixStore("group", self.store), rank=self.launch.rank,
                                     world_size=self.launch.world_size, timeout=timedelta(seconds=timeout_s),
                                     device_id=device if backend == "nccl" else None, pg_options=options)
@@ -172,30 +203,60 @@ class Job:
 
 
 @contextlib.contextmanager
-def _says_if_it_waits(launch: Launch, text: str) -> Iterator[None]:
-    waiting = threading.Timer(_SILENT_S, lambda: print(
-        f"rank {launch.rank} waits for the other {launch.world_size - 1} {text}", file=sys.stderr, flush=True))
-    waiting.daemon = True
-    waiting.start()
+def _says_if_it_waits(launch: Launch, text: Callable[[], str]) -> Iterator[None]:
+    """While entered, the first rank of a host says every 15 s that it waits, and `text()`."""
+    with says_every(_SAY_EVERY_S, lambda seconds: f"rank {launch.rank} has waited {seconds:.0f} s {text()}",
+                    speaks=launch.local_rank == 0):
+        yield
+
+
+@contextlib.contextmanager
+def says_every(interval_s: float, text: Callable[[float], str], *, speaks: bool = True) -> Iterator[None]:
+    """While entered, a thread writes `text(seconds since the start)` to stderr in intervals."""
+    over, began = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not over.wait(interval_s):
+            line = text(time.monotonic() - began)
+            if not over.is_set():
+                print(f"hybridpar: {line}", file=sys.stderr, flush=True)
+
+    if speaks:
+        threading.Thread(target=say, name="waiting", daemon=True).start()
     try:
         yield
     finally:
-        waiting.cancel()
+        over.set()
 
 
-def meet(store: dist.Store, launch: Launch) -> str:
+def _named(missing: set[int], launch: Launch) -> str:
+    """The ranks that rank 0 misses; elsewhere it is unknown who has come."""
+    ranks = sorted(missing)
+    if not ranks:
+        return f"the other {launch.world_size - 1}"
+    some = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    return f"rank {some}" + f" and {len(ranks) - _MOST_NAMED} more" * (len(ranks) > _MOST_NAMED)
+
+
+def meet(store: dist.Store, launch: Launch, missing: set[int] | None = None) -> str:
     """Agrees on a name for this start of the job that no earlier start on that store has had.
 
     torchrun keeps its store, with all that is in it, when it starts ranks again, and its count of restarts may differ
     from host to host. So each process leaves a fresh word, and rank 0 answers with its own until all know it.
+    missing: on rank 0 it holds the ranks that have not come yet.
+    Raises: HybridparError where a rank has left word that the job is over.
     """
     mine, rank = secrets.token_hex(8), launch.rank
+    _raise_if_ended(store)
+    store.add(_HELLOS, 1)
     if rank:
         store.set(f"hello/{rank}", json.dumps(mine))
-        name = _await(store, f"answer/{mine}")
+        name = _await(store, f"answer/{mine}", partial(_raise_if_ended, store))
         store.set(f"{name}/{rank}", "")
         return name
-    missing, answered = set(range(1, launch.world_size)), set()
+    missing = set() if missing is None else missing
+    missing.update(range(1, launch.world_size))
+    answered: set[str] = set()
 
     def everyone_knows() -> bool:
         for other in [rank for rank in missing if store.check([f"hello/{rank}"])]:
@@ -205,8 +266,46 @@ def meet(store: dist.Store, launch: Launch) -> str:
         missing.difference_update([rank for rank in missing if store.check([f"{mine}/{rank}"])])
         return not missing
 
-    _poll(everyone_knows)
+    _poll(everyone_knows, partial(_raise_if_ended, store))
+    store.set(f"{mine}/{_HELLOS}", str(store.add(_HELLOS, 0)))
     return mine
+
+
+def leave_word(address: str, text: str) -> None:
+    """Leaves word in torchrun's store that the job is over: for ranks that wait there, or are started again.
+
+    address: the store's, and its port. Where it cannot be reached, who has it has ended, too.
+    """
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError, ValueError, dist.DistError):
+        socket.create_connection((host, int(port)), _WORD_S).close()  # a client of torch's tries again for long
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_WORD_S))
+        dist.PrefixStore(_PREFIX, store).compare_set(_ENDED, "", json.dumps(text))
+
+
+def _raise_if_ended(lobby: dist.Store) -> None:
+    """Raises: HybridparError."""
+    if lobby.check([_ENDED]):
+        raise HybridparError(f"this job is over: {json.loads(lobby.get(_ENDED))}")
+
+
+def leave(launch: Launch, text: str) -> None:
+    """Begins to end a job that torchrun must not start again: leaves word, and lets the first rank of a host go first.
+
+    text: the reason, for other hosts.
+    """
+    who = f"rank {launch.rank} on {platform.node()}"
+    leave_word(launch.store, f"{who} {text}")
+    if launch.local_rank:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_FIRST_S)  # torchrun ends this process as soon as the first one has stopped it
+
+
+def stop_agent(launch: Launch) -> None:
+    """Has torchrun end the other ranks of this host, and not start them again; this one then ends by itself."""
+    if os.getppid() == launch.agent:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(launch.agent, signal.SIGTERM)
 
 
 def _lost_store(rank: int, error: dist.DistError) -> LostContactError:
@@ -223,16 +322,17 @@ def _loopback_store(launch: Launch) -> dist.Store:
                          master_listen_fd=listening)
 
 
-def _await(store: dist.Store, key: str) -> Any:
-    """The value of a key once it is there; Ctrl-C works meanwhile."""
-    _poll(lambda: store.check([key]))
+def _await(store: dist.Store, key: str, give_up: Callable[[], None]) -> Any:
+    """The value of a key once it is there; Ctrl-C works meanwhile. `give_up`: as in `_poll`."""
+    _poll(lambda: store.check([key]), give_up)
     return json.loads(store.get(key))
 
 
-def _poll(done: Callable[[], bool]) -> None:
-    """Waits until `done()`, which is asked in ever longer intervals."""
+def _poll(done: Callable[[], bool], give_up: Callable[[], None] = lambda: None) -> None:
+    """Waits until `done()`, which is asked in ever longer intervals; `give_up()` raises where it is in vain."""
     pause, longest = _POLL_S
     while not done():
+        give_up()
         time.sleep(pause)
         pause = min(2 * pause, longest)
 

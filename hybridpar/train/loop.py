@@ -236,6 +236,8 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         again = started and not isinstance(error, (AnomalyError, SaveError))  # which would end so again
         flight.end(FAILED if again else REFUSED, str(error))
         place.job.end_group()
+        if again:
+            error.note_may_pass()
         raise
     except Exception as error:
         failure = describe_failure(error, who, flight.read(), str(links.silence or "") if links else "")

@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,10 +27,20 @@ from train.runs import on_ranks, reserved_port
 from hybridpar import sockets
 from hybridpar.comm import all_reduce
 from hybridpar.config import Launch, TrainConfig
-from hybridpar.errors import ConfigError, DataError, config_error
+from hybridpar.errors import ConfigError, DataError, HybridparError, config_error
 from hybridpar.grid import ProcessGrid
-from hybridpar.train.errors import RankError
-from hybridpar.train.launch import Job, _loopback_store, choose_backend, choose_device, meet, set_precision, set_threads
+from hybridpar.train.errors import LostContactError, RankError
+from hybridpar.train.launch import (
+    Job,
+    _loopback_store,
+    choose_backend,
+    choose_device,
+    leave_word,
+    meet,
+    set_precision,
+    set_threads,
+    stop_agent,
+)
 
 
 def test_alone_everything_happens_at_once() -> None:
@@ -242,11 +253,72 @@ def test_addresses_that_others_cannot_reach(monkeypatch: pytest.MonkeyPatch, int
 def test_a_rank_that_waits_for_others_says_where(monkeypatch: pytest.MonkeyPatch,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     def nobody_comes(*_: object) -> None:
-        while "waits" not in (text := capsys.readouterr().err):
+        text = ""
+        while text.count("has waited") < 2:
+            text += capsys.readouterr().err
             time.sleep(0.01)
         raise ValueError(text)
 
-    monkeypatch.setattr("hybridpar.train.launch._SILENT_S", 0.01)
+    monkeypatch.setattr("hybridpar.train.launch._SAY_EVERY_S", 0.01)
     monkeypatch.setattr(dist, "rendezvous", nobody_comes)
-    with pytest.raises(RankError, match="rank 0 waits for the other 2 at host7:29500 "):
+    with pytest.raises(RankError, match="rank 0 has waited 0 s for the other 2 at host7:29500 "):
         Job.connect(Launch(0, 0, 3, 1, True, store="host7:29500"))
+    while any(thread.name == "waiting" for thread in threading.enumerate()):  # it ends with the wait
+        time.sleep(0.01)
+
+
+def test_rank_0_knows_whom_it_misses() -> None:
+    store, missing = dist.HashStore(), set[int]()
+    with ThreadPoolExecutor(3) as pool:
+        names = [pool.submit(meet, store, Launch(0, 0, 3, 3), missing), pool.submit(meet, store, Launch(2, 2, 3, 3))]
+        while missing != {1}:
+            time.sleep(0.01)
+        names.append(pool.submit(meet, store, Launch(1, 1, 3, 3)))
+        assert len({name.result() for name in names}) == 1
+    assert not missing
+
+
+def test_word_that_the_job_is_over_reaches_those_who_wait_or_come_later() -> None:
+    """The first word counts; and it reaches nobody at an address where nobody listens."""
+    with reserved_port() as port:
+        leave_word(f"127.0.0.1:{port}", "nobody hears this")
+        server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store = dist.PrefixStore("hybridpar", server)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(meet, store, Launch(1, 1, 2, 2))
+            for text in ("rank 0 has refused", "rank 1 has, too"):
+                leave_word(f"127.0.0.1:{port}", text)
+            with pytest.raises(HybridparError, match="this job is over: rank 0 has refused"):
+                waiting.result()
+        with pytest.raises(HybridparError, match="this job is over: rank 0 has refused"):
+            meet(store, Launch(0, 0, 2, 2))
+
+
+def test_who_waits_for_ranks_that_have_been_started_again_starts_again_too() -> None:
+    """As when one is killed while the ranks of another host wait for what it was to say before there is a group."""
+    lobby = dist.HashStore()
+
+    def connect(rank: int) -> Job:
+        launch = Launch(rank, rank, 2, 1, True)
+        return Job(launch, dist.PrefixStore(meet(lobby, launch), lobby), lobby)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, _ = pool.map(connect, range(2))
+        waiting = pool.submit(first.gather, "of a start that is over")
+        again = pool.submit(connect, 1)
+        with pytest.raises(LostContactError, match="rank 0 lost contact with ranks that have been started again"):
+            waiting.result()
+        jobs = connect(0), again.result()
+        assert list(pool.map(lambda job: job.gather(job.launch.rank), jobs)) == [[0, 1]] * 2
+
+
+def test_only_torchruns_agent_is_ever_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a user's program that starts ranks by torch's functions, which has the same environment."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    launch = Launch.from_environment()
+    assert launch.agent == 0
+    kills: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, _: kills.append(pid))
+    stop_agent(launch)
+    stop_agent(replace(launch, agent=1))
+    assert not kills

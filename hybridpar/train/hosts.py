@@ -1,0 +1,156 @@
+"""`python -m hybridpar.train.hosts --nnodes 2 --node-rank 0 .. CONFIG.toml`: the ranks of one host of several.
+
+It is torchrun (the same agent, the same static rendezvous, so that hosts may use either), and more than that:
+
+    it says every 15 s that it waits for other hosts, and what is known of them
+    after a signal ranks have 600 s to finish and save, torchrun gives them 30
+    a signal ends the ranks of all hosts, also before they have met
+    its exit code is 128 + n after signal n, and 1 where ranks have failed
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import platform
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from hybridpar.config import AGENT, STOP_SIGNALS, pass_on_signals
+from hybridpar.train.launch import leave_word, says_every
+from hybridpar.train.stop import numbers_of
+
+_SAY_EVERY_S = 15.0
+_LOOK_EVERY_S = 0.1
+_PROBE_S = 3.0
+_MEET_S = 900
+"""How long hosts wait for each other, as with torchrun."""
+_STOP_S = 600
+"""How long ranks may take to finish and save after a signal."""
+_LINGER_S = 2.0
+"""How long the first host, which has the store, gives the others to read why the job is over."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the ranks of this host until they have ended; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m hybridpar.train.hosts", allow_abbrev=False)
+    for name in ("nnodes", "node-rank", "nproc-per-node", "master-port", "max-restarts"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--master-addr", required=True)
+    parser.add_argument("train", nargs=argparse.REMAINDER, help="arguments of `hybridpar train`")
+    given = parser.parse_args(argv)
+    host = Host(given.node_rank, given.nnodes, given.master_addr, given.master_port)
+    torch.multiprocessing._set_thread_name(AGENT)  # by which ranks know whom to stop, as with torchrun
+    for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    pass_on_signals(number.name for number in numbers_of(STOP_SIGNALS))  # ranks are never left behind
+    return HostAgent(host, given.nproc_per_node, given.max_restarts, given.train).exit_code()
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host among those of a job. address, port: of the first one, which has the store."""
+
+    number: int
+    count: int
+    address: str
+    port: int
+
+    @property
+    def store(self) -> str:
+        """Address and port of the store."""
+        return f"{self.address}:{self.port}"
+
+    def waiting(self, seconds: float) -> str:
+        """A line on whom this host has waited for, and what is known of them."""
+        others = f"{self.count - 1} other host{'s' * (self.count > 2)}" if self.number == 0 else "host 0"
+        line = f"host {self.number} of 0 to {self.count - 1} has waited {seconds:.0f} s for {others} at {self.store}"
+        if self.number == 0:
+            return (f"{line}: start the same line there with NODE_RANK=1 to {self.count - 1}; this address and port "
+                    "must lead here from there")
+        return f"{line}: {self._probe()}"
+
+    def _probe(self) -> str:
+        """What becomes of a connection to the store."""
+        try:
+            socket.create_connection((self.address, self.port), _PROBE_S).close()
+        except socket.gaierror as error:
+            return f"MASTER_ADDR names no host that this one knows ({error.strerror})"
+        except OSError as error:
+            why = error.strerror or str(error)
+            return (f"it cannot be reached ({why}): is its line started, with NODE_RANK=0, are MASTER_ADDR and "
+                    "MASTER_PORT right, and do firewalls let all TCP ports through?")
+        return "it is there, and waits for other hosts, too"
+
+
+class HostAgent(LocalElasticAgent):
+    """torchrun's agent on one host."""
+
+    def __init__(self, host: Host, num_ranks: int, restarts: int, args: Sequence[str]):
+        self._host = host
+        meeting = StaticTCPRendezvous(host.address, host.port, host.number, host.count, "none", _MEET_S)
+        super().__init__(
+            WorkerSpec(role="default", local_world_size=num_ranks, rdzv_handler=meeting, entrypoint=sys.executable,
+                       args=("-u", "-m", "hybridpar", "train", *args), max_restarts=restarts,
+                       monitor_interval=_LOOK_EVERY_S, master_addr=host.address, master_port=host.port),
+            DefaultLogsSpecs())
+
+    def exit_code(self) -> int:
+        """Runs the ranks until they have ended; 0, 1 where some have failed, 128 + n where signal n has ended them."""
+        try:
+            return 1 if self.run().is_failed() else 0
+        except SignalException as stopped:
+            if self._host.number == 0:
+                time.sleep(_LINGER_S)
+            refused = any(0 < code < 128 for code in self._exit_codes())
+            return 1 if refused else 128 + stopped.sigval.value
+        except dist.DistError as error:
+            reason = str(error).partition("\n")[0]
+            print(f"hybridpar: host {self._host.number} has no contact with the store of host 0 at {self._host.store} "
+                  f"({reason})", file=sys.stderr, flush=True)
+            return 1
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        try:
+            return super()._invoke_run(role)
+        except SignalException as stopped:
+            leave_word(self._host.store, f"host {self._host.number}, {platform.node()}, was stopped by "
+                                         f"{stopped.sigval.name}")
+            raise
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        with says_every(_SAY_EVERY_S, self._host.waiting):
+            super()._rendezvous(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        for rank, failure in sorted(result.failures.items()):
+            code, left = failure.exitcode, self._remaining_restarts
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed (exit code {code})"
+            what = f"starting again, {left - 1} restarts are left" if left else "no restarts are left"
+            print(f"hybridpar: rank {rank} {how}; {what}", file=sys.stderr, flush=True)
+        return result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _STOP_S) -> None:
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, _STOP_S)
+
+    def _exit_codes(self) -> list[int]:
+        if not isinstance(self._pcontext, SubprocessContext):
+            return []
+        return [one.proc.poll() or 0 for one in self._pcontext.subprocess_handlers.values()]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
