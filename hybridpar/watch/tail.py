@@ -40,10 +40,10 @@ class Tail:
                 if not self._is_where_it_was(file, size):
                     self._place, self._last, self.begins = 0, b"", self.begins + 1
                 file.seek(self._place)
-                while most_bytes > 0 and (chunk := file.read(min(_CHUNK, size - file.tell()))):
+                while most_bytes > 0 and (chunk := file.read(min(_CHUNK, size - file.tell(), most_bytes))):
                     whole = chunk.rfind(b"\n") + 1
                     if not whole and len(chunk) < _CHUNK:
-                        return  # the line is not whole yet
+                        break  # the line is not whole yet
                     self._place += whole or len(chunk)
                     self._last = chunk[:whole][-64:]
                     most_bytes -= max(len(chunk), _LEAST_LINE * chunk.count(b"\n"))
