@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import json
 import signal
+import subprocess
 import sys
-import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from hybridpar.errors import HybridparError, in_a_line
+from hybridpar.errors import HybridparError
 
 
 def can_plot() -> bool:
@@ -24,59 +23,37 @@ def can_plot() -> bool:
 
 _LONGEST_S = 30.0
 """Most time for a picture: the other ranks wait for rank 0 meanwhile, by default for up to 60 s."""
+_PROGRAM = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from {__name__} import main; main()"
+"""What the process that draws runs."""
 
 
 class PictureError(HybridparError):
     """A picture could not be drawn."""
 
 
-def draw_apart(draw: Callable[[], None]) -> None:
-    """Call `draw` in a fork of this process, so that nothing that it meets can end this one.
+def draw_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Call `plot_loss` in a process of its own, so that nothing that it meets can end this one.
 
-    OpenBLAS ends the process that it has no memory for, and the kernel the one that takes too much. Only on Linux may
-    a fork draw; elsewhere `draw` is called here.
+    OpenBLAS ends the process that it has no memory for, and the kernel the one that takes too much.
 
-    Raises: PictureError, if `draw` raises anything or its process ends early; OSError, if there can be no process.
+    Raises: PictureError, if the process fails or takes longer than 30 s; OSError, if there can be no process.
     """
-    if sys.platform != "linux":
-        draw()
-        return
-    with os.fdopen(os.memfd_create("errors of drawing"), "rb") as errors:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child needs none
-            child = os.fork()
-        if not child:
-            _draw_and_exit(draw, errors.fileno())
-        status = _wait(child)
-        errors.seek(0)
-        said = errors.read().decode(errors="replace").strip()
-    if status < 0:
-        raise PictureError(f"the process that drew it was ended by {signal.Signals(-status).name}")
-    if status:
-        raise PictureError(said.rpartition("\n")[2] or f"the process that drew it ended with exit code {status}")
-
-
-def _draw_and_exit(draw: Callable[[], None], errors: int) -> NoReturn:
-    """End this process after `draw`, without what a process does at its end. `errors`: where it says what is wrong."""
-    status = 1
+    command = [sys.executable, "-c", _PROGRAM, str(path), title]
     try:
-        os.dup2(errors, 2)
-        draw()
-        status = 0
-    except BaseException as error:
-        os.write(errors, f"\n{in_a_line(error)}".encode(errors="replace"))
-    finally:
-        os._exit(status)
+        done = subprocess.run(command, input=json.dumps(rows), text=True, errors="replace", stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE, timeout=_LONGEST_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise PictureError(f"drawing it took longer than {_LONGEST_S:.0f} s") from None
+    if done.returncode < 0:
+        raise PictureError(f"the process that drew it was ended by {signal.Signals(-done.returncode).name}")
+    if done.returncode:
+        said = done.stderr.strip().rpartition("\n")[2]
+        raise PictureError(said or f"the process that drew it ended with exit code {done.returncode}")
 
 
-def _wait(child: int) -> int:
-    """Return the exit code of a process, the negative signal if one has ended it; end it if it takes too long."""
-    end = time.monotonic() + _LONGEST_S
-    while not (found := os.waitpid(child, os.WNOHANG))[0]:
-        if time.monotonic() > end:
-            os.kill(child, signal.SIGKILL)
-        time.sleep(0.01)
-    return os.waitstatus_to_exitcode(found[1])
+def main() -> None:
+    """Draw the rows on stdin, as JSON; the whole life of the process that draws. Arguments: the file and the title."""
+    plot_loss(json.load(sys.stdin), Path(sys.argv[1]), sys.argv[2])
 
 
 def plot_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:

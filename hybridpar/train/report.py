@@ -20,7 +20,7 @@ from hybridpar.train.links import LinkWatch, Traffic
 from hybridpar.train.log import RunLog
 from hybridpar.train.metrics import peak_memory_mib, read_curves
 from hybridpar.train.peak import Peak
-from hybridpar.train.plot import can_plot, draw_apart, plot_loss
+from hybridpar.train.plot import can_plot, draw_loss
 from hybridpar.train.preview import differences, preview
 from hybridpar.train.progress import Reporter
 
@@ -153,8 +153,7 @@ class RunReport:
         self.log.finish()
         if can_plot():
             metrics = config.run.folder / run_folder.METRICS
-            self.log.put("loss.png", lambda path: draw_apart(
-                lambda: plot_loss(read_curves(metrics), path, config.run.name)))
+            self.log.put("loss.png", lambda path: draw_loss(read_curves(metrics), path, config.run.name))
         else:
             say("no loss.png: matplotlib is not installed (pip install 'hybridpar[plot]')")
         if stopped_by:
