@@ -49,6 +49,8 @@ RENDEZVOUS = "rendezvous"
 """The operation of a wait for other ranks before there is a process group, or beside it: in the launcher's store."""
 _MOVED = "moved"
 """The phase of a record that its rank has left for another one."""
+HAS_MEMORY = hasattr(os, "memfd_create")
+"""Whether a rank can have a record in memory, before it may write into the run folder."""
 _MEMFD = "memfd:"
 _REMOVED = " (deleted)"
 """What Linux puts before the name of anonymous memory, and behind the name of a file that has been removed."""
@@ -81,12 +83,13 @@ class Flight:
 
     def move_to_memory(self, name: str, who: Mapping[str, Any] | None = None) -> None:
         """Continues in memory that has no file, where the system has such memory."""
-        if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create(name)
-            try:
-                self._begin(descriptor, who)
-            finally:
-                os.close(descriptor)  # the mapping has its own
+        if not HAS_MEMORY:
+            return
+        descriptor = os.memfd_create(name)
+        try:
+            self._begin(descriptor, who)
+        finally:
+            os.close(descriptor)  # the mapping has its own
 
     def _begin(self, descriptor: int, who: Mapping[str, Any] | None) -> None:
         """Writes an empty record into an open file, and continues there."""

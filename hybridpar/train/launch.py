@@ -31,6 +31,7 @@ from hybridpar.config import Launch, TrainConfig
 from hybridpar.cpu import available_cores
 from hybridpar.errors import HybridparError, config_error
 from hybridpar.flight import NO_FLIGHT, RENDEZVOUS, Flight, Waiting
+from hybridpar.reading import parse_json
 from hybridpar.train.errors import TO_CONNECT, LostContactError, RankError
 
 T = TypeVar("T")
@@ -260,7 +261,7 @@ def meet(store: dist.Store, launch: Launch, missing: set[int] | None = None) -> 
 
     def everyone_knows() -> bool:
         for other in [rank for rank in missing if store.check([f"hello/{rank}"])]:
-            if (word := json.loads(store.get(f"hello/{other}"))) not in answered:  # perhaps of an earlier start
+            if (word := _value(store, f"hello/{other}")) not in answered:  # perhaps of an earlier start
                 store.set(f"answer/{word}", json.dumps(mine))
                 answered.add(word)
         missing.difference_update([rank for rank in missing if store.check([f"{mine}/{rank}"])])
@@ -286,7 +287,7 @@ def leave_word(address: str, text: str) -> None:
 def _raise_if_ended(lobby: dist.Store) -> None:
     """Raises: HybridparError."""
     if lobby.check([_ENDED]):
-        raise HybridparError(f"this job is over: {json.loads(lobby.get(_ENDED))}")
+        raise HybridparError(f"this job is over: {_value(lobby, _ENDED)}")
 
 
 def leave(launch: Launch, text: str) -> None:
@@ -325,7 +326,16 @@ def _loopback_store(launch: Launch) -> dist.Store:
 def _await(store: dist.Store, key: str, give_up: Callable[[], None]) -> Any:
     """The value of a key once it is there; Ctrl-C works meanwhile. `give_up`: as in `_poll`."""
     _poll(lambda: store.check([key]), give_up)
-    return json.loads(store.get(key))
+    return _value(store, key)
+
+
+def _value(store: dist.Store, key: str) -> Any:
+    """Return the value of a key that is there. Raises: HybridparError, if it is not JSON: ranks write nothing else."""
+    try:
+        return parse_json(store.get(key))
+    except ValueError:
+        raise HybridparError(f"the launcher's store holds no JSON under {key}: another program has written into it. "
+                             "Start the job again, on a machine whose users you trust") from None
 
 
 def _poll(done: Callable[[], bool], give_up: Callable[[], None] = lambda: None) -> None:

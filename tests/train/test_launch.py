@@ -97,6 +97,15 @@ def test_a_start_has_a_name_of_its_own_whatever_earlier_ones_have_left() -> None
     assert len({names[0] for names in starts}) == 3
 
 
+@pytest.mark.parametrize("value", [b"{", b"\xff\x00", b"[" * 100_000], ids=["cut off", "not UTF-8", "deep"])
+def test_what_another_program_writes_into_the_store_is_refused(value: bytes) -> None:
+    store = dist.HashStore()
+    store.set("0/1", value)
+    job = Job(replace(Launch.from_environment(), rank=0, world_size=2), store)
+    with pytest.raises(HybridparError, match="holds no JSON under 0/1: another program has written into it"):
+        job.gather("mine")
+
+
 def test_threads_share_the_cores() -> None:
     try:
         assert set_threads(3, Launch(0, 0, 1, 1)) == 3 == torch.get_num_threads()

@@ -303,8 +303,10 @@ class Watch:
             saver = Seen(rank, saving, None, saving_idle_s) if saves else None
             stopped = code is None and idle_s > _LONG_S and is_stopped(pid)
             early = record if record is not None and "place" not in record.who else None
+            # without records in memory a rank that prepares its text for hours looks like one that hangs
+            start_timeout_s = self.start_timeout_s if flight.HAS_MEMORY else 0.0
             found.append(Seen(rank, None if early else record, code, idle_s, saver, self.patience_s, stopped, early,
-                              self.start_timeout_s))
+                              start_timeout_s))
         return found
 
     def _read(self, name: str, pid: int) -> tuple[flight.Record | None, float]:
