@@ -32,8 +32,8 @@ class FaultsConfig:
     each of them; 0: as many as before."""
     patience_s: Annotated[float, Within(0, 1e8)] = 0.0
     """Longest outage of a link that is waited for, if that is more than train.timeout_s (with `train --ranks N` also
-    more than timeout_s); 0: these count. A rank that ends is noticed at once. One that hangs is noticed after
-    timeout_s by `train --ranks N`, elsewhere after patience_s."""
+    more than timeout_s); 0: these count. A rank that ends is noticed at once, and one that hangs after timeout_s; on
+    systems other than Linux torchrun notices a rank that hangs after patience_s."""
 
 
 @dataclass(frozen=True)
