@@ -49,8 +49,10 @@ RENDEZVOUS = "rendezvous"
 """The operation of a wait for other ranks before there is a process group, or beside it: in the launcher's store."""
 _MOVED = "moved"
 """The phase of a record that its rank has left for another one."""
-HAS_MEMORY = hasattr(os, "memfd_create")
-"""Whether a rank can have a record in memory, before it may write into the run folder."""
+HAS_MEMORY = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+"""Whether a rank can have a record in memory, before it may write into the run folder, that others find."""
+_SEARCH_EVERY_S = 0.5
+"""How often a record that is not there yet is looked for; reading what a process has open takes milliseconds."""
 _MEMFD = "memfd:"
 _REMOVED = " (deleted)"
 """What Linux puts before the name of anonymous memory, and behind the name of a file that has been removed."""
@@ -77,15 +79,19 @@ class Flight:
         return flight
 
     def move(self, path: Path, who: Mapping[str, Any] | None = None) -> None:
-        """Continues in a new file. Raises: OSError, and the record stays where it is."""
-        with path.open("w+b") as file:
+        """Continue in a new file, which replaces an older one. Raises: OSError, and the record stays where it is."""
+        path.unlink(missing_ok=True)  # a link, too, which may lead anywhere
+        with path.open("x+b") as file:
             self._begin(file.fileno(), who)
 
     def move_to_memory(self, name: str, who: Mapping[str, Any] | None = None) -> None:
         """Continues in memory that has no file, where the system has such memory."""
         if not HAS_MEMORY:
             return
-        descriptor = os.memfd_create(name)
+        try:
+            descriptor = os.memfd_create(name)
+        except OSError:  # not allowed here, or too many files are open
+            return
         try:
             self._begin(descriptor, who)
         finally:
@@ -103,6 +109,11 @@ class Flight:
         if before is not None:  # last, so that an observer finds one of both at any time
             _PHASE.pack_into(before, _PHASE_AT, _MOVED.encode(), 0.0)
             before.close()
+
+    def leave(self) -> None:
+        """Note that nobody writes into this record any more: an observer looks for another one."""
+        if self._map is not None:
+            _PHASE.pack_into(self._map, _PHASE_AT, _MOVED.encode(), 0.0)
 
     def phase(self, name: str, limit_s: float = 0.0) -> None:
         """Notes that a part of the run begins. Standing still in it for longer than the limit (0: none) is a fault."""
@@ -296,15 +307,17 @@ class Observer:
         self._descriptor = -1
         self._count = -1
         self._since = time.monotonic()
+        self._search_at = 0.0
 
     def look(self) -> tuple[Record | None, float]:
         """The record, None where there is none yet, and for how many seconds it has not changed."""
         record = self._read()
-        if record is None or record.phase == _MOVED:
+        now = time.monotonic()
+        if (record is None and now >= self._search_at) or (record is not None and record.phase == _MOVED):
+            self._search_at = now + _SEARCH_EVERY_S
             self._find()
             record = self._read() or record
         count = -1 if record is None else record.count
-        now = time.monotonic()
         if count != self._count:
             self._count, self._since = count, now
         return record, now - self._since

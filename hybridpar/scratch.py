@@ -10,8 +10,10 @@ another machine's or one's own before it was started anew, goes if nothing in it
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import os
+import re
 import shutil
 import socket
 import stat
@@ -21,7 +23,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _UNCHANGED_S = 24 * 3600.0
-_RANDOM = 8
 
 
 @contextlib.contextmanager
@@ -43,13 +44,13 @@ def scratch_folder(prefix: str = "hybridpar", parent: Path | None = None) -> Ite
 
 def remove_left_folders(prefix: str, parent: Path) -> None:
     """Remove folders below `parent` that killed processes of this user made with that prefix."""
+    pattern = re.compile(rf"{re.escape(prefix)}\.(?P<kernel>[0-9a-f]{{32}})\.[a-z0-9_]{{8}}")
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(parent)):
-            name = entry.name.removeprefix(f"{prefix}.")
-            kernel, _, rest = name.partition(".")
-            if name != entry.name and kernel and len(rest) >= _RANDOM and "." not in rest:
+            name = pattern.fullmatch(entry.name)
+            if name is not None:
                 with contextlib.suppress(OSError, ImportError):
-                    _remove_if_left(Path(entry.path), is_ours=kernel == _kernel())
+                    _remove_if_left(Path(entry.path), is_ours=name["kernel"] == _kernel())
 
 
 def _make(stem: str, parent: Path) -> tuple[Path, int]:
@@ -71,7 +72,7 @@ def _make(stem: str, parent: Path) -> tuple[Path, int]:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    return os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
 
 
 def _lock(handle: int) -> None:
@@ -108,9 +109,11 @@ def _last_change(path: Path) -> float:
 
 
 def _kernel() -> str:
-    """A name of the running kernel: its id since it was started, else the host's name."""
+    """Return a name of the running kernel, 32 hexadecimal digits: its id since the start, else of the host's name."""
     try:
-        name = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        name = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     except OSError:
-        name = socket.gethostname()
-    return "".join(letter for letter in name if letter.isalnum())[:32] or "unknown"
+        name = ""
+    if re.fullmatch("[0-9a-f]{32}", name):
+        return name
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:32]

@@ -90,6 +90,7 @@ class Trainer:
             return train(self.config, Launch.from_environment(), callbacks=callbacks, datasets=self.datasets)
         finally:
             torch.set_num_threads(threads)
+            watchdog.current().phase("between calls of fit")  # without a limit: what follows is the program's affair
 
     def verify(self, grid: Mapping[str, int] | None = None, num_batches: int = 4) -> Report:
         """Compares a few batches on a grid (None: that of the configuration) with one process, in float64.
@@ -114,7 +115,7 @@ class Trainer:
 def _staying(call: Callable[..., None]) -> Callable[..., None]:
     """The function with this working folder, in which run.dir may lie, again after each call, also where it raises.
 
-    It may take as long as it likes: no watchdog ends this process meanwhile.
+    No watchdog ends this process meanwhile. Other ranks wait for it for up to train.timeout_s.
     """
     home = os.getcwd()
 

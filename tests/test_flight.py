@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 
 from hybridpar.comm import all_reduce
-from hybridpar.flight import LOST, NO_FLIGHT, Flight, Waiting, read
+from hybridpar.flight import HAS_MEMORY, LOST, NO_FLIGHT, Flight, Observer, Waiting, read
 from hybridpar.grid import ProcessGrid, lines_of
 
 WHO = {"rank": 1, "stage": 1, "num_microbatches": 4, "axes": {"pp": [0, 1], "world": [0, 1, 2]}}
@@ -125,3 +125,28 @@ def watch_the_other(folder: Path) -> None:
 @pytest.mark.ranks
 def test_communication_says_whom_it_waits_for(tmp_path: Path) -> None:
     run_ranks(watch_the_other, 2, tmp_path)
+
+
+def test_a_record_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "rank_00000").symlink_to("precious")
+    Flight(tmp_path / "rank_00000", {"pid": os.getpid()})
+    assert (tmp_path / "precious").read_text() == "kept"
+    assert not (tmp_path / "rank_00000").is_symlink()
+
+
+@pytest.mark.skipif(not HAS_MEMORY, reason="finds records in /proc")
+def test_a_second_record_of_one_name_is_found(tmp_path: Path) -> None:
+    """As where a program trains twice, in two run folders or in one."""
+    observer = Observer(os.getpid(), "rank_98765")
+    records = []
+    for folder in ("first", "second", "second"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for flight in records:
+            flight.leave()
+        records.append(Flight(tmp_path / folder / "rank_98765", {"pid": os.getpid(), "folder": folder}))
+        records[-1].phase(f"training {len(records)}")
+        observer._search_at = 0.0
+        record, _ = observer.look()
+        assert record is not None
+        assert record.phase == f"training {len(records)}"

@@ -12,6 +12,8 @@ from pathlib import Path
 from hybridpar import scratch
 from hybridpar.scratch import remove_left_folders, scratch_folder
 
+KERNEL = 32 * "a"
+"""Of another machine."""
 HOLDER = """
 import os, sys, time
 from pathlib import Path
@@ -39,10 +41,13 @@ def names(parent: Path) -> set[str]:
 
 def test_the_next_removes_what_a_killed_process_left_and_nothing_of_a_live_one(tmp_path: Path) -> None:
     """A fork that outlives the process counts as live."""
-    for name in ("mine", "mine.old", "mine.a.b", "mine.kernel.short", "other.kernel.12345678", "mine.kernel.a.b.c"):
+    for name in ("mine", "mine.old", "mine.a.b", "mine.bak.20261128", f"mine.{KERNEL}.short",
+                 f"other.{KERNEL}.12345678", f"mine.{KERNEL}.12345678.c"):
         (tmp_path / name).mkdir()
-    (tmp_path / "mine.kernel.12345678").touch()
+    (tmp_path / f"mine.{KERNEL}.12345678").touch()
     others = names(tmp_path)
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
     killed, _, process = holder(tmp_path)
     live, pid, living = holder(tmp_path, "fork")
     process.kill()
@@ -60,7 +65,7 @@ def test_the_next_removes_what_a_killed_process_left_and_nothing_of_a_live_one(t
 
 def test_a_folder_of_another_kernel_stays_for_a_day(tmp_path: Path) -> None:
     """Whose locks are not known here, as on a shared file system."""
-    theirs = tmp_path / "mine.anotherkernel.12345678"
+    theirs = tmp_path / f"mine.{KERNEL}.12345678"
     theirs.mkdir()
     remove_left_folders("mine", tmp_path)
     assert theirs.is_dir()

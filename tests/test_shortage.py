@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -52,7 +55,7 @@ def numpys() -> ImportError:
 
 @pytest.mark.parametrize(("error", "said"), [
     (MemoryError(), "check is out of memory: MemoryError; "), (numpys(), "check is out of memory: IMPORTANT: "),
-    (OSError("libgomp.so.1: failed to map segment from shared object"), "this command is out of memory: libgomp.so.1"),
+    (OSError("libgomp.so.1: failed to map segment from shared object"), "check is out of memory: libgomp.so.1"),
     (RuntimeError("can't start new thread"), "check may start no more threads: can't start new thread; free memory"),
 ])
 def test_what_an_import_raises_is_one_line(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch,
@@ -75,3 +78,14 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match="cannot import name"):
         cli.main(["check", str(CONFIG)])
     assert not shortage.is_shortage(RuntimeError("thread 3 failed"))
+
+
+def test_no_memory_for_a_process_is_one_line(monkeypatch: pytest.MonkeyPatch,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    """The system reports it as an OSError without a file."""
+    def parse(args: Sequence[str], speaks: bool) -> NoReturn:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(entry, "parse", parse)
+    assert cli.main(["doctor"]) == 1
+    assert "doctor is out of memory" in capsys.readouterr().err

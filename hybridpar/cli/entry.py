@@ -34,6 +34,8 @@ SPEC = "--model.spec"
 """The flag that names the class of a model of one's own, which decides what other keys [model] has."""
 _BY_SIGNAL = 128
 """From here on an exit code says which signal has stopped a run that has saved."""
+_LASTING = FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError
+"""Errors of files that a new start meets again; those of a disk or a network may pass."""
 _GRACE_S = 2.0
 """How long a rank that lost contact outlives the one that died, so that the launcher sees and names that one first."""
 
@@ -77,16 +79,21 @@ def _run(args: list[str]) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        if not (message := about_file(error)):
-            raise
-        who = f"rank {launch.rank}: " if launch.world_size > 1 else ""
-        return _report(RankError(f"{who}{message}"), launch, as_json="--json" in args, final=True)
     except Exception as error:
-        if not is_shortage(error):
-            raise
-        who = f"rank {launch.rank}" if launch.world_size > 1 else args[0]
-        return _report(RankError(describe(error, who)), launch, as_json="--json" in args)
+        return _report_unexpected(error, launch, args)
+
+
+def _report_unexpected(error: Exception, launch: Launch, args: Sequence[str]) -> int:
+    """Report a file that cannot be used, or that memory has run out. Raises: the error, if it is a defect of ours."""
+    many = launch.world_size > 1
+    as_json = "--json" in args
+    if isinstance(error, OSError) and (message := about_file(error)):
+        who = f"rank {launch.rank}: " if many else ""
+        final = isinstance(error, _LASTING)
+        return _report(RankError(f"{who}{message}"), launch, as_json=as_json, final=final)
+    if is_shortage(error):
+        return _report(RankError(describe(error, f"rank {launch.rank}" if many else args[0])), launch, as_json=as_json)
+    raise error
 
 
 def parse(args: Sequence[str], speaks: bool = True) -> Any:

@@ -58,6 +58,8 @@ def saves_most(config: Config) -> str:
     It is shown where a rank has failed, so nothing is raised. A rank on the CPU is predicted with each setting. A rank
     on a GPU has little in the host's memory but what settings move there.
     """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
     from hybridpar.memory.predict import default_device, predict
     from hybridpar.planner.remedies import Fitting
 
@@ -71,6 +73,8 @@ def saves_most(config: Config) -> str:
             return f"less of the host's memory: {names[0] if names else 'fewer ranks on this host (--ranks)'}"
         peak = max(stage.needed for stage in predict(config, device=device))
         best = Fitting(peak / 2, device).smallest(config)
+    except SignalException:  # torch's agent makes an exception of a request to stop
+        raise
     except Exception as error:
         return f"`hybridpar memory` says what needs less ({type(error).__name__} here)"
     if best is None:

@@ -65,6 +65,8 @@ _MEASURED = {("pipeline", "schedule"): str, ("pipeline", "early_switch"): int, (
 """Settings that may be "auto", and the type of what is then found."""
 _WITH = {("pipeline", "schedule"): FOUND}
 """What is found with them."""
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+"""A link in a folder from elsewhere may lead to any other file."""
 _KILL_S = 10.0
 """How long it may take until a process that was killed has gone."""
 _LOOK_AGAIN_S = 0.5
@@ -280,10 +282,10 @@ def in_use(folder: Path, launch: Launch | None = None) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("a+", encoding="utf-8")
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINK, 0o666)
     except OSError as error:
         raise config_error("run.dir", str(folder.parent), f"cannot be written to ({error.strerror})", "runs") from None
-    with file:
+    with os.fdopen(descriptor, "a+", encoding="utf-8") as file:
         with contextlib.suppress(ImportError):  # Windows
             fcntl = importlib.import_module("fcntl")
             with contextlib.suppress(OSError):  # a file system without locks

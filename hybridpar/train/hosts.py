@@ -3,7 +3,7 @@
 It is torchrun (the same agent, the same static rendezvous, so that hosts may use either), and more than that:
 
     it says every 15 s that it waits for other hosts, and what is known of them
-    after a signal ranks have 600 s to finish and save, torchrun gives them 30
+    after a signal ranks have 600 s to finish and save, torchrun gives them 30; a second signal ends them in 5
     a signal ends the ranks of all hosts, also before they have met
     its exit code is 128 + n after signal n, and 1 where ranks have failed
 """
@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from hybridpar.config import AGENT, STOP_SIGNALS, pass_on_signals
+from hybridpar.train.faults.agent import RankAgent
 from hybridpar.train.launch import leave_word, says_every
 from hybridpar.train.stop import numbers_of
 
@@ -38,6 +38,8 @@ _MEET_S = 900
 """How long hosts wait for each other, as with torchrun."""
 _STOP_S = 600
 """How long ranks may take to finish and save after a signal."""
+_LEFT_S = 30
+"""How long ranks that are left after a failure may take to say whom they lost, as with torchrun."""
 _LINGER_S = 2.0
 """How long the first host, which has the store, gives the others to read why the job is over."""
 
@@ -94,7 +96,7 @@ class Host:
         return "it is there, and waits for other hosts, too"
 
 
-class HostAgent(LocalElasticAgent):
+class HostAgent(RankAgent):
     """torchrun's agent on one host."""
 
     def __init__(self, host: Host, num_ranks: int, restarts: int, args: Sequence[str]):
@@ -104,7 +106,7 @@ class HostAgent(LocalElasticAgent):
             WorkerSpec(role="default", local_world_size=num_ranks, rdzv_handler=meeting, entrypoint=sys.executable,
                        args=("-u", "-m", "hybridpar", "train", *args), max_restarts=restarts,
                        monitor_interval=_LOOK_EVERY_S, master_addr=host.address, master_port=host.port),
-            DefaultLogsSpecs())
+            _STOP_S)
 
     def exit_code(self) -> int:
         """Runs the ranks until they have ended; 0, 1 where some have failed, 128 + n where signal n has ended them."""
@@ -120,6 +122,8 @@ class HostAgent(LocalElasticAgent):
             print(f"hybridpar: host {self._host.number} has no contact with the store of host 0 at {self._host.store} "
                   f"({reason})", file=sys.stderr, flush=True)
             return 1
+        finally:
+            self.end_ranks()
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         try:
@@ -142,9 +146,10 @@ class HostAgent(LocalElasticAgent):
             print(f"hybridpar: rank {rank} {how}; {what}", file=sys.stderr, flush=True)
         return result
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _STOP_S) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """End the ranks before a new start: those that still run wait for one that has failed."""
         if self._pcontext is not None:
-            self._pcontext.close(death_sig, _STOP_S)
+            self._pcontext.close(signal.SIGTERM, _LEFT_S)
 
     def _exit_codes(self) -> list[int]:
         if not isinstance(self._pcontext, SubprocessContext):

@@ -23,7 +23,8 @@ def can_plot() -> bool:
 
 _LONGEST_S = 30.0
 """Most time for a picture: the other ranks wait for rank 0 meanwhile, by default for up to 60 s."""
-_PROGRAM = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from {__name__} import main; main()"
+_PROGRAM = (f"import sys; sys.path[0] = {str(Path(__file__).parents[2])!r}\n"  # in the place of the working folder
+            f"from {__name__} import main; main()")
 """What the process that draws runs."""
 
 

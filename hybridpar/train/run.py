@@ -94,10 +94,10 @@ class Run:
         self.clock = BatchClock(loader if self.memory is None else self.memory.loader(loader))
         self.valid_loader = None if data.valid is None else self._loader(data.valid)
         self.anomalies = AnomalyHandler(engine, data.train, self.report.log, reporter.say)
-        saving = Flight()
-        run_folder.open_flight(config, self.grid.rank, saving, SAVING)
+        self.saving = Flight()
+        run_folder.open_flight(config, self.grid.rank, self.saving, SAVING)
         self.saver = checkpoint.Saver(
-            config.run.folder / run_folder.CHECKPOINTS, engine, data.train.fingerprint, reporter.say, saving)
+            config.run.folder / run_folder.CHECKPOINTS, engine, data.train.fingerprint, reporter.say, self.saving)
         self.saver.on_save = callbacks.on_save
         self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, self.report.log.note)
         self.reserved = not config.saves_beside_training
@@ -114,6 +114,7 @@ class Run:
     def close(self) -> None:
         """Closes the files. Where training has failed, a checkpoint that is nearly there may still come."""
         self.saver.close()
+        self.saving.leave()
         if self.memory is not None:
             self.memory.close()
         if self.planned is not None:

@@ -119,7 +119,7 @@ def watch(pid: int, rank: int, process: int, launcher: int, *, ends_hangs: bool)
     process, launcher: descriptors (pidfd) of the process and of the one that has started it; -1: that one is gone.
     ends_hangs: whether to end the process if it hangs.
     """
-    _be_inconspicuous()
+    _ignore_signals()
     watched = _Watched(pid, rank)
     poll = select.poll()
     poll.register(process, select.POLLIN)
@@ -208,7 +208,7 @@ class _Watched:
         return plain if record is None else str(record.who.get("name", plain))
 
 
-def _be_inconspicuous() -> None:
+def _ignore_signals() -> None:
     """Ignores signals, which are meant for the rank, and leaves its working folder, which may be of a mounted disk."""
     for number in signal.valid_signals():
         with contextlib.suppress(OSError, ValueError):

@@ -216,6 +216,15 @@ def test_two_jobs_do_not_share_a_folder(config: Config) -> None:
         loop.train(config, ALONE)
 
 
+def test_the_lock_of_a_run_is_no_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to("../precious")
+    with pytest.raises(ConfigError, match="cannot be written to"), in_use(tmp_path / "run"):
+        pass
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_machines_share_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
     monkeypatch.setattr("hybridpar.train.folder._SEEN_AFTER_S", 0.0)

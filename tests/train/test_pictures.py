@@ -60,7 +60,10 @@ def test_whatever_ends_the_process_that_draws_is_said(tmp_path: Path, monkeypatc
             plot.draw_loss([], tmp_path / "loss.png", "")
 
 
-def test_a_loss_is_drawn_apart(tmp_path: Path) -> None:
+def test_a_loss_is_drawn_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the code that lies in the working folder."""
     pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json.py").write_text("raise SystemExit('this is not the standard library')")
     plot.draw_loss([{"step": step, "loss": 1 / step} for step in range(1, 9)], tmp_path / "loss.png", "a run")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

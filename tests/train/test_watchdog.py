@@ -93,3 +93,22 @@ def is_there(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+AFTER_FIT = """
+import hybridpar
+from hybridpar.errors import HybridparError
+from hybridpar.train import watchdog
+try:
+    hybridpar.Trainer(train={"device": "cuda"}).fit()
+except HybridparError:
+    print(watchdog.current().read().limit_s)
+"""
+
+
+def test_a_program_may_take_its_time_after_fit(tmp_path: Path) -> None:
+    """Also where it catches an error of fit."""
+    torchrun_says = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "job", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", AFTER_FIT], capture_output=True, text=True, cwd=tmp_path,
+                          env=os.environ | torchrun_says)
+    assert done.stdout == "0.0\n", done.stderr

@@ -87,8 +87,13 @@ class Seen:
         """How long it may stand still, 0 for as long as it likes; one that is stopped has a limit in every phase."""
         if self.record is not None and self.record.limit_s:
             return self.record.limit_s
-        has_none = self.record is not None or (self.early is not None and not self.early.limit_s)
-        return 0.0 if has_none and not self.stopped else self.start_timeout_s
+        if self.stopped:
+            return self.start_timeout_s
+        if self.record is not None:
+            return 0.0
+        if self.early is not None and not self.early.limit_s:  # it prepares its text, say
+            return 0.0
+        return self.start_timeout_s
 
     @property
     def hangs(self) -> bool:

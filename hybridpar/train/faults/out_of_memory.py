@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -65,6 +66,8 @@ class OomKiller:
         Empty, if the kernel can be asked and says nothing. Otherwise "out of memory: ..", or "perhaps out of memory:
         ..", if it cannot be asked.
         """
+        if sys.platform != "linux":
+            return ""
         after, log = self._count(), self._log()
         if log is not None and re.search(rf"Killed process {pid}\b", log):
             return "out of memory: the kernel's OOM killer ended it, as the kernel's log says"

@@ -14,25 +14,21 @@ rendezvous listens on every interface, this one on loopback alone. A job of seve
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -41,15 +37,15 @@ from hybridpar import flight
 from hybridpar.checkpoint import saved_steps
 from hybridpar.checkpoint.folders import half_written
 from hybridpar.config import JOB, Config, pass_on_signals
+from hybridpar.train.faults.agent import RankAgent
 from hybridpar.train.faults.diagnose import Diagnosis, Seen, diagnose, find_stall
 from hybridpar.train.faults.inject import Fault, parse_faults
-from hybridpar.train.faults.logs import NoLogs
 from hybridpar.train.faults.out_of_memory import OomKiller
 from hybridpar.train.faults.shrink import shrink
 from hybridpar.train.folder import CHECKPOINTS, FAILURES, FLIGHT
 from hybridpar.train.launch import LOOPBACK
 from hybridpar.train.records import Records
-from hybridpar.train.stop import SAME_REQUEST_S, numbers_of
+from hybridpar.train.stop import numbers_of
 from hybridpar.train.watchdog import ORPHAN_S, SAVING, is_stopped, record_name
 from hybridpar.validate import resolve
 
@@ -63,8 +59,6 @@ _REFUSED_S = 5.0
 _LAST_SAVE_S = 3.0
 _STOP_S = round(ORPHAN_S)
 """How long ranks may take to finish and save after Ctrl-C."""
-_QUIT_S = 5
-"""How long those that are left may take to end after a second one."""
 
 
 def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Sequence[str] = (),
@@ -87,7 +81,7 @@ def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Seque
 
 def run_ranks(num_ranks: int, args: Sequence[str]) -> int:
     """Runs `python -m hybridpar *args` on so many ranks of this machine, once; the exit code."""
-    return _run(LocalElasticAgent(_spec(num_ranks, args, restarts=0), NoLogs()), logging.CRITICAL)
+    return _run(RankAgent(_spec(num_ranks, args, restarts=0), _STOP_S), logging.CRITICAL)
 
 
 def _spec(num_ranks: int, args: Sequence[str], restarts: int) -> WorkerSpec:
@@ -95,7 +89,7 @@ def _spec(num_ranks: int, args: Sequence[str], restarts: int) -> WorkerSpec:
                       args=("-m", "hybridpar", *args), max_restarts=restarts, monitor_interval=_LOOK_EVERY_S)
 
 
-def _run(agent: LocalElasticAgent, log_level: int) -> int:
+def _run(agent: RankAgent, log_level: int) -> int:
     """Runs an agent to its end; 0, 1 where its ranks have failed, 128 + n where signal n has ended them."""
     for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(log_level)
@@ -104,34 +98,10 @@ def _run(agent: LocalElasticAgent, log_level: int) -> int:
     except SignalException as stopped:
         return 128 + stopped.sigval.value
     finally:
-        _end_ranks(agent)
+        agent.end_ranks()
 
 
-def _end_ranks(agent: LocalElasticAgent) -> None:
-    """Ends the ranks that are left, also those that are stopped, whatever signals come meanwhile."""
-    with _handling_signals(lambda number, handler: None):
-        if agent._pcontext is not None:
-            agent._pcontext.close(signal.SIGTERM, _QUIT_S)
-
-
-@contextlib.contextmanager
-def _handling_signals(act: Callable[[int, Callable[[int, FrameType | None], Any]], None]) -> Iterator[None]:
-    """Has `act` called with the number and the usual handler of each signal that has one, while entered."""
-    if threading.current_thread() is not threading.main_thread():  # Python handles signals nowhere else
-        yield
-        return
-    usual: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    usual = {number: handler for number, handler in usual.items() if callable(handler)}
-    for number in usual:
-        signal.signal(number, lambda number, frame: act(number, usual[number]))
-    try:
-        yield
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-
-
-class Supervisor(LocalElasticAgent):
+class Supervisor(RankAgent):
     """The agent of one job, which is on this machine."""
 
     def __init__(self, config: Config, args: Sequence[str], faults: Sequence[Fault],
@@ -146,31 +116,13 @@ class Supervisor(LocalElasticAgent):
         self._newest, self._blamed = self._saved(), -1
         self._left: set[tuple[str, int]] = set()  # checkpoints that will not be published
         self.exit_code = 1
-        self._hurries = False  # since a second signal
-        super().__init__(_spec(self._ranks, args, config.faults.restarts), NoLogs())
+        super().__init__(_spec(self._ranks, args, config.faults.restarts), _STOP_S)
 
     def close(self) -> None:
         """Waits some seconds where failures.jsonl cannot be written."""
         self._records.finish()
         self._records.close()
         self._oom.close()
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _STOP_S) -> None:
-        """Torch's own gives ranks 30 s, in versions where that cannot be set.
-
-        A second signal, if it is not part of the same request, ends the wait by an exception; torch calls this again.
-        """
-        time_s = _QUIT_S if self._hurries else _STOP_S
-        began = time.monotonic()
-
-        def act(number: int, handler: Callable[[int, FrameType | None], Any]) -> None:
-            if time.monotonic() - began > SAME_REQUEST_S:
-                self._hurries = True
-                handler(number, None)
-
-        if self._pcontext is not None:
-            with _handling_signals(act):
-                self._pcontext.close(death_sig, time_s)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._records.retry()
@@ -265,8 +217,9 @@ class Supervisor(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(signal.SIGKILL)  # those that are left wait for the one that failed
         if self._is_short and self._advise is not None:  # a prediction takes memory, which is free now, and seconds
-            self._say(self._advise(self._config))
+            advise = self._advise
             self._advise = None
+            self._say(advise(self._config))
 
     def _saved(self) -> int:
         return max(saved_steps(self._folder / CHECKPOINTS), default=0)

@@ -30,7 +30,7 @@ from hybridpar.config import JOB, Config, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.flight import Flight, read
 from hybridpar.train import loop
-from hybridpar.train.faults import supervisor
+from hybridpar.train.faults import agent, supervisor
 from hybridpar.train.faults.diagnose import Seen
 from hybridpar.train.faults.supervisor import Loopback, Supervisor, Watch, supervise
 from hybridpar.train.folder import flight_path, in_use
@@ -398,7 +398,7 @@ def test_a_hang_is_found_where_the_records_were_removed(tmp_path: Path, monkeypa
     monkeypatch.setattr(Watch, "look", lambda self, processes: [
         replace(one, idle_s=FASTER * one.idle_s) if one.stopped and one.record else one
         for one in look(self, processes)])
-    monkeypatch.setattr(supervisor, "_QUIT_S", 1)
+    monkeypatch.setattr(agent, "QUIT_S", 1)
     job, pids = begin_endless(write_config(tmp_path))
     shutil.rmtree(tmp_path / "runs" / "run" / "flight")
     os.kill(pids[1], signal.SIGSTOP)
