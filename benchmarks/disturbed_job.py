@@ -39,7 +39,7 @@ RANKS = 4
 STRETCH = 10
 """Steps between two checkpoints."""
 SLOW_S = 1.0
-GRACE_S = 10.0
+GRACE_S = 20.0
 """How long the ranks of a supervisor that has ended may live beyond faults.timeout_s."""
 SLACK_S = 10.0
 """How much later than its limit a fault may be noticed on a busy machine."""
