@@ -12,11 +12,22 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridpar.config import Config, Launch, ModelSpec, UpdateRule, as_typed, from_mapping, load_toml, spec_name
+from hybridpar.config import (
+    Config,
+    Launch,
+    ModelSpec,
+    UpdateRule,
+    as_typed,
+    from_mapping,
+    load_toml,
+    spec_name,
+    without_unused,
+)
 from hybridpar.config.spec import import_class, require_settings
 from hybridpar.errors import config_error
 from hybridpar.train import watchdog
@@ -58,7 +69,9 @@ class Trainer:
                 raise config_error("optimizer", optimizer, rule, "a class of another name")
             own = {"name": "own", "spec": name}
             base = dataclasses.replace(base, optim=dataclasses.replace(base.optim, **own))  # type: ignore[arg-type]
-        self.config = from_mapping(sections, base)
+        self.config, unused = without_unused(from_mapping(sections, base))
+        for line in unused if Launch.from_environment().rank == 0 else ():
+            print(f"hybridpar: {line}", file=sys.stderr)
         if not isinstance(datasets or {}, Mapping):
             raise config_error("datasets", datasets, "must be datasets by part of a run", '{"train": ..}')
         if unknown := set(datasets or {}) - {"train", "valid"}:

@@ -23,7 +23,7 @@ from hybridpar import __version__
 from hybridpar.cli.commands import COMMANDS
 from hybridpar.cli.shortage import describe, is_shortage, require_room
 from hybridpar.cli.values import out_of_range
-from hybridpar.config import Config, Launch, load_toml, read_run_config, unloaded_code
+from hybridpar.config import Config, Launch, load_toml, read_run_config, unloaded_code, without_unused
 from hybridpar.config.typed import hints_of
 from hybridpar.errors import ConfigError, HybridparError, about_file
 from hybridpar.train import watchdog
@@ -62,7 +62,8 @@ def _run(args: list[str]) -> int:
         launch = Launch.from_environment(args)
         trains = args[:1] == ["train"]
         flight = watchdog.begin(launch, watchdog.START_S if trains else 0.0)
-        command = parse(args, launch.local_rank == 0)
+        speaks = launch.local_rank == 0 and not launch.supervisor  # which has parsed the same arguments
+        command = parse(args, speaks)
         require_room()
         if trains:
             flight.limit(command.config.faults.start_timeout_s)
@@ -134,7 +135,15 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
         use_underscores=True, console_outputs=speaks, config=(FlagCreatePairsOff,))
     if problems := out_of_range(made):
         raise ConfigError(*problems)
-    return made
+    return _without_unused(made, speaks) if "config" in command.__dataclass_fields__ else made
+
+
+def _without_unused(command: Any, speaks: bool) -> Any:
+    """Return the command without the settings that its schedule does not use; says which they are."""
+    config, lines = without_unused(command.config)
+    for line in lines if speaks else ():
+        print(f"hybridpar: {line}", file=sys.stderr)
+    return dataclasses.replace(command, config=config)
 
 
 def _booleans_as_python(args: Sequence[str], config: Config) -> list[str]:

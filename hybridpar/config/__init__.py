@@ -45,6 +45,7 @@ from hybridpar.config.toml import (
 )
 from hybridpar.config.train import STOP_SIGNALS, TrainConfig
 from hybridpar.config.typed import FINITE, Whole, Within, broken_rules, from_plain, span
+from hybridpar.config.unused import without_unused
 from hybridpar.config.update_rule import UpdateRule, import_rule
 
 __all__ = [
@@ -56,5 +57,5 @@ __all__ = [
     "broken_rules", "from_mapping", "from_plain", "import_beside_user", "import_rule", "import_spec", "known_spec",
     "load_toml", "message_shape", "model_settings", "pass_on_signals", "rank_of_stage", "read_run_config",
     "require_gpu_queues", "span", "spec_folder", "spec_name", "to_mapping", "to_toml", "triton_is_interpreted",
-    "unloaded_code", "use_all_gpu_queues",
+    "unloaded_code", "use_all_gpu_queues", "without_unused",
 ]

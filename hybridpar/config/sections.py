@@ -20,6 +20,7 @@ from hybridpar.config.pipeline import PipelineConfig
 from hybridpar.config.spec import ModelSpec, spec_name
 from hybridpar.config.train import TrainConfig
 from hybridpar.config.typed import AtLeastOne, Count, NotNegative, Positive, Within
+from hybridpar.config.unused import schedules_with_staleness
 from hybridpar.errors import Problem, config_error
 
 
@@ -55,9 +56,9 @@ class OptimConfig:
     """fp16 only: initial dynamic loss scale."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
-        schedule, remedies = config.pipeline.schedule, {
-            "extrapolation": ("2bw",), "prediction": ("2bw",), "lr_rescale": ("2bw", "pipedream")}
-        if schedule not in (works := remedies.get(self.staleness, (schedule,))):
+        schedule = config.pipeline.schedule
+        works = schedules_with_staleness(self.staleness)
+        if works and schedule not in works:
             yield Problem("optim.staleness", self.staleness, "makes up for old gradients as pipeline.schedule = "
                           f"{' or '.join(works)} has them, not {schedule}", '"none"')
         if self.staleness == "nesterov" and self.name in ("lamb", "own"):

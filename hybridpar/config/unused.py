@@ -1,0 +1,79 @@
+"""Settings that have no meaning under the chosen schedule: left out, with a line about each.
+
+A configuration file that was written for one schedule can so be run with another one by a single flag. Settings that
+change which model or grid is trained are never left out; the rules beside the sections refuse those.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hybridpar.config.pipeline import PipelineConfig
+
+if TYPE_CHECKING:
+    from hybridpar.config.sections import Config
+
+_STALENESS = {"extrapolation": ("2bw",), "prediction": ("2bw",), "lr_rescale": ("2bw", "pipedream")}
+"""Schedules whose gradients are as old as each remedy assumes. Other remedies work with every schedule."""
+_PIPELINE = {
+    "warmup": ("1f1b", "2bw"),
+    "early_switch": ("2bw",),
+    "gradient_buffers": ("2bw",),
+    "zero_bubble": ("1f1b", "interleaved"),
+    "sync_steps": ("2bw", "pipedream"),
+}
+"""Options of the section `pipeline`, and the schedules that have them."""
+_NOT_ON_A_V = ("warmup", "early_switch", "zero_bubble")
+"""Options that pipeline.placement = "v" has an answer of its own to."""
+
+
+def schedules_with_staleness(remedy: str) -> tuple[str, ...]:
+    """Return the schedules that a remedy for stale gradients works with; empty where it works with all of them."""
+    return _STALENESS.get(remedy, ())
+
+
+def without_unused(config: Config) -> tuple[Config, list[str]]:
+    """Return `config` with the default in the place of every setting that its schedule does not use.
+
+    Returns:
+        The configuration, and a line for people about each setting that was left out.
+    """
+    lines = []
+    pipeline, unused = _without_unused_options(config.pipeline)
+    lines += unused
+    optim = config.optim
+    works = schedules_with_staleness(optim.staleness)
+    if works and pipeline.schedule not in works:
+        lines.append(_line("optim.staleness", optim.staleness, _only(pipeline.schedule, works)))
+        optim = replace(optim, staleness="none", staleness_steps=0)
+    return replace(config, pipeline=pipeline, optim=optim), lines
+
+
+def _without_unused_options(pipeline: PipelineConfig) -> tuple[PipelineConfig, list[str]]:
+    usual = PipelineConfig()
+    changes: dict[str, Any] = {}
+    lines = []
+    for name, works in _PIPELINE.items():
+        value = getattr(pipeline, name)
+        if value == getattr(usual, name):
+            continue
+        if pipeline.schedule not in works:
+            reason = _only(pipeline.schedule, works)
+        elif pipeline.placement == "v" and name in _NOT_ON_A_V:
+            reason = 'pipeline.placement = "v" decides that by itself'
+        else:
+            continue
+        changes[name] = getattr(usual, name)
+        lines.append(_line(f"pipeline.{name}", value, reason))
+    return replace(pipeline, **changes), lines
+
+
+def _only(schedule: str, works: tuple[str, ...]) -> str:
+    with_schedules = " and ".join(json.dumps(name) for name in works)
+    return f'pipeline.schedule = "{schedule}" has no use for it, only {with_schedules}'
+
+
+def _line(name: str, value: object, reason: str) -> str:
+    return f"{name} = {json.dumps(value)} is left out: {reason}"
