@@ -247,8 +247,7 @@ class _Holder:
         """Names this job in its lock file; on a full disk the file names nobody."""
         with contextlib.suppress(OSError):
             file.truncate(0)
-            file.write(json.dumps(asdict(self)))
-            file.flush()
+            os.write(file.fileno(), json.dumps(asdict(self)).encode())  # no buffer, which closing would write again
 
     @property
     def is_orphan(self) -> bool:
@@ -291,11 +290,7 @@ def in_use(folder: Path, launch: Launch | None = None) -> Iterator[None]:
             with contextlib.suppress(OSError):  # a file system without locks
                 _lock(file, folder, lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB))
                 _Holder.of_this_process(launch or Launch(0, 0, 1, 1)).write(file)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                file.truncate(0)
+        yield
 
 
 def _lock(file: TextIO, folder: Path, lock: Callable[[], None]) -> None:

@@ -65,6 +65,10 @@ class SlowClock:
 
         return run
 
+    def wait_until_ready(self, deadline: float) -> bool:
+        """HiGHS, which has started."""
+        return True
+
     def solve(self, program: Program, deadline: float) -> Answer:
         """HiGHS, which finds nothing."""
         self.now = max(self.now, deadline + GRACE)

@@ -145,7 +145,7 @@ def test_a_job_names_the_oom_killer_and_what_needs_less(tmp_path: Path, counter:
     os.kill(record.who["pid"], signal.SIGKILL)
     code, out = job.end()
     assert code == 0, out
-    assert re.search(r"hybridpar: rank 1 \(.*\) was ended by SIGKILL in step 4 .*; out of memory: the kernel's OOM "
+    assert re.search(r"hybridpar: rank 1 \(.*\) was ended by SIGKILL .*; out of memory: the kernel's OOM "
                      r"killer ended it \(oom_kill of its control group went to 5\); starting again", out), out
     assert out.count("hybridpar: advice for 2 ranks\n") == 1
 
