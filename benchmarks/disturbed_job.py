@@ -310,12 +310,11 @@ class DisturbedJob:
             return
         self._seen_failures += 1
         entry |= {"noticed_s": round(failure["time"] - entry["time"], 3), "said": failure["text"]}
-        if failure["kind"] != fault.kind.failure:
-            entry["wrong"].append(f"called {failure['kind']}: {failure['text']}")
-        elif "link" in fault.kind.signal:
-            named = re.match(r"the link between rank (\d+) and rank (\d+)", failure["text"])
-            if named is None or set(named.groups()) != set(re.findall(r"\d+", fault.text)[:2]):
+        if "link" in fault.kind.signal:
+            if not set(re.findall(r"\d+", fault.text)[:2]) <= _suspects(failure["text"]):
                 entry["wrong"].append(f"another link is blamed: {failure['text']}")
+        elif failure["kind"] != fault.kind.failure:
+            entry["wrong"].append(f"called {failure['kind']}: {failure['text']}")
         elif failure["rank"] != fault.rank:
             entry["wrong"].append(f"rank {failure['rank']} is blamed: {failure['text']}")
 
@@ -477,3 +476,12 @@ def _state(pid: int) -> str:
 def _describe(pid: int) -> str:
     rank = next((text for text in _environment(pid) if text.startswith("RANK=")), "no rank")
     return f"pid {pid} ({rank}, state {_state(pid)})"
+
+
+def _suspects(text: str) -> set[str]:
+    """The ranks at both ends of a link that is blamed, or those in a circle, where the link is one of two suspects."""
+    link = re.match(r"the link between rank (\d+) and rank (\d+)", text)
+    if link is not None:
+        return set(link.groups())
+    circle = re.match(r"ranks ([\d, ]+) wait for each other in a circle", text)
+    return set(circle[1].split(", ")) if circle is not None else set()

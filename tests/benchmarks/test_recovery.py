@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.disturbed_job import INJECTED, MARK, STARTS, DisturbedJob
+from benchmarks.disturbed_job import INJECTED, MARK, STARTS, DisturbedJob, _suspects
 from benchmarks.recovery import KINDS, MODES, config_of, draw_faults, is_well, steps_of, summary
 from hybridpar.config import Config
 from hybridpar.train.faults.inject import parse_faults
@@ -75,3 +75,12 @@ def test_a_fault_counts_as_a_recovery_if_nothing_about_it_or_its_job_is_wrong() 
     assert summary([job, other])["recoveries"] == 3
     assert summary([job, other | {"wrong": ["step 4 differs"]}])["recoveries"] == 1
     assert json.dumps(summary([job]))
+
+
+@pytest.mark.parametrize(("text", "ranks"), [
+    ("the link between rank 0 and rank 2 is lost: rank 0 (stage 0) ..", {"0", "2"}),
+    ("ranks 3, 1 wait for each other in a circle: rank 3 (stage 1) ..", {"1", "3"}),
+    ("rank 1 (stage 0) hangs: nothing for 3.0 s in step 7", set()),
+])
+def test_both_ends_of_a_lost_link_are_suspects(text: str, ranks: set[str]) -> None:
+    assert _suspects(text) == ranks
