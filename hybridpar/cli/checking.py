@@ -30,6 +30,7 @@ class Check:
     largest: bool = False
     """Also say how many layers of this width would fit, now and with each setting that saves memory."""
     json: bool = False
+    """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         config = resolved(self.config, self.world_size)

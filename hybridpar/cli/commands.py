@@ -68,7 +68,9 @@ class Preprocess:
     output: str = "data"
     """Folder for the result."""
     vocab_size: Annotated[int, Within(1, 2**24)] = 8192
+    """Tokens in the vocabulary of a tokenizer that is trained on the text."""
     kind: Literal["gpt", "bert"] = "gpt"
+    """Model family that the tokens are for: bert adds [CLS], [SEP] and [MASK]."""
     tokenizer: str = ""
     """A tokenizer.json; empty: one is trained on the text."""
     max_bytes: Annotated[int, Within(0, 2**60)] = 0
@@ -76,6 +78,7 @@ class Preprocess:
     on_bad_record: Literal["error", "skip"] = "error"
     """Policy for a record that cannot be read: an error, or leave it out, and name and count those that were."""
     json: bool = False
+    """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.data import prepare
@@ -106,6 +109,7 @@ class Generate:
     prompt: UseAppendAction[tuple[str, ...]] = ()
     """Beginning of a text. Several make several texts, which are computed together."""
     max_tokens: int = 200
+    """Most tokens of each text after its prompt."""
     temperature: float = 0.8
     """0: always the most likely token."""
     top_k: int = 40
@@ -113,13 +117,17 @@ class Generate:
     top_p: float = 1.0
     """Keep the most likely candidates whose probabilities add up to this; leave the others out."""
     seed: Annotated[int, Within(-(2**63), 2**63 - 1)] = 0
+    """Seed of the draws: the same one gives the same text."""
     threads: Threads = 0
     """CPU threads of a process; 0: all cores."""
     ranks: Ranks = 0
     """Start so many processes on this machine; 0: torchrun starts them, or there is one."""
     tp: Annotated[int, Within(1, 2**12), arg(name="parallel.tp")] = 1
+    """Tensor parallelism: processes that share each layer."""
     pp: Annotated[int, Within(1, 2**12), arg(name="parallel.pp")] = 1
+    """Pipeline parallelism: processes that hold consecutive stages."""
     json: bool = False
+    """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.train.generate import Sampling, check_prompts, on_grid
@@ -182,6 +190,7 @@ class Doctor:
     """Say what this machine is, what was built for it, and which code each operator runs."""
 
     json: bool = False
+    """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.cli.doctor import examine, lines, problem

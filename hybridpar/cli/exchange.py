@@ -33,6 +33,7 @@ class Export:
     """Load both sides afterwards. Every tensor must be the checkpoint's, rounded to `dtype`; logits are compared, too.
     Needs transformers."""
     json: bool = False
+    """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.checkpoint import read_held
@@ -68,6 +69,7 @@ class Import:
     """Load both sides afterwards and compare their tensors and logits; needs transformers, or megatron-core for
     Megatron-LM, of whose models logits alone are compared."""
     json: bool = False
+    """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.checkpoint.huggingface import import_folder

@@ -53,6 +53,7 @@ class Memory:
     output: str = ""
     """A folder for memory.html, memory.svg, memory.perfetto.json and, for predictions, trace.jsonl."""
     json: bool = False
+    """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.memory import check_size

@@ -63,6 +63,7 @@ class Place:
     output: str = ""
     """Write the placement to this file, in the paper's format of splits."""
     json: bool = False
+    """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         _require_extra("place")
@@ -140,6 +141,7 @@ class Graph:
     path: ConfigFile
     config: Overrides
     output: str = "graph.json"
+    """File for the graph."""
     training: bool = False
     """Whether the graph has backward nodes, gradients and optimizer state."""
     profile: str = ""
@@ -153,6 +155,7 @@ class Graph:
     accelerators: Devices = 0
     """Number of devices; 0: all of the profile or cluster, else 8."""
     json: bool = False
+    """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         _require_extra("graph")

@@ -27,6 +27,7 @@ class Profile:
     path: ConfigFile
     config: Overrides
     output: str = "profile.json"
+    """File for the profile."""
     tp: Annotated[tuple[int, ...], Within(1, 2**16)] = ()
     """Tensor-parallel degrees; empty: 1, 2, 4, .. as many as ranks."""
     micro_batch: MicroBatches = ()
@@ -36,6 +37,7 @@ class Profile:
     quick: bool = False
     """Take a few seconds, and measure less."""
     json: bool = False
+    """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.planner.measure_machine import measure_machine
@@ -81,11 +83,13 @@ class Plan:
     compression: bool = False
     """Also try codecs of messages and gradients, which change training."""
     output: str = "plan.toml"
+    """File for the plan, a configuration that `hybridpar train` takes."""
     svg: str = ""
     """Also draw the pipeline, to this file."""
     brief: bool = False
     """For scripts: one line, on stderr; the grid of a run that has begun stays as it is."""
     json: bool = False
+    """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.planner import report

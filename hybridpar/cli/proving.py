@@ -27,6 +27,7 @@ class Verify:
     grid: str = ""
     """Sizes such as tp=2,pp=2,dp=2; axes left out are 1. Empty: the grid of the configuration."""
     batches: Annotated[int, Within(1, 10_000)] = 4
+    """Batches of each run that are compared."""
     nan_batches: tuple[int, ...] = ()
     """Batches (from 0) whose gradient is made NaN on one rank: all ranks must skip their updates."""
     resume_at: int = 0
@@ -73,6 +74,7 @@ class Conform:
     tolerance: Annotated[float, Within(above=0, most=1)] = 1e-9
     """Largest difference, as a share of the largest element; take 1e-5 for modules that compute in float32."""
     json: bool = False
+    """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.conformance import conform

@@ -44,6 +44,7 @@ class Simulate:
     batches: Annotated[int, Within(1, 10_000)] = 2
     """Batches to draw."""
     json: bool = False
+    """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.memory import check_size

@@ -54,9 +54,11 @@ class AnomaliesConfig:
     """Standard deviations above the median of the last losses at which a loss is a spike; 0: not looked for. The
     deviation is robust: 1.48 times the median distance from the median."""
     on_loss_spike: Literal["skip", "roll_back", "stop"] = "skip"
+    """What to do about a loss that is a spike."""
     norm_spike: NotNegative = 0.0
     """The same for the gradient norm, before clipping."""
     on_norm_spike: Literal["skip", "roll_back", "stop"] = "skip"
+    """What to do about a gradient norm that is a spike."""
     window: Annotated[int, Within(1, 10**6)] = 64
     """Number of last losses and norms that a step is compared with, anomalies left out."""
     audit_interval: Count = 0

@@ -17,24 +17,34 @@ class ModelConfig(ModelSpec):
 
     counts: ClassVar[str] = "tokens"  # type: ignore[misc]  # which others say for themselves
     kind: Literal["gpt", "bert"] = "gpt"
+    """Model family: a GPT (causal, predicts the next token) or a BERT (bidirectional, predicts masked tokens)."""
     num_layers: Annotated[int, Within(1, 10_000)] = 4
+    """Transformer layers."""
     hidden_size: Annotated[int, Within(1, 2**20)] = 256
+    """Features of each token between layers."""
     num_heads: Annotated[int, Within(1, 2**16)] = 8
+    """Attention heads; must divide hidden_size."""
     num_kv_heads: Annotated[int, Within(0, 2**16)] = 0
     """Heads of keys and values (grouped-query attention); 0: as many as num_heads."""
     ffn_hidden_size: Annotated[int, Within(0, 2**24)] = 0
     """0: 4 * hidden_size."""
     seq_length: Annotated[int, Within(1, 2**24)] = 128
+    """Tokens of a sample."""
     max_positions: Annotated[int, Within(0, 2**24)] = 0
     """Rows of the learned position table, of which the first seq_length are used; of a rotary model only what export
     writes down. 0: seq_length."""
     vocab_size: Annotated[int, Within(1, 2**28)] = 8192
+    """Tokens in the vocabulary: rows of the embedding, and of the tokenizer that is trained on the text."""
     tie_embeddings: bool = True
+    """Use the weights of the token embedding for the output layer, too."""
     position: Literal["learned", "rotary"] = "learned"
+    """Position encoding: a learned table, or rotary embeddings of queries and keys."""
     rotary_base: Positive = 10000.0
+    """Base of the wavelengths of rotary embeddings (theta)."""
     rotary_fraction: Annotated[float, Within(above=0, most=1)] = 1.0
     """Share of a head's features, the first, that rotary positions turn."""
     norm: Literal["layer_norm", "rms_norm"] = "layer_norm"
+    """Kind of normalization."""
     norm_eps: NotNegative = 0.0
     """Added to the variance before its root; 0: 1e-5 for layer_norm, 1e-6 for rms_norm."""
     norm_position: Literal["auto", "pre", "post"] = "auto"
@@ -44,9 +54,13 @@ class ModelConfig(ModelSpec):
     activation: Literal["gelu", "gelu_exact", "swiglu"] = "gelu"
     """gelu: the tanh form; gelu_exact: by the error function, as published BERT weights have it."""
     bias: bool = True
+    """Give linear layers and layer_norm a bias."""
     dropout: Share = 0.0
+    """Share of hidden activations that dropout zeroes in training."""
     attention_dropout: Share = 0.0
+    """Share of attention weights that dropout zeroes in training."""
     init_std: NotNegative = 0.02
+    """Standard deviation of initial weights."""
     label_smoothing: Share = 0.0
     """Smoothing of the training loss; evaluations have none."""
     logits_chunk: Count = 0

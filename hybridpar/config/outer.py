@@ -25,7 +25,9 @@ class OuterConfig:
     every: AtLeastOne = 30
     """Steps between two exchanges of the same weights."""
     lr: Positive = 0.7
+    """Learning rate of the outer SGD."""
     momentum: Share = 0.9
+    """Nesterov momentum of the outer SGD."""
     fragments: AtLeastOne = 1
     """Parts of the model, each of every so-many-th block, that are exchanged one after the other within `every` steps.
     Messages are smaller, and come more often."""

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ParallelConfig:
     tp: Annotated[int, Within(1, 2**16)] = 1
+    """Tensor parallelism: ranks that share each layer."""
     pp: Annotated[int, Within(1, 2**16)] = 1
+    """Pipeline parallelism: ranks that hold consecutive stages of the model."""
     dp: Annotated[int, Within(0, 2**20)] = 0
     """0: number of processes / (tp * pp * sites)."""
     zero: Literal[0, 1, 2, 3] = 0

@@ -27,10 +27,13 @@ from hybridpar.errors import Problem, config_error
 @dataclass(frozen=True)
 class OptimConfig:
     name: Literal["adamw", "sgd", "lamb", "muon", "own"] = "adamw"
+    """Optimizer; own: the rule that `spec` names."""
     spec: str = ""
     """own: the class of the rule, "module:class", which inherits from hybridpar.UpdateRule."""
     lr: NotNegative = 3e-4
+    """Highest learning rate."""
     min_lr: NotNegative = 0.0
+    """Learning rate at the end of the decay."""
     warmup_steps: Count = 0
     """Updates over which the learning rate rises to lr. Schedules count updates: a step whose update is skipped, by an
     overflow of fp16 or an anomaly, uses up none of the warm-up or the decay."""
@@ -40,8 +43,11 @@ class OptimConfig:
     """Update at which min_lr is reached, 0: train.num_steps; wsd: how many updates the decay at the end takes, 0: a
     fifth of train.num_steps."""
     weight_decay: NotNegative = 0.01
+    """Weight decay, not of biases and norms. Decoupled; with sgd it is added to the gradient."""
     betas: Annotated[tuple[float, float], Within(0, below=1)] = (0.9, 0.999)
+    """Decay of the averages of gradients and of their squares: adamw, lamb, and what muon leaves to adamw."""
     eps: Positive = 1e-8
+    """Added to the denominator: adamw, lamb, and what muon leaves to adamw."""
     momentum: NotNegative = 0.9
     """sgd and muon."""
     nesterov: bool = False
@@ -104,21 +110,37 @@ class KernelsConfig:
     """Backend of each op: 'auto' takes the fastest that can run here, any other name must be able to."""
 
     layer_norm: str = "auto"
+    """LayerNorm."""
     rms_norm: str = "auto"
+    """RMSNorm."""
     add_norm: str = "auto"
+    """The sum of bias, residual and input, and the norm of it."""
     bias_dropout_add: str = "auto"
+    """Bias, dropout and residual in one pass."""
     gelu: str = "auto"
+    """GELU, with the bias before it."""
     swiglu: str = "auto"
+    """SwiGLU, with the bias before it."""
     rotary: str = "auto"
+    """Rotary position embeddings."""
     split_qkv: str = "auto"
+    """The split of queries, keys and values into heads."""
     attention: str = "auto"
+    """Attention."""
     cross_entropy: str = "auto"
+    """Cross-entropy, vocabulary-parallel or not."""
     dropout: str = "auto"
+    """Dropout."""
     embedding: str = "auto"
+    """Lookup in an embedding, and the sum of its gradient."""
     quantize: str = "auto"
+    """Quantized messages (int8 and int4)."""
     largest: str = "auto"
+    """The largest elements of a tensor, for compressed messages and gradients."""
     optimizer: str = "auto"
+    """Updates of the optimizer."""
     sparse: str = "auto"
+    """Messages of the elements that are far from zero."""
 
 
 AUTO = KernelsConfig()
@@ -127,7 +149,9 @@ AUTO = KernelsConfig()
 @dataclass(frozen=True)
 class RunConfig:
     name: str = "run"
+    """Name of the run: its folder in run.dir."""
     dir: str = "runs"
+    """Folder of all runs."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
     """Services that are sent the numbers of metrics.jsonl, each as its own environment variables set it up."""
     project: str = "hybridpar"

@@ -20,9 +20,13 @@ _SIGNALS = OneOf(STOP_SIGNALS, '["INT", "TERM", "HUP", "USR1"]')
 @dataclass(frozen=True)
 class TrainConfig:
     num_steps: Annotated[int, Within(1, 2**40)] = 100
+    """Optimizer steps of the whole run; a run that resumes makes what is left of them."""
     micro_batch_size: Annotated[int, Within(1, 2**20)] = 4
+    """Samples of a micro-batch on each replica."""
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Precision of weights and activations; bf16 and fp16 keep fp32 master weights."""
     seed: Annotated[int, Within(0, 2**64 - 1)] = 1234
+    """Seed of initial weights, dropout and the order of samples."""
     threads: Annotated[int, Within(0, 2**10)] = 0
     """CPU threads of each process; 0: cores / processes on this machine, at least 1."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -37,6 +41,7 @@ class TrainConfig:
     save_interval: Count = 0
     """Steps between checkpoints (also one at the end); 0: only at the end."""
     log_interval: AtLeastOne = 1
+    """Steps between two lines of progress."""
     measure_memory: bool = False
     """The run ends with the allocator's peak beside the predicted one. Slows the first batches down on CPUs."""
     record_memory: Count = 0
