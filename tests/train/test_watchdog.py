@@ -24,7 +24,8 @@ from hybridpar.config import Launch
 from hybridpar.train import watchdog
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 assert "torch" not in sys.modules
-supervised, folder, what = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+supervised, folder, what = int(sys.argv[1]), Path(sys.argv[2], str(os.getpid())), sys.argv[3]
+folder.mkdir()
 flight = watchdog.begin(Launch(1, 1, 2, 2, True, elastic=True, supervisor=os.getppid() * supervised))
 who = {"rank": 1, "pid": os.getpid(), "name": "rank 1 (stage 1)", "axes": {"pp": [0, 1]}, "timeout_s": 1.0}
 flight.move(folder / "rank_00001", who)
