@@ -30,7 +30,7 @@ flight = watchdog.begin(Launch(1, 1, 2, 2, True, elastic=True, supervisor=os.get
 who = {"rank": 1, "pid": os.getpid(), "name": "rank 1 (stage 1)", "axes": {"pp": [0, 1]}, "timeout_s": 1.0}
 flight.move(folder / "rank_00001", who)
 (folder / "rank_00001").unlink()
-flight.phase("training", 1.0)
+flight.phase("training", float(os.environ.get("LIMIT_S", "1")))
 flight.action("F", 1, 6, 0)
 print(os.getpid(), flush=True)
 if "waits" in what:
@@ -62,7 +62,8 @@ def test_a_rank_that_hangs_is_ended_unless_it_waits(tmp_path: Path, what: str, f
 def test_nobody_is_left_where_the_launcher_was_killed(tmp_path: Path, supervised: str) -> None:
     """The output ends, so neither ranks nor their watchdogs have it open any more."""
     command = [sys.executable, "-c", LAUNCHER, RANK, supervised, str(tmp_path), "waits", "stopped"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+    env = os.environ | {"LIMIT_S": "100"}  # else a rank may be ended before the other one has begun
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as launcher:
         assert launcher.stdout is not None
         pids = [int(launcher.stdout.readline()) for _ in range(2)]
         launcher.kill()
