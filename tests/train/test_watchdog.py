@@ -32,7 +32,7 @@ flight.move(folder / "rank_00001", who)
 (folder / "rank_00001").unlink()
 flight.phase("training", float(os.environ.get("LIMIT_S", "1")))
 flight.action("F", 1, 6, 0)
-print(os.getpid(), flush=True)
+os.write(1, f"{os.getpid()}\\n".encode())  # in one piece, as ranks share a pipe
 if "waits" in what:
     flight.wait("recv", "pp", 0)
 if "stopped" in what:
@@ -58,8 +58,7 @@ def test_a_rank_that_hangs_is_ended_unless_it_waits(tmp_path: Path, what: str, f
     assert re.fullmatch(wanted if found else "", done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("supervised", [
-    pytest.param("0", marks=pytest.mark.skip(reason="fails in some runs, for a reason that is not known yet")), "1"])
+@pytest.mark.parametrize("supervised", ["0", "1"])
 def test_nobody_is_left_where_the_launcher_was_killed(tmp_path: Path, supervised: str) -> None:
     """The output ends, so neither ranks nor their watchdogs have it open any more."""
     command = [sys.executable, "-c", LAUNCHER, RANK, supervised, str(tmp_path), "waits", "stopped"]
