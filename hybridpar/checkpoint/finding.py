@@ -91,7 +91,8 @@ def _hold(path: Path, say: Say) -> Hold:
 def _hold_newest(root: Path, say: Say) -> Hold:
     said: set[str] = set()
     for _ in range(MOST_TRIES):
-        why, is_gone = "", False
+        why = ""
+        is_gone = False
         for step in published_steps(root):
             folder = folder_of(root, step)
             try:

@@ -119,7 +119,8 @@ def prune(root: Path, newest: int, settings: CheckpointConfig) -> None:
     with contextlib.suppress(OSError):  # what stays takes space, no more
         steps = [step for step in saved_steps(root) if step <= newest and misnamed_step(folder_of(root, step)) is None]
         # later ones were passed over as damaged, or are of a longer run before: they are not in the place of any here
-        best, num_held = set(best_steps(root, settings.keep_best, up_to=newest)), 0
+        best = best_steps(root, settings.keep_best, up_to=newest)
+        num_held = 0
         for step in steps[settings.keep :]:
             if step not in best and not _remove(root, step, even_if_held=num_held >= MOST_HELD):
                 num_held += 1
@@ -178,9 +179,9 @@ class Hold:
 
     def close(self) -> None:
         """Let go of the folder; a second call does nothing."""
-        handle, self._handle = self._handle, -1
-        if handle >= 0:
-            os.close(handle)
+        if self._handle >= 0:
+            os.close(self._handle)
+        self._handle = -1
 
     def __enter__(self) -> Hold:
         return self

@@ -26,8 +26,11 @@ def is_shortage(error: Exception) -> bool:
 
 def require_room() -> None:
     """Check that torch's libraries fit into the address space that this process may use. Raises: MemoryError."""
-    limit, spec = _address_limit(), importlib.util.find_spec("torch")
-    if limit is None or "torch" in sys.modules or spec is None or spec.origin is None:
+    if "torch" in sys.modules:
+        return
+    limit = _address_limit()
+    spec = importlib.util.find_spec("torch")
+    if limit is None or spec is None or spec.origin is None:
         return
     try:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
