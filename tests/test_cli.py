@@ -248,7 +248,7 @@ def test_simulate_draws_and_counts(config: Path, capsys: pytest.CaptureFixture[s
     (("profile", "CONFIG", "--micro_batch", "4000000000"), "micro_batch = [4000000000]: must be at least 1"),
     (("plan", "CONFIG", "--micro_batches", "0"), "micro_batches = [0]: must be at least 1"),
     (("graph", "CONFIG", "--accelerators", "4000000000"), "accelerators = 4000000000: must be at least 0 and at most"),
-    (("simulate", "CONFIG", "--batches", "99999999999999999999"), "must be at least 1 and at most 10000; try 2"),
+    (("simulate", "CONFIG", "--batches", "99999999999999999999"), "must be at least 1 and at most 10000; try 3"),
     (("preprocess", "CONFIG", "--vocab_size", "4000000000"), "vocab_size = 4000000000: must be at least 1"),
     (("preprocess", "CONFIG", "--vocab_size", "300", "--output", "tiny.toml"), "tiny.toml: cannot be written"),
     (("generate", "--checkpoint", "run", "--seed", "99999999999999999999"), "must be at least -9223372036854775808"),

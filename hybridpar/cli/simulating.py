@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 from tyro.conf import arg
 
@@ -41,8 +42,8 @@ class Simulate:
     """Also write a picture to this file."""
     perfetto: str = ""
     """Also write a trace for ui.perfetto.dev to this file."""
-    batches: Annotated[int, Within(1, 10_000)] = 2
-    """Batches to draw."""
+    batches: Annotated[int, Within(1, 10_000)] = 3
+    """Batches to draw; the third is the first of a 2bw run with other weights than the first batch."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -117,4 +118,13 @@ class Simulate:
         known_wide = timed and 2 * len(shown.timeline.batch_starts(1)) > _WIDEST
         picture = "" if known_wide else draw(shown.timeline.scaled(in_ms))
         fits = not known_wide and (max(map(len, picture.splitlines())) <= _WIDEST or not timed)
-        print(f"{title}\n\n{picture}\n" if fits else title, file=sys.stderr if self.json else sys.stdout)
+        out = sys.stderr if self.json else sys.stdout
+        print(f"{title}\n\n{_cut(picture, out)}\n" if fits else title, file=out)
+
+
+def _cut(picture: str, out: TextIO) -> str:
+    """Return a text with lines that are as long as a terminal's at most; unchanged for a file or a pipe."""
+    if not out.isatty():
+        return picture
+    columns = shutil.get_terminal_size().columns
+    return "\n".join(line if len(line) <= columns else f"{line[:columns - 4]} ..." for line in picture.splitlines())

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hybridpar.checkpoint import check_compatible, read_manifest, saved_steps
+from hybridpar.checkpoint.compatible import BATCH
 from hybridpar.checkpoint.files import as_bytes, write_text
 from hybridpar.checkpoint.folders import folder_of
 from hybridpar.checkpoint.load import check_files
@@ -95,6 +96,24 @@ def measured(config: Config) -> dict[str, dict[str, Any]]:
         found[section] = found.get(section, {}) | {name: before[section][name] for name in keys}
     alike = all(before[name] == now[name] | found.get(name, {}) for name in ("parallel", "pipeline", "memory"))
     return found if alike and before["train"]["micro_batch_size"] == now["train"]["micro_batch_size"] else {}
+
+
+def kept_microbatches(config: Config) -> int:
+    """Return the number of micro-batches with which the run in the folder keeps its number of samples a batch.
+
+    It is that of `config` where there is no run, where train.continue_with names a setting of the batch, and where no
+    number keeps the batch, which `find_run` refuses.
+    """
+    number = config.pipeline.num_microbatches
+    path = config.run.folder / CONFIG
+    if not path.exists() or set(config.train.continue_with) & set(BATCH):
+        return number
+    try:
+        samples = read_run_config(path).global_batch_size
+    except ConfigError:  # find_run says what is wrong with it
+        return number
+    samples_at_once = config.train.micro_batch_size * config.parallel.replicas
+    return samples // samples_at_once if samples > 0 and samples % samples_at_once == 0 else number
 
 
 def find_run(config: Config) -> tuple[int, list[str]]:

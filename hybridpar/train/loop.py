@@ -85,6 +85,8 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
         keep_freed_memory()
     folder, num_steps, first = config.run.folder, config.train.num_steps, launch.rank == 0
     flight.phase("opening the run")  # text may take hours to become tokens
+    given = config.pipeline.num_microbatches
+    config = _with_microbatches(config, job.decide(lambda: run_folder.kept_microbatches(config)))
     config = from_mapping(job.decide(lambda: run_folder.measured(config)), config)
     saved, changed = job.decide(lambda: run_folder.find_run(config))
     if saved >= num_steps:
@@ -106,6 +108,9 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
         reporter = stack.enter_context(contextlib.closing(make_reporter(launch.rank, num_steps)))
         for line in changed:
             reporter.say(f"since the last time: {line}")
+        if (number := config.pipeline.num_microbatches) != given:
+            reporter.say(f"pipeline.num_microbatches = {number}, not {given}: the run keeps its batches of "
+                         f"{config.global_batch_size} samples; train.continue_with says how to change them")
         for line in data.notes:
             reporter.say(line)
         place = _Place(job, device, threads, faults, callbacks)
@@ -113,6 +118,10 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
         if first and config.model.kind == "gpt" and data.tokenizer is not None and not outcome.stopped_by:
             _sample(config, reporter)
     return outcome
+
+
+def _with_microbatches(config: Config, number: int) -> Config:
+    return replace(config, pipeline=replace(config.pipeline, num_microbatches=number))
 
 
 def _find_start(config: Config, held: contextlib.ExitStack) -> str:

@@ -25,6 +25,9 @@ from hybridpar.train.preview import differences, preview
 from hybridpar.train.progress import Reporter
 
 _DRAWN_MICROBATCHES = 12
+_DRAWN_BATCHES = 3
+"""The third batch of a 2bw run is the first with other weights than the first batch has."""
+_MOST_BOXES = 10_000
 _TRACED_STEPS = 5
 """A stretch of so many steps has a steady state."""
 
@@ -190,8 +193,10 @@ class RunReport:
     def _draw_plan(self) -> None:
         schedule, m = self.config.pipeline.schedule, self.config.pipeline.num_microbatches
         title = f"{schedule}, {len(self.engine.split)} stages, {m} micro-batches a batch (simulated)"
-        self.log.draw("plan.svg", lambda: draw_svg(
-            preview(self.config, ceil(_DRAWN_MICROBATCHES / m)).timeline, title=title))
+        num_batches = ceil(_DRAWN_MICROBATCHES / m)
+        if _DRAWN_BATCHES * m * len(self.engine.split) <= _MOST_BOXES:
+            num_batches = max(num_batches, _DRAWN_BATCHES)
+        self.log.draw("plan.svg", lambda: draw_svg(preview(self.config, num_batches).timeline, title=title))
 
     def _write_trace(self, recorder: trace.Recorder) -> None:
         ranks = trace.gather(recorder, self.engine.grid)

@@ -63,10 +63,7 @@ def changes_to(config: Config, what: str) -> dict[str, dict[str, Any]]:
     return sections | {"train": sections.get("train", {}) | {"continue_with": tuple(names)}}
 
 
-ALL = ["data", "mix", "batch", "data and batch", "dropout"]
-
-
-@pytest.mark.parametrize("what", ALL)
+@pytest.mark.parametrize("what", ["data", "mix", "batch", "dropout"])
 def test_what_is_not_named_is_refused_with_what_would_allow_it(config: Config, what: str) -> None:
     sections = changes_to(config, what)
     named = sections["train"].pop("continue_with")

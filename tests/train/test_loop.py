@@ -160,8 +160,14 @@ def test_a_run_goes_on_under_another_schedule(config: Config, capsys: pytest.Cap
     for change in ("train.num_steps: 6 -> 8", "schedule: '2bw' -> '1f1b'", "pipeline.num_microbatches: 2 -> 4"):
         assert change in err
     assert metrics(config.run.folder)[-2]["consumed_tokens"] == 8 * 4 * 16
-    with pytest.raises(CheckpointError, match=r"batches of 4 samples .* here they are 8 samples"):
-        loop.train(with_train(longer, num_steps=9, micro_batch_size=2), ALONE)
+    # micro-batches follow, so that batches keep their size; that is said each time
+    for num_steps in (9, 10):
+        loop.train(with_train(longer, num_steps=num_steps, micro_batch_size=2), ALONE)
+        err = capsys.readouterr().err
+        assert "pipeline.num_microbatches = 2, not 4: the run keeps its batches of 4 samples" in err
+        assert metrics(config.run.folder)[-2]["consumed_tokens"] == num_steps * 4 * 16
+    with pytest.raises(CheckpointError, match=r"batches of 4 samples .* here they are 12 samples"):
+        loop.train(with_train(longer, num_steps=11, micro_batch_size=3), ALONE)
 
 
 def test_what_is_automatic_is_measured_again_on_another_grid(config: Config) -> None:
