@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hybridpar.config import Config, ModelConfig, ModelSpec, UpdateRule, load_toml
     from hybridpar.data import Tokenizer
-    from hybridpar.errors import HybridparError
+    from hybridpar.errors import ConfigError, HybridparError
     from hybridpar.grid import Axis, ProcessGrid
     from hybridpar.models.own import Build
     from hybridpar.models.sequential import SequentialSpec
@@ -30,17 +30,19 @@ if TYPE_CHECKING:
         VocabParallelEmbedding,
         vocab_parallel_cross_entropy,
     )
+    from hybridpar.train.errors import CallbackError
+    from hybridpar.train.stop import STOP
     from hybridpar.trainer import Trainer
 
 __all__ = [
-    "Axis", "Build", "ColumnParallelLinear", "Config", "Dropout", "HybridparError", "Init", "LayerNorm",
-    "LearnedPositionEmbedding", "ModelConfig", "ModelSpec", "ParallelAttention", "ParallelMLP", "ParallelModule",
+    "STOP", "Axis", "Build", "CallbackError", "ColumnParallelLinear", "Config", "ConfigError", "Dropout",
+    "HybridparError", "Init", "LayerNorm", "LearnedPositionEmbedding", "ModelConfig", "ModelSpec", "ParallelAttention", "ParallelMLP", "ParallelModule",
     "Placement", "ProcessGrid", "RMSNorm", "RowParallelLinear", "SequentialSpec", "Shard", "Tokenizer", "Trainer",
     "UpdateRule", "VocabParallelEmbedding", "load_toml", "vocab_parallel_cross_entropy",
 ]
 __version__ = "0.1.0"
 
-_MODULES = ("config", "errors", "grid", "models.own", "models.sequential", "nn", "trainer", "data")
+_MODULES = ("config", "errors", "grid", "models.own", "models.sequential", "nn", "trainer", "data", "train.errors", "train.stop")
 """Homes of the public names, as they are searched."""
 
 # An installed package holds hybridpar/kernels; a plain checkout keeps them at its top level.

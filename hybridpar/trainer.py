@@ -1,19 +1,23 @@
 """Training from Python: the same runs as `hybridpar train`, with the same folders.
 
-    trainer = hybridpar.Trainer(MyModel(depth=4), parallel={"pp": 2}, pipeline={"schedule": "2bw"})
+    row = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1))
+    trainer = hybridpar.Trainer(row, loss=loss, datasets={"train": samples}, parallel={"pp": 2})
     assert trainer.verify().ok          # the same training as one process, in float64
-    trainer.fit(on_step=lambda result: print(result.loss))
+    print(trainer.fit().history.losses)
+    row.load_state_dict(trainer.state_dict())
 
-A script of that starts alone or under torchrun: `torchrun --nproc-per-node 2 script.py`.
+A script of that starts alone, and then `fit` starts the processes of its grid, or under torchrun:
+`torchrun --nproc-per-node 2 script.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,114 +32,282 @@ from hybridpar.config import (
     spec_name,
     without_unused,
 )
+from hybridpar.config.samples import SampleSource
 from hybridpar.config.spec import import_class, require_settings
 from hybridpar.errors import config_error
 from hybridpar.train import watchdog
+from hybridpar.train.stop import StopFlag
 from hybridpar.validate import resolve
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from hybridpar.memory import StageMemory
+    from hybridpar.models.given import GivenRow
     from hybridpar.train.policy import StepResult
     from hybridpar.train.run import Outcome
     from hybridpar.verify.run import Report
 
 
 class Trainer:
-    """Trains `model` with `config` (a Config, a TOML file, or the defaults), changed by keywords named as its sections.
+    """A model with everything that its training needs: data, and a configuration.
 
-    `model`: a ModelSpec, such as a ModelConfig; None: that of `config`. `datasets`: by part ("train", "valid"), instead
-    of the model's own (`ModelSpec.dataset` says what they may be; samples for a GPT have `tokens` and `labels`, each
-    [seq_length], where a label of -100 does not count). `optimizer`: your own UpdateRule, instead of optim.name.
+    Args:
+        model: A ModelSpec, such as a ModelConfig; or the modules of a row, each of which takes what the one before
+            returns: an nn.Sequential, or a list. Training starts from the weights that modules have. None: the model of
+            `config`.
+        config: A Config, or the path of a TOML file. None: the defaults.
+        loss: With modules: a function of the last module's output and of the batch (a dict of tensors), which returns
+            the mean loss of the samples of the micro-batch (a 0-d tensor). With `num_targets` it returns the sum over
+            the labels that count instead.
+        metrics: With modules: a function of the same that returns further numbers by name, such as an accuracy. They are
+            reported, and train nothing.
+        num_targets: With modules: a function of a sample that returns how many of its labels count. None: losses are
+            means over samples.
+        datasets: By part ("train", "valid"), in place of the model's own (`ModelSpec.dataset` says what they may be).
+            Samples are dicts of arrays; the first module takes the array "x", or else a sample's first one. Samples for
+            a GPT have `tokens` and `labels`, each [seq_length], where a label of -100 does not count.
+        optimizer: A subclass of UpdateRule, in place of optim.name.
+        **sections: Keys of the configuration by section, over those of `config`: `parallel={"pp": 2}`.
 
-    Raises: ConfigError naming every key that is unknown and every value of a wrong type.
+    Raises:
+        ConfigError: Names every key that is unknown and every value of a wrong type.
     """
 
-    def __init__(self, model: ModelSpec | None = None, /, config: Config | str | Path | None = None, *,
+    def __init__(self, model: ModelSpec | nn.Module | Iterable[nn.Module] | None = None, /,
+                 config: Config | str | Path | None = None, *,
+                 loss: Callable[[Any, dict[str, Tensor]], Tensor] | None = None,
+                 metrics: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]] | None = None,
+                 num_targets: Callable[[dict[str, Any]], int] | None = None,
                  datasets: Mapping[str, Any] | None = None, optimizer: type[UpdateRule] | None = None,
                  **sections: Mapping[str, Any]):
+        self.datasets = _checked_datasets(datasets)
+        self._stop = StopFlag()
+        self._given: GivenRow | None = None
+        if _is_modules(model):
+            self._given, model = self._row(model, loss, metrics, num_targets)
+        else:
+            functions = {"loss": loss, "metrics": metrics, "num_targets": num_targets}
+            for name, function in functions.items():
+                if function is not None:
+                    rule = "goes with modules (an nn.Sequential, or a list of modules); another model has a method for it"
+                    raise config_error(name, function, rule, f"def {name}(..) in the class of the model")
         base = Config() if config is None else config if isinstance(config, Config) else load_toml(config)
-        base = base if model is None else dataclasses.replace(base, model=model)
+        base = base if model is None else dataclasses.replace(base, model=model)  # type: ignore[arg-type]
         if not isinstance(base.model, ModelSpec):
-            rule = "must be a ModelSpec; a configuration or its file is named config"
+            rule = ("must be a ModelSpec, an nn.Sequential or a list of modules; a configuration or its file is named "
+                    "config")
             raise config_error("model", base.model, rule, "hybridpar.ModelConfig()")
         require_settings(type(base.model))
         base = as_typed(base)
         if optimizer is not None:
-            if not (isinstance(optimizer, type) and issubclass(optimizer, UpdateRule)):
-                raise config_error("optimizer", optimizer, "must be a class made of hybridpar.UpdateRule", "None")
-            name = spec_name(optimizer)
-            if import_class("optim.spec", name, UpdateRule) is not optimizer:
-                rule = f"must be the newest class that is named {name!r}, as a run finds it by this name"
-                raise config_error("optimizer", optimizer, rule, "a class of another name")
-            own = {"name": "own", "spec": name}
-            base = dataclasses.replace(base, optim=dataclasses.replace(base.optim, **own))  # type: ignore[arg-type]
+            base = _with_optimizer(base, optimizer)
         self.config, unused = without_unused(from_mapping(sections, base))
         for line in unused if Launch.from_environment().rank == 0 else ():
             print(f"hybridpar: {line}", file=sys.stderr)
-        if not isinstance(datasets or {}, Mapping):
-            raise config_error("datasets", datasets, "must be datasets by part of a run", '{"train": ..}')
-        if unknown := set(datasets or {}) - {"train", "valid"}:
-            raise config_error("datasets", sorted(map(str, unknown)), "are no parts of a run", '"train", "valid"')
-        self.datasets = dict(datasets or {})
+        self._lend_samples()
 
-    def fit(self, *, on_step: Callable[[StepResult], None] | None = None,
-            on_evaluation: Callable[[int, dict[str, float]], None] | None = None,
-            on_save: Callable[[Path], None] | None = None) -> Outcome:
-        """Trains to the end, or to a signal; goes on from the last checkpoint of the run folder, if there is one.
+    def fit(self, *, on_step: Callable[[StepResult], Any] | None = None,
+            on_evaluation: Callable[[int, dict[str, float]], Any] | None = None,
+            on_save: Callable[[Path], Any] | None = None) -> Outcome:
+        """Train to the end, or to a request to stop; go on from the run folder's last checkpoint, if it has one.
 
-        The functions are called as `train.callbacks.Callbacks` says. Collectives: on all processes of the job.
-        Raises: HybridparError, as `hybridpar train` reports it.
+        In a program that no launcher has started, a grid of several processes is started here, on this machine: they
+        are forks of the program, under the supervisor of `hybridpar train --ranks`. Callbacks run in these processes.
+        Under torchrun the processes are those that it has started.
+
+        Args:
+            on_step: Called after each optimizer step with its numbers.
+            on_evaluation: Called after each evaluation with the step and the validation numbers.
+            on_save: Called with the folder of a checkpoint that is complete.
+
+        Callbacks are called on all processes of the grid, at the same step. One that returns `hybridpar.STOP`, on any
+        process, ends training on all, a few steps later: they save, and `fit` returns.
+
+        Returns:
+            How it ended. `history` has the losses and the evaluations of the run.
+
+        Collectives: on all processes of the job.
+        Raises:
+            CallbackError: A callback has raised; the run has saved.
+            HybridparError: As `hybridpar train` reports it.
         """
-        import torch
-
-        drawn = random.getstate()  # rich draws from it when it is imported
-        from hybridpar.train.callbacks import Callbacks
-        from hybridpar.train.loop import train
-        random.setstate(drawn)
-
         given = {"on_step": on_step, "on_evaluation": on_evaluation, "on_save": on_save}
         for name, call in given.items():
             if not (call is None or callable(call)):
                 raise config_error(name, call, "must be a function", "None")
-        callbacks = Callbacks(**{name: _staying(call) for name, call in given.items() if call is not None})
-        threads = torch.get_num_threads()  # train.threads is of training, not of the program around it
-        try:
-            return train(self.config, Launch.from_environment(), callbacks=callbacks, datasets=self.datasets)
-        finally:
-            torch.set_num_threads(threads)
-            watchdog.current().phase("between calls of fit")  # without a limit: what follows is the program's affair
+        functions = {name: _staying(call) for name, call in given.items() if call is not None}
+
+        def train(config: Config, launch: Launch) -> Outcome:
+            from hybridpar.train.callbacks import Callbacks
+            from hybridpar.train.loop import train
+
+            callbacks = Callbacks(**functions, stop=self._stop)  # type: ignore[arg-type]
+            return train(config, launch, callbacks=callbacks, datasets=self.datasets)
+
+        self._stop.clear()
+        return self._run_on_grid(train)
+
+    def request_stop(self) -> None:
+        """Ask `fit`, which runs in this process or in forks of it, to stop: all ranks do at the same step, and save.
+
+        It may be called from a callback, another thread or the handler of a signal. `fit` forgets earlier requests.
+        """
+        self._stop.set()
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the validation numbers of the run's newest weights, over train.eval_batches batches.
+
+        They are those that `on_evaluation` is given. Before the first checkpoint, the weights are those that training
+        starts from. The grid is that of `fit`.
+
+        Collectives: on all processes of the job.
+        Raises:
+            ConfigError: There are no validation samples.
+        """
+        def evaluate(config: Config, launch: Launch) -> dict[str, float]:
+            from hybridpar.train.evaluate_job import evaluate
+
+            return evaluate(config, launch, self.datasets)
+
+        numbers: dict[str, float] = self._run_on_grid(evaluate)
+        return numbers
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the weights of the run's newest checkpoint, or those that training starts from if there is none.
+
+        Names are global: those of the modules, so that `modules.load_state_dict(trainer.state_dict())` is strict; of
+        another model those of its checkpoints (`blocks.0.layer.weight`). A list of modules has the names of
+        nn.Sequential(*modules). Weights are on the CPU, in the precision of the optimizer's copy.
+
+        Returns:
+            All weights, and of modules also their buffers. Empty on all ranks but the first.
+        """
+        from hybridpar.train.trained_weights import trained_weights
+
+        if Launch.from_environment().rank:
+            return {}
+        with self._prepared():
+            return trained_weights(self.config)
 
     def verify(self, grid: Mapping[str, int] | None = None, num_batches: int = 4) -> Report:
-        """Compares a few batches on a grid (None: that of the configuration) with one process, in float64.
+        """Compare a few batches on a grid (None: that of the configuration) with one process, in float64.
 
-        Starts the ranks itself, so not under torchrun. Raises: ConfigError; HybridparError if a rank failed.
+        It starts the ranks itself, so not under torchrun.
+
+        Raises:
+            ConfigError: The grid does not fit the model.
+            HybridparError: A rank failed.
         """
         from hybridpar.verify.run import on_grid, verify
 
         parallel = self.config.parallel
         sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)} if grid is None else grid
-        on = on_grid(self.config, sizes)
-        resolve(on, on.parallel.num_ranks)
-        return verify(self.config, sizes, num_batches)
+        with self._prepared():
+            on = on_grid(self.config, sizes)
+            resolve(on, on.parallel.num_ranks)
+            return verify(self.config, sizes, num_batches)
 
     def memory(self) -> list[StageMemory]:
-        """The peak memory that a process of each pipeline rank will take; nothing is allocated. Raises: ConfigError."""
+        """Return the peak memory that a process of each pipeline rank will take. Nothing is allocated.
+
+        Raises:
+            ConfigError: The configuration cannot work.
+        """
         from hybridpar.memory import predict
 
-        return predict(resolve(self.config, self.config.parallel.num_ranks))
+        with self._prepared():
+            return predict(resolve(self.config, self.config.parallel.num_ranks))
+
+    def _row(self, modules: Any, loss: Any, metrics: Any, num_targets: Any) -> tuple[GivenRow, ModelSpec]:
+        from hybridpar.models.given import GivenModules, make_row
+
+        row = make_row(modules, loss, metrics, num_targets, self.datasets)
+        self.datasets = dict(row.datasets)
+        row.register()
+        return row, GivenModules(row.structure)
+
+    def _lend_samples(self) -> None:
+        """Lets a model without a method `sample` have those of the training set."""
+        kind = type(self.config.model)
+        if self._given is None and kind.sample is ModelSpec.sample and self.datasets.get("train") is not None:
+            from hybridpar.models.sequential import forget_shapes
+
+            source = SampleSource(self.datasets["train"])
+            self.datasets["train"] = source.dataset
+            kind.lend(source)
+            forget_shapes()
+
+    @contextlib.contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Makes the modules of this trainer those of the configuration. Gives the program its own state back."""
+        import torch
+
+        drawn = random.getstate()  # rich draws from it when it is imported
+        threads = torch.get_num_threads()  # train.threads is of training, not of the program around it
+        if self._given is not None:
+            self._given.register()
+        try:
+            yield
+        finally:
+            random.setstate(drawn)
+            torch.set_num_threads(threads)
+            watchdog.current().phase("between calls of fit")  # without a limit: what follows is the program's affair
+
+    def _run_on_grid(self, action: Callable[[Config, Launch], Any]) -> Any:
+        """What `action` returns on this process of a job, or on the first rank of the grid, which is started."""
+        launch = Launch.from_environment()
+        parallel = self.config.parallel
+        num_ranks = dataclasses.replace(parallel, dp=max(parallel.dp, 1)).num_ranks
+        with self._prepared():
+            if launch.launched or num_ranks == 1:
+                return action(self.config, launch)
+            from hybridpar.train.forked_job import run_forked
+
+            return run_forked(resolve(self.config, num_ranks), action)
 
 
-def _staying(call: Callable[..., None]) -> Callable[..., None]:
+def _is_modules(model: object) -> bool:
+    """Whether it is what is given in place of a ModelSpec: modules. torch is imported if it may be."""
+    if model is None or isinstance(model, ModelSpec | Config | str | Path):
+        return False
+    import torch
+
+    return isinstance(model, torch.nn.Module | list | tuple)
+
+
+def _checked_datasets(datasets: Any) -> dict[str, Any]:
+    """Raises: ConfigError."""
+    if not isinstance(datasets or {}, Mapping):
+        raise config_error("datasets", datasets, "must be datasets by part of a run", '{"train": ..}')
+    if unknown := set(datasets or {}) - {"train", "valid"}:
+        raise config_error("datasets", sorted(map(str, unknown)), "are no parts of a run", '"train", "valid"')
+    return dict(datasets or {})
+
+
+def _with_optimizer(base: Config, optimizer: Any) -> Config:
+    """Raises: ConfigError."""
+    if not (isinstance(optimizer, type) and issubclass(optimizer, UpdateRule)):
+        raise config_error("optimizer", optimizer, "must be a class made of hybridpar.UpdateRule", "None")
+    name = spec_name(optimizer)
+    if import_class("optim.spec", name, UpdateRule) is not optimizer:
+        rule = f"must be the newest class that is named {name!r}, as a run finds it by this name"
+        raise config_error("optimizer", optimizer, rule, "a class of another name")
+    own = {"name": "own", "spec": name}
+    return dataclasses.replace(base, optim=dataclasses.replace(base.optim, **own))  # type: ignore[arg-type]
+
+
+def _staying(call: Callable[..., Any]) -> Callable[..., Any]:
     """The function with this working folder, in which run.dir may lie, again after each call, also where it raises.
 
     No watchdog ends this process meanwhile. Other ranks wait for it for up to train.timeout_s.
     """
     home = os.getcwd()
 
-    def called(*news: Any) -> None:
+    def called(*news: Any) -> Any:
         try:
             with watchdog.current().unlimited():
-                call(*news)
+                return call(*news)
         finally:
             os.chdir(home)
 

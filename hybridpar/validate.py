@@ -15,7 +15,7 @@ from math import isfinite
 from hybridpar.checkpoint.compatible import CONTINUABLE
 from hybridpar.config import Config, ModelConfig, UnloadedModel, broken_rules
 from hybridpar.errors import ConfigError, Problem, not_utf8
-from hybridpar.models.build import recomputed_blocks, require_factors, require_trainable
+from hybridpar.models.build import recomputed_blocks, require_factors, require_tied_ends, require_trainable
 from hybridpar.models.cost import stage_split
 from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
@@ -103,6 +103,7 @@ def _refused(config: Config) -> Iterator[Problem]:
     attempts: list[Callable[[], object]] = [
         lambda: stage_split(model, pp, pipeline.split, chunks, pipeline.placement),
         lambda: require_trainable(model),
+        lambda: require_tied_ends(model, pp),
         *([partial(require_factors, model)] if config.compression.gradients == "sbpca" else []),
         lambda: recomputed_blocks(pipeline.recompute, model, [range(0)] * min(pp * chunks, model.num_blocks)),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),

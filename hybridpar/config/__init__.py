@@ -28,6 +28,7 @@ from hybridpar.config.spec import (
     known_spec,
     message_shape,
     model_settings,
+    spec_error,
     spec_folder,
     spec_name,
 )
@@ -56,6 +57,6 @@ __all__ = [
     "PlanConfig", "RunConfig", "TrainConfig", "UnloadedModel", "UpdateRule", "Whole", "Within", "as_typed",
     "broken_rules", "from_mapping", "from_plain", "import_beside_user", "import_rule", "import_spec", "known_spec",
     "load_toml", "message_shape", "model_settings", "pass_on_signals", "rank_of_stage", "read_run_config",
-    "require_gpu_queues", "span", "spec_folder", "spec_name", "to_mapping", "to_toml", "triton_is_interpreted",
-    "unloaded_code", "use_all_gpu_queues", "without_unused",
+    "require_gpu_queues", "span", "spec_error", "spec_folder", "spec_name", "to_mapping", "to_toml",
+    "triton_is_interpreted", "unloaded_code", "use_all_gpu_queues", "without_unused",
 ]

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from hybridpar.config.samples import SampleSource
 from hybridpar.config.typed import hints_of
 from hybridpar.errors import ConfigError, Problem
 
@@ -31,8 +33,9 @@ T = TypeVar("T")
 class ModelSpec:
     """A model as a frozen dataclass: its fields are the keys of [model]; methods say how it is built.
 
-    To be defined: `num_blocks`, `block`, `activation_shape`, `sample`; to be trained on data, `dataset` too. The
-    defaults of the others are those of a model whose blocks no axis divides and whose losses are means over samples.
+    To be defined: `num_blocks`, `block`, `activation_shape`; to be trained on data, `dataset` or Trainer's `datasets`;
+    without either, `sample`. The defaults of the others are those of a model whose blocks no axis divides and whose
+    losses are means over samples.
     """
 
     kind: str = ""
@@ -72,9 +75,17 @@ class ModelSpec:
     def sample(self, number: int, seed: int) -> dict[str, Any]:
         """A random sample in the form of the data's: arrays by name, the same for the same arguments.
 
-        `verify`, profiles and predicted memory use it.
+        `verify`, profiles and predicted memory use it. By default it is one of the training set's samples.
         """
-        raise self._undefined("def sample(self, number, seed): ...")
+        source = _lent.get(spec_name(type(self))) or _own_samples(self)
+        if source is None:
+            raise self._undefined("def sample(self, number, seed): ...")
+        return source.sample(number, seed)
+
+    @classmethod
+    def lend(cls, source: SampleSource) -> None:
+        """Give all models of this class the samples that `sample` returns, if the class does not define it."""
+        _lent[spec_name(cls)] = source
 
     def dataset(self, part: str) -> Any:
         """The samples of "train" or "valid", dicts of arrays by name; None: there are none.
@@ -98,6 +109,25 @@ class ModelSpec:
         """The largest number of tp ranks, in words."""
         return f"{self.max_tp}, as {self.kind}.max_tp says"
 
+    def shared_parameters(self, number: int) -> Mapping[str, tuple[int, str]]:
+        """The parameters of block `number` that other blocks hold, too, by name.
+
+        Each has its first holder: the number of that block, and the parameter's name there.
+        """
+        return {}
+
+    def start_checksum(self, *, resumes: bool) -> str:
+        """A checksum of the weights that a program has made, from which training starts; empty: there are none.
+
+        resumes: the trained weights come from a checkpoint instead.
+        """
+        return ""
+
+    @property
+    def shown_as(self) -> tuple[str, str]:
+        """The field and the value that name the model in errors."""
+        return "model.spec", spec_name(type(self))
+
     def forward_flops(self, number: int) -> int | None:
         """Operations of the forward pass of block `number` for a sample. None: two for each weight and row."""
         return None
@@ -108,7 +138,23 @@ class ModelSpec:
 
     def _undefined(self, works: str) -> ConfigError:
         what = works.removeprefix("def ").partition("(")[0].partition(" ")[0]
-        return ConfigError(Problem("model.spec", spec_name(type(self)), f"must define {what}", works))
+        return spec_error(self, f"must define {what}", works)
+
+
+_lent: dict[str, SampleSource] = {}
+"""Samples by the name of a class, as a configuration, which names the class, cannot hold a data set."""
+
+
+@lru_cache(maxsize=4)
+def _own_samples(model: ModelSpec) -> SampleSource | None:
+    """The samples of a model's own training set; None if it has none."""
+    dataset = model.dataset("train")
+    return None if dataset is None else SampleSource(dataset)
+
+
+def spec_error(model: ModelSpec, rule: str, works: str) -> ConfigError:
+    """An error of a custom model's definition."""
+    return ConfigError(Problem(*model.shown_as, rule, works))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridpar.config import DataConfig, ModelConfig, ModelSpec, spec_name
+from hybridpar.config import DataConfig, ModelConfig, ModelSpec, spec_error
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
 from hybridpar.data.corpus import check_source
@@ -95,7 +95,7 @@ def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any], kept: in
                            '{"train": samples, "valid": None}')
     if train is None:
         rule = 'has no data to train on: its method dataset("train") returns None'
-        raise config_error("model.spec", spec_name(type(model)), rule, "a dataset of dicts of arrays")
+        raise spec_error(model, rule, "a dataset of dicts of arrays")
     return Data(train, valid, (), None)
 
 

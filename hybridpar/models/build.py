@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hybridpar.config import AUTO, KernelsConfig, ModelConfig, ModelSpec, spec_name
+from hybridpar.config import AUTO, KernelsConfig, ModelConfig, ModelSpec, spec_error
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
 from hybridpar.models.own import Build, adopt, construct
-from hybridpar.nn.placement import ParallelModule, named_placements
+from hybridpar.nn.placement import Placement, named_placements
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Types by their names in train.dtype."""
@@ -60,8 +60,9 @@ def _transformer_block(model: ModelConfig, number: int, build: Build) -> nn.Modu
 def _tie(blocks: Iterable[nn.Module]) -> None:
     """Makes one parameter of those of one `Placement.tied` name (across stages their gradients are summed instead)."""
     held: dict[str, nn.Parameter] = {}
-    for module in (module for block in blocks for module in block.modules() if isinstance(module, ParallelModule)):
-        for name, placement in module.placements.items():
+    for module in (module for block in blocks for module in block.modules()):
+        placements: dict[str, Placement] = getattr(module, "placements", {})  # those of ordinary modules, too
+        for name, placement in placements.items():
             if placement.tied:
                 setattr(module, name, held.setdefault(placement.tied, getattr(module, name)))
 
@@ -80,10 +81,28 @@ def require_trainable(model: ModelSpec) -> None:
             if placement.tied and tied.setdefault(placement.tied, placement.trainable) != placement.trainable:
                 rule = (f"has a tied parameter {placement.tied!r} that is frozen in one block and trained in another "
                         f"(blocks.{number}.{name}); it is one parameter")
-                raise config_error("model.spec", spec_name(type(model)), rule, "requires_grad_(False) in both blocks")
+                raise spec_error(model, rule, "requires_grad_(False) in both blocks")
     if not found:
-        raise config_error("model.spec", spec_name(type(model)), "must have a parameter to train; all of its "
-                           "parameters are frozen (requires_grad=False)", "requires_grad_(True) on some module")
+        rule = "must have a parameter to train; all of its parameters are frozen (requires_grad=False)"
+        raise spec_error(model, rule, "requires_grad_(True) on some module")
+
+
+@lru_cache(maxsize=16)
+def require_tied_ends(model: ModelSpec, pp: int) -> None:
+    """Require that modules which share a parameter are the first and the last, or that there is one stage.
+
+    Raises: ConfigError.
+    """
+    if isinstance(model, ModelConfig) or pp == 1:
+        return
+    last = model.num_blocks - 1
+    for number in range(model.num_blocks):
+        for name, (first, _) in model.shared_parameters(number).items():
+            if (first, number) not in ((0, 0), (0, last)):
+                rule = (f"requires that modules which share a parameter are the first and the last, and module {number} "
+                        f"shares {name.removeprefix('layer.')} with others. To keep them in one stage, make one module "
+                        "of them and of those between them (nn.Sequential)")
+                raise config_error("parallel.pp", pp, rule, "1")
 
 
 @lru_cache(maxsize=16)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import random
-from hybridpar.config import AUTO, KernelsConfig, ModelSpec, spec_name
+from hybridpar.config import AUTO, KernelsConfig, ModelSpec, spec_error
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.grid import Axis
 from hybridpar.models.watched import BlockWatch
@@ -100,7 +100,7 @@ def construct(model: ModelSpec, number: int, build: Build) -> nn.Module:
         block = model.block(number, build)
     if not isinstance(block, nn.Module):
         rule = f"returns {block!r} for block {number}, which must be a torch.nn.Module"
-        raise config_error("model.spec", spec_name(type(model)), rule, "a subclass of torch.nn.Module")
+        raise spec_error(model, rule, "a subclass of torch.nn.Module")
     return block
 
 
@@ -118,14 +118,19 @@ def adopt(block: nn.Module, model: ModelSpec, number: int, dtype: torch.dtype) -
     block.register_forward_pre_hook(partial(_given, wanted is None, dtype))
     block.register_forward_hook(partial(_check_output, model, number, wanted))
     inner = 0 < number < model.num_blocks - 1
+    shared = model.shared_parameters(number)
     for prefix, module in block.named_modules():
         full: Callable[[str], str] = f"{prefix}.{{}}".format if prefix else "{}".format
         if isinstance(module, ParallelModule):
             module.placements = {name: replace(placement, trainable=getattr(module, name).requires_grad)
                                  for name, placement in module.placements.items()}
         else:
-            placements = {name: _placement(module, name, parameter, Constructed(model, number, full(name)), inner)
-                          for name, parameter in module.named_parameters(recurse=False)}
+            placements = {}
+            for name, parameter in module.named_parameters(recurse=False):
+                first = shared.get(full(name))
+                draw = Constructed(model, *(first or (number, full(name))))
+                tied = "" if first is None else "blocks.{}.{}".format(*first)
+                placements[name] = replace(_placement(module, name, parameter, draw, inner), tied=tied)
             if placements:
                 cast(Any, module).placements = placements
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -175,12 +180,11 @@ def _check_output(model: ModelSpec, number: int, wanted: Any, block: nn.Module, 
         if (torch.is_grad_enabled() and isinstance(args[0], Tensor) and args[0].requires_grad
                 and not any(loss.requires_grad for loss in out.values())):
             rule = f"returns losses without a gradient: {where} leaves autograd's graph (detach, item, numpy, no_grad)"
-            raise config_error("model.spec", spec_name(type(model)), rule, "a loss that torch computes of its input")
+            raise spec_error(model, rule, "a loss that torch computes of its input")
         if not {"num_samples", "num_targets"} & args[1].asked:
             rule = (f"returns losses that are not divided by the size of the whole batch: {where} reads neither "
                     "batch['num_samples'] nor batch['num_targets'], so micro-batches would not add up to a mean")
-            raise config_error("model.spec", spec_name(type(model)), rule,
-                               'cross_entropy(.., reduction="sum") / batch["num_samples"]')
+            raise spec_error(model, rule, 'cross_entropy(.., reduction="sum") / batch["num_samples"]')
         return
     wanted = {name: tuple(one) for name, one in wanted.items()} if isinstance(wanted, dict) else tuple(wanted)
     found = _shape_of(out) if not isinstance(wanted, dict) else (
@@ -245,4 +249,4 @@ def _require_registered(block: nn.Module, model: ModelSpec, number: int) -> None
 
 def _refused(model: ModelSpec, number: int, name: str, module: object, why: str, works: str) -> ConfigError:
     rule = f"has a {type(module).__name__} ({name or 'itself'}) in block {number}, which {why}"
-    return config_error("model.spec", spec_name(type(model)), rule, works)
+    return spec_error(model, rule, works)

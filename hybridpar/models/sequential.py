@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hybridpar.config import ModelSpec, spec_name
-from hybridpar.errors import ConfigError, config_error
+from hybridpar.config import ModelSpec, spec_error
+from hybridpar.errors import ConfigError
 from hybridpar.models.own import Build, making, require_same_everywhere
 from hybridpar.models.watched import RefuseDraws
 
@@ -63,6 +63,15 @@ class SequentialSpec(ModelSpec):
         """The shape of one sample of what module `number` returns."""
         return _shapes(self)[number]
 
+    @property
+    def tie_embeddings(self) -> bool:  # type: ignore[override]  # found, where another model says it
+        """Whether the first module and the last one share a parameter."""
+        return any(first == 0 for first, _ in self.shared_parameters(self.num_blocks - 1).values())
+
+    def shared_parameters(self, number: int) -> Mapping[str, tuple[int, str]]:
+        """The parameters that several modules of the row hold: a module that comes twice, or a tied weight."""
+        return _shared(self)[number]
+
     def block(self, number: int, build: Build) -> nn.Module:
         """Module `number`; those before it are made without memory, where `layers` makes one after the other.
 
@@ -86,6 +95,9 @@ class SequentialSpec(ModelSpec):
 class _Layer(nn.Module):
     """A module as a block: the first takes its input from the batch, the last returns the loss."""
 
+    NAME = "layer"
+    """Name of the module in names of parameters."""
+
     def __init__(self, layer: nn.Module, model: SequentialSpec, number: int):
         super().__init__()
         self.layer, self._model, self._is_last = layer, model, number == model.num_blocks - 1
@@ -107,35 +119,49 @@ class _Layer(nn.Module):
         return {"loss": loss * (len(batch[self._model.inputs]) / batch["num_samples"])}
 
 
+def forget_shapes() -> None:
+    """Forget what is known of all models: they may have other samples."""
+    _shapes.cache_clear()
+
+
 def _has_meta_tensors(module: nn.Module) -> bool:
     own = [value for one in module.modules() for value in vars(one).values() if isinstance(value, Tensor)]
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers(), *own))
 
 
 def _wrong(model: SequentialSpec, rule: str, works: str) -> ConfigError:
-    return config_error("model.spec", spec_name(type(model)), rule, works)
+    return spec_error(model, rule, works)
+
+
+@lru_cache(maxsize=16)
+def _shared(model: SequentialSpec) -> tuple[dict[str, tuple[int, str]], ...]:
+    """For each block, the parameters that other blocks hold, too, and the first holder of each."""
+    with making("meta", torch.float32):
+        row = list(model.layers() or ())
+    first: dict[int, tuple[int, str]] = {}
+    found: tuple[dict[str, tuple[int, str]], ...] = tuple({} for _ in row)
+    for number, module in enumerate(row):
+        for name, parameter in module.named_parameters(prefix=_Layer.NAME):
+            holder, own = first.setdefault(id(parameter), (number, name))
+            if holder != number:
+                found[number][name] = found[holder][own] = holder, own
+    return found
 
 
 @lru_cache(maxsize=16)
 def _shapes(model: SequentialSpec) -> tuple[Shape, ...]:
     """The shapes of one sample of what each module but the last returns.
 
-    Raises: ConfigError where there is none, or two of them share a parameter.
+    Raises: ConfigError where there is none.
     """
     with making("meta", torch.float32):
         row = list(model.layers() or ())
     if not row:
         raise _wrong(model, "has no modules: its method layers() gives none", "yield nn.Linear(8, 8)")
-    held: dict[int, str] = {}
     for number, module in enumerate(row):
         if not isinstance(module, nn.Module):
             raise _wrong(model, f"gives {module!r} as module {number}, which must be a torch.nn.Module", "nn.Tanh()")
         require_same_everywhere(module, model, number)
-        for own, parameter in module.named_parameters():
-            where = f"{own} of module {number}"
-            if (other := held.setdefault(id(parameter), where)) != where:
-                rule = f"has one parameter in two modules ({other}, {where}), which may be on two processes"
-                raise _wrong(model, rule, "two parameters, or both in one module")
     if not isinstance(sample := model.sample(0, 0), dict):
         rule = f"has samples of type {type(sample).__name__}, which must be dicts of arrays"
         raise _wrong(model, rule, '{"x": .., "y": ..}')

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hybridpar.autograd import QuietMode, default_generators
-from hybridpar.config import ModelSpec, spec_name
-from hybridpar.errors import ConfigError, config_error
+from hybridpar.config import ModelSpec, spec_error
+from hybridpar.errors import ConfigError
 
 _DRAWS = torch.Tag.nondeterministic_seeded
 
@@ -36,7 +36,7 @@ class RefuseDraws(QuietMode):
 def _refused(model: ModelSpec, where: str, what: str = "") -> ConfigError:
     rule = f"draws from torch's global generator{what} in {where}, so another grid or a resumed run draws other values"
     works = "hybridpar.Dropout(p, build.name) in a block of a hybridpar.ModelSpec, called with the key"
-    return config_error("model.spec", spec_name(type(model)), rule, works)
+    return spec_error(model, rule, works)
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -108,7 +108,7 @@ class BlockWatch:
                     "micro-batches and replicas of the grid, and checkpoints do not have them")
             works = (f"values computed from the input at each call, or, if it is only a cache, "
                      f"register_buffer({name!r}, .., persistent=False)")
-            raise config_error("model.spec", spec_name(type(self._model)), rule, works)
+            raise spec_error(self._model, rule, works)
         self._before = []
         self._values = []
 

@@ -10,9 +10,9 @@ from itertools import islice
 
 from hybridpar import __version__
 from hybridpar.comm import gather_objects
-from hybridpar.config import Config, to_mapping
+from hybridpar.config import Config, ModelSpec, to_mapping
 from hybridpar.data import Data
-from hybridpar.errors import DataError, HybridparError
+from hybridpar.errors import DataError, HybridparError, config_error
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.train.engine import Engine
 from hybridpar.train.errors import SetupError
@@ -40,6 +40,27 @@ def require_equal_settings(config: Config, job: Job) -> None:
                  if first.get(key) != mine.get(key)]
         if apart:
             raise HybridparError(f"{', '.join(apart)}; all ranks need the same version, file and flags")
+
+    job.together(compare)
+
+
+def require_equal_start(model: ModelSpec, job: Job, *, resumes: bool) -> None:
+    """Compares the weights of modules that the program has made on all processes with those of the first.
+
+    They are compared and not sent, because processes that draw other weights draw other samples, too, if these are
+    random: the program lacks a seed.
+
+    Raises: HybridparError on all.
+    """
+    mine = model.start_checksum(resumes=resumes)
+    if not mine:
+        return
+    first = job.decide(lambda: mine)
+
+    def compare() -> None:
+        if mine != first:
+            raise config_error("modules", "..", "have other weights or buffers than those of rank 0, and all ranks must "
+                               "start from the same", "torch.manual_seed(0) before the modules are made")
 
     job.together(compare)
 

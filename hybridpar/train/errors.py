@@ -30,6 +30,10 @@ class AnomalyError(HybridparError):
     """Training has gone wrong in a way that the configuration says to stop at; raised on all ranks together."""
 
 
+class CallbackError(HybridparError):
+    """A function that the program gave to `fit` has raised. The run has saved; raised on all ranks together."""
+
+
 class SaveError(CheckpointError):
     """Saves have failed for so long that the run ends; raised on all ranks together."""
 

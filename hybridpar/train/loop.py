@@ -33,8 +33,20 @@ from hybridpar.train import continued, kernel_options, warm_up, watchdog
 from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, Callbacks
 from hybridpar.train.engine import Engine
-from hybridpar.train.equal_plans import require_equal_data, require_equal_plans, require_equal_settings
-from hybridpar.train.errors import AnomalyError, LostContactError, SaveError, SetupError, describe_failure
+from hybridpar.train.equal_plans import (
+    require_equal_data,
+    require_equal_plans,
+    require_equal_settings,
+    require_equal_start,
+)
+from hybridpar.train.errors import (
+    AnomalyError,
+    CallbackError,
+    LostContactError,
+    SaveError,
+    SetupError,
+    describe_failure,
+)
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
 from hybridpar.train.launch import (
@@ -52,6 +64,10 @@ from hybridpar.train.run import Outcome, Run
 from hybridpar.train.settle import settle
 from hybridpar.validate import resolve
 
+_FINAL = (AnomalyError, CallbackError, SaveError)
+"""Errors with which a new start would end again."""
+_ON_ALL_RANKS = (*_FINAL, SetupError, CheckpointError, PlanError)
+"""Errors that are raised on all ranks together."""
 _PROMPTS = {True: "def ", False: "The "}  # whether the corpus is program text
 
 
@@ -89,6 +105,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     config = _with_microbatches(config, job.decide(lambda: run_folder.kept_microbatches(config)))
     config = from_mapping(job.decide(lambda: run_folder.measured(config)), config)
     saved, changed = job.decide(lambda: run_folder.find_run(config))
+    require_equal_start(config.model, job, resumes=saved > 0)
     if saved >= num_steps:
         if first:
             print(f"{folder}: finished, {saved} steps are done; raise train.num_steps to go on", file=sys.stderr)
@@ -100,7 +117,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
             start = job.decide(lambda: _find_start(config, held))
         job.together(lambda: stack.enter_context(run_folder.in_use(folder, launch)), here=first)
         run_folder.require_shared(folder, job)
-        data = _open_data(config, job, datasets)
+        data = open_job_data(config, job, datasets)
         require_equal_data(data, job)
         if start or (saved and config.train.continue_with):  # else other data are refused, whatever their tokens
             run = Path(start).parent.parent if start else folder
@@ -129,7 +146,7 @@ def _find_start(config: Config, held: contextlib.ExitStack) -> str:
     return str(held.enter_context(checkpoint.hold_start(config.train.start_from, config.model)).folder)
 
 
-def _open_data(config: Config, job: Job, datasets: Mapping[str, Any]) -> Data:
+def open_job_data(config: Config, job: Job, datasets: Mapping[str, Any]) -> Data:
     """Lets the first process of each machine prepare the corpus, then opens it on the others."""
     def opened() -> Data:
         return open_data(config.model, config.data, config.cache_folder, seed=config.train.seed,
@@ -201,8 +218,7 @@ class _Start:
 def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter, start: _Start) -> Outcome:
     """Builds the engine, loads, and trains.
 
-    Raises: SetupError, CheckpointError, AnomalyError, PlanError on all ranks alike; RankError, naming this rank, for
-    whatever else goes wrong.
+    Raises: _ON_ALL_RANKS on all ranks alike; RankError, naming this rank, for whatever else goes wrong.
     """
     rank = place.job.launch.rank
     who, flight, started = f"rank {rank}", place.job.flight, False
@@ -241,8 +257,8 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
             place.job.end_group()
         flight.phase("finished")
         return outcome
-    except (SetupError, AnomalyError, CheckpointError, PlanError) as error:  # raised on all ranks together
-        again = started and not isinstance(error, (AnomalyError, SaveError))  # which would end so again
+    except _ON_ALL_RANKS as error:
+        again = started and not isinstance(error, _FINAL)
         flight.end(FAILED if again else REFUSED, str(error))
         place.job.end_group()
         if again:

@@ -13,7 +13,8 @@ import contextlib
 import math
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from hybridpar.errors import NotFiniteError
 from hybridpar.flight import EVALUATING, Flight
 from hybridpar.memory import MemoryWatch
 from hybridpar.train import folder as run_folder
-from hybridpar.train.callbacks import SILENT, Callbacks
+from hybridpar.train.callbacks import SILENT, CallbackRunner, Callbacks
 from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.errors import CallbackError
+from hybridpar.train.history import History
 from hybridpar.train.links import LinkWatch
 from hybridpar.train.memory_trace import MemoryLog
 from hybridpar.train.metrics import BatchClock, evaluation_at
@@ -37,7 +40,7 @@ from hybridpar.train.progress import Reporter
 from hybridpar.train.report import RunReport
 from hybridpar.train.rollback import AnomalyHandler
 from hybridpar.train.saves import Saves
-from hybridpar.train.stop import noting_signals
+from hybridpar.train.stop import StopReason, noting_signals
 from hybridpar.train.watchdog import SAVING
 
 
@@ -51,7 +54,8 @@ def mark_intervals(config: Config) -> list[int]:
 class Outcome:
     """How a call of `train` ended. stopped_by: number of the signal that ended it early (0: none).
 
-    loss, val_loss: the last ones of this call; None where it had none.
+    loss, val_loss: the last ones of this call; None where it had none. asked_to_stop: a callback returned STOP, or the
+    program called `request_stop`.
     """
 
     folder: Path
@@ -61,6 +65,16 @@ class Outcome:
     loss: float | None = None
     val_loss: float | None = None
     stopped_by: int = 0
+    asked_to_stop: bool = False
+    _metrics: Path = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_metrics", Path(self.folder).absolute() / run_folder.METRICS)
+
+    @cached_property
+    def history(self) -> History:
+        """The losses and evaluations of the whole run, as its folder has them; read when it is first asked for."""
+        return History.read(self._metrics)
 
     @property
     def exit_code(self) -> int:
@@ -72,7 +86,8 @@ class Outcome:
         return {
             "ok": True, "run": str(self.folder), "step": self.step, "num_steps": self.num_steps,
             "resumed_from": self.resumed_from, "loss": self.loss, "val_loss": self.val_loss,
-            "stopped_by": signal.Signals(self.stopped_by).name if self.stopped_by else None,
+            "stopped_by": signal.Signals(self.stopped_by).name if self.stopped_by else
+                          "program" if self.asked_to_stop else None,
         }
 
 
@@ -82,7 +97,7 @@ class Run:
     def __init__(self, engine: Engine, data: Data, reporter: Reporter, resumed: int, watch: MemoryWatch | None = None,
                  links: LinkWatch | None = None, callbacks: Callbacks = SILENT):
         config = self.config = engine.config
-        self.callbacks = callbacks
+        self.callbacks = CallbackRunner(callbacks, self._stop_soon)
         self.engine, self.grid, self.reporter, self.watch = engine, engine.grid, reporter, watch
         self.resumed = resumed
         self.report = RunReport(engine, reporter, resumed, links)
@@ -98,7 +113,7 @@ class Run:
         run_folder.open_flight(config, self.grid.rank, self.saving, SAVING)
         self.saver = checkpoint.Saver(
             config.run.folder / run_folder.CHECKPOINTS, engine, data.train.fingerprint, reporter.say, self.saving)
-        self.saver.on_save = callbacks.on_save
+        self.saver.on_save = self.callbacks.on_save
         self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, self.report.log.note)
         self.reserved = not config.saves_beside_training
         self.evaluated: tuple[int, float] | None = None
@@ -122,8 +137,8 @@ class Run:
         self.report.log.close()
 
     def go(self) -> Outcome:
-        """Trains to the end, or to a signal; saves and draws; says how it went."""
-        engine, end, stopped_by = self.engine, self.config.train.num_steps, 0
+        """Trains to the end, or to a request to stop; saves and draws; says how it went. Raises: CallbackError."""
+        engine, end = self.engine, self.config.train.num_steps
         alone = self.grid.world.size == 1
         with noting_signals(self.config.train.stop_signals, self._on_signal, alone) as request:
             if engine.batches_done == 0:
@@ -134,45 +149,63 @@ class Run:
                         self._recover()
             else:
                 self._make_up_evaluation()
-            while engine.batches_done < end and not stopped_by:
+            stop = self._agree(0)  # on_evaluation may have asked
+            if stop and engine.batches_done == 0:
+                self._save(last=True)
+            while engine.batches_done < end and not stop:
                 self._train_until(self._next_mark(engine.batches_done))
                 self.anomalies.agree()
                 last = engine.batches_done == end
-                stopped_by = 0 if last else self._agree(request.number)
-                last = last or bool(stopped_by)
+                stop = StopReason() if last else self._agree(request.number)
+                last = last or bool(stop)
                 if not last:
                     self._settle(wait=False)
                 saves = last or self._is_multiple(self.config.train.save_interval)
                 self._audit(saves)
-                stopped_by = self._end_stretch(stopped_by, saves=saves, last=last)
+                stop = self._end_stretch(stop, saves=saves, last=last)
         self.flight.phase("ending", self.faults.start_timeout_s)
         if self.watch is not None:
             self.reporter.say(str(self.watch.compare(self.grid, self.engine.tiers.peak if self.engine.tiers else 0)))
         if self.planned is not None:
             counts = gather_objects(self.planned.counts, self.grid.world)
             self.reporter.say(describe(counts))
-        self.report.finish(stopped_by)
+        self.report.finish(stop.code)
+        self._raise_callback_errors()
         return Outcome(self.config.run.folder, engine.batches_done, end, self.resumed, self.report.loss,
-                       self.report.val_loss, stopped_by)
+                       self.report.val_loss, stop.signal, stop.is_by_program)
 
-    def _end_stretch(self, stopped_by: int, *, saves: bool, last: bool) -> int:
+    def _end_stretch(self, stop: StopReason, *, saves: bool, last: bool) -> StopReason:
         """Evaluates and saves where that is due, and deals with anomalies, also with one that the save has found.
 
-        `stopped_by`: the signal that ends the run. `last`: nothing follows. Returns the signal, or 0 if the run has
-        rolled back instead. Each roll back is to another checkpoint, so they come to an end.
+        `stop`: the reason to end the run. `last`: nothing follows. Returns the reason, which on_evaluation may have
+        given; none if the run has rolled back instead. Each roll back is to another checkpoint, so they come to an end.
         """
         while True:
             if self.anomalies.is_open:
                 self._recover()
-                stopped_by, last = 0, self.engine.batches_done == self.config.train.num_steps
+                stop = StopReason()
+                last = self.engine.batches_done == self.config.train.num_steps
                 if not last:
-                    return stopped_by
-            if not stopped_by:
+                    return stop
+            if not stop.signal:
                 self._evaluate()
+                if self._is_evaluation_due and not last:
+                    stop = self._agree(0)
+                    last = bool(stop)
             if saves or last:
                 self._save(last=last)
             if not self.anomalies.is_open:
-                return stopped_by
+                return stop
+
+    def _raise_callback_errors(self) -> None:
+        """Collectives: one gather, on all ranks. Raises: CallbackError on all ranks, if a callback has raised on any."""
+        errors = gather_objects(self.callbacks.error, self.grid.world)
+        texts = {text: [rank for rank, other in enumerate(errors) if other == text] for text in errors if text}
+        if not texts:
+            return
+        lines = [text if len(ranks) == len(errors) else f"rank {', '.join(map(str, ranks))}: {text}"
+                 for text, ranks in texts.items()]
+        raise CallbackError("\n".join(lines)) from self.callbacks.cause
 
     @property
     def _limit_s(self) -> float:
@@ -314,7 +347,12 @@ class Run:
         self.reporter.say(f"{signal.Signals(number).name}: finishing the batches under way, then saving; "
                           "again after a second to quit at once")
 
-    def _agree(self, number: int) -> int:
-        """The signal that any rank has got (0: none): all leave together, for the same reason."""
-        seen = torch.tensor([number], dtype=torch.int64, device=self.engine.device)
-        return int(all_reduce(seen, self.grid.world, "max"))
+    def _stop_soon(self) -> None:
+        """Asks all ranks to stop, with the sums of the next batch."""
+        self.engine.stop_requested = True
+
+    def _agree(self, number: int) -> StopReason:
+        """The reason of any rank to stop: all leave together, for the same reason. number: of a signal; 0: none."""
+        mine = StopReason.of(number, by_program=self.callbacks.wants_stop)
+        seen = torch.tensor([mine.code], dtype=torch.int64, device=self.engine.device)
+        return StopReason(int(all_reduce(seen, self.grid.world, "max")))

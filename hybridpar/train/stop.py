@@ -1,9 +1,13 @@
-"""Signals as a request to stop (train.stop_signals): the first is noted, a later one ends the process at once."""
+"""Requests to stop: by a signal (train.stop_signals), or by the program that trains.
+
+The first signal is noted, a later one ends the process at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import signal
 import threading
@@ -18,6 +22,63 @@ SAME_REQUEST_S = 1.0
 """Signals so close are one request: a batch system ends launcher and ranks, and the launcher the ranks again."""
 ERROR_TIME_S = 15.0
 """How long it may take to report an error: a save under way has ten seconds to end, and the launcher two to see."""
+
+
+class _Stop:
+    """The only object of its kind."""
+
+    def __repr__(self) -> str:
+        return "hybridpar.STOP"
+
+
+STOP = _Stop()
+"""What a callback returns to end training: all ranks stop at the same step, and save."""
+
+
+class StopFlag:
+    """Whether a program has asked its own run to stop. Processes that are forked from this one share it."""
+
+    def __init__(self) -> None:
+        self._shared = mmap.mmap(-1, 1)
+
+    def set(self) -> None:
+        """Ask for a stop."""
+        self._shared[0] = 1
+
+    def clear(self) -> None:
+        """Forget a request."""
+        self._shared[0] = 0
+
+    @property
+    def is_set(self) -> bool:
+        return self._shared[0] != 0
+
+
+@dataclass(frozen=True)
+class StopReason:
+    """The reason for which a run stops early, as ranks agree on it: the largest code counts.
+
+    code: 0: none; 1: the program has asked for it; n + 1: signal n has come to a rank.
+    """
+
+    code: int = 0
+
+    @staticmethod
+    def of(signal_number: int, *, by_program: bool) -> StopReason:
+        """The reason that one rank has. signal_number: 0 if no signal has come."""
+        return StopReason(signal_number + 1 if signal_number else int(by_program))
+
+    @property
+    def signal(self) -> int:
+        """The number of the signal; 0 for another reason."""
+        return max(self.code - 1, 0)
+
+    @property
+    def is_by_program(self) -> bool:
+        return self.code == 1
+
+    def __bool__(self) -> bool:
+        return self.code > 0
 
 
 @dataclass

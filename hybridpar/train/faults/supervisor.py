@@ -57,6 +57,8 @@ _SETTLE_S = 0.3
 _REFUSED_S = 5.0
 """How long the first rank may take to say what others have refused with it."""
 _LAST_SAVE_S = 3.0
+HANDLED_SIGNALS = ("HUP", "INT", "QUIT", "TERM")
+"""Signals that are passed on in any case, so that no rank is left behind."""
 _STOP_S = round(ORPHAN_S)
 """How long ranks may take to finish and save after Ctrl-C."""
 
@@ -70,10 +72,10 @@ def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Seque
     """
     config = resolve(config, num_ranks)
     agent = Supervisor(config, args, parse_faults(inject, config), advise)
-    handled = {"INT", "TERM", "QUIT", "HUP", *config.train.stop_signals}  # ranks are never left behind
-    pass_on_signals(number.name for number in numbers_of(sorted(handled)))
+    handled = sorted({*HANDLED_SIGNALS, *config.train.stop_signals})
+    pass_on_signals(number.name for number in numbers_of(handled))
     try:
-        code = _run(agent, logging.ERROR)
+        code = run_agent(agent)
     finally:
         agent.close()
     return agent.exit_code if code == 1 else code
@@ -81,7 +83,7 @@ def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Seque
 
 def run_ranks(num_ranks: int, args: Sequence[str]) -> int:
     """Runs `python -m hybridpar *args` on so many ranks of this machine, once; the exit code."""
-    return _run(RankAgent(_spec(num_ranks, args, restarts=0), _STOP_S), logging.CRITICAL)
+    return run_agent(RankAgent(_spec(num_ranks, args, restarts=0), _STOP_S), logging.CRITICAL)
 
 
 def _spec(num_ranks: int, args: Sequence[str], restarts: int) -> WorkerSpec:
@@ -89,7 +91,7 @@ def _spec(num_ranks: int, args: Sequence[str], restarts: int) -> WorkerSpec:
                       args=("-m", "hybridpar", *args), max_restarts=restarts, monitor_interval=_LOOK_EVERY_S)
 
 
-def _run(agent: RankAgent, log_level: int) -> int:
+def run_agent(agent: RankAgent, log_level: int = logging.ERROR) -> int:
     """Runs an agent to its end; 0, 1 where its ranks have failed, 128 + n where signal n has ended them."""
     for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(log_level)
@@ -116,6 +118,8 @@ class Supervisor(RankAgent):
         self._newest, self._blamed = self._saved(), -1
         self._left: set[tuple[str, int]] = set()  # checkpoints that will not be published
         self.exit_code = 1
+        self.last_failure = ""
+        """The diagnosis of the last failure, in words."""
         super().__init__(_spec(self._ranks, args, config.faults.restarts), _STOP_S)
 
     def close(self) -> None:
@@ -142,6 +146,7 @@ class Supervisor(RankAgent):
         found = self._explain_kill(found)
         if found.rank != 0:  # which publishes
             self._await_save()
+        self.last_failure = found.text
         smaller = self._account(found)
         self._note(found, began, smaller)
         if smaller is not None:
@@ -210,9 +215,12 @@ class Supervisor(RankAgent):
             time.sleep(_LOOK_EVERY_S)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._begin_start()
+        return super()._start_workers(worker_group)
+
+    def _begin_start(self) -> None:
         self._left = half_written(self._folder / CHECKPOINTS)
         self._oom.begin()
-        return super()._start_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(signal.SIGKILL)  # those that are left wait for the one that failed

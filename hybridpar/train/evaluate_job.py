@@ -1,0 +1,90 @@
+"""The validation numbers of a run's newest weights, by a job that only evaluates and leaves the run folder as it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hybridpar import checkpoint
+from hybridpar.config import Config, Launch, from_mapping
+from hybridpar.data import BatchLoader, Data
+from hybridpar.errors import HybridparError, config_error
+from hybridpar.flight import Flight
+from hybridpar.grid import ProcessGrid, sizes_of
+from hybridpar.train import folder as run_folder
+from hybridpar.train import watchdog
+from hybridpar.train.engine import Engine
+from hybridpar.train.equal_plans import require_equal_data, require_equal_settings, require_equal_start
+from hybridpar.train.errors import describe_failure
+from hybridpar.train.launch import Job, choose_backend, choose_device, set_precision, set_threads
+from hybridpar.train.loop import open_job_data
+from hybridpar.train.settle import settle
+from hybridpar.validate import resolve
+
+
+def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dict[str, float]:
+    """Evaluate the newest checkpoint of the run, or the starting weights if there is none yet.
+
+    Returns:
+        The numbers that `on_evaluation` is given, over train.eval_batches batches.
+
+    Collectives: to be called by all processes of the job.
+    Raises: HybridparError, as `train.loop.train`; ConfigError without validation samples.
+    """
+    off = replace(config.pipeline, early_switch="off") if config.pipeline.early_switch == "auto" else config.pipeline
+    config = resolve(replace(config, pipeline=off), launch.world_size)  # batches of an evaluation switch nothing
+    flight = watchdog.begin(launch)
+    flight.phase("starting", config.faults.start_timeout_s)
+    job = Job.connect(launch, flight)
+    require_equal_settings(config, job)
+    device = choose_device(config.train, launch, job.gather)
+    set_threads(config.train.threads, launch)
+    set_precision(config.train, device)
+    flight.phase("opening the run")
+    config = from_mapping(job.decide(lambda: run_folder.measured(config)), config)
+    with contextlib.ExitStack() as held:
+        saved = job.decide(lambda: _find_newest(config, held))
+        require_equal_start(config.model, job, resumes=bool(saved))
+        data = open_job_data(config, job, datasets)
+        require_equal_data(data, job)
+        flight.phase("connecting", config.faults.start_timeout_s)
+        backend = choose_backend(config.train, device)
+        job.require_addresses(backend)
+        job.start_group(device, backend, config.longest_wait_s)
+        grid = ProcessGrid(sizes_of(config.parallel), device_type=device.type, flight=flight)
+        try:
+            config = settle(config, grid, device, lambda text: None, lambda build: build())
+            engine = Engine(config, grid, device)
+            flight.phase("loading", config.faults.start_timeout_s)
+            if saved:
+                checkpoint.start_from(Path(saved), engine)
+            numbers = _evaluate(engine, data, flight)
+            engine.close()
+        except HybridparError:
+            raise
+        except Exception as error:
+            raise describe_failure(error, grid.describe(), flight.read()) from error
+        job.end_group()
+        flight.phase("finished")
+    return numbers
+
+
+def _find_newest(config: Config, held: contextlib.ExitStack) -> str:
+    """Return the newest checkpoint of the run, which `held` keeps there; empty if there is none."""
+    if not checkpoint.saved_steps(config.run.folder / run_folder.CHECKPOINTS):
+        return ""
+    return str(held.enter_context(checkpoint.hold_start(config.run.folder, config.model)).folder)
+
+
+def _evaluate(engine: Engine, data: Data, flight: Flight) -> dict[str, float]:
+    if data.valid is None:
+        raise config_error("datasets", "valid", "is missing: there are no samples to evaluate on",
+                           'datasets={"train": .., "valid": [{"x": .., "y": ..}, ..]}')
+    config = engine.config
+    flight.phase("evaluating", config.faults.start_timeout_s)
+    loader = BatchLoader(data.valid, micro_batch_size=config.train.micro_batch_size, dp_rank=engine.grid.replica,
+                         dp_size=engine.grid.num_replicas, num_microbatches=config.pipeline.num_microbatches)
+    return engine.evaluate(loader, config.train.eval_batches)

@@ -1,0 +1,233 @@
+"""Ranks that are forks of the program that calls `fit`, under the supervisor of `hybridpar train --ranks`.
+
+    program    fit() ---------------- watches, passes signals on --------------> returns what rank 0 has left
+    a thread   forks rank 0, 1, ..    waits until the job has ended
+    ranks              run(config) ------------------------------------> exit
+
+Forks have the program's functions, modules and data sets, whatever these are: lambdas, what a notebook or stdin has
+defined, lists in memory. A program that is started anew would have to define them again, and would need a guard
+(`if __name__ == "__main__"`) around what is not to run in each process.
+
+A fork has only the thread that forks. The pool of OpenMP belongs to the thread that first computed in parallel, so in a
+fork of that thread the next parallel loop would wait for threads that are not there. The thread that forks here has
+never computed anything: ranks make pools of their own. It lives as long as its ranks, as Linux counts it as their
+parent (stop.end_with).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+from hybridpar.config import Config, pass_on_signals
+from hybridpar.train.faults.supervisor import HANDLED_SIGNALS, Supervisor, run_agent
+from hybridpar.train.stop import numbers_of
+
+Run = Callable[[Config], int]
+"""What a rank does with the configuration of its job; returns its exit code."""
+_POLL_S = 0.02
+_ELASTIC_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+def supervise_forks(config: Config, run: Run) -> tuple[int, str]:
+    """Run a function on forks of this process until the job has ended well, or must be given up.
+
+    Args:
+        config: The resolved configuration of the job; a smaller one is given to `run` if a rank stays away.
+        run: Called on each rank, in the environment of a rank.
+
+    Returns:
+        The exit code, and the diagnosis of the last failure; empty if there was none.
+    """
+    with _Forker() as forker, _signals_as_before(), _environment_as_before():
+        names = sorted({*HANDLED_SIGNALS, *config.train.stop_signals})
+        pass_on_signals(number.name for number in numbers_of(names))
+        agent = ForkingSupervisor(config, run, forker)
+        try:
+            code = run_agent(agent)
+        finally:
+            agent.close()
+    return (agent.exit_code if code == 1 else code), agent.last_failure
+
+
+class ForkingSupervisor(Supervisor):
+    """The supervisor of ranks that are forks."""
+
+    def __init__(self, config: Config, run: Run, forker: _Forker):
+        self._run = run
+        self._forker = forker
+        super().__init__(config, [], [])
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._begin_start()
+        spec = worker_group.spec
+        common = {
+            "LOCAL_WORLD_SIZE": spec.local_world_size, "WORLD_SIZE": worker_group.workers[0].world_size,
+            "MASTER_ADDR": worker_group.master_addr, "MASTER_PORT": worker_group.master_port,
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+        }
+        envs = {worker.local_rank: {**common, "RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank}
+                for worker in worker_group.workers}
+        texts = {rank: {name: str(value) for name, value in env.items()} for rank, env in envs.items()}
+        config = self._config
+        self._pcontext = _ForkContext(texts, self._logs_specs, lambda env: self._forker.fork(env, lambda: self._run(config)))
+        self._pcontext.start()
+        return self._pcontext.pids()
+
+
+class _ForkContext(SubprocessContext):
+    """Torch's context of the processes of an agent, whose processes are forks."""
+
+    def __init__(self, envs: dict[int, dict[str, str]], logs_specs: Any, fork: Callable[[dict[str, str]], int]):
+        super().__init__("rank", sys.executable, dict.fromkeys(envs, ()), envs, logs_specs)
+        self._fork = fork
+
+    def _start(self) -> None:
+        self.subprocess_handlers = {
+            rank: _Handler(_Process(self._fork(env))) for rank, env in self.envs.items()}  # type: ignore[misc]
+
+
+class _Handler:
+    """A process as torch's context handles it."""
+
+    def __init__(self, process: _Process):
+        self.proc = process
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.proc.pid, death_sig or signal.SIGTERM)
+
+
+class _Process:
+    """A fork, as far as `subprocess.Popen` is used of it."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, minus the signal that has ended it, or None if it runs."""
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # the program has waited for all its children
+                self.returncode = 1
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end. Raises: TimeoutExpired."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+            time.sleep(_POLL_S)
+        return code
+
+
+class _Forker:
+    """The thread that forks, while entered."""
+
+    def __init__(self) -> None:
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="hybridpar forks", daemon=True)
+
+    def __enter__(self) -> _Forker:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._requests.put(None)
+        self._thread.join()
+
+    def fork(self, env: Mapping[str, str], run: Callable[[], int]) -> int:
+        """Return the process that runs a function in this environment, in a session of its own."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # else the fork writes again what waits to be written
+                stream.flush()
+        pids: queue.SimpleQueue[int | OSError] = queue.SimpleQueue()
+
+        def request() -> None:
+            try:
+                with warnings.catch_warnings():  # of threads, which the fork does not need
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    pid = os.fork()
+            except OSError as error:
+                pids.put(error)
+                return
+            if not pid:
+                _become_rank(env, run)
+            pids.put(pid)
+
+        self._requests.put(request)
+        pid = pids.get()
+        if isinstance(pid, OSError):
+            raise pid
+        return pid
+
+    def _serve(self) -> None:
+        while (request := self._requests.get()) is not None:
+            request()
+
+
+def _become_rank(env: Mapping[str, str], run: Callable[[], int]) -> NoReturn:
+    """Run a function in this fork, and end it: nothing of the program's own code follows."""
+    code = 1
+    try:
+        os.setsid()
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, usual)
+        os.environ.pop(_ELASTIC_SIGNALS, None)
+        os.environ.update(env)
+        code = run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+
+@contextlib.contextmanager
+def _signals_as_before() -> Iterator[None]:
+    """Gives the program its handlers of signals back, which torch's agent replaces."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _environment_as_before() -> Iterator[None]:
+    """Takes back what `pass_on_signals` sets."""
+    before = os.environ.get(_ELASTIC_SIGNALS)
+    try:
+        yield
+    finally:
+        os.environ.pop(_ELASTIC_SIGNALS, None)
+        if before is not None:
+            os.environ[_ELASTIC_SIGNALS] = before

@@ -1,0 +1,89 @@
+"""A job of forks of this program: what its first rank returns is returned here, and what ends it is raised here."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridpar.config import Config, Launch
+from hybridpar.errors import ConfigError, HybridparError, Problem, config_error, shown
+from hybridpar.scratch import scratch_folder
+from hybridpar.train.errors import RankError
+from hybridpar.train.faults.forked import supervise_forks
+
+Action = Callable[[Config, Launch], Any]
+
+
+def run_forked(config: Config, action: Action) -> Any:
+    """Run an action on forks of this process, one for each rank of the grid; return what it returns on the first.
+
+    Args:
+        config: The resolved configuration.
+        action: Called on each rank with the configuration, and with the rank's place in the job.
+
+    Raises:
+        ConfigError: This process uses its GPU already, so that its forks cannot.
+        HybridparError: The error that all ranks had, or the reason why the job has failed.
+    """
+    if config.train.device != "cpu" and torch.cuda.is_initialized():
+        rule = ("needs GPUs in the processes that are started for the grid, which are forks of this one, and this one uses "
+                "a GPU already. Start the program with torchrun, or let it use no GPU before")
+        raise config_error("train.device", config.train.device, rule, "cpu")
+    with scratch_folder() as folder:
+        code, reason = supervise_forks(config, lambda smaller: _run_rank(smaller, action, Path(folder)))
+        kind, value = _read(folder / "0")
+        if kind == "result":
+            return value
+        if kind == "error":
+            raise value
+    raise HybridparError(reason or f"the job has ended with exit code {code}")
+
+
+def _run_rank(config: Config, action: Action, folder: Path) -> int:
+    """Run the action on this rank; return its exit code. What it returns or raises, for the program, is left."""
+    launch = Launch.from_environment()
+    path = folder / str(launch.rank)
+    path.unlink(missing_ok=True)  # of an earlier start
+    try:
+        result = action(config, launch)
+    except RankError as error:  # others find out that this rank has gone
+        print(f"hybridpar: {error}", file=sys.stderr, flush=True)
+        return 1
+    except HybridparError as error:
+        _write(path, "error", _plain(error))
+        return 1
+    _write(path, "result", result)
+    return int(getattr(result, "exit_code", 0))
+
+
+def _write(path: Path, kind: str, value: Any) -> None:
+    aside = path.with_suffix(".part")
+    aside.write_bytes(pickle.dumps((kind, value)))
+    aside.rename(path)
+
+
+def _read(path: Path) -> tuple[str, Any]:
+    try:
+        kind, value = pickle.loads(path.read_bytes())
+    except FileNotFoundError:
+        return "nothing", None
+    if kind == "error":
+        made, args = value
+        return kind, made(*args)
+    return kind, value
+
+
+def _plain(error: HybridparError) -> tuple[type[HybridparError], tuple[Any, ...]]:
+    """The kind of an error and the arguments that make an equal one."""
+    if isinstance(error, ConfigError):
+        return ConfigError, tuple(Problem(p.field, _as_value(p.value), p.rule, p.suggestion) for p in error.problems)
+    return type(error), (str(error),)
+
+
+def _as_value(value: object) -> object:
+    return value if isinstance(value, bool | int | float | str) else shown(value)
