@@ -1,21 +1,22 @@
 """What the documentation site has besides docs/, made as it is built (a hook of mkdocs).
 
-    pictures/*.svg    schedules, simulated            settings.md    every section of the configuration, from its source
-    run/*             pictures of a run ($SITE_RUN)   api.md         the public names, for mkdocstrings
+    pictures/*.svg    schedules, simulated            api.md    the public names, for mkdocstrings
+    run/*             pictures of a run ($SITE_RUN)
     repository/       the files of the repository that pages link to, as ../FILE, and those that they link to in turn
+
+`python scripts/docs.py` writes docs/settings.md, every section of the configuration, from its source. It is committed,
+so that its links work in a checkout; a test says when it is out of date.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).resolve().parent.parent
+SETTINGS = ROOT / "docs" / "settings.md"
 _LINK = re.compile(r"(\]\()([^)\s#]+)")
 PICTURES: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"},
@@ -42,7 +44,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the generated files to those of docs/."""
     from mkdocs.structure.files import File
 
-    made = {"settings.md": settings(), "api.md": api()} | {f"pictures/{name}.svg": picture(name) for name in PICTURES}
+    made = {"api.md": api()} | {f"pictures/{name}.svg": picture(name) for name in PICTURES}
     run = Path(os.environ.get("SITE_RUN") or train(ROOT / "build" / "site-run"))
     made |= {f"run/{name}": (run / name).read_bytes() for name in _RUN} | {"run/watch.html": dashboard(run)}
     for name, content in made.items():
@@ -64,18 +66,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def linked(folder: Path) -> list[Path]:
     """The files of the repository outside docs/ that its pages link to, directly or by way of such a file."""
     found: dict[Path, None] = {}
-    waiting = [(page, link) for page in sorted(folder.glob("*.md")) for link in _links(page)]
+    waiting = [(page, link) for page in sorted(folder.glob("*.md")) for link in links(page)]
     while waiting:
         page, link = waiting.pop()
         target = (page.parent / link).resolve()
         if target.is_file() and target.is_relative_to(ROOT) and not target.is_relative_to(folder):
             if target not in found and target.suffix == ".md":
-                waiting += [(target, further) for further in _links(target)]
+                waiting += [(target, further) for further in links(target)]
             found[target] = None
     return sorted({*found, ROOT / "ARCHITECTURE.md", ROOT / "benchmarks/README.md"})
 
 
-def _links(page: Path) -> Iterator[str]:
+def links(page: Path) -> Iterator[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return (found[2] for found in _LINK.finditer(text) if "://" not in found[2])
 
@@ -123,18 +125,27 @@ def dashboard(run: Path) -> str:
 
 def settings() -> str:
     """A page with a table for each section: key, default and what the source says of it."""
+    from hybridpar.cli.help import descriptions
     from hybridpar.config import Config
 
-    lines = ["# Settings", "", "Every key is a line of a TOML file under its section, or a flag: `--section.key "
-             "value`. `hybridpar check` names all that are wrong at once."]
+    lines = ["# Settings", "", "<!-- written by scripts/docs.py: change the descriptions in hybridpar/config -->", "",
+             "Every key is a line of a TOML file under its section, or a flag: `--section.key value`. `hybridpar "
+             "check` names all that are wrong at once."]
     for section in dataclasses.fields(Config):
         kind = type(section.default_factory())  # type: ignore[misc]
         lines += ["", f"## {section.name}", "", "| key | default | |", "|---|---|---|"]
-        notes = _notes(kind)
+        notes, hints = descriptions(kind), typing.get_type_hints(kind)
         for key in dataclasses.fields(kind):
-            note = " ".join(notes.get(key.name, "").split()).replace("|", "\\|")
-            lines.append(f"| `{key.name}` | `{_spelled(key.default)}` | {note} |")
+            default = key.default if key.default_factory is dataclasses.MISSING else key.default_factory()
+            note = " ".join([notes[key.name], *_choices(hints[key.name])]).replace("|", "\\|")
+            lines.append(f"| `{key.name}` | `{_spelled(default)}` | {note} |")
     return "\n".join(lines) + "\n"
+
+
+def _choices(kind: Any) -> list[str]:
+    """A sentence that names the values of a key, if it has a few."""
+    names = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+    return [f"One of {', '.join(f'`{_spelled(name)}`' for name in names)}."] if names else []
 
 
 def _spelled(value: Any) -> str:
@@ -142,14 +153,6 @@ def _spelled(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_spelled, value))}]"
     return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
-
-
-def _notes(kind: type[Any]) -> dict[str, str]:
-    """The string that follows each field of a class in its source."""
-    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
-    return {field.target.id: note.value.value for field, note in itertools.pairwise(body)
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-            and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant)}
 
 
 def api() -> str:
@@ -164,3 +167,8 @@ def api() -> str:
         lines += ["", f"All public names of {module.__name__}: {use}.", "",
                   *(f"::: {getattr(module, name).__module__}.{name}\n" for name in names if name != "Factory")]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    SETTINGS.write_text(settings(), encoding="utf-8")

@@ -107,6 +107,24 @@ def test_help_needs_no_torch() -> None:
     (("train", "CONFIG", "--model.bias", "maybe"), "model.bias"),
     (("TRAIN", "CONFIG"), "did you mean train?"),
     (("export", "runs/run"), "OUTPUT"),
+    (("check", "CONFIG", "--world_size", "8"), "hybridpar check: --world_size is named --ranks"),
+    (("memory", "CONFIG", "--world-size=8"), "--world-size is named --ranks"),
+    (("plan", "CONFIG", "--devices", "8"), "--devices is named --ranks"),
+    (("train", "CONFIG", "--devices", "8"), "--devices is named --ranks"),
+    (("train", "CONFIG", "--nproc-per-node", "8"), "--nproc-per-node is named --ranks"),
+    (("generate", "--world_size", "8"), "--world_size is named --ranks"),
+    (("verify", "CONFIG", "--ranks", "4"), "as many processes as the grid has: --parallel.tp x --parallel.pp"),
+    (("simulate", "CONFIG", "--world_size", "4"), "as many processes as the grid has: --parallel.tp x --parallel.pp"),
+    (("profile", "CONFIG", "--micro_batch", "4"), "--micro_batch is named --micro_batch_sizes"),
+    (("plan", "CONFIG", "--micro-batches", "4"), "--micro-batches is named --micro_batch_sizes"),
+    (("check", "CONFIG", "--device-gb", "4"), "--device-gb is named --memory_gb"),
+    (("memory", "CONFIG", "--steps", "4"), "--steps is named --batches"),
+    (("train", "CONFIG", "--tensor-model-parallel-size", "2"), "is written --parallel.tp here (docs/coming_from.md)"),
+    (("train", "CONFIG", "--bf16"), "hybridpar train: --bf16 is written --train.dtype bf16 here"),
+    (("plan", "CONFIG", "--mock-data"), "is written --data.corpus stdlib here"),
+    (("train", "CONFIG", "--overlap-grad-reduce"), "is always so here: leave it out"),
+    (("check", "CONFIG", "--num-experts", "8"), "is not there: docs/coming_from.md says what to do instead"),
+    (("train", "CONFIG", "--nnodes", "2"), "torchrun takes it, before -m hybridpar train CONFIG.toml"),
 ])
 def test_a_wrong_command_line_is_refused(config: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...],
                                          says: str) -> None:
@@ -189,7 +207,7 @@ def test_of_several_ranks_the_first_speaks(config: Path, capsys: pytest.CaptureF
 
 
 def test_check_reports_every_problem_at_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--parallel.pp", "4", "--model.num_heads", "3", "--world_size", "6"]
+    flags = ["--parallel.pp", "4", "--model.num_heads", "3", "--ranks", "6"]
     message = fails(capsys, "check", config, *flags)
     for part in ("3 problems", "processes", "model.num_heads", "pipeline.num_microbatches = 2: schedule 2bw"):
         assert part in message
@@ -201,7 +219,7 @@ def test_check_reports_every_problem_at_once(config: Path, capsys: pytest.Captur
 
 
 def test_check_says_what_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", str(config), "--parallel.pp", "2", "--parallel.tp", "2", "--world_size", "8", "--json"]) == 0
+    assert main(["check", str(config), "--parallel.pp", "2", "--parallel.tp", "2", "--ranks", "8", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert plain["grid"] == {"tp": 2, "pp": 2, "dp": 2}
     assert plain["batch_samples"] == 2 * 2 * 2
@@ -239,14 +257,14 @@ def test_simulate_draws_and_counts(config: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(("args", "says"), [
-    (("check", "CONFIG", "--world_size", "-1"), "world_size = -1: must be at least 0"),
+    (("check", "CONFIG", "--ranks", "-1"), "ranks = -1: must be at least 0"),
     (("verify", "CONFIG", "--batches", "0"), "batches = 0: must be at least 1"),
     (("verify", "CONFIG", "--grid", "pp=\u00b2"), "must be sizes of tp, pp and dp"),
     (("replay", "CONFIG", "--threads", "-1"), "threads = -1: must be at least 0"),
     (("replay", "runs", "--step", "3"), "path = 'runs': does not exist"),
     (("profile", "CONFIG", "--ranks", "1000000000"), "ranks = 1000000000: must be at least 0 and at most"),
-    (("profile", "CONFIG", "--micro_batch", "4000000000"), "micro_batch = [4000000000]: must be at least 1"),
-    (("plan", "CONFIG", "--micro_batches", "0"), "micro_batches = [0]: must be at least 1"),
+    (("profile", "CONFIG", "--micro_batch_sizes", "4000000000"), "micro_batch_sizes = [4000000000]: must be at"),
+    (("plan", "CONFIG", "--micro_batch_sizes", "0"), "micro_batch_sizes = [0]: must be at least 1"),
     (("graph", "CONFIG", "--accelerators", "4000000000"), "accelerators = 4000000000: must be at least 0 and at most"),
     (("simulate", "CONFIG", "--batches", "99999999999999999999"), "must be at least 1 and at most 10000; try 3"),
     (("preprocess", "CONFIG", "--vocab_size", "4000000000"), "vocab_size = 4000000000: must be at least 1"),

@@ -54,14 +54,14 @@ def test_the_peak_before_a_run_is_the_predicted_one(config: Path, capsys: pytest
     assert plain["peak"]["bytes"] == memory[fullest].total
     assert sum(plain["peak"]["by_category"].values()) == memory[fullest].total
     assert plain["swaps"] == []
-    assert main(["memory", str(config), *flags, "--rank", str(1 - fullest), "--steps", "1", "--json"]) == 0
+    assert main(["memory", str(config), *flags, "--rank", str(1 - fullest), "--batches", "1", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
     assert (plain["rank"], plain["num_steps"]) == (1 - fullest, 1)
 
 
 def test_files(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "made" / "here"
-    assert main(["memory", str(config), "--output", str(folder), "--steps", "2"]) == 0
+    assert main(["memory", str(config), "--output", str(folder), "--batches", "2"]) == 0
     said = capsys.readouterr().out
     assert sorted(path.name for path in folder.iterdir()) == [
         "memory.html", "memory.perfetto.json", "memory.svg", "trace.jsonl"]
@@ -113,7 +113,7 @@ def test_what_became_of_planned_memory(run: Path, config: Path, capsys: pytest.C
 
 
 def test_check_says_what_a_plan_would_make_of_it(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--parallel.pp", "2", "--world-size", "2", "--train.planned_memory", "True"]
+    flags = ["--parallel.pp", "2", "--ranks", "2", "--train.planned_memory", "True"]
     assert main(["check", str(config), *flags]) == 0
     assert "planned memory: on rank 0 an arena of 0." in capsys.readouterr().out
     assert main(["check", str(config), *flags, "--json"]) == 0
@@ -139,7 +139,7 @@ def test_what_cannot_be(run: Path, config: Path, capsys: pytest.CaptureFixture[s
     path = run / MEMORY / "rank0.jsonl"
     path.write_text(path.read_text().replace('"malloc"', '"mallok"', 1))
     assert "rank0.jsonl, line 2" in fails(capsys, "memory", "--run", run)
-    assert "steps = 0: must be at least 1" in fails(capsys, "memory", config, "--steps", "0")
+    assert "batches = 0: must be at least 1" in fails(capsys, "memory", config, "--batches", "0")
     file = tmp_path / "file"
     file.write_text("mine")
     message = fails(capsys, "memory", config, "--output", file)

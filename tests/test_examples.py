@@ -176,13 +176,13 @@ def test_commands_that_predict_take_it(tmp_path: Path, monkeypatch: pytest.Monke
             (["simulate", *given, "--parallel.pp=2"], "steady state"),
             (["profile", *given, "--quick", "--ranks=1", "--output=profile.json"], "blocks.1"),
             (["check", *given, "--profile=profile.json"], "samples/s"),
-            (["plan", *given, "--profile=profile.json", "--devices=1"], "samples/s predicted"),
+            (["plan", *given, "--profile=profile.json", "--ranks=1"], "samples/s predicted"),
             (["plan", *given, f"--cluster={cluster}", "--train.dtype=bf16", "--batch-size=64"],
              "samples/s predicted"),
             (["memory", *given, "--parallel.pp=2"], "")):
         assert main(command) == 0, command
         assert said in capsys.readouterr().out
-    assert main(["check", *given, "--device-gb=1", "--largest"]) == 1
+    assert main(["check", *given, "--memory-gb=1", "--largest"]) == 1
     assert "model.spec = 'mixer:Mixer': works with GPT and BERT only" in capsys.readouterr().err
 
 

@@ -18,11 +18,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import tomllib
 from train.runs import fork_ranks, run_job
 
 import hybridpar
 from hybridpar.cli import main
-from hybridpar.config import Config, load_toml, to_mapping
+from hybridpar.config import Config, from_mapping, load_toml, to_mapping
+from hybridpar.config.elsewhere import ABSENT, ALWAYS, MEGATRON, TORCHRUN
 from hybridpar.pipeline.plan.schedules import SCHEDULES
 
 ROOT = Path(__file__).parent.parent
@@ -142,15 +144,93 @@ def test_the_page_of_all_schedules_is_up_to_date() -> None:
     assert {name for _, name, _ in made["SCHEDULES"]} == SCHEDULES.keys()
 
 
-def test_keys_of_other_systems_lead_to_keys_that_exist() -> None:
+def test_the_page_of_settings_is_up_to_date() -> None:
+    made = docs_hook()
+    assert made.SETTINGS.read_text() == made.settings(), "run python scripts/docs.py"
+    text = made.SETTINGS.read_text()
+    for section, keys in to_mapping(Config()).items():
+        assert f"\n## {section}\n" in text
+        for key in keys:
+            assert f"\n| `{key}` |" in text, key
+
+
+def test_links_of_the_pages_work_in_a_checkout() -> None:
+    """All but those to pictures, which are drawn as the site is built (pictures/, run/): gallery.md says so."""
+    made = docs_hook()
+    for page in PAGES:
+        for link in made.links(page):
+            if not link.startswith(("pictures/", "run/")):
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def rows_of_other_systems() -> dict[str, list[tuple[str, str]]]:
+    """The rows of docs/coming_from.md, two cells each, by framework."""
+    found = {}
+    for part in (ROOT / "docs/coming_from.md").read_text().split("\n## ")[1:]:
+        rows = [line.split(" | ") for line in part.splitlines() if line.startswith("| `")]
+        found[part.partition("\n")[0]] = [(row[0], row[1].removesuffix(" |")) for row in rows]
+    return found
+
+
+def names_elsewhere() -> dict[str, list[str]]:
+    """The settings of tests/names_elsewhere.txt, by framework."""
+    lines = (ROOT / "tests" / "names_elsewhere.txt").read_text().splitlines()
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        if line.startswith("["):
+            found[line.strip("[]")] = []
+        elif line and not line.startswith("#"):
+            [*found.values()][-1].append(line)
+    return found
+
+
+def known_keys() -> set[str]:
     known = {f"{section}.{key}" for section, keys in to_mapping(Config()).items() for key in keys}
-    known.add("model.spec")  # which a GPT has not
-    rows = [line.split("|")[2] for line in (ROOT / "docs/coming_from.md").read_text().splitlines()
-            if line.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`([a-z]+\.[a-z_]+)", row)}
-    assert len(rows) > 60
-    assert len(named) > 40
-    assert named <= known, named - known
+    return known | {"model.spec", "optim.groups"}  # which not every configuration has
+
+
+def keys_of(cell: str) -> set[str]:
+    return set(re.findall(r"`([a-z]+\.[a-z0-9_]+)(?:`| =)", cell))
+
+
+def test_keys_of_other_systems_lead_to_keys_that_exist() -> None:
+    files = {"metrics.jsonl", "config.toml", "tokenizer.json"}
+    for system, rows in rows_of_other_systems().items():
+        assert len(rows) > 40, system
+        for theirs, ours in rows:
+            assert keys_of(ours) - files <= known_keys(), ours
+            answers = keys_of(ours) - files or re.search(
+                r"^(always so|not there)|`--ranks`|hybridpar \w+|Trainer|SequentialSpec|NNODES", ours)
+            assert answers, f"{theirs}: {ours!r} is no key, nor 'always so', nor 'not there'"
+
+
+@pytest.mark.parametrize(("system", "least"), [("Megatron-LM", 130), ("torchtitan", 80), ("DeepSpeed", 70)])
+def test_every_setting_of_another_system_has_a_row(system: str, least: int) -> None:
+    names = names_elsewhere()[system]
+    assert len(names) >= least
+    cells = " ".join(theirs for theirs, _ in rows_of_other_systems()[system])
+    found = [name for quoted in re.findall(r"`([^`]+)`", cells) for name in quoted.split()]
+    assert not [name for name in names if name not in found]
+    assert not [name for name in found if name.startswith("--") and found.count(name) > 1]
+
+
+def test_the_command_line_answers_to_flags_of_megatron_as_the_page_does() -> None:
+    for theirs, ours in rows_of_other_systems()["Megatron-LM"]:
+        for flag in re.findall(r"`--([a-z0-9_-]+)", theirs):
+            setting = MEGATRON[flag.replace("-", "_")]
+            if setting == ALWAYS:
+                assert ours.startswith("always so"), flag
+            elif setting == TORCHRUN:
+                assert ours.startswith("torchrun's"), flag
+            elif setting == ABSENT:
+                assert ours.startswith("not there"), flag
+            else:
+                key, _, value = setting.partition(" = ")
+                assert key in known_keys(), flag
+                assert f"`{key}" in ours, flag
+                if value:
+                    from_mapping(tomllib.loads(setting))  # raises if the value is none of the key's
+    assert {name[2:].replace("-", "_") for name in names_elsewhere()["Megatron-LM"]} <= MEGATRON.keys()
 
 
 def test_keys_in_the_pages_exist() -> None:

@@ -17,7 +17,7 @@ GPT_TINY = Path(__file__).parent.parent / "scripts" / "configs" / "gpt_tiny.toml
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "naive", "interleaved", "pipedream", "auto"])
 def test_the_configuration_of_2bw_runs_with_every_schedule(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["check", str(GPT_TINY), "--world_size", "2", "--parallel.pp", "2", "--pipeline.schedule", schedule]
+    words = ["check", str(GPT_TINY), "--ranks", "2", "--parallel.pp", "2", "--pipeline.schedule", schedule]
     config = parse(words).config
     assert not problems(config, 2)
     assert config.optim.staleness == "none"

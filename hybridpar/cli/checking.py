@@ -8,7 +8,7 @@ from typing import Annotated
 
 from hybridpar.cli.fitting import Room, fit_report
 from hybridpar.cli.planning import cost_on_machine, resolved
-from hybridpar.cli.values import ConfigFile, Overrides, Within
+from hybridpar.cli.values import ConfigFile, JobRanks, Overrides, Within
 from hybridpar.config import Config, Launch, from_mapping
 from hybridpar.errors import CheckpointError
 
@@ -19,22 +19,22 @@ class Check:
 
     path: ConfigFile
     config: Overrides
-    world_size: Annotated[int, Within(0, 2**20)] = 0
-    """Processes of an imagined job; 0: as many as the grid has."""
+    ranks: JobRanks = 0
+    """Processes of the job, none of which is started; 0: as many as the grid has."""
     profile: str = ""
     """A file of `hybridpar profile`. Adds what links need and give, the time of a step, and what each remedy costs."""
     cluster: str = ""
     """A cluster.toml: the same for those machines, with estimated times (or those of the profile)."""
-    device_gb: Annotated[float, Within(0, 1e9)] = 0.0
-    """Memory of a device, or of a process on CPUs, in GB; 0: from the profile or cluster, else this machine's."""
+    memory_gb: Annotated[float, Within(0, 1e9)] = 0.0
+    """Memory of a device, or of a process on CPUs, in 1e9 bytes; 0: the profile's or cluster's, else this machine's."""
     largest: bool = False
     """Also say how many layers of this width would fit, now and with each setting that saves memory."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        config = resolved(self.config, self.world_size)
-        room = Room.of(config, launch, self.profile, self.cluster, self.device_gb)
+        config = resolved(self.config, self.ranks)
+        room = Room.of(config, launch, self.profile, self.cluster, self.memory_gb)
         on_machine = self.profile or self.cluster
         cost = cost_on_machine(config, self.profile, self.cluster, launch) if on_machine else None
         absent = _absent(config)

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,15 +21,21 @@ from tyro.conf import FlagCreatePairsOff
 
 from hybridpar import __version__
 from hybridpar.cli.commands import COMMANDS
+from hybridpar.cli.help import short_help
 from hybridpar.cli.shortage import describe, is_shortage, require_room
 from hybridpar.cli.values import out_of_range
 from hybridpar.config import Config, Launch, load_toml, read_run_config, unloaded_code, without_unused
+from hybridpar.config.elsewhere import megatron_flag
 from hybridpar.config.typed import hints_of
 from hybridpar.errors import ConfigError, HybridparError, about_file
 from hybridpar.train import watchdog
 from hybridpar.train.console import hold_descriptors, lasting_console
 from hybridpar.train.errors import LostContactError, RankError
 
+HELP_ALL = "--help-all"
+_RENAMED = {"world_size": "ranks", "devices": "ranks", "nproc_per_node": "ranks", "micro_batch": "micro_batch_sizes",
+            "micro_batches": "micro_batch_sizes", "device_gb": "memory_gb", "steps": "batches"}
+"""Flags of commands that had another name, or that torchrun has."""
 SPEC = "--model.spec"
 """The flag that names the class of a model of one's own, which decides what other keys [model] has."""
 _BY_SIGNAL = 128
@@ -114,7 +120,10 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
     command, default, config = COMMANDS[name], tyro.MISSING_NONPROP, Config()
     if "config" in command.__dataclass_fields__:
         if {"-h", "--help"} & set(rest):
-            default = command(path=Path("CONFIG.toml"), config=Config())
+            print(short_help(name, command) if speaks else "", end="\n" * speaks)
+            raise SystemExit(0)
+        if HELP_ALL in rest:
+            default = command(path=tyro.MISSING, config=Config())
         elif not rest or rest[0].startswith("-"):
             if "run" not in own_flags(command) or not (run := _value("--run", rest)):
                 _refuse(f"hybridpar {name}: the first argument must be a configuration file", (), speaks)
@@ -128,6 +137,7 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
             config = load_toml(rest[0], _value(SPEC, rest))
             rest = _without(SPEC, rest)
             default = command(path=Path(rest[0]), config=config)
+    rest = ["--help" if word == HELP_ALL else word for word in rest]
     _check_flags(name, rest, speaks, config)
     _check_numbers(name, rest, speaks, default if "config" in command.__dataclass_fields__ else command)
     made = tyro.cli(
@@ -167,8 +177,23 @@ def _check_flags(name: str, args: Iterable[str], speaks: bool, config: Config) -
     for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--") and arg != "--help"):
         word = flag[2:].replace("-", "_")
         if word not in known:
+            if renamed := _new_name(word, name, known):
+                _refuse(f"hybridpar {name}: {flag} {renamed}", (), speaks)
             same_key = [k for k in sorted(known) if "." in k and k.rpartition(".")[2] == word.rpartition(".")[2]]
+            if not same_key and "parallel.tp" in known and (answer := megatron_flag(word)):
+                _refuse(f"hybridpar {name}: {flag} {answer}", (), speaks)
             _refuse(f"hybridpar {name}: unknown flag {flag}", same_key or _nearest(word, known), speaks, "--")
+
+
+def _new_name(word: str, command: str, known: Collection[str]) -> str:
+    """What to write for a flag of another name, as the end of a sentence; empty if there is none."""
+    now = _RENAMED.get(word, word)
+    if now in known:
+        return f"is named --{now}"
+    if now == "ranks" and "parallel.tp" in known:
+        return (f"is not a flag of {command}, which takes as many processes as the grid has: --parallel.tp x "
+                "--parallel.pp x --parallel.dp")
+    return ""
 
 
 def _check_numbers(name: str, args: Iterable[str], speaks: bool, default: Any) -> None:
@@ -237,7 +262,8 @@ def _help() -> str:
     lines = [f"  {name:<11} {command.__doc__}" for name, command in COMMANDS.items()]
     return "\n".join([
         "hybridpar: train GPT, BERT and your own models on any grid of processes", "", *lines, "",
-        "hybridpar COMMAND --help tells more. Flags are --section.key value, over what CONFIG.toml says."])
+        "hybridpar COMMAND --help tells more, --help-all everything. Flags are --section.key value, over what "
+        "CONFIG.toml says."])
 
 
 def _nearest(word: str, known: Iterable[str]) -> list[str]:

@@ -26,7 +26,7 @@ class Room:
     machine: Machine | None = None
 
     @staticmethod
-    def of(config: Config, launch: Launch, profile: str, cluster: str, device_gb: float) -> Room:
+    def of(config: Config, launch: Launch, profile: str, cluster: str, memory_gb: float) -> Room:
         """Of so many GB; else of a profile or a cluster; else of this machine, if the job has as few processes as it
         has cores or GPUs. `config`: resolved. Raises: ConfigError, DataError."""
         from hybridpar.planner.local_profile import machine_for
@@ -34,8 +34,8 @@ class Room:
         machine = None
         if profile or cluster:
             machine = machine_for(config, launch, profile, cluster, config.parallel.num_ranks)
-        if device_gb:
-            return Room(_GB * device_gb, machine)
+        if memory_gb:
+            return Room(_GB * memory_gb, machine)
         return Room(machine.memory_limit if machine else _memory_here(config), machine)
 
 

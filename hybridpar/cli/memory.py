@@ -13,7 +13,7 @@ from tyro.conf import arg
 
 from hybridpar.cli.outputs import check_outputs, write_output
 from hybridpar.cli.planning import cost_on_machine, resolved
-from hybridpar.cli.values import ConfigFile, Overrides, Within
+from hybridpar.cli.values import ConfigFile, JobRanks, Overrides, Within
 from hybridpar.config import Config, Launch
 from hybridpar.errors import DataError, config_error
 
@@ -42,10 +42,10 @@ class Memory:
     """With --run and no configuration file: import the code of a custom model that the run folder names."""
     rank: Annotated[int, Within(-1, 2**40)] = -1
     """A rank of the job; -1: the one with the largest peak, of all that recorded, or of the first pipeline."""
-    world_size: Annotated[int, Within(0, 2**20)] = 0
-    """Processes of an imagined job; 0: as many as the grid has."""
-    steps: Annotated[int, Within(1, 1000)] = 4
-    """Steps to predict; the first and the last one may differ from the others."""
+    ranks: JobRanks = 0
+    """Processes of the job, none of which is started; 0: as many as the grid has."""
+    batches: Annotated[int, Within(1, 1000)] = 4
+    """Batches to predict; the first and the last one may differ from the others."""
     profile: str = ""
     """Predict with the times of a file of `hybridpar profile`."""
     cluster: str = ""
@@ -63,7 +63,7 @@ class Memory:
         names = (_SVG, _HTML, _PERFETTO, *([] if self.measured else [_TRACE]))
         for name in names if self.output else ():
             check_outputs([self.path, self.profile, self.cluster], output=str(Path(self.output, name)))
-        config, costs = resolved(self.config, self.world_size), None
+        config, costs = resolved(self.config, self.ranks), None
         if self.profile or self.cluster:
             cost = cost_on_machine(self.config, self.profile, self.cluster, launch)
             config, costs = cost.config, cost.costs
@@ -97,8 +97,8 @@ class Memory:
         if rank < 0:
             peaks = [stage.total for stage in predict(config)]
             rank = lines_of(sizes_of(config.parallel))["pp"][0][peaks.index(max(peaks))]
-        header, spans = predict_trace(config, rank, steps=self.steps)
-        timeline = preview(config, self.steps, costs).timeline
+        header, spans = predict_trace(config, rank, steps=self.batches)
+        timeline = preview(config, self.batches, costs).timeline
         spans = list(retimed(spans, simulated_times(timeline, header.place["pp"])))
         return _Trace(header, analyse(spans), lambda: spans, costs is not None)
 

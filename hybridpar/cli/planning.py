@@ -30,7 +30,7 @@ class Profile:
     """File for the profile."""
     tp: Annotated[tuple[int, ...], Within(1, 2**16)] = ()
     """Tensor-parallel degrees; empty: 1, 2, 4, .. as many as ranks."""
-    micro_batch: MicroBatches = ()
+    micro_batch_sizes: MicroBatches = ()
     """Micro-batch sizes; empty: the configuration's and twice that."""
     ranks: Ranks = 0
     """Processes on CPUs, if torchrun has not started any; 0: one a core."""
@@ -46,7 +46,7 @@ class Profile:
 
         resolved(self.config)
         check_outputs([self.path], output=self.output)
-        profile = measure_machine(self.config, launch, degrees=self.tp, sizes=self.micro_batch, quick=self.quick,
+        profile = measure_machine(self.config, launch, degrees=self.tp, sizes=self.micro_batch_sizes, quick=self.quick,
                          ranks=self.ranks)
         if launch.rank:
             return 0
@@ -67,8 +67,8 @@ class Plan:
     """A file of `hybridpar profile`; empty: this machine is measured, quickly, and the times are kept."""
     cluster: str = ""
     """A cluster.toml: plan for those machines. With a profile, its blocks are used, and these links."""
-    devices: Devices = 0
-    """Number of devices to use; 0: all GPUs or cores here, or all of the cluster."""
+    ranks: Devices = 0
+    """Processes of the job, each with a device of its own; 0: all GPUs or cores here, or all devices of the cluster."""
     batch_size: Annotated[int, Within(0, 2**30)] = 0
     """Samples of a step, in all; 0: the configuration's micro-batches on its replicas."""
     grid: str = ""
@@ -76,7 +76,7 @@ class Plan:
     schedules: tuple[str, ...] = ()
     """Schedules to choose from; empty: the configuration's, 1f1b and interleaved. One that trains on old gradients
     (2bw, pipedream) is chosen if it is 5 % faster than all others, or if it is the only one named."""
-    micro_batches: MicroBatches = ()
+    micro_batch_sizes: MicroBatches = ()
     """Micro-batch sizes to choose from; empty: those profiled, and powers of two between."""
     top: Annotated[int, Within(1, 10_000)] = 5
     """Number of plans to show."""
@@ -108,9 +108,9 @@ class Plan:
             write_output("output", self.output, to_toml(begun))
             print(f"plan: {report.describe(begun)}, as {self.config.run.folder} began", file=sys.stderr)
             return 0
-        request = Request(self._keep(), self.batch_size, self.schedules, self.micro_batches, self.top, quick=self.brief,
-                          compression=self.compression)
-        machine = machine_for(self.config, launch, self.profile, self.cluster, self.devices, self._keep())
+        request = Request(self._keep(), self.batch_size, self.schedules, self.micro_batch_sizes, self.top,
+                          quick=self.brief, compression=self.compression)
+        machine = machine_for(self.config, launch, self.profile, self.cluster, self.ranks, self._keep())
         if not (hardware := machine.profile.hardware).was_quiet:
             print(f"other programs took {100 * hardware.taken:.0f} % of the cores while this machine was measured: the "
                   "plan's times are not to be trusted; plan again when they are done", file=sys.stderr)
@@ -159,7 +159,7 @@ class Plan:
             if (fewer := as_fast_on_fewer(self.config, machine, request, best)) is not None:
                 number = fewer.cost.machine.num_devices
                 print(f"  {number} devices are as fast: {1e3 * fewer.cost.step_time:.4g} ms with "
-                      f"{report.describe(fewer.config)} (--devices {number})", file=out)
+                      f"{report.describe(fewer.config)} (--ranks {number})", file=out)
             print(f"{self.output}: {self._command(machine)}", file=out)
 
     def _command(self, machine: Machine) -> str:
@@ -215,8 +215,8 @@ def _of_one_site(config: Config) -> None:
         raise config_error("parallel.sites", sites, "is not planned for: plan the grid of one site", "1")
 
 
-def resolved(config: Config, world_size: int = 0) -> Config:
-    """The configuration with its grid filled in (world_size 0: as many processes as it has). Raises: ConfigError."""
+def resolved(config: Config, ranks: int = 0) -> Config:
+    """The configuration with its grid filled in (ranks 0: as many processes as it has). Raises: ConfigError."""
     from hybridpar.validate import resolve
 
-    return resolve(config, world_size or max(1, config.parallel.num_ranks))
+    return resolve(config, ranks or max(1, config.parallel.num_ranks))

@@ -11,12 +11,15 @@ from tyro.conf import FlagConversionOff, Positional, arg
 from hybridpar.config import Config, Within, broken_rules
 from hybridpar.errors import Problem, config_error, not_utf8
 
-ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml")]]
+_FILE = "The configuration: a TOML file with sections such as [model] and [train]; scripts/configs has examples."
+ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml", help=_FILE)]]
 Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
 Threads = Annotated[int, Within(0, 2**10)]
 Ranks = Annotated[int, Within(0, 2**12)]
 """Processes on one machine."""
 Devices = Annotated[int, Within(0, 2**16)]
+JobRanks = Annotated[int, Within(0, 2**20)]
+"""Processes of a job, on all its machines."""
 MicroBatches = Annotated[tuple[int, ...], Within(1, 2**20)]
 
 

@@ -37,7 +37,7 @@ def test_from_a_profile_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert min(layer.forward, layer.backward) > 0
     assert measured.block("layer", 2, 1).forward_messages
     assert measured.links["local"].reduce[2](1e6) > 0
-    code, out, err = run(capsys, "plan", config, "--profile", profile, "--devices", 1, "--output", plan)
+    code, out, err = run(capsys, "plan", config, "--profile", profile, "--ranks", 1, "--output", plan)
     assert code == 0, err
     assert "tp=1 pp=1 dp=1" in out
     code, _, err = run(capsys, "train", plan, "--train.num_steps", 6)
@@ -101,7 +101,7 @@ def test_a_plan_of_a_busy_machine_is_not_trusted_to_the_end(tmp_path: Path, caps
     for efficiency, said in ((0.6, True), (0.97, False)):
         write_profile(replace(quiet, hardware=replace(quiet.hardware, efficiency=efficiency)), profile)
         for brief in ((), ("--brief",)):
-            code, out, err = run(capsys, "plan", config, "--profile", profile, "--devices", 1, "--output", plan, *brief)
+            code, out, err = run(capsys, "plan", config, "--profile", profile, "--ranks", 1, "--output", plan, *brief)
             assert code == 0, err
             assert ("other programs took 40 % of the cores while this machine was measured" in err) == said
             assert f"measured with {100 * efficiency:.0f}% of the cores" in (err if brief else out)
@@ -120,7 +120,7 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
             (("--profile", profile), "the profile was made with"),
             (("--profile", tmp_path / "none.json"), "does not exist"),
             (("--cluster", tmp_path / "none.toml"), "cannot be read"),
-            (("--devices", -1), "devices = -1: must be at least 0 and at most"),
+            (("--ranks", -1), "ranks = -1: must be at least 0 and at most"),
             (("--svg", config / "plan.svg"), "cannot be written (Not a directory); try"),
             (("--svg", profile, "--profile", profile), "is what is read, and would be lost; try"),
             (("--svg", tmp_path / "plan.toml"), "is what output writes; try"),

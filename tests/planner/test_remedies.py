@@ -81,7 +81,7 @@ def test_check_and_plan_say_what_would_fit(tmp_path: Path, capsys: pytest.Captur
     b, room = config.train.micro_batch_size, peak(replace(config, parallel=replace(config.parallel, dp=1)))
     measured = replace(made.profile(config, sizes=(b,), degrees=(1,), cores=2), state=StateSpeeds(1e7, 1e9, 1e9, 1e9))
     write_profile(measured, profile)
-    flags = ["--world_size", "1", "--profile", str(profile), "--device_gb", str(0.9 * room / 1e9)]
+    flags = ["--ranks", "1", "--profile", str(profile), "--memory_gb", str(0.9 * room / 1e9)]
     assert main(["check", str(path), *flags[:4], "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True
@@ -95,6 +95,6 @@ def test_check_and_plan_say_what_would_fit(tmp_path: Path, capsys: pytest.Captur
     assert "the optimizer on the host" in capsys.readouterr().out.rpartition("predicted: ")[2]
     tiny = replace(measured, hardware=replace(measured.hardware, devices_per_host=1, memory=0.05 * room))
     write_profile(tiny, profile)
-    assert main(["plan", str(path), "--profile", str(profile), "--devices", "1",
+    assert main(["plan", str(path), "--profile", str(profile), "--ranks", "1",
                  "--output", str(tmp_path / "plan.toml")]) == 1
     assert "fit" in capsys.readouterr().err.partition("nothing fits")[2]
