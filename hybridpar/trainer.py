@@ -64,11 +64,6 @@ class Trainer:
             reported, and train nothing.
         num_targets: With modules: a function of a sample that returns how many of its labels count. None: losses are
             means over samples.
-        datasets: By part ("train", "valid"), in place of the model's own (`ModelSpec.dataset` says what they may be).
-            Samples are dicts of arrays; the first module takes the array "x", or else a sample's first one. Samples for
-            a GPT have `tokens` and `labels`, each [seq_length], where a label of -100 does not count.
-        optimizer: A subclass of UpdateRule, in place of optim.name.
-        **sections: Keys of the configuration by section, over those of `config`: `parallel={"pp": 2}`.
 
     Raises:
         ConfigError: Names every key that is unknown and every value of a wrong type.
@@ -108,7 +103,7 @@ class Trainer:
         self._lend_samples()
 
     def fit(self, *, on_step: Callable[[StepResult], Any] | None = None,
-            on_evaluation: Callable[[int, dict[str, float]], Any] | None = None,
+            on_evaluation: Callable[[int, dict[str, Any]], Any] | None = None,
             on_save: Callable[[Path], Any] | None = None) -> Outcome:
         """Train to the end, or to a request to stop; go on from the run folder's last checkpoint, if it has one.
 
@@ -281,7 +276,8 @@ def _checked_datasets(datasets: Any) -> dict[str, Any]:
     if not isinstance(datasets or {}, Mapping):
         raise config_error("datasets", datasets, "must be datasets by part of a run", '{"train": ..}')
     if unknown := set(datasets or {}) - {"train", "valid"}:
-        raise config_error("datasets", sorted(map(str, unknown)), "are no parts of a run", '"train", "valid"')
+        rule = 'has unknown keys; known are "train" and "valid", and several validation sets are a dict in "valid"'
+        raise config_error("datasets", sorted(map(str, unknown)), rule, '{"train": .., "valid": {"wiki": .., "code": ..}}')
     return dict(datasets or {})
 
 

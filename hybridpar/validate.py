@@ -6,7 +6,7 @@ the parts of the program that know what they can run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from functools import partial
@@ -17,6 +17,7 @@ from hybridpar.config import Config, ModelConfig, UnloadedModel, broken_rules
 from hybridpar.errors import ConfigError, Problem, not_utf8
 from hybridpar.models.build import recomputed_blocks, require_factors, require_tied_ends, require_trainable
 from hybridpar.models.cost import stage_split
+from hybridpar.models.metrics import require_names
 from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
 from hybridpar.optim.own import find_rule
@@ -49,7 +50,7 @@ def value_problems(config: Config) -> Iterator[Problem]:
         usual = type(settings)()
         rules = {name: rule for name, _, rule in broken_rules(settings)}
         for name, value in vars(settings).items():
-            parts, given = (value, list(value)) if isinstance(value, tuple) else ((value,), value)
+            parts, given = list(_leaves(value)), list(value) if isinstance(value, tuple) else value
             default = getattr(usual, name)
             if any(isinstance(part, float) and not isfinite(part) for part in parts):
                 rule, works = "must be finite", default
@@ -59,7 +60,7 @@ def value_problems(config: Config) -> Iterator[Problem]:
                 rule, works = "must not hold a zero byte", default
             elif flaws := [flaw for part in parts if isinstance(part, str) and (flaw := not_utf8(part))]:
                 rule, works = f"must be UTF-8 text, as config.toml keeps it; {flaws[0]}", default
-            elif any(not isinstance(part, bool | int | float | str | tuple) for part in parts):
+            elif any(not isinstance(part, bool | int | float | str) for part in parts):
                 rule, works = "must be text, a number, a truth value or a list of these, as TOML has no others", 0
             elif name in rules:
                 rule, works = rules[name].rule, rules[name].works(value, default)
@@ -67,6 +68,19 @@ def value_problems(config: Config) -> Iterator[Problem]:
                 continue
             works = list(works) if isinstance(works, tuple) else works
             yield Problem(f"{section}.{name}", given, rule, str(works))
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """Yield the texts and numbers in a value of the configuration, and the names in a table."""
+    if isinstance(value, tuple):
+        for entry in value:
+            yield from _leaves(entry)
+    elif isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield name
+            yield from _leaves(entry)
+    else:
+        yield value
 
 
 def _grid(config: Config, world_size: int) -> Iterator[Problem]:
@@ -104,6 +118,7 @@ def _refused(config: Config) -> Iterator[Problem]:
         lambda: stage_split(model, pp, pipeline.split, chunks, pipeline.placement),
         lambda: require_trainable(model),
         lambda: require_tied_ends(model, pp),
+        lambda: require_names(model),
         *([partial(require_factors, model)] if config.compression.gradients == "sbpca" else []),
         lambda: recomputed_blocks(pipeline.recompute, model, [range(0)] * min(pp * chunks, model.num_blocks)),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),

@@ -132,13 +132,13 @@ def settings() -> str:
              "Every key is a line of a TOML file under its section, or a flag: `--section.key value`. `hybridpar "
              "check` names all that are wrong at once."]
     for section in dataclasses.fields(Config):
-        kind = type(section.default_factory())  # type: ignore[misc]
+        defaults = section.default_factory()  # type: ignore[misc]
+        kind = type(defaults)
         lines += ["", f"## {section.name}", "", "| key | default | |", "|---|---|---|"]
         notes, hints = descriptions(kind), typing.get_type_hints(kind)
         for key in dataclasses.fields(kind):
-            default = key.default if key.default_factory is dataclasses.MISSING else key.default_factory()
             note = " ".join([notes[key.name], *_choices(hints[key.name])]).replace("|", "\\|")
-            lines.append(f"| `{key.name}` | `{_spelled(default)}` | {note} |")
+            lines.append(f"| `{key.name}` | `{_spelled(getattr(defaults, key.name))}` | {note} |")
     return "\n".join(lines) + "\n"
 
 

@@ -119,7 +119,7 @@ def prune(root: Path, newest: int, settings: CheckpointConfig) -> None:
     with contextlib.suppress(OSError):  # what stays takes space, no more
         steps = [step for step in saved_steps(root) if step <= newest and misnamed_step(folder_of(root, step)) is None]
         # later ones were passed over as damaged, or are of a longer run before: they are not in the place of any here
-        best = best_steps(root, settings.keep_best, up_to=newest)
+        best = best_steps(root, settings.keep_best, up_to=newest, best_by=settings.best_by)
         num_held = 0
         for step in steps[settings.keep :]:
             if step not in best and not _remove(root, step, even_if_held=num_held >= MOST_HELD):
@@ -191,16 +191,17 @@ class Hold:
         self.close()
 
 
-def best_steps(root: Path, most: int = 1, *, up_to: int | None = None) -> list[int]:
+def best_steps(root: Path, most: int = 1, *, up_to: int | None = None, best_by: str = "") -> list[int]:
     """Steps with the lowest validation losses among those saved below `root`, best first, of equal ones the newest.
 
-    `up_to`: the latest step that counts (None: any).
+    `up_to`: the latest step that counts (None: any). `best_by`: the validation set; losses of another one do not count.
     """
     found = []
     for step in [step for step in saved_steps(root) if up_to is None or step <= up_to] if most else ():
         with contextlib.suppress(CheckpointError):
-            if (loss := read_manifest(folder_of(root, step)).val_loss) is not None:
-                found.append((loss, -step))
+            manifest = read_manifest(folder_of(root, step))
+            if manifest.val_loss is not None and manifest.config.checkpoint.best_by == best_by:
+                found.append((manifest.val_loss, -step))
     return [-step for _, step in sorted(found)[:most]]
 
 

@@ -24,7 +24,7 @@ from hybridpar.cli.commands import COMMANDS
 from hybridpar.cli.help import short_help
 from hybridpar.cli.shortage import describe, is_shortage, require_room
 from hybridpar.cli.values import out_of_range
-from hybridpar.config import Config, Launch, load_toml, read_run_config, unloaded_code, without_unused
+from hybridpar.config import Config, Launch, from_mapping, load_toml, read_run_config, unloaded_code, without_unused
 from hybridpar.config.elsewhere import megatron_flag
 from hybridpar.config.typed import hints_of
 from hybridpar.errors import ConfigError, HybridparError, about_file
@@ -136,6 +136,7 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
         else:
             config = load_toml(rest[0], _value(SPEC, rest))
             rest = _without(SPEC, rest)
+            config, rest = _with_valid_sets(name, config, rest, speaks)
             default = command(path=Path(rest[0]), config=config)
     rest = ["--help" if word == HELP_ALL else word for word in rest]
     _check_flags(name, rest, speaks, config)
@@ -256,6 +257,27 @@ def _value(flag: str, args: Sequence[str]) -> str:
         if arg == flag or arg.startswith(f"{flag}="):
             return following if arg == flag else arg.partition("=")[2]
     return ""
+
+
+def _with_valid_sets(command: str, config: Config, args: Sequence[str], speaks: bool) -> tuple[Config, list[str]]:
+    """The configuration with the sets of `--data.valid_sets.NAME SOURCE ..`, and the arguments without these flags."""
+    sets: dict[str, list[str]] = {}
+    others: list[str] = []
+    words = others
+    for arg in args:
+        flag, equals, value = arg.partition("=")
+        if flag in ("--data.valid_sets", "--data.valid-sets"):
+            _refuse(f"hybridpar {command}: {flag} needs the name of a set; try {flag}.other SOURCE", (), speaks)
+        if arg.startswith("--"):
+            section, _, name = flag.replace("-", "_").partition("data.valid_sets.")
+            words = sets.setdefault(flag[-len(name):], []) if section == "__" and name else others
+        if words is others:
+            others.append(arg)
+        elif not arg.startswith("--") or equals:
+            words.append(value if arg.startswith("--") else arg)
+    if not sets:
+        return config, others
+    return from_mapping({"data": {"valid_sets": {**config.data.valid_sets, **sets}}}, config), others
 
 
 def _help() -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from hybridpar.config.row_names import NAME_RULE, is_name
 from hybridpar.config.typed import Share
 from hybridpar.errors import Problem
 
@@ -29,9 +31,12 @@ class DataConfig:
     """Policy for a record that cannot be read (broken JSON, no text or null under text_key, bytes that are not UTF-8):
     an error that names it, or skip: leave it out, and name and count those that were."""
     split: Share = 0.02
-    """Share of the documents held out for validation, where there is no valid_corpus."""
+    """Share of the documents held out for validation, where there is neither valid_corpus nor valid_sets."""
     valid_corpus: tuple[str, ...] = ()
     """Sources of validation, together; the tokenizer is that of `corpus`. Empty: what `split` holds out."""
+    valid_sets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Several validation sets, instead of valid_corpus: a table of names, each with its sources. Each set has its own
+    loss."""
     cache: str = ""
     """Folder of prepared corpora; empty: data/ in run.dir."""
 
@@ -47,12 +52,29 @@ class DataConfig:
             yield Problem("data.weights", list(self.weights), rule, equal)
         elif self.weights and not (min(self.weights) >= 0 and sum(self.weights) > 0):
             yield Problem("data.weights", list(self.weights), "must not be negative, and not all zero", equal)
-        if both := sorted({*self.corpus} & {*self.valid_corpus} - {""}):
-            yield Problem("data.valid_corpus", both, "must not be trained on: it is in data.corpus", "[]")
-        if not all(self.valid_corpus):
-            yield Problem("data.valid_corpus", list(self.valid_corpus), "must name a source in each entry", "[]")
+        yield from self._conflicts_of_sets()
         if not self.text_key:
             yield Problem("data.text_key", "", "must name a field or a column", '"text"')
-        if self.split == 0 and not self.valid_corpus and config.train.eval_interval:
-            rule = "must hold something out when train.eval_interval > 0 and there is no data.valid_corpus"
+        if self.split == 0 and not self.valid_sources and config.train.eval_interval:
+            rule = ("must hold something out when train.eval_interval > 0 and there is neither data.valid_corpus nor "
+                    "data.valid_sets")
             yield Problem("data.split", self.split, rule, "0.02")
+
+    @property
+    def valid_sources(self) -> dict[str, tuple[str, ...]]:
+        """Sources of each validation set by its name, "" for that of valid_corpus. Empty: what `split` holds out."""
+        return {"": self.valid_corpus} if self.valid_corpus else dict(self.valid_sets)
+
+    def _conflicts_of_sets(self) -> Iterator[Problem]:
+        if self.valid_corpus and self.valid_sets:
+            rule = "is one validation set without a name, and data.valid_sets has others: name it there, too"
+            named = json.dumps({"other": self.valid_corpus, **self.valid_sets})
+            yield Problem("data.valid_corpus", list(self.valid_corpus), rule, f"[], and data.valid_sets = {named}")
+        for name, sources in self.valid_sources.items():
+            key = f"data.valid_sets.{name}" if name else "data.valid_corpus"
+            if both := sorted({*self.corpus} & {*sources} - {""}):
+                yield Problem(key, both, "must not be trained on: it is in data.corpus", "[]")
+            if not all(sources) or not sources:
+                yield Problem(key, list(sources), "must name a source in each entry", '["other.txt"]' if name else "[]")
+            if name and not is_name(name):
+                yield Problem("data.valid_sets", name, f"is the name of a set, which {NAME_RULE}", '"other"')

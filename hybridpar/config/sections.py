@@ -86,6 +86,8 @@ class CheckpointConfig:
     """Number of newest checkpoints that stay."""
     keep_best: Count = 0
     """Number of checkpoints that stay besides, with the lowest validation losses of steps that were evaluated."""
+    best_by: str = ""
+    """Name of the validation set whose loss keep_best compares, if sets have names; empty: the first one."""
     asynchronous: bool = True
     """Training goes on while a copy of its state, in host memory, is written. The last save of a run has no copy."""
     max_failed_saves: AtLeastOne = 3
@@ -95,7 +97,10 @@ class CheckpointConfig:
     the checkpoint is published."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
-        train = config.train
+        train, sets = config.train, config.data.valid_sets
+        if self.best_by and sets and self.best_by not in sets:
+            rule = f"must be the name of a validation set, and data.valid_sets has {', '.join(sets)}"
+            yield Problem("checkpoint.best_by", self.best_by, rule, f'"{next(iter(sets))}"')
         if self.keep_best and not train.eval_interval:
             rule = "needs validation losses, and train.eval_interval is 0"
             yield Problem("checkpoint.keep_best", self.keep_best, rule, "0")

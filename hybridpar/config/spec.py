@@ -6,7 +6,7 @@
         width: int = 192                     depth = 12
 
 A model is a row of blocks, numbered from 0: `block(x, batch, key) -> x`. The first one takes no x, the last one returns
-its partial losses by name.
+its partial losses by name, or these and metrics.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class ModelSpec:
     """Name in messages; by default that of the class."""
     losses: ClassVar[Sequence[str]] = ("loss",)
     """Names of the partial losses that the last block returns. Their sum is trained."""
+    metric_names: ClassVar[Sequence[str]] = ()
+    """Names of metrics, such as accuracy. With metrics, the last block returns two dicts, (losses, metrics), whose
+    numbers have the same divisors. Metrics are reported under their names, and train nothing."""
     tie_embeddings: bool = False
     """Whether the first block and the last one share parameters (`Placement.tied`)."""
     max_tp: int = 1
@@ -91,7 +94,8 @@ class ModelSpec:
         """The samples of "train" or "valid", dicts of arrays by name; None: there are none.
 
         A map-style dataset (`len`, `[i]`) is shuffled. An iterable keeps its own order, and a resumed run skips what it
-        has seen. A function returns an iterator that begins at the sample of a given number.
+        has seen. A function returns an iterator that begins at the sample of a given number. Several validation sets
+        are a dict by their names.
         """
         return None
 

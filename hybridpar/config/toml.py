@@ -31,6 +31,10 @@ from hybridpar.reading import read_limited, read_toml
 
 MAX_TOML = 1 << 20
 """Bytes of a TOML file."""
+_EXAMPLES = {
+    "data.valid_sets": '{"wiki": ["wiki.txt"]}',
+    "data.valid_corpus": '["valid.txt"], or for several sets data.valid_sets = {"wiki": ["wiki.txt"]}'}
+"""Values of keys whose default does not show their form."""
 MODEL_FOLDER = "model_folder"
 """Name of a file beside a run's configuration: the folders of the modules that it names, a line each."""
 
@@ -191,7 +195,14 @@ def to_mapping(config: Config) -> dict[str, Any]:
         plain["model"] = {"spec": config.model.name, **dict(config.model.settings)}
     elif not isinstance(config.model, ModelConfig):
         plain["model"] = {"spec": spec_name(type(config.model)), **plain["model"]}
-    return {s: {k: list(v) if isinstance(v, tuple) else v for k, v in t.items()} for s, t in plain.items()}
+    return {name: _plain(table) for name, table in plain.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A value with lists instead of tuples."""
+    if isinstance(value, Mapping):
+        return {name: _plain(entry) for name, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _model(base: ModelSpec, table: Mapping[str, Any], problems: list[Problem]) -> tuple[ModelSpec, Mapping[str, Any]]:
@@ -253,7 +264,8 @@ def _read_section(name: str, base: Any, table: Mapping[str, Any], whole: Config,
             values[key] = convert(value, hints[key][0])
         except ValueError as error:
             works = _nearest_option(value, hints[key][0]) or getattr(base, key)
-            problems.append(Problem(f"{name}.{key}", value, str(error), _as_toml(works)))
+            example = _EXAMPLES.get(f"{name}.{key}") or _as_toml(works)
+            problems.append(Problem(f"{name}.{key}", value, str(error), example))
     return dataclasses.replace(base, **values)
 
 

@@ -183,6 +183,10 @@ def convert(value: Any, kind: Any) -> Any:
         if origin is tuple and inner[-1] is not Ellipsis and len(items) != len(inner):
             raise ValueError(f"must have {len(inner)} entries")
         return tuple(map(convert, items, [inner[0]] * len(items) if Ellipsis in inner or origin is Sequence else inner))
+    if origin in (dict, Mapping):
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise ValueError("must be a table of names")
+        return {name: convert(entry, typing.get_args(kind)[1]) for name, entry in value.items()}
     if origin in (typing.Union, UnionType):
         return _convert_to_any(value, typing.get_args(kind))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hybridpar.config import DataConfig, ModelConfig, ModelSpec, spec_error
+from hybridpar.config.row_names import NAME_RULE, is_name
 from hybridpar.data.bert import BertDataset
 from hybridpar.data.blend import Blend, Dataset
 from hybridpar.data.corpus import check_source
@@ -35,8 +37,9 @@ class Data:
     """The data of a run. `tokenizer` is None for GPT on .bin/.idx files that came without one."""
 
     train: Samples
-    valid: Samples | None
-    """The held-out part, or data.valid_corpus; None where there is neither. The same samples at every evaluation."""
+    valid: Mapping[str, Samples]
+    """Validation sets by name. The held-out part, or data.valid_corpus, has the name "". The same samples at every
+    evaluation."""
     prepared: tuple[Prepared, ...]
     tokenizer: Tokenizer | None
     notes: tuple[str, ...] = ()
@@ -44,11 +47,12 @@ class Data:
 
 
 def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: int, quiet: bool = False,
-              datasets: Mapping[str, Any] = NO_DATASETS, kept: int = 1 << 10) -> Data:
+              datasets: Mapping[str, Any] = NO_DATASETS, kept: int = 1 << 10, evaluates: bool = True) -> Data:
     """Opens the corpora, after preparing in `folder` those that are text; without weights, all text is one corpus.
 
     `datasets`, by part ("train", "valid"), are in the stead of corpora; of a model that is not GPT or BERT, of those
-    that it names itself. `kept`: samples of one that is a stream stay in memory.
+    that it names itself. `kept`: samples of one that is a stream stay in memory. `evaluates`: whether the validation
+    sets are used; if not, a corpus that is too small to hold something out is trained on as a whole.
 
     Any number of processes may call it at once: on one machine one works and the others wait for it.
 
@@ -59,7 +63,8 @@ def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: i
         return replace(_own_data(model, seed, datasets, kept),
                        tokenizer=Tokenizer.load(data.tokenizer) if data.tokenizer else None)
     options: Any = {"kind": model.kind, "text_key": data.text_key, "quiet": quiet, "on_bad_record": data.on_bad_record}
-    tokenized = {name: open_prepared(_prefix(name)) for name in (*data.corpus, *data.valid_corpus)
+    sources = data.valid_sources
+    tokenized = {name: open_prepared(_prefix(name)) for name in (*data.corpus, *chain(*sources.values()))
                  if is_indexed(_prefix(name))}
     texts, own = _parted(data.corpus, tokenized)
     path = Path(data.tokenizer) if data.tokenizer else next((p.tokenizer_path for p in own if p.tokenizer_path), None)
@@ -76,20 +81,29 @@ def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: i
     prepared = [tokenized[name] if name in tokenized else made[name] for name in data.corpus]
     prepared = prepared if data.weights else list(dict.fromkeys(prepared))
     tokenizer = Tokenizer.load(path) if path else prepared[0].tokenizer() if texts else None
-    texts, valid = _parted(data.valid_corpus, tokenized)
-    if texts:
-        used = path or prepared[0].tokenizer_path
-        if used is None:
-            raise _tokenizer_needed(texts[0], "data.corpus")
-        valid.append(prepare(texts, folder, model.vocab_size, tokenizer=used, **options))
-    _check(model, [*prepared, *valid], tokenizer, path)
-    return _blend(model, data, prepared, valid, tokenizer, seed)
+    sets: dict[str, list[Prepared]] = {}
+    for name, of_set in sources.items():
+        texts, sets[name] = _parted(of_set, tokenized)
+        if texts:
+            used = path or prepared[0].tokenizer_path
+            if used is None:
+                raise _tokenizer_needed(texts[0], "data.corpus")
+            sets[name].append(prepare(texts, folder, model.vocab_size, tokenizer=used, **options))
+    _check(model, [*prepared, *chain(*sets.values())], tokenizer, path)
+    return _blend(model, data, prepared, sets, tokenizer, seed, evaluates=evaluates)
 
 
 def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any], kept: int) -> Data:
     found = {part: datasets[part] if part in datasets else model.dataset(part) for part in ("train", "valid")}
-    train, valid = (None if dataset is None else _own_samples(model, dataset, part, seed, kept)
-                    for part, dataset in found.items())
+    train = None if found["train"] is None else _own_samples(model, found["train"], "train", seed, kept)
+    sets = found["valid"] if isinstance(found["valid"], Mapping) else {"": found["valid"]}
+    valid: dict[str, Samples] = {}
+    for name, dataset in sets.items():
+        if isinstance(found["valid"], Mapping) and not is_name(name):
+            raise config_error("datasets", name, f"is the name of a validation set, which {NAME_RULE}",
+                               '{"train": .., "valid": {"wiki": .., "code": ..}}')
+        if dataset is not None:
+            valid[name] = _own_samples(model, dataset, f"valid/{name}" if name else "valid", seed, kept)
     if train is None and isinstance(model, ModelConfig):
         raise config_error("datasets", sorted(datasets), 'must have samples to train on, under "train"',
                            '{"train": samples, "valid": None}')
@@ -154,7 +168,8 @@ def split_tokens(indexed: IndexedDataset, fraction: float, min_tokens: int) -> t
 def absent_sources(data: DataConfig) -> list[str]:
     """Corpora and the tokenizer that this machine does not have, or cannot read, each with its key and why."""
     found = []
-    for key, names in (("corpus", data.corpus), ("valid_corpus", data.valid_corpus)):
+    sets = {f"valid_sets.{name}": sources for name, sources in data.valid_sets.items()}
+    for key, names in {"corpus": data.corpus, "valid_corpus": data.valid_corpus, **sets}.items():
         for name in names:
             try:
                 if not is_indexed(_prefix(name)):
@@ -191,8 +206,8 @@ def _check(model: ModelConfig, prepared: list[Prepared], tokenizer: Tokenizer | 
         raise ConfigError(*problems)
 
 
-def _blend(model: ModelConfig, data: DataConfig, prepared: list[Prepared], validation: list[Prepared],
-           tokenizer: Tokenizer | None, seed: int) -> Data:
+def _blend(model: ModelConfig, data: DataConfig, prepared: list[Prepared], sets: Mapping[str, list[Prepared]],
+           tokenizer: Tokenizer | None, seed: int, *, evaluates: bool) -> Data:
     def dataset(indexed: IndexedDataset, part: Part, order_seed: int | None) -> Dataset:
         if model.kind == "gpt":
             return GPTDataset(indexed, model.seq_length, part, seed=order_seed)
@@ -201,16 +216,20 @@ def _blend(model: ModelConfig, data: DataConfig, prepared: list[Prepared], valid
                            tokens=part)
 
     train: list[Dataset] = []
-    valid: list[Dataset] = []
-    for one in prepared:
-        indexed = one.open()
-        trained, held_out = split_tokens(indexed, 0.0 if validation else data.split, model.seq_length + 1)
+    held_out: list[Dataset] = []
+    for indexed in (one.open() for one in prepared):
+        try:
+            trained, part = split_tokens(indexed, 0.0 if sets else data.split, model.seq_length + 1)
+        except ConfigError:
+            if evaluates:
+                raise
+            trained, part = (0, indexed.num_tokens), None
         train.append(dataset(indexed, trained, seed))
-        if held_out is not None:
-            valid.append(dataset(indexed, held_out, None))
-    for indexed in (one.open() for one in validation):
-        valid.append(dataset(indexed, (0, indexed.num_tokens), None))
-    weights = () if validation else data.weights
-    notes = (line for one in dict.fromkeys([*prepared, *validation]) for line in one.notes())
-    return Data(Blend(train, data.weights, seed=seed), Blend(valid, weights, seed=seed) if valid else None,
-                tuple(prepared), tokenizer, tuple(notes))
+        if part is not None:
+            held_out.append(dataset(indexed, part, None))
+    valid = {"": Blend(held_out, data.weights, seed=seed)} if held_out else {}
+    for name, of_set in sets.items():
+        texts = [one.open() for one in of_set]
+        valid[name] = Blend([dataset(text, (0, text.num_tokens), None) for text in texts], (), seed=seed)
+    notes = (line for one in dict.fromkeys([*prepared, *chain(*sets.values())]) for line in one.notes())
+    return Data(Blend(train, data.weights, seed=seed), valid, tuple(prepared), tokenizer, tuple(notes))

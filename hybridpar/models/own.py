@@ -20,6 +20,7 @@ from hybridpar import random
 from hybridpar.config import AUTO, KernelsConfig, ModelSpec, spec_error
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.grid import Axis
+from hybridpar.models.metrics import LossesAndMetrics, require_metrics
 from hybridpar.models.watched import BlockWatch
 from hybridpar.nn.placement import Init, ParallelModule, Placement
 
@@ -166,13 +167,20 @@ def _given(is_last: bool, dtype: torch.dtype, block: nn.Module, args: tuple[Any,
     return x, _Noting(batch) if is_last else batch, *rest
 
 
-def _check_output(model: ModelSpec, number: int, wanted: Any, block: nn.Module, args: Any, out: Any) -> None:
-    """Raises: ConfigError where the block returns something else than the model's `activation_shape` and `losses`, or
-    losses that cannot be parts of a mean over the whole batch."""
+def _check_output(model: ModelSpec, number: int, wanted: Any, block: nn.Module, args: Any, out: Any) -> Any:
+    """Check what a block returns; of a last block with metrics, return the losses with these.
+
+    Raises: ConfigError where the block returns something else than the model's `activation_shape`, `losses` and
+        `metric_names`, or losses that cannot be parts of a mean over the whole batch.
+    """
     if isinstance(out, Tensor) and wanted == out.shape[1:]:
-        return  # at once, as it is asked at every micro-batch
+        return None  # at once, as it is asked at every micro-batch
     where = f"block {number} ({type(block).__name__}) of {model.kind}"
     if wanted is None:
+        metrics: Any = {}
+        if isinstance(out, tuple) and len(out) == 2:
+            out, metrics = out
+        require_metrics(model, metrics, where)
         names = list(out) if isinstance(out, dict) else f"a {type(out).__name__}"
         if names != list(model.losses) or any(loss.dim() for loss in out.values()):
             raise config_error("model.losses", list(model.losses), f"are numbers (0-d) that the last block returns by "
@@ -185,13 +193,14 @@ def _check_output(model: ModelSpec, number: int, wanted: Any, block: nn.Module, 
             rule = (f"returns losses that are not divided by the size of the whole batch: {where} reads neither "
                     "batch['num_samples'] nor batch['num_targets'], so micro-batches would not add up to a mean")
             raise spec_error(model, rule, 'cross_entropy(.., reduction="sum") / batch["num_samples"]')
-        return
+        return LossesAndMetrics(out, metrics) if metrics else out
     wanted = {name: tuple(one) for name, one in wanted.items()} if isinstance(wanted, dict) else tuple(wanted)
     found = _shape_of(out) if not isinstance(wanted, dict) else (
         {name: _shape_of(one) for name, one in out.items()} if isinstance(out, dict) else f"a {type(out).__name__}")
     if found != wanted:
         raise config_error("model.activation_shape", wanted, f"is what {where} is to return of each sample; it returns "
                            f"{found}", str(found))
+    return None
 
 
 def _shape_of(x: Any) -> Any:

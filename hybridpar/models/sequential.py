@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridpar.config import ModelSpec, spec_error
-from hybridpar.errors import ConfigError
+from hybridpar.errors import ConfigError, first_line
+from hybridpar.models.metrics import is_ghost, require_metrics, require_values
 from hybridpar.models.own import Build, making, require_same_everywhere
 from hybridpar.models.watched import RefuseDraws
 
@@ -54,14 +56,27 @@ class SequentialSpec(ModelSpec):
         """
         raise self._undefined("def loss(self, out, batch): ...")
 
+    def metrics(self, out: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the metrics of a micro-batch by name, such as {"accuracy": ..}; they are reported and train nothing.
+
+        Each is a mean over the samples of the micro-batch, or a sum over the labels that count, as the loss is. It is
+        called without gradients. Names are the same for every micro-batch. Shapes: numbers (0-d).
+        """
+        return {}
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:  # type: ignore[override]  # found, where a ModelSpec says them
+        """The names of what `metrics` returns."""
+        return () if type(self).metrics is SequentialSpec.metrics else _metric_names(self)
+
     @property
     def num_blocks(self) -> int:
         """One for each module."""
-        return len(_shapes(self)) + 1
+        return len(_shapes(self)[0]) + 1
 
     def activation_shape(self, number: int) -> Shape:
         """The shape of one sample of what module `number` returns."""
-        return _shapes(self)[number]
+        return _shapes(self)[0][number]
 
     @property
     def tie_embeddings(self) -> bool:  # type: ignore[override]  # found, where another model says it
@@ -93,7 +108,7 @@ class SequentialSpec(ModelSpec):
 
 
 class _Layer(nn.Module):
-    """A module as a block: the first takes its input from the batch, the last returns the loss."""
+    """A module as a block: the first takes its input from the batch, the last returns the loss and metrics."""
 
     NAME = "layer"
     """Name of the module in names of parameters."""
@@ -114,9 +129,24 @@ class _Layer(nn.Module):
         if not isinstance(loss := self._model.loss(out, batch), Tensor):
             raise _wrong(self._model, f"returns a {type(loss).__name__} from loss(), which must be a number (0-d)",
                          "nn.functional.mse_loss(out, batch['y'])")
+        metrics = self._metrics(out, batch) if self._model.metric_names else {}
         if self._model.counts_targets:
-            return {"loss": loss / batch["num_targets"]}
-        return {"loss": loss * (len(batch[self._model.inputs]) / batch["num_samples"])}
+            losses = {"loss": loss / batch["num_targets"]}
+            return losses, {name: metric / batch["num_targets"] for name, metric in metrics.items()}
+        share = len(batch[self._model.inputs]) / batch["num_samples"]
+        return {"loss": loss * share}, {name: metric * share for name, metric in metrics.items()}
+
+    @torch.no_grad()
+    def _metrics(self, out: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Raises: ConfigError where these are not numbers, or have other names than before."""
+        try:
+            found = self._model.metrics(out, batch)
+        except Exception:
+            if not is_ghost(out):
+                raise
+            return {name: torch.zeros(()) for name in self._model.metric_names}  # its course depends on values
+        require_metrics(self._model, found, "metrics()")
+        return {name: value.double() for name, value in found.items()}
 
 
 def forget_shapes() -> None:
@@ -149,8 +179,43 @@ def _shared(model: SequentialSpec) -> tuple[dict[str, tuple[int, str]], ...]:
 
 
 @lru_cache(maxsize=16)
-def _shapes(model: SequentialSpec) -> tuple[Shape, ...]:
-    """The shapes of one sample of what each module but the last returns.
+def _metric_names(model: SequentialSpec) -> tuple[str, ...]:
+    """The names of a model's metrics, found with a sample and an output of 0.5 everywhere.
+
+    Raises: ConfigError where the metrics are no numbers, or need a gradient.
+    """
+    with _disable_current_modes(), making("cpu", torch.float32), torch.random.fork_rng(devices=[]), torch.no_grad():
+        out = _each_tensor(_shapes(model)[1], _half)
+        batch = {name: torch.as_tensor(np.asarray(value))[None] for name, value in model.sample(0, 0).items()}
+        batch = {name: one.float() if one.is_floating_point() else one for name, one in batch.items()}
+        counts = {"num_samples": 1, "num_targets": max(model.num_targets(model.sample(0, 0)), 1)}
+        batch |= {name: torch.tensor(number, dtype=torch.float64) for name, number in counts.items()}
+        try:
+            found = model.metrics(out, batch)
+        except Exception as error:
+            rule = (f"has a method metrics() that fails on a sample and an output of 0.5 everywhere: "
+                    f"{type(error).__name__}: {first_line(error)}. It is called without gradients")
+            raise _wrong(model, rule, '{"accuracy": (out.argmax(-1) == batch["label"]).float().mean()}') from error
+    require_values(model, found, "metrics()")
+    return tuple(found)
+
+
+def _half(x: Tensor) -> Tensor:
+    return torch.full(x.shape, 0.5 if x.is_floating_point() else 0, dtype=x.dtype)
+
+
+def _each_tensor(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return what a module returns, with `function` of each tensor in it."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, dict):
+        return {name: _each_tensor(one, function) for name, one in x.items()}
+    return tuple(_each_tensor(one, function) for one in x) if isinstance(x, tuple | list) else x
+
+
+@lru_cache(maxsize=16)
+def _shapes(model: SequentialSpec) -> tuple[tuple[Shape, ...], Any]:
+    """The shapes of one sample of what each module but the last returns, and what that returns, on the meta device.
 
     Raises: ConfigError where there is none.
     """
@@ -186,4 +251,4 @@ def _shapes(model: SequentialSpec) -> tuple[Shape, ...]:
                 what = tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
                 rule = f"has a module {number} ({type(module).__name__}) that makes of {what} no tensor: {error}"
                 raise _wrong(model, rule, "a module that takes what the one before returns") from error
-    return tuple(shapes)
+    return tuple(shapes), x

@@ -25,13 +25,14 @@ class Callbacks:
     """Functions that are called on all ranks, at the same step: they may use collectives.
 
     on_step: after each optimizer step that counts, with its numbers. on_evaluation: with the step and the partial
-    losses, means over all labels of the held-out samples. on_save: with the folder of a checkpoint that is complete.
+    losses and metrics by name, means over all labels of the held-out samples; if validation sets have names, with a
+    dict of these by the name of the set. on_save: with the folder of a checkpoint that is complete.
     One that returns STOP on any rank ends training on all, at the same step. So does one that raises; the error comes
     once the run has saved. stop: the same request from elsewhere in the program.
     """
 
     on_step: Callable[[StepResult], Any] = _ignore
-    on_evaluation: Callable[[int, dict[str, float]], Any] = _ignore
+    on_evaluation: Callable[[int, dict[str, Any]], Any] = _ignore
     on_save: Callable[[Path], Any] = _ignore
     stop: StopFlag = field(default_factory=StopFlag)
 

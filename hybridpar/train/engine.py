@@ -87,6 +87,8 @@ class Engine:
         self.split = stage_split(model, grid.pp.size, pipeline.split, self.sizes.chunks, pipeline.placement)
         self._held = self.sizes.stages_of(grid.pp.rank)
         self.loss_names = model.losses
+        self.number_names = (*model.losses, *model.metric_names)
+        """Names of the losses and metrics of a batch, all of which are summed over the grid."""
         states = StatePolicy.of(config, self.policy.num_versions(grid.pp.rank), self.schedule.num_gradient_buffers)
         numbers = [number for stage in self._held for number in self.split[stage]]
         sequence = config.parallel.sequence
@@ -243,12 +245,12 @@ class Engine:
         square = self.state.square_norm(batch)
         self.state.send(batch)
         stages = self.grid.pp.size
-        totals = torch.zeros(stages + 1 + len(self.loss_names), dtype=torch.float64, device=self.device)
+        totals = torch.zeros(stages + 1 + len(self.number_names), dtype=torch.float64, device=self.device)
         totals[self.grid.pp.rank] = square
         totals[stages] = float(self.stop_requested)
         losses = self.executor.losses.pop(batch, {})
         if self.grid.is_first_copy:
-            for i, name in enumerate(self.loss_names):
+            for i, name in enumerate(self.number_names):
                 totals[stages + 1 + i] = losses.get(name, 0.0)
         work = all_reduce_async(totals, self.grid.home)
         self.executor.watch(work.is_done)
@@ -355,10 +357,10 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, loader: Loader, num_batches: int) -> dict[str, float]:
-        """Return the partial losses of the newest weights over the first batches of `loader`, without dropout.
+        """Return the partial losses and metrics of the newest weights over the first batches of `loader`, by name.
 
-        Each is a mean over what it counts (labels, or samples) in all of these batches, however they are divided into
-        batches, micro-batches, replicas and sites; 0 where no label counts.
+        There is no dropout. Each is a mean over what it counts (labels, or samples) in all of these batches, however
+        they are divided into batches, micro-batches, replicas and sites; 0 where no label counts.
         """
         newest = self.state.weights.newest
         assert self.batches_done == newest, "evaluation needs a drained pipeline"
@@ -368,10 +370,10 @@ class Engine:
         with self.state.unpredicted():
             evaluated = num_batches, sum(map(loader.num_targets, range(num_batches)))
             self.executor.run(actions, LoaderSource(loader, self.config, self.device, evaluated), NO_HOOKS)
-        totals = torch.zeros(len(self.loss_names), dtype=torch.float64, device=self.device)
+        totals = torch.zeros(len(self.number_names), dtype=torch.float64, device=self.device)
         for batch in range(num_batches):
             losses = self.executor.losses.pop(batch, {})
             if self.grid.is_first_copy:
-                totals += totals.new_tensor([float(losses.get(n, 0.0)) for n in self.loss_names])
+                totals += totals.new_tensor([float(losses.get(n, 0.0)) for n in self.number_names])
         all_reduce(totals, self.grid.world)
-        return dict(zip(self.loss_names, (totals / self.grid.site.size).tolist(), strict=True))
+        return dict(zip(self.number_names, (totals / self.grid.site.size).tolist(), strict=True))

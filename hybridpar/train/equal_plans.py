@@ -67,16 +67,20 @@ def require_equal_start(model: ModelSpec, job: Job, *, resumes: bool) -> None:
 
 def require_equal_data(data: Data, job: Job) -> None:
     """Compares the samples of all processes with those of the first. Raises: HybridparError on all."""
-    for part, samples in (("train", data.train), ("valid", data.valid)):
-        mine = None if samples is None else samples.fingerprint
-        first = job.decide(lambda mine=mine: mine)  # type: ignore[misc]
+    mine = {"train": data.train.fingerprint} | {
+        f"valid {name}".rstrip(): samples.fingerprint for name, samples in data.valid.items()}
+    first = job.decide(lambda: mine)
 
-        def compare(part: str = part, mine: str | None = mine, first: str | None = first) -> None:
-            if mine != first:
-                raise DataError(f"the samples of {part} differ from those of rank 0 (fingerprint {mine}, there "
-                                f"{first}): data.corpus must hold the same, and be cut alike, on all machines")
+    def compare() -> None:
+        if list(mine) != list(first):
+            raise DataError(f"the data are {', '.join(mine)} here and {', '.join(first)} on rank 0: all ranks need the "
+                            "same validation sets, in the same order")
+        for part, fingerprint in mine.items():
+            if fingerprint != first[part]:
+                raise DataError(f"the samples of {part} differ from those of rank 0 (fingerprint {fingerprint}, there "
+                                f"{first[part]}): data.corpus must hold the same, and be cut alike, on all machines")
 
-        job.together(compare)
+    job.together(compare)
 
 
 def require_equal_plans(engine: Engine) -> None:

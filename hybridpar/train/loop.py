@@ -47,6 +47,7 @@ from hybridpar.train.errors import (
     SetupError,
     describe_failure,
 )
+from hybridpar.train.evaluation import require_best_set
 from hybridpar.train.faults.inject import Fault, Injector, parse_faults
 from hybridpar.train.generate import Generator, Sampling
 from hybridpar.train.launch import (
@@ -150,15 +151,17 @@ def open_job_data(config: Config, job: Job, datasets: Mapping[str, Any]) -> Data
     """Lets the first process of each machine prepare the corpus, then opens it on the others."""
     def opened() -> Data:
         return open_data(config.model, config.data, config.cache_folder, seed=config.train.seed,
-                         quiet=job.launch.rank != 0, datasets=datasets, kept=2 * config.global_batch_size)
+                         quiet=job.launch.rank != 0, datasets=datasets, kept=2 * config.global_batch_size,
+                         evaluates=config.train.eval_interval > 0)
 
     first = job.launch.local_rank == 0
     data = job.together(opened, here=first)
     data = job.together(opened, here=not first) or data
     assert data is not None
-    if data.valid is None and config.train.eval_interval:
+    if not data.valid and config.train.eval_interval:
         raise config_error("train.eval_interval", config.train.eval_interval, "needs samples that are held out, and "
                            f"{config.model.kind} has none", "0")
+    require_best_set(config, data.valid)
     return data
 
 

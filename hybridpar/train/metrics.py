@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from hybridpar.config import Whole, from_plain
+from hybridpar.config.row_names import valid_name, valid_numbers_in
 from hybridpar.config.typed import convert
 from hybridpar.data.loader import Loader
 from hybridpar.reading import open_regular, parse_json
 
+MOST_CURVES = 32
+"""Numbers of a run that pictures show; a run may have any number of validation sets."""
 _LONGEST_LINE = 1 << 20
 
 
@@ -44,9 +47,9 @@ def end_of(path: Path, step: int) -> int:
     return found
 
 
-def evaluation_at(path: Path, step: int) -> dict[str, Any] | None:
-    """The row of a metrics.jsonl with the validation loss of a step, or None if it has no such row."""
-    return next((row for row in stream_metrics(path) if row["step"] == step and "val_loss" in row), None)
+def evaluation_at(path: Path, step: int, name: str) -> dict[str, Any] | None:
+    """The row of a metrics.jsonl with the validation loss `name` of a step, or None if it has no such row."""
+    return next((row for row in stream_metrics(path) if row["step"] == step and name in row), None)
 
 
 def last_step(path: Path) -> int:
@@ -55,15 +58,16 @@ def last_step(path: Path) -> int:
 
 
 def read_curves(path: Path, most: int = 1 << 13) -> list[dict[str, Any]]:
-    """Losses and validation losses of a metrics.jsonl, as rows of a step and one of them.
+    """Losses and validation losses of a metrics.jsonl, as rows of a step and one of them; of the first sets, if many.
 
     Of more than `most` of a kind every second one is left out, or three of four, ..; the last one is always there.
     """
-    curves = {name: _Thinned(most) for name in ("loss", "val_loss")}
+    curves: dict[str, _Thinned] = {}
     for row in stream_metrics(path):
-        for name, curve in curves.items():
-            if isinstance(row.get(name), int | float):
-                curve.add({"step": row["step"], name: row[name]})
+        names = [valid_name("loss", valid_set) for name, valid_set, _ in valid_numbers_in(row) if name == "loss"]
+        for name in ["loss", *names]:
+            if isinstance(row.get(name), int | float) and (name in curves or len(curves) < MOST_CURVES):
+                curves.setdefault(name, _Thinned(most)).add({"step": row["step"], name: row[name]})
     return [row for curve in curves.values() for row in curve.points]
 
 

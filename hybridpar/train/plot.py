@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hybridpar.config.row_names import valid_numbers_in
 from hybridpar.errors import HybridparError
 
 
@@ -21,6 +22,7 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+_VALID_COLOURS = ("#c7680f", "#35843a", "#774aae", "#b93a3a", "#1c7d7d", "#b23c83", "#7d5636")
 _LONGEST_S = 30.0
 """Most time for a picture: the other ranks wait for rank 0 meanwhile, by default for up to 60 s."""
 _PROGRAM = (f"import sys; sys.path[0] = {str(Path(__file__).parents[2])!r}\n"  # in the place of the working folder
@@ -62,7 +64,11 @@ def plot_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
 
     train = [(r["step"], r["loss"]) for r in rows if r.get("loss") is not None]
-    valid = [(r["step"], r["val_loss"]) for r in rows if r.get("val_loss") is not None]
+    valid: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for name, valid_set, value in valid_numbers_in(row):
+            if name == "loss":
+                valid.setdefault(valid_set, []).append((row["step"], value))
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats)", title=title)
     axes.spines[["top", "right"]].set_visible(False)
@@ -72,10 +78,10 @@ def plot_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         axes.plot(steps, losses, color="#2c6ab1", alpha=0.3, linewidth=1)
         line = smooth(losses)
         axes.plot(steps, line, color="#2c6ab1", linewidth=1.8, label=f"training, smoothed, {line[-1]:.3f} at the end")
-    if valid:
-        steps, losses = np.array(valid).T
-        axes.plot(steps, losses, "o-", color="#c7680f", markersize=4, linewidth=1.5,
-                  label=f"validation, {losses[-1]:.3f} at the end")
+    for number, (valid_set, points) in enumerate(valid.items()):
+        steps, losses = np.array(points).T
+        axes.plot(steps, losses, "o-", color=_VALID_COLOURS[number % len(_VALID_COLOURS)], markersize=4, linewidth=1.5,
+                  label=f"{f'validation {valid_set}'.rstrip()}, {losses[-1]:.3f} at the end")
     if train or valid:
         axes.legend(frameon=False)
     figure.savefig(path)

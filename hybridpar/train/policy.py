@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridpar.config import Config
@@ -28,6 +28,7 @@ class StepResult:
     `skipped`: its update was not made. `stage_norms`: of the gradients of each stage, tied ones with the first.
     `news`: of the other sites, where any came with this step; losses are those of this site. `num_targets`: labels that
     count in the batch, over all replicas and sites; where there are none, the losses that divide by them are 0.
+    `metrics`: those of the model, means like the losses.
     """
 
     step: int
@@ -40,6 +41,7 @@ class StepResult:
     anomaly: Anomaly | None = None
     news: SiteNews | None = None
     num_targets: int = 1
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -60,7 +62,7 @@ class BatchPolicy:
         self.schedule, self.sizes = schedule or schedule_of(config.pipeline), sizes or Sizes.of(config)
         self.scaler = LossScaler.for_dtype(DTYPES[config.train.dtype], config.optim.loss_scale)
         self.first = 0
-        self._loss_names = config.model.losses
+        self._loss_names, self._metric_names = config.model.losses, config.model.metric_names
         self._scales = {0: self.scaler.scale}  # the loss scale that came with each version of the weights
         self._num_skipped = 0
         """Number of batches so far that made no update: skipped ones, and those between a checkpoint that was rolled
@@ -98,16 +100,18 @@ class BatchPolicy:
         delay = self.schedule.mean_delay(self.sizes, 0) if batch >= self.schedule.sync_steps else 0.0
         return learning_rate(batch - self._num_skipped, self.config.optim, self.config.train.num_steps, delay)
 
-    def result(self, batch: int, squares: Sequence[float], losses: Sequence[float], num_targets: int) -> StepResult:
+    def result(self, batch: int, squares: Sequence[float], numbers: Sequence[float], num_targets: int) -> StepResult:
         """The outcome of a batch; call it for each, in order.
 
-        `squares`: squared gradient norm of each rank of the pipeline, scaled as the loss. `losses`: partial losses.
-        `num_targets`: labels that count. A batch without any is no measure for others: it is judged only if its numbers
-        are not finite.
+        `squares`: squared gradient norm of each rank of the pipeline, scaled as the loss. `numbers`: partial losses,
+        then metrics. `num_targets`: labels that count. A batch without any is no measure for others: it is judged only
+        if its loss or norm is not finite.
         """
         scale = self.loss_scale(batch)
         norm = math.sqrt(sum(squares)) / scale
-        named = dict(zip(self._loss_names, losses, strict=True))
+        count = len(self._loss_names)
+        named = dict(zip(self._loss_names, numbers[:count], strict=True))
+        metrics = dict(zip(self._metric_names, numbers[count:], strict=True))
         cured = self.scaler.dynamic and scale > MIN_SCALE and not math.isfinite(norm)
         loss, anomaly = sum(named.values()), None
         if num_targets or not (math.isfinite(loss) and math.isfinite(norm)):
@@ -115,7 +119,7 @@ class BatchPolicy:
         skipped = self.config.norms_first and (anomaly is not None or not math.isfinite(norm))
         norms = tuple(math.sqrt(square) / scale for square in squares)
         return StepResult(batch + 1, named, norm, self.learning_rate(batch), scale, skipped, norms, anomaly,
-                          num_targets=num_targets)
+                          num_targets=num_targets, metrics=metrics)
 
     def factor(self, batch: int, result: StepResult | None) -> float | None:
         """The factor of the gradients; None: the step is not made. `result` None: not known, no clipping."""

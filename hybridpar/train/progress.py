@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -14,11 +15,12 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from hybridpar.config.row_names import metrics_in, valid_numbers_in
 from hybridpar.train.links import a_day
 
 _LINE_EVERY_S = 2.0
 _ETA_STEPS = 20
-_DROPPED = ("memory", "data", "ms", "norm", "mfu", "lr", "speed", "val")
+_DROPPED = ("memory", "data", "ms", "norm", "mfu", "lr", "speed", "metrics", "val")
 """Parts of a line that are left out on a narrow terminal, in this order."""
 
 
@@ -28,7 +30,7 @@ class Status:
 
     total: int
     step: int = 0
-    val_loss: float | None = None
+    valid: dict[str, float] = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)
     ends: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_ETA_STEPS + 1))
 
@@ -52,8 +54,10 @@ class Status:
         if not row:
             return "starting"
         parts = {"loss": f"loss {row['loss']:.4f}"}
-        if self.val_loss is not None:
-            parts["val"] = f"val {self.val_loss:.4f}"
+        if metrics := dict(metrics_in(row)):
+            parts["metrics"] = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        if losses := valid_losses(self.valid):
+            parts["val"] = f"val {losses}"
         parts |= {
             "norm": f"grad norm {row['grad_norm']:.3f}", "lr": f"lr {row['lr']:.2e}",
             "speed": f"{row['tokens_per_s']:,.0f} {row.get('counts', 'tokens')}/s", "ms": f"{row['step_ms']:,.0f} ms",
@@ -69,6 +73,23 @@ class Status:
         return "  ".join(parts.values())
 
 
+def valid_losses(row: Mapping[str, float], number: str = "loss") -> str:
+    """Return a number of an evaluation as text: 2.3026, or wiki 2.3026 code 1.2345 of several sets.
+
+    Args:
+        row: The numbers of the evaluation, named as in metrics.jsonl.
+        number: "loss", or the name of a metric.
+    """
+    found = [f"{valid_set} {value:.4f}".strip() for name, valid_set, value in valid_numbers_in(row) if name == number]
+    return " ".join(found)
+
+
+def valid_numbers(row: Mapping[str, float]) -> str:
+    """Return the loss and the metrics of an evaluation as text; `row` as in `valid_losses`."""
+    names = dict.fromkeys(name for name, _, _ in valid_numbers_in(row))
+    return "  ".join(f"{name} {valid_losses(row, name)}" for name in names)
+
+
 class Reporter:
     """The reporter of all ranks but the first: it shows nothing."""
 
@@ -78,8 +99,8 @@ class Reporter:
     def step(self, row: dict[str, Any]) -> None:
         """Shows the numbers of a step, as in metrics.jsonl."""
 
-    def evaluation(self, step: int, val_loss: float) -> None:
-        """Shows a validation loss."""
+    def evaluation(self, step: int, row: Mapping[str, float]) -> None:
+        """Shows the numbers of an evaluation, named as in metrics.jsonl."""
 
     def close(self) -> None:
         """Ends what is shown."""
@@ -101,9 +122,9 @@ class PlainReporter(Reporter):
             self._last_line = time.monotonic()
             self.say(f"step {row['step']}/{self.status.total}  {self.status.text()}  ETA {self.status.eta()}")
 
-    def evaluation(self, step: int, val_loss: float) -> None:
-        self.status.val_loss = val_loss
-        self.say(f"step {step}/{self.status.total}  validation loss {val_loss:.4f}")
+    def evaluation(self, step: int, row: Mapping[str, float]) -> None:
+        self.status.valid = dict(row)
+        self.say(f"step {step}/{self.status.total}  validation {valid_numbers(row)}")
 
 
 class BarReporter(Reporter):
@@ -123,9 +144,10 @@ class BarReporter(Reporter):
         self.status.update(row)
         self._show()
 
-    def evaluation(self, step: int, val_loss: float) -> None:
-        self.status.val_loss, self.status.step = val_loss, step
-        self.say(f"step {step}: validation loss {val_loss:.4f}")
+    def evaluation(self, step: int, row: Mapping[str, float]) -> None:
+        self.status.valid = dict(row)
+        self.status.step = step
+        self.say(f"step {step}: validation {valid_numbers(row)}")
         self._show()
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from hybridpar.comm import gather_objects
-from hybridpar.data import BatchLoader
+from hybridpar.config.row_names import valid_name
 from hybridpar.models.cost import training_flops_per_token, training_flops_rule
 from hybridpar.pipeline.plan.svg import draw_svg
 from hybridpar.state.tiered import slow_folder
@@ -16,6 +16,7 @@ from hybridpar.train import folder as run_folder
 from hybridpar.train import trace
 from hybridpar.train.costs import RunCosts, describe, run_costs, write_costs
 from hybridpar.train.engine import Engine, StepResult
+from hybridpar.train.evaluation import Evaluator, Numbers
 from hybridpar.train.links import LinkWatch, Traffic
 from hybridpar.train.log import RunLog
 from hybridpar.train.metrics import peak_memory_mib, read_curves
@@ -52,7 +53,7 @@ class RunReport:
         self._traced = False
         self._costs: RunCosts | None = None
         self._num_unlabelled = 0
-        self._knows_validation_set = False
+        self._knows_validation_sets = False
         self._flops_per_token = training_flops_per_token(config.model)
         self._peak = Peak(config, engine.device, engine.grid.world, reporter.say, goes_on=resumed > 0)
         counts = config.model.counts
@@ -106,29 +107,40 @@ class RunReport:
                               "unlabelled_steps in metrics.jsonl")
         return {"unlabelled_steps": self._num_unlabelled}
 
-    def validation_set(self, loader: BatchLoader, num_batches: int, has_targets: bool) -> None:
-        """Say once, after the first evaluation, if samples of the validation set repeat, or if no label counts."""
-        if self._knows_validation_set:
+    def validation_sets(self, evaluator: Evaluator) -> None:
+        """Say once, after the first evaluation, if samples of a validation set repeat, or if no label counts."""
+        if self._knows_validation_sets:
             return
-        self._knows_validation_set = True
-        if not has_targets:
-            self.reporter.say("validation: no label of the validation set counts (all are -100, or num_targets is 0), "
-                              "so there is no validation loss")
-        asked = num_batches * loader.batch_size
-        if repeats := loader.samples.num_repeats(asked):
-            once = loader.num_batches_without_repeats(num_batches)
-            fewer = (f"; train.eval_batches = {once} takes each at most once" if once else
-                     f"; no train.eval_batches avoids it, as one batch has {loader.batch_size} samples")
-            self.reporter.say(f"validation: train.eval_batches = {num_batches} asks for {asked} samples, and {repeats} "
-                              f"of them repeat earlier ones, as the validation set is smaller{fewer}")
+        self._knows_validation_sets = True
+        num_batches = self.config.train.eval_batches
+        for name, loader in evaluator.loaders.items():
+            of_set = f" of {name}" if name else ""
+            if not evaluator.has_targets(name):
+                self.reporter.say(f"validation{of_set}: no label of the validation set counts (all are -100, or "
+                                  "num_targets is 0), so there is no validation loss")
+            asked = num_batches * loader.batch_size
+            if repeats := loader.samples.num_repeats(asked):
+                once = loader.num_batches_without_repeats(num_batches)
+                fewer = (f"; train.eval_batches = {once} takes each at most once" if once else
+                         f"; no train.eval_batches avoids it, as one batch has {loader.batch_size} samples")
+                self.reporter.say(f"validation{of_set}: train.eval_batches = {num_batches} asks for {asked} samples, "
+                                  f"and {repeats} of them repeat earlier ones, as the validation set is smaller{fewer}")
 
-    def evaluation(self, step: int, losses: Mapping[str, float]) -> None:
-        """Reports the partial losses of an evaluation."""
-        self.val_loss = sum(losses.values())
+    def evaluation(self, step: int, numbers: Numbers, row: Mapping[str, float], loss: float | None) -> None:
+        """Report an evaluation.
+
+        Args:
+            numbers: Partial losses and metrics by set.
+            row: The same as in metrics.jsonl.
+            loss: The loss by which checkpoints are compared; None: no label of its set counts.
+        """
+        self.val_loss = self.val_loss if loss is None else loss
         if self.writes:
-            row: dict[str, Any] = {"step": step, "val_loss": self.val_loss}
-            self.log.write(row, {"val_losses": losses} if len(losses) > 1 else {})
-            self.reporter.evaluation(step, self.val_loss)
+            names = self.engine.loss_names
+            partial = {valid_name("losses", name): {key: found[key] for key in names}
+                       for name, found in numbers.items()}
+            self.log.write({"step": step, **row}, partial if len(names) > 1 else {})
+            self.reporter.evaluation(step, row)
 
     def finish(self, stopped_by: int) -> None:
         """Says what the run came to, and draws its loss. stopped_by: the signal that ended it early (0: none)."""
@@ -175,6 +187,7 @@ class RunReport:
         if self.links is not None:
             sent, received = (self.links.traffic() - self._traffic).a_day
             row |= {"sent_gb_a_day": sent / 1e9, "received_gb_a_day": received / 1e9}
+        row |= result.metrics
         if len(result.losses) > 1:
             row["losses"] = result.losses
         if self.engine.policy.scaler.dynamic:

@@ -23,6 +23,7 @@ import torch
 from hybridpar import checkpoint
 from hybridpar.comm import all_reduce, gather_objects
 from hybridpar.config import Config
+from hybridpar.config.row_names import valid_name
 from hybridpar.data import BatchLoader, Data, Samples
 from hybridpar.errors import NotFiniteError
 from hybridpar.flight import EVALUATING, Flight
@@ -31,6 +32,7 @@ from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, CallbackRunner, Callbacks
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.errors import CallbackError
+from hybridpar.train.evaluation import Evaluator, as_told, row_of
 from hybridpar.train.history import History
 from hybridpar.train.links import LinkWatch
 from hybridpar.train.memory_trace import MemoryLog
@@ -107,7 +109,7 @@ class Run:
         self.memory = MemoryLog(engine, resumed, reporter.say) if config.train.record_memory else None
         self.planned = PlannedMemory(engine, reporter.say) if config.train.planned_memory else None
         self.clock = BatchClock(loader if self.memory is None else self.memory.loader(loader))
-        self.valid_loader = None if data.valid is None else self._loader(data.valid)
+        self.evaluator = Evaluator(engine, data.valid, self._loader)
         self.anomalies = AnomalyHandler(engine, data.train, self.report.log, reporter.say)
         self.saving = Flight()
         run_folder.open_flight(config, self.grid.rank, self.saving, SAVING)
@@ -117,7 +119,7 @@ class Run:
         self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, self.report.log.note)
         self.reserved = not config.saves_beside_training
         self.evaluated: tuple[int, float] | None = None
-        """The step that was evaluated last, and its validation loss."""
+        """The step that was evaluated last, and its validation loss by which checkpoints are compared."""
         self.flight, self.faults = self.grid.flight, config.faults
         self.warm = False
         """Whether a step was made: the first one may load, compile and connect for long."""
@@ -285,27 +287,29 @@ class Run:
         """Return the validation losses of a step in its manifest and in metrics.jsonl, on rank 0; None: it has none."""
         if self.grid.rank != 0:
             return None, None
-        row = evaluation_at(self.config.run.folder / run_folder.METRICS, step)
+        name = valid_name("loss", self.evaluator.best)
+        row = evaluation_at(self.config.run.folder / run_folder.METRICS, step, name)
         loss: float | None = None
         if row is not None:  # with null for a loss that is not finite
-            loss = row["val_loss"] if isinstance(row["val_loss"], float) else math.nan
+            loss = row[name] if isinstance(row[name], float) else math.nan
         return self.saver.val_loss_of(step), loss
 
     def _evaluate(self) -> None:
         if not self._is_evaluation_due:
             return
-        settings, step = self.config.train, self.engine.batches_done
-        assert self.valid_loader is not None, "validate.py refuses evaluations of nothing"
+        step = self.engine.batches_done
         self.flight.phase(EVALUATING, self._limit_s)
-        has_targets = any(map(self.valid_loader.num_targets, range(settings.eval_batches)))
-        losses = self.engine.evaluate(self.valid_loader, settings.eval_batches) if has_targets else {}
+        numbers = self.evaluator.evaluate()
         self.flight.phase("settling", self.faults.start_timeout_s)
-        self.report.validation_set(self.valid_loader, settings.eval_batches, has_targets)
-        if not has_targets:
+        self.report.validation_sets(self.evaluator)
+        if not numbers:
             return
-        self.report.evaluation(step, losses)
-        self.evaluated = step, sum(losses.values())
-        self.callbacks.on_evaluation(step, losses)
+        row = row_of(numbers, self.engine.loss_names)
+        loss = row.get(valid_name("loss", self.evaluator.best))
+        self.report.evaluation(step, numbers, row, loss)
+        if loss is not None:
+            self.evaluated = step, loss
+        self.callbacks.on_evaluation(step, as_told(numbers))
 
     def _recover(self) -> None:
         """Deals with an anomaly. Raises: AnomalyError, CheckpointError."""

@@ -19,6 +19,7 @@ from hybridpar.config import Config
 from hybridpar.data.loader import Loader
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
+from hybridpar.models.metrics import metrics_of
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.optim.schedule import learning_rate
@@ -36,10 +37,11 @@ NOISE = TOLERANCE * GRADIENT_FLOOR
 
 @dataclass
 class OracleStep:
-    """One batch: summed loss, global gradient norm before clipping, unclipped gradients of what is trained, and all
-    weights after the update."""
+    """One batch: summed loss, metrics, global gradient norm before clipping, unclipped gradients of what is trained,
+    and all weights after the update."""
 
     loss: float
+    metrics: dict[str, float]
     grad_norm: float
     gradients: Tensors
     weights: Tensors
@@ -86,7 +88,7 @@ class Oracle:
         alone, here and there; see `_with_noise_of`.
         """
         gradients = {n: torch.zeros_like(w) for n, w in self.history[0].items() if self.placements[n].trainable}
-        loss = 0.0
+        loss, metrics = 0.0, dict.fromkeys(self.config.model.metric_names, 0.0)
         for index in range(self.num_microbatches * replicas):
             leaves = self._bind(batch, index // replicas)
             tensors = loader.microbatch(batch, index)
@@ -100,6 +102,8 @@ class Oracle:
             total = torch.stack(list(x.values())).sum()
             total.backward()
             loss += total.item()
+            for name, metric in metrics_of(x).items():
+                metrics[name] += metric.item()
             for name, leaf in leaves.items():
                 if leaf.grad is not None:
                     gradients[name] += leaf.grad
@@ -109,7 +113,7 @@ class Oracle:
         norm = math.sqrt(sum(g.square().sum().item() for n, g in gradients.items() if not self._second_holder(n)))
         updating = gradients if measured is None else _with_noise_of(measured, gradients, norm)
         self.history.append(self._updated(batch, updating, norm) if math.isfinite(norm) else self.history[-1])
-        return OracleStep(loss, norm, gradients, self.history[-1])
+        return OracleStep(loss, metrics, norm, gradients, self.history[-1])
 
     def _updated(self, batch: int, gradients: Tensors, norm: float) -> Tensors:
         optim = self.config.optim

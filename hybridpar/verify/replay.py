@@ -179,7 +179,8 @@ def _prepare(bundle: Bundle, folder: Path, say: Say) -> tuple[Engine, BatchLoade
         raise config_error("compression.gradients", bundle.config.compression.gradients,
                            "keeps a part of every replica's gradients, and one process is one replica", "none")
     config = alone(bundle.config)
-    data = open_data(config.model, config.data, config.cache_folder, seed=config.train.seed)
+    data = open_data(config.model, config.data, config.cache_folder, seed=config.train.seed,
+                     evaluates=config.train.eval_interval > 0)
     _check_data(bundle, data)
     judge = KnownJudge(bundle.skipped)
     was = bundle.config

@@ -86,6 +86,7 @@ class GridRun:
 
     initial: Tensors
     losses: list[float]
+    metrics: list[dict[str, float]]
     norms: list[float]
     gradients: list[Tensors]
     weights: list[Tensors]
@@ -105,6 +106,7 @@ class _Part:
     """The weights before each update, and after the last."""
     gradients: list[Tensors]
     losses: list[float]
+    metrics: list[dict[str, float]]
     norms: list[float]
 
 
@@ -208,7 +210,7 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
     engine.train(loader, num_batches - engine.batches_done, steps.append, on_gradients)
     snapshots.append(_copy(engine.state.weights.full_weights()))
     return _Part(grid.site.rank, grid.tp.rank, engine.state.placements, snapshots, gradients,
-                 [step.loss for step in steps], [step.grad_norm for step in steps])
+                 [step.loss for step in steps], [step.metrics for step in steps], [step.grad_norm for step in steps])
 
 
 def _merge(parts: list[_Part]) -> GridRun:
@@ -219,7 +221,9 @@ def _merge(parts: list[_Part]) -> GridRun:
 
     initial, *weights = assembled(part.snapshots for part in parts)
     gradients = assembled(part.gradients for part in parts)
-    return GridRun(initial, parts[0].losses, parts[0].norms, gradients, weights, sorted(set(disagreements)))
+    first = parts[0]
+    return GridRun(
+        initial, first.losses, first.metrics, first.norms, gradients, weights, sorted(set(disagreements)))
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> Tensors:
@@ -290,6 +294,10 @@ def compare(config: Config, run: GridRun, num_batches: int, disturbance: Disturb
 
 def _compare_step(report: Report, t: int, run: GridRun, step: OracleStep) -> None:
     report.add(t, "loss", "loss", abs(run.losses[t] - step.loss) / (abs(step.loss) or 1.0))
+    for name, metric in step.metrics.items():
+        found = run.metrics[t][name]
+        is_equal = found == metric or (math.isnan(found) and math.isnan(metric))
+        report.add(t, "metric", name, 0.0 if is_equal else abs(found - metric) / (abs(metric) or 1.0))
     skipped = not math.isfinite(step.grad_norm)
     if skipped:
         report.add(t, "grad_norm", "grad_norm", float("inf") if math.isfinite(run.norms[t]) else 0.0)

@@ -14,17 +14,19 @@ from typing import Any, TypeVar
 
 from hybridpar import flight
 from hybridpar.config import Config, read_run_config, unloaded_code
+from hybridpar.config.row_names import metrics_in, valid_name, valid_numbers_in
 from hybridpar.errors import ConfigError, HybridparError, config_error, printable, shown
 from hybridpar.reading import names_in, nearest_path, read_limited, reason
 from hybridpar.train.costs import read_costs
 from hybridpar.train.folder import CHANGES, CONFIG, COSTS, FAILURES, FLIGHT, METRICS, NOTES
+from hybridpar.train.metrics import MOST_CURVES
 from hybridpar.validate import resolve, value_problems
 from hybridpar.watch.tail import GREATEST, Curve, Tail
 
 T = TypeVar("T")
 
 CURVES = ("loss", "val_loss", "tokens_per_s", "step_ms", "grad_norm", "lr", "memory_mib", "mfu")
-"""Numbers of metrics.jsonl that are drawn over the steps."""
+"""Numbers of metrics.jsonl that are drawn over the steps, besides metrics and what belongs to a validation set."""
 PICTURES = ("executed.svg", "plan.svg")
 """Pictures of the schedule, the best first."""
 _EVENTS = 50
@@ -146,11 +148,12 @@ class Board:
             if type(step) is not int or not 0 <= step < 1 << 62:
                 continue
             self._latest["step"] = step
-            for name, curve in self._curves.items():
-                value = row.get(name)
-                if not isinstance(value, int | float):
+            numbers = {name: row[name] for name in CURVES if isinstance(row.get(name), int | float)}
+            numbers |= {valid_name(name, valid_set): value for name, valid_set, value in valid_numbers_in(row)}
+            for name, value in (numbers | dict(metrics_in(row))).items():
+                if name not in self._curves and len(self._curves) >= MOST_CURVES:
                     continue
-                curve.add(step, value)
+                self._curves.setdefault(name, Curve()).add(step, value)
                 if isinstance(value, float) or abs(value) <= GREATEST:
                     self._latest[name] = value
 

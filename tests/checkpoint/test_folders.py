@@ -73,6 +73,13 @@ def test_of_equally_good_ones_the_newest_is_best(tmp_path: Path) -> None:
     assert checkpoint.best_steps(tmp_path) == [1]
 
 
+def test_losses_of_another_validation_set_do_not_count(tmp_path: Path) -> None:
+    """A run may resume with another checkpoint.best_by."""
+    for step, (loss, best_by) in enumerate([(1.0, "wiki"), (3.0, "code"), (2.0, "code"), (4.0, "code")], 1):
+        save_at(tmp_path, step, make({}, checkpoint={"keep": 1, "keep_best": 1, "best_by": best_by}), loss)
+    assert checkpoint.saved_steps(tmp_path) == [4, 3]
+
+
 def test_checkpoints_ahead_of_the_one_that_is_saved_stay(tmp_path: Path) -> None:
     """As where the newest was damaged and training went back."""
     for step in (7, 8, 3, 4, 5):

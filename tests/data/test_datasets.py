@@ -25,7 +25,7 @@ def test_text_without_weights_is_one_corpus(texts, tmp_path, kind, dataset):
     assert len(data.prepared) == len(data.train.datasets) == 1
     assert data.prepared[0].num_documents == 120
     assert isinstance(data.train.datasets[0], dataset)
-    assert len(data.valid.datasets[0]) * 4 < len(data.train.datasets[0])
+    assert len(data.valid[""].datasets[0]) * 4 < len(data.train.datasets[0])
     batch = BatchLoader(data.train, micro_batch_size=2, num_microbatches=1).microbatch(0, 0)
     assert batch["tokens"].shape == (2, 32)
     assert batch["tokens"].max() < data.tokenizer.vocab_size <= 400
@@ -34,14 +34,14 @@ def test_text_without_weights_is_one_corpus(texts, tmp_path, kind, dataset):
 def test_weights_blend_corpora_that_share_a_tokenizer(texts, tmp_path):
     config = DataConfig(texts, weights=(3.0, 1.0), split=0.1)
     data = open_data(ModelConfig(**MODEL), config, tmp_path / "c", seed=1, quiet=True)
-    assert data.train.shares == data.valid.shares == (3, 1)
+    assert data.train.shares == data.valid[""].shares == (3, 1)
     assert len({p.tokenizer().fingerprint for p in data.prepared}) == 1
 
 
 def test_prepared_corpora_can_be_named(texts, tmp_path):
     config = DataConfig(texts[:1], split=0)
     first = open_data(ModelConfig(**MODEL), config, tmp_path / "c", seed=1, quiet=True)
-    assert first.valid is None
+    assert not first.valid
     for name in (str(first.prepared[0].prefix), f"{first.prepared[0].prefix}.bin"):
         again = open_data(ModelConfig(**MODEL), DataConfig((name,), split=0), tmp_path / "d", seed=1, quiet=True)
         assert again.train.fingerprint == first.train.fingerprint
@@ -59,16 +59,16 @@ def test_a_validation_corpus_of_its_own(texts, tmp_path):
     whole = opened(texts[:1], split=0)
     data = opened(texts[:1], valid_corpus=texts[1:])
     assert data.train.fingerprint == whole.train.fingerprint  # nothing of the corpus is held out
-    assert len(data.valid.datasets) == 1
+    assert len(data.valid[""].datasets) == 1
     assert data.tokenizer.fingerprint == whole.tokenizer.fingerprint
-    held_out = data.valid.datasets[0].batch(np.arange(3), np.zeros(3, np.int64))["tokens"]
+    held_out = data.valid[""].datasets[0].batch(np.arange(3), np.zeros(3, np.int64))["tokens"]
     assert "two text" in data.tokenizer.decode(held_out.reshape(-1))
-    again = opened(texts[:1], valid_corpus=texts[1:]).valid.datasets[0].batch(np.arange(3), np.full(3, 7))["tokens"]
+    again = opened(texts[:1], valid_corpus=texts[1:]).valid[""].datasets[0].batch(np.arange(3), np.full(3, 7))["tokens"]
     np.testing.assert_array_equal(again, held_out)  # at every evaluation
     weighted = opened(texts, weights=(3.0, 1.0), valid_corpus=(str(data.prepared[0].prefix), __file__),
                       tokenizer=str(data.prepared[0].tokenizer_path))
     assert weighted.train.shares == (3, 1)
-    assert len(weighted.valid.datasets) == 2
+    assert len(weighted.valid[""].datasets) == 2
 
 
 @pytest.fixture

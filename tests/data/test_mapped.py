@@ -94,7 +94,7 @@ def test_data_come_from_the_model_or_are_given(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="has no data to train on"):
         open_data(Model(), DataConfig(), tmp_path, seed=0)
     data = open_data(Model(), DataConfig(), tmp_path, seed=0, datasets={"train": Samples(5)})
-    assert data.valid is None
+    assert not data.valid
     assert data.train.batch([0, 1])["x"].shape == (2, 2)
 
 

@@ -66,7 +66,7 @@ def test_other_data_are_told() -> None:
     """A stage would have the tokens of one text, and another one the labels of another."""
     def compare(job: Job) -> None:
         fingerprint = "b" if job.launch.rank == 1 else "a"
-        require_equal_data(Data(SimpleNamespace(fingerprint=fingerprint), None, (), None), job)  # type: ignore[arg-type]
+        require_equal_data(Data(SimpleNamespace(fingerprint=fingerprint), {}, (), None), job)  # type: ignore[arg-type]
 
     found = set(map(str, on_ranks(3, compare)))
     assert len(found) == 1

@@ -28,7 +28,7 @@ ROW = {"step": 7, "loss": 5.1234, "grad_norm": 1.234, "lr": 1e-3, "tokens_per_s"
     (5, "loss 5.1234  SKIPPED (gradients not finite)"),
 ])
 def test_a_narrow_terminal_goes_without_what_matters_least(width: int | None, shown: str) -> None:
-    status = Status(100, val_loss=4.321)
+    status = Status(100, valid={"val_loss": 4.321})
     status.update(ROW)
     assert status.text(width) == shown
 
@@ -51,7 +51,7 @@ reporter = BarReporter(100)
 for step in range(1, 20):
     reporter.step({row} | {{"step": step}})
     reporter._live.refresh()
-    reporter.evaluation(step, 4.321)
+    reporter.evaluation(step, {{"val_loss": 4.321}})
     reporter.say("a line of its own, " * step)
 reporter.close()
 """

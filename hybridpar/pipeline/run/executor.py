@@ -28,6 +28,7 @@ from hybridpar.autograd import backward_from
 from hybridpar.comm import Work, irecv, isend
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import Losses, MicroBatch
+from hybridpar.models.metrics import metrics_of
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import OF_STASH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.sizes import Sizes
@@ -112,7 +113,8 @@ class Executor:
         self.sizes, self.num_microbatches = sizes, sizes.num_microbatches
         self._lanes = {into: lane.into(into) for into in range(len(lane.shapes))}
         self.losses: dict[int, Losses] = {}
-        """Sum of each batch's partial losses so far (last stage only); whoever reads an entry takes it out."""
+        """Sum of each batch's partial losses and metrics so far (last stage only); whoever reads an entry takes it out.
+        """
         self.recording: Recording | None = None
         """Records what is executed from now on."""
         self.current: Action | None = None
@@ -268,9 +270,9 @@ class Executor:
 
     def _add_losses(self, batch: int, losses: Losses) -> None:
         total = self.losses.setdefault(batch, {})
-        for name, value in losses.items():
+        for name, value in (*losses.items(), *metrics_of(losses).items()):
             total[name] = total[name] + value.detach() if name in total else value.detach()
-            self._loss_dtype = value.dtype
+        self._loss_dtype = next(iter(losses.values())).dtype
 
     def _post_receive(self, action: Action) -> None:
         lane, codec = self._link(action.kind, action.stage, action.microbatch)

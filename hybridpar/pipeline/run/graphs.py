@@ -36,6 +36,7 @@ from hybridpar.comm import all_reduce
 from hybridpar.config import Config, ModelConfig
 from hybridpar.grid import Axis, ProcessGrid, Traffic
 from hybridpar.models.blocks import Losses, MicroBatch
+from hybridpar.models.metrics import each, metrics_of
 from hybridpar.pipeline.plan.offload import num_away
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.run.capture import capture, first_cause
@@ -242,7 +243,7 @@ class MicroBatchGraphs:
             return None
         self._flight[stage, number] = recorded
         out = recorded.out
-        return out.clone() if isinstance(out, Tensor) else {name: loss.clone() for name, loss in out.items()}
+        return out.clone() if isinstance(out, Tensor) else each(out, Tensor.clone)
 
     def _is_changed(self, recorded: _Recorded) -> bool:
         """Whether a replayed forward differs from a run kernel by kernel, on any rank of tp. If so, the graphs go."""
@@ -388,7 +389,7 @@ class MicroBatchGraphs:
         graph = self._newest = torch.cuda.CUDAGraph()
         with self._counting(calls), self._recording(graph, stage, place):
             out, total = self._run(stage, x, inputs, key)
-        out = out.detach() if isinstance(out, Tensor) else {name: loss.detach() for name, loss in out.items()}
+        out = out.detach() if isinstance(out, Tensor) else each(out, Tensor.detach)
         return _Recorded(stage, place, x, inputs, key, graph, out, get_gradient_edge(total), torch.empty_like(total),
                          calls, buffers=list(self._stages[stage].buffers()))
 
@@ -496,7 +497,8 @@ def _are_equal(one: Losses | Tensor, other: Losses | Tensor) -> bool:
         assert isinstance(one, Tensor)
         assert isinstance(other, Tensor)
         return bool(((one == other) | (one.isnan() & other.isnan())).all())
-    return all(_are_equal(loss, other[name]) for name, loss in one.items())
+    others = other | metrics_of(other)
+    return all(_are_equal(number, others[name]) for name, number in (one | metrics_of(one)).items())
 
 
 def _describe(error: BaseException) -> str:

@@ -63,13 +63,16 @@ class Net(SequentialSpec):
     def loss(self, out: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return nn.functional.cross_entropy(out, batch["label"])
 
+    def metrics(self, out: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"accuracy": (out.argmax(-1) == batch["label"]).double().mean()}
+
     def sample(self, number: int, seed: int) -> dict[str, Any]:
         random = np.random.default_rng([seed, number])
         return {"numbers": random.normal(size=3).astype(np.float32), "label": random.integers(5)}
 
 
-def train(what: str, replay: bool) -> tuple[list[float], MicroBatchGraphs | None]:
-    """Train 6 batches of 3 micro-batches."""
+def train(what: str, replay: bool) -> tuple[list[tuple[float, dict[str, float]]], MicroBatchGraphs | None]:
+    """Train 6 batches of 3 micro-batches; return the loss and the metrics of each."""
     global CALLS
     CALLS = count()
     config = replace(from_mapping({
@@ -79,9 +82,9 @@ def train(what: str, replay: bool) -> tuple[list[float], MicroBatchGraphs | None
     engine = Engine(config, ProcessGrid(), CPU)
     if replay:
         engine.executor.graphs = MicroBatchGraphs({0: engine.stage}, engine.state.gradients, 3, CPU, distrusts=True)
-    losses: list[float] = []
-    engine.train(SyntheticLoader(config.model, 2, 3), 6, lambda step: losses.append(step.loss))
-    return losses, engine.executor.graphs
+    numbers: list[tuple[float, dict[str, float]]] = []
+    engine.train(SyntheticLoader(config.model, 2, 3), 6, lambda step: numbers.append((step.loss, step.metrics)))
+    return numbers, engine.executor.graphs
 
 
 @pytest.mark.parametrize("what", ["plain", "counts", "looks"])
@@ -90,8 +93,9 @@ def test_a_custom_model_trains_as_without_graphs(what: str, monkeypatch: pytest.
     """To the bit, whether its forward can be captured or not; why not is logged."""
     expected, _ = train(what, False)
     fake_cuda.install(monkeypatch)
-    losses, graphs = train(what, True)
-    assert losses == expected
+    numbers, graphs = train(what, True)
+    assert numbers == expected
+    assert len({found["accuracy"] for _, found in numbers}) > 1
     assert graphs is not None
     reasons = {"plain": "", "counts": "changes blocks.1.layer.calls", "looks": "aten::_local_scalar_dense"}
     assert (graphs.num_replayed == 16) == (what == "plain")

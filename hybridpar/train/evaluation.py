@@ -1,0 +1,72 @@
+"""Evaluations: the losses and metrics of the newest weights on each validation set.
+
+A set without a name, the only one then, is "" here; in what users see its numbers stand without a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hybridpar.config import Config
+from hybridpar.config.row_names import valid_name
+from hybridpar.data import BatchLoader, Samples
+from hybridpar.errors import config_error
+from hybridpar.train.engine import Engine
+
+Numbers = dict[str, dict[str, float]]
+"""Losses and metrics by name, of each set by its name. A set of which no label counts has none."""
+
+
+class Evaluator:
+    """Evaluates an engine on the first train.eval_batches batches of each set, always the same ones.
+
+    Args:
+        sets: Samples by the names of their sets.
+        make_loader: Makes a loader of samples for this rank.
+
+    Attributes:
+        loaders: By set.
+        best: Set whose loss says which checkpoint is the best.
+    """
+
+    def __init__(self, engine: Engine, sets: Mapping[str, Samples], make_loader: Callable[[Samples], BatchLoader]):
+        self._engine, self._num_batches = engine, engine.config.train.eval_batches
+        self.loaders = {name: make_loader(samples) for name, samples in sets.items()}
+        self.best = engine.config.checkpoint.best_by or next(iter(sets), "")
+
+    def has_targets(self, name: str) -> bool:
+        """Whether a label of the set counts."""
+        return any(map(self.loaders[name].num_targets, range(self._num_batches)))
+
+    def evaluate(self) -> Numbers:
+        """Evaluate all sets. Collectives: on all ranks of the grid, while the pipeline is drained."""
+        return {name: self._engine.evaluate(loader, self._num_batches) for name, loader in self.loaders.items()
+                if self.has_targets(name)}
+
+
+def require_best_set(config: Config, sets: Mapping[str, Any]) -> None:
+    """Raises: ConfigError where checkpoint.best_by names no validation set."""
+    best = config.checkpoint.best_by
+    if best and best not in sets:
+        named = [f'"{name}"' for name in sets if name]
+        rule = (f"must be the name of a validation set, and these are {', '.join(named)}" if named else
+                "must be the name of a validation set, and no set has one (data.valid_sets)")
+        raise config_error("checkpoint.best_by", best, rule, named[0] if named else '""')
+
+
+def row_of(numbers: Numbers, losses: Sequence[str]) -> dict[str, float]:
+    """Return the numbers of an evaluation as in metrics.jsonl: val_loss, val_accuracy, or val_loss/wiki, ..
+
+    losses: names of the partial losses, whose sum is the loss.
+    """
+    row = {}
+    for valid_set, found in numbers.items():
+        row[valid_name("loss", valid_set)] = sum(found[name] for name in losses)
+        row |= {valid_name(name, valid_set): value for name, value in found.items() if name not in losses}
+    return row
+
+
+def as_told(numbers: Numbers) -> dict[str, Any]:
+    """Return the numbers of an evaluation as programs get them: by name, or by set and name if sets have names."""
+    return numbers[""] if "" in numbers else dict(numbers)
