@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import errno
 import reprlib
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors of a disk, which may come without the name of a file."""
@@ -15,11 +20,24 @@ _NO_MEMORY_ENDS = ("could not create a primitive", "failed to map segment from s
 """How oneDNN and the loader of libraries end where that is all: behind other failures they say what was wrong."""
 _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
 """All that Python and Gloo say of a thread that cannot be had."""
+_LIBRARIES = (f"{Path(__file__).parent}/", "/site-packages/torch/", "<frozen ")
+"""Where code lies that a user does not look into."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 16
 _LONGEST = 20_000
 """Most characters of a message."""
+
+
+def described(value: object) -> str:
+    """Return what a value is, in a few words: modules and tensors by their type, else as `shown` writes it."""
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__}
+    if "torch.nn.modules.module.Module" in kinds:
+        name = f"the torch.nn.Module {type(value).__name__}"
+        return name if "Module" != type(value).__name__ else "a torch.nn.Module"
+    if "torch.Tensor" in kinds:
+        return f"a tensor of shape {tuple(getattr(value, 'shape', ()))}"
+    return shown(value)
 
 
 def shown(value: object) -> str:
@@ -103,7 +121,7 @@ class Problem:
     suggestion: str = ""
 
     def __str__(self) -> str:
-        text = f"{shown(self.field)[1:-1]} = {shown(self.value)}: {self.rule}"
+        text = f"{shown(self.field)[1:-1]} = {described(self.value)}: {self.rule}"
         return f"{text}; try {self.suggestion}" if self.suggestion else text
 
 
@@ -153,3 +171,35 @@ class NotFiniteError(CheckpointError):
 def config_error(field: str, value: object, rule: str, suggestion: str = "") -> ConfigError:
     """A ConfigError with one problem, the common case."""
     return ConfigError(Problem(field, value, rule, suggestion))
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def raises_short_errors(kind: Class) -> Class:
+    """Have a class's public methods raise a HybridparError without the frames and errors inside hybridpar.
+
+    Its message says what to change, and these frames would hide it. Other errors are defects, and keep theirs.
+    """
+    for name, value in list(vars(kind).items()):
+        if callable(value) and (name == "__init__" or not name.startswith("_")):
+            setattr(kind, name, _shortened(value))
+    return kind
+
+
+def _shortened(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except HybridparError as error:
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the last line of the user's own code on the way to an error, as " (model.py, line 12)"; empty: none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not any(library in frame.filename for library in _LIBRARIES)]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

@@ -34,7 +34,7 @@ from hybridpar.config import (
 )
 from hybridpar.config.samples import SampleSource
 from hybridpar.config.spec import import_class, require_settings
-from hybridpar.errors import config_error
+from hybridpar.errors import config_error, raises_short_errors
 from hybridpar.train import watchdog
 from hybridpar.train.stop import StopFlag
 from hybridpar.validate import resolve
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hybridpar.verify.run import Report
 
 
+@raises_short_errors
 class Trainer:
     """A model with everything that its training needs: data, and a configuration.
 

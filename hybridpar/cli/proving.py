@@ -36,7 +36,6 @@ class Verify:
     """The report as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.verify.oracle import TOLERANCE
         from hybridpar.verify.run import Disturbance, on_grid, verify
 
         parallel = self.config.parallel
@@ -53,11 +52,7 @@ class Verify:
         for what, worst in report.worst.items():
             place = f"({worst.name}, batch {worst.batch})"
             print(f"{what:<10} worst relative error {worst.error:.1e}  {place}", file=out)
-        where, first = " ".join(f"{axis}={size}" for axis, size in report.grid.items()), report.first_divergence
-        found = f"{report.tensors_compared} tensors agree within {TOLERANCE:g}" if first is None else (
-            f"{first.what} of {first.name} differs first, in batch {first.batch}, by {first.error:.1e} "
-            f"(tolerance {TOLERANCE:g})")
-        print(f"{where}: {found}", file=out)
+        print(report, file=out)
         if self.json:
             print(to_json(report.as_json()))
         return 0 if report.ok else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ def run_on_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, backend: st
     """Calls `fn(*args)`, a function of a module, on every rank of a fresh job; the results in rank order.
 
     Each rank has one thread. `start`: of the processes; CUDA needs "spawn". `timeout_s`: of the collectives.
-    Raises: HybridparError with the traceback of the first rank that failed; the others are ended.
+    Raises: HybridparError with the traceback of the first rank that failed, or the message alone if it raised one; the
+    others are ended.
     """
     if backend == "nccl":
         use_all_gpu_queues()  # here, as a rank may set up CUDA before it gets to `fn`
@@ -36,11 +38,16 @@ def run_on_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, backend: st
         for writer in writers:
             writer.close()
         results, failures = _listen(readers)
+        log = logging.getLogger("torch.multiprocessing.spawn")
+        level = log.level
+        log.setLevel(logging.ERROR)  # it would warn of every rank that it ends after the first has failed
         try:
             while not processes.join():
                 pass
         except mp.ProcessExitedException:  # the rank's own traceback says more
             pass
+        finally:
+            log.setLevel(level)
     if failures:  # a rank that lost its peer is a consequence
         rank, text = min(failures.items(), key=lambda failure: ("Connection" in failure[1], len(failure[1])))
         raise HybridparError(f"rank {rank} of {num_ranks} failed:\n{text}")
@@ -80,7 +87,8 @@ def _rank_main(rank: int, job: tuple[str, str, int, float], writers: Sequence[Co
         dist.barrier()
         dist.destroy_process_group()
         writers[rank].send_bytes(result.getbuffer())
-    except BaseException:
-        torch.save((None, traceback.format_exc()), failure := io.BytesIO())
+    except BaseException as error:
+        text = str(error) if isinstance(error, HybridparError) else traceback.format_exc()
+        torch.save((None, text), failure := io.BytesIO())
         writers[rank].send_bytes(failure.getbuffer())
         os._exit(1)

@@ -133,7 +133,7 @@ class ModelSpec:
         return "model.spec", spec_name(type(self))
 
     def forward_flops(self, number: int) -> int | None:
-        """Operations of the forward pass of block `number` for a sample. None: two for each weight and row."""
+        """Operations of the forward pass of block `number` for a sample. None: they are counted as its code runs."""
         return None
 
     def conflicts(self) -> Iterator[Problem]:

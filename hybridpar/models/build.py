@@ -41,7 +41,7 @@ def build_blocks(model: ModelSpec, axis: Axis, numbers: Iterable[int], *, kernel
             blocks[number] = _transformer_block(model, number, build)
         else:
             blocks[number] = construct(model, number, build)
-            adopt(blocks[number], model, number, dtype)
+            adopt(blocks[number], model, number, dtype, kernels)
     _tie(blocks.values())
     return blocks
 

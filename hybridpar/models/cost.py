@@ -19,6 +19,7 @@ from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import build_blocks
+from hybridpar.models.flops import BlockFlops, count_flops
 from hybridpar.nn.placement import Placement, named_placements
 
 
@@ -40,10 +41,9 @@ def head_matmul_parameters(model: ModelConfig) -> int:
 def forward_flops_per_token(model: ModelSpec) -> tuple[int, ...]:
     """Forward operations of each block for one token: of GPT and BERT, embedding, layers, head.
 
-    Of other models what they say (`ModelSpec.forward_flops`), else 2 for each weight of a matrix and each row of
-    features that comes in, or goes out of the first block. A layer of GPT and BERT: 2 per weight, and 4 s h for the
-    attention scores and their product with the values; of a causal matrix these are twice what counts
-    (`training_flops_per_token`).
+    Of other models what they say (`ModelSpec.forward_flops`), else what their own code computes (models/flops.py). A
+    layer of GPT and BERT: 2 per weight, and 4 s h for the attention scores and their product with the values; of a
+    causal matrix these are twice what counts (`training_flops_per_token`).
     """
     if not isinstance(model, ModelConfig):
         return _own_flops(model)
@@ -68,32 +68,56 @@ def untied_parameters(model: ModelSpec) -> int:
 
 
 def _own_flops(model: ModelSpec) -> tuple[int, ...]:
+    return tuple(block.forward // model.tokens_per_sample for block in block_flops(model))
+
+
+@lru_cache(maxsize=256)
+def block_flops(model: ModelSpec) -> tuple[BlockFlops, ...]:
+    """Return the operations of each block of a custom model for one sample.
+
+    A block's `forward_flops` come first, then what its code computes; the backward of what a block says of itself is
+    twice its forward. Where a block cannot run without values all count 2 for each weight of a matrix and each row of
+    features that comes in, or goes out of the first block.
+    """
+    said = [model.forward_flops(number) for number in range(model.num_blocks)]
+    counted = count_flops(model) if None in said else None
     found = []
-    for number, placements in enumerate(block_placements(model)):
-        shape = model.activation_shape(max(0, number - 1))
-        rows = sum(prod(one[:-1]) for one in (shape.values() if isinstance(shape, dict) else [shape]))
-        said = model.forward_flops(number)
-        weights = sum(prod(one.shape) for one in placements if len(one.shape) > 1)
-        found.append((2 * weights * rows if said is None else said) // model.tokens_per_sample)
+    for number, forward in enumerate(said):
+        if forward is None and counted is not None:
+            found.append(counted[number])
+            continue
+        forward = _weights_and_rows(model, number) if forward is None else forward
+        found.append(BlockFlops(forward, 2 * forward))
     return tuple(found)
 
 
-def training_flops_per_token(model: ModelSpec) -> int:
-    """Model operations to train on one token: 3 x forward, as a backward is two.
+def _weights_and_rows(model: ModelSpec, number: int) -> int:
+    shape = model.activation_shape(max(0, number - 1))
+    rows = sum(prod(one[:-1]) for one in (shape.values() if isinstance(shape, dict) else [shape]))
+    return 2 * rows * sum(prod(one.shape) for one in block_placements(model)[number] if len(one.shape) > 1)
 
-    With N weights that is 6 N + 12 L h s, as in PaLM (arXiv 2204.02311, appendix B), and 6 N + 6 L h s where attention
-    is causal: half of its matrix is masked, and no operation on that half is needed.
+
+def training_flops_per_token(model: ModelSpec) -> int:
+    """Return the operations that training on one token needs: the numerator of MFU, over the rate of tokens.
+
+    Only products count, two operations for a multiplication and its addition: matrix products, convolutions and
+    attention. Recomputation, the optimizer and communication do not count.
+
+    GPT and BERT: 3 x forward, as a backward has twice the products. With N weights that is 6 N + 12 L h s, as in PaLM
+    (arXiv 2204.02311, appendix B), and 6 N + 6 L h s where attention is causal: half of its matrix is masked, and no
+    operation on that half is needed. Custom models: `block_flops`, forward and backward, for each of the
+    `tokens_per_sample`.
     """
-    masked = 0
-    if isinstance(model, ModelConfig) and model.kind == "gpt":
-        masked = 2 * model.num_layers * model.seq_length * model.hidden_size
+    if not isinstance(model, ModelConfig):
+        return sum(map(sum, block_flops(model))) // model.tokens_per_sample
+    masked = 2 * model.num_layers * model.seq_length * model.hidden_size if model.kind == "gpt" else 0
     return 3 * (sum(forward_flops_per_token(model)) - masked)
 
 
 def training_flops_rule(model: ModelSpec) -> str:
     """The rule of `training_flops_per_token`, for people."""
     if not isinstance(model, ModelConfig):
-        return "three times the forward's"
+        return "products, convolutions and attention, forward and backward"
     return "6 N + 6 L h s, causal attention once" if model.kind == "gpt" else "6 N + 12 L h s"
 
 

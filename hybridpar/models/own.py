@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from math import gcd
 from typing import Any, cast
 
 import torch
@@ -18,19 +19,15 @@ from torch import Tensor, nn
 
 from hybridpar import random
 from hybridpar.config import AUTO, KernelsConfig, ModelSpec, spec_error
-from hybridpar.errors import ConfigError, config_error
+from hybridpar.errors import ConfigError, config_error, described
 from hybridpar.grid import Axis
+from hybridpar.models.dropout import KEYED, KeyedDropouts
 from hybridpar.models.metrics import LossesAndMetrics, require_metrics
 from hybridpar.models.watched import BlockWatch
 from hybridpar.nn.placement import Init, ParallelModule, Placement
 
-_UNLIKE = {
-    nn.modules.dropout._DropoutNd: ("draws its mask from torch's generator, so another grid drops other values",
-                                    "hybridpar.Dropout(p, build.name), called with the key"),
-    nn.modules.batchnorm._BatchNorm: ("normalises by the samples of a micro-batch, so other micro-batches are another "
-                                      "training", "a norm over features: hybridpar.LayerNorm"),
-}
-"""Modules that do not do the same on every grid: why, and what does."""
+_DRAWS = "draws its mask from torch's generator, so another grid drops other values"
+_CONVOLUTIONS = nn.modules.conv._ConvNd
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 """Torch's norms with parameters; the last one is the base of batch norm and instance norm."""
 _OF_RECURRENT = ("weight_ih_", "weight_hh_", "weight_hr_")
@@ -100,21 +97,23 @@ def construct(model: ModelSpec, number: int, build: Build) -> nn.Module:
     with making(build.device, build.dtype), torch.random.fork_rng(devices=[]):
         block = model.block(number, build)
     if not isinstance(block, nn.Module):
-        rule = f"returns {block!r} for block {number}, which must be a torch.nn.Module"
+        rule = f"returns {described(block)} for block {number}, which must be a torch.nn.Module"
         raise spec_error(model, rule, "a subclass of torch.nn.Module")
     return block
 
 
-def adopt(block: nn.Module, model: ModelSpec, number: int, dtype: torch.dtype) -> None:
+def adopt(block: nn.Module, model: ModelSpec, number: int, dtype: torch.dtype, kernels: KernelsConfig = AUTO) -> None:
     """Gives what ordinary modules of the block hold a placement; their buffers, which nobody trains, values.
 
     From now on floats of micro-batches come to it as `dtype`, what it returns is compared with what the model says, and
-    its forward is watched (watched.BlockWatch).
+    its forward is watched (watched.BlockWatch). Dropout of torch draws by the key (dropout.KeyedDropouts).
     Raises: ConfigError for a module that does not do the same on every grid, or has a tensor without values.
     """
     require_same_everywhere(block, model, number)
     _require_registered(block, model, number)
     wanted = model.activation_shape(number) if number < model.num_blocks - 1 else None
+    if model.max_tp == 1:
+        KeyedDropouts(block, model, number, kernels)
     BlockWatch(block, model, number)
     block.register_forward_pre_hook(partial(_given, wanted is None, dtype))
     block.register_forward_hook(partial(_check_output, model, number, wanted))
@@ -236,14 +235,30 @@ def _is_layer_of_torch(module: nn.Module) -> bool:
 
 def require_same_everywhere(block: nn.Module, model: ModelSpec, number: int) -> None:
     """Raises: ConfigError for a module whose numbers depend on micro-batches, or on the place of the process."""
+    has_convolutions = any(isinstance(module, _CONVOLUTIONS) for module in block.modules())
     for name, module in block.named_modules():
-        for kind, (why, works) in _UNLIKE.items():
-            if isinstance(module, kind) and getattr(module, "p", 1.0) > 0:
-                raise _refused(model, number, name, module, why, works)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            why = "normalizes by the samples of a micro-batch, so other micro-batches are another training"
+            raise _refused(model, number, name, module, why, _instead_of_batch_norm(module, has_convolutions))
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            if model.max_tp > 1:
+                why = f"{_DRAWS}, and a tp rank does not know which part of a tensor it has"
+                raise _refused(model, number, name, module, why, "hybridpar.Dropout(p, build.name), called with the key")
+            if not isinstance(module, KEYED):
+                raise _refused(model, number, name, module, _DRAWS, f"nn.Dropout({module.p})")
         dropout = getattr(module, "dropout", 0.0)
         if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and isinstance(dropout, float) and dropout > 0:
-            why, _ = _UNLIKE[nn.modules.dropout._DropoutNd]
-            raise _refused(model, number, name, module, why, "dropout=0.0")
+            kept = "; nn.Dropout on its output works"
+            inside = f"{name}.dropout = 0.0" if name else "dropout=0.0"
+            raise _refused(model, number, name, module, _DRAWS, inside + kept)
+
+
+def _instead_of_batch_norm(norm: nn.modules.batchnorm._BatchNorm, has_convolutions: bool) -> str:
+    """Return a norm that does not depend on the other samples, as code."""
+    channels = norm.num_features
+    if has_convolutions or isinstance(norm, nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm):
+        return f"nn.GroupNorm({gcd(channels, 8)}, {channels})"
+    return f"nn.LayerNorm({channels})"
 
 
 def _require_registered(block: nn.Module, model: ModelSpec, number: int) -> None:

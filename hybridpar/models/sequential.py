@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hybridpar.config import ModelSpec, spec_error
-from hybridpar.errors import ConfigError, first_line
+from hybridpar.errors import ConfigError, described, first_line, raised_at
+from hybridpar.models.dropout import DropoutCalls
 from hybridpar.models.metrics import is_ghost, require_metrics, require_values
 from hybridpar.models.own import Build, making, require_same_everywhere
 from hybridpar.models.watched import RefuseDraws
 
 Shape = tuple[int, ...] | dict[str, tuple[int, ...]]
+"""Begins the names of a module's parameters in its block."""
 
 
 class SequentialSpec(ModelSpec):
@@ -38,6 +40,9 @@ class SequentialSpec(ModelSpec):
 
     Each is a unit that a split into stages can separate. Shapes between them are found on the meta device, with a
     sample. A generator that makes one module after the other lets a process hold no more than its own.
+
+    The first and the last module may share parameters, as an embedding and a head do (`head.weight = table.weight`):
+    they are one parameter on every grid. Other modules that share parameters must be one module.
     """
 
     inputs: ClassVar[str] = "x"
@@ -213,6 +218,10 @@ def _each_tensor(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return tuple(_each_tensor(one, function) for one in x) if isinstance(x, tuple | list) else x
 
 
+def _identity(x: Tensor, p: float, by_channel: bool) -> Tensor:
+    return x
+
+
 @lru_cache(maxsize=16)
 def _shapes(model: SequentialSpec) -> tuple[tuple[Shape, ...], Any]:
     """The shapes of one sample of what each module but the last returns, and what that returns, on the meta device.
@@ -225,7 +234,8 @@ def _shapes(model: SequentialSpec) -> tuple[tuple[Shape, ...], Any]:
         raise _wrong(model, "has no modules: its method layers() gives none", "yield nn.Linear(8, 8)")
     for number, module in enumerate(row):
         if not isinstance(module, nn.Module):
-            raise _wrong(model, f"gives {module!r} as module {number}, which must be a torch.nn.Module", "nn.Tanh()")
+            rule = f"gives {described(module)} as module {number}, which must be a torch.nn.Module"
+            raise _wrong(model, rule, "nn.Tanh()")
         require_same_everywhere(module, model, number)
     if not isinstance(sample := model.sample(0, 0), dict):
         rule = f"has samples of type {type(sample).__name__}, which must be dicts of arrays"
@@ -240,7 +250,8 @@ def _shapes(model: SequentialSpec) -> tuple[tuple[Shape, ...], Any]:
         for number, module in enumerate(row):
             given = x
             try:
-                with RefuseDraws(model, f"module {number} ({type(module).__name__})"):
+                where = f"module {number} ({type(module).__name__})"
+                with RefuseDraws(model, where), DropoutCalls(_identity, model, where):
                     x = module(x)
                 if number < len(row) - 1:
                     shapes.append({part: tuple(one.shape[1:]) for part, one in x.items()} if isinstance(x, dict)
@@ -249,6 +260,6 @@ def _shapes(model: SequentialSpec) -> tuple[tuple[Shape, ...], Any]:
                 raise
             except Exception as error:
                 what = tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
-                rule = f"has a module {number} ({type(module).__name__}) that makes of {what} no tensor: {error}"
+                rule = f"has a module {number} ({type(module).__name__}) that makes of {what} no tensor: {error}{raised_at(error)}"
                 raise _wrong(model, rule, "a module that takes what the one before returns") from error
     return tuple(shapes), x

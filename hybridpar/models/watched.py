@@ -29,13 +29,19 @@ class RefuseDraws(QuietMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _DRAWS in func.tags and _draws(func, args, kwargs):
-            raise _refused(self._model, self._where, f" ({func.overloadpacket})")
+            raise refused_draw(self._model, self._where, f" ({func.overloadpacket})")
         return func(*args, **kwargs)
 
 
-def _refused(model: ModelSpec, where: str, what: str = "") -> ConfigError:
+def refused_draw(model: ModelSpec, where: str, what: str = "", *, in_attention: bool = False) -> ConfigError:
+    """Return the error for a draw from torch's global generator. what: the operator, in brackets."""
     rule = f"draws from torch's global generator{what} in {where}, so another grid or a resumed run draws other values"
-    works = "hybridpar.Dropout(p, build.name) in a block of a hybridpar.ModelSpec, called with the key"
+    if in_attention:
+        works = "dropout_p=0.0, or nn.Dropout on the weights: drop((q @ k.mT * d**-0.5).softmax(-1)) @ v"
+    elif model.max_tp > 1:
+        works = "hybridpar.Dropout(p, build.name), called with the key"
+    else:
+        works = "nn.Dropout, which draws by the key of the micro-batch here"
     return spec_error(model, rule, works)
 
 
@@ -100,7 +106,7 @@ class BlockWatch:
     def _compare(self, block: nn.Module, args: Any, out: Any) -> None:
         """Raises: ConfigError for a persistent buffer that this forward has changed, or a draw in it."""
         if any(_state(generator) != before for generator, before in self._generators):
-            raise _refused(self._model, self._where)
+            raise refused_draw(self._model, self._where)
         for number, (full, module, name) in enumerate(self._buffers):
             if not self._has_changed(number, module._buffers.get(name)):
                 continue

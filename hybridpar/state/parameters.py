@@ -21,6 +21,12 @@ def move_buffers(stage: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
+def _layout_order(parameter: tuple[str, nn.Parameter, Placement]) -> tuple[int, str]:
+    """The first and the last stage have tied parameters in one order, as they all-reduce their gradients together."""
+    placement = parameter[2]
+    return layout_run(placement), placement.tied
+
+
 class StageParameters:
     """The parameters of a stage built on the meta device: placements by name, and where they lie in flat buffers.
 
@@ -34,7 +40,7 @@ class StageParameters:
         self.placements: dict[str, Placement] = {}
         by_id: dict[int, str] = {}
         parameters: dict[str, Tensor] = {}
-        for name, parameter, placement in sorted(named_placements(stage), key=lambda item: layout_run(item[2])):
+        for name, parameter, placement in sorted(named_placements(stage), key=_layout_order):
             self.placements[name], by_id[id(parameter)], parameters[name] = placement, name, parameter
         trained = {name: parameter for name, parameter in parameters.items() if self.placements[name].trainable}
         self.layout = FlatLayout.of(trained, self.master_dtype, offset_dtype=dtype)

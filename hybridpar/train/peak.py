@@ -2,8 +2,9 @@
 
     <data folder>/peaks.json    {"host, device, dtype, processes, threads": FLOP/s}
 
-A peak that was measured while other programs ran is too low, so the largest that was seen counts: a new run measures
-again, a run that goes on takes what is known, and steps that pass it raise it.
+A peak that was measured while other programs ran is too low. So the fastest of many short products counts, and the
+largest peak that was seen: a new run measures again, a run that resumes takes what is known, and steps that pass the
+peak raise it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import harmonic_mean
 from typing import Annotated
 
 import torch
@@ -34,8 +35,13 @@ from hybridpar.reading import read_json
 PEAKS = "peaks.json"
 _MAX_BYTES = 1 << 20
 _STEPS = 5
-"""The median of so many steps counts: one step may seem short because the one before it was long."""
-_PROBE_SIZE, _PROBE_SECONDS = 1024, 0.15
+"""So many steps together raise the peak: one step may seem short because the one before it was long."""
+_PROBE_SIZES = {"cpu": (384, 1024), "cuda": (4096,)}
+"""Rows of the matrices whose products are timed. A core does the product of the small ones in under a millisecond, which
+a scheduler seldom interrupts: on a core shared by five programs the best is within 5 % of a quiet one's, where products
+of 1024 rows seem six times too slow. Many threads need the large ones."""
+_PROBE_SECONDS, _PROBE_PRODUCTS, _MOST_PROBE_SECONDS = 0.1, 20, 1.0
+"""Products are timed for so long at least, or until there are so many, but no longer than the last one says."""
 _GPU_PEAKS = (
     ("H200 NVL", 835e12), ("H200", 989e12), ("GH200", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12),
     ("H100", 989e12), ("H800 PCIe", 756e12), ("H800", 989e12), ("B200", 2250e12), ("A100", 312e12), ("A800", 312e12),
@@ -72,16 +78,20 @@ class Peak:
             self._keep()
 
     def share(self, flops: float) -> float:
-        """The rate of a step over the peak; to be called for step after step, with its FLOP/s."""
+        """Return the rate of a step over the peak, at most 1. Call it at every step, with the step's FLOP/s.
+
+        The last five steps together raise the peak if they pass it.
+        """
         self._reached.append(flops)
-        reached = median(self._reached)
+        reached = harmonic_mean(self._reached)  # operations of all these steps over the time of all
         if len(self._reached) == _STEPS and reached > self.flops:
             if not self._said:
                 self._say(f"MFU: steps reach {reached / 1e9:,.0f} GFLOP/s, so the peak of {self.flops / 1e9:,.0f} was "
                           "measured too low (other programs ran?); raised")
-            self.flops, self._said = reached, True
+            self.flops = reached
+            self._said = True
             self._keep()
-        return flops / self.flops
+        return min(1.0, flops / self.flops)
 
     def _keep(self) -> None:
         """Writes the peak down; where the folder cannot be written to, the next run measures again."""
@@ -128,13 +138,23 @@ def data_sheet(name: str) -> tuple[str, float] | None:
 
 
 def _probe(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a layer's product: the fastest of several, as others may be using the machine."""
-    size = _PROBE_SIZE * (4 if device.type == "cuda" else 1)
+    """Return the FLOP/s of a layer's product: the fastest of many, as others may be using the machine."""
+    return max(2 * size**3 / _fastest_product(size, dtype, device) for size in _PROBE_SIZES[device.type])
+
+
+def _fastest_product(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Return the shortest time of a product of square matrices, in seconds."""
     a, b = torch.randn(2, size, size, device=device, generator=torch.Generator(device)).to(dtype)
-    end, fastest = time.perf_counter() + _PROBE_SECONDS, math.inf
-    while (start := time.perf_counter()) < end or fastest == math.inf:
+    fastest = math.inf
+    num_products = 0
+    begin = start = time.perf_counter()
+    while num_products == 0 or start < begin + (
+            _PROBE_SECONDS if num_products >= _PROBE_PRODUCTS else _MOST_PROBE_SECONDS):
         matmul.linear(a, b)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        fastest = min(fastest, time.perf_counter() - start)
-    return 2 * size**3 / fastest
+        end = time.perf_counter()
+        fastest = min(fastest, end - start)
+        num_products += 1
+        start = time.perf_counter()
+    return fastest

@@ -93,8 +93,11 @@ class RunReport:
         if not result.num_targets:
             notes = notes | self._note_unlabelled(result.step)
         logged = notes or result.step % settings.log_interval == 0 or result.step == settings.num_steps
-        if self.writes and logged:
-            row = self._row(result, seconds) | notes
+        if not self.writes:
+            return
+        share = self._peak.share(self.config.batch_tokens / seconds * self._flops_per_token)
+        if logged:
+            row = self._row(result, seconds, share) | notes
             self.log.write(row)
             self.reporter.step(row)
 
@@ -174,7 +177,7 @@ class RunReport:
         if stopped_by:
             say(f"stopped after step {self.engine.batches_done}; the same command goes on from there")
 
-    def _row(self, result: StepResult, seconds: float) -> dict[str, Any]:
+    def _row(self, result: StepResult, seconds: float, share: float) -> dict[str, Any]:
         config, tokens = self.config, self.config.batch_tokens
         samples = self.engine.data_start.consumed(result.step, config.global_batch_size)
         row: dict[str, Any] = {
@@ -182,7 +185,7 @@ class RunReport:
             **({} if config.model.counts == "tokens" else {"counts": config.model.counts}),
             "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds,
             "consumed_tokens": samples * config.model.tokens_per_sample,
-            "mfu": self._peak.share(tokens / seconds * self._flops_per_token),
+            "mfu": share,
             "memory_mib": peak_memory_mib(self.engine.device)}
         if self.links is not None:
             sent, received = (self.links.traffic() - self._traffic).a_day

@@ -149,10 +149,13 @@ class Oracle:
         return bool(self.placements[name].tied) and not name.startswith("blocks.0.")
 
     def _sum_tied(self, gradients: Tensors) -> None:
-        tied = [n for n in gradients if self.placements[n].tied]
-        if tied:
-            total = torch.stack([gradients[n] for n in tied]).sum(0)
-            for name in tied:
+        holders: dict[str, list[str]] = {}
+        for name in gradients:
+            if tied := self.placements[name].tied:
+                holders.setdefault(tied, []).append(name)
+        for names in holders.values():
+            total = torch.stack([gradients[name] for name in names]).sum(0)
+            for name in names:
                 gradients[name] = total.clone()
 
 

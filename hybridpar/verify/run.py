@@ -30,6 +30,7 @@ from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.scratch import scratch_folder
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.policy import BatchPolicy
+from hybridpar.verify.causes import likely_causes
 from hybridpar.verify.oracle import GRADIENT_FLOOR, TOLERANCE, Oracle, OracleStep
 from hybridpar.verify.sites import SiteOracles
 
@@ -48,13 +49,26 @@ class Difference:
 
 @dataclass
 class Report:
-    """The outcome: the worst difference of each kind, and the first tensor beyond the tolerance (None: they agree)."""
+    """The outcome: the worst difference of each kind, and the first tensor beyond the tolerance (None: they agree).
+
+    causes: what may have made it differ. As text it is what differs first, with the causes.
+    """
 
     grid: dict[str, int]
     num_batches: int
     worst: dict[str, Difference] = field(default_factory=dict)
     first_divergence: Difference | None = None
     tensors_compared: int = 0
+    causes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        where = " ".join(f"{axis}={size}" for axis, size in self.grid.items())
+        first = self.first_divergence
+        if first is None:
+            return f"{where}: {self.tensors_compared} tensors agree within {TOLERANCE:g}"
+        lines = [f"{where}: {first.what} of {first.name} differs first, in batch {first.batch}, by {first.error:.1e} "
+                 f"(tolerance {TOLERANCE:g})", *(f"likely: {cause}" for cause in self.causes)]
+        return "\n".join(lines)
 
     @property
     def ok(self) -> bool:
@@ -76,7 +90,7 @@ class Report:
             "ok": self.ok, "grid": self.grid, "batches": self.num_batches, "tensors_compared": self.tensors_compared,
             "tolerance": TOLERANCE,
             "worst": {what: asdict(difference) for what, difference in self.worst.items()},
-            "first_divergence": first and asdict(first),
+            "first_divergence": first and asdict(first), "causes": self.causes,
         }
 
 
@@ -145,7 +159,10 @@ def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4, distur
     train = replace(config.train, dtype="fp64", fp8=False, device="cpu")
     config = replace(config, train=train, outer=replace(config.outer, precision="full"))
     run = run_grid(config, num_batches, disturbance)
-    return compare(config, run, num_batches, disturbance)
+    report = compare(config, run, num_batches, disturbance)
+    if report.first_divergence is not None:
+        report.causes = likely_causes(config, report.first_divergence.what)
+    return report
 
 
 def on_grid(config: Config, grid: Mapping[str, int]) -> Config:

@@ -75,8 +75,10 @@ class Small(ModelSpec):
 
     def block(self, number: int, build: Any) -> nn.Module:
         made: dict[str, Callable[[], Any]] = {
-            "dropout": lambda: First(nn.Dropout(0.1)), "batch norm": lambda: First(nn.BatchNorm1d(WIDTH)),
-            "no dropout": lambda: First(nn.Dropout(0.0)), "no module": lambda: print,
+            "alpha dropout": lambda: First(nn.AlphaDropout(0.1)), "batch norm": lambda: First(nn.BatchNorm1d(WIDTH)),
+            "convolution": lambda: First(nn.Sequential(nn.Conv1d(1, 6, 1), nn.BatchNorm1d(6))),
+            "images": lambda: First(nn.BatchNorm2d(64)),
+            "dropout": lambda: First(nn.Dropout(0.1)), "no module": lambda: print,
             "attention": lambda: First(nn.MultiheadAttention(WIDTH, 1, dropout=0.1))}
         if number == 0:
             return made.get(self.what, First)()
@@ -127,15 +129,25 @@ def test_blocks_are_built_without_memory_and_buffers_have_values() -> None:
 
 
 @pytest.mark.parametrize(("what", "text"), [
-    ("dropout", r"has a Dropout \(inner\) in block 0, which draws its mask.*hybridpar.Dropout"),
-    ("batch norm", r"has a BatchNorm1d \(inner\) in block 0.*hybridpar.LayerNorm"),
-    ("attention", r"has a MultiheadAttention.*try dropout=0.0"),
+    ("alpha dropout", r"has a AlphaDropout \(inner\) in block 0, which draws its mask.*try nn.Dropout\(0.1\)"),
+    ("batch norm", r"has a BatchNorm1d \(inner\) in block 0.*try nn.LayerNorm\(6\)"),
+    ("convolution", r"has a BatchNorm1d \(inner.1\) in block 0.*try nn.GroupNorm\(2, 6\)"),
+    ("images", r"has a BatchNorm2d \(inner\) in block 0.*try nn.GroupNorm\(8, 64\)"),
+    ("attention", r"has a MultiheadAttention.*try inner.dropout = 0.0; nn.Dropout on its output works"),
     ("no module", r"returns <built-in function print> for block 0, which must be a torch.nn.Module"),
 ])
 def test_blocks_that_cannot_be_right(what: str, text: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.spec = .*{text}"):
         blocks_of(Small(what=what))
-    blocks_of(Small(what="no dropout"))
+    blocks_of(Small(what="dropout"))
+
+
+def test_dropout_of_torch_is_refused_where_a_tensor_may_be_divided() -> None:
+    class Divided(Small):
+        max_tp = 2
+
+    with pytest.raises(ConfigError, match=r"has a Dropout \(inner\) in block 0.*try hybridpar.Dropout\(p, build.name\)"):
+        blocks_of(Divided(what="dropout"))
 
 
 def run(model: ModelSpec, dtype: torch.dtype = torch.float32) -> Any:
