@@ -113,16 +113,22 @@ def in_a_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with what the user asked for: where, what, which rule, and a value that works."""
+    """One thing wrong with what the user asked for: where, what, which rule, and a value that works.
+
+    is_guess: the suggestion is what was probably meant by a name that is unknown.
+    """
 
     field: str
     value: object
     rule: str
     suggestion: str = ""
+    is_guess: bool = False
 
     def __str__(self) -> str:
         text = f"{shown(self.field)[1:-1]} = {described(self.value)}: {self.rule}"
-        return f"{text}; try {self.suggestion}" if self.suggestion else text
+        if not self.suggestion:
+            return text
+        return f"{text}; did you mean {self.suggestion}?" if self.is_guess else f"{text}; try {self.suggestion}"
 
 
 class HybridparError(Exception):

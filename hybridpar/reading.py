@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar.errors import HybridparError
+from hybridpar.toml_advice import toml_advice
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -127,13 +128,34 @@ def read_limited(path: Path, most: int, *, within: Path | None = None) -> bytes:
 
 
 def nearest_path(path: Path) -> str:
-    """A path in the same folder that was probably meant by one that does not exist; empty: nothing is like it."""
+    """Return the path that was probably meant by one that does not exist; empty where no path is like it.
+
+    It lies in the same folder, or in a folder with a like name. A ~ becomes the home folder, which a shell puts in its
+    place at the beginning of a word only.
+    """
     try:
-        known = [] if path.exists() else os.listdir(path.parent)
-    except OSError:
+        if str(path).startswith("~"):
+            return str(path.expanduser())
+        if path.exists():
+            return ""
+        if not path.parent.exists():
+            parent = nearest_path(path.parent)
+            inside = Path(parent, path.name)
+            return (str(inside) if inside.exists() else nearest_path(inside)) if parent else ""
+        known = os.listdir(path.parent)
+    except (OSError, RuntimeError, ValueError):  # no home folder; a name with a zero byte
         return ""
-    near = (path.with_name(name) for name in difflib.get_close_matches(path.name, known))
-    return next((str(other) for other in near if other.exists()), "")  # a link that leads nowhere is like itself
+    others = (path.with_name(name) for name in _like(path, known))
+    return next((str(other) for other in others if other.exists()), "")  # a link that leads nowhere is like itself
+
+
+def _like(path: Path, known: list[str]) -> list[str]:
+    """Return the names of files that `path` may stand for, the likeliest first."""
+    same = sorted(name for name in known if name.lower() == path.name.lower() or Path(name).stem == path.name)
+    stems = {Path(name).stem: name for name in known if Path(name).suffix == path.suffix}
+    near = [stems[stem] for stem in difflib.get_close_matches(path.stem, stems)]
+    others = [name for name in known if Path(name).suffix != path.suffix]
+    return [*same, *near, *difflib.get_close_matches(path.name, others)]
 
 
 def reason(error: Exception) -> str:
@@ -143,7 +165,22 @@ def reason(error: Exception) -> str:
 
 def read_text(path: Path, most: int, *, within: Path | None = None) -> str:
     """A file as text, without a byte order mark. Raises: OSError; ValueError if it is too large or not UTF-8."""
-    return read_limited(path, most, within=within).decode("utf-8-sig")
+    content = read_limited(path, most, within=within)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(_not_text(content, error.start)) from None
+
+
+def _not_text(content: bytes, start: int) -> str:
+    """Return why bytes are no UTF-8 text. start: the first byte that is none."""
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "it is UTF-16 text; save it as UTF-8"
+    if b"\0" in content:
+        return "it is a binary file, not text"
+    line = content.count(b"\n", 0, start) + 1
+    column = start - content.rfind(b"\n", 0, start)
+    return f"line {line}, column {column}: byte 0x{content[start]:02x} is not UTF-8; save the file as UTF-8"
 
 
 def read_json(path: Path, most: int, *, within: Path | None = None) -> Any:
@@ -189,7 +226,10 @@ def read_toml(path: Path, most: int, *, within: Path | None = None) -> dict[str,
     """A TOML file. Raises: OSError; ValueError, also if it is too large or a key too deep; RecursionError."""
     text = read_text(path, most, within=within)
     _check_keys(text)
-    return tomllib.loads(text)
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(toml_advice(text, str(error))) from None
 
 
 def _check_keys(text: str) -> None:

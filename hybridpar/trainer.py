@@ -27,7 +27,7 @@ from hybridpar.config import (
     ModelSpec,
     UpdateRule,
     as_typed,
-    from_mapping,
+    from_keywords,
     load_toml,
     spec_name,
     without_unused,
@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from hybridpar.verify.run import Report
 
 
+_KEYWORDS = ("config", "loss", "metrics", "num_targets", "datasets", "optimizer")
+"""Names of arguments of a Trainer that are no sections of the configuration."""
+
+
 @raises_short_errors
 class Trainer:
     """A model with everything that its training needs: data, and a configuration.
@@ -65,6 +69,12 @@ class Trainer:
             reported, and train nothing.
         num_targets: With modules: a function of a sample that returns how many of its labels count. None: losses are
             means over samples.
+        datasets: By part ("train", "valid"), in place of the model's own (`ModelSpec.dataset` says what they may be).
+            Several validation sets are a dict by their names. Samples are dicts of arrays; the first module takes the
+            array "x", or else a sample's first one. Samples for a GPT have `tokens` and `labels`, each [seq_length],
+            where a label of -100 does not count.
+        optimizer: A subclass of UpdateRule, in place of optim.name.
+        **sections: Keys of the configuration by section, over those of `config`: `parallel={"pp": 2}`.
 
     Raises:
         ConfigError: Names every key that is unknown and every value of a wrong type.
@@ -98,7 +108,7 @@ class Trainer:
         base = as_typed(base)
         if optimizer is not None:
             base = _with_optimizer(base, optimizer)
-        self.config, unused = without_unused(from_mapping(sections, base))
+        self.config, unused = without_unused(from_keywords(sections, base, _KEYWORDS))
         for line in unused if Launch.from_environment().rank == 0 else ():
             print(f"hybridpar: {line}", file=sys.stderr)
         self._lend_samples()

@@ -11,6 +11,7 @@ from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from math import isfinite
+from pathlib import Path
 
 from hybridpar.checkpoint.compatible import CONTINUABLE
 from hybridpar.config import Config, ModelConfig, UnloadedModel, broken_rules
@@ -60,6 +61,10 @@ def value_problems(config: Config) -> Iterator[Problem]:
                 rule, works = "must not hold a zero byte", default
             elif flaws := [flaw for part in parts if isinstance(part, str) and (flaw := not_utf8(part))]:
                 rule, works = f"must be UTF-8 text, as config.toml keeps it; {flaws[0]}", default
+            elif any(isinstance(part, str) and part.startswith("~/") for part in parts):
+                home = [str(Path(part).expanduser()) for part in parts]
+                rule = "must be a path without ~, which a shell replaces only where it begins a word"
+                works = home if isinstance(value, tuple) else f'"{home[0]}"'
             elif any(not isinstance(part, bool | int | float | str) for part in parts):
                 rule, works = "must be text, a number, a truth value or a list of these, as TOML has no others", 0
             elif name in rules:

@@ -173,7 +173,8 @@ def test_train_refuses_what_cannot_run(config: Path, capsys: pytest.CaptureFixtu
 def test_a_missing_file_or_a_misspelt_key_names_the_nearest(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tiny.toml" in fails(capsys, "train", config.with_name("tyny.toml"))
     config.write_text(config.read_text().replace("num_layers", "num_layrs"))
-    assert "model.num_layrs = 2: is not a key of the configuration; try num_layers" in fails(capsys, "train", config)
+    said = fails(capsys, "train", config)
+    assert "model.num_layrs = 2: is not a key of the configuration; did you mean model.num_layers?" in said
 
 
 def test_damaged_or_unfit_corpora_are_refused(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

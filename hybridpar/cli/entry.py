@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import json
 import os
+import shlex
 import signal
 import sys
 import time
-import typing
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,24 +19,31 @@ import tyro
 from tyro.conf import FlagCreatePairsOff
 
 from hybridpar import __version__
+from hybridpar.cli.arguments import complaint, config_arguments, own_arguments, unknown_flag, usage
 from hybridpar.cli.commands import COMMANDS
 from hybridpar.cli.help import short_help
 from hybridpar.cli.shortage import describe, is_shortage, require_room
 from hybridpar.cli.values import out_of_range
 from hybridpar.config import Config, Launch, from_mapping, load_toml, read_run_config, unloaded_code, without_unused
 from hybridpar.config.elsewhere import megatron_flag
-from hybridpar.config.typed import hints_of
+from hybridpar.config.names import meant
 from hybridpar.errors import ConfigError, HybridparError, about_file
 from hybridpar.train import watchdog
 from hybridpar.train.console import hold_descriptors, lasting_console
 from hybridpar.train.errors import LostContactError, RankError
 
+HELP = {"-h", "--help"}
+"""Flags that ask for the usual settings of a command."""
 HELP_ALL = "--help-all"
 _RENAMED = {"world_size": "ranks", "devices": "ranks", "nproc_per_node": "ranks", "micro_batch": "micro_batch_sizes",
             "micro_batches": "micro_batch_sizes", "device_gb": "memory_gb", "steps": "batches"}
 """Flags of commands that had another name, or that torchrun has."""
 SPEC = "--model.spec"
 """The flag that names the class of a model of one's own, which decides what other keys [model] has."""
+_ELSEWHERE = {"run": ["train"], "fit": ["train"], "resume": ["train"], "tokenize": ["preprocess"],
+              "prepare": ["preprocess"], "sample": ["generate"], "convert": ["import", "export"], "test": ["verify"],
+              "eval": ["train"], "validate": ["check"], "search": ["plan"], "dashboard": ["watch"]}
+"""Names that other programs give to commands."""
 _BY_SIGNAL = 128
 """From here on an exit code says which signal has stopped a run that has saved."""
 _LASTING = FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError
@@ -116,17 +122,17 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
         raise SystemExit(0)
     name, rest = args[0], list(args[1:])
     if name not in COMMANDS:
-        _refuse(f"hybridpar: {name} is not a command", _nearest(name, COMMANDS), speaks)
+        _refuse_command(name, speaks)
     command, default, config = COMMANDS[name], tyro.MISSING_NONPROP, Config()
     if "config" in command.__dataclass_fields__:
-        if {"-h", "--help"} & set(rest):
+        if HELP & set(rest):
             print(short_help(name, command) if speaks else "", end="\n" * speaks)
             raise SystemExit(0)
         if HELP_ALL in rest:
-            default = command(path=tyro.MISSING, config=Config())
+            default = command(path=Path("CONFIG.toml"), config=Config())
         elif not rest or rest[0].startswith("-"):
             if "run" not in own_flags(command) or not (run := _value("--run", rest)):
-                _refuse(f"hybridpar {name}: the first argument must be a configuration file", (), speaks)
+                _refuse_without_file(name, rest, speaks)
             path = Path(run, "config.toml")
             config = read_run_config(path, trust="--trust" in rest)
             if (error := unloaded_code(config)) is not None:
@@ -140,13 +146,24 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
             default = command(path=Path(rest[0]), config=config)
     rest = ["--help" if word == HELP_ALL else word for word in rest]
     _check_flags(name, rest, speaks, config)
-    _check_numbers(name, rest, speaks, default if "config" in command.__dataclass_fields__ else command)
-    made = tyro.cli(
-        command, prog=f"hybridpar {name}", args=_booleans_as_python(rest, config), default=default,
-        use_underscores=True, console_outputs=speaks, config=(FlagCreatePairsOff,))
+    if not HELP & set(rest):
+        _check_words(name, rest, speaks, config if "config" in command.__dataclass_fields__ else None)
+    made = _parsed(name, _booleans_as_python(rest, config), default, speaks)
     if problems := out_of_range(made):
         raise ConfigError(*problems)
     return _without_unused(made, speaks) if "config" in command.__dataclass_fields__ else made
+
+
+def _parsed(name: str, words: list[str], default: Any, speaks: bool) -> Any:
+    """The command that tyro makes of its words, or its help; exits with 2 if the words make none."""
+    helps = bool(HELP & set(words))
+    try:
+        return tyro.cli(COMMANDS[name], prog=f"hybridpar {name}", args=words, default=default, use_underscores=True,
+                        console_outputs=speaks and helps, config=(FlagCreatePairsOff,))
+    except SystemExit as end:
+        if end.code and not helps:
+            _refuse(f"hybridpar {name}: cannot read {shlex.join(words)}; try hybridpar {name} --help", speaks)
+        raise
 
 
 def _without_unused(command: Any, speaks: bool) -> Any:
@@ -159,7 +176,7 @@ def _without_unused(command: Any, speaks: bool) -> Any:
 
 def _booleans_as_python(args: Sequence[str], config: Config) -> list[str]:
     """Spells `--section.key true`, in any case, as True, the only spelling that tyro reads."""
-    kinds = _config_keys(config)
+    kinds = {argument.name[2:]: argument.kind for argument in config_arguments(config)}
     flag, words = "", []
     for arg in args:
         head, equals, value = arg.partition("=")
@@ -175,15 +192,15 @@ def _booleans_as_python(args: Sequence[str], config: Config) -> list[str]:
 
 def _check_flags(name: str, args: Iterable[str], speaks: bool, config: Config) -> None:
     known = flags_of(COMMANDS[name], config)
-    for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--") and arg != "--help"):
+    for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--") and arg not in HELP):
         word = flag[2:].replace("-", "_")
         if word not in known:
             if renamed := _new_name(word, name, known):
-                _refuse(f"hybridpar {name}: {flag} {renamed}", (), speaks)
+                _refuse(f"hybridpar {name}: {flag} {renamed}", speaks)
             same_key = [k for k in sorted(known) if "." in k and k.rpartition(".")[2] == word.rpartition(".")[2]]
             if not same_key and "parallel.tp" in known and (answer := megatron_flag(word)):
-                _refuse(f"hybridpar {name}: {flag} {answer}", (), speaks)
-            _refuse(f"hybridpar {name}: unknown flag {flag}", same_key or _nearest(word, known), speaks, "--")
+                _refuse(f"hybridpar {name}: {flag} {answer}", speaks)
+            _refuse(f"hybridpar {name}: {unknown_flag(flag, known)}", speaks)
 
 
 def _new_name(word: str, command: str, known: Collection[str]) -> str:
@@ -197,52 +214,23 @@ def _new_name(word: str, command: str, known: Collection[str]) -> str:
     return ""
 
 
-def _check_numbers(name: str, args: Iterable[str], speaks: bool, default: Any) -> None:
-    """Refuses flags of numbers without their numbers: tyro names none that works. `default`: the command."""
-    kinds = typing.get_type_hints(COMMANDS[name]) | (_config_keys(default.config) if hasattr(default, "config") else {})
-    given: list[tuple[str, list[str]]] = []
-    for arg in args:
-        head, equals, value = arg.partition("=")
-        if head.startswith("--"):
-            given.append((head, [value] * bool(equals)))
-        elif given:
-            given[-1][1].append(arg)
-    for flag, words in given:
-        section, _, key = flag[2:].replace("-", "_").rpartition(".")
-        kind = kinds.get(f"{section}.{key}" if section else key)
-        inner = typing.get_args(kind) if typing.get_origin(kind) is tuple else (kind,)
-        if inner[0] not in (int, float):
-            continue
-        count = None if Ellipsis in inner else len(inner)
-        with contextlib.suppress(ValueError):
-            if len([inner[0](word) for word in words[:count]]) >= (count or 0):
-                continue
-        usual = getattr(getattr(default.config, section) if section else default, key, None)
-        works = " ".join(map(str, usual)) if isinstance(usual, tuple) else usual
-        what = f"{'whole ' * (inner[0] is int)}number{'s' * (count != 1)}"
-        rule = f"must be {'a' if count == 1 else count or 'any number of'} {what}; try {flag} {works or 1}"
-        _refuse(f"hybridpar {name}: {' '.join([flag, *words[:count]])}: {rule}", (), speaks)
+def _check_words(name: str, words: Sequence[str], speaks: bool, config: Config | None) -> None:
+    """Refuse a command line that tyro could not parse. config: the command's, with what its file says."""
+    known = [*own_arguments(COMMANDS[name]), *(() if config is None else config_arguments(config))]
+    if problem := complaint(known, words):
+        example = f"; try hybridpar {name} {usage(known)}" if problem.endswith(" missing") else ""
+        _refuse(f"hybridpar {name}: {problem}{example}", speaks)
 
 
 def flags_of(command: type[Any], config: Config) -> set[str]:
     """The names of a command's flags, without dashes: its own and `section.key` of the configuration."""
-    return own_flags(command).union(_config_keys(config) if "config" in command.__dataclass_fields__ else ())
-
-
-def _config_keys(config: Config) -> dict[str, Any]:
-    """The types of all keys of the configuration, by `section.key`."""
-    sections: dict[str, type[Any]] = {s.name: type(getattr(config, s.name)) for s in dataclasses.fields(config)}
-    return {f"{name}.{key}": kind for name, section in sections.items() for key, (kind, _) in hints_of(section).items()}  # type: ignore[arg-type]
+    of_config = config_arguments(config) if "config" in command.__dataclass_fields__ else ()
+    return own_flags(command) | {argument.name[2:] for argument in of_config}
 
 
 def own_flags(command: type[Any]) -> set[str]:
     """The names of a command's flags that are not keys of the configuration."""
-    hints = typing.get_type_hints(command, include_extras=True)
-    given = {name: getattr(note, "name", None) for name, hint in hints.items()
-             for note in getattr(hint, "__metadata__", ())}
-    positional = {name for name, hint in hints.items() if "Positional" in map(str, getattr(hint, "__metadata__", ()))}
-    fields = {f.name for f in dataclasses.fields(command)} - positional - {"config"}
-    return {given.get(name) or name for name in fields}
+    return {argument.name[2:] for argument in own_arguments(command) if argument.name.startswith("--")}
 
 
 def _without(flag: str, args: Sequence[str]) -> list[str]:
@@ -288,16 +276,30 @@ def _help() -> str:
         "CONFIG.toml says."])
 
 
-def _nearest(word: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(word.lower(), sorted(known), 1, cutoff=0.4)
-
-
-def _refuse(text: str, near: Sequence[str], speaks: bool, dashes: str = "") -> NoReturn:
-    """Reports an error of the command line, with the names that may have been meant; exits with 2."""
+def _refuse(text: str, speaks: bool) -> NoReturn:
+    """Reports an error of the command line; exits with 2."""
     if speaks:
-        names = f" or {dashes}".join(near)
-        print(f"{text}; did you mean {dashes}{names}?" if near else text, file=sys.stderr)
+        print(text, file=sys.stderr)
     raise SystemExit(2)
+
+
+def _refuse_command(name: str, speaks: bool) -> NoReturn:
+    """Reports an unknown command, with the one that was probably meant; exits with 2."""
+    near = meant(name, COMMANDS) or list(_ELSEWHERE.get(name.lower(), ()))
+    if name.endswith(".toml"):
+        _refuse(f"hybridpar: the first word must be a command; did you mean hybridpar train {name}?", speaks)
+    works = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(COMMANDS)}"
+    _refuse(f"hybridpar: {name} is not a command; {works}", speaks)
+
+
+def _refuse_without_file(name: str, words: Sequence[str], speaks: bool) -> NoReturn:
+    """Reports a command line that does not begin with its configuration file; exits with 2."""
+    files = [word for word in words if word.endswith(".toml") and not word.startswith("-")]
+    here = sorted(path.name for path in Path().glob("*.toml") if path.name != "pyproject.toml")
+    rest = [word for word in words if word not in files[:1] and word != "-"]
+    file = (files or here or ["CONFIG.toml"])[0]
+    again = shlex.join(["hybridpar", name, file, *rest])
+    _refuse(f"hybridpar {name}: the first argument must be a configuration file; try {again}", speaks)
 
 
 def _end_job(launch: Launch, text: str, late: str = "") -> None:

@@ -100,7 +100,7 @@ def _factories(name: str) -> dict[str, Any]:
 class Replay:
     """Run one step of a run again on one CPU process, and say where its numbers stop being finite."""
 
-    path: Positional[Annotated[Path, arg(metavar="BUNDLE.json | RUN")]]
+    path: Positional[Annotated[Path, arg(metavar="BUNDLE_OR_RUN")]]
     """A replay bundle from a run's folder anomalies/; or a run folder, and a --step."""
     step: Annotated[int, Within(0, 2**40)] = 0
     """The step to run again, as numbered in the metrics of the run folder."""

@@ -15,6 +15,7 @@ from hybridpar.config.environment import (
     use_all_gpu_queues,
 )
 from hybridpar.config.faults import AnomaliesConfig, FaultsConfig
+from hybridpar.config.keywords import from_keywords
 from hybridpar.config.memory import MemoryConfig
 from hybridpar.config.model import ModelConfig
 from hybridpar.config.outer import OuterConfig
@@ -55,8 +56,8 @@ __all__ = [
     "Launch",
     "MemoryConfig", "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig",
     "PlanConfig", "RunConfig", "TrainConfig", "UnloadedModel", "UpdateRule", "Whole", "Within", "as_typed",
-    "broken_rules", "from_mapping", "from_plain", "import_beside_user", "import_rule", "import_spec", "known_spec",
-    "load_toml", "message_shape", "model_settings", "pass_on_signals", "rank_of_stage", "read_run_config",
-    "require_gpu_queues", "span", "spec_error", "spec_folder", "spec_name", "to_mapping", "to_toml",
+    "broken_rules", "from_keywords", "from_mapping", "from_plain", "import_beside_user", "import_rule", "import_spec",
+    "known_spec", "load_toml", "message_shape", "model_settings", "pass_on_signals", "rank_of_stage",
+    "read_run_config", "require_gpu_queues", "span", "spec_error", "spec_folder", "spec_name", "to_mapping", "to_toml",
     "triton_is_interpreted", "unloaded_code", "use_all_gpu_queues", "without_unused",
 ]

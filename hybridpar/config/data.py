@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hybridpar.config.row_names import NAME_RULE, is_name
@@ -47,6 +48,10 @@ class DataConfig:
             yield Problem("data.corpus", list(self.corpus), "must name a source in each entry", '["stdlib"]')
         if not self.corpus:
             yield Problem("data.corpus", [], "must name at least one source", '["stdlib"]')
+        together = " ".join(self.corpus)
+        if len(self.corpus) > 1 and Path(together).is_file():
+            rule = "are several sources, and together the name of one file, which needs quotation marks in a shell"
+            yield Problem("data.corpus", list(self.corpus), rule, f'["{together}"]')
         if self.weights and len(self.weights) != len(self.corpus):
             rule = f"must have one weight for each of the {len(self.corpus)} corpora"
             yield Problem("data.weights", list(self.weights), rule, equal)

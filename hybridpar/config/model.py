@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+from hybridpar.config.names import meant
 from hybridpar.config.spec import ModelSpec
 from hybridpar.config.typed import Count, NotNegative, Positive, Share, Within
-from hybridpar.errors import Problem
+from hybridpar.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,18 @@ class ModelConfig(ModelSpec):
     """Tokens whose logits exist at a time: computed twice, which takes time and saves memory; 0: all, computed once."""
     sentence_head: Literal["nsp", "sop", "none"] = "sop"
     """BERT only: next-sentence prediction, sentence-order prediction, or neither."""
+
+    def __new__(cls, *values: Any, **settings: Any) -> ModelConfig:
+        known = [field.name for field in dataclasses.fields(cls)]
+        problems = []
+        for name in settings:
+            if name not in known:
+                near = [one.removeprefix("model.") for one in meant(f"model.{name}", [f"model.{one}" for one in known])]
+                rule = "is not a setting of ModelConfig" if near else f"is no setting; there are {', '.join(known)}"
+                problems.append(Problem(name, settings[name], rule, " or ".join(near), is_guess=True))
+        if problems:
+            raise ConfigError(*problems)
+        return super().__new__(cls)
 
     @property
     def kv_heads(self) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import importlib.util
 import json
+import re
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar.config.model import ModelConfig
+from hybridpar.config.names import as_list, meant
 from hybridpar.config.sections import Config
 from hybridpar.config.spec import (
     ModelSpec,
@@ -27,7 +29,7 @@ from hybridpar.config.spec import (
 from hybridpar.config.typed import convert, hints_of
 from hybridpar.config.update_rule import UpdateRule, import_rule
 from hybridpar.errors import ConfigError, Problem
-from hybridpar.reading import read_limited, read_toml
+from hybridpar.reading import nearest_path, read_limited, read_toml
 
 MAX_TOML = 1 << 20
 """Bytes of a TOML file."""
@@ -37,6 +39,13 @@ _EXAMPLES = {
 """Values of keys whose default does not show their form."""
 MODEL_FOLDER = "model_folder"
 """Name of a file beside a run's configuration: the folders of the modules that it names, a line each."""
+_MOST_FILES = 8
+"""Most files of a folder that a message lists."""
+_SECTIONS = {"training": ("train",), "trainer": ("train",), "optimizer": ("optim",), "dataset": ("data",),
+             "logging": ("run",), "parallelism": ("parallel",), "scheduler": ("optim", "pipeline")}
+"""Names that other programs give to sections."""
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+"""Words and numbers that stand for a truth value elsewhere."""
 
 
 def load_toml(path: str | Path, spec: str = "") -> Config:
@@ -50,7 +59,9 @@ def load_toml(path: str | Path, spec: str = "") -> Config:
     the file says nothing at all.
     """
     if not isinstance(path, str | Path):
-        raise ConfigError(Problem("config", path, "must be the path of a TOML file", '"my.toml"'))
+        keywords = 'sections as keywords: Trainer(model, optim={"lr": 0.0003})'
+        works = keywords if isinstance(path, Mapping) else '"my.toml"'
+        raise ConfigError(Problem("config", path, "must be the path of a TOML file", works))
     path = Path(path)
     document = _read(path)
     if spec:
@@ -98,16 +109,25 @@ def _read(path: Path, within: Path | None = None) -> dict[str, Any]:
     try:
         document = read_toml(path, MAX_TOML, within=within)
     except OSError as error:
-        others = [p.name for p in path.parent.glob("*.toml") if p != path and p.is_file()]
-        near = difflib.get_close_matches(path.name, others, 1)
-        rule = f"cannot be read ({error.strerror})"
-        problem = Problem("config", str(path), rule, str(path.with_name(near[0])) if near else "")
-        raise ConfigError(problem) from None
+        raise ConfigError(_unreadable(path, error)) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(Problem("config", str(path), f"is not valid TOML: {error}")) from None
     if not document:
-        raise ConfigError(Problem("config", str(path), "has no section", "a file with [model] in it"))
+        works = "a line [model], and num_layers = 4 in the next one"
+        raise ConfigError(Problem("config", str(path), "is empty: it has no section", works))
     return document
+
+
+def _unreadable(path: Path, error: OSError) -> Problem:
+    """What is wrong with the path of a configuration, and the file that was probably meant."""
+    if path.is_dir():
+        inside = [path / "config.toml", *sorted(path.glob("*.toml"))]
+        works = next((str(file) for file in inside if file.is_file()), "the path of a TOML file")
+        return Problem("config", str(path), "is a folder", works)
+    rule = f"cannot be read ({error.strerror})"
+    near = nearest_path(path)
+    others = [] if near else sorted(str(file) for file in path.parent.glob("*.toml") if file != path)
+    return Problem("config", str(path), rule, near or " or ".join(others if len(others) <= _MOST_FILES else ()))
 
 
 def _noted_folders(path: Path) -> list[str]:
@@ -162,7 +182,7 @@ def from_mapping(document: Mapping[str, Any], base: Config | None = None, *, unl
         if name not in sections:
             problems.append(_no_section(name, table, base))
         elif not isinstance(table, Mapping):
-            problems.append(Problem(name, table, "is a section and needs keys", f"[{name}]"))
+            problems.append(_no_table(name, table, base))
         elif name == "model" and unloaded and (model := _unloaded_model(table)) is not None:
             changed[name] = model
         else:
@@ -231,10 +251,29 @@ def _unloaded_model(table: Mapping[str, Any]) -> UnloadedModel | None:
 
 def _no_section(name: str, value: Any, base: Config) -> Problem:
     """A name at the top of the file that is no section: misspelled, or a key that has lost its own."""
-    if (holders := _holders(name, base)) and not isinstance(value, Mapping):
-        rule = f"is a key of {' or '.join(f'[{s}]' for s in holders)}, and stands in no section"
-        return Problem(name, value, rule, f"{holders[0]}.{name}")
-    return Problem(name, "...", "is not a section of the configuration", _nearest(name, list(to_mapping(base))))
+    plain = to_mapping(base)
+    if not isinstance(value, Mapping):
+        if holders := _holders(name, base):
+            rule = f"is a key of {' or '.join(f'[{s}]' for s in holders)}, and stands in no section"
+            return Problem(name, value, rule, f"{holders[0]}.{name}")
+        near = meant(name, [f"{section}.{key}" for section, table in plain.items() for key in table])
+        if near and name not in plain:
+            return Problem(name, value, "stands in no section, and is not the name of one", " or ".join(near), True)
+    near = difflib.get_close_matches(name.lower(), plain, 1)
+    near = [*_SECTIONS.get(name.lower(), near)]
+    given = "..." if isinstance(value, Mapping) else value
+    if near:
+        works = " or ".join(f"[{one}]" for one in near)
+        return Problem(name, given, "is not a section of the configuration", works, True)
+    return Problem(name, given, f"is not a section of the configuration; there are {', '.join(plain)}")
+
+
+def _no_table(name: str, value: object, base: Config) -> Problem:
+    """A section that was given as a value."""
+    keys = to_mapping(base)[name]
+    key = next((one for one in ("name", "kind", "corpus", "schedule") if one in keys), next(iter(keys)))
+    works = f"[{name}] in a line, and {key} = {_as_toml(keys[key])} in the next one"
+    return Problem(name, value, "is a section and needs keys", works)
 
 
 def _holders(key: str, base: Config) -> list[str]:
@@ -247,26 +286,33 @@ def _as_toml(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(name), known, 1, cutoff=0.5)
-    return near[0] if near else "one of " + ", ".join(sorted(known))
-
-
 def _read_section(name: str, base: Any, table: Mapping[str, Any], whole: Config, problems: list[Problem]) -> Any:
     section: Any = type(base)
     hints, values = hints_of(section), {}
     for key, value in table.items():
         if key not in hints:
-            near = " or ".join(f"{section}.{key}" for section in _holders(key, whole)) or _nearest(key, [*hints])
-            problems.append(Problem(f"{name}.{key}", value, "is not a key of the configuration", near))
+            problems.append(_no_key(name, key, value, [*hints], whole))
             continue
         try:
             values[key] = convert(value, hints[key][0])
         except ValueError as error:
-            works = _nearest_option(value, hints[key][0]) or getattr(base, key)
+            option = _nearest_option(value, hints[key][0])
+            works = _without_quotes(value, hints[key][0]) if option is None else option
+            is_guess = option is not None
+            works = getattr(base, key) if works is None else works
             example = _EXAMPLES.get(f"{name}.{key}") or _as_toml(works)
-            problems.append(Problem(f"{name}.{key}", value, str(error), example))
+            problems.append(Problem(f"{name}.{key}", value, str(error), example, is_guess))
     return dataclasses.replace(base, **values)
+
+
+def _no_key(section: str, key: str, value: object, known: Sequence[str], whole: Config) -> Problem:
+    """A key that its section does not have: misspelled, of another section, or unknown."""
+    everywhere = [f"{name}.{one}" for name, table in to_mapping(whole).items() for one in table if name != section]
+    rule = "is not a key of the configuration"
+    if near := meant(f"{section}.{key}", [*everywhere, *(f"{section}.{one}" for one in known)]):
+        return Problem(f"{section}.{key}", value, rule, " or ".join(near), True)
+    return Problem(f"{section}.{key}", value, as_list(known, f"is not a key of [{section}]; there are") or
+                   f"is not a key of [{section}]; hybridpar train --help lists all")
 
 
 def _nearest_option(value: object, kind: Any) -> str | None:
@@ -274,3 +320,19 @@ def _nearest_option(value: object, kind: Any) -> str | None:
     options = [name for part in (kind, *typing.get_args(kind)) for name in typing.get_args(part)
                if isinstance(name, str)]
     return next(iter(difflib.get_close_matches(str(value).lower(), options, 1)), None)
+
+
+def _without_quotes(value: object, kind: Any) -> object:
+    """Return the numbers or the truth value that a text of the file holds; None if it holds none."""
+    if kind is bool and str(value).lower() in _TRUTH:
+        return _TRUTH[str(value).lower()]
+    if typing.get_origin(kind) is tuple and isinstance(value, str) and typing.get_args(kind)[0] in (int, float):
+        found = [_without_quotes(word, typing.get_args(kind)[0]) for word in re.findall(r"[^,;\s()\[\]]+", value)]
+        return None if None in found else found
+    if kind not in (int, float) or isinstance(value, bool) or not isinstance(value, str | float):
+        return None
+    try:
+        number = float(value)
+        return kind(number) if number == kind(number) else None
+    except (ValueError, OverflowError):
+        return None

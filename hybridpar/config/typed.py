@@ -45,12 +45,10 @@ class Within:
         return "must be " + " and ".join(f"{word} {bound}" for word, bound in bounds.items() if abs(bound) != inf)
 
     def works(self, value: Any, default: Any) -> str:
-        """A value of the field that is allowed: near `value`; of lists, the default."""
-        if isinstance(value, tuple):
-            return str(list(default))
-        if value > self.most or value < self.least:
-            return str(self.most if value > self.most else self.least)
-        return "0.1" if value >= self.below else "1"
+        """Return a value of the field that one would want: the default, or a share that was given in percent."""
+        if self.below == 1 and not isinstance(value, tuple) and value >= 1 and not default:
+            return f"{value / 100:g}" if 2 <= value < 100 else "0.1"
+        return str(list(default) if isinstance(default, tuple) else default)
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,8 @@ def convert(value: Any, kind: Any) -> Any:
         return value
     if origin in (tuple, Sequence):
         inner = typing.get_args(kind)
-        items = [value] if isinstance(value, str) and inner[0] is str else value
+        is_text = inner[0] is str or typing.get_origin(inner[0]) is Literal
+        items = [value] if isinstance(value, str) and is_text else value
         if not isinstance(items, Sequence) or isinstance(items, str):
             raise ValueError("must be a list")
         if origin is tuple and inner[-1] is not Ellipsis and len(items) != len(inner):

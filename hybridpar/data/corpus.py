@@ -16,6 +16,7 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from hybridpar.data.bad_records import BadRecords
@@ -28,6 +29,7 @@ from hybridpar.reading import errors_as, nearest_path
 
 STDLIB = "stdlib"
 TEXT_KEY = "text"
+_ANY = "name a file or a folder with text in it, or stdlib"
 _TABLES = "encodings"
 """Folder of the standard library with tables of character codes: not text to learn from."""
 _FOREIGN_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "_bundled"}
@@ -63,15 +65,18 @@ def source_files(source: str | Path, text_key: str = TEXT_KEY) -> list[SourceFil
         return _dataset_files(dataset, text_key)
     if path.is_dir():
         found = _folder_files(path, text_key)
-        rule = f"holds no files ending in {', '.join(SUFFIXES)}"
+        plain = [suffix for suffix in SUFFIXES if suffix.count(".") == 1]
+        rule = f"holds no files ending in {', '.join(plain)} (or in one of these with .gz or .zst behind it)"
     else:
         matches = [p for p in map(Path, glob.glob(text, recursive=True)) if p.is_file()]
         _check_alone(matches)
         found = [SourceFile(p, p.as_posix(), text_key=text_key) for p in matches]
         rule = "matches no file" if glob.has_magic(text) else "does not exist (nor do .bin/.idx files of this prefix)"
     if not found:
-        near = nearest_path(path)
-        raise DataError(f"{text}: {rule}" + (near and f"; try {near}"))
+        if text == "-" or (path.exists() and not path.is_dir()):
+            raise DataError(f"{text}: is no regular file; a corpus is read more than once, so save the text in a file")
+        near = nearest_path(path) or next(iter(get_close_matches(text, [STDLIB])), "")
+        raise DataError(f"{text}: {rule}; " + (f"try {near}" if near else _ANY))
     return sorted(found, key=_shuffled)
 
 
@@ -174,7 +179,7 @@ def _read(file: SourceFile, formats: set[str], bad: BadRecords) -> Iterator[Size
     found = detect_format(file.path, file.text_key)
     if found is None:
         if file.named:
-            raise DataError(f"{file.path}: is empty")
+            raise DataError(f"{file.path}: is empty; {_ANY}")
         return
     formats.add(str(found))
     yield from read_file(file.path, file.text_key, found, BadRecords(skips=True) if file.optional else bad)

@@ -161,11 +161,12 @@ def _read_text(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]
 def _decoded(stream: io.BufferedReader, place: RecordPlace, errors: str = "strict") -> Iterator[tuple[str, int]]:
     """Text in blocks, and their sizes in bytes. errors: a name that Python's decoders know."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors)
-    line, block = 1, b"-"
+    line, block, begins_line = 1, b"-", True
     while block:
         block = stream.read(PART)
-        text = place.decode(partial(decoder.decode, block, not block), line)
+        text = place.decode(partial(decoder.decode, block, not block), line, begins_line)
         line += text.count("\n")
+        begins_line = False
         yield text, len(block)
 
 
@@ -182,6 +183,8 @@ def _read_json_lines(stream: io.BufferedReader, place: RecordPlace) -> Iterator[
             place.bad.add(error)
             while not raw.endswith(b"\n") and (raw := stream.readline(PART)):  # the rest of one that is too long
                 pass
+        except json.JSONDecodeError as error:
+            place.bad.add(place.error(number, f"is not JSON ({error.msg}, at column {error.pos + 1})"))
         except (ValueError, RecursionError) as error:
             place.bad.add(place.error(number, f"is not JSON ({error})"))
         else:
@@ -225,6 +228,20 @@ class _Values:
     def __init__(self, blocks: Iterator[tuple[str, int]], place: RecordPlace):
         self._blocks, self._place = blocks, place
         self._text, self._at = "", 0
+        self._line, self._column = 1, 1  # of the first character of `_text`
+
+    def _place_of(self, error: ValueError) -> str:
+        """What is wrong with a value, and where in the file."""
+        if not isinstance(error, json.JSONDecodeError):
+            return str(error)
+        line, column = self._after(error.pos)
+        return f"{error.msg}, at line {line}, column {column}"
+
+    def _after(self, number: int) -> tuple[int, int]:
+        """Line and column of the character behind the first `number`."""
+        lines = self._text.count("\n", 0, number)
+        behind = number - 1 - self._text.rfind("\n", 0, number)
+        return self._line + lines, behind + (1 if lines else self._column)
 
     def peek(self) -> str:
         """The next character that is no space; empty: there is none."""
@@ -247,15 +264,17 @@ class _Values:
             except RecursionError as error:
                 raise self._place.error(number, f"is not JSON ({error})", "element") from None
             except ValueError as error:
+                where = self._place_of(error)  # before more text moves the place
                 length = len(self._text) - self._at
                 if length > _MAX_RECORD:
                     raise self._place.error(number, f"has more than {_MAX_RECORD} characters", "element") from None
                 # twice as many, so that what is parsed again adds up to little
                 if self._text[self._at:self._at + 1] not in ("{", "[") or not self._more(max(length, 1)):
-                    raise self._place.error(number, f"is not JSON ({error})", "element") from None
+                    raise self._place.error(number, f"is not JSON ({where})", "element") from None
 
     def _more(self, num_characters: int) -> bool:
         """Takes at least so many more, as far as there are any."""
+        self._line, self._column = self._after(self._at)
         taken, length = [self._text[self._at:]], 0
         while length < num_characters and (block := next(self._blocks, None)):
             taken.append(block[0])

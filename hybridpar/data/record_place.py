@@ -27,13 +27,19 @@ class RecordPlace:
     def error(self, line: int, what: str, unit: str = "line") -> DataError:
         return DataError(f"{self.path}, {unit} {line} of {self.format}: {what}")
 
-    def decode(self, decode: Callable[[], str], first_line: int) -> str:
-        """The text that `decode` returns. Raises: DataError naming the line if it is not UTF-8 text."""
+    def decode(self, decode: Callable[[], str], first_line: int, begins_line: bool = True) -> str:
+        """The text that `decode` returns. begins_line: whether the text is the beginning of its first line.
+
+        Raises: DataError naming the line, and the column in bytes if it is known, if it is not UTF-8 text.
+        """
         try:
             text = decode()
         except UnicodeDecodeError as error:
             line, byte = first_line + error.object.count(b"\n", 0, error.start), error.object[error.start]
-            raise self.error(line, f"byte 0x{byte:02x} is not UTF-8; corpora are UTF-8 text") from None
+            start = error.object.rfind(b"\n", 0, error.start)
+            column = f" (column {error.start - start})" if start >= 0 or begins_line else ""
+            rule = f"byte 0x{byte:02x} is not UTF-8{column}; corpora are UTF-8 text, so save the file as UTF-8"
+            raise self.error(line, f"{rule} (such as by iconv -f latin1 -t utf-8)") from None
         if (zero := text.find("\0")) >= 0:
             raise self.error(first_line + text.count("\n", 0, zero), "holds a zero byte, so it is no text")
         return text

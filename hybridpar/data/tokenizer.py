@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from hybridpar.data.pieces import Ends, Part, Piece, in_parts, pieces
 from hybridpar.data.tokenizer_folder import SETTINGS, TOKENIZER, TokenizerFolder
 from hybridpar.errors import DataError, HybridparError, config_error
-from hybridpar.reading import errors_as, read_text
+from hybridpar.reading import errors_as, nearest_path, read_text
 
 if TYPE_CHECKING:  # imported where it is used: operators and benchmarks run without it
     import tokenizers
@@ -84,6 +84,9 @@ class Tokenizer:
         belongs to, which no link leads out of."""
         import tokenizers
 
+        inside = Path(path, "tokenizer.json")
+        if near := str(inside) if inside.is_file() else nearest_path(Path(path)):
+            raise DataError(f"{path}: is no file; try {near}")
         with errors_as(DataError, path, "is not a tokenizer.json", RecursionError):
             text = read_text(Path(path), _MAX_BYTES, within=within)
             if not isinstance(json.loads(text), dict):

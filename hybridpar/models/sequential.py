@@ -19,7 +19,6 @@ from hybridpar.models.own import Build, making, require_same_everywhere
 from hybridpar.models.watched import RefuseDraws
 
 Shape = tuple[int, ...] | dict[str, tuple[int, ...]]
-"""Begins the names of a module's parameters in its block."""
 
 
 class SequentialSpec(ModelSpec):

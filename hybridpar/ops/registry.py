@@ -21,6 +21,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from operator import attrgetter
 from typing import Any
 
@@ -180,7 +181,9 @@ def select(op: str, choice: str = "auto", device_type: str | None = None, dtype:
     works = ("auto", *(row.name for row in rows if row.unsupported(device_type, dtype) is None))
     if row is None:
         names = ", ".join(row.name for row in rows)
-        raise config_error(f"kernels.{op}", choice, f"is not a backend of {op}, which has {names}", works[-1])
+        near = get_close_matches(choice, works, 1)
+        rule = f"is not a backend of {op}, which has {names}"
+        raise config_error(f"kernels.{op}", choice, rule, near[0] if near else "auto")
     if reason := row.unsupported(device_type, dtype):
         raise config_error(f"kernels.{op}", choice, f"cannot run here: {reason}", " or ".join(works))
     return row

@@ -1,31 +1,11 @@
 """cluster.toml: machines that are not at hand, and what the blocks of a model take on them, estimated.
 
-    servers = 8
-    devices_per_server = 8
-    device = "v100-16gb"            # of planner.hardware, or a table: name, tflops, memory_gib, memory_gb_per_s
-    inner = "nvlink2"               # joins the devices of a server: of planner.hardware, or a table:
-    outer = "ethernet-25"           #   { gbit_per_s = 25, latency_us = 30, share = 0.6 }
-                                    #   back_gbit_per_s: from a later server to an earlier one, if it differs
-    outer_links = 1                 # of a server, shared by its devices
-                                    #   half_duplex = true: both ways share it
-    price = 2.5                     # of a device and an hour, in any currency; left out: not known
-    stragglers = 0.05               # devices are so much slower than the fastest, on average; left out: none is
-
-    [[levels]]                      # beyond servers, from the inside out; left out: none
-    groups = 4                      # of what is below in one of these: servers in a rack, racks in a row
-    link = "infiniband-hdr"         # joins the racks
-    links = 2                       # of a rack, shared by its servers
-
-    [[others]]                      # servers of another device, which follow those above; left out: none
-    servers = 4
-    device = "a100-80gb"
-
-`outer` may be left out where there is one server.
+docs/clusters.md explains the keys of the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from itertools import accumulate, product
@@ -70,6 +50,13 @@ _USUAL = {
 """By key, a value that is always accepted, as TOML."""
 
 
+_SAME = {"nodes": "servers", "hosts": "servers", "machines": "servers", "gpus": "devices_per_server", "gpu": "device",
+         "gpus_per_node": "devices_per_server", "intra": "inner", "inter": "outer", "network": "outer",
+         "nics": "outer_links", "bandwidth": "gbit_per_s", "latency": "latency_us", "memory": "memory_gib",
+         "memory_gb": "memory_gib", "flops": "tflops"}
+"""Names that others give to these keys."""
+
+
 def read_cluster(path: Path) -> Cluster:
     """Reads a cluster.toml. Raises: ConfigError with everything that is wrong with it."""
     try:
@@ -85,15 +72,19 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def _cluster(document: Mapping[str, Any]) -> Cluster:
-    """Return the cluster of a document. Raises: ConfigError."""
+    """Return the cluster of a document. Raises: ConfigError with everything that is wrong with it."""
     problems = [*_problems("", document, _KEYS, ("servers", "devices_per_server", "device", "inner"))]
-    levels, others = document.get("levels", []), document.get("others", [])
+    wrong = {problem.field for problem in problems}
+    usable = {key: value for key, value in document.items() if key not in wrong}
+    levels, others = usable.get("levels", []), usable.get("others", [])
+    problems += _tables("levels", levels, _LEVEL, ("groups", "link"))
+    problems += _tables("others", others, _OTHER, ("servers", "device"))
+    problems += [problem for key, make in _MAKERS.items() if key in usable
+                 for problem in _wrong_table(make, usable[key], key)]
     if not problems:
-        problems += _tables("levels", levels, _LEVEL, ("groups", "link"))
-        problems += _tables("others", others, _OTHER, ("servers", "device"))
+        problems += _wrong_count(document, others)
     if problems:
         raise ConfigError(*problems)
-    _check_count(document, others)
     inner = _link(document["inner"], "inner")
     return Cluster(
         _device(document["device"], "device"), document["devices_per_server"],
@@ -104,28 +95,45 @@ def _cluster(document: Mapping[str, Any]) -> Cluster:
         document.get("stragglers", 0.0))
 
 
-def _check_count(document: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
-    """Raises: ConfigError if there are too many devices, or several servers that nothing joins."""
+def _wrong_count(document: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> Iterable[Problem]:
+    """Yield what is wrong if there are too many devices, or several servers that nothing joins."""
     servers = {"servers": document["servers"]}
     servers |= {f"others[{i}].servers": other["servers"] for i, other in enumerate(others)}
     number, per = sum(servers.values()), document["devices_per_server"]
     if number > 1 and "outer" not in document:
-        raise config_error("outer", None, f"joins the {number} servers, so there must be one", _USUAL["outer"])
+        yield Problem("outer", None, f"joins the {number} servers, so there must be one", _USUAL["outer"])
     if number * per <= _MOST_DEVICES:
         return
     rule = f"are {number * per} devices; there may be {_MOST_DEVICES}"
     if number <= _MOST_DEVICES:
-        raise config_error("devices_per_server", per, rule, str(_MOST_DEVICES // number))
-    most = max(servers, key=servers.__getitem__)
-    raise config_error(most, servers[most], rule, "1024")
+        yield Problem("devices_per_server", per, rule, str(_MOST_DEVICES // number))
+    else:
+        most = max(servers, key=servers.__getitem__)
+        yield Problem(most, servers[most], rule, "1024")
 
 
 def _tables(name: str, tables: Iterable[object], known: Mapping[str, Any], needed: Iterable[str]) -> Iterable[Problem]:
+    """Yield what is wrong with the tables of an array."""
     for i, table in enumerate(tables):
-        if isinstance(table, dict):
-            yield from _problems(f"{name}[{i}].", table, known, needed)
-        else:
+        if not isinstance(table, dict):
             yield Problem(f"{name}[{i}]", table, "is no table", _USUAL[name].strip("[]"))
+            continue
+        where = f"{name}[{i}]."
+        found = [*_problems(where, table, known, needed)]
+        yield from found
+        wrong = {problem.field for problem in found}
+        for key, make in _MAKERS.items():
+            if key in known and key in table and f"{where}{key}" not in wrong:
+                yield from _wrong_table(make, table[key], f"{where}{key}")
+
+
+def _wrong_table(make: Callable[[Any, str], object], given: object, where: str) -> Sequence[Problem]:
+    """Return what keeps a device or a link from being made."""
+    try:
+        make(given, where)
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 def _levels(tables: Iterable[Mapping[str, Any]], devices: int) -> Iterable[Level]:
@@ -138,9 +146,9 @@ def _problems(where: str, table: Mapping[str, Any], known: Mapping[str, Any],
               needed: Iterable[str]) -> Iterable[Problem]:
     for key, value in table.items():
         if key not in known:
-            near = get_close_matches(key.lower(), [one for one in known if one not in table], 1)
+            near = _meant(key, table, known)
             yield Problem(f"{where}{key}", value, f"is not known here; there are {', '.join(known)}",
-                          near[0] if near else "without it")
+                          near or "without it", is_guess=bool(near))
             continue
         kinds = (int, float) if known[key] is float else known[key]
         if not isinstance(value, kinds) or isinstance(value, bool) is not (kinds is bool):
@@ -153,9 +161,18 @@ def _problems(where: str, table: Mapping[str, Any], known: Mapping[str, Any],
             yield Problem(f"{where}{key}", value, "must not be negative, or too large", _USUAL[key])
         elif key in ("share", "matmul_share", "stragglers") and value > 1:
             yield Problem(f"{where}{key}", value, "is a share, so at most 1", _USUAL[key])
+    misspelled = {_meant(key, table, known) for key in table if key not in known}
     for key in needed:
-        if key not in table:
+        if key not in table and key not in misspelled:
             yield Problem(f"{where}{key}", None, "is missing", _USUAL[key])
+
+
+def _meant(key: str, table: Mapping[str, Any], known: Mapping[str, Any]) -> str:
+    """Return the key that an unknown one probably stands for; empty if none is like it."""
+    free = [one for one in known if one not in table]
+    if (elsewhere := _SAME.get(key.lower())) in free and elsewhere is not None:
+        return elsewhere
+    return next(iter(get_close_matches(key.lower(), free, 1)), "")
 
 
 def _device(given: str | Mapping[str, Any], where: str) -> Device:
@@ -179,6 +196,10 @@ def _link(given: str | Mapping[str, Any], where: str) -> Link:
     return Link(given.get("name", where), GIGABIT * given["gbit_per_s"], 1e-6 * given.get("latency_us", 10.0),
                 given.get("share", 0.8), back_bandwidth=GIGABIT * given.get("back_gbit_per_s", 0.0),
                 half_duplex=given.get("half_duplex", False))
+
+
+_MAKERS: dict[str, Callable[[Any, str], object]] = {"device": _device, "inner": _link, "outer": _link, "link": _link}
+"""Keys whose value is a name or a table, and what makes a device or a link of it."""
 
 
 # -- what it is to a planner -------------------------------------------------------------------------------------------

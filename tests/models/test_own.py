@@ -212,7 +212,7 @@ def test_a_configuration_names_the_class_and_has_its_keys() -> None:
     assert plain["model"] == {"spec": spec_name(Small), "depth": 5, "what": ""}
     assert from_mapping(plain) == config
     assert from_mapping({"model": {"depth": 3}}, config).model == Small(depth=3)
-    with pytest.raises(ConfigError, match=r"model\.dept .*not a key.*try depth"):
+    with pytest.raises(ConfigError, match=r"model\.dept .*not a key.*did you mean model.depth"):
         from_mapping({"model": {"dept": 3}}, config)
     with pytest.raises(ConfigError, match=r"model\.depth = 'a'.*must be of type int"):
         from_mapping({"model": {"depth": "a"}}, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,19 @@ from planner import made
 from hybridpar.config import ParallelConfig, TrainConfig
 from hybridpar.errors import ConfigError
 from hybridpar.models.blocks import LABELLED
-from hybridpar.planner.cluster import count_parameters, estimate, machine_of, measured_machine, read_cluster
+from hybridpar.planner.cluster import (
+    _DEVICE,
+    _KEYS,
+    _LEVEL,
+    _LINK,
+    count_parameters,
+    estimate,
+    machine_of,
+    measured_machine,
+    read_cluster,
+)
 from hybridpar.planner.cost import StepCost
+from hybridpar.planner.hardware import DEVICES, LINKS
 from hybridpar.planner.kernels import block_times
 
 GOOD = """
@@ -81,6 +93,55 @@ links = 3
     assert cost.price == pytest.approx(1.8 * 16 / 3600 * 1e6 / cost.tokens_per_s)
     with pytest.raises(ConfigError, match=r"levels\[0\].groups = None: is missing"):
         read_cluster(write(tmp_path, text.replace("groups = 2\n", "")))
+
+
+def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
+    text = """
+nodes = 2
+devices_per_server = 0
+device = { tflops = 100, memory = 24, memory_gb_per_s = 900 }
+inner = "nvlink9"
+outer = { gbit_per_s = 100, latncy_us = 7 }
+
+[[levels]]
+group = 2
+link = "wire"
+
+[[others]]
+servers = -1
+device = "a200"
+"""
+    with pytest.raises(ConfigError) as caught:
+        read_cluster(write(tmp_path, text))
+    found = {problem.field.removeprefix("cluster.toml: "): problem.suggestion for problem in caught.value.problems}
+    assert found == {
+        "nodes": "servers", "devices_per_server": "8", "device.memory": "memory_gib", "inner": "nvlink2",
+        "outer.latncy_us": "latency_us", "levels[0].group": "groups", "levels[0].link": "infiniband-hdr",
+        "others[0].servers": "2", "others[0].device": "a100-80gb"}
+    assert "nodes = 2: is not known here; there are servers, " in str(caught.value)
+    assert "did you mean servers?" in str(caught.value)
+
+
+PAGE = (Path(__file__).parents[2] / "docs/clusters.md").read_text()
+
+
+def test_the_examples_of_the_page_are_clusters(tmp_path: Path) -> None:
+    first, device, link, racks = re.findall(r"^```ini\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    cluster = read_cluster(write(tmp_path, first))
+    assert (cluster.num_devices, cluster.outer_links, cluster.outer.name) == (128, 8, "infiniband-ndr")
+    without = {key: re.sub(f"^{key} = .*\n", "", first, flags=re.MULTILINE) for key in ("device", "outer")}
+    assert read_cluster(write(tmp_path, without["device"] + device)).device.name == "rtx 4090"
+    assert read_cluster(write(tmp_path, without["outer"] + link)).outer.back_bandwidth == pytest.approx(1e8 / 8)
+    cluster = read_cluster(write(tmp_path, first + racks))
+    assert (cluster.num_servers, cluster.levels[0].devices, cluster.levels[0].links) == (20, 32, 2)
+
+
+def test_the_page_has_every_key_and_every_name() -> None:
+    keys = [re.findall(r"^\| `\[*(\w+)\]*` \|", part, re.MULTILINE) for part in PAGE.split("\n## ")[1:]]
+    known = (_KEYS, _DEVICE, _LINK, _LEVEL)
+    assert [sorted(found) for found in keys if found] == [sorted(names) for names in known]
+    for name in (*DEVICES, *LINKS):
+        assert f"`{name}`" in PAGE
 
 
 def test_several_servers_need_a_link(tmp_path: Path) -> None:
