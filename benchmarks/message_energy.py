@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from benchmarks.common import arguments, parse, report
 from benchmarks.messages import STUDY, alone, settings
 from hybridpar.config import Config
-from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.run.codecs import Largest, Subspace, Tiles, through
+from hybridpar.pipeline.run.stage_split import stage_split
 
 SHARE = 0.12
 Kept = dict[tuple[str, int, int], Tensor]
@@ -44,7 +44,7 @@ def record(config: Config, at: set[int]) -> Kept:
 
         return note
 
-    for link, (before, _) in enumerate(pairwise(stage_split(config.model, config.parallel.pp))):
+    for link, (before, _) in enumerate(pairwise(stage_split(config))):
         engine.stage.blocks[str(before.stop - 1)].register_forward_hook(tap(link))
     engine.train(loader, config.train.num_steps, done.append)
     return kept

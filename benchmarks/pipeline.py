@@ -42,10 +42,10 @@ from benchmarks import common
 from benchmarks.common import OURS, SHAPES, FixedLoader, OurStep, Race, Shape, case, engine_config, over_ranks, race
 from benchmarks.plain import PlainGPT, adamw, clip, cross_entropy
 from hybridpar.grid import ProcessGrid
-from hybridpar.models.cost import stage_split
 from hybridpar.ops.update import Weights
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import WARMUPS
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.train import trace
 from hybridpar.train.measure import Measured
 from hybridpar.train.measure import measure as measure_parts
@@ -74,6 +74,11 @@ PREDICTIONS = 5
 """Recordings of each side, in turn; their median counts."""
 
 
+def default_split(shape: Shape, num_stages: int, m: int, dtype: str) -> tuple[range, ...]:
+    """The blocks of each stage, one on a rank, as hybridpar divides them; its peers get the same."""
+    return stage_split(engine_config(shape, pp=num_stages, num_microbatches=m, dtype=dtype))
+
+
 class TorchPipelineStep:
     """One optimizer step of torch.distributed.pipelining on this rank's blocks: one stage, or two, in a loop or a V."""
 
@@ -81,7 +86,7 @@ class TorchPipelineStep:
         rank, size = dist.get_rank(), dist.get_world_size()
         numbers = [rank] if schedule in SINGLE else [rank, 2 * size - 1 - rank if schedule == "v" else rank + size]
         num_stages = size * len(numbers)
-        split = stage_split(shape.model, num_stages)
+        split = default_split(shape, num_stages, m, dtype)
         self.first, self.last = 0 in numbers, num_stages - 1 in numbers
         models = [PlainGPT(shape, split[number], autocast=dtype == "bf16") for number in numbers]
         stages = [pipelining.PipelineStage(model, number, num_stages, torch.device("cpu"))
@@ -117,7 +122,7 @@ def measure(shape_name: str, dtype: str, m: int, schedule: str, rounds: int) -> 
     result = race(sides, rounds, tolerance=TOLERANCE[dtype])
     return case(f"{shape_name} {dtype} pp={size} {schedule} m={m}", result, m * shape.microbatch_tokens,
                 shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule=schedule, threads=1,
-                blocks_of_each_stage=[len(blocks) for blocks in stage_split(shape.model, size)])
+                blocks_of_each_stage=[*map(len, default_split(shape, size, m, dtype))])
 
 
 def measure_drains(shape_name: str, dtype: str, m: int, rounds: int, limit: float) -> dict[str, Any]:
@@ -141,7 +146,7 @@ def measure_drains(shape_name: str, dtype: str, m: int, rounds: int, limit: floa
     simulated = {name: statistics.median(seconds) for name, seconds in predictions.items()}
     entry = case(f"{shape_name} {dtype} pp={size} drains m={m}", result, m * shape.microbatch_tokens,
                  shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedules=DRAINS, threads=1,
-                 blocks_of_each_stage={chunks: [len(blocks) for blocks in stage_split(shape.model, size * chunks)]
+                 blocks_of_each_stage={chunks: [*map(len, default_split(shape, size * chunks, m, dtype))]
                                        for chunks in (1, 2)})
     return entry | {
         PREDICTED: {name: round(seconds / simulated[OURS], 4) for name, seconds in simulated.items() if name != OURS},
@@ -253,7 +258,7 @@ def measure_2bw(shape_name: str, dtype: str, m: int, batches: int, rounds: int, 
     entry = case(f"{shape_name} {dtype} pp={size} 2bw m={m}", result, m * shape.microbatch_tokens,
                  shape=shape_name, dtype=dtype, pp=size, num_microbatches=m, schedule="2bw", warmup=warmups[0],
                  threads=1, batches_of_a_round=batches,
-                 blocks_of_each_stage=[len(blocks) for blocks in stage_split(shape.model, size)])
+                 blocks_of_each_stage=[*map(len, default_split(shape, size, m, dtype))])
     return entry | {
         WITH_DRAIN: [round(1e3 * t, 3) for t in over_ranks(with_drain, "max")],
         SHARE: {name: common.ratios(result, IDEAL, name) for name in result.wall if name != IDEAL},

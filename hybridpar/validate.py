@@ -17,13 +17,13 @@ from hybridpar.checkpoint.compatible import CONTINUABLE
 from hybridpar.config import Config, ModelConfig, UnloadedModel, broken_rules
 from hybridpar.errors import ConfigError, Problem, not_utf8
 from hybridpar.models.build import recomputed_blocks, require_factors, require_tied_ends, require_trainable
-from hybridpar.models.cost import stage_split
 from hybridpar.models.metrics import require_names
 from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
 from hybridpar.optim.own import find_rule
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.run.codecs import Codecs, PartialSums
+from hybridpar.pipeline.run.stage_split import stage_split
 
 
 def resolve(config: Config, world_size: int) -> Config:
@@ -120,7 +120,7 @@ def _refused(config: Config) -> Iterator[Problem]:
     model, pipeline, pp, chunks = config.model, config.pipeline, config.parallel.pp, config.pipeline.num_chunks
     device = None if config.train.device == "auto" else config.train.device
     attempts: list[Callable[[], object]] = [
-        lambda: stage_split(model, pp, pipeline.split, chunks, pipeline.placement),
+        lambda: stage_split(config),
         lambda: require_trainable(model),
         lambda: require_tied_ends(model, pp),
         lambda: require_names(model),

@@ -14,7 +14,7 @@ import pytest
 from hybridpar.config import ModelConfig, from_mapping
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
-from hybridpar.models.cost import stage_split
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.verify.run import verify
 
 BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -54,7 +54,6 @@ def test_bug(name: str) -> None:
 
 def test_no_layer_is_lost_when_stages_do_not_divide_them() -> None:
     """1304: 30 layers over 4 stages silently became 28."""
-    model = ModelConfig(num_layers=30, hidden_size=32, num_heads=4)
-    split = stage_split(model, 4)
-    built = [number for blocks in split for number in build_blocks(model, Axis("tp"), blocks)]
+    config = from_mapping({"model": {"num_layers": 30, "hidden_size": 32, "num_heads": 4}, "parallel": {"pp": 4}})
+    built = [number for blocks in stage_split(config) for number in build_blocks(config.model, Axis("tp"), blocks)]
     assert built == list(range(32))

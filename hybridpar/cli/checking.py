@@ -46,8 +46,9 @@ class Check:
         from hybridpar.memory.predict import default_device
         from hybridpar.memory.report import short_form
         from hybridpar.models.build import build_blocks
-        from hybridpar.models.cost import stage_split, training_flops_per_token
+        from hybridpar.models.cost import training_flops_per_token
         from hybridpar.pipeline.plan.sizes import Sizes
+        from hybridpar.pipeline.run.stage_split import stage_split
         from hybridpar.planner.links_report import link_lines, link_needs, step_line
         from hybridpar.train.folder import measured
         from hybridpar.train.forecast import forecasts
@@ -61,8 +62,7 @@ class Check:
         if offload is not None and config.memory.offload_activations == "auto":
             config = from_mapping({"memory": {"offload_activations": offload.away}}, config)
         memory = predict(config, device=device)
-        stages = stage_split(config.model, config.parallel.pp, config.pipeline.split, config.pipeline.num_chunks,
-                             config.pipeline.placement)
+        stages = stage_split(config)
         model = ModuleList(build_blocks(config.model, Axis("tp"), range(config.model.num_blocks)).values())
         several = {"sites": config.parallel.sites} if config.parallel.sites > 1 else {}
         grid, parameters = config.parallel, sum(p.numel() for p in model.parameters())

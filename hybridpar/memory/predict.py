@@ -25,7 +25,6 @@ from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
 from hybridpar.memory.ghost_state import StateFootprint, trace_state
 from hybridpar.memory.walk import StageMemory, together, walk
 from hybridpar.models.build import Recomputation, recomputed_blocks
-from hybridpar.models.cost import stage_split
 from hybridpar.optim import divides_all
 from hybridpar.pipeline.plan.offload import num_away
 from hybridpar.pipeline.plan.passes import lower
@@ -33,6 +32,7 @@ from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.prove import send_window
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 from hybridpar.pipeline.run.graphs import unsupported
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.state import StatePolicy
 from hybridpar.state.parts import Parts
 
@@ -80,8 +80,7 @@ class _Pipeline:
         self._config, self._device, self._trace = config, device, trace
         self._schedule = schedule = schedule_of(config.pipeline)
         self._sizes = sizes = Sizes.of(config)
-        self._split = stage_split(
-            config.model, sizes.num_ranks, config.pipeline.split, sizes.chunks, config.pipeline.placement)
+        self._split = stage_split(config)
         self._recompute = recomputed_blocks(config.pipeline.recompute, config.model, self._split)
         self._walked = sizes if config.compression.gradients == "sbpca" else _enough(schedule, sizes)
         self._traced: dict[object, Footprint] = {}
@@ -160,7 +159,7 @@ class _Pipeline:
 def kept_by_stage(config: Config, device: torch.device, trace: Tracer = trace_stage) -> tuple[int, ...]:
     """What a micro-batch keeps on each stage from forward to backward. Units: bytes."""
     pipeline, model = config.pipeline, config.model
-    split = stage_split(model, config.parallel.pp, pipeline.split, pipeline.num_chunks, pipeline.placement)
+    split = stage_split(config)
     held = [trace(config, blocks, again, Buffers(1, 1), device)
             for blocks, again in zip(split, recomputed_blocks(pipeline.recompute, model, split), strict=True)]
     return tuple(each.kept + each.input for each in held)

@@ -10,7 +10,8 @@ from itertools import islice, product
 from hybridpar.config import Config, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig, PipelineConfig
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.memory import StageMemory
-from hybridpar.models.cost import KEPT_BYTES, even_out
+from hybridpar.models.balance import even_out
+from hybridpar.models.cost import KEPT_BYTES
 from hybridpar.pipeline.plan import vee
 from hybridpar.pipeline.plan.schedules import WARMUPS, Sizes, find_schedule, schedule_of
 from hybridpar.planner.bound import least_time

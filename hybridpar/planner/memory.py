@@ -15,8 +15,8 @@ from hybridpar.memory import Footprints, predict
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
 from hybridpar.memory.predict import Tracer
 from hybridpar.models.build import Recomputation, recomputed_blocks
-from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.planner.candidates import Candidate, block_costs
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.split import Matrix, best_split
@@ -82,7 +82,7 @@ class MemoryCheck:
         if self._most(cost) < _SURELY * min(cost.limits):
             return True
         config, sizes = cost.config, cost.sizes
-        split = stage_split(config.model, cost.pp, config.pipeline.split, sizes.chunks, config.pipeline.placement)
+        split = stage_split(config)
         again = recomputed_blocks(config.pipeline.recompute, config.model, split)
         return all(sum(self._peak(cost, stage, split[stage], again[stage]) for stage in sizes.stages_of(rank))
                    <= limit for rank, limit in enumerate(cost.limits))

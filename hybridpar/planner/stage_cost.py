@@ -17,9 +17,10 @@ from functools import cached_property
 from hybridpar.config import Config
 from hybridpar.memory.work import block_kinds
 from hybridpar.models.build import DTYPES, Recomputation, recomputed_blocks
-from hybridpar.models.cost import stage_split, untied_parameters
+from hybridpar.models.cost import untied_parameters
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
 from hybridpar.pipeline.run.graphs import unsupported
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.planner.codec_costs import CodecCosts
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.moves import Moves
@@ -209,7 +210,7 @@ class StageCosts:
     def stages(self) -> list[StageCost]:
         """Cost of every stage."""
         config = self.config
-        split = stage_split(config.model, self.pp, config.pipeline.split, self.sizes.chunks, config.pipeline.placement)
+        split = stage_split(config)
         again = recomputed_blocks(config.pipeline.recompute, config.model, split)
         found, known = [], dict[object, StageCost]()
         for stage, (blocks, one) in enumerate(zip(split, again, strict=True)):

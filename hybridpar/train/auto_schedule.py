@@ -24,13 +24,12 @@ import torch
 
 from hybridpar.comm import gather_objects
 from hybridpar.config import FOUND, Config, PipelineConfig
-from hybridpar.errors import ConfigError, HybridparError
+from hybridpar.errors import HybridparError
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.memory import predict
 from hybridpar.memory.layers import Footprints
 from hybridpar.memory.limit import limit_here
 from hybridpar.memory.predict import Tracer, kept_by_stage
-from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.fill import Room, fill
@@ -110,21 +109,13 @@ def shapes(config: Config) -> Iterator[list[Config]]:
     yield made({}, _BUBBLE, _BUBBLE | {"warmup": "latency"})
     if config.compression.both_ways != ("none", "none"):
         return  # other stages would train differently
-    if _divides(config, 2, "v"):
+    if 2 * config.parallel.pp <= config.model.num_blocks:
         there_and_back = {"placement": "v", "split_backward": True}
         yield made(*(there_and_back | {"activations": kept} for kept in ("full", "half", "min")))
     for chunks in _CHUNKS:
-        if _divides(config, chunks, "loop"):
+        if chunks * config.parallel.pp <= config.model.num_blocks:
             looped = {"schedule": "interleaved", "chunks": chunks}
             yield made(looped, looped | _BUBBLE)
-
-
-def _divides(config: Config, chunks: int, placement: str) -> bool:
-    try:
-        stage_split(config.model, config.parallel.pp, (), chunks, placement)
-    except ConfigError:
-        return False
-    return True
 
 
 def _simulated_here(shape: list[Config], costs: Costs, device: torch.device, trace: Tracer) -> list[Found]:

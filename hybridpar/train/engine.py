@@ -25,7 +25,6 @@ from hybridpar.data.loader import Loader
 from hybridpar.errors import config_error
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import build_blocks, recomputed_blocks
-from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action, Kind
 from hybridpar.pipeline.plan.offload import num_away
 from hybridpar.pipeline.plan.passes import forward_actions, lower
@@ -37,6 +36,7 @@ from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.slow_tier import FileTier, HostTier, in_host_memory
 from hybridpar.pipeline.run.stage import Stage
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.pipeline.run.stash import Stash
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.device_tier import state_memory
@@ -84,7 +84,7 @@ class Engine:
         model, pipeline = config.model, config.pipeline
         self.sizes = Sizes.of(config)
         self.schedule = schedule_of(pipeline)
-        self.split = stage_split(model, grid.pp.size, pipeline.split, self.sizes.chunks, pipeline.placement)
+        self.split = stage_split(config)
         self._held = self.sizes.stages_of(grid.pp.rank)
         self.loss_names = model.losses
         self.number_names = (*model.losses, *model.metric_names)

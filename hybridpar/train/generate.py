@@ -22,7 +22,7 @@ from hybridpar.config import Launch, ModelConfig, TrainConfig
 from hybridpar.data.tokenizer import Tokenizer, check_vocab_fits
 from hybridpar.errors import CheckpointError, HybridparError, config_error, not_utf8
 from hybridpar.grid import ProcessGrid
-from hybridpar.models.cost import stage_split
+from hybridpar.pipeline.run.stage_split import inference_split
 from hybridpar.random import random_bits, site
 from hybridpar.train.decoder import Decoder
 from hybridpar.train.errors import describe_failure
@@ -88,7 +88,7 @@ class Generator:
             raise CheckpointError(f"{tokenizer}: is missing; the corpus came without one, so put it there")
         loaded = Tokenizer.load(tokenizer, within=tokenizer.parent)
         check_vocab_fits(loaded.vocab_size, model.vocab_size, f"the tokenizer {tokenizer}")
-        stage = load_stage(FullWeights(folder), grid.tp, stage_split(model, grid.pp.size)[grid.pp.rank])
+        stage = load_stage(FullWeights(folder), grid.tp, inference_split(model, grid.pp.size)[grid.pp.rank])
         return Generator(Decoder(stage, model, grid), loaded)
 
     def generate(self, prompt: str, sampling: Sampling) -> Iterator[str]:

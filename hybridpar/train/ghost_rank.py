@@ -10,13 +10,13 @@ from hybridpar.grid import place_of, sizes_of
 from hybridpar.memory.ghost import Tracker
 from hybridpar.memory.ghost_state import GhostState
 from hybridpar.memory.predict import default_device
-from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.residency import Residency, add_residency
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.plan.shared import SharedItems
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.state import StatePolicy
 from hybridpar.state.touches import Touches
 from hybridpar.train.policy import BatchPolicy
@@ -35,8 +35,7 @@ class GhostRank:
         """A rank of the job, by its number. `config`: resolved."""
         with Tracker(default_device(config)) as tracker:
             place, sizes = place_of(rank, sizes_of(config.parallel))["pp"], Sizes.of(config)
-            split = stage_split(config.model, config.parallel.pp, config.pipeline.split, sizes.chunks,
-                                config.pipeline.placement)
+            split = stage_split(config)
             policy = StatePolicy.of(config, BatchPolicy(config).num_versions(place),
                                     schedule_of(config.pipeline).num_gradient_buffers)
             return GhostRank(config, place, GhostState.of(

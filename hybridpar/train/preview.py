@@ -13,13 +13,14 @@ from pathlib import Path
 from hybridpar.config import Config, read_run_config, to_mapping
 from hybridpar.errors import config_error
 from hybridpar.models.build import recomputed_blocks
-from hybridpar.models.cost import forward_flops_per_token, stage_split
+from hybridpar.models.cost import forward_flops_per_token
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.liveness import peak_live
 from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.train.costs import RunCosts, in_ms, percent, read_costs
 from hybridpar.train.folder import CONFIG, COSTS
 
@@ -56,8 +57,8 @@ class Preview:
 def stage_costs(config: Config) -> Costs:
     """Forward operations of each stage over those of the costliest rank; backward twice that, and recomputation."""
     flops = forward_flops_per_token(config.model)
-    pp, chunks = config.parallel.pp, config.pipeline.num_chunks
-    stages = stage_split(config.model, pp, config.pipeline.split, chunks, config.pipeline.placement)
+    pp = config.parallel.pp
+    stages = stage_split(config)
     again = recomputed_blocks(config.pipeline.recompute, config.model, stages)
     if not any(flops):  # of operators that are not counted alone
         flops = (1,) * len(flops)

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from hybridpar.config import Config
 from hybridpar.memory.silent import silent_grid
 from hybridpar.models.build import build_blocks
-from hybridpar.models.cost import stage_split
 from hybridpar.nn.linear import ColumnParallelLinear, RowParallelLinear
 from hybridpar.pipeline.run.codecs import Codec, Codecs, Largest, Marked, PartialSums, coded_layers, through
+from hybridpar.pipeline.run.stage_split import stage_split
 
 Layer = ColumnParallelLinear | RowParallelLinear
 
@@ -30,8 +30,8 @@ Layer = ColumnParallelLinear | RowParallelLinear
 def add_boundaries(blocks: Mapping[int, nn.Module], config: Config) -> None:
     """Puts the links of `config` behind a whole model's blocks, by number; without gradients those of an evaluation."""
     _add_sums(blocks, config)
-    codecs, pipeline = Codecs.of(config), config.pipeline
-    split = stage_split(config.model, config.parallel.pp, pipeline.split, pipeline.num_chunks, pipeline.placement)
+    codecs = Codecs.of(config)
+    split = stage_split(config)
     for before, after in pairwise(split):
         forward, backward = (codecs.on(flow, after.start) for flow in (1, -1))
         if forward is None and backward is None:

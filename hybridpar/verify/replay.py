@@ -26,8 +26,8 @@ from hybridpar.config import Config, KernelsConfig, MemoryConfig, import_beside_
 from hybridpar.data import BatchLoader, Data, open_data
 from hybridpar.errors import CheckpointError, DataError, config_error
 from hybridpar.grid import ProcessGrid
-from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.state.chunks import block_of
 from hybridpar.train import folder as run_folder
 from hybridpar.train.anomalies import DIVERGENCE, KnownJudge
@@ -332,8 +332,7 @@ def _probe(engine: Engine, loader: BatchLoader, bundle: Bundle) -> Report:
     squares = {name: float(g.double().square().sum()) / result.loss_scale**2 for name, g in gradients.items()}
     backward = sorted(gradients, key=block_of, reverse=True)
     wrong = next((name for name in backward if not gradients[name].isfinite().all()), "")
-    pp, pipeline = bundle.config.parallel.pp, bundle.config.pipeline
-    stages = stage_split(bundle.config.model, pp, pipeline.split, pipeline.num_chunks, pipeline.placement)
+    pp, stages = bundle.config.parallel.pp, stage_split(bundle.config)
     sizes = Sizes.of(bundle.config)
     held = [{block for stage in sizes.stages_of(rank) for block in stages[stage]} for rank in range(pp)]
     norms = tuple(math.sqrt(sum(square for name, square in squares.items() if block_of(name) in mine)) for mine in held)

@@ -23,10 +23,10 @@ from hybridpar.config import Config, ModelConfig
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.grid import ProcessGrid, sizes_of
-from hybridpar.models.cost import stage_split
 from hybridpar.nn.placement import Placement
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.scratch import scratch_folder
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.policy import BatchPolicy
@@ -279,7 +279,7 @@ def compare(config: Config, run: GridRun, num_batches: int, disturbance: Disturb
     parallel, m = config.parallel, config.pipeline.num_microbatches
     sizes = Sizes.of(config)
     schedule = schedule_of(config.pipeline)
-    split = stage_split(config.model, parallel.pp, config.pipeline.split, sizes.chunks, config.pipeline.placement)
+    split = stage_split(config)
     stage_of = {block: stage for stage, blocks in enumerate(split) for block in blocks}
 
     def version(block: int, t: int, j: int) -> int:

@@ -19,10 +19,10 @@ from torch import nn
 
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
-from hybridpar.models.cost import stage_split
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.train.anomalies import Judge
 from hybridpar.train.engine import Engine
 from hybridpar.train.policy import BatchPolicy
@@ -69,7 +69,7 @@ def staged_engine(config: Config, original: Config, policy: StagedPolicy) -> Eng
 
         return bind
 
-    split = stage_split(original.model, original.parallel.pp, original.pipeline.split)
+    split = stage_split(original)
     for stage, number in ((stage, number) for stage, numbers in enumerate(split) for number in numbers):
         block = engine.stage.blocks[str(number)]
         tables = {id(module._parameters) for module in block.modules()}

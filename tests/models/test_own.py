@@ -17,7 +17,7 @@ from hybridpar.config import Config, from_mapping, import_spec, spec_name, to_ma
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks, recomputed_blocks
-from hybridpar.models.cost import forward_flops_per_token, stage_split
+from hybridpar.models.cost import forward_flops_per_token
 from hybridpar.models.own import adopt
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import named_placements
@@ -192,7 +192,6 @@ def test_work_is_counted_from_weights_or_said() -> None:
 
     assert forward_flops_per_token(Small()) == (2 * 3 * WIDTH, *[2 * WIDTH**2] * 2, 2 * WIDTH)
     assert forward_flops_per_token(Told()) == (0, 1, 2, 3)
-    assert stage_split(Small(depth=6), 2) == (range(4), range(4, 8))
 
 
 def test_what_needs_ours_is_refused() -> None:

@@ -11,7 +11,7 @@ from planner import made
 
 from hybridpar.config import OptimConfig, load_toml
 from hybridpar.memory import predict
-from hybridpar.models.cost import stage_split
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.planner.candidates import Request, balanced, candidates
 from hybridpar.planner.cluster import estimate, machine_of
 from hybridpar.planner.cost import StepCost
@@ -119,7 +119,7 @@ def test_equal_stages_leave_room_where_most_micro_batches_are_in_flight() -> Non
     config = replace(config, parallel=made.ParallelConfig(1, 8, 1))
     chosen, first = balanced(config, on).config, replace(config, pipeline=replace(
         config.pipeline, split=(6, 5, 5, 5, 5, 5, 2, 1)))
-    by_default = replace(config, pipeline=replace(config.pipeline, split=tuple(map(len, stage_split(config.model, 8)))))
+    by_default = replace(config, pipeline=replace(config.pipeline, split=tuple(map(len, stage_split(config)))))
     peaks, times = [], []
     for one in (first, chosen, by_default):
         peaks.append(max(stage.total for stage in predict(one, device=torch.device("cuda"))))

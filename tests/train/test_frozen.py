@@ -19,7 +19,7 @@ from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory.predict import predict
 from hybridpar.memory.work import block_work
-from hybridpar.models.cost import stage_split
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.train.engine import Engine
 from hybridpar.validate import problems
 

@@ -21,10 +21,10 @@ from hybridpar import random
 from hybridpar.config import Config, message_shape
 from hybridpar.errors import config_error
 from hybridpar.models.build import DTYPES
-from hybridpar.models.cost import stage_split
 from hybridpar.nn.linear import ColumnParallelLinear, RowParallelLinear
 from hybridpar.ops.largest import largest, places_bytes, value_bytes
 from hybridpar.ops.quantize import dequantize_, quantize, quantized_bytes
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.state.compression.streaming import basis
 
 
@@ -215,8 +215,7 @@ class Codecs:
                 _require_fewer(config, key, name, codec)
         exact = {config.model.num_blocks - 1}
         if config.pipeline.placement == "v" and names != ("none", "none"):
-            pp, pipeline = config.parallel.pp, config.pipeline
-            split = stage_split(config.model, pp, pipeline.split, pipeline.num_chunks, "v")
+            pp, split = config.parallel.pp, stage_split(config)
             exact |= {split[turn].start for turn in range(pp, len(split), pp)}
         return cls(forward, backward, frozenset(exact))
 

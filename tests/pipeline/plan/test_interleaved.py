@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridpar.config import from_mapping
 from hybridpar.errors import ConfigError
-from hybridpar.models.cost import balanced_split, even_out
+from hybridpar.models.balance import balanced_split, even_out
 from hybridpar.pipeline.plan import interleaved
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.check import PlanError, check
