@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from hybridpar.verify.run import Report
 
 
-_KEYWORDS = ("config", "loss", "metrics", "num_targets", "datasets", "optimizer")
+_KEYWORDS = ("config", "loss", "metrics", "num_targets", "datasets", "optimizer", "lr_schedule")
 """Names of arguments of a Trainer that are no sections of the configuration."""
 
 
@@ -74,6 +74,9 @@ class Trainer:
             array "x", or else a sample's first one. Samples for a GPT have `tokens` and `labels`, each [seq_length],
             where a label of -100 does not count.
         optimizer: A subclass of UpdateRule, in place of optim.name.
+        lr_schedule: A function of the number of an update, counted from 0, that returns its learning rate; in place of
+            optim.lr and what goes with it. It is called here, for all of train.num_steps, and becomes optim.lr_points,
+            which differ from it by at most a millionth of the highest rate.
         **sections: Keys of the configuration by section, over those of `config`: `parallel={"pp": 2}`.
 
     Raises:
@@ -86,6 +89,7 @@ class Trainer:
                  metrics: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]] | None = None,
                  num_targets: Callable[[dict[str, Any]], int] | None = None,
                  datasets: Mapping[str, Any] | None = None, optimizer: type[UpdateRule] | None = None,
+                 lr_schedule: Callable[[int], float] | None = None,
                  **sections: Mapping[str, Any]):
         self.datasets = _checked_datasets(datasets)
         self._stop = StopFlag()
@@ -108,7 +112,10 @@ class Trainer:
         base = as_typed(base)
         if optimizer is not None:
             base = _with_optimizer(base, optimizer)
-        self.config, unused = without_unused(from_keywords(sections, base, _KEYWORDS))
+        config = from_keywords(sections, base, _KEYWORDS)
+        if lr_schedule is not None:
+            config = _with_schedule(config, lr_schedule)
+        self.config, unused = without_unused(config)
         for line in unused if Launch.from_environment().rank == 0 else ():
             print(f"hybridpar: {line}", file=sys.stderr)
         self._lend_samples()
@@ -302,6 +309,16 @@ def _with_optimizer(base: Config, optimizer: Any) -> Config:
         raise config_error("optimizer", optimizer, rule, "a class of another name")
     own = {"name": "own", "spec": name}
     return dataclasses.replace(base, optim=dataclasses.replace(base.optim, **own))  # type: ignore[arg-type]
+
+
+def _with_schedule(config: Config, schedule: Callable[[int], float]) -> Config:
+    """The configuration with a learning-rate schedule of the user's as a table. Raises: ConfigError."""
+    from hybridpar.optim.schedule import tabulate
+
+    if not callable(schedule):
+        raise config_error("lr_schedule", schedule, "must be a function", "lambda step: 1e-3 * 0.99**step")
+    points = tabulate(schedule, config.train.num_steps)
+    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr_points=points))
 
 
 def _staying(call: Callable[..., Any]) -> Callable[..., Any]:

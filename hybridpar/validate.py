@@ -14,7 +14,7 @@ from math import isfinite
 from pathlib import Path
 
 from hybridpar.checkpoint.compatible import CONTINUABLE
-from hybridpar.config import Config, ModelConfig, UnloadedModel, broken_rules
+from hybridpar.config import Config, ModelConfig, ParameterGroup, UnloadedModel, broken_rules
 from hybridpar.errors import ConfigError, Problem, not_utf8
 from hybridpar.models.build import recomputed_blocks, require_factors, require_tied_ends, require_trainable
 from hybridpar.models.metrics import require_names
@@ -51,7 +51,8 @@ def value_problems(config: Config) -> Iterator[Problem]:
         usual = type(settings)()
         rules = {name: rule for name, _, rule in broken_rules(settings)}
         for name, value in vars(settings).items():
-            parts, given = list(_leaves(value)), list(value) if isinstance(value, tuple) else value
+            parts = list(_leaves(value))
+            given = list(value) if isinstance(value, tuple) else value
             default = getattr(usual, name)
             if any(isinstance(part, float) and not isfinite(part) for part in parts):
                 rule, works = "must be finite", default
@@ -76,7 +77,9 @@ def value_problems(config: Config) -> Iterator[Problem]:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Yield the texts and numbers in a value of the configuration, and the names in a table."""
+    """Yield the texts and numbers in a value: in lists and parameter groups; of a table also the names."""
+    if isinstance(value, ParameterGroup):
+        value = tuple(vars(value).values())
     if isinstance(value, tuple):
         for entry in value:
             yield from _leaves(entry)
@@ -121,10 +124,10 @@ def _refused(config: Config) -> Iterator[Problem]:
     device = None if config.train.device == "auto" else config.train.device
     attempts: list[Callable[[], object]] = [
         lambda: stage_split(config),
-        lambda: require_trainable(model),
+        lambda: require_trainable(model, config.optim.groups),
         lambda: require_tied_ends(model, pp),
         lambda: require_names(model),
-        *([partial(require_factors, model)] if config.compression.gradients == "sbpca" else []),
+        *([partial(require_factors, model, config.optim.groups)] if config.compression.gradients == "sbpca" else []),
         lambda: recomputed_blocks(pipeline.recompute, model, [range(0)] * min(pp * chunks, model.num_blocks)),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
         lambda: Codecs.of(config),

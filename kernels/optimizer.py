@@ -92,7 +92,7 @@ class Table(NamedTuple):
     aligned: bool
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=256)  # a table for each learning rate of each buffer
 def _table(device: torch.device, sizes: tuple[int, ...], addresses: tuple[tuple[int, ...], ...]) -> Table:
     """A function of its arguments alone, so it does not matter whose tensors these were."""
     counts = torch.tensor([triton.cdiv(size, _CHUNK) for size in sizes])

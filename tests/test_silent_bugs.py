@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hybridpar.config import ModelConfig, from_mapping
+from hybridpar.config import from_mapping
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
 from hybridpar.pipeline.run.stage_split import stage_split

@@ -58,3 +58,12 @@ def test_python_leaves_out_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = hybridpar.Trainer(config=GPT_TINY, pipeline={"schedule": "1f1b"})
     assert trainer.config.optim.staleness == "none"
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_settings_of_the_rate_beside_points_are_left_out() -> None:
+    points = [[0, 0.0], [5, 1e-3]]
+    config = from_mapping({"optim": {"lr": 1e-2, "warmup_steps": 3, "decay": "wsd", "lr_points": points}})
+    found, lines = without_unused(config)
+    assert lines == [f"optim.{name} = {value} is left out: optim.lr_points says the learning rate of every update"
+                     for name, value in (("lr", "0.01"), ("warmup_steps", "3"), ("decay", '"wsd"'))]
+    assert found.optim == from_mapping({"optim": {"lr_points": points}}).optim

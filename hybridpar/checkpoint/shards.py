@@ -92,7 +92,7 @@ def placements_to_plain(placements: Mapping[str, Placement]) -> dict[str, Any]:
     """Placements as JSON values: what it takes to put shards together, or to cut them anew for another grid."""
     return {
         name: {
-            "shape": list(p.shape), "weight_decay": p.weight_decay, "tied": p.tied,
+            "shape": list(p.shape), "weight_decay": p.weight_decay > 0, "tied": p.tied,
             **({} if p.trainable else {"trainable": False}),
             "shard": None if p.shard is None else {
                 "dim": p.shard.dim, "ranges": [[list(r) for r in ranges] for ranges in p.shard.ranges],

@@ -45,8 +45,11 @@ class Check:
         from hybridpar.memory.knobs import knobs, savings
         from hybridpar.memory.predict import default_device
         from hybridpar.memory.report import short_form
-        from hybridpar.models.build import build_blocks
+        from hybridpar.models.build import build_blocks, global_placements
         from hybridpar.models.cost import training_flops_per_token
+        from hybridpar.models.groups import summarize
+        from hybridpar.models.groups import table as group_table
+        from hybridpar.optim.schedule import describe_points
         from hybridpar.pipeline.plan.sizes import Sizes
         from hybridpar.pipeline.run.stage_split import stage_split
         from hybridpar.planner.links_report import link_lines, link_needs, step_line
@@ -76,7 +79,9 @@ class Check:
         name, fullest = Sizes.of(config).rank_name, max(range(len(memory)), key=lambda rank: memory[rank].total)
         arena = forecast_planned(config, lines_of(sizes_of(grid))["pp"][0][fullest])
         fit, fit_lines = fit_report(config, memory, room, name, largest=self.largest)
+        groups = summarize(config.optim, global_placements(config.model)) if config.optim.groups else []
         if self.json:
+            plain |= {"groups": [asdict(one) for one in groups]} if groups else {}
             plain |= {"tiers": [asdict(one) for one in tiers]} | fit
             forecasted = {"host": host, "offload": offload, "planned": arena}
             plain |= {key: asdict(found) for key, found in forecasted.items() if found}
@@ -91,10 +96,14 @@ class Check:
         if (chunks := config.pipeline.num_chunks) > 1:
             blocks += (f"; rank r holds r and {2 * grid.pp - 1} - r" if config.pipeline.placement == "v" else
                        f"; each rank holds {chunks}, which are {grid.pp} apart")
+        rates = f"  {describe_points(config.optim.lr_points)}\n" if config.optim.lr_points else ""
+        if groups:
+            rates += f"\nparameters by group, with the highest learning rate of each\n{group_table(groups)}\n"
         at_sites = f" at {grid.sites} sites" if several else ""
         print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}{at_sites}, {grid.num_ranks} processes\n"
               f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"
               f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
+              f"{rates}"
               f"\npredicted peak memory of a process of each {name} with train.device = {device.type}, in MiB\n"
               f"{table(memory, name)}\n" + "\n".join(short_form(memory, name, saving)))
         for number, tier in enumerate(tiers):

@@ -21,7 +21,16 @@ from hybridpar.config.model import ModelConfig
 from hybridpar.config.outer import OuterConfig
 from hybridpar.config.parallel import ParallelConfig
 from hybridpar.config.pipeline import FOUND, PipelineConfig, rank_of_stage
-from hybridpar.config.sections import AUTO, CheckpointConfig, Config, KernelsConfig, OptimConfig, PlanConfig, RunConfig
+from hybridpar.config.sections import (
+    AUTO,
+    CheckpointConfig,
+    Config,
+    KernelsConfig,
+    OptimConfig,
+    ParameterGroup,
+    PlanConfig,
+    RunConfig,
+)
 from hybridpar.config.spec import (
     ModelSpec,
     UnloadedModel,
@@ -52,12 +61,12 @@ from hybridpar.config.update_rule import UpdateRule, import_rule
 
 __all__ = [
     "AGENT", "AUTO", "FINITE", "FOUND", "JOB", "MAX_TOML", "MODEL_FOLDER", "STOP_SIGNALS", "UNCOMPRESSED",
-    "AnomaliesConfig", "CheckpointConfig", "CompressionConfig", "Config", "DataConfig", "FaultsConfig", "KernelsConfig",
-    "Launch",
-    "MemoryConfig", "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig", "ParallelConfig", "PipelineConfig",
-    "PlanConfig", "RunConfig", "TrainConfig", "UnloadedModel", "UpdateRule", "Whole", "Within", "as_typed",
-    "broken_rules", "from_keywords", "from_mapping", "from_plain", "import_beside_user", "import_rule", "import_spec",
-    "known_spec", "load_toml", "message_shape", "model_settings", "pass_on_signals", "rank_of_stage",
-    "read_run_config", "require_gpu_queues", "span", "spec_error", "spec_folder", "spec_name", "to_mapping", "to_toml",
-    "triton_is_interpreted", "unloaded_code", "use_all_gpu_queues", "without_unused",
+    "AnomaliesConfig", "CheckpointConfig", "CompressionConfig", "Config", "DataConfig", "FaultsConfig",
+    "KernelsConfig", "Launch", "MemoryConfig", "ModelConfig", "ModelSpec", "OptimConfig", "OuterConfig",
+    "ParallelConfig", "ParameterGroup", "PipelineConfig", "PlanConfig", "RunConfig", "TrainConfig", "UnloadedModel",
+    "UpdateRule", "Whole", "Within", "as_typed", "broken_rules", "from_keywords", "from_mapping", "from_plain",
+    "import_beside_user", "import_rule", "import_spec", "known_spec", "load_toml", "message_shape", "model_settings",
+    "pass_on_signals", "rank_of_stage", "read_run_config", "require_gpu_queues", "span", "spec_error", "spec_folder",
+    "spec_name", "to_mapping", "to_toml", "triton_is_interpreted", "unloaded_code", "use_all_gpu_queues",
+    "without_unused",
 ]

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,9 +20,24 @@ from hybridpar.config.parallel import ParallelConfig
 from hybridpar.config.pipeline import PipelineConfig
 from hybridpar.config.spec import ModelSpec, spec_name
 from hybridpar.config.train import TrainConfig
-from hybridpar.config.typed import AtLeastOne, Count, NotNegative, Positive, Within
+from hybridpar.config.typed import AtLeastOne, Count, NotNegative, Positive, Within, broken_rules
 from hybridpar.config.unused import schedules_with_staleness
 from hybridpar.errors import Problem, config_error
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """An entry of optim.groups: what is different for the parameters whose global names match its pattern."""
+
+    pattern: str
+    """Global names, such as "blocks.0.*" or "*.bias": * stands for any characters (dots too), ? for one, [ab] for one
+    of these."""
+    lr: NotNegative = 1.0
+    """Factor of the learning rate."""
+    weight_decay: NotNegative = 1.0
+    """Factor of the weight decay, which biases and norms have none of."""
+    frozen: bool = False
+    """Whether the parameters keep their values."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,13 @@ class OptimConfig:
     decay_steps: Count = 0
     """Update at which min_lr is reached, 0: train.num_steps; wsd: how many updates the decay at the end takes, 0: a
     fifth of train.num_steps."""
+    lr_points: Annotated[tuple[tuple[int, float], ...], Within(0)] = ()
+    """Learning rates by update, in the place of the five settings above: [[0, 0.0], [100, 1e-3], [1000, 1e-4]]. Between
+    two points the rate is linear; before the first and after the last it is constant. The first update is number 0."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """[[optim.groups]]: parameters with another learning rate or weight decay, or none. Each entry has a `pattern` of
+    global names, `lr` and `weight_decay` (factors, 1.0), and `frozen` (false). The first pattern that matches a
+    parameter decides."""
     weight_decay: NotNegative = 0.01
     """Weight decay, not of biases and norms. Decoupled; with sgd it is added to the gradient."""
     betas: Annotated[tuple[float, float], Within(0, below=1)] = (0.9, 0.999)
@@ -61,7 +84,19 @@ class OptimConfig:
     loss_scale: Positive = 65536.0
     """fp16 only: initial dynamic loss scale."""
 
+    @property
+    def highest_lr(self) -> float:
+        """The highest rate of the schedule."""
+        return max((rate for _, rate in self.lr_points), default=self.lr)
+
     def conflicts(self, config: Config) -> Iterator[Problem]:
+        for (before, _), (step, rate) in pairwise(self.lr_points):
+            if step <= before:
+                yield Problem("optim.lr_points", [step, rate], "must be [update, learning rate] of a later update than "
+                              f"the point before it, which is at {before}", f"[{before + 1}, {rate}]")
+        for number, group in enumerate(self.groups):
+            for name, value, broken in broken_rules(group):
+                yield Problem(f"optim.groups[{number}].{name}", value, broken.rule, "1.0")
         schedule = config.pipeline.schedule
         works = schedules_with_staleness(self.staleness)
         if works and schedule not in works:
@@ -253,6 +288,12 @@ class Config:
         """Whether a copy of the training state will be written while training goes on."""
         return self.checkpoint.asynchronous and not self.memory.budget and (
             0 < self.train.save_interval < self.train.num_steps)
+
+    @property
+    def has_equal_layers(self) -> bool:
+        """Whether all layers are alike, so that one shows what each takes: those of a GPT or BERT without a frozen
+        one."""
+        return isinstance(self.model, ModelConfig) and not any(group.frozen for group in self.optim.groups)
 
     @property
     def cache_folder(self) -> Path:

@@ -26,7 +26,7 @@ from hybridpar.config.spec import (
     not_imported,
     spec_name,
 )
-from hybridpar.config.typed import convert, hints_of
+from hybridpar.config.typed import convert, entries_of, from_plain, hints_of
 from hybridpar.config.update_rule import UpdateRule, import_rule
 from hybridpar.errors import ConfigError, Problem
 from hybridpar.reading import nearest_path, read_limited, read_toml
@@ -293,15 +293,18 @@ def _read_section(name: str, base: Any, table: Mapping[str, Any], whole: Config,
         if key not in hints:
             problems.append(_no_key(name, key, value, [*hints], whole))
             continue
+        kind = hints[key][0]
+        entry = entries_of(kind)
         try:
-            values[key] = convert(value, hints[key][0])
+            values[key] = from_plain(kind, value, key) if entry else convert(value, kind)
         except ValueError as error:
-            option = _nearest_option(value, hints[key][0])
-            works = _without_quotes(value, hints[key][0]) if option is None else option
-            is_guess = option is not None
+            option = _nearest_option(value, kind)
+            works = _without_quotes(value, kind) if option is None else option
             works = getattr(base, key) if works is None else works
             example = _EXAMPLES.get(f"{name}.{key}") or _as_toml(works)
-            problems.append(Problem(f"{name}.{key}", value, str(error), example, is_guess))
+            if entry:
+                example = f"[[{name}.{key}]] with {next(iter(hints_of(entry)))} = .."
+            problems.append(Problem(f"{name}.{key}", value, str(error), example, is_guess=option is not None))
     return dataclasses.replace(base, **values)
 
 

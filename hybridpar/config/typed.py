@@ -115,12 +115,14 @@ def from_plain(kind: Any, value: Any, where: str, *, lenient: bool = False) -> A
         if origin is Annotated:
             return _checked(read(inner[0], value, where), inner[1], value, where)
         if dataclasses.is_dataclass(kind):
-            return _dataclass_from(kind, convert(value, dict), where, lenient)
+            table = vars(value) if type(value) is kind else convert(value, dict)
+            return _dataclass_from(kind, table, where, lenient)
         if origin in (dict, Mapping):
             return {inner[0](key): read(inner[1], entry, f"{where}.{key}")
                     for key, entry in convert(value, dict).items()}
         if origin is tuple and dataclasses.is_dataclass(inner[0]):
-            return tuple(read(inner[0], entry, f"{where}[{i}]") for i, entry in enumerate(convert(value, list)))
+            entries = value if isinstance(value, tuple) else convert(value, list)
+            return tuple(read(inner[0], entry, f"{where}[{i}]") for i, entry in enumerate(entries))
         if origin is UnionType and dataclasses.is_dataclass(inner[0]):
             return None if value is None else read(inner[0], value, where)
         return convert(value, kind)
@@ -136,6 +138,12 @@ def span(value: Any, where: str, most: int) -> tuple[int, int]:
     if not 0 <= start <= stop <= most:
         raise Misfit(f"{where} is {shown(value)}, which must be the ends of a range from 0 to {most}")
     return start, stop
+
+
+def entries_of(kind: Any) -> Any:
+    """The dataclass of the entries of a list, by its annotated type; None if it is no such list."""
+    inner = (*typing.get_args(kind), None)[0]
+    return inner if typing.get_origin(kind) is tuple and dataclasses.is_dataclass(inner) else None
 
 
 class Misfit(ValueError):

@@ -29,6 +29,10 @@ _NOT_ON_A_V = ("warmup", "early_switch", "zero_bubble")
 """Options that pipeline.placement = "v" has an answer of its own to."""
 
 
+_RATES = ("lr", "min_lr", "warmup_steps", "decay", "decay_steps")
+"""Settings of the learning rate that optim.lr_points takes the place of."""
+
+
 def schedules_with_staleness(remedy: str) -> tuple[str, ...]:
     """Return the schedules that a remedy for stale gradients works with; empty where it works with all of them."""
     return _STALENESS.get(remedy, ())
@@ -48,6 +52,11 @@ def without_unused(config: Config) -> tuple[Config, list[str]]:
     if works and pipeline.schedule not in works:
         lines.append(_line("optim.staleness", optim.staleness, _only(pipeline.schedule, works)))
         optim = replace(optim, staleness="none", staleness_steps=0)
+    for name in _RATES if optim.lr_points else ():
+        value, usual = getattr(optim, name), getattr(type(optim)(), name)
+        if value != usual:
+            lines.append(_line(f"optim.{name}", value, "optim.lr_points says the learning rate of every update"))
+            optim = replace(optim, **{name: usual})
     return replace(config, pipeline=pipeline, optim=optim), lines
 
 

@@ -39,7 +39,8 @@ class UpdateRule:
                step: int) -> None:
         """Changes `weight` and `state` in place; `gradient` is clipped, and may be overwritten.
 
-        decay: optim.weight_decay, or 0 for biases and norms. step: counts from 1.
+        lr, decay: the learning rate and optim.weight_decay (0 for biases and norms), times the factors of the
+        parameter's group (optim.groups). step: counts from 1.
         Shapes: all alike, in float32 or float64.
         """
         raise NotImplementedError

@@ -137,8 +137,8 @@ class TracedStage:
         policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
         sequence = config.parallel.sequence
         self.stage = Stage(with_coded_sums(build_blocks(
-            model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype), config), recompute,
-            model)
+            model, grid.tp, blocks, kernels=config.kernels, sequence=sequence, dtype=policy.dtype,
+            groups=config.optim.groups), config), recompute, model)
         parts = cut_into_parts(config, blocks) if policy.moves else ()
         self.state = RankState(self.stage, grid, policy, device, parts=parts)
         self.state.allocate()

@@ -40,7 +40,7 @@ class GhostState:
         memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
         stage = Stage(with_coded_sums(build_blocks(
             config.model, grid.tp, [number for blocks in held.values() for number in blocks], kernels=config.kernels,
-            sequence=config.parallel.sequence, dtype=policy.dtype), config))
+            sequence=config.parallel.sequence, dtype=policy.dtype, groups=config.optim.groups), config))
         return GhostState(parts, RankState(stage, grid, policy, tracker.device, parts=parts.ranges, memory=memory),
                           memory)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybridpar.config import Config, DataConfig, ModelConfig, PipelineConfig, RunConfig, TrainConfig
+from hybridpar.config import Config, DataConfig, PipelineConfig, RunConfig, TrainConfig
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
 from hybridpar.memory.work import block_kinds
 from hybridpar.models.build import Recomputation
@@ -35,7 +35,7 @@ class Footprints:
     def __call__(self, config: Config, blocks: range, recompute: Recomputation, buffers: Buffers,
                  device: torch.device) -> Footprint:
         """The footprint that `trace_stage` gives."""
-        if not isinstance(config.model, ModelConfig):
+        if not config.has_equal_layers:
             parallel, b = config.parallel, config.train.micro_batch_size
             key = (_bears(config), config.pipeline.split_backward, parallel.zero and (parallel.zero, parallel.dp), b,
                    blocks, recompute, buffers, device)
@@ -59,7 +59,7 @@ class Footprints:
         """About the same from fewer traces, for comparing many: of micro-batches of 1 and 2, two layers, no ZeRO; what
         each layer more takes is what the second takes (recomputed as a stage: the third) of one sample, and so of each.
         """
-        if not isinstance(config.model, ModelConfig):
+        if not config.has_equal_layers:
             return self._joined(config, blocks, recompute, buffers, device)
         last, parallel = config.model.num_blocks - 1, config.parallel
         layers = range(max(blocks.start, 1), min(blocks.stop, last))
@@ -84,9 +84,10 @@ class Footprints:
         """About the footprint of a stage, from those of its blocks: what they keep adds up, and of what a pass takes
         besides the most counts. What goes from one to the next is kept, as where each has it to give."""
         kinds = block_kinds(config.model)
+        may_differ = any(group.frozen for group in config.optim.groups)  # which of a kind are frozen
 
         def alone(number: int) -> dict[str, int]:
-            n = kinds.index(kinds[number])
+            n = number if may_differ else kinds.index(kinds[number])
             again, cheap = (frozenset({n} if number in numbers else ())
                             for numbers in (recompute.blocks, recompute.selective))
             return asdict(self(config, range(n, n + 1), Recomputation(again, selective=cheap), buffers, device))

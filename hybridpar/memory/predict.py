@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from hybridpar.config import Config, ModelConfig
+from hybridpar.config import Config
 from hybridpar.errors import config_error
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
 from hybridpar.memory.ghost_state import StateFootprint, trace_state
@@ -102,7 +102,7 @@ class _Pipeline:
             states = StatePolicy.of(config, buffers.versions, buffers.gradients)
             first = rank * config.parallel.dp * config.parallel.tp  # of its replicas and tp ranks
             # equal layers have equal state; parts have numbers
-            alone = parts.is_divided or states.moves or not isinstance(config.model, ModelConfig)
+            alone = parts.is_divided or states.moves or not config.has_equal_layers
             alike = rank if alone else tuple(
                 (len(blocks), 0 in blocks, config.model.num_blocks - 1 in blocks) for blocks in held.values())
             if (key := (alike, buffers)) not in self._states:
@@ -134,7 +134,7 @@ class _Pipeline:
     def _footprint(self, blocks: range, again: Recomputation, buffers: Buffers) -> Footprint:
         model = self._config.model
         ends = (0 in blocks, model.num_blocks - 1 in blocks)
-        pattern = (len(blocks) if isinstance(model, ModelConfig) else blocks, ends,
+        pattern = (len(blocks) if self._config.has_equal_layers else blocks, ends,
                    tuple((number in again.blocks, number in again.selective) for number in blocks), again.whole,
                    buffers, blocks.stop == model.num_blocks - 1)  # what a head alone receives is exact
         if pattern not in self._traced:

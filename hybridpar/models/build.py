@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hybridpar.config import AUTO, KernelsConfig, ModelConfig, ModelSpec, spec_error
+from hybridpar.config import AUTO, KernelsConfig, ModelConfig, ModelSpec, ParameterGroup, spec_error
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
+from hybridpar.models.groups import apply_groups, find_groups, require_matches
 from hybridpar.models.own import Build, adopt, construct
 from hybridpar.nn.placement import Placement, named_placements
 
@@ -24,11 +25,12 @@ HEADS: dict[str, type[GPTHead] | type[BertHead]] = {"gpt": GPTHead, "bert": Bert
 
 
 def build_blocks(model: ModelSpec, axis: Axis, numbers: Iterable[int], *, kernels: KernelsConfig = AUTO,
-                 sequence: bool = False, device: str | torch.device = "meta",
-                 dtype: torch.dtype = torch.float32) -> dict[int, nn.Module]:
+                 sequence: bool = False, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32,
+                 groups: tuple[ParameterGroup, ...] = ()) -> dict[int, nn.Module]:
     """The blocks with these numbers of `model`: of GPT and BERT, 0 is the embedding, the last one the head.
 
     `sequence`: between the layers' split parts, each rank holds part of every sample's rows (parallel.sequence).
+    `groups`: of optim.groups; they are written into the placements of parameters.
     Built on the meta device unless told otherwise: nothing is allocated for blocks that live elsewhere. Where the
     first and the last are both here and tied, they share one parameter.
 
@@ -43,7 +45,24 @@ def build_blocks(model: ModelSpec, axis: Axis, numbers: Iterable[int], *, kernel
             blocks[number] = construct(model, number, build)
             adopt(blocks[number], model, number, dtype, kernels)
     _tie(blocks.values())
+    if groups:
+        apply_groups(blocks, groups, _groups_by_name(model, groups))
     return blocks
+
+
+@lru_cache(maxsize=16)
+def global_placements(model: ModelSpec) -> Mapping[str, Placement]:
+    """Return the placements of all parameters on one rank, by global name; a tied one has several names."""
+    found: dict[str, Placement] = {}
+    for number in range(model.num_blocks):
+        (block,) = build_blocks(model, Axis("tp"), [number]).values()
+        found |= {f"blocks.{number}.{name}": placement for name, _, placement in named_placements(block)}
+    return found
+
+
+@lru_cache(maxsize=16)
+def _groups_by_name(model: ModelSpec, groups: tuple[ParameterGroup, ...]) -> Mapping[str, int]:
+    return find_groups(groups, global_placements(model))
 
 
 def _transformer_block(model: ModelConfig, number: int, build: Build) -> nn.Module:
@@ -67,24 +86,26 @@ def _tie(blocks: Iterable[nn.Module]) -> None:
                 setattr(module, name, held.setdefault(placement.tied, getattr(module, name)))
 
 
-@lru_cache(maxsize=16)
-def require_trainable(model: ModelSpec) -> None:
-    """Raises: ConfigError if all parameters of a custom model are frozen, or one that is tied is frozen in one of its
-    two blocks."""
-    if isinstance(model, ModelConfig):
+def require_trainable(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ()) -> None:
+    """Raises: ConfigError if all parameters are frozen, or one that is tied is frozen in one of its two blocks of a
+    custom model, or a group decides on no parameter."""
+    if isinstance(model, ModelConfig) and not groups:
         return
-    found, tied = False, dict[str, bool]()
-    for number in range(model.num_blocks):
-        (block,) = build_blocks(model, Axis("tp"), [number]).values()
-        for name, _, placement in named_placements(block):
-            found |= placement.trainable
-            if placement.tied and tied.setdefault(placement.tied, placement.trainable) != placement.trainable:
-                rule = (f"has a tied parameter {placement.tied!r} that is frozen in one block and trained in another "
-                        f"(blocks.{number}.{name}); it is one parameter")
-                raise spec_error(model, rule, "requires_grad_(False) in both blocks")
-    if not found:
-        rule = "must have a parameter to train; all of its parameters are frozen (requires_grad=False)"
-        raise spec_error(model, rule, "requires_grad_(True) on some module")
+    placed, tied = global_placements(model), dict[str, bool]()
+    require_matches(groups, placed)
+    for name, placement in placed.items():
+        if placement.tied and tied.setdefault(placement.tied, placement.trainable) != placement.trainable:
+            rule = (f"has a tied parameter {placement.tied!r} that is frozen in one block and trained in another "
+                    f"({name}); it is one parameter")
+            raise spec_error(model, rule, "requires_grad_(False) in both blocks")
+    if any(_trained(model, groups)):
+        return
+    if any(_trained(model, ())):
+        frozen = [group.pattern for group in groups if group.frozen]
+        raise config_error("optim.groups", frozen, "must leave a parameter to train; these patterns freeze all of them",
+                           'a pattern of fewer parameters, such as "blocks.0.*"')
+    rule = "must have a parameter to train; all of its parameters are frozen (requires_grad=False)"
+    raise spec_error(model, rule, "requires_grad_(True) on some module")
 
 
 @lru_cache(maxsize=16)
@@ -105,15 +126,20 @@ def require_tied_ends(model: ModelSpec, pp: int) -> None:
                 raise config_error("parallel.pp", pp, rule, "1")
 
 
-@lru_cache(maxsize=16)
-def require_factors(model: ModelSpec) -> None:
-    """Raises: ConfigError if a custom model has no weight whose gradient is sent as factors (sbpca)."""
-    if isinstance(model, ModelConfig):
+def _trained(model: ModelSpec, groups: tuple[ParameterGroup, ...]) -> Iterator[Placement]:
+    """Yield the placements of the parameters that neither the model nor a group freezes."""
+    found = _groups_by_name(model, groups)
+    for name, placement in global_placements(model).items():
+        if placement.trainable and not (name in found and groups[found[name]].frozen):
+            yield placement
+
+
+def require_factors(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ()) -> None:
+    """Raises: ConfigError if a model has no weight whose gradient is sent as factors (sbpca)."""
+    if isinstance(model, ModelConfig) and not groups:
         return
-    for number in range(model.num_blocks):
-        (block,) = build_blocks(model, Axis("tp"), [number]).values()
-        if any(place.trainable and place.factored and place.matrices for _, _, place in named_placements(block)):
-            return
+    if any(place.factored and place.matrices for place in _trained(model, groups)):
+        return
     rule = (f"requires hidden matrices of hybridpar's linear layers (ColumnParallelLinear(.., matrices=..)), whose "
             f"gradients come as factors; {model.kind} trains none, and torch's layers give whole gradients")
     raise config_error("compression.gradients", "sbpca", rule, "powersgd")

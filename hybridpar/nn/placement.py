@@ -119,8 +119,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One parameter: its global shape, how it starts, how it is split (None: not at all), whether it decays.
+    """One parameter: its global shape, how it starts, how it is split (None: not at all), and how it is updated.
 
+    `weight_decay`: factor of optim.weight_decay, 0 for biases and norms. `lr`: factor of the learning rate.
     `tied`: parameters with the same non-empty name are one parameter, held by the first and last pipeline stage; their
     gradients are summed over the `ends` axis and it is counted once.
     `matrices`: the hidden matrices that a 2-D parameter is made of, each as ranges of global rows, in order; together
@@ -133,12 +134,13 @@ class Placement:
     shape: tuple[int, ...]
     init: Init
     shard: Shard | None = None
-    weight_decay: bool = True
+    weight_decay: float = 1.0
     tied: str = ""
     matrices: Matrices = ()
     partial: tuple[str, ...] = ()
     trainable: bool = True
     factored: bool = False
+    lr: float = 1.0
 
     def along(self, axis: str) -> Held:
         """How the ranks along an axis hold it."""

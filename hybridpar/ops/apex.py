@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridpar.ops.dropout import Mask
 from hybridpar.ops.registry import resolve
-from hybridpar.ops.update import AdamStep, Passes, Tensors, Weights, blocks, by_decay
+from hybridpar.ops.update import AdamStep, Passes, Tensors, Weights, blocks, grouped
 
 _NORMS = "fused_layer_norm_cuda", "apex.normalization.fused_layer_norm"
 _UPDATES = "amp_C", "apex.multi_tensor_apply"
@@ -59,7 +59,7 @@ class FusedAdam(Passes):
             return Passes.adam(weights, gradients, moments, decays, lr, step)
         amp, multi_tensor = _modules(*_UPDATES)
         with weights.updating() as values:
-            for decay, columns in by_decay(decays, gradients, values, *moments):
+            for decay, columns in grouped(decays, gradients, values, *moments):
                 for lists in blocks([[x for x in column if x.numel()] for column in columns]):
                     if isinstance(step.scale, Tensor) or step.scale != 1.0:
                         torch._foreach_mul_(lists[0], step.scale)

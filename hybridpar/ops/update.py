@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from hybridpar.ops.libraries import Shapes, nothing
 from hybridpar.ops.registry import resolve
 
 Tensors = Sequence[Tensor]
+K = TypeVar("K")
 
 
 def optimizer(x: Tensor, backend: str = "auto") -> Any:
@@ -44,7 +45,9 @@ class Weights:
         return Weights(tensors, tensors)
 
     def only(self, indices: Sequence[int]) -> Weights:
-        """The weights of some parameters."""
+        """The weights of some parameters, in ascending order."""
+        if len(indices) == len(self.old):
+            return self
         old = [self.old[i] for i in indices]
         new = old if self.new is self.old else [self.new[i] for i in indices]
         return Weights(old, new, [self.working[i] for i in indices] if self.working else (), self.predicted)
@@ -98,7 +101,7 @@ class Passes:
              lr: float, step: AdamStep) -> None:
         """new = (1 - lr decay) old - lr direction, with a decay for each tensor; the gradients are used up."""
         with weights.updating() as values:
-            for decay, columns in by_decay(decays, values, gradients, *moments):
+            for decay, columns in grouped(decays, values, gradients, *moments):
                 (_adam if step.nesterov is None else _nesterov)(columns, decay, lr, step)
 
     @staticmethod
@@ -107,7 +110,7 @@ class Passes:
         """Writes -(direction + decay value) over the gradients."""
         assert step.nesterov is None
         count, divisor = _count(values, step), divisor_of(gradients, step.scale)
-        for decay, group in by_decay(decays, values, gradients, *moments):
+        for decay, group in grouped(decays, values, gradients, *moments):
             for values_, grads, means, squares in blocks(group):
                 scratch = [torch.zeros_like(g) for g in grads]
                 torch._fused_adam_(
@@ -244,10 +247,10 @@ def _nesterov(columns: list[list[Tensor]], decay: float, lr: float, step: AdamSt
         torch._foreach_lerp_(means, grads, 1 - step.beta1)
 
 
-def by_decay(decays: Sequence[float], *columns: Tensors) -> Iterator[tuple[float, list[list[Tensor]]]]:
-    """The columns, tensors in one order, as groups of equal weight decay."""
-    for decay in dict.fromkeys(decays):
-        yield decay, [[x for x, d in zip(column, decays, strict=True) if d == decay] for column in columns]
+def grouped(keys: Sequence[K], *columns: Tensors) -> Iterator[tuple[K, list[list[Tensor]]]]:
+    """Yield each key, such as a weight decay, with the tensors of each column that have it, in their order."""
+    for key in dict.fromkeys(keys):
+        yield key, [[x for x, of in zip(column, keys, strict=True) if of == key] for column in columns]
 
 
 def _count(tensors: Tensors, step: AdamStep) -> Tensor:

@@ -25,9 +25,12 @@ class AdamW(Optimizer):
     state_names = ("exp_avg", "exp_avg_sq")
 
     def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
-        moments = self._state_parts("exp_avg"), self._state_parts("exp_avg_sq")
-        self._passes.adam(self._weight_parts(weights), self._parts(gradients), moments, self._decays, lr,
-                          self._adam_step(scale))
+        parts, step = self._weight_parts(weights), self._adam_step(scale)
+        columns = self._parts(gradients), self._state_parts("exp_avg"), self._state_parts("exp_avg_sq"), self._decays
+        for rate, indices in self._by_rate.items():  # a pass has one learning rate
+            grads, means, squares, decays = columns if len(self._by_rate) == 1 else (
+                [column[i] for i in indices] for column in columns)
+            self._passes.adam(parts.only(indices), grads, (means, squares), decays, lr * rate, step)
 
     def _adam_step(self, scale: float | Tensor) -> AdamStep:
         return AdamStep(scale, *self.settings.betas, self.settings.eps, self.num_updates)

@@ -47,9 +47,14 @@ class Optimizer(ABC):
         self.num_updates = 0
         self.memory: StateMemory | None = None
         self._state: dict[str, list[Tensor]] = {}
-        self._decays = [settings.weight_decay if slot.placement.weight_decay else 0.0
+        self._decays = [settings.weight_decay * slot.placement.weight_decay
                         for slot in self.slots for _ in range(slot.num_parts)]
         """Weight decay of each of the `_parts`."""
+        self._rates = [slot.placement.lr for slot in self.slots for _ in range(slot.num_parts)]
+        """Factor of the learning rate of each of the `_parts`."""
+        self._by_rate = {rate: [i for i, other in enumerate(self._rates) if other == rate]
+                         for rate in dict.fromkeys(self._rates)}
+        """Each of these factors with the indices of the `_parts` that have it, in their order."""
         self._passes: Any
 
     @classmethod

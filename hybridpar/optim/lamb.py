@@ -33,7 +33,8 @@ class Lamb(AdamW):
         parts, directions = self._weight_parts(weights), self._parts(gradients)
         self._passes.adam_directions(parts.old, directions, moments, self._decays, self._adam_step(scale))
         ratios = self._trust_ratios(weights.old, gradients)
-        factors = [lr * ratio for slot, ratio in zip(self.slots, ratios, strict=True) for _ in range(slot.num_parts)]
+        factors = [lr * slot.placement.lr * ratio for slot, ratio in zip(self.slots, ratios, strict=True)
+                   for _ in range(slot.num_parts)]
         self._passes.move(parts, directions, [1.0] * len(factors), factors)
 
     def _trust_ratios(self, parameters: Sequence[Tensor], directions: Sequence[Tensor]) -> list[float]:

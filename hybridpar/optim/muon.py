@@ -75,8 +75,9 @@ class OrthogonalMomentum(Optimizer):
         if self.settings.nesterov:
             torch._foreach_lerp_(grads, means, beta)
         self._orthogonalize(gradients if self.settings.nesterov else momenta, gradients)
-        keeps = [1 - lr * decay for decay in self._decays]
-        self._passes.move(self._weight_parts(weights), grads, keeps, [-lr] * len(keeps))
+        rates = [lr * rate for rate in self._rates]
+        keeps = [1 - rate * decay for rate, decay in zip(rates, self._decays, strict=True)]
+        self._passes.move(self._weight_parts(weights), grads, keeps, [-rate for rate in rates])
 
     def _orthogonalize(self, directions: list[Tensor], steps: list[Tensor]) -> None:
         """Writes the scaled orthogonal matrices of `directions` into `steps`, which may be the same tensors."""

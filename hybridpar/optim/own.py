@@ -37,8 +37,8 @@ class Own(Optimizer):
         states = {name: self._state_parts(name) for name in self.state_names}
         with weights.updating() as values:
             for i, (weight, gradient) in enumerate(zip(self._parts(values), self._parts(gradients), strict=True)):
-                self._rule.update(weight, gradient, {name: parts[i] for name, parts in states.items()}, lr=lr,
-                                  decay=self._decays[i], step=self.num_updates)
+                self._rule.update(weight, gradient, {name: parts[i] for name, parts in states.items()},
+                                  lr=lr * self._rates[i], decay=self._decays[i], step=self.num_updates)
 
 
 def find_rule(settings: OptimConfig) -> UpdateRule:

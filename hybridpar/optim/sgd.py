@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridpar.config import OptimConfig
 from hybridpar.grid import Axis
-from hybridpar.ops.update import Weights, by_decay, divisor_of
+from hybridpar.ops.update import Weights, divisor_of, grouped
 from hybridpar.optim.base import Optimizer
 from hybridpar.optim.slots import ParameterSlot
 
@@ -30,9 +30,10 @@ class SGD(Optimizer):
             divisor = divisor_of(gradients, scale)
             momenta = [self._state_parts("momentum")] if self.state_names else []
             columns = (self._parts(values), self._parts(gradients), *momenta)
-            for decay, (x, grads, *rest) in by_decay(self._decays, *columns):
+            factors = list(zip(self._decays, self._rates, strict=True))
+            for (decay, rate), (x, grads, *rest) in grouped(factors, *columns):
                 torch._fused_sgd_(
-                    x, grads, rest[0] if rest else [], weight_decay=decay, momentum=self.settings.momentum, lr=lr,
-                    dampening=0.0, nesterov=self.settings.nesterov, maximize=False,
+                    x, grads, rest[0] if rest else [], weight_decay=decay, momentum=self.settings.momentum,
+                    lr=lr * rate, dampening=0.0, nesterov=self.settings.nesterov, maximize=False,
                     is_first_step=False,  # momentum starts as zeros, which says the same
                     grad_scale=divisor, found_inf=None)

@@ -274,7 +274,8 @@ def _own_costs(config: Config, device: Device, degrees: Sequence[int], sizes: Se
     """Blocks of a model of one's own: each kind's operators, run on ghosts."""
     kinds, blocks = block_kinds(config.model), dict[Key, BlockCost]()
     for tp, b in product(degrees, sizes):
-        at = replace(config, train=replace(config.train, micro_batch_size=b),
+        at = replace(config, optim=replace(config.optim, groups=()),  # blocks of a kind may be trained or frozen
+                     train=replace(config.train, micro_batch_size=b),
                      parallel=replace(config.parallel, tp=tp, pp=1, dp=1, zero=0))
         for kind in dict.fromkeys(kinds):
             work = block_work(at, kinds.index(kind), torch.device("cuda"))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridpar.config import Config, ModelConfig, ParallelConfig
+from hybridpar.config import Config, ParallelConfig
 from hybridpar.memory import Footprints, predict
 from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
 from hybridpar.memory.predict import Tracer
@@ -180,7 +180,7 @@ class MemoryCheck:
             if (alike := (*key, in_flight := _in_flight(cost, stage), limit)) in placed_once:
                 return placed_once[alike]
             if key not in known:
-                found = self._terms_by_size if isinstance(cost.config.model, ModelConfig) else self._terms_by_range
+                found = self._terms_by_size if cost.config.has_equal_layers else self._terms_by_range
                 known[key] = found(cost, stage, whole if again else None, buffers)
             terms = known[key]
             taken = (terms[0] if state_alone else _at_peak(terms, in_flight)) * (self.limit / limit)
@@ -243,11 +243,11 @@ class MemoryCheck:
         config, ends = cost.config, (blocks.start == 0, blocks.stop == cost.config.model.num_blocks)
         key = (config.optim.staleness, config.memory.host_optimizer, cost.tp, cost.zero_share, cost.splits,
                config.train.micro_batch_size, config.pipeline.split_backward, buffers, config.parallel.sequence,
-               len(blocks) if isinstance(config.model, ModelConfig) else blocks, ends,
+               len(blocks) if config.has_equal_layers else blocks, ends,
                bool(recompute.blocks), recompute.whole, bool(recompute.selective),
                config.feeds_back and config.parallel.dp)
         if key not in self._known:
-            exact = cost.splits > 1 and isinstance(config.model, ModelConfig)
+            exact = cost.splits > 1 and config.has_equal_layers
             trace = self._footprints if exact else self._footprints.rough
             self._known[key] = trace(config, blocks, recompute, buffers, cost.machine.device)
         return self._known[key]

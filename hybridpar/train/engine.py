@@ -99,7 +99,7 @@ class Engine:
                       ) if pieces > 1 and grid.tp.size > 1 else None
         blocks = with_coded_sums(build_blocks(
             model, replace(grid.tp, turns=turns), numbers, kernels=config.kernels, sequence=sequence,
-            dtype=states.dtype), config)
+            dtype=states.dtype, groups=config.optim.groups), config)
         again = recomputed_blocks(pipeline.recompute, model, self.split)
         self.parts = Parts.of(config, {stage: self.split[stage] for stage in self._held})
         stages = {stage: [Stage({n: blocks[n] for n in numbers}, again[stage], model, turns) for numbers in parts]

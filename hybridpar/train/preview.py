@@ -25,7 +25,7 @@ from hybridpar.train.costs import RunCosts, in_ms, percent, read_costs
 from hybridpar.train.folder import CONFIG, COSTS
 
 _MATTERS: dict[str, tuple[str, ...]] = {
-    "model": (), "parallel": (), "kernels": (), "pipeline": ("split", "recompute"), "optim": ("name",),
+    "model": (), "parallel": (), "kernels": (), "pipeline": ("split", "recompute"), "optim": ("name", "groups"),
     "train": ("micro_batch_size", "dtype", "threads", "device")}
 """Keys that bear on the costs of a schedule's steps, by section; (): all of it."""
 _SAME = 0.1

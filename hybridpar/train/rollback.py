@@ -111,7 +111,8 @@ class AnomalyHandler:
         rolls_back = config.anomalies.on_non_finite == "roll_back" and newest not in (None, self._newest_when_refused)
         self._newest_when_refused = newest
         rule = f"correct the update of optim.spec = {config.optim.spec!r}, or " if config.optim.spec else ""
-        what = f"{error}, so that state is not saved: {rule}try a lower optim.lr than {config.optim.lr:g}"
+        rates = "optim.lr_points" if config.optim.lr_points else "optim.lr"
+        what = f"{error}, so that state is not saved: {rule}try a lower {rates} than {config.optim.highest_lr:g}"
         if config.train.dtype == "fp16":
             what += ', or train.dtype = "bf16", whose largest number is not 65504'
         self._found = error.step, Anomaly(STATE, what, "roll_back" if rolls_back else "stop")

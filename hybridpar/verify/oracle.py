@@ -68,7 +68,8 @@ class Oracle:
         model = self.config.model
         axis, last = Axis("tp"), model.num_blocks - 1
         # the head is built apart: a tied weight is then two tensors that start equal and must stay so
-        parts = [build_blocks(model, axis, n, device="cpu", dtype=torch.float64) for n in (range(last), [last])]
+        parts = [build_blocks(model, axis, n, device="cpu", dtype=torch.float64, groups=self.config.optim.groups)
+                 for n in (range(last), [last])]
         self.blocks: dict[int, nn.Module] = {n: block for part in parts for n, block in part.items()}
         self.placements: dict[str, Placement] = {}
         start: Tensors = {}

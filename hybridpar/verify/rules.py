@@ -28,13 +28,13 @@ class Rule:
     def __call__(self, weights: Tensors, gradients: Tensors, lr: float) -> Tensors:
         """The weights after one more update."""
         self.steps += 1
-        return {n: self.one(n, w, gradients[n], lr) for n, w in weights.items()}
+        return {n: self.one(n, w, gradients[n], lr * self.placements[n].lr) for n, w in weights.items()}
 
     def one(self, name: str, w: Tensor, g: Tensor, lr: float) -> Tensor:
         raise AssertionError
 
     def decay(self, name: str) -> float:
-        return self.optim.weight_decay if self.placements[name].weight_decay else 0.0
+        return self.optim.weight_decay * self.placements[name].weight_decay
 
     def average(self, kind: str, name: str, value: Tensor, beta: float) -> Tensor:
         old = self.state.get((kind, name), torch.zeros_like(value))

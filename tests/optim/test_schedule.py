@@ -1,12 +1,15 @@
+import random
 from dataclasses import replace
 from itertools import pairwise
+from math import cos, inf, pi
 
 import numpy as np
 import pytest
 from optim.cases import Settings
 
+from hybridpar.errors import ConfigError
 from hybridpar.optim import learning_rate
-from hybridpar.optim.schedule import delay_factor
+from hybridpar.optim.schedule import delay_factor, describe_points, tabulate
 
 
 def rates(num_steps, **kwargs):
@@ -85,3 +88,49 @@ def test_rescaling_multiplies_the_schedule():
     for step in range(20):
         factor = delay_factor(step, rescaled, 20, 0.5)
         assert learning_rate(step, rescaled, 20, 0.5) == learning_rate(step, plain, 20) * factor
+
+
+def test_points_are_exact_linear_between_and_constant_outside():
+    points = ((2, 0.5), (4, 1.5), (10, 0.3))
+    values = rates(14, lr_points=points, warmup_steps=5, decay="linear")
+    assert values[:3] == [0.5, 0.5, 0.5]
+    assert values[3] == 1.0
+    assert values[4] == 1.5
+    assert values[7] == pytest.approx(0.9)
+    assert values[10:] == [0.3] * 4
+
+
+def test_points_of_a_stale_schedule_are_scaled_as_any_rate():
+    settings = Settings(lr_points=((0, 1.0),), staleness="lr_rescale", staleness_steps=4)
+    assert learning_rate(0, settings, 20, 1.0) == delay_factor(0, settings, 20, 1.0) < 1
+    assert learning_rate(4, settings, 20, 1.0) == 1.0
+
+
+@pytest.mark.parametrize("schedule", [
+    lambda step: 1e-3 * 0.5 * (1 + cos(pi * step / 3000)), lambda step: 1e-3 * 0.1 ** (step // 700),
+    lambda step: 1e-2 * min(1, (step + 1) / 50) / (1 + step) ** 0.5, lambda step: 0, lambda step: np.float32(2)])
+@pytest.mark.parametrize("num_steps", [1, 2, 3000])
+def test_a_function_becomes_a_table_that_says_the_same(schedule, num_steps):
+    points = tabulate(schedule, num_steps)
+    assert len(points) <= num_steps
+    assert len(points) < 1500
+    settings = Settings(lr_points=points)
+    found = [learning_rate(step, settings, num_steps) for step in range(num_steps)]
+    highest = float(max(schedule(step) for step in range(num_steps)))
+    assert found == pytest.approx([schedule(step) for step in range(num_steps)], rel=0, abs=1.01e-6 * highest)
+    assert found[-1] == schedule(num_steps - 1)
+
+
+@pytest.mark.parametrize(("schedule", "said"), [
+    (lambda step: -1e-3, "it returns -0.001 for step 0"), (lambda step: inf if step == 3 else 1, "for step 3"),
+    (lambda step: None, "it returns None"), (lambda step: random.random(), "the same number whenever"),
+    (lambda step: float("nan"), "finite")])
+def test_a_function_that_is_no_schedule_is_refused(schedule, said):
+    with pytest.raises(ConfigError, match="lr_schedule = .*" + said):
+        tabulate(schedule, 10)
+
+
+def test_a_table_in_a_line():
+    line = describe_points(((0, 0.0), (100, 1e-3), (1000, 1e-4)))
+    assert line.endswith("(3): 0 at update 0, 0.001 at update 100, 0.0001 at update 1000")
+    assert describe_points(((0, 0.5),)).endswith("(1): 0.5 at update 0")
