@@ -168,7 +168,7 @@ class Trainer:
         """
         self._stop.set()
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, Any]:
         """Return the validation numbers of the run's newest weights, over train.eval_batches batches.
 
         They are those that `on_evaluation` is given. Before the first checkpoint, the weights are those that training
@@ -178,12 +178,12 @@ class Trainer:
         Raises:
             ConfigError: There are no validation samples.
         """
-        def evaluate(config: Config, launch: Launch) -> dict[str, float]:
+        def evaluate(config: Config, launch: Launch) -> dict[str, Any]:
             from hybridpar.train.evaluate_job import evaluate
 
             return evaluate(config, launch, self.datasets)
 
-        numbers: dict[str, float] = self._run_on_grid(evaluate)
+        numbers: dict[str, Any] = self._run_on_grid(evaluate)
         return numbers
 
     def state_dict(self) -> dict[str, Tensor]:

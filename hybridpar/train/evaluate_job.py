@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridpar import checkpoint
 from hybridpar.config import Config, Launch, from_mapping
-from hybridpar.data import BatchLoader, Data
+from hybridpar.data import Data
 from hybridpar.errors import HybridparError, config_error
 from hybridpar.flight import Flight
 from hybridpar.grid import ProcessGrid, sizes_of
@@ -19,13 +19,14 @@ from hybridpar.train import watchdog
 from hybridpar.train.engine import Engine
 from hybridpar.train.equal_plans import require_equal_data, require_equal_settings, require_equal_start
 from hybridpar.train.errors import describe_failure
+from hybridpar.train.evaluation import Evaluator, as_told
 from hybridpar.train.launch import Job, choose_backend, choose_device, set_precision, set_threads
 from hybridpar.train.loop import open_job_data
 from hybridpar.train.settle import settle
 from hybridpar.validate import resolve
 
 
-def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dict[str, float]:
+def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dict[str, Any]:
     """Evaluate the newest checkpoint of the run, or the starting weights if there is none yet.
 
     Returns:
@@ -79,12 +80,9 @@ def _find_newest(config: Config, held: contextlib.ExitStack) -> str:
     return str(held.enter_context(checkpoint.hold_start(config.run.folder, config.model)).folder)
 
 
-def _evaluate(engine: Engine, data: Data, flight: Flight) -> dict[str, float]:
-    if data.valid is None:
+def _evaluate(engine: Engine, data: Data, flight: Flight) -> dict[str, Any]:
+    if not data.valid:
         raise config_error("datasets", "valid", "is missing: there are no samples to evaluate on",
                            'datasets={"train": .., "valid": [{"x": .., "y": ..}, ..]}')
-    config = engine.config
-    flight.phase("evaluating", config.faults.start_timeout_s)
-    loader = BatchLoader(data.valid, micro_batch_size=config.train.micro_batch_size, dp_rank=engine.grid.replica,
-                         dp_size=engine.grid.num_replicas, num_microbatches=config.pipeline.num_microbatches)
-    return engine.evaluate(loader, config.train.eval_batches)
+    flight.phase("evaluating", engine.config.faults.start_timeout_s)
+    return as_told(Evaluator(engine, data.valid).evaluate())

@@ -5,7 +5,7 @@ A set without a name, the only one then, is "" here; in what users see its numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridpar.config import Config
@@ -18,21 +18,27 @@ Numbers = dict[str, dict[str, float]]
 """Losses and metrics by name, of each set by its name. A set of which no label counts has none."""
 
 
+def batch_loader(engine: Engine, samples: Samples) -> BatchLoader:
+    """Return a loader of this rank's micro-batches of samples."""
+    train = engine.config.train
+    return BatchLoader(samples, micro_batch_size=train.micro_batch_size, dp_rank=engine.grid.replica,
+                       dp_size=engine.grid.num_replicas, num_microbatches=engine.config.pipeline.num_microbatches)
+
+
 class Evaluator:
     """Evaluates an engine on the first train.eval_batches batches of each set, always the same ones.
 
     Args:
         sets: Samples by the names of their sets.
-        make_loader: Makes a loader of samples for this rank.
 
     Attributes:
         loaders: By set.
         best: Set whose loss says which checkpoint is the best.
     """
 
-    def __init__(self, engine: Engine, sets: Mapping[str, Samples], make_loader: Callable[[Samples], BatchLoader]):
+    def __init__(self, engine: Engine, sets: Mapping[str, Samples]):
         self._engine, self._num_batches = engine, engine.config.train.eval_batches
-        self.loaders = {name: make_loader(samples) for name, samples in sets.items()}
+        self.loaders = {name: batch_loader(engine, samples) for name, samples in sets.items()}
         self.best = engine.config.checkpoint.best_by or next(iter(sets), "")
 
     def has_targets(self, name: str) -> bool:

@@ -24,7 +24,7 @@ from hybridpar import checkpoint
 from hybridpar.comm import all_reduce, gather_objects
 from hybridpar.config import Config
 from hybridpar.config.row_names import valid_name
-from hybridpar.data import BatchLoader, Data, Samples
+from hybridpar.data import Data
 from hybridpar.errors import NotFiniteError
 from hybridpar.flight import EVALUATING, Flight
 from hybridpar.memory import MemoryWatch
@@ -32,7 +32,7 @@ from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, CallbackRunner, Callbacks
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.errors import CallbackError
-from hybridpar.train.evaluation import Evaluator, as_told, row_of
+from hybridpar.train.evaluation import Evaluator, as_told, batch_loader, row_of
 from hybridpar.train.history import History
 from hybridpar.train.links import LinkWatch
 from hybridpar.train.memory_trace import MemoryLog
@@ -103,13 +103,13 @@ class Run:
         self.engine, self.grid, self.reporter, self.watch = engine, engine.grid, reporter, watch
         self.resumed = resumed
         self.report = RunReport(engine, reporter, resumed, links)
-        self.train_loader = self._loader(data.train)
+        self.train_loader = batch_loader(engine, data.train)
         self.train_loader.start = engine.data_start
         loader = self.train_loader if watch is None else watch.loader(self.train_loader)
         self.memory = MemoryLog(engine, resumed, reporter.say) if config.train.record_memory else None
         self.planned = PlannedMemory(engine, reporter.say) if config.train.planned_memory else None
         self.clock = BatchClock(loader if self.memory is None else self.memory.loader(loader))
-        self.evaluator = Evaluator(engine, data.valid, self._loader)
+        self.evaluator = Evaluator(engine, data.valid)
         self.anomalies = AnomalyHandler(engine, data.train, self.report.log, reporter.say)
         self.saving = Flight()
         run_folder.open_flight(config, self.grid.rank, self.saving, SAVING)
@@ -123,10 +123,6 @@ class Run:
         self.flight, self.faults = self.grid.flight, config.faults
         self.warm = False
         """Whether a step was made: the first one may load, compile and connect for long."""
-
-    def _loader(self, samples: Samples) -> BatchLoader:
-        return BatchLoader(samples, micro_batch_size=self.config.train.micro_batch_size, dp_rank=self.grid.replica,
-                           dp_size=self.grid.num_replicas, num_microbatches=self.config.pipeline.num_microbatches)
 
     def close(self) -> None:
         """Closes the files. Where training has failed, a checkpoint that is nearly there may still come."""
