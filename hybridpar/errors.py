@@ -33,8 +33,7 @@ def described(value: object) -> str:
     """Return what a value is, in a few words: modules and tensors by their type, else as `shown` writes it."""
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__}
     if "torch.nn.modules.module.Module" in kinds:
-        name = f"the torch.nn.Module {type(value).__name__}"
-        return name if "Module" != type(value).__name__ else "a torch.nn.Module"
+        return f"the torch.nn.Module {type(value).__name__}"
     if "torch.Tensor" in kinds:
         return f"a tensor of shape {tuple(getattr(value, 'shape', ()))}"
     return shown(value)

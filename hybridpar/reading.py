@@ -31,6 +31,8 @@ else:
 
 _BUFFER_BYTES = 1 << 20
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_LIKE = 0.7
+"""Likeness from which on a file's name may have been meant, as difflib counts it, without the suffix."""
 _MOST_PARTS = 16
 _PART = r"""(?:[A-Za-z0-9_-]+|"(?:\\[^\n]|[^"\\\n])*"|'[^'\n]*')"""
 _TOML = re.compile(
@@ -152,10 +154,11 @@ def nearest_path(path: Path) -> str:
 def _like(path: Path, known: list[str]) -> list[str]:
     """Return the names of files that `path` may stand for, the likeliest first."""
     same = sorted(name for name in known if name.lower() == path.name.lower() or Path(name).stem == path.name)
-    stems = {Path(name).stem: name for name in known if Path(name).suffix == path.suffix}
-    near = [stems[stem] for stem in difflib.get_close_matches(path.stem, stems)]
-    others = [name for name in known if Path(name).suffix != path.suffix]
-    return [*same, *near, *difflib.get_close_matches(path.name, others)]
+    near = []
+    for alike in (True, False):  # with the same suffix first
+        stems = {Path(name).stem: name for name in known if (Path(name).suffix == path.suffix) is alike}
+        near += [stems[stem] for stem in difflib.get_close_matches(path.stem, stems, cutoff=_LIKE)]
+    return [*same, *near]
 
 
 def reason(error: Exception) -> str:

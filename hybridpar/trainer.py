@@ -65,8 +65,8 @@ class Trainer:
         loss: With modules: a function of the last module's output and of the batch (a dict of tensors), which returns
             the mean loss of the samples of the micro-batch (a 0-d tensor). With `num_targets` it returns the sum over
             the labels that count instead.
-        metrics: With modules: a function of the same that returns further numbers by name, such as an accuracy. They are
-            reported, and train nothing.
+        metrics: With modules: a function of the same that returns further numbers by name, such as an accuracy. They
+            are reported, and train nothing.
         num_targets: With modules: a function of a sample that returns how many of its labels count. None: losses are
             means over samples.
         datasets: By part ("train", "valid"), in place of the model's own (`ModelSpec.dataset` says what they may be).
@@ -100,7 +100,7 @@ class Trainer:
             functions = {"loss": loss, "metrics": metrics, "num_targets": num_targets}
             for name, function in functions.items():
                 if function is not None:
-                    rule = "goes with modules (an nn.Sequential, or a list of modules); another model has a method for it"
+                    rule = "goes with an nn.Sequential or a list of modules; another model has a method for it"
                     raise config_error(name, function, rule, f"def {name}(..) in the class of the model")
         base = Config() if config is None else config if isinstance(config, Config) else load_toml(config)
         base = base if model is None else dataclasses.replace(base, model=model)  # type: ignore[arg-type]

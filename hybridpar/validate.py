@@ -122,19 +122,20 @@ def _refused(config: Config) -> Iterator[Problem]:
     """What the parts of the program cannot make of the settings."""
     model, pipeline, pp, chunks = config.model, config.pipeline, config.parallel.pp, config.pipeline.num_chunks
     device = None if config.train.device == "auto" else config.train.device
+    said = {problem.field for problem in model.conflicts()}
+    groups = () if said else config.optim.groups  # their names are those of a model that can be built
     attempts: list[Callable[[], object]] = [
         lambda: stage_split(config),
-        lambda: require_trainable(model, config.optim.groups),
+        lambda: require_trainable(model, groups),
         lambda: require_tied_ends(model, pp),
         lambda: require_names(model),
-        *([partial(require_factors, model, config.optim.groups)] if config.compression.gradients == "sbpca" else []),
+        *([partial(require_factors, model, groups)] if config.compression.gradients == "sbpca" else []),
         lambda: recomputed_blocks(pipeline.recompute, model, [range(0)] * min(pp * chunks, model.num_blocks)),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
         lambda: Codecs.of(config),
         lambda: PartialSums.of(config),
         *([partial(find_rule, config.optim)] if config.optim.name == "own" and config.optim.spec else []),
         *(partial(select, op, choice, device) for op, choice in asdict(config.kernels).items())]
-    said = {problem.field for problem in model.conflicts()}
     if (isinstance(model, ModelConfig) and model.position == "rotary"
             and said.isdisjoint(("model.num_heads", "model.position"))):
         attempts.append(lambda: rotary_features(model.hidden_size // model.num_heads, model.rotary_fraction))

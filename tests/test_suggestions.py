@@ -32,7 +32,7 @@ from hybridpar.validate import problems
 SECTIONS = ("model", "parallel", "pipeline", "optim", "train", "data", "memory", "compression", "checkpoint",
             "anomalies", "outer", "faults", "kernels", "run", "plan")
 _WORDS = {"recompute": ("none", "all", "stage", "selective", "0", "0,2-5", "stage:0", "selective:0,7", "some")}
-_UNTOUCHED = {"spec", "rule", "cache", "tokenizer", "device", "corpus", "valid_corpus"}
+_UNTOUCHED = {"spec", "rule", "cache", "tokenizer", "device", "corpus", "valid_corpus", "valid_sets"}
 """Keys that name what must exist elsewhere."""
 _MOST_ROUNDS = 8
 

@@ -84,13 +84,15 @@ def config_arguments(config: Config) -> Iterator[Argument]:
     """Return a flag for each key of the configuration."""
     for section in dataclasses.fields(config):
         settings: Any = getattr(config, section.name)
-        for key, (kind, _) in hints_of(type(settings)).items():
+        for key, (kind, _) in hints_of(type(settings)).items():  # type: ignore[arg-type]
             usual = getattr(settings, key)
             yield Argument(f"--{section.name}.{key}", kind, usual, False, _words_of(kind))
             for number, entry in enumerate(usual if isinstance(usual, tuple) else ()):
-                if dataclasses.is_dataclass(entry):  # a table of an array of tables
-                    yield from (Argument(f"--{section.name}.{key}.{number}.{name}", of, getattr(entry, name), False,
-                                         _words_of(of)) for name, (of, _) in hints_of(type(entry)).items())
+                if not dataclasses.is_dataclass(entry):
+                    continue
+                for name, (of, _) in hints_of(type(entry)).items():  # type: ignore[arg-type]
+                    flag = f"--{section.name}.{key}.{number}.{name}"
+                    yield Argument(flag, of, getattr(entry, name), False, _words_of(of))
 
 
 def _words_of(kind: Any) -> int | None:

@@ -30,7 +30,7 @@ from hybridpar.config.names import meant
 from hybridpar.errors import ConfigError, HybridparError, about_file
 from hybridpar.train import watchdog
 from hybridpar.train.console import hold_descriptors, lasting_console
-from hybridpar.train.errors import LostContactError, RankError
+from hybridpar.train.errors import GRACE_S, LostContactError, RankError
 
 HELP = {"-h", "--help"}
 """Flags that ask for the usual settings of a command."""
@@ -48,8 +48,6 @@ _BY_SIGNAL = 128
 """From here on an exit code says which signal has stopped a run that has saved."""
 _LASTING = FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError
 """Errors of files that a new start meets again; those of a disk or a network may pass."""
-_GRACE_S = 2.0
-"""How long a rank that lost contact outlives the one that died, so that the launcher sees and names that one first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -335,6 +333,6 @@ def _report(error: HybridparError, launch: Launch, *, as_json: bool, final: bool
         _end_job(launch, f"has refused: {error}", "" if speaks else line)
     if alone and launch.world_size > 1:
         if isinstance(error, LostContactError):
-            time.sleep(_GRACE_S)
+            time.sleep(GRACE_S)
         os._exit(1)  # communicators would wait for ranks that are gone
     return 1

@@ -75,8 +75,9 @@ def descriptions(kind: type[Any]) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     found = {}
     for field, note in itertools.pairwise(body.body):
-        named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if named and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        if isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
             found[field.target.id] = " ".join(str(note.value.value).split())
     return found
 

@@ -92,6 +92,7 @@ class Plan:
     """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
+        from hybridpar.pipeline.plan.schedules import find_schedule
         from hybridpar.planner import report
         from hybridpar.planner.candidates import Request
         from hybridpar.planner.local_profile import machine_for
@@ -108,6 +109,8 @@ class Plan:
             write_output("output", self.output, to_toml(begun))
             print(f"plan: {report.describe(begun)}, as {self.config.run.folder} began", file=sys.stderr)
             return 0
+        for name in self.schedules:
+            find_schedule(name)  # refuses an unknown one before the machine is measured
         request = Request(self._keep(), self.batch_size, self.schedules, self.micro_batch_sizes, self.top,
                           quick=self.brief, compression=self.compression)
         machine = machine_for(self.config, launch, self.profile, self.cluster, self.ranks, self._keep())
@@ -129,9 +132,10 @@ class Plan:
 
     def _show(self, result: Result, machine: Machine) -> None:
         from hybridpar.planner import report
+        from hybridpar.planner.assumptions import assumption_lines
 
         if self.json:
-            print(json.dumps(report.as_json(result)))
+            print(json.dumps(report.as_json(result) | {"assumptions": assumption_lines(machine)}))
         elif not self.brief:
             from rich.console import Console
 
@@ -139,6 +143,7 @@ class Plan:
             print(f"{machine.num_devices} x {machine.profile.hardware.name}, {source} times of blocks")
             Console(width=None if sys.stdout.isatty() else 160).print(report.table(result))
             print("\n".join([*report.reasons(result), *report.failures(result)]))
+            print("taken for granted:", *(f"  {line}" for line in assumption_lines(machine)), sep="\n")
 
     def _show_choice(self, result: Result, machine: Machine, request: Request) -> None:
         from hybridpar.planner import report

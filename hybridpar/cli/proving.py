@@ -15,7 +15,7 @@ from hybridpar.cli.planning import resolved
 from hybridpar.cli.values import ConfigFile, Overrides, Threads, Within, parse_grid
 from hybridpar.config import Launch
 from hybridpar.errors import config_error
-from hybridpar.reading import to_json
+from hybridpar.reading import nearest_path, to_json
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,12 @@ class Replay:
 
         if self.step and not self.path.exists():
             raise config_error("path", str(self.path), "does not exist", "a run folder, such as runs/NAME")
+        if not self.path.is_dir() and self.path.suffix != ".json" and not self.step:
+            raise config_error("path", str(self.path), "is neither a bundle nor a run folder",
+                               "runs/NAME/anomalies/step_00000100.json, or runs/NAME --step 100")
+        if not self.path.exists():
+            raise config_error("path", str(self.path), "does not exist",
+                               nearest_path(self.path) or "runs/NAME/anomalies/step_00000100.json")
         if self.path.is_dir() != (self.step > 0):
             raise config_error("step", self.step, "says which step of a run folder; a bundle has its own",
                                "hybridpar replay runs/NAME --step 100")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import os
@@ -76,6 +77,7 @@ def _listen(readers: Sequence[Connection]) -> tuple[dict[int, Any], dict[int, st
 
 def _rank_main(rank: int, job: tuple[str, str, int, float], writers: Sequence[Connection], fn: Callable[..., Any],
                args: tuple[Any, ...]) -> None:
+    gc.freeze()  # what is garbage by now may wait in its destructor for a thread that a fork has not
     backend, path, num_ranks, timeout_s = job
     for other in {*range(num_ranks)} - {rank}:
         writers[other].close()  # else nobody would notice that rank's end

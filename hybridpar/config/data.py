@@ -73,8 +73,9 @@ class DataConfig:
     def _conflicts_of_sets(self) -> Iterator[Problem]:
         if self.valid_corpus and self.valid_sets:
             rule = "is one validation set without a name, and data.valid_sets has others: name it there, too"
-            named = json.dumps({"other": self.valid_corpus, **self.valid_sets})
-            yield Problem("data.valid_corpus", list(self.valid_corpus), rule, f"[], and data.valid_sets = {named}")
+            sets = {"other": self.valid_corpus, **self.valid_sets}
+            named = ", ".join(f"{name} = {json.dumps(sources)}" for name, sources in sets.items())
+            yield Problem("data.valid_corpus", list(self.valid_corpus), rule, f"[], and data.valid_sets = {{{named}}}")
         for name, sources in self.valid_sources.items():
             key = f"data.valid_sets.{name}" if name else "data.valid_corpus"
             if both := sorted({*self.corpus} & {*sources} - {""}):

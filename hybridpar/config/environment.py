@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,9 +21,31 @@ def triton_is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+_ELASTIC_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
 def pass_on_signals(names: Iterable[str]) -> None:
     """Has torch's elastic agents of this process hand these signals (SIGTERM, ..) to their ranks, and leave others."""
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(names)
+    os.environ[_ELASTIC_SIGNALS] = ",".join(names)
+
+
+@contextlib.contextmanager
+def passing_on_signals(names: Iterable[str]) -> Iterator[None]:
+    """`pass_on_signals` while entered."""
+    before = os.environ.get(_ELASTIC_SIGNALS)
+    pass_on_signals(names)
+    try:
+        yield
+    finally:
+        del os.environ[_ELASTIC_SIGNALS]
+        if before is not None:
+            os.environ[_ELASTIC_SIGNALS] = before
+
+
+def become_rank(variables: Mapping[str, str]) -> None:
+    """Gives this process, a fork of a launcher, the environment of a rank."""
+    os.environ.pop(_ELASTIC_SIGNALS, None)
+    os.environ.update(variables)
 
 
 _GPU_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"

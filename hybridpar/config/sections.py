@@ -90,10 +90,11 @@ class OptimConfig:
         return max((rate for _, rate in self.lr_points), default=self.lr)
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
-        for (before, _), (step, rate) in pairwise(self.lr_points):
-            if step <= before:
-                yield Problem("optim.lr_points", [step, rate], "must be [update, learning rate] of a later update than "
-                              f"the point before it, which is at {before}", f"[{before + 1}, {rate}]")
+        if any(step <= before for (before, _), (step, _) in pairwise(self.lr_points)):
+            ordered = [list(point) for point in sorted(dict(self.lr_points).items())]
+            given = [list(point) for point in self.lr_points]
+            yield Problem("optim.lr_points", given, "must be points [update, learning rate], each of a later update "
+                          "than the one before", str(ordered))
         for number, group in enumerate(self.groups):
             for name, value, broken in broken_rules(group):
                 yield Problem(f"optim.groups[{number}].{name}", value, broken.rule, "1.0")

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridpar.config.elsewhere import MEGATRON, PAGE
 from hybridpar.config.model import ModelConfig
 from hybridpar.config.names import as_list, meant
 from hybridpar.config.sections import Config
@@ -34,8 +35,8 @@ from hybridpar.reading import nearest_path, read_limited, read_toml
 MAX_TOML = 1 << 20
 """Bytes of a TOML file."""
 _EXAMPLES = {
-    "data.valid_sets": '{"wiki": ["wiki.txt"]}',
-    "data.valid_corpus": '["valid.txt"], or for several sets data.valid_sets = {"wiki": ["wiki.txt"]}'}
+    "data.valid_sets": '{wiki = ["wiki.txt"]}',
+    "data.valid_corpus": '["valid.txt"], or data.valid_sets = {wiki = ["wiki.txt"]}'}
 """Values of keys whose default does not show their form."""
 MODEL_FOLDER = "model_folder"
 """Name of a file beside a run's configuration: the folders of the modules that it names, a line each."""
@@ -276,6 +277,16 @@ def _no_table(name: str, value: object, base: Config) -> Problem:
     return Problem(name, value, "is a section and needs keys", works)
 
 
+def _of_megatron(section: str, key: str, value: object, whole: Config) -> Problem | None:
+    """The problem of a key that is a flag of Megatron-LM, with what to write; None if it is no such flag, or a key."""
+    setting = MEGATRON.get(key.replace("-", "_"), "")
+    ours, _, name = setting.partition(" = ")[0].partition(".")
+    if not setting or _holders(key, whole) or (name and ours not in _holders(name, whole)):
+        return None
+    rule = f"is not a key of the configuration, but a flag of Megatron-LM ({PAGE})"
+    return Problem(f"{section}.{key}", value, rule, setting if name else "without it")
+
+
 def _holders(key: str, base: Config) -> list[str]:
     """The sections that have such a key."""
     return [section for section, table in to_mapping(base).items() if key in table]
@@ -290,6 +301,9 @@ def _read_section(name: str, base: Any, table: Mapping[str, Any], whole: Config,
     section: Any = type(base)
     hints, values = hints_of(section), {}
     for key, value in table.items():
+        if key not in hints and (problem := _of_megatron(name, key, value, whole)):
+            problems.append(problem)
+            continue
         if key not in hints:
             problems.append(_no_key(name, key, value, [*hints], whole))
             continue
@@ -303,7 +317,7 @@ def _read_section(name: str, base: Any, table: Mapping[str, Any], whole: Config,
             works = getattr(base, key) if works is None else works
             example = _EXAMPLES.get(f"{name}.{key}") or _as_toml(works)
             if entry:
-                example = f"[[{name}.{key}]] with {next(iter(hints_of(entry)))} = .."
+                example = f'[{{{next(iter(hints_of(entry)))} = "*"}}]'
             problems.append(Problem(f"{name}.{key}", value, str(error), example, is_guess=option is not None))
     return dataclasses.replace(base, **values)
 

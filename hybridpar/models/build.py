@@ -120,9 +120,10 @@ def require_tied_ends(model: ModelSpec, pp: int) -> None:
     for number in range(model.num_blocks):
         for name, (first, _) in model.shared_parameters(number).items():
             if (first, number) not in ((0, 0), (0, last)):
-                rule = (f"requires that modules which share a parameter are the first and the last, and module {number} "
-                        f"shares {name.removeprefix('layer.')} with others. To keep them in one stage, make one module "
-                        "of them and of those between them (nn.Sequential)")
+                own = name.removeprefix("layer.")
+                rule = ("requires that modules which share a parameter are the first and the last, and module "
+                        f"{number} shares {own} with others. To keep them in one stage, make one module of them and "
+                        "of those between them (nn.Sequential)")
                 raise config_error("parallel.pp", pp, rule, "1")
 
 

@@ -56,11 +56,16 @@ class GivenRow:
     @cached_property
     def inputs(self) -> str:
         """The name of the array that the first module takes: "x", or a sample's first one. Raises: ConfigError."""
-        sample = self.samples.sample(0, 0)
+        sample = self.sample(0, 0)
+        return "x" if "x" in sample else str(next(iter(sample)))
+
+    def sample(self, number: int, seed: int) -> dict[str, Any]:
+        """A sample of the training set. Raises: ConfigError, if it is no dict."""
+        sample = self.samples.sample(number, seed)
         if not isinstance(sample, Mapping) or not sample:
             rule = f"has samples of type {type(sample).__name__}, which must be dicts of arrays by name"
             raise config_error("datasets", "train", rule, '[{"x": x, "y": y} for x, y in samples]')
-        return "x" if "x" in sample else str(next(iter(sample)))
+        return dict(sample)
 
     def checksum(self, *, buffers_only: bool) -> str:
         """Checksum of the values of all parameters and buffers, or of the buffers."""
@@ -114,7 +119,7 @@ class GivenModules(SequentialSpec):
     @property
     def metric_names(self) -> tuple[str, ...]:
         """The names of the metrics."""
-        return () if self.given.metrics is None else super().metric_names
+        return () if self.given.metrics is None else getattr(super(), "metric_names", ())
 
     def layers(self) -> Iterable[nn.Module]:
         """Copies of the modules on the default device, in the default type."""
@@ -129,7 +134,7 @@ class GivenModules(SequentialSpec):
         return self.given.metrics(out, batch)
 
     def sample(self, number: int, seed: int) -> dict[str, Any]:
-        return self.given.samples.sample(number, seed)
+        return self.given.sample(number, seed)
 
     def dataset(self, part: str) -> Any:
         return self.given.datasets.get(part)
@@ -191,8 +196,8 @@ def named_modules(modules: object) -> dict[str, nn.Module]:
     elif isinstance(modules, nn.ModuleList | list | tuple):
         named = {str(number): module for number, module in enumerate(modules)}
     else:
-        rule = ("is a module with a forward of its own, which a pipeline cannot divide: give its parts as a row, each of "
-                "which takes what the one before returns, or write a hybridpar.ModelSpec")
+        rule = ("is a module with a forward of its own, which a pipeline cannot divide: give its parts as a row, each "
+                "of which takes what the one before returns, or write a hybridpar.ModelSpec")
         raise config_error("model", f"a {type(modules).__name__}", rule, _WORKS)
     if not named:
         raise config_error("modules", f"an empty {type(modules).__name__}", "must have at least one module", _WORKS)
@@ -206,7 +211,7 @@ def make_row(modules: object, loss: Any, metrics: Any, num_targets: Any, dataset
     """The row that the arguments of Trainer describe. Raises: ConfigError."""
     named = named_modules(modules)
     if not callable(loss):
-        rule = "must be a function of the last module's output and of the batch, which returns the mean loss of its samples"
+        rule = "must be a function of the last module's output and of the batch that returns the mean of its losses"
         raise config_error("loss", loss, rule, "lambda out, batch: nn.functional.mse_loss(out[:, 0], batch['y'])")
     for name, given in (("metrics", metrics), ("num_targets", num_targets)):
         if not (given is None or callable(given)):

@@ -243,7 +243,8 @@ def require_same_everywhere(block: nn.Module, model: ModelSpec, number: int) -> 
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             if model.max_tp > 1:
                 why = f"{_DRAWS}, and a tp rank does not know which part of a tensor it has"
-                raise _refused(model, number, name, module, why, "hybridpar.Dropout(p, build.name), called with the key")
+                works = "hybridpar.Dropout(p, build.name), called with the key"
+                raise _refused(model, number, name, module, why, works)
             if not isinstance(module, KEYED):
                 raise _refused(model, number, name, module, _DRAWS, f"nn.Dropout({module.p})")
         dropout = getattr(module, "dropout", 0.0)

@@ -259,6 +259,7 @@ def _shapes(model: SequentialSpec) -> tuple[tuple[Shape, ...], Any]:
                 raise
             except Exception as error:
                 what = tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
-                rule = f"has a module {number} ({type(module).__name__}) that makes of {what} no tensor: {error}{raised_at(error)}"
+                rule = (f"has a module {number} ({type(module).__name__}) that makes of {what} no tensor: "
+                        f"{error}{raised_at(error)}")
                 raise _wrong(model, rule, "a module that takes what the one before returns") from error
     return tuple(shapes), x

@@ -65,6 +65,9 @@ def read_cluster(path: Path) -> Cluster:
         raise config_error("cluster", str(path), f"cannot be read ({error.strerror})", nearest_path(path)) from None
     except (ValueError, RecursionError) as error:
         raise config_error("cluster", str(path), f"is not valid TOML: {error}") from None
+    if document and all(isinstance(table, dict) for table in document.values()) and not set(document) & set(_KEYS):
+        rule = f"is no description of a cluster: it has none of the keys {', '.join(_KEYS)}"
+        raise config_error("cluster", str(path), rule, "the example in docs/clusters.md")
     try:
         return _cluster(document)
     except ConfigError as error:
@@ -92,7 +95,14 @@ def _cluster(document: Mapping[str, Any]) -> Cluster:
         _link(document["outer"], "outer") if "outer" in document else inner, document.get("outer_links", 1),
         tuple(_levels(levels, document["devices_per_server"])), document.get("price", 0.0),
         tuple((other["servers"], _device(other["device"], f"others[{i}].device")) for i, other in enumerate(others)),
-        document.get("stragglers", 0.0))
+        document.get("stragglers", 0.0), tuple(_left_out(document, levels)))
+
+
+def _left_out(document: Mapping[str, Any], levels: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    """Yield keys of links that are left out, whose usual value of 1 may be far off."""
+    if "outer" in document and "outer_links" not in document:
+        yield "outer_links"
+    yield from (f"levels[{i}].links" for i, level in enumerate(levels) if "links" not in level)
 
 
 def _wrong_count(document: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> Iterable[Problem]:
@@ -220,14 +230,16 @@ def machine_of(cluster: Cluster, profile: Profile, num_devices: int = 0, others:
     Raises: ConfigError if it has fewer.
     """
     if num_devices > cluster.num_devices:
-        raise config_error("devices", num_devices, f"the cluster has {cluster.num_devices}", str(cluster.num_devices))
+        raise config_error("ranks", num_devices, f"the cluster has {cluster.num_devices}", str(cluster.num_devices))
     assert len(others) == len(cluster.others), "a profile for each kind of device"
     counts = [servers * cluster.devices_per_server for servers, _ in cluster.others]
     starts = accumulate(counts, initial=cluster.num_devices - sum(counts))
     return Machine(profile, num_devices or cluster.num_devices, cluster.devices_per_server, cluster.inner,
                    cluster.outer if cluster.num_servers > 1 else None, cluster.device.memory_bytes, cluster.outer_links,
                    measured=False, levels=cluster.levels, price=cluster.price,
-                   others=tuple(zip(starts, others, strict=False)), stragglers=cluster.stragglers)
+                   others=tuple(zip(starts, others, strict=False)), stragglers=cluster.stragglers,
+                   devices=(*([cluster.device] if profile.estimated else []), *(one for _, one in cluster.others)),
+                   assumed=cluster.assumed)
 
 
 def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
@@ -239,7 +251,7 @@ def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
     most = hardware.devices_per_host * hardware.hosts
     number = num_devices or most
     if number > most and hardware.cores == 0:
-        raise config_error("devices", number, f"the profile is of {most}; give a --cluster", str(most))
+        raise config_error("ranks", number, f"the profile is of {most}; give a --cluster", str(most))
     per = hardware.devices_per_host if hardware.hosts > 1 else max(hardware.devices_per_host, number)
     inner, outer = profile.links.get("local"), profile.links.get("network")
     inner, outer = inner or outer, outer if hardware.hosts > 1 else None
@@ -247,7 +259,7 @@ def measured_machine(profile: Profile, num_devices: int = 0) -> Machine:
         raise config_error("profile", "no links", f"was made with one rank, so it cannot plan for {number}",
                            "profile with as many ranks, or give a --cluster")
     if number > per and outer is None:
-        raise config_error("devices", number, f"nothing is known of links beyond {per} devices", str(per))
+        raise config_error("ranks", number, f"nothing is known of links beyond {per} devices", str(per))
     memory = hardware.memory * hardware.devices_per_host / per
     return Machine(profile, number, per, inner or Link("none", 1.0, 0.0), outer, memory)
 

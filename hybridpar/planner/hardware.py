@@ -302,6 +302,8 @@ class Cluster(Joined):
     others: tuple[tuple[int, Device], ...] = ()
     stragglers: float = 0.0
     """Mean share by which a device is slower than the fastest."""
+    assumed: tuple[str, ...] = ()
+    """Keys that the file left out, and whose usual value may be far off."""
 
     @property
     def num_devices(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridpar.memory.limit import memory_limit
-from hybridpar.planner.hardware import Joined, Level, Link
+from hybridpar.planner.hardware import Device, Joined, Level, Link
 from hybridpar.planner.links import MeasuredLink
 from hybridpar.planner.profile import Profile
 
@@ -39,6 +39,10 @@ class Machine(Joined):
     """Of a device and an hour; 0: not known."""
     others: tuple[tuple[int, Profile], ...] = ()
     stragglers: float = 0.0
+    devices: tuple[Device, ...] = ()
+    """Those that were not measured: their blocks are estimated."""
+    assumed: tuple[str, ...] = ()
+    """Keys that the file of a cluster left out, and whose usual value may be far off."""
 
     @property
     def memory_limit(self) -> float:

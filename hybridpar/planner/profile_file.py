@@ -65,7 +65,8 @@ def read_profile(path: Path) -> Profile:
     if not path.exists():
         works = nearest_path(path) or f"hybridpar profile CONFIG --output {path}"
         raise config_error("profile", str(path), "does not exist", works)
-    with errors_as(DataError, path, "cannot be read"):
+    again = f"; try hybridpar profile CONFIG.toml --output {path}"
+    with errors_as(DataError, path, f"is not a profile as `hybridpar profile` writes it{again}"):
         document = read_json(path, _MAX_BYTES)
     with errors_as(DataError, path, "is not a profile as `hybridpar profile` writes it", TypeError, AssertionError):
         return _profile(document)

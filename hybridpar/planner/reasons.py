@@ -51,5 +51,5 @@ def nothing_to_try(config: Config, machine: Machine, request: Request) -> Config
             f"profiled sizes {profile.micro_batches(profile.tp_degrees[0])} that the schedule can run",
             str(max(batch, number) * 2))
     fixed = math.prod(keep.values())
-    return config_error("devices", number, f"no grid with {kept} has so many (tp degrees: {profile.tp_degrees})",
+    return config_error("ranks", number, f"no grid with {kept} has so many (tp degrees: {profile.tp_degrees})",
                         str(max(number // fixed, 1) * fixed))

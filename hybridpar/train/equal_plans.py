@@ -59,8 +59,8 @@ def require_equal_start(model: ModelSpec, job: Job, *, resumes: bool) -> None:
 
     def compare() -> None:
         if mine != first:
-            raise config_error("modules", "..", "have other weights or buffers than those of rank 0, and all ranks must "
-                               "start from the same", "torch.manual_seed(0) before the modules are made")
+            rule = "have other weights or buffers than those of rank 0, and all ranks must start from the same"
+            raise config_error("modules", "..", rule, "torch.manual_seed(0) before the modules are made")
 
     job.together(compare)
 

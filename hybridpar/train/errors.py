@@ -11,6 +11,8 @@ from hybridpar.errors import CheckpointError, HybridparError, about_file, first_
 from hybridpar.flight import Record
 from hybridpar.train.lost_contact import is_lost_contact
 
+GRACE_S = 2.0
+"""How long a rank that lost contact outlives the one that died, so that the launcher sees and names that one first."""
 TO_CONNECT = ("between hosts, GLOO_SOCKET_IFNAME (with GPUs NCCL_SOCKET_IFNAME) names the interface that leads to the "
               "others, and firewalls let all TCP ports through")
 """What ranks need to find each other."""

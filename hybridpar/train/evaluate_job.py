@@ -49,7 +49,8 @@ def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dic
     with contextlib.ExitStack() as held:
         saved = job.decide(lambda: _find_newest(config, held))
         require_equal_start(config.model, job, resumes=bool(saved))
-        data = open_job_data(config, job, datasets)
+        without = replace(config, train=replace(config.train, eval_interval=0))  # `_evaluate` says what is missing
+        data = open_job_data(without, job, datasets)
         require_equal_data(data, job)
         flight.phase("connecting", config.faults.start_timeout_s)
         backend = choose_backend(config.train, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from hybridpar.config import Config, Launch
 from hybridpar.errors import ConfigError, HybridparError, Problem, config_error, shown
 from hybridpar.scratch import scratch_folder
-from hybridpar.train.errors import RankError
+from hybridpar.train.errors import GRACE_S, LostContactError, RankError
 from hybridpar.train.faults.forked import supervise_forks
 
 Action = Callable[[Config, Launch], Any]
@@ -31,17 +32,20 @@ def run_forked(config: Config, action: Action) -> Any:
         HybridparError: The error that all ranks had, or the reason why the job has failed.
     """
     if config.train.device != "cpu" and torch.cuda.is_initialized():
-        rule = ("needs GPUs in the processes that are started for the grid, which are forks of this one, and this one uses "
-                "a GPU already. Start the program with torchrun, or let it use no GPU before")
+        rule = ("needs GPUs in the processes that are started for the grid, which are forks of this one, and this one "
+                "uses a GPU already. Start the program with torchrun, or let it use no GPU before")
         raise config_error("train.device", config.train.device, rule, "cpu")
     with scratch_folder() as folder:
-        code, reason = supervise_forks(config, lambda smaller: _run_rank(smaller, action, Path(folder)))
+        code, failure = supervise_forks(config, lambda smaller: _run_rank(smaller, action, folder))
         kind, value = _read(folder / "0")
         if kind == "result":
             return value
         if kind == "error":
             raise value
-    raise HybridparError(reason or f"the job has ended with exit code {code}")
+        if failure is None:
+            raise HybridparError(f"the job has ended with exit code {code}")
+        kind, value = _read(folder / str(failure.rank))
+    raise value if kind in ("error", "failure") else HybridparError(failure.text)
 
 
 def _run_rank(config: Config, action: Action, folder: Path) -> int:
@@ -53,6 +57,9 @@ def _run_rank(config: Config, action: Action, folder: Path) -> int:
         result = action(config, launch)
     except RankError as error:  # others find out that this rank has gone
         print(f"hybridpar: {error}", file=sys.stderr, flush=True)
+        _write(path, "failure", _plain(error))
+        if isinstance(error, LostContactError):
+            time.sleep(GRACE_S)
         return 1
     except HybridparError as error:
         _write(path, "error", _plain(error))
@@ -70,12 +77,12 @@ def _write(path: Path, kind: str, value: Any) -> None:
 def _read(path: Path) -> tuple[str, Any]:
     try:
         kind, value = pickle.loads(path.read_bytes())
-    except FileNotFoundError:
+    except FileNotFoundError:  # a signal has ended the rank, say
         return "nothing", None
-    if kind == "error":
-        made, args = value
-        return kind, made(*args)
-    return kind, value
+    if kind == "result":
+        return kind, value
+    made, args = value
+    return kind, made(*args)
 
 
 def _plain(error: HybridparError) -> tuple[type[HybridparError], tuple[Any, ...]]:

@@ -37,9 +37,9 @@ _MAX_BYTES = 1 << 20
 _STEPS = 5
 """So many steps together raise the peak: one step may seem short because the one before it was long."""
 _PROBE_SIZES = {"cpu": (384, 1024), "cuda": (4096,)}
-"""Rows of the matrices whose products are timed. A core does the product of the small ones in under a millisecond, which
-a scheduler seldom interrupts: on a core shared by five programs the best is within 5 % of a quiet one's, where products
-of 1024 rows seem six times too slow. Many threads need the large ones."""
+"""Rows of the matrices whose products are timed. A core does the product of the small ones in under a millisecond,
+which a scheduler seldom interrupts: on a core shared by five programs the best is within 5 % of a quiet one's, where
+products of 1024 rows seem six times too slow. Many threads need the large ones."""
 _PROBE_SECONDS, _PROBE_PRODUCTS, _MOST_PROBE_SECONDS = 0.1, 20, 1.0
 """Products are timed for so long at least, or until there are so many, but no longer than the last one says."""
 _GPU_PEAKS = (

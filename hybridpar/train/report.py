@@ -24,6 +24,7 @@ from hybridpar.train.peak import Peak
 from hybridpar.train.plot import can_plot, draw_loss
 from hybridpar.train.preview import differences, preview
 from hybridpar.train.progress import Reporter
+from hybridpar.train.split_advice import EarlyAdvice, better_split
 
 _DRAWN_MICROBATCHES = 12
 _DRAWN_BATCHES = 3
@@ -51,6 +52,8 @@ class RunReport:
         self._step_seconds: list[float] = []
         self._recorder: trace.Recorder | None = None
         self._traced = False
+        self._exchange = EarlyAdvice(config, engine.grid)
+        self._advised = config.parallel.pp == 1
         self._costs: RunCosts | None = None
         self._num_unlabelled = 0
         self._knows_validation_sets = False
@@ -85,6 +88,8 @@ class RunReport:
         """To be called after every update, also of steps that will not count."""
         if self._recorder is not None:
             self._recorder.after_step(step)
+            if not self._advised:
+                self._advised = self._exchange.has_ended(self._recorder, self.reporter.say)
 
     def step(self, result: StepResult, seconds: float, notes: dict[str, Any]) -> None:
         """Reports a step that took so long. notes: values besides its numbers; with some it is logged in any case."""
@@ -225,6 +230,9 @@ class RunReport:
         self._costs = costs = run_costs(self.config, ranks)
         if costs is not None:
             self.log.put(run_folder.COSTS, lambda path: write_costs(costs, path))
+            if not self._advised and (advice := better_split(self.config, costs)):
+                self.reporter.say(advice)
+            self._advised = True
 
     def _compare_with_plan(self) -> None:
         plan = self.config.plan

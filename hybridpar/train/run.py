@@ -196,7 +196,7 @@ class Run:
                 return stop
 
     def _raise_callback_errors(self) -> None:
-        """Collectives: one gather, on all ranks. Raises: CallbackError on all ranks, if a callback has raised on any."""
+        """Collectives: one gather, on all ranks. Raises: CallbackError on all ranks, if a callback raised on any."""
         errors = gather_objects(self.callbacks.error, self.grid.world)
         texts = {text: [rank for rank, other in enumerate(errors) if other == text] for text in errors if text}
         if not texts:

@@ -107,9 +107,14 @@ class Recorder:
 def gather(recorder: Recorder, grid: ProcessGrid) -> list[RankEvents]:
     """The events of all ranks, on rank 0's clock, earliest at 0. Collectives: on all ranks of the grid."""
     shift = shift_to_first(grid)
-    mine = RankEvents(grid.rank, grid.describe(), tuple(index for name, index in grid.place.items() if name != "pp"),
-                      grid.pp.rank, _shifted(recorder.events, shift.seconds), _host(grid), recorder.usage, shift.error)
+    mine = replace(events_of(recorder, grid), events=_shifted(recorder.events, shift.seconds), clock_error=shift.error)
     return _from_zero(gather_objects(mine, grid.world))
+
+
+def events_of(recorder: Recorder, grid: ProcessGrid) -> RankEvents:
+    """Return this rank's events, on its own host's clock."""
+    return RankEvents(grid.rank, grid.describe(), tuple(index for name, index in grid.place.items() if name != "pp"),
+                      grid.pp.rank, recorder.events, _host(grid), recorder.usage)
 
 
 def _from_zero(ranks: Sequence[RankEvents]) -> list[RankEvents]:

@@ -21,12 +21,12 @@ from hybridpar.nn.placement import named_placements
 from hybridpar.random import RandomKey
 
 _KINDS = {
-    "replicas": "ranks that hold the same parameter have other values of it: they got other gradients. Something depends "
-                "on the rank, or a layer over tp lacks a collective",
-    "init": "it starts from other values: its constructor draws from another generator than torch's default one (numpy, "
-            "random), or depends on the rank or the time",
-    "loss": "the forward differs: it draws random numbers of its own, keeps something from call to call, depends on the "
-            "rank, or its loss is not a sum over samples divided by the whole batch",
+    "replicas": "ranks that hold the same parameter have other values of it: they got other gradients. Something "
+                "depends on the rank, or a layer over tp lacks a collective",
+    "init": "it starts from other values: its constructor draws from another generator than torch's default one "
+            "(numpy, random), or depends on the rank or the time",
+    "loss": "the forward differs: it draws random numbers of its own, keeps something from call to call, depends on "
+            "the rank, or its loss is not a sum over samples divided by the whole batch",
     "grad_norm": "the losses agree and gradients do not: a backward of your own, or a layer over tp that lacks a "
                  "collective",
     "gradient": "the losses agree and this gradient does not: a backward of your own, a layer over tp that lacks a "
@@ -73,8 +73,8 @@ def _at_fault(model: ModelSpec, seed: int) -> Iterator[str]:
                 yield (f"{name} returns losses of two samples that are not the sum of the losses of each: divide a sum "
                        'over samples by batch["num_samples"], or over labels by batch["num_targets"]')
         elif not _is_equal(out, _joined(alone)):
-            yield (f"{name} returns other values for a sample if other samples are in the micro-batch: it mixes samples, "
-                   "so the size of micro-batches matters")
+            yield (f"{name} returns other values for a sample if other samples are in the micro-batch: it mixes "
+                   "samples, so the size of micro-batches matters")
         x = out
 
 

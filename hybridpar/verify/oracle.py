@@ -66,17 +66,27 @@ class Oracle:
 
     def __post_init__(self) -> None:
         model = self.config.model
-        axis, last = Axis("tp"), model.num_blocks - 1
-        # the head is built apart: a tied weight is then two tensors that start equal and must stay so
-        parts = [build_blocks(model, axis, n, device="cpu", dtype=torch.float64, groups=self.config.optim.groups)
-                 for n in (range(last), [last])]
-        self.blocks: dict[int, nn.Module] = {n: block for part in parts for n, block in part.items()}
+        axis = Axis("tp")
+        # blocks are built apart: a tied weight is then several tensors that start equal and must stay so
+        self.blocks: dict[int, nn.Module] = {}
+        for number in range(model.num_blocks):
+            self.blocks |= build_blocks(model, axis, [number], device="cpu", dtype=torch.float64,
+                                        groups=self.config.optim.groups)
         self.placements: dict[str, Placement] = {}
+        self._names: dict[int, list[tuple[dict[str, nn.Parameter | None], str, str]]] = {}
+        """For each block its parameters: where modules hold them, and their names. Modules may share one."""
+        self._first: dict[str, str] = {}
+        """The first name of each tied parameter."""
         start: Tensors = {}
         for number, block in self.blocks.items():
             for name, parameter, placement in named_placements(block):
                 self.placements[f"blocks.{number}.{name}"] = placement
                 start[f"blocks.{number}.{name}"] = parameter.detach()
+                self._first.setdefault(placement.tied, f"blocks.{number}.{name}")
+            names = {id(parameter): f"blocks.{number}.{name}" for name, parameter, _ in named_placements(block)}
+            self._names[number] = [
+                (module._parameters, key, names[id(parameter)]) for module in block.modules()
+                for key, parameter in module._parameters.items() if parameter is not None]
         add_boundaries(self.blocks, self.config)
         initialize([(n, t, self.placements[n]) for n, t in start.items()], self.config.train.seed)
         self.history = [{n: t.clone() for n, t in start.items()}]
@@ -133,21 +143,18 @@ class Oracle:
 
     def _bind(self, batch: int, index: int) -> Tensors:
         leaves: Tensors = {}
-        for number, block in self.blocks.items():
+        for number, places in self._names.items():
             version = self.version(number, batch, index)
-            for prefix, module in block.named_modules():
-                for key in module._parameters:
-                    if module._parameters[key] is None:
-                        continue
-                    name = ".".join(filter(None, (f"blocks.{number}", prefix, key)))
-                    trainable = self.placements[name].trainable
-                    module._parameters[key] = weight = nn.Parameter(self._weight(name, version), trainable)
-                    if trainable:
-                        leaves[name] = weight
+            weights = {name: nn.Parameter(self._weight(name, version), self.placements[name].trainable)
+                       for name in dict.fromkeys(name for _, _, name in places)}
+            for parameters, key, name in places:
+                parameters[key] = weights[name]
+            leaves |= {name: weight for name, weight in weights.items() if weight.requires_grad}
         return leaves
 
     def _second_holder(self, name: str) -> bool:
-        return bool(self.placements[name].tied) and not name.startswith("blocks.0.")
+        tied = self.placements[name].tied
+        return bool(tied) and self._first[tied] != name
 
     def _sum_tied(self, gradients: Tensors) -> None:
         holders: dict[str, list[str]] = {}

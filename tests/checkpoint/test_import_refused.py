@@ -202,7 +202,7 @@ def test_there_must_be_weights(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     (folder / "model.safetensors").unlink()
     refused(tmp_path, folder, CheckpointError, r"has neither model\.safetensors nor")
-    refused(tmp_path, tmp_path / "nowhere", CheckpointError, "is not a folder; only local ones")
+    refused(tmp_path, tmp_path / "nowhere", CheckpointError, "is not a folder, and only local ones")
 
 
 def test_a_tokenizer_must_fit(tmp_path: Path) -> None:

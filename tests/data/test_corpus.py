@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +80,31 @@ def test_key_changes_with_the_files(tmp_path):
     assert first == corpus_key(corpus_files([tmp_path]))
     path.write_text(json.dumps({"text": "ab"}))
     assert first != corpus_key(corpus_files([tmp_path]))
+
+
+@pytest.mark.parametrize(("name", "content", "says"), [
+    ("a.txt", b"", "a.txt: is empty; name a file or a folder with text in it, or stdlib"),
+    ("a.txt", b"fine\ncaf\xe9\n", "line 2 of plain text: byte 0xe9 is not UTF-8 (column 4); corpora are UTF-8 text"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', "line 2 of JSON lines: is not JSON (Expecting ',' delimiter, at "),
+    ("a.json", b'[{"text": "a"},\n {"text": }]', "element 2 of JSON: is not JSON (Expecting value, at line 2, col"),
+    ("a.json", b'[{"text": "a"},' + b"\n" * 2**21 + b'{"text": }]', "at line 2097153, column 10)"),
+])
+def test_damage_is_named_with_its_place(name: str, content: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(read_parts(corpus_files([tmp_path / name])))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("source", "says"), [
+    ("txt.a", "name a file or a folder with text in it, or stdlib"), ("folder/B.TXT", "try folder/b.txt"),
+    ("foldr/b.txt", "try folder/b.txt"), ("stdlb", "try stdlib"), ("-", "is no regular file; a corpus is read more"),
+    ("/dev/null", "is no regular file; a corpus is read more than once, so save the text in a file")])
+def test_a_source_that_is_none_names_one_that_is(source: str, says: str, tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "b.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as caught:
+        source_files(source)
+    assert says in str(caught.value)

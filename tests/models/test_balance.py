@@ -44,11 +44,9 @@ def test_of_equal_splits_takes_that_whose_fullest_stage_holds_the_least(costs: l
 
 
 def test_within_the_slack_memory_decides() -> None:
-    held = ((0, 9), (0, 9), (0, 9), (0, 9))
-    costs = (100, 99, 100, 100)
-    assert balanced_split(costs, 2, held) == (2, 2)
-    assert balanced_split((100, 99, 99, 100, 101), 2, ((0, 9),) * 5) == (3, 2), "298 is less than 300"
-    assert balanced_split((100, 99, 99, 100, 101), 2, ((0, 9),) * 5, slack=0.01) == (2, 3), "less in flight"
+    costs, held = (100, 99, 99, 100, 101), ((0, 9),) * 5
+    assert balanced_split(costs, 2, held) == (3, 2), "298 is less than 300"
+    assert balanced_split(costs, 2, held, slack=0.01) == (2, 3), "less in flight"
 
 
 @pytest.mark.parametrize(("costs", "num_ranks", "chunks"), [

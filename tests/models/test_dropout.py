@@ -98,7 +98,8 @@ def test_each_call_of_a_module_has_a_mask_of_its_own() -> None:
 
 
 def test_dropout_of_what_does_not_begin_with_samples_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tensor of shape \(6, 4, 5\) in blocks.1 \(layer.drop\).* not the 4 samples"):
+    rule = r"tensor of shape \(6, 4, 5\) in blocks.1 \(layer.drop\).* not the 4 samples"
+    with pytest.raises(ConfigError, match=rule):
         run("transposed", torch.zeros(4, 6, 5))
 
 
@@ -115,7 +116,8 @@ def test_a_row_trains_the_same_with_other_micro_batches() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("grid", "pipeline"), [({"pp": 2, "dp": 2}, {"schedule": "2bw"}), ({"pp": 2}, {"recompute": "all"})])
+@pytest.mark.parametrize(("grid", "pipeline"), [
+    ({"pp": 2, "dp": 2}, {"schedule": "2bw"}), ({"pp": 2}, {"recompute": "all"})])
 def test_a_row_with_dropout_trains_as_one_process(grid: dict[str, int], pipeline: dict[str, Any]) -> None:
     row = Row(("module", "function", "channels", "twice"))
     report = Trainer(row, pipeline={"num_microbatches": 2, **pipeline}, train={"micro_batch_size": 2}).verify(grid, 2)

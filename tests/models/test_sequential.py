@@ -36,7 +36,7 @@ class Net(SequentialSpec):
     def _one_by_one(self) -> Iterable[nn.Module]:
         first = nn.Linear(3, 8)
         yield first
-        yield nn.Sequential(nn.Tanh(), nn.Linear(8, 3), first) if self.what == "tied" else nn.Tanh()
+        yield nn.Tanh()
         yield nn.Linear(8, 5)
 
     def loss(self, out: Tensor, batch: dict[str, Tensor]) -> Tensor:
@@ -94,8 +94,6 @@ def test_a_generator_makes_only_its_own_module_with_memory(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("what", "text"), [
-    ("tied", r"one parameter in several modules \(weight of module 0, 2.weight of module 1\); only the first and the "
-             r"last module.* may share parameters; try these modules as one nn.Sequential"),
     ("nothing", r"has no modules"),
     ("other input", r"takes the input 'numbers', which its samples lack: they have x, label; try inputs = 'x'"),
     ("no sample", r"has samples of type int, which must be dicts"), ("function", r"gives <.*tanh.*> as module 0, whi"),

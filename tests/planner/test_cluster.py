@@ -166,7 +166,7 @@ def test_estimates_are_those_of_the_hardware_tables(tmp_path: Path) -> None:
     assert bert.block("head", 4, 3).backward_messages == (2 * labelled * 64,)
     with pytest.raises(ConfigError, match=r"train.dtype = 'fp32': estimates are of bf16 and fp16 only"):
         estimate(made.config(), cluster)
-    with pytest.raises(ConfigError, match="devices = 9: the cluster has 8; try 8"):
+    with pytest.raises(ConfigError, match="ranks = 9: the cluster has 8; try 8"):
         machine_of(cluster, profile, 9)
 
 
@@ -185,6 +185,6 @@ def test_a_measured_machine_has_links_for_all_its_ranks() -> None:
     assert measured_machine(profile, 4).devices_per_server == 8
     with pytest.raises(ConfigError, match="was made with one rank"):
         measured_machine(replace(profile, links={}), 2)
-    with pytest.raises(ConfigError, match="devices = 9: the profile is of 8; give a --cluster"):
+    with pytest.raises(ConfigError, match="ranks = 9: the profile is of 8; give a --cluster"):
         measured_machine(made.profile(config), 9)
     assert StepCost(config, measured_machine(profile, 1)).step_time > 0

@@ -76,6 +76,7 @@ def test_a_plan_for_a_cluster_and_its_pictures(tmp_path: Path, capsys: pytest.Ca
     assert code == 0, err
     found = json.loads(out)
     assert {row["pp"] for row in found["ranked"]} == {2}
+    assert any(line.startswith("links: ") for line in found["assumptions"])
     assert "each of the 2 servers, R = 0 to 1: torchrun --nnodes 2 --node-rank R --nproc-per-node 4 " in err
     assert "  stages 0 - 1: " in err, "what its links need and give"
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hybridpar as hp
 from hybridpar import checkpoint
-from hybridpar.config import Config
+from hybridpar.config import Config, ParallelConfig
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.memory.predict import predict
@@ -183,4 +183,5 @@ def test_costs_count_trained_parameters_alone() -> None:
     cpu = torch.device("cpu")
     assert [block_work(make((0, 2)), number, cpu).parameters for number in range(4)] == [0, 72, 0, 9]
     for frozen, sizes in ((0, [2, 1]), (2, [1, 2])):  # as much work either way, but not as much state
-        assert [len(blocks) for blocks in stage_split(Square((frozen,)), 2)] == sizes
+        config = Config(model=Square((frozen,)), parallel=ParallelConfig(pp=2))
+        assert [len(blocks) for blocks in stage_split(config)] == sizes

@@ -78,7 +78,7 @@ def test_predicted_state_of_frozen_groups_is_what_it_takes(dtype: str) -> None:
 
 
 def test_predicted_memory_tells_stages_with_frozen_layers_apart() -> None:
-    sections = {"parallel": {"pp": 4, "dp": 1}, "pipeline": {"split": [2, 1, 1, 1]}}
+    sections = {"model": {"num_layers": 5}, "parallel": {"pp": 4}, "pipeline": {"split": [2, 1, 1, 3]}}
     groups = [{"pattern": "blocks.2.*", "frozen": True}]
     stages = [predict(config_of(sections, {"optim": {"groups": of}}), device=torch.device("cpu"))
               for of in ([], groups)]

@@ -112,8 +112,8 @@ def test_sets_without_a_name_in_flags(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(("data", "best_by", "text"), [
     ({"valid_sets": {"wiki": ["w"]}, "valid_corpus": ["v"]}, "", "data.valid_corpus = ['v']: is one validation set "
-     'without a name, and data.valid_sets has others: name it there, too; try [], and data.valid_sets = {"other": ["v"]'
-     ', "wiki": ["w"]}'),
+     "without a name, and data.valid_sets has others: name it there, too; try [], and data.valid_sets = "
+     '{other = ["v"], wiki = ["w"]}'),
     ({"valid_sets": {"wiki": ["w"]}, "corpus": ["w"]}, "", "data.valid_sets.wiki = ['w']: must not be trained on"),
     ({"valid_sets": {"wiki": []}}, "", "data.valid_sets.wiki = []: must name a source in each entry"),
     ({"valid_sets": {"a/b": ["w"]}}, "", "data.valid_sets = 'a/b': is the name of a set, which must be letters"),
@@ -125,7 +125,7 @@ def test_sets_that_cannot_be_meant(data: dict[str, Any], best_by: str, text: str
 
 
 def test_a_set_is_no_list_of_sources() -> None:
-    with pytest.raises(ConfigError, match=r"data\.valid_sets = \['w'\]: must be a table of names"):
+    with pytest.raises(ConfigError, match=r"data\.valid_sets = \['w'\]: must be a table of names; try \{wiki = "):
         from_mapping({"data": {"valid_sets": ["w"]}})  # as for several sources of one set
     with pytest.raises(ConfigError, match=r"data\.valid_corpus = .*: must be a list.*data\.valid_sets"):
         from_mapping({"data": {"valid_corpus": {"wiki": ["w"]}}})

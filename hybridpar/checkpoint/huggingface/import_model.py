@@ -22,6 +22,7 @@ from hybridpar.config import Config, ModelConfig, ParallelConfig, TrainConfig, t
 from hybridpar.errors import CheckpointError, config_error
 from hybridpar.models.build import DTYPES as OUR_DTYPES
 from hybridpar.nn.init import initialize
+from hybridpar.reading import nearest_path
 
 _BY_TENSOR = ("hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
 _HEADS = ("nsp", "sop", "none")
@@ -51,7 +52,12 @@ def import_folder(source: str | Path, output: str | Path) -> Imported:
     """
     source, output = Path(source), Path(output)
     if not source.is_dir():
-        raise CheckpointError(f"{source}: is not a folder; only local ones are imported")
+        near = nearest_path(source)
+        works = f"try {near}" if near else "download the model first, such as by huggingface-cli download"
+        raise CheckpointError(f"{source}: is not a folder, and only local ones are imported; {works}")
+    if not (source / CONFIG).is_file():
+        raise CheckpointError(f"{source}: has neither a {CONFIG}, as folders of Hugging Face have, nor Megatron-LM's "
+                              "iter_0000100/mp_rank_00/model_optim_rng.pt; name the folder that has one of them")
     plain = read_json(source / CONFIG)
     files = WeightFiles(source)
     family = family_of(plain, files.shapes)

@@ -68,8 +68,9 @@ def block_times(config: Config) -> tuple[float, ...]:
         share = _trained_share(held)
         passes = 1 + learns + share + (again is not None and number - 1 in again.numbers)
         learns = learns or share > 0
-        computing = passes * (operations * flops + elements * _elements(model, number) / 3)
-        found.append(config.pipeline.num_microbatches * (computing + rates.call * max(1, len(held))) + updates[number])
+        beside = elements * _elements(model, number) + rates.call * max(1, len(held))
+        microbatch = passes * (operations * flops + beside / 3)
+        found.append(config.pipeline.num_microbatches * microbatch + updates[number])
     return tuple(found)
 
 

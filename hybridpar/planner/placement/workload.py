@@ -169,7 +169,8 @@ def read_document(path: str | Path) -> Any:
         near = nearest_path(path)
         raise DataError(f"{path}: cannot be read ({error.strerror})" + (near and f"; try {near}")) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: is not JSON ({error or type(error).__name__})") from error
+        what = f"{path}: is not JSON ({error or type(error).__name__})"
+        raise DataError(f"{what}; try the graph.json that hybridpar graph CONFIG.toml writes") from error
 
 
 def read_workload(path: str | Path) -> Workload:

@@ -17,6 +17,7 @@ parent (stop.end_with).
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import queue
 import signal
@@ -27,22 +28,23 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from hybridpar.config import Config, pass_on_signals
+from hybridpar.config import Config, become_rank, passing_on_signals
+from hybridpar.train.faults.diagnose import Diagnosis
 from hybridpar.train.faults.supervisor import HANDLED_SIGNALS, Supervisor, run_agent
 from hybridpar.train.stop import numbers_of
 
 Run = Callable[[Config], int]
 """What a rank does with the configuration of its job; returns its exit code."""
 _POLL_S = 0.02
-_ELASTIC_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
-def supervise_forks(config: Config, run: Run) -> tuple[int, str]:
+def supervise_forks(config: Config, run: Run) -> tuple[int, Diagnosis | None]:
     """Run a function on forks of this process until the job has ended well, or must be given up.
 
     Args:
@@ -50,17 +52,19 @@ def supervise_forks(config: Config, run: Run) -> tuple[int, str]:
         run: Called on each rank, in the environment of a rank.
 
     Returns:
-        The exit code, and the diagnosis of the last failure; empty if there was none.
+        The exit code, and the diagnosis of the last failure, if there was one.
     """
-    with _Forker() as forker, _signals_as_before(), _environment_as_before():
-        names = sorted({*HANDLED_SIGNALS, *config.train.stop_signals})
-        pass_on_signals(number.name for number in numbers_of(names))
+    names = [number.name for number in numbers_of(sorted({*HANDLED_SIGNALS, *config.train.stop_signals}))]
+    with _Forker() as forker, _signals_as_before(), passing_on_signals(names):
         agent = ForkingSupervisor(config, run, forker)
         try:
             code = run_agent(agent)
         finally:
             agent.close()
-    return (agent.exit_code if code == 1 else code), agent.last_failure
+    ended = agent.exit_code if code == 1 else code, agent.last_failure
+    del agent
+    gc.collect()  # its store, and the thread that serves it
+    return ended
 
 
 class ForkingSupervisor(Supervisor):
@@ -83,8 +87,8 @@ class ForkingSupervisor(Supervisor):
         envs = {worker.local_rank: {**common, "RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank}
                 for worker in worker_group.workers}
         texts = {rank: {name: str(value) for name, value in env.items()} for rank, env in envs.items()}
-        config = self._config
-        self._pcontext = _ForkContext(texts, self._logs_specs, lambda env: self._forker.fork(env, lambda: self._run(config)))
+        run = partial(self._run, self._config)
+        self._pcontext = _ForkContext(texts, self._logs_specs, lambda env: self._forker.fork(env, run))
         self._pcontext.start()
         return self._pcontext.pids()
 
@@ -163,15 +167,18 @@ class _Forker:
         pids: queue.SimpleQueue[int | OSError] = queue.SimpleQueue()
 
         def request() -> None:
+            collects = gc.isenabled()
+            gc.disable()
             try:
                 with warnings.catch_warnings():  # of threads, which the fork does not need
                     warnings.simplefilter("ignore", DeprecationWarning)
-                    pid = os.fork()
+                    pid: int | OSError = os.fork()
             except OSError as error:
-                pids.put(error)
-                return
+                pid = error
             if not pid:
                 _become_rank(env, run)
+            if collects:
+                gc.enable()
             pids.put(pid)
 
         self._requests.put(request)
@@ -189,13 +196,14 @@ def _become_rank(env: Mapping[str, str], run: Callable[[], int]) -> NoReturn:
     """Run a function in this fork, and end it: nothing of the program's own code follows."""
     code = 1
     try:
+        gc.freeze()  # what is garbage by now may wait in its destructor for a thread that the fork has not
+        gc.enable()
         os.setsid()
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 signal.signal(number, usual)
-        os.environ.pop(_ELASTIC_SIGNALS, None)
-        os.environ.update(env)
+        become_rank(env)
         code = run()
     except BaseException:
         traceback.print_exc()
@@ -219,15 +227,3 @@ def _signals_as_before() -> Iterator[None]:
         for number, handler in before.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _environment_as_before() -> Iterator[None]:
-    """Takes back what `pass_on_signals` sets."""
-    before = os.environ.get(_ELASTIC_SIGNALS)
-    try:
-        yield
-    finally:
-        os.environ.pop(_ELASTIC_SIGNALS, None)
-        if before is not None:
-            os.environ[_ELASTIC_SIGNALS] = before

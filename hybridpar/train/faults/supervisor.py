@@ -118,8 +118,7 @@ class Supervisor(RankAgent):
         self._newest, self._blamed = self._saved(), -1
         self._left: set[tuple[str, int]] = set()  # checkpoints that will not be published
         self.exit_code = 1
-        self.last_failure = ""
-        """The diagnosis of the last failure, in words."""
+        self.last_failure: Diagnosis | None = None
         super().__init__(_spec(self._ranks, args, config.faults.restarts), _STOP_S)
 
     def close(self) -> None:
@@ -127,6 +126,7 @@ class Supervisor(RankAgent):
         self._records.finish()
         self._records.close()
         self._oom.close()
+        self._watch.close()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._records.retry()
@@ -146,7 +146,7 @@ class Supervisor(RankAgent):
         found = self._explain_kill(found)
         if found.rank != 0:  # which publishes
             self._await_save()
-        self.last_failure = found.text
+        self.last_failure = found
         smaller = self._account(found)
         self._note(found, began, smaller)
         if smaller is not None:
@@ -248,6 +248,12 @@ class Watch:
         self.folder, self.patience_s, self.start_timeout_s = folder / FLIGHT, patience_s, start_timeout_s
         self._looked = 0.0
         self._observers: dict[str, flight.Observer] = {}
+
+    def close(self) -> None:
+        """Closes the records."""
+        for observer in self._observers.values():
+            observer.close()
+        self._observers.clear()
 
     def look(self, processes: Mapping[int, Popen[Any]]) -> list[Seen]:
         """The state of all processes, in the order of their ranks."""
