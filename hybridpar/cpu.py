@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -38,11 +37,6 @@ def cpu_fields() -> dict[str, str]:
 def cpu_name() -> str:
     """The CPU's name by its maker, or else its architecture."""
     return cpu_fields().get("model name") or platform.processor() or platform.machine()
-
-
-def available_cores() -> int:
-    """Number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_room() -> int:

@@ -43,6 +43,8 @@ NOBODY = -1
 FAILED, LOST, REFUSED = "failed", "lost contact", "refused"
 """Phases of a rank that ends: by an error; because another one has left it; because it cannot do what is asked for, or
 was asked to stop."""
+STARTING = ("importing", "starting", "opening the run", "connecting", "setting up", "loading")
+"""Phases in which a rank of a job has not begun to train."""
 EVALUATING = "evaluating"
 """The phase whose actions belong to no step."""
 RENDEZVOUS = "rendezvous"

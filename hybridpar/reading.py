@@ -34,6 +34,10 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _LIKE = 0.7
 """Likeness from which on a file's name may have been meant, as difflib counts it, without the suffix."""
 _MOST_PARTS = 16
+_MOST_LISTED = 1 << 14
+"""Names of a folder that are looked at."""
+_MOST_NAMED = 8
+"""Runs that a message names."""
 _PART = r"""(?:[A-Za-z0-9_-]+|"(?:\\[^\n]|[^"\\\n])*"|'[^'\n]*')"""
 _TOML = re.compile(
     rf"""#[^\n]*|"{{3}}(?:\\.|[^\\])*?"{{3}}|'{{3}}.*?'{{3}}|(?P<open>"{{3}}|'{{3}})"""
@@ -159,6 +163,25 @@ def _like(path: Path, known: list[str]) -> list[str]:
         stems = {Path(name).stem: name for name in known if (Path(name).suffix == path.suffix) is alike}
         near += [stems[stem] for stem in difflib.get_close_matches(path.stem, stems, cutoff=_LIKE)]
     return [*same, *near]
+
+
+def runs_in(folder: Path) -> list[str]:
+    """Return the names of the run folders in a folder, in order."""
+    return [name for name in names_in(folder, _MOST_LISTED) if (folder / name / "config.toml").is_file()]
+
+
+def runs_near(path: Path) -> str:
+    """Return the run folders that may have been meant by a path that is none, in words; empty if there are none.
+
+    They are looked for in the path, beside it, and in runs, which is the default of run.dir. The likeliest come first.
+    """
+    for folder in dict.fromkeys((path, path.parent, Path("runs"))):
+        if names := runs_in(folder):
+            near = difflib.get_close_matches(path.name, names)
+            runs = [str(folder / name) for name in dict.fromkeys([*near, *names])]
+            more = len(runs) - _MOST_NAMED
+            return ", ".join(runs[:_MOST_NAMED]) + (f" or {more} more in {folder}" if more > 0 else "")
+    return ""
 
 
 def reason(error: Exception) -> str:

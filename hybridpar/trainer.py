@@ -295,7 +295,8 @@ def _checked_datasets(datasets: Any) -> dict[str, Any]:
         raise config_error("datasets", datasets, "must be datasets by part of a run", '{"train": ..}')
     if unknown := set(datasets or {}) - {"train", "valid"}:
         rule = 'has unknown keys; known are "train" and "valid", and several validation sets are a dict in "valid"'
-        raise config_error("datasets", sorted(map(str, unknown)), rule, '{"train": .., "valid": {"wiki": .., "code": ..}}')
+        works = '{"train": .., "valid": {"wiki": .., "code": ..}}'
+        raise config_error("datasets", sorted(map(str, unknown)), rule, works)
     return dict(datasets or {})
 
 

@@ -272,11 +272,21 @@ def test_simulate_draws_and_counts(config: Path, capsys: pytest.CaptureFixture[s
     (("preprocess", "CONFIG", "--vocab_size", "300", "--output", "tiny.toml"), "tiny.toml: cannot be written"),
     (("generate", "--checkpoint", "run", "--seed", "99999999999999999999"), "must be at least -9223372036854775808"),
     (("generate", "--checkpoint", "corpus"), "is not a run folder, nor a checkpoint in one; try corpus.txt"),
+    (("generate", "--checkpoint", "run"), "run: is not a run folder, nor a checkpoint in one; try runs/run, runs/a\n"),
+    (("generate", "--checkpoint", "runs"), "runs: has no checkpoints; try runs/run, runs/a\n"),
+    (("watch", "runs/nun"), "run = 'runs/nun': does not exist; try runs/run, runs/a\n"),
+    (("watch", "runs"), "run = 'runs': holds runs, and is none itself; try runs/run, runs/a\n"),
+    (("simulate", "--run", "runs/x"), "run = 'runs/x': does not exist; try runs/a, runs/run\n"),
+    (("replay", "runs/x", "--step", "3"), "path = 'runs/x': does not exist; try runs/a, runs/run\n"),
     (("export", "run", "out", "--max_file_gb", "1e300"), "max_file_gb = 1e+300: must be positive, and at most 1e9"),
 ])
 def test_numbers_and_names_that_cannot_be(config: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...],
                                           says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(config.parent)
+    if "try runs/" in says:
+        for name in ("a", "run"):
+            (folder := config.parent / "runs" / name).mkdir(parents=True)
+            (folder / "config.toml").touch()
     message = fails(capsys, *(str(config) if a == "CONFIG" else a for a in args))
     assert says in message
     assert not (config.parent / "data").exists()

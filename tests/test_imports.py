@@ -12,7 +12,8 @@ PACKAGE = ROOT / "hybridpar"
 # lowest first; modules of one layer may import each other and everything below
 LAYERS = (
     ("errors", "reading", "scratch", "toml_advice"), ("config",),
-    ("autograd", "cpu", "flight", "native", "sockets", "turns"), ("grid", "random"), ("comm",), ("ops",), ("nn",),
+    ("autograd", "cores", "cpu", "flight", "native", "sockets", "turns"), ("grid", "random"), ("comm",), ("ops",),
+    ("nn",),
     ("models", "pipeline.plan"), ("optim",), ("state",), ("pipeline.run",), ("data",), ("checkpoint",),
     ("validate",), ("memory",), ("train",), ("verify", "planner", "conformance"), ("trainer", "watch"),
     ("commands",), ("cli",), ("__main__",),

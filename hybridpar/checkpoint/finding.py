@@ -19,7 +19,7 @@ from hybridpar.checkpoint.folders import HeldError, Hold, folder_of, published_s
 from hybridpar.checkpoint.load import check_files
 from hybridpar.checkpoint.manifest import MANIFEST, read_manifest
 from hybridpar.errors import CheckpointError
-from hybridpar.reading import nearest_path, reason
+from hybridpar.reading import nearest_path, reason, runs_near
 
 MOST_TRIES = 20
 """Number of checkpoints in a row that may be removed while they are read."""
@@ -76,11 +76,14 @@ def newest(root: Path, say: Say) -> Path:
 
 def _hold(path: Path, say: Say) -> Hold:
     if not path.is_dir():
-        near = nearest_path(path)
+        near = runs_near(path) or nearest_path(path)
         raise CheckpointError(f"{path}: is not a run folder, nor a checkpoint in one" + (near and f"; try {near}"))
     if path.name == "checkpoints":
         path = path.parent
     if not (path / MANIFEST).is_file():
+        if not (path / "checkpoints").exists():
+            near = runs_near(path)
+            raise CheckpointError(f"{path}: has no checkpoints" + (near and f"; try {near}"))
         return _hold_newest(path / "checkpoints", say)
     try:
         return Hold(path)

@@ -128,8 +128,8 @@ class Saver:
         if moved := move_misnamed(self._root, manifest.step):
             self._say(moved)
         folder = publish(aside, manifest)
-        self._say(f"step {states[0].batches_done}: saved {folder} ({self._num_bytes / 1e9:.3g} GB in "
-                  f"{time.monotonic() - began:.3g} s)")
+        self._say(f"step {states[0].batches_done}: saved {folder} ({_size(self._num_bytes)} in "
+                  f"{time.monotonic() - began:.2g} s)")
         prune(self._root, states[0].batches_done, config.checkpoint)
         return folder
 
@@ -193,6 +193,11 @@ class Saver:
         """Gives a save under way some seconds to end, where training has failed. No collectives."""
         if self._task is not None:
             self._task.join(_GRACE_S)
+
+
+def _size(num_bytes: int) -> str:
+    """For people."""
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"
 
 
 def make_manifest(config: Config, corpus: str, state: TrainingState, written: Iterable[Written],

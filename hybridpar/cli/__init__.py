@@ -16,12 +16,14 @@ from hybridpar.cli.shortage import describe, is_shortage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command, as `hybridpar` does; Ctrl-C ends it without a word. Returns the exit code."""
+    """Runs one command, as `hybridpar` does; Ctrl-C ends it, most commands without a word. Returns the exit code."""
     try:
         from hybridpar.cli.entry import main as run  # takes a moment, in which Ctrl-C may come
 
         return run(argv)
     except KeyboardInterrupt:
+        if (sys.argv[1:] if argv is None else argv)[:1] == ["train"]:
+            print("hybridpar: SIGINT: ended outside of training, with nothing to save", file=sys.stderr, flush=True)
         return 130
     except Exception as error:
         if not is_shortage(error):

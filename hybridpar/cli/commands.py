@@ -23,6 +23,7 @@ from hybridpar.cli.proving import Conform, Replay, Verify
 from hybridpar.cli.simulating import Simulate
 from hybridpar.cli.values import ConfigFile, Overrides, Ranks, Threads, Within, as_utf8
 from hybridpar.config import Launch
+from hybridpar.cores import shared_cores
 from hybridpar.errors import config_error
 
 
@@ -37,18 +38,23 @@ class Train:
     there is one."""
     inject: tuple[str, ...] = ()
     """Faults to inject, once each, such as "kill rank 3 at step 20" (hybridpar/train/faults/inject.py)."""
+    verbose: bool = False
+    """Say more: how fast the machine is, how the executed schedule differs from the simulated one and why, what was not
+    measured."""
     json: bool = False
     """One JSON object on stdout at the end."""
 
     def run(self, launch: Launch) -> int:
         if self.ranks and not launch.launched:
+            if few := shared_cores(self.ranks):  # before torch is imported, which takes seconds
+                print(f"hybridpar: starting {self.ranks} ranks: {few}", file=sys.stderr, flush=True)
             from hybridpar.cli.fitting import saves_most
             from hybridpar.train.faults.supervisor import supervise
 
             return supervise(self.config, self.ranks, launch.args, self.inject, saves_most)
         from hybridpar.train.loop import train
 
-        outcome = train(self.config, launch, self.inject)
+        outcome = train(self.config, launch, self.inject, is_verbose=self.verbose)
         if self.json and launch.rank == 0:
             print(json.dumps(outcome.as_json()))
         return outcome.exit_code

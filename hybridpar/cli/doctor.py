@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from hybridpar import __version__, native
-from hybridpar.cpu import available_cores, cpu_fields, cpu_name
+from hybridpar.cores import available_cores
+from hybridpar.cpu import cpu_fields, cpu_name
 from hybridpar.ops import libraries, registry
 from hybridpar.ops.attention import attention_class
 

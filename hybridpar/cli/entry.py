@@ -27,10 +27,12 @@ from hybridpar.cli.values import out_of_range
 from hybridpar.config import Config, Launch, from_mapping, load_toml, read_run_config, unloaded_code, without_unused
 from hybridpar.config.elsewhere import megatron_flag
 from hybridpar.config.names import meant
-from hybridpar.errors import ConfigError, HybridparError, about_file
+from hybridpar.errors import ConfigError, HybridparError, about_file, config_error
+from hybridpar.reading import runs_near
 from hybridpar.train import watchdog
 from hybridpar.train.console import hold_descriptors, lasting_console
 from hybridpar.train.errors import GRACE_S, LostContactError, RankError
+from hybridpar.train.stop import end_at_interrupt
 
 HELP = {"-h", "--help"}
 """Flags that ask for the usual settings of a command."""
@@ -72,6 +74,8 @@ def _run(args: list[str]) -> int:
         launch = Launch.from_environment(args)
         trains = args[:1] == ["train"]
         flight = watchdog.begin(launch, watchdog.START_S if trains else 0.0)
+        if launch.elastic:
+            end_at_interrupt()
         speaks = launch.local_rank == 0 and not launch.supervisor  # which has parsed the same arguments
         command = parse(args, speaks)
         require_room()
@@ -131,6 +135,8 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
         elif not rest or rest[0].startswith("-"):
             if "run" not in own_flags(command) or not (run := _value("--run", rest)):
                 _refuse_without_file(name, rest, speaks)
+            if not Path(run).is_dir():
+                raise config_error("run", run, "does not exist", runs_near(Path(run)) or "runs/NAME")
             path = Path(run, "config.toml")
             config = read_run_config(path, trust="--trust" in rest)
             if (error := unloaded_code(config)) is not None:

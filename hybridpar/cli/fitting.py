@@ -43,7 +43,7 @@ def _memory_here(config: Config) -> float:
     """Bytes for each process of a job on this machine; 0 where it is too large for that."""
     import torch
 
-    from hybridpar.cpu import available_cores
+    from hybridpar.cores import available_cores
     from hybridpar.memory.limit import limit_here
     from hybridpar.memory.predict import default_device
 

@@ -16,6 +16,7 @@ from hybridpar.cli.planning import cost_on_machine, resolved
 from hybridpar.cli.values import ConfigFile, JobRanks, Overrides, Within
 from hybridpar.config import Config, Launch
 from hybridpar.errors import DataError, config_error
+from hybridpar.reading import runs_near
 
 if TYPE_CHECKING:
     from hybridpar.memory.account import Account
@@ -126,8 +127,9 @@ class Memory:
         """Files that ranks of the run recorded, by rank: all, or the one that --rank names."""
         from hybridpar.train.folder import MEMORY
 
-        if not Path(self.measured).is_dir():
-            raise config_error("run", self.measured, "is not a run folder", "runs/NAME")
+        run = Path(self.measured)
+        if not run.is_dir():
+            raise config_error("run", self.measured, "is not a run folder", runs_near(run) or "runs/NAME")
         # ranks beyond the grid are of an earlier job, on another grid
         paths = {rank: path for rank in range(config.parallel.num_ranks)
                  if os.path.lexists(path := Path(self.measured, MEMORY, f"rank{rank}.jsonl"))}

@@ -15,7 +15,7 @@ from hybridpar.cli.planning import resolved
 from hybridpar.cli.values import ConfigFile, Overrides, Threads, Within, parse_grid
 from hybridpar.config import Launch
 from hybridpar.errors import config_error
-from hybridpar.reading import nearest_path, to_json
+from hybridpar.reading import nearest_path, runs_near, to_json
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Replay:
         from hybridpar.verify.replay import replay
 
         if self.step and not self.path.exists():
-            raise config_error("path", str(self.path), "does not exist", "a run folder, such as runs/NAME")
+            raise config_error("path", str(self.path), "does not exist", runs_near(self.path) or "runs/NAME")
         if not self.path.is_dir() and self.path.suffix != ".json" and not self.step:
             raise config_error("path", str(self.path), "is neither a bundle nor a run folder",
                                "runs/NAME/anomalies/step_00000100.json, or runs/NAME --step 100")

@@ -19,7 +19,8 @@ from hybridpar import __version__
 from hybridpar.comm import gather_objects
 from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config, Launch, ModelConfig
-from hybridpar.cpu import available_cores, cpu_name
+from hybridpar.cores import available_cores
+from hybridpar.cpu import cpu_name
 from hybridpar.errors import config_error
 from hybridpar.memory.work import block_forms
 from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis

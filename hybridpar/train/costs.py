@@ -22,7 +22,7 @@ from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
-from hybridpar.reading import errors_as, nearest_path, read_json
+from hybridpar.reading import errors_as, read_json, runs_near
 from hybridpar.train.measure import CALLS, VARYING, Measured, Parts, measure
 from hybridpar.train.trace import RankEvents
 
@@ -104,7 +104,7 @@ def read_costs(path: Path, most: int = _MAX_BYTES) -> RunCosts:
     if not os.path.lexists(path):
         if path.parent.is_dir():
             raise config_error("run", str(path.parent), f"has no {path.name}: that is measured as a run trains")
-        raise config_error("run", str(path.parent), "does not exist", nearest_path(path.parent) or "runs/NAME")
+        raise config_error("run", str(path.parent), "does not exist", runs_near(path.parent) or "runs/NAME")
     with errors_as(DataError, path, "cannot be read", ConfigError):
         return _run_costs(read_json(path, most, within=path.parent))
 

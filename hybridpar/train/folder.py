@@ -56,6 +56,7 @@ from hybridpar.flight import Flight
 from hybridpar.grid import describe, lines_of, place_of, sizes_of
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train.launch import Job
+from hybridpar.train.metrics import last_step
 from hybridpar.train.watchdog import ORPHAN_S, record_name
 
 CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
@@ -119,6 +120,7 @@ def kept_microbatches(config: Config) -> int:
 def find_run(config: Config) -> tuple[int, list[str]]:
     """The newest step saved in the folder (0: none), and what has changed in the configuration since, as lines.
 
+    Where an earlier start has made no step, because it failed before, any configuration may begin.
     A checkpoint that would make the run a finished one is read and compared with its checksums; a damaged one does not
     count. Changes nothing. Raises: CheckpointError if the folder holds a run that `config` cannot go on with.
     """
@@ -131,13 +133,17 @@ def find_run(config: Config) -> tuple[int, list[str]]:
         if steps:
             raise CheckpointError(f"{folder} has checkpoints but no {CONFIG}; choose another run.name")
         return 0, []
+    has_begun = bool(steps) or last_step(folder / METRICS) > 0
     try:
         before = read_run_config(path)
         if before.parallel.dp < 1:
             raise config_error("parallel.dp", before.parallel.dp, "must be positive in the folder of a run")
     except ConfigError as error:
+        if not has_begun:
+            return 0, []
         raise CheckpointError(f"{path} cannot be understood ({error}); choose another run.name") from None
-    check_compatible(before, config, folder)
+    if has_begun:
+        check_compatible(before, config, folder)
     old, new = to_mapping(before), to_mapping(config)
     changed = [
         f"{section}.{key}: {old[section].get(key)!r} -> {value!r}"

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from hybridpar import native, sockets
 from hybridpar.config import Launch, TrainConfig
-from hybridpar.cpu import available_cores
+from hybridpar.cores import available_cores
 from hybridpar.errors import HybridparError, config_error
 from hybridpar.flight import NO_FLIGHT, RENDEZVOUS, Flight, Waiting
 from hybridpar.reading import parse_json
@@ -205,9 +205,10 @@ class Job:
 
 @contextlib.contextmanager
 def _says_if_it_waits(launch: Launch, text: Callable[[], str]) -> Iterator[None]:
-    """While entered, the first rank of a host says every 15 s that it waits, and `text()`."""
+    """While entered, the first rank of a host says every 15 s that it waits, and `text()`, unless our supervisor does.
+    """
     with says_every(_SAY_EVERY_S, lambda seconds: f"rank {launch.rank} has waited {seconds:.0f} s {text()}",
-                    speaks=launch.local_rank == 0):
+                    speaks=launch.local_rank == 0 and not launch.supervisor):
         yield
 
 

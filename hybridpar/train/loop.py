@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -70,14 +71,17 @@ _FINAL = (AnomalyError, CallbackError, SaveError)
 _ON_ALL_RANKS = (*_FINAL, SetupError, CheckpointError, PlanError)
 """Errors that are raised on all ranks together."""
 _PROMPTS = {True: "def ", False: "The "}  # whether the corpus is program text
+_NOISE = 0.5
+"""Share of the loss of guessing, the logarithm of the vocabulary's size, above which a model's text is noise."""
+_FEW_CHARACTERS = 60
 
 
 def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks: Callbacks = SILENT,
-          datasets: Mapping[str, Any] = NO_DATASETS) -> Outcome:
+          datasets: Mapping[str, Any] = NO_DATASETS, is_verbose: bool = False) -> Outcome:
     """Trains as `config` says in the job that this process belongs to, from the last checkpoint if there is one.
 
     inject: faults that are to happen, as `train.faults.inject` reads them. datasets: in the stead of those that a model
-    of one's own names, by part.
+    of one's own names, by part. is_verbose: whether details are shown.
     Collectives: to be called by all processes of the job.
     Raises: HybridparError (ConfigError, DataError, CheckpointError) on all processes alike, with nothing overwritten;
     RankError where training fails on this one.
@@ -123,7 +127,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
         if start or (saved and config.train.continue_with):  # else other data are refused, whatever their tokens
             run = Path(start).parent.parent if start else folder
             job.decide(lambda: checkpoint.check_tokens(run, data.tokenizer, config.data.tokenizer))
-        reporter = stack.enter_context(contextlib.closing(make_reporter(launch.rank, num_steps)))
+        reporter = stack.enter_context(contextlib.closing(make_reporter(launch.rank, num_steps, is_verbose)))
         for line in changed:
             reporter.say(f"since the last time: {line}")
         if (number := config.pipeline.num_microbatches) != given:
@@ -134,7 +138,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
         place = _Place(job, device, threads, faults, callbacks)
         outcome = _train_on_grid(config, data, place, reporter, _Start(start, held))
         if first and config.model.kind == "gpt" and data.tokenizer is not None and not outcome.stopped_by:
-            _sample(config, reporter)
+            _sample(config, reporter, outcome.loss)
     return outcome
 
 
@@ -305,8 +309,9 @@ def _introduce(config: Config, place: _Place, grid: ProcessGrid, reporter: Repor
                      "talk over Gloo, through host memory, which is slow")
 
 
-def _sample(config: Config, reporter: Reporter) -> None:
-    """Writes text from the checkpoint just saved."""
+def _sample(config: Config, reporter: Reporter, loss: float | None) -> None:
+    """Writes text from the checkpoint just saved, and shows it; of a model that hardly knows more than to guess only
+    the beginning. loss: of the last step."""
     folder = config.run.folder
     prompt = _PROMPTS["stdlib" in config.data.corpus]
     try:
@@ -316,4 +321,10 @@ def _sample(config: Config, reporter: Reporter) -> None:
     except Exception as error:  # a run without a sample is a run
         reporter.say(f"no sample.txt: {in_a_line(error)}")
         return
-    reporter.say(f"{folder / 'sample.txt'}:\n{text}")
+    guessing = math.log(config.transformer.vocab_size)
+    if loss is not None and not loss < _NOISE * guessing:
+        text = " ".join(text[:_FEW_CHARACTERS].split())
+        reporter.say(f"{folder / 'sample.txt'}: {text} ... (still noise: the loss is {loss:.1f}, and guessing "
+                     f"has {guessing:.1f})")
+    else:
+        reporter.say(f"{folder / 'sample.txt'}:\n{text}")

@@ -8,13 +8,14 @@ from statistics import median
 from typing import Any
 
 from hybridpar.comm import gather_objects
+from hybridpar.config import Config
 from hybridpar.config.row_names import valid_name
 from hybridpar.models.cost import training_flops_per_token, training_flops_rule
 from hybridpar.pipeline.plan.svg import draw_svg
 from hybridpar.state.tiered import slow_folder
 from hybridpar.train import folder as run_folder
 from hybridpar.train import trace
-from hybridpar.train.costs import RunCosts, describe, run_costs, write_costs
+from hybridpar.train.costs import RunCosts, describe, in_ms, percent, run_costs, write_costs
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.evaluation import Evaluator, Numbers
 from hybridpar.train.links import LinkWatch, Traffic
@@ -32,6 +33,12 @@ _DRAWN_BATCHES = 3
 _MOST_BOXES = 10_000
 _TRACED_STEPS = 5
 """A stretch of so many steps has a steady state."""
+
+
+def is_evaluated(config: Config, step: int) -> bool:
+    """Return whether the validation set is due after this step."""
+    interval = config.train.eval_interval
+    return interval > 0 and (step == config.train.num_steps or step % interval == 0)
 
 
 class RunReport:
@@ -61,7 +68,7 @@ class RunReport:
         self._peak = Peak(config, engine.device, engine.grid.world, reporter.say, goes_on=resumed > 0)
         counts = config.model.counts
         each = f"{self._flops_per_token:,} FLOP/{counts.removesuffix('s')} ({training_flops_rule(config.model)})"
-        reporter.say(f"MFU = {counts}/s x {each} / {self._peak.flops / 1e9:,.0f} GFLOP/s ({self._peak.source})")
+        reporter.detail(f"MFU = {counts}/s x {each} / {self._peak.flops / 1e9:,.0f} GFLOP/s ({self._peak.source})")
         if self.writes:
             self._draw_plan()
 
@@ -104,7 +111,7 @@ class RunReport:
         if logged:
             row = self._row(result, seconds, share) | notes
             self.log.write(row)
-            self.reporter.step(row)
+            self.reporter.step(row, is_evaluated=is_evaluated(self.config, result.step))
 
     def _note_unlabelled(self, step: int) -> dict[str, Any]:
         """Count a step without a label that counts, and warn of the first; return the values for metrics.jsonl."""
@@ -155,7 +162,7 @@ class RunReport:
         traffic = self._all_traffic()
         if not self.writes:
             return
-        say, config = self.reporter.say, self.config
+        say, detail, config = self.reporter.say, self.reporter.detail, self.config
         for line in traffic:
             say(line)
         if self._num_unlabelled:
@@ -163,22 +170,24 @@ class RunReport:
             momentum = ", and only momentum and weight decay changed the weights" if is_only_loss else ""
             say(f"{self._num_unlabelled} of {len(self._step_seconds)} batches had no label that counts: the losses "
                 f"over labels gave no gradient there{momentum}")
+        if self._step_seconds:
+            say(self._summary())
         self._compare_with_plan()
         if (compression := self.engine.state.compression) is not None:
             say(str(compression.sent))
         if self._costs is not None:
             folder = slow_folder(config) if config.memory.budget and self.engine.device.type == "cpu" else None
             for line in [*describe(self._costs, folder), *differences(config, self._costs)]:
-                say(line)
+                detail(line)
         elif self._traced:
-            say(f"no {run_folder.COSTS}: that takes {_TRACED_STEPS} steps in a row without an evaluation or a "
+            detail(f"no {run_folder.COSTS}: that takes {_TRACED_STEPS} steps in a row without an evaluation or a "
                 "checkpoint")
         self.log.finish()
         if can_plot():
             metrics = config.run.folder / run_folder.METRICS
             self.log.put("loss.png", lambda path: draw_loss(read_curves(metrics), path, config.run.name))
         else:
-            say("no loss.png: matplotlib is not installed (pip install 'hybridpar[plot]')")
+            detail("no loss.png: matplotlib is not installed (pip install 'hybridpar[plot]')")
         if stopped_by:
             say(f"stopped after step {self.engine.batches_done}; the same command goes on from there")
 
@@ -234,10 +243,19 @@ class RunReport:
                 self.reporter.say(advice)
             self._advised = True
 
+    def _summary(self) -> str:
+        """Return the time of a step, and where it was measured how long stages were idle, in one line."""
+        took, plan = median(self._step_seconds), self.config.plan
+        planned = f", {in_ms(plan.step_ms / 1e3)} planned" if plan.step_ms else ""
+        text = f"{in_ms(took)} a step (median of {len(self._step_seconds)}{planned})"
+        if self._costs is None or self._costs.sizes.num_ranks == 1:
+            return text
+        return f"{text}; {self._costs.sizes.rank_name}s idle {percent(self._costs.measured.idle)} of the time"
+
     def _compare_with_plan(self) -> None:
         plan = self.config.plan
         if plan.step_ms and len(self._step_seconds) >= _TRACED_STEPS:
             took, taken = 1e3 * median(self._step_seconds), round(100 * plan.cores_taken)
             busy = f"; other programs took {taken} % of the cores while it was measured" if taken else ""
-            self.reporter.say(f"plan: a step takes {took:.4g} ms (median of {len(self._step_seconds)}), "
-                              f"{plan.step_ms:.4g} ms predicted ({100 * (plan.step_ms / took - 1):+.1f} %){busy}")
+            self.reporter.detail(f"plan: a step takes {took:.4g} ms (median of {len(self._step_seconds)}), "
+                                 f"{plan.step_ms:.4g} ms predicted ({100 * (plan.step_ms / took - 1):+.1f} %){busy}")

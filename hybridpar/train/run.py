@@ -39,7 +39,7 @@ from hybridpar.train.memory_trace import MemoryLog
 from hybridpar.train.metrics import BatchClock, evaluation_at
 from hybridpar.train.planned_memory import PlannedMemory, describe
 from hybridpar.train.progress import Reporter
-from hybridpar.train.report import RunReport
+from hybridpar.train.report import RunReport, is_evaluated
 from hybridpar.train.rollback import AnomalyHandler
 from hybridpar.train.saves import Saves
 from hybridpar.train.stop import StopReason, noting_signals
@@ -163,7 +163,9 @@ class Run:
                 stop = self._end_stretch(stop, saves=saves, last=last)
         self.flight.phase("ending", self.faults.start_timeout_s)
         if self.watch is not None:
-            self.reporter.say(str(self.watch.compare(self.grid, self.engine.tiers.peak if self.engine.tiers else 0)))
+            compared = self.watch.compare(self.grid, self.engine.tiers.peak if self.engine.tiers else 0)
+            tell = self.reporter.say if self.config.train.measure_memory else self.reporter.detail
+            tell(str(compared))
         if self.planned is not None:
             counts = gather_objects(self.planned.counts, self.grid.world)
             self.reporter.say(describe(counts))
@@ -253,9 +255,7 @@ class Run:
 
     @property
     def _is_evaluation_due(self) -> bool:
-        settings = self.config.train
-        is_last = self.engine.batches_done == settings.num_steps
-        return settings.eval_interval > 0 and (is_last or self._is_multiple(settings.eval_interval))
+        return is_evaluated(self.config, self.engine.batches_done)
 
     def _make_up_evaluation(self) -> None:
         """Evaluate the step that the run resumes from, if a signal stopped the run there before it had evaluated.

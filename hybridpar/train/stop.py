@@ -106,6 +106,16 @@ def end_with(supervisor: int) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+def end_at_interrupt() -> None:
+    """Has SIGINT end this process like SIGTERM, until `noting_signals`.
+
+    Python's KeyboardInterrupt would leave a rank that connects to others in the middle of C++ code, which then aborts
+    or cannot be interrupted.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def noting_signals(names: Sequence[str], on_first: Callable[[int], None],
                    alone: bool = False) -> Iterator[StopRequest]:

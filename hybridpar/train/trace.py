@@ -15,7 +15,7 @@ import torch
 
 from hybridpar.checkpoint.files import write_text
 from hybridpar.comm import gather_objects
-from hybridpar.cpu import available_cores
+from hybridpar.cores import available_cores
 from hybridpar.grid import ProcessGrid
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind

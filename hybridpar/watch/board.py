@@ -16,7 +16,7 @@ from hybridpar import flight
 from hybridpar.config import Config, read_run_config, unloaded_code
 from hybridpar.config.row_names import metrics_in, valid_name, valid_numbers_in
 from hybridpar.errors import ConfigError, HybridparError, config_error, printable, shown
-from hybridpar.reading import names_in, nearest_path, read_limited, reason
+from hybridpar.reading import names_in, read_limited, reason, runs_in, runs_near
 from hybridpar.train.costs import read_costs
 from hybridpar.train.folder import CHANGES, CONFIG, COSTS, FAILURES, FLIGHT, METRICS, NOTES
 from hybridpar.train.metrics import MOST_CURVES
@@ -56,7 +56,9 @@ class Board:
 
     def __init__(self, folder: Path, *, trust: bool = False):
         if not folder.is_dir():
-            raise config_error("run", str(folder), "does not exist", nearest_path(folder) or "runs/NAME")
+            raise config_error("run", str(folder), "does not exist", runs_near(folder) or "runs/NAME")
+        if not (folder / CONFIG).exists() and runs_in(folder):
+            raise config_error("run", str(folder), "holds runs, and is none itself", runs_near(folder))
         self.folder = folder
         self._trust = trust
         self._lock = threading.Lock()

@@ -34,7 +34,7 @@ def test_an_interrupted_and_then_killed_job_ends_as_if_nothing_had_happened(tmp_
     stopped = interrupt(config, run)
     last = kill_rank_1(config, run, stopped)
     end = last + 12
-    flags = ("--train.num_steps", str(end), "--train.save_interval", "0", "--train.eval_interval", "0")
+    flags = ("--train.num_steps", str(end), "--train.save_interval", "0", "--train.eval_interval", "0", "--verbose")
     out = run_job(2, "train", config, "--parallel.pp", "2", *flags)
     assert f"going on after step {last}" in out
     assert out.count(f"step {end}/{end}  loss") == 1

@@ -17,9 +17,10 @@ from train.runs import metrics, on_ranks, steps, write_config
 from hybridpar.checkpoint.background import Task
 from hybridpar.cli import main
 from hybridpar.config import Config, Launch, from_mapping, load_toml, to_toml
-from hybridpar.errors import CheckpointError, ConfigError
+from hybridpar.errors import CheckpointError, ConfigError, HybridparError
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes
 from hybridpar.train import loop
+from hybridpar.train.callbacks import Callbacks
 from hybridpar.train.errors import RankError
 from hybridpar.train.folder import in_use, measured, require_shared
 from hybridpar.train.launch import Job
@@ -43,7 +44,7 @@ def named(config: Config, name: str) -> Config:
 
 
 def test_a_run_leaves_everything_in_its_folder(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
-    outcome = loop.train(config, ALONE)
+    outcome = loop.train(config, ALONE, is_verbose=True)
     folder = config.run.folder
     assert (outcome.step, outcome.exit_code, outcome.resumed_from) == (6, 0, 0)
     assert {p.name for p in folder.iterdir()} >= {
@@ -63,6 +64,51 @@ def test_a_run_leaves_everything_in_its_folder(config: Config, capsys: pytest.Ca
     assert "step 6/6" in err
     pytest.importorskip("matplotlib")
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_first_run_says_what_a_newcomer_can_use(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    """Five steps without an evaluation, so that there are costs to speak of; all else is for --verbose."""
+    loop.train(with_train(config, num_steps=8, eval_interval=0, save_interval=0), ALONE)
+    err = re.sub(r"(?m)^(step [2-7]/8  |training tokenizer|encoding).*\n", "", capsys.readouterr().err)
+    folder = re.escape(str(config.run.folder))
+    assert re.fullmatch(
+        rf"{folder}: gpt, 2bw, fp32 on tp=1 pp=1 dp=1, cpu, 1 thread a process; starting\n"
+        r"step 1/8  loss .*\n"
+        r"step 8/8  loss .*\n"
+        rf"step 8: saved {folder}/checkpoints/step_00000008 \([\d.]+ MB in [\d.e-]+ s\)\n"
+        r"[\d.]+ ms a step \(median of 8\)\n"
+        rf"{folder}/sample.txt: .* \.\.\. \(still noise: the loss is 5\.\d, and guessing has 5\.7\)\n", err), err
+
+
+def test_a_model_that_has_learned_shows_its_text(config: Config, capsys: pytest.CaptureFixture[str],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_NOISE", 2.0)
+    loop.train(with_train(config, num_steps=1, eval_interval=0), ALONE)
+    text = (config.run.folder / "sample.txt").read_text()
+    assert capsys.readouterr().err.endswith(f"/sample.txt:\n{text}\n")
+
+
+def test_a_start_that_has_made_no_step_does_not_keep_its_name(config: Config,
+                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(step: int, losses: dict[str, float]) -> None:
+        raise RuntimeError("on purpose")
+
+    def fail_later(step: int, losses: dict[str, float]) -> None:
+        if step:
+            fail(step, losses)
+
+    with pytest.raises(RankError, match="on purpose"):
+        loop.train(config, ALONE, callbacks=Callbacks(on_evaluation=fail))
+    assert [row["step"] for row in metrics(config.run.folder)] == [0]
+    wider = replace(config, model=replace(config.model, hidden_size=32))
+    unsaved = with_train(wider, save_interval=0)
+    with pytest.raises(RankError, match="on purpose"):
+        loop.train(unsaved, ALONE, callbacks=Callbacks(on_evaluation=fail_later))
+    assert "since the last time: model.hidden_size: 16 -> 32" in capsys.readouterr().err
+    assert load_toml(config.run.folder / "config.toml").model == wider.model
+    assert [row["step"] for row in metrics(config.run.folder)] == [0, 1, 2, 3, 3]
+    with pytest.raises(HybridparError, match=r"belongs to another run: model\.hidden_size is 32 there and 16 here"):
+        loop.train(config, ALONE)
 
 
 def test_a_wrong_plan_is_refused_before_the_first_step(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -33,7 +33,7 @@ class RankAgent(LocalElasticAgent):
 
     Args:
         spec: What to start.
-        stop_s: Seconds that ranks may take to finish and save after a signal.
+        stop_s: Seconds that ranks may take to finish and save after a signal; 0: they save nothing, and are killed.
     """
 
     def __init__(self, spec: WorkerSpec, stop_s: int):
@@ -53,6 +53,8 @@ class RankAgent(LocalElasticAgent):
         A second signal, if it is not part of the same request, ends the wait by an exception; torch calls this again.
         """
         time_s = QUIT_S if self._hurries else self._stop_s
+        if not time_s:
+            death_sig = signal.SIGKILL  # by another signal a rank that connects may abort, and say so
         began = time.monotonic()
 
         def act(number: int, handler: _Handler) -> None:

@@ -42,6 +42,7 @@ from hybridpar.train.faults.diagnose import Diagnosis, Seen, diagnose, find_stal
 from hybridpar.train.faults.inject import Fault, parse_faults
 from hybridpar.train.faults.out_of_memory import OomKiller
 from hybridpar.train.faults.shrink import shrink
+from hybridpar.train.faults.starting import StartWatch, waiting
 from hybridpar.train.folder import CHECKPOINTS, FAILURES, FLIGHT
 from hybridpar.train.launch import LOOPBACK
 from hybridpar.train.records import Records
@@ -83,7 +84,7 @@ def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Seque
 
 def run_ranks(num_ranks: int, args: Sequence[str]) -> int:
     """Runs `python -m hybridpar *args` on so many ranks of this machine, once; the exit code."""
-    return run_agent(RankAgent(_spec(num_ranks, args, restarts=0), _STOP_S), logging.CRITICAL)
+    return run_agent(RankAgent(_spec(num_ranks, args, restarts=0), 0), logging.CRITICAL)
 
 
 def _spec(num_ranks: int, args: Sequence[str], restarts: int) -> WorkerSpec:
@@ -113,6 +114,7 @@ class Supervisor(RankAgent):
         self._watch = Watch(self._folder, config.faults.patience_s, config.faults.start_timeout_s)
         self._oom = OomKiller()
         self._advise, self._is_short = advise, False
+        self._start: StartWatch | None = None
         self._records = Records(self._folder, self._say)
         self._records.begin(FAILURES)
         self._newest, self._blamed = self._saved(), -1
@@ -131,7 +133,9 @@ class Supervisor(RankAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._records.retry()
         self._oom.look()
+        assert self._start is not None
         seen, began = self._look(), time.time()
+        self._start.look(seen)
         if all(one.exit_code == 0 for one in seen):
             return super()._monitor_workers(worker_group)
         failed = any(one.failed for one in seen)
@@ -221,6 +225,7 @@ class Supervisor(RankAgent):
     def _begin_start(self) -> None:
         self._left = half_written(self._folder / CHECKPOINTS)
         self._oom.begin()
+        self._start = StartWatch(self._ranks, self._say)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(signal.SIGKILL)  # those that are left wait for the one that failed
@@ -228,6 +233,15 @@ class Supervisor(RankAgent):
             advise = self._advise
             self._advise = None
             self._say(advise(self._config))
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
+        """End the ranks, at once if some have not begun to train: then none has anything to save."""
+        if death_sig is not signal.SIGKILL and self._pcontext is not None and waiting(self._look()):
+            saved = self._saved()
+            kept = f"; the run is at step {saved}" if saved else ""
+            self._say(f"{death_sig.name}: ending all {self._ranks} ranks, which had not begun to train{kept}")
+            death_sig = signal.SIGKILL
+        super()._shutdown(death_sig, timeout)
 
     def _saved(self) -> int:
         return max(saved_steps(self._folder / CHECKPOINTS), default=0)
