@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from hybridpar.config import (
     Config,
     Launch,
+    ModelConfig,
     ModelSpec,
     UpdateRule,
     as_typed,
@@ -243,7 +244,8 @@ class Trainer:
     def _lend_samples(self) -> None:
         """Lets a model without a method `sample` have those of the training set."""
         kind = type(self.config.model)
-        if self._given is None and kind.sample is ModelSpec.sample and self.datasets.get("train") is not None:
+        lacks_samples = kind is not ModelConfig and kind.sample is ModelSpec.sample
+        if lacks_samples and self.datasets.get("train") is not None:
             from hybridpar.models.sequential import forget_shapes
 
             source = SampleSource(self.datasets["train"])

@@ -63,7 +63,7 @@ def value_problems(config: Config) -> Iterator[Problem]:
             elif flaws := [flaw for part in parts if isinstance(part, str) and (flaw := not_utf8(part))]:
                 rule, works = f"must be UTF-8 text, as config.toml keeps it; {flaws[0]}", default
             elif any(isinstance(part, str) and part.startswith("~/") for part in parts):
-                home = [str(Path(part).expanduser()) for part in parts]
+                home = [str(Path(str(part)).expanduser()) for part in parts]
                 rule = "must be a path without ~, which a shell replaces only where it begins a word"
                 works = home if isinstance(value, tuple) else f'"{home[0]}"'
             elif any(not isinstance(part, bool | int | float | str) for part in parts):
@@ -144,7 +144,8 @@ def _refused(config: Config) -> Iterator[Problem]:
         try:
             attempt()
         except ConfigError as error:
-            found += [problem for problem in error.problems if problem not in found]
+            found += [problem for problem in error.problems
+                      if problem not in found and f"model.{problem.field}" not in said]  # layers name their arguments
     yield from found
 
 

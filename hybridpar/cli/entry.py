@@ -259,7 +259,7 @@ def _with_valid_sets(command: str, config: Config, args: Sequence[str], speaks: 
     for arg in args:
         flag, equals, value = arg.partition("=")
         if flag in ("--data.valid_sets", "--data.valid-sets"):
-            _refuse(f"hybridpar {command}: {flag} needs the name of a set; try {flag}.other SOURCE", (), speaks)
+            _refuse(f"hybridpar {command}: {flag} needs the name of a set; try {flag}.other SOURCE", speaks)
         if arg.startswith("--"):
             section, _, name = flag.replace("-", "_").partition("data.valid_sets.")
             words = sets.setdefault(flag[-len(name):], []) if section == "__" and name else others

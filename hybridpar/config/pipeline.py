@@ -33,7 +33,8 @@ class PipelineConfig:
     num_microbatches: Annotated[int, Within(1, 2**20)] = 4
     """Micro-batches in a batch of each replica (gradient accumulation when pp = 1)."""
     split: tuple[int, ...] = ()
-    """Blocks of each stage, embedding and head included; empty: balanced by cost."""
+    """Blocks of each stage, embedding and head included; empty: balanced by the estimated time of a whole step, with
+    embedding, head and optimizer. The estimate depends on the configuration alone."""
     chunks: Count = 0
     """interleaved, 2bw, own: stages on each rank; stage c * pp + r is chunk c of rank r. 0: 1, interleaved: 2.
     placement v: an even number; 0: 2. All others have one."""

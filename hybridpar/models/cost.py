@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import prod
 
-from hybridpar.config import ModelConfig, ModelSpec
+from hybridpar.config import ModelConfig, ModelSpec, ParameterGroup
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import build_blocks
@@ -45,10 +45,10 @@ def forward_flops_per_token(model: ModelSpec) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def block_placements(model: ModelSpec) -> tuple[tuple[Placement, ...], ...]:
-    """Return the placements of the parameters of each block."""
+def block_placements(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ()) -> tuple[tuple[Placement, ...], ...]:
+    """Return the placements of the parameters of each block. groups: `optim.groups`, which may freeze some."""
     return tuple(tuple(placement for _, _, placement in named_placements(block)) for n in range(model.num_blocks)
-                 for block in build_blocks(model, Axis("tp"), [n]).values())
+                 for block in build_blocks(model, Axis("tp"), [n], groups=groups).values())
 
 
 @lru_cache(maxsize=256)

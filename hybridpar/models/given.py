@@ -117,7 +117,7 @@ class GivenModules(SequentialSpec):
         return self.given.num_targets is not None
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
+    def metric_names(self) -> tuple[str, ...]:  # type: ignore[override]  # found, where a ModelSpec says them
         """The names of the metrics."""
         return () if self.given.metrics is None else getattr(super(), "metric_names", ())
 

@@ -55,8 +55,9 @@ def require_metrics(model: ModelSpec, metrics: Any, where: str) -> None:
     """
     require_values(model, metrics, where)
     if set(metrics) != set(model.metric_names):
-        raise config_error("model.metric_names", list(model.metric_names), "must name the metrics that come with every "
-                           f"micro-batch; {where} returns {list(metrics)}", str(tuple(metrics)))
+        rule = f"must name the metrics that come with every micro-batch; {where} returns {list(metrics)}"
+        raise config_error("model.metric_names", list(model.metric_names), rule,
+                           f"{tuple(metrics)}, or the same names each time")
 
 
 def require_values(model: ModelSpec, metrics: Any, where: str) -> None:

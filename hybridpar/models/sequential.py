@@ -133,7 +133,7 @@ class _Layer(nn.Module):
         if not isinstance(loss := self._model.loss(out, batch), Tensor):
             raise _wrong(self._model, f"returns a {type(loss).__name__} from loss(), which must be a number (0-d)",
                          "nn.functional.mse_loss(out, batch['y'])")
-        metrics = self._metrics(out, batch) if self._model.metric_names else {}
+        metrics = self._metrics(out, batch, has_values=not is_ghost(loss)) if self._model.metric_names else {}
         if self._model.counts_targets:
             losses = {"loss": loss / batch["num_targets"]}
             return losses, {name: metric / batch["num_targets"] for name, metric in metrics.items()}
@@ -141,14 +141,17 @@ class _Layer(nn.Module):
         return {"loss": loss * share}, {name: metric * share for name, metric in metrics.items()}
 
     @torch.no_grad()
-    def _metrics(self, out: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Raises: ConfigError where these are not numbers, or have other names than before."""
+    def _metrics(self, out: Any, batch: dict[str, Tensor], *, has_values: bool) -> dict[str, Tensor]:
+        """The metrics of a micro-batch. `has_values`: whether tensors have any; if not, what depends on them is 0.
+
+        Raises: ConfigError where these are not numbers, or have other names than before.
+        """
         try:
             found = self._model.metrics(out, batch)
         except Exception:
-            if not is_ghost(out):
+            if has_values:
                 raise
-            return {name: torch.zeros(()) for name in self._model.metric_names}  # its course depends on values
+            return {name: torch.zeros(()) for name in self._model.metric_names}  # they depend on values
         require_metrics(self._model, found, "metrics()")
         return {name: value.double() for name, value in found.items()}
 

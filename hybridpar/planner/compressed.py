@@ -41,7 +41,7 @@ def _powersgd(settings: CompressionConfig, config: Config, item: int) -> float:
 def _factors(settings: CompressionConfig, config: Config) -> float:
     """Elements of factors for one of the matrices of blocks between the ends, or of all: rows and columns for their
     elements."""
-    blocks = block_placements(config.model)
+    blocks = block_placements(config.model, config.optim.groups)
     matrices = [one.shape for block in blocks[1:-1] or blocks for one in block if one.trainable and len(one.shape) > 1]
     sent = sum(shape[0] + prod(shape[1:]) for shape in matrices)
     return min(1.0, settings.gradients_rank * sent / max(1, sum(map(prod, matrices))))

@@ -37,7 +37,8 @@ class Evaluator:
     """
 
     def __init__(self, engine: Engine, sets: Mapping[str, Samples]):
-        self._engine, self._num_batches = engine, engine.config.train.eval_batches
+        self._engine = engine
+        self._num_batches = engine.config.train.eval_batches
         self.loaders = {name: batch_loader(engine, samples) for name, samples in sets.items()}
         self.best = engine.config.checkpoint.best_by or next(iter(sets), "")
 

@@ -62,7 +62,8 @@ class BatchPolicy:
         self.schedule, self.sizes = schedule or schedule_of(config.pipeline), sizes or Sizes.of(config)
         self.scaler = LossScaler.for_dtype(DTYPES[config.train.dtype], config.optim.loss_scale)
         self.first = 0
-        self._loss_names, self._metric_names = config.model.losses, config.model.metric_names
+        self._loss_names = config.model.losses
+        self._metric_names = config.model.metric_names
         self._scales = {0: self.scaler.scale}  # the loss scale that came with each version of the weights
         self._num_skipped = 0
         """Number of batches so far that made no update: skipped ones, and those between a checkpoint that was rolled

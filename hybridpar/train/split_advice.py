@@ -21,9 +21,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 from hybridpar.comm.objects import from_bytes, to_bytes
 from hybridpar.config import Config, ModelConfig
 from hybridpar.grid import ProcessGrid
+from hybridpar.models.balance import balanced_split
 from hybridpar.models.build import recomputed_blocks
-from hybridpar.models.cost import balanced_split, block_flops, block_placements, forward_flops_per_token, stage_split
+from hybridpar.models.cost import block_flops, block_placements, forward_flops_per_token
 from hybridpar.pipeline.plan.costs import expand
+from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.train.costs import RunCosts, run_costs
 from hybridpar.train.trace import RankEvents, Recorder, events_of
 
@@ -55,7 +57,7 @@ def better_split(config: Config, run: RunCosts) -> str:
     idle = max(run.measured.idle)
     if sizes.num_stages != sizes.num_ranks or sizes.num_ranks < 2 or idle <= _IDLE or config.memory.budget:
         return ""
-    split = stage_split(config.model, sizes.num_ranks, config.pipeline.split)
+    split = stage_split(config)
     blocks = _estimate(config, run, split)
     works = sizes.num_microbatches * (blocks.forward + blocks.backward) + blocks.update
     best = balanced_split(tuple(round(_NANOSECONDS * work) for work in works), sizes.num_ranks)
@@ -153,7 +155,7 @@ def _flops(config: Config) -> list[int]:
 
 def _parameters(config: Config) -> list[int]:
     return [sum(prod(place.shape) for place in placements if place.trainable)
-            for placements in block_placements(config.model)]
+            for placements in block_placements(config.model, config.optim.groups)]
 
 
 def _by_kind(kinds: Sequence[tuple[int, str, int, bool]], split: Sequence[range], measured: Sequence[float]) -> _Array:

@@ -99,7 +99,8 @@ class Oracle:
         alone, here and there; see `_with_noise_of`.
         """
         gradients = {n: torch.zeros_like(w) for n, w in self.history[0].items() if self.placements[n].trainable}
-        loss, metrics = 0.0, dict.fromkeys(self.config.model.metric_names, 0.0)
+        loss = 0.0
+        metrics = dict.fromkeys(self.config.model.metric_names, 0.0)
         for index in range(self.num_microbatches * replicas):
             leaves = self._bind(batch, index // replicas)
             tensors = loader.microbatch(batch, index)

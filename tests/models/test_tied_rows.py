@@ -23,17 +23,26 @@ from hybridpar.nn.placement import named_placements
 WORDS, WIDTH, LENGTH = 12, 8, 5
 
 
+class Turn(nn.Module):
+    def __init__(self, matrix: nn.Parameter):
+        super().__init__()
+        self.matrix = matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix
+
+
 class Head(nn.Module):
     """Two tied matrices, in another order than the first module's, and a bias of its own."""
 
-    def __init__(self, second: nn.Parameter, first: nn.Parameter):
+    def __init__(self, matrix: nn.Parameter, words: nn.Parameter):
         super().__init__()
-        self.second = second
         self.project = nn.Linear(WIDTH, WORDS)
-        self.project.weight = first
+        self.project.weight = words
+        self.turn = Turn(matrix)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.project(x @ self.second)
+        out: Tensor = self.project(self.turn(x))
         return out
 
 
@@ -78,7 +87,7 @@ def test_the_first_module_has_the_values_of_what_the_last_one_shares() -> None:
     for model in (Tied(), Tied(made_first=True)):
         places = {name: place for name, _, place in named_placements(build_blocks(model, Axis("tp"), [3])[3])}
         assert {name: place.tied for name, place in places.items()} == {
-            "layer.second": "blocks.0.layer.turn", "layer.project.weight": "blocks.0.layer.words.weight",
+            "layer.turn.matrix": "blocks.0.layer.turn", "layer.project.weight": "blocks.0.layer.words.weight",
             "layer.project.bias": ""}
         drawn = places["layer.project.weight"].init.draw(5)
         assert torch.equal(drawn, constructed(model, 0, 5)["layer.words.weight"])

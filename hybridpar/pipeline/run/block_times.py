@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from hybridpar.config import Config, ModelConfig, ModelSpec, OptimConfig, message_shape
+from hybridpar.config import Config, ModelConfig, ModelSpec, OptimConfig, ParameterGroup, message_shape
 from hybridpar.grid import Axis
 from hybridpar.models.build import DTYPES, build_blocks, parse_recompute
 from hybridpar.models.cost import block_placements, forward_flops_per_token
@@ -56,7 +56,7 @@ def block_times(config: Config) -> tuple[float, ...]:
     """
     model, train = config.model, config.train
     rates = _GPU if train.dtype in ("bf16", "fp16") else _CPU
-    placements = _placements(model)
+    placements = _placements(model, config.optim.groups)
     elements = DTYPES[train.dtype].itemsize * train.micro_batch_size / rates.elements
     operations = train.micro_batch_size * model.tokens_per_sample / rates.products
     again = parse_recompute(config.pipeline.recompute, max(0, model.num_blocks - 2), 1) if _by_layer(config) else None
@@ -107,23 +107,24 @@ def _update_times(config: Config, rates: _Rates) -> list[float]:
 def _update_works(model: ModelSpec, optim: OptimConfig, ends_are_one: bool) -> tuple[tuple[int, int], ...]:
     """Operations and bytes of each block's norm and update."""
     found = []
-    for number, placements in enumerate(_placements(model)):
+    for number, placements in enumerate(_placements(model, optim.groups)):
         is_copy = ends_are_one and number == model.num_blocks - 1
         works = [update_work(optim, one) for one in placements if one.trainable and not (is_copy and one.tied)]
         found.append((sum(operations for operations, _ in works), sum(num_bytes for _, num_bytes in works)))
     return tuple(found)
 
 
-def _placements(model: ModelSpec) -> tuple[tuple[Placement, ...], ...]:
+def _placements(model: ModelSpec, groups: tuple[ParameterGroup, ...]) -> tuple[tuple[Placement, ...], ...]:
     """The placements of each block's parameters."""
-    return _transformer_placements(model) if isinstance(model, ModelConfig) else block_placements(model)
+    alike = isinstance(model, ModelConfig) and not any(group.frozen for group in groups)
+    return _transformer_placements(model) if alike else block_placements(model, groups)
 
 
 @lru_cache(maxsize=256)
-def _transformer_placements(model: ModelConfig) -> tuple[tuple[Placement, ...], ...]:
+def _transformer_placements(model: ModelSpec) -> tuple[tuple[Placement, ...], ...]:
     """The placements of each block of a GPT or BERT, whose layers are alike: one of them is built."""
     ends = [0, 1, model.num_blocks - 1]
     embedding, layer, head = (
         tuple(placement for _, _, placement in named_placements(block))
         for number in ends for block in build_blocks(model, Axis("tp"), [number]).values())
-    return embedding, *[layer] * model.num_layers, head
+    return embedding, *[layer] * (model.num_blocks - 2), head
