@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -59,7 +60,35 @@ def test_an_example_is_short_and_uses_public_names(path: Path) -> None:
     if path.stem == "vit":
         assert sum(map(bool, map(str.strip, lines))) <= 60, "from an empty file"
     assert not [line for line in lines if "hybridpar." in line and "import" in line], "all is in hybridpar itself"
-    assert path.with_suffix(".toml").is_file() or '__name__ == "__main__"' in lines[-2]
+    assert path.with_suffix(".toml").is_file() or 'if __name__ == "__main__":' in lines
+
+
+SHORTER = """
+import runpy, sys
+import hybridpar
+whole = hybridpar.Trainer
+few = {"num_steps": 4, "eval_interval": 2}
+hybridpar.Trainer = lambda *args, train, **rest: whole(*args, train=train | few, **rest)
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "num_grids", "ends_with"), [
+    ("plain_gpt", 1, r"\ndef (.|\n)*"), ("resnet", 2, r"class \d, found \d\n"),
+    ("two_towers", 3, r"users: tensor\((.|\n)*")])
+def test_a_program_verifies_trains_evaluates_and_has_its_weights(
+        tmp_path: Path, name: str, num_grids: int, ends_with: str) -> None:
+    """As a user starts it, but for a few steps alone."""
+    path = EXAMPLES / f"{name}.py"
+    assert len(path.read_text().splitlines()) <= 80
+    done = subprocess.run([sys.executable, "-c", SHORTER, path], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("one process: True") == num_grids
+    assert "validation: {'loss': " in done.stdout
+    assert re.search(f"{ends_with}$", done.stdout), done.stdout
+    assert "step 4/4" in done.stderr
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)

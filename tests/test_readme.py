@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import tomllib
-from train.runs import fork_ranks, run_job
+from train.runs import fork_ranks, metrics, run_job, steps
 
 import hybridpar
 from hybridpar.cli import main
@@ -33,9 +33,19 @@ SNIPPETS = [(page.name, language, body) for page in PAGES
             for language, body in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)]
 PYTHON = [(page, body) for page, language, body in SNIPPETS if language == "python"]
 TOML = [(page, body) for page, language, body in SNIPPETS if language == "toml"]
+IN_ORDER = ("README.md", "start.md", "own_models.md")
+"""Pages that are a newcomer's first: all that they show works in their order, from an empty folder."""
+
+
+def commands_of(body: str) -> list[list[str]]:
+    """The words of each command of a block that is run here."""
+    lines = [] if "# not run here: " in body else body.replace("\\\n", "").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
 COMMANDS = list(dict.fromkeys(
-    shlex.join(words) for _, language, body in SNIPPETS if language == "bash" and "# not run here: " not in body
-    for line in body.replace("\\\n", "").splitlines() if (words := shlex.split(line, comments=True))))
+    shlex.join(words) for page, language, body in SNIPPETS if language == "bash" and page not in IN_ORDER
+    for words in commands_of(body)))
 
 
 def docs_hook() -> ModuleType:
@@ -78,7 +88,8 @@ def test_every_block_says_what_it_is() -> None:
     assert {language for _, language, _ in SNIPPETS} <= {"python", "bash", "toml", "text", "ini"}
     assert PYTHON
     assert TOML
-    strange = [command for command in COMMANDS if not command.startswith("hybridpar ")]
+    commands = [words for _, language, body in SNIPPETS if language == "bash" for words in commands_of(body)]
+    strange = [words for words in commands if words[0] != "hybridpar"]
     assert not strange, "no command of ours: say '# not run here: ' and why"
 
 
@@ -117,6 +128,34 @@ def test_a_configuration_is_read(page: str, body: str, inside: Path) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(command: str, inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(command)[1:]) == 0, capsys.readouterr()
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", IN_ORDER)
+def test_a_first_page_works_in_its_order(page: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    """On one run folder. Training is of fewer steps, on a small text, and its ranks are forks of this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    few: list[str] = []
+    if page != "own_models.md":
+        few = ["--data.corpus", str(shared / "my_text.jsonl"), "--train.threads", "1"]
+    num_steps = 0
+    for _, language, body in (snippet for snippet in SNIPPETS if snippet[0] == page):
+        name = re.match(r"# (\w+\.\w+)\n", body)
+        if language in ("toml", "python"):
+            Path(name[1] if name else f"my.{language}").write_text(body)
+        for words in commands_of(body) if language == "bash" else ():
+            if words[1] != "train":
+                assert main(words[1:]) == 0, capsys.readouterr()
+                continue
+            num_steps += 12  # of fewer nothing is measured
+            at = words.index("--ranks")
+            ranks = int(words[at + 1])
+            run_job(ranks, *words[1:at], *words[at + 2 :], *few, "--train.num_steps", str(num_steps))
+    (rows,) = Path("runs").glob("*/metrics.jsonl")
+    assert [step for step, _, _ in steps(metrics(rows.parent))] == list(range(1, num_steps + 1))
 
 
 def test_the_site_builds_without_warnings(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ _FINAL = (AnomalyError, CallbackError, SaveError)
 _ON_ALL_RANKS = (*_FINAL, SetupError, CheckpointError, PlanError)
 """Errors that are raised on all ranks together."""
 _PROMPTS = {True: "def ", False: "The "}  # whether the corpus is program text
-_NOISE = 0.5
+_NOISE = 0.6
 """Share of the loss of guessing, the logarithm of the vocabulary's size, above which a model's text is noise."""
 _FEW_CHARACTERS = 60
 
