@@ -66,7 +66,7 @@ def test_booleans_are_written_as_anyone_writes_them(config: Path, words: list[st
 
 def test_every_key_of_the_configuration_is_a_flag_of_train(config: Path) -> None:
     flags = flags_of(COMMANDS["train"], Config())
-    own = {"json", "ranks", "inject"}
+    own = {"json", "ranks", "inject", "verbose"}
     assert {"model.hidden_size", "optim.betas", "run.name", *own} <= flags
     usual: dict[str, Any] = {}
     for flag in flags - own - {"data.valid_sets"}:  # a table, whose names are part of its flags

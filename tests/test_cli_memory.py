@@ -127,7 +127,7 @@ def test_check_says_what_a_plan_would_make_of_it(config: Path, capsys: pytest.Ca
 def test_what_cannot_be(run: Path, config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "rank = 7: the grid has 1 ranks, from 0 on; try 0" in fails(capsys, "memory", config, "--rank", "7")
     assert "rank = 7: was not recorded, but 0, 1 were; try 0" in fails(capsys, "memory", "--run", run, "--rank", "7")
-    assert "nowhere/config.toml': cannot be read (No such file" in fails(
+    assert "nowhere': does not exist; try" in fails(
         capsys, "memory", "--run", tmp_path / "nowhere")
     message = fails(capsys, "memory", config, "--run", tmp_path / "nowhere")
     assert "nowhere': is not a run folder; try runs/NAME" in message

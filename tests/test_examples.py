@@ -291,7 +291,7 @@ def test_a_trainer_takes_datasets_and_refuses_what_is_none(tmp_path: Path) -> No
     trainer = Trainer(config=trainer.config, datasets=trainer.datasets, train={"eval_interval": 0})
     assert trainer.fit().step == 1
     assert next(iter(trainer.memory())).total > 0
-    with pytest.raises(ConfigError, match=r"model\.widht .*try width"):
+    with pytest.raises(ConfigError, match=r"model\.widht .*did you mean model\.width"):
         Trainer(model, model={"widht": 3})
 
 

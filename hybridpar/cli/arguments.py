@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridpar.config import Config
 from hybridpar.config.names import as_list, meant
-from hybridpar.config.typed import hints_of
+from hybridpar.config.typed import entries_of, hints_of
 
 _FLAG = re.compile(r"-+[A-Za-z]|--$")
 """Beginning of a word that is taken for a flag; -1 and -inf are numbers."""
@@ -81,18 +81,25 @@ def own_arguments(command: type[Any]) -> Iterator[Argument]:
 
 
 def config_arguments(config: Config) -> Iterator[Argument]:
-    """Return a flag for each key of the configuration."""
+    """Return a flag for each key of the configuration; of a list of tables for each key of the entries that it has."""
     for section in dataclasses.fields(config):
         settings: Any = getattr(config, section.name)
         for key, (kind, _) in hints_of(type(settings)).items():  # type: ignore[arg-type]
             usual = getattr(settings, key)
-            yield Argument(f"--{section.name}.{key}", kind, usual, False, _words_of(kind))
+            if entries_of(kind) is None:
+                yield Argument(f"--{section.name}.{key}", kind, usual, False, _words_of(kind))
             for number, entry in enumerate(usual if isinstance(usual, tuple) else ()):
                 if not dataclasses.is_dataclass(entry):
                     continue
                 for name, (of, _) in hints_of(type(entry)).items():  # type: ignore[arg-type]
                     flag = f"--{section.name}.{key}.{number}.{name}"
                     yield Argument(flag, of, getattr(entry, name), False, _words_of(of))
+
+
+def tables_of(config: Config) -> set[str]:
+    """Return the keys, as section.key, that are lists of tables, which files alone have."""
+    return {f"{section.name}.{key}" for section in dataclasses.fields(config)
+            for key, (kind, _) in hints_of(type(getattr(config, section.name))).items() if entries_of(kind) is not None}
 
 
 def _words_of(kind: Any) -> int | None:

@@ -19,7 +19,7 @@ import tyro
 from tyro.conf import FlagCreatePairsOff
 
 from hybridpar import __version__
-from hybridpar.cli.arguments import complaint, config_arguments, own_arguments, unknown_flag, usage
+from hybridpar.cli.arguments import complaint, config_arguments, own_arguments, tables_of, unknown_flag, usage
 from hybridpar.cli.commands import COMMANDS
 from hybridpar.cli.help import short_help
 from hybridpar.cli.shortage import describe, is_shortage, require_room
@@ -199,6 +199,9 @@ def _check_flags(name: str, args: Iterable[str], speaks: bool, config: Config) -
     for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--") and arg not in HELP):
         word = flag[2:].replace("-", "_")
         if word not in known:
+            if word in tables_of(config):
+                _refuse(f"hybridpar {name}: {flag} is a list of tables, which the configuration's file has: [[{word}]]. "
+                        f"Flags change its entries, such as {flag}.0.lr", speaks)
             if renamed := _new_name(word, name, known):
                 _refuse(f"hybridpar {name}: {flag} {renamed}", speaks)
             same_key = [k for k in sorted(known) if "." in k and k.rpartition(".")[2] == word.rpartition(".")[2]]

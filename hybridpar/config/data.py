@@ -35,7 +35,7 @@ class DataConfig:
     """Share of the documents held out for validation, where there is neither valid_corpus nor valid_sets."""
     valid_corpus: tuple[str, ...] = ()
     """Sources of validation, together; the tokenizer is that of `corpus`. Empty: what `split` holds out."""
-    valid_sets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    valid_sets: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     """Several validation sets, instead of valid_corpus: a table of names, each with its sources. Each set has its own
     loss."""
     cache: str = ""

@@ -279,7 +279,7 @@ def _no_table(name: str, value: object, base: Config) -> Problem:
 
 def _of_megatron(section: str, key: str, value: object, whole: Config) -> Problem | None:
     """The problem of a key that is a flag of Megatron-LM, with what to write; None if it is no such flag, or a key."""
-    setting = MEGATRON.get(key.replace("-", "_"), "")
+    setting = MEGATRON.get(str(key).replace("-", "_"), "")
     ours, _, name = setting.partition(" = ")[0].partition(".")
     if not setting or _holders(key, whole) or (name and ours not in _holders(name, whole)):
         return None

@@ -35,6 +35,8 @@ class AnomalyError(HybridparError):
 class CallbackError(HybridparError):
     """A function that the program gave to `fit` has raised. The run has saved; raised on all ranks together."""
 
+    is_of_user = True
+
 
 class SaveError(CheckpointError):
     """Saves have failed for so long that the run ends; raised on all ranks together."""

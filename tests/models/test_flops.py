@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from hybridpar import SequentialSpec
-from hybridpar.models.cost import block_flops, stage_split, training_flops_per_token
+from hybridpar.config import Config, ParallelConfig
+from hybridpar.models.cost import block_flops, training_flops_per_token
 from hybridpar.models.flops import BlockFlops, count_flops
+from hybridpar.pipeline.run.stage_split import stage_split
 
 
 class Row(SequentialSpec):
@@ -64,7 +66,8 @@ def test_a_convolution_counts_its_weights_at_each_place_of_its_output() -> None:
     # an image needs no gradient
     assert training_flops_per_token(ResNet()) == 2 * first + 3 * (second + third + head)
     assert [block.forward for block in block_flops(ResNet())] == [first, second, third, head]
-    assert [len(blocks) for blocks in stage_split(ResNet(), 2)] == [2, 2]
+    config = Config(model=ResNet(), parallel=ParallelConfig(pp=2))
+    assert [len(blocks) for blocks in stage_split(config)] == [2, 2]
 
 
 class Products(nn.Module):

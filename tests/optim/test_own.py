@@ -111,7 +111,7 @@ def test_the_newest_class_of_a_name_is_used() -> None:
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: Trainer(optimizer=torch.optim.AdamW), "optimizer = .* must be a class made of hybridpar.UpdateRule"),
     (lambda: Trainer(optimizer=Lion(OptimConfig())), "optimizer = .* must be a class made of hybridpar.UpdateRule"),
-    (lambda: Trainer(datasets={"trian": []}), r"datasets = \['trian'\]: are no parts of a run; try"),
+    (lambda: Trainer(datasets={"trian": []}), r"datasets = \['trian'\]: has unknown keys; known are"),
     (lambda: Trainer().verify({"pp": 99}), "parallel.pp = 99: the model has only 6 blocks"),
     (lambda: Trainer(datasets=[1]), r"datasets = \[1\]: must be datasets by part"),  # type: ignore[arg-type]
     (lambda: Trainer(config=5), "config = 5: must be the path of a TOML file"),  # type: ignore[arg-type]

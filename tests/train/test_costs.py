@@ -182,7 +182,7 @@ def test_a_run_without_costs(run_folder: Path, capsys: pytest.CaptureFixture[str
     assert main(["simulate", "--run", str(run_folder)]) == 1
     assert "has no costs.json: that is measured as a run trains" in capsys.readouterr().err
     assert main(["simulate", "--run", str(run_folder / "not")]) == 1
-    assert "config.toml" in capsys.readouterr().err
+    assert "does not exist; try" in capsys.readouterr().err
 
 
 def test_the_early_switch_that_a_run_can_afford(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -287,7 +287,7 @@ def test_what_is_wrong_on_a_grid_is_said_once(run: Path) -> None:
 def test_what_cannot_generate(run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a run folder"):
         Generator.load(tmp_path / "none", print)
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="has no checkpoints"):
         Generator.load(tmp_path, print)
     bert = write_config(tmp_path)
     bert.write_text(bert.read_text().replace("[model]", '[model]\nkind = "bert"'))

@@ -158,7 +158,7 @@ def test_check_shows_groups_and_flags_change_them(tmp_path: Path, capsys: pytest
     assert "optim.groups[1].pattern = 'blocks.9.*': matches no parameter" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["check", str(path), "--optim.groups.1.lr", "high"])
-    assert "must be a number; try --optim.groups.1.lr 1" in capsys.readouterr().err
+    assert "must be a number; try --optim.groups.1.lr 0.5" in capsys.readouterr().err
     points = parse(["check", str(path), "--optim.lr_points", "0", "1e-3", "5", "2e-3"]).config.optim.lr_points
     assert points == ((0, 1e-3), (5, 2e-3))
 
@@ -176,3 +176,11 @@ def test_a_schedule_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert "optim.lr = 0.01 is left out" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"lr_schedule = 0\.001: must be a function"):
         hp.Trainer(lr_schedule=1e-3)  # type: ignore[arg-type]
+
+
+def test_a_list_of_tables_is_no_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my.toml").write_text("")
+    with pytest.raises(SystemExit):
+        main(["check", str(tmp_path / "my.toml"), "--optim.groups", "x"])
+    assert "--optim.groups is a list of tables, which the configuration's file has: [[optim.groups]]" in (
+        capsys.readouterr().err)

@@ -20,10 +20,10 @@ from hybridpar.config import Config, Launch, from_mapping, load_toml, to_toml
 from hybridpar.errors import CheckpointError, ConfigError, HybridparError
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes
 from hybridpar.train import loop
-from hybridpar.train.callbacks import Callbacks
 from hybridpar.train.errors import RankError
 from hybridpar.train.folder import in_use, measured, require_shared
 from hybridpar.train.launch import Job
+from hybridpar.train.report import RunReport
 from hybridpar.train.run import Run
 from hybridpar.validate import resolve
 
@@ -88,22 +88,25 @@ def test_a_model_that_has_learned_shows_its_text(config: Config, capsys: pytest.
     assert capsys.readouterr().err.endswith(f"/sample.txt:\n{text}\n")
 
 
-def test_a_start_that_has_made_no_step_does_not_keep_its_name(config: Config,
-                                                              capsys: pytest.CaptureFixture[str]) -> None:
-    def fail(step: int, losses: dict[str, float]) -> None:
-        raise RuntimeError("on purpose")
+def test_a_start_that_has_made_no_step_does_not_keep_its_name(config: Config, capsys: pytest.CaptureFixture[str],
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluation = RunReport.evaluation
+    last_step = 0
 
-    def fail_later(step: int, losses: dict[str, float]) -> None:
-        if step:
-            fail(step, losses)
+    def fail(self: RunReport, step: int, *numbers: Any) -> None:
+        evaluation(self, step, *numbers)
+        if step >= last_step:
+            raise RuntimeError("on purpose")
 
+    monkeypatch.setattr(RunReport, "evaluation", fail)
     with pytest.raises(RankError, match="on purpose"):
-        loop.train(config, ALONE, callbacks=Callbacks(on_evaluation=fail))
+        loop.train(config, ALONE)
     assert [row["step"] for row in metrics(config.run.folder)] == [0]
     wider = replace(config, model=replace(config.model, hidden_size=32))
     unsaved = with_train(wider, save_interval=0)
+    last_step = 1
     with pytest.raises(RankError, match="on purpose"):
-        loop.train(unsaved, ALONE, callbacks=Callbacks(on_evaluation=fail_later))
+        loop.train(unsaved, ALONE)
     assert "since the last time: model.hidden_size: 16 -> 32" in capsys.readouterr().err
     assert load_toml(config.run.folder / "config.toml").model == wider.model
     assert [row["step"] for row in metrics(config.run.folder)] == [0, 1, 2, 3, 3]

@@ -225,8 +225,8 @@ def test_metrics_of_a_run_are_reported_of_each_validation_set(
     last = evaluated[-1]
     assert outcome.val_loss == last["val_loss/new"] != last["val_loss/seen"]
     said = capfd.readouterr().err
-    assert (f"validation loss seen {last['val_loss/seen']:.4f} new {last['val_loss/new']:.4f}  "
-            f"accuracy seen {last['val_accuracy/seen']:.4f} new {last['val_accuracy/new']:.4f}") in said
+    assert (f"val seen {last['val_loss/seen']:.4f} new {last['val_loss/new']:.4f}  "
+            f"val accuracy seen {last['val_accuracy/seen']:.4f} new {last['val_accuracy/new']:.4f}") in said
     assert f"accuracy {steps[-1]['accuracy']:.4f}" in said
     seen = Board(tmp_path / "run").look()
     assert [point[:2] for point in seen["curves"]["val_accuracy/new"]] == [
@@ -237,12 +237,12 @@ def test_metrics_of_a_run_are_reported_of_each_validation_set(
 def test_metrics_stand_before_what_matters_less_on_a_line_of_progress() -> None:
     row = {"step": 3, "loss": 1.25, "accuracy": 0.5, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 10.0, "step_ms": 1.0,
            "mfu": 0.5, "memory_mib": 100.0, "val_accuracy": 0.25, "consumed_tokens": 30}
-    status = Status(10, valid={"val_loss": 2.0, "val_accuracy": 0.25})
+    status = Status(10, evaluation={"val_loss": 2.0, "val_accuracy": 0.25})
     status.update(row)
-    assert status.text().startswith("loss 1.2500  accuracy 0.5000  val 2.0000  grad norm")
-    assert status.text(40) == "loss 1.2500  accuracy 0.5000  val 2.0000"
-    assert status.text(30) == "loss 1.2500  val 2.0000"
-    assert valid_numbers({"val_loss": 2.0, "val_accuracy": 0.25}) == "loss 2.0000  accuracy 0.2500"
+    assert status.text().startswith("loss 1.2500  accuracy 0.5000  val 2.0000  val accuracy 0.2500  grad norm")
+    assert status.text(65) == "loss 1.2500  accuracy 0.5000  val 2.0000  val accuracy 0.2500"
+    assert status.text(45) == "loss 1.2500  val 2.0000  val accuracy 0.2500"
+    assert valid_numbers({"val_loss": 2.0, "val_accuracy": 0.25}) == "val 2.0000  val accuracy 0.2500"
 
 
 def test_gpts_have_no_metrics() -> None:

@@ -36,11 +36,11 @@ def test_a_narrow_terminal_goes_without_what_matters_least(width: int | None, sh
 
 
 def test_a_line_of_the_history_has_the_evaluation_of_its_own_step_alone() -> None:
-    status = Status(100, evaluation={"val wiki": 4.321, "val code": 1.5})
+    status = Status(100, evaluation={"val_loss/wiki": 4.321, "val_loss/code": 1.5})
     status.update(ROW | {"skipped": False})
     assert status.line(46) == "step 7    loss 5.1234  12,346 tokens/s"
     assert status.line(80) == "step 7    loss 5.1234  grad norm 1.234  lr 1.00e-03  12,346 tokens/s  MFU 45.7 %"
-    assert status.line(60, evaluation=True) == "step 7    loss 5.1234  val wiki 4.3210  val code 1.5000"
+    assert status.line(60, evaluation=True) == "step 7    loss 5.1234  val wiki 4.3210 code 1.5000"
     assert status.line().startswith("step 7/100    loss 5.1234  grad norm 1.234")
 
 
@@ -50,7 +50,7 @@ def test_lines_come_more_rarely_as_time_goes_on(monkeypatch: pytest.MonkeyPatch,
     seconds = 0.0
     monkeypatch.setattr("hybridpar.train.progress.time.monotonic", lambda: seconds)
     reporter, lines = PlainReporter(10_000), []
-    reporter.evaluation(0, {"val": 9.0})
+    reporter.evaluation(0, {"val_loss": 9.0})
     assert capsys.readouterr().err == "step 0/10000      val 9.0000\n"
     for step in range(1, 10_001):
         seconds = 100.0 + step
@@ -68,7 +68,7 @@ def test_lines_come_more_rarely_as_time_goes_on(monkeypatch: pytest.MonkeyPatch,
 def test_a_step_that_is_evaluated_has_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     reporter = PlainReporter(7)
     reporter.step(ROW | {"skipped": False}, is_evaluated=True)
-    reporter.evaluation(7, {"val": 4.321})
+    reporter.evaluation(7, {"val_loss": 4.321})
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("step 7/7  loss 5.1234  val 4.3210  grad norm 1.234  lr 1.00e-03  12,346 tokens/s  ")
 

@@ -345,9 +345,9 @@ def test_a_rank_that_hangs_before_it_has_begun_is_found(tmp_path: Path, where: s
         hang()
         return main(args)
 
-    def begin_training(*args: Any) -> Any:
+    def begin_training(*args: Any, **options: Any) -> Any:
         hang()
-        return train_here(*args)
+        return train_here(*args, **options)
 
     def see(self: Watch, processes: Any) -> list[Seen]:
         seen = [replace(one, idle_s=FASTER * one.idle_s) if hung.exists() and not over.exists() else one
