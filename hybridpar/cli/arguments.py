@@ -98,8 +98,12 @@ def config_arguments(config: Config) -> Iterator[Argument]:
 
 def tables_of(config: Config) -> set[str]:
     """Return the keys, as section.key, that are lists of tables, which files alone have."""
-    return {f"{section.name}.{key}" for section in dataclasses.fields(config)
-            for key, (kind, _) in hints_of(type(getattr(config, section.name))).items() if entries_of(kind) is not None}
+    found = set()
+    for section in dataclasses.fields(config):
+        settings: Any = getattr(config, section.name)
+        found |= {f"{section.name}.{key}" for key, (kind, _) in hints_of(type(settings)).items()  # type: ignore[arg-type]
+                  if entries_of(kind) is not None}
+    return found
 
 
 def _words_of(kind: Any) -> int | None:

@@ -200,8 +200,8 @@ def _check_flags(name: str, args: Iterable[str], speaks: bool, config: Config) -
         word = flag[2:].replace("-", "_")
         if word not in known:
             if word in tables_of(config):
-                _refuse(f"hybridpar {name}: {flag} is a list of tables, which the configuration's file has: [[{word}]]. "
-                        f"Flags change its entries, such as {flag}.0.lr", speaks)
+                _refuse(f"hybridpar {name}: {flag} is a list of tables, which the configuration's file has: "
+                        f"[[{word}]]. Flags change its entries, such as {flag}.0.lr", speaks)
             if renamed := _new_name(word, name, known):
                 _refuse(f"hybridpar {name}: {flag} {renamed}", speaks)
             same_key = [k for k in sorted(known) if "." in k and k.rpartition(".")[2] == word.rpartition(".")[2]]
