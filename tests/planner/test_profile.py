@@ -119,7 +119,7 @@ def test_files_that_are_not_there_or_not_json(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a profile as `hybridpar profile` writes it"):
         read_profile(tmp_path / "half.json")
     (tmp_path / "deep.json").write_text("[" * 100_000)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="is not a profile as `hybridpar profile` writes it"):
         read_profile(tmp_path / "deep.json")
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(DataError, match="must be of type dict"):
