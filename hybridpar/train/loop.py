@@ -74,6 +74,8 @@ _PROMPTS = {True: "def ", False: "The "}  # whether the corpus is program text
 _NOISE = 0.6
 """Share of the loss of guessing, the logarithm of the vocabulary's size, above which a model's text is noise."""
 _FEW_CHARACTERS = 60
+_SAMPLE_TEMPERATURE = 0.5
+"""Of the sample at the end of a run: low, as what a small model finds likely reads best."""
 
 
 def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks: Callbacks = SILENT,
@@ -316,7 +318,8 @@ def _sample(config: Config, reporter: Reporter, loss: float | None) -> None:
     prompt = _PROMPTS["stdlib" in config.data.corpus]
     try:
         generator = Generator.load(folder, reporter.say)
-        text = prompt + "".join(generator.generate(prompt, replace(Sampling(), seed=config.train.seed)))
+        sampling = replace(Sampling(), temperature=_SAMPLE_TEMPERATURE, seed=config.train.seed)
+        text = prompt + "".join(generator.generate(prompt, sampling))
         (folder / "sample.txt").write_text(text, encoding="utf-8")
     except Exception as error:  # a run without a sample is a run
         reporter.say(f"no sample.txt: {in_a_line(error)}")
