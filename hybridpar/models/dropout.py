@@ -11,6 +11,7 @@ whether a block is recomputed. The first dimension of x must be the samples of t
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -22,7 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hybridpar import ops
-from hybridpar.config import KernelsConfig, ModelSpec, spec_name
+from hybridpar.config import KernelsConfig, ModelSpec, spec_error, spec_name
 from hybridpar.errors import config_error
 from hybridpar.models.watched import refused_draw
 from hybridpar.random import RandomKey, site
@@ -67,6 +68,18 @@ class DropoutCalls(TorchFunctionMode):
             return input
         self.num_calls += 1
         return _in_place_of(input, self._drop(input, p, by_channel), inplace=inplace)
+
+
+def _is_in_checkpoint() -> bool:
+    """Whether a caller is torch.utils.checkpoint, which runs a function in the forward, and again in the backward."""
+    if "torch.utils.checkpoint" not in sys.modules:
+        return False
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _in_place_of(x: Tensor, dropped: Tensor, *, inplace: bool) -> Tensor:
@@ -121,10 +134,14 @@ class KeyedDropouts:
         return _in_place_of(input, dropped, inplace=module.inplace)
 
     def _drop(self, name: str, x: Tensor, p: float, by_channel: bool) -> Tensor:
+        if p == 0 or x.numel() == 0:
+            return x
+        if self._key is None or _is_in_checkpoint():
+            raise spec_error(self._model, f"drops elements in {self._name} ({name}) where its forward is run again by "
+                             "torch.utils.checkpoint, without the key of the micro-batch and so with another mask",
+                             'a forward without it, and pipeline.recompute = "all", which keeps the masks')
         count = self._calls[name]
         self._calls[name] += 1
-        if self._key is None or p == 0 or x.numel() == 0:
-            return x
         if x.dim() == 0 or len(x) % self._num_samples:
             shape = tuple(x.shape)
             rule = (f"drops elements of a tensor of shape {shape} in {self._name} ({name}), whose first dimension is "

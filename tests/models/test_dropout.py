@@ -12,6 +12,7 @@ import torch
 from engines import start
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from hybridpar import SequentialSpec, Trainer
 from hybridpar.config import Config, from_mapping
@@ -122,6 +123,21 @@ def test_a_row_with_dropout_trains_as_one_process(grid: dict[str, int], pipeline
     row = Row(("module", "function", "channels", "twice"))
     report = Trainer(row, pipeline={"num_microbatches": 2, **pipeline}, train={"micro_batch_size": 2}).verify(grid, 2)
     assert report.ok, report.first_divergence
+
+
+@pytest.mark.parametrize("what", ["module", "function"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_dropout_in_a_function_that_torch_runs_again_is_refused(what: str, reentrant: bool,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second run, in the backward, has no key: it would drop nothing, or other elements, without a word."""
+    forward = FORWARDS[what]
+
+    def checkpointed(layer: Dropping, x: Tensor) -> Any:
+        return checkpoint(forward, layer, x, use_reentrant=reentrant)
+
+    monkeypatch.setitem(FORWARDS, "checkpointed", checkpointed)
+    with pytest.raises(ConfigError, match=r"blocks\.1 .*torch\.utils\.checkpoint"):
+        run("checkpointed", torch.zeros(4, 6, 5).requires_grad_())
 
 
 def test_attention_with_dropout_is_refused_with_advice() -> None:
