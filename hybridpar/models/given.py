@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class GivenRow:
     datasets: Mapping[str, Any]
     samples: SampleSource
     row: list[nn.Module] = field(init=False)
+    serial: int = field(init=False, default_factory=count().__next__)
+    """Tells it from all other rows of this process, also from those that are no more."""
 
     def __post_init__(self) -> None:
         self.row = list(self.modules.values())
@@ -104,8 +107,8 @@ class GivenModules(SequentialSpec):
 
     @property
     def shown_as(self) -> tuple[str, str]:
-        count = len(self.given.row)
-        return "modules", f"{count} module{'s' * (count != 1)}"
+        size = len(self.given.row)
+        return "modules", f"{size} module{'s' * (size != 1)}"
 
     @property
     def inputs(self) -> str:  # type: ignore[override]
@@ -157,7 +160,8 @@ class GivenModules(SequentialSpec):
     @property
     def _identity(self) -> tuple[str, int]:
         """Modules of one structure are equal if they are the same objects: others have other weights, and a loss."""
-        return self.structure, id(_rows.get(self.structure))
+        row = _rows.get(self.structure)
+        return self.structure, -1 if row is None else row.serial
 
 
 def _copied(module: nn.Module, memo: dict[int, Any], number: int) -> nn.Module:

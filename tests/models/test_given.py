@@ -159,3 +159,12 @@ def test_what_cannot_be_is_said_in_the_words_of_python(make: Callable[[], object
     with pytest.raises(ConfigError, match=text) as caught:
         make()
     assert "model.spec" not in str(caught.value)
+
+
+def test_a_row_is_told_from_an_earlier_one_whose_address_it_has() -> None:
+    """Metrics, shapes and ties are found once for each row; the same modules may come with other functions."""
+    row = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    for number in range(40):
+        name = f"mean_{number}"
+        trainer = trainer_of(row, metrics=lambda out, batch, name=name: {name: out.mean()})
+        assert trainer.config.model.metric_names == (name,)
