@@ -12,16 +12,16 @@ from hybridpar import checkpoint
 from hybridpar.config import Config, Launch, from_mapping
 from hybridpar.data import Data
 from hybridpar.errors import HybridparError, config_error
-from hybridpar.flight import Flight
+from hybridpar.flight import FAILED, LOST, Flight
 from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.train import folder as run_folder
 from hybridpar.train import watchdog
 from hybridpar.train.engine import Engine
 from hybridpar.train.equal_plans import require_equal_data, require_equal_settings, require_equal_start
-from hybridpar.train.errors import describe_failure
+from hybridpar.train.errors import LostContactError, describe_failure
 from hybridpar.train.evaluation import Evaluator, as_told
 from hybridpar.train.launch import Job, choose_backend, choose_device, set_precision, set_threads
-from hybridpar.train.loop import open_job_data
+from hybridpar.train.loop import open_job_data, with_kept_batch
 from hybridpar.train.settle import settle
 from hybridpar.validate import resolve
 
@@ -45,6 +45,7 @@ def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dic
     set_threads(config.train.threads, launch)
     set_precision(config.train, device)
     flight.phase("opening the run")
+    config = with_kept_batch(config, job)
     config = from_mapping(job.decide(lambda: run_folder.measured(config)), config)
     with contextlib.ExitStack() as held:
         saved = job.decide(lambda: _find_newest(config, held))
@@ -68,7 +69,9 @@ def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dic
         except HybridparError:
             raise
         except Exception as error:
-            raise describe_failure(error, grid.describe(), flight.read()) from error
+            failure = describe_failure(error, grid.describe(), flight.read())
+            flight.end(LOST if isinstance(failure, LostContactError) else FAILED, str(failure))
+            raise failure from error
         job.end_group()
         flight.phase("finished")
     return numbers

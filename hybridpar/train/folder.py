@@ -28,8 +28,8 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -58,6 +58,7 @@ from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train.launch import Job
 from hybridpar.train.metrics import last_step
 from hybridpar.train.watchdog import ORPHAN_S, record_name
+from hybridpar.validate import problems
 
 CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
 COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
@@ -99,22 +100,44 @@ def measured(config: Config) -> dict[str, dict[str, Any]]:
     return found if alike and before["train"]["micro_batch_size"] == now["train"]["micro_batch_size"] else {}
 
 
-def kept_microbatches(config: Config) -> int:
-    """Return the number of micro-batches with which the run in the folder keeps its number of samples a batch.
+def with_kept_batch(config: Config) -> Config:
+    """Return the resolved `config` with as many micro-batches as keep the batch, in samples, of the run in the folder.
 
-    It is that of `config` where there is no run, where train.continue_with names a setting of the batch, and where no
+    It is `config` itself where no run has begun, where train.continue_with names a setting of the batch, and where no
     number keeps the batch, which `find_run` refuses.
+    Raises: ConfigError where that number of micro-batches does not fit the other settings.
     """
-    number = config.pipeline.num_microbatches
-    path = config.run.folder / CONFIG
+    folder = config.run.folder
+    path = folder / CONFIG
     if not path.exists() or set(config.train.continue_with) & set(BATCH):
-        return number
+        return config
+    if not _has_begun(folder, saved_steps(folder / CHECKPOINTS)):
+        return config
     try:
         samples = read_run_config(path).global_batch_size
     except ConfigError:  # find_run says what is wrong with it
-        return number
+        return config
     samples_at_once = config.train.micro_batch_size * config.parallel.replicas
-    return samples // samples_at_once if samples > 0 and samples % samples_at_once == 0 else number
+    if samples <= 0 or samples % samples_at_once or samples == config.global_batch_size:
+        return config
+    number = samples // samples_at_once
+    kept = replace(config, pipeline=replace(config.pipeline, num_microbatches=number))
+    if found := problems(kept, config.parallel.num_ranks):
+        rule = (f"the run in {folder} has batches of {samples} samples, so the number of micro-batches is {number} "
+                f"here, not {config.pipeline.num_microbatches}; ")
+        raise ConfigError(*(replace(one, rule=rule + one.rule, suggestion=_other_batch(config)) for one in found))
+    return kept
+
+
+def _other_batch(config: Config) -> str:
+    """The setting that lets a run go on with another batch."""
+    return (f'train.continue_with = ["pipeline.num_microbatches"] for batches of {config.global_batch_size} samples '
+            "from here on, or the grid and schedule that the run had")
+
+
+def _has_begun(folder: Path, steps: Sequence[int]) -> bool:
+    """Whether a start of the run in the folder has made a step. steps: those of its checkpoints."""
+    return bool(steps) or last_step(folder / METRICS) > 0
 
 
 def find_run(config: Config) -> tuple[int, list[str]]:
@@ -133,7 +156,7 @@ def find_run(config: Config) -> tuple[int, list[str]]:
         if steps:
             raise CheckpointError(f"{folder} has checkpoints but no {CONFIG}; choose another run.name")
         return 0, []
-    has_begun = bool(steps) or last_step(folder / METRICS) > 0
+    has_begun = _has_begun(folder, steps)
     try:
         before = read_run_config(path)
         if before.parallel.dp < 1:

@@ -109,7 +109,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     folder, num_steps, first = config.run.folder, config.train.num_steps, launch.rank == 0
     flight.phase("opening the run")  # text may take hours to become tokens
     given = config.pipeline.num_microbatches
-    config = _with_microbatches(config, job.decide(lambda: run_folder.kept_microbatches(config)))
+    config = with_kept_batch(config, job)
     config = from_mapping(job.decide(lambda: run_folder.measured(config)), config)
     saved, changed = job.decide(lambda: run_folder.find_run(config))
     require_equal_start(config.model, job, resumes=saved > 0)
@@ -144,7 +144,12 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     return outcome
 
 
-def _with_microbatches(config: Config, number: int) -> Config:
+def with_kept_batch(config: Config, job: Job) -> Config:
+    """`config` with the batch of the run in its folder, as rank 0 finds it (run_folder.with_kept_batch).
+
+    Collectives: on all processes of the job. Raises: ConfigError on all.
+    """
+    number = job.decide(lambda: run_folder.with_kept_batch(config).pipeline.num_microbatches)
     return replace(config, pipeline=replace(config.pipeline, num_microbatches=number))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,9 @@ from hybridpar.errors import CheckpointError, ConfigError, HybridparError
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes
 from hybridpar.train import loop
 from hybridpar.train.errors import RankError
-from hybridpar.train.folder import in_use, measured, require_shared
+from hybridpar.train.evaluation import Evaluator
+from hybridpar.train.folder import in_use, measured, require_shared, with_kept_batch
 from hybridpar.train.launch import Job
-from hybridpar.train.report import RunReport
 from hybridpar.train.run import Run
 from hybridpar.validate import resolve
 
@@ -88,28 +90,31 @@ def test_a_model_that_has_learned_shows_its_text(config: Config, capsys: pytest.
     assert capsys.readouterr().err.endswith(f"/sample.txt:\n{text}\n")
 
 
-def test_a_start_that_has_made_no_step_does_not_keep_its_name(config: Config, capsys: pytest.CaptureFixture[str],
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluation = RunReport.evaluation
-    last_step = 0
-
-    def fail(self: RunReport, step: int, *numbers: Any) -> None:
-        evaluation(self, step, *numbers)
-        if step >= last_step:
+@contextlib.contextmanager
+def failing_after(step: int) -> Iterator[None]:
+    """Has evaluations fail after a step."""
+    def evaluate(self: Evaluator) -> Any:
+        if self._engine.batches_done >= step:
             raise RuntimeError("on purpose")
+        return usual(self)
 
-    monkeypatch.setattr(RunReport, "evaluation", fail)
-    with pytest.raises(RankError, match="on purpose"):
+    usual = Evaluator.evaluate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Evaluator, "evaluate", evaluate)
+        yield
+
+
+def test_a_start_that_has_made_no_step_does_not_keep_its_name(config: Config,
+                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    with failing_after(0), pytest.raises(RankError, match="on purpose"):
         loop.train(config, ALONE)
-    assert [row["step"] for row in metrics(config.run.folder)] == [0]
+    assert metrics(config.run.folder) == []
     wider = replace(config, model=replace(config.model, hidden_size=32))
-    unsaved = with_train(wider, save_interval=0)
-    last_step = 1
-    with pytest.raises(RankError, match="on purpose"):
-        loop.train(unsaved, ALONE)
+    with failing_after(3), pytest.raises(RankError, match="on purpose"):
+        loop.train(with_train(wider, save_interval=0), ALONE)
     assert "since the last time: model.hidden_size: 16 -> 32" in capsys.readouterr().err
     assert load_toml(config.run.folder / "config.toml").model == wider.model
-    assert [row["step"] for row in metrics(config.run.folder)] == [0, 1, 2, 3, 3]
+    assert [row["step"] for row in metrics(config.run.folder)] == [0, 1, 2, 3]
     with pytest.raises(HybridparError, match=r"belongs to another run: model\.hidden_size is 32 there and 16 here"):
         loop.train(config, ALONE)
 
@@ -217,6 +222,24 @@ def test_a_run_goes_on_under_another_schedule(config: Config, capsys: pytest.Cap
         assert metrics(config.run.folder)[-2]["consumed_tokens"] == num_steps * 4 * 16
     with pytest.raises(CheckpointError, match=r"batches of 4 samples .* here they are 12 samples"):
         loop.train(with_train(longer, num_steps=11, micro_batch_size=3), ALONE)
+
+
+def test_micro_batches_that_follow_must_fit_the_schedule(config: Config) -> None:
+    """The error comes before ranks connect, and on all of them alike: a rank that failed alone would be restarted."""
+    loop.train(config, ALONE)
+    longer = with_train(config, num_steps=8, micro_batch_size=4)
+    deeper = replace(longer, parallel=replace(config.parallel, pp=4, dp=1))
+    rule = r"has batches of 4 samples, so the number of micro-batches is 1 here, not 4; .* takes at least the 3"
+    four = replace(config.pipeline, num_microbatches=4)
+    with pytest.raises(ConfigError, match=rule + r'.*try train\.continue_with = \["pipeline\.num_microbatches"\]'):
+        with_kept_batch(resolve(replace(deeper, pipeline=four), 4))
+
+
+def test_a_start_that_has_made_no_step_keeps_no_batch(config: Config) -> None:
+    with failing_after(0), pytest.raises(RankError, match="on purpose"):
+        loop.train(config, ALONE)
+    loop.train(with_train(config, num_steps=1, micro_batch_size=1, eval_interval=0), ALONE)
+    assert metrics(config.run.folder)[-1]["consumed_tokens"] == 2 * 1 * 16
 
 
 def test_what_is_automatic_is_measured_again_on_another_grid(config: Config) -> None:
