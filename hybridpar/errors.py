@@ -133,12 +133,12 @@ class Problem:
 class HybridparError(Exception):
     """Base of the errors raised on purpose; anything else is a defect of ours.
 
-    may_pass: what failed may go well if it is tried again, else it would end in the same way.
-    is_of_user: the cause is an error of the user's own code, which is shown with it.
+    may_pass: what failed may go well if it is tried again, else it would end in the same way. has_users_cause: its
+    cause is an error of the user's own code, which is shown with it.
     """
 
     may_pass = False
-    is_of_user = False
+    has_users_cause = False
 
     def __init__(self, message: str):
         super().__init__(printable(message))
@@ -200,7 +200,7 @@ def _shortened(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except HybridparError as error:
-            raise error.with_traceback(None) from (error.__cause__ if error.is_of_user else None)
+            raise error.with_traceback(None) from error.__cause__ if error.has_users_cause else None
 
     return call
 

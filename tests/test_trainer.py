@@ -39,8 +39,8 @@ def trainer_of(folder: Path, **sections: Any) -> Trainer:
              "eval_batches": 2}
     settings: dict[str, Any] = {"parallel": {"pp": 2}, "pipeline": {"schedule": "2bw", "num_microbatches": 4},
                                 "optim": {"lr": 1e-2, "decay": "constant"}, "run": {"dir": str(folder)}}
-    settings["train"] = train | sections.pop("train", {})
-    return Trainer(modules(), loss=loss, datasets={"train": SAMPLES, "valid": SAMPLES[:16]}, **(settings | sections))
+    settings |= {"loss": loss, "train": train | sections.pop("train", {})}
+    return Trainer(modules(), datasets={"train": SAMPLES, "valid": SAMPLES[:16]}, **(settings | sections))
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -68,6 +68,9 @@ def test_fit_starts_the_ranks_of_its_grid(tmp_path: Path) -> None:
     assert sum(before.values()) == pytest.approx(outcome.history.validation[0]["val_loss"])
     assert sum(trainer.evaluate().values()) == pytest.approx(outcome.history.validation[6]["val_loss"])
     assert sum(trainer.evaluate().values()) == pytest.approx(sum(alone.evaluate().values()), rel=1e-5)
+    on_grids = [trainer_of(tmp_path / "two", parallel={"pp": 1, "dp": dp}, train={"eval_batches": 1}) for dp in (1, 2)]
+    one, two = (sum(on_grid.evaluate().values()) for on_grid in on_grids)
+    assert one == pytest.approx(two, rel=1e-5), "other samples"
     trained = trainer.state_dict()
     row.load_state_dict(trained)  # strictly
     out = row(torch.tensor(np.stack([sample["x"] for sample in SAMPLES[:16]])))
@@ -155,6 +158,18 @@ def test_errors_in_one_process_have_their_cause(tmp_path: Path) -> None:
     with pytest.raises(CallbackError, match=text) as caught:
         trainer.fit(on_save=fail)
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.ranks
+def test_evaluate_raises_what_the_rank_to_blame_has_raised(tmp_path: Path) -> None:
+    def fail(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        if os.environ.get("RANK") == "1" and not out.is_meta:
+            raise ZeroDivisionError("on purpose")
+        return loss(out, batch)
+
+    trainer = trainer_of(tmp_path, loss=fail)
+    with pytest.raises(HybridparError, match=r"^rank 1 (?s:.*)ZeroDivisionError: on purpose"):
+        trainer.evaluate()
 
 
 @pytest.mark.ranks

@@ -35,7 +35,7 @@ class AnomalyError(HybridparError):
 class CallbackError(HybridparError):
     """A function that the program gave to `fit` has raised. The run has saved; raised on all ranks together."""
 
-    is_of_user = True
+    has_users_cause = True
 
 
 class SaveError(CheckpointError):

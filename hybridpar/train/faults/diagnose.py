@@ -60,10 +60,11 @@ class Seen:
 
         There is no watchdog yet at the rendezvous, where Gloo aborts if it can start but some of its threads.
         """
-        if self.record is None:
+        record = self.record or self.early  # a job that only evaluates has none in a run folder
+        if record is None:
             return False
-        watched = self.waits and self.record.operation != RENDEZVOUS
-        return self.record.phase == LOST or (self.exit_code == -signal.SIGABRT and watched)
+        watched = self.waits and record.operation != RENDEZVOUS
+        return record.phase == LOST or (self.exit_code == -signal.SIGABRT and watched)
 
     @property
     def waits(self) -> bool:
