@@ -294,7 +294,8 @@ def _is_modules(model: object) -> bool:
 def _checked_datasets(datasets: Any) -> dict[str, Any]:
     """Raises: ConfigError."""
     if not isinstance(datasets or {}, Mapping):
-        raise config_error("datasets", datasets, "must be datasets by part of a run", '{"train": ..}')
+        kind = f"a {type(datasets).__name__}"
+        raise config_error("datasets", kind, "must be a dict of datasets by part of a run", '{"train": ..}')
     if unknown := set(datasets or {}) - {"train", "valid"}:
         rule = 'has unknown keys; known are "train" and "valid", and several validation sets are a dict in "valid"'
         works = '{"train": .., "valid": {"wiki": .., "code": ..}}'

@@ -60,6 +60,7 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("export", "RUN_OR_CHECKPOINT and OUTPUT are missing; try hybridpar export RUN_OR_CHECKPOINT OUTPUT"),
     ("plan my.toml --cluster", "--cluster: needs a value; --help describes it"),
     ("preprocess a.txt --kind gtp", "must be one of gpt, bert; did you mean --kind gpt?"),
+    ("train my.toml --train.device gpu", "did you mean --train.device cuda?"),
     ("doctor now", "'now' is one argument too many: the command takes flags alone"),
 ])
 def test_each_is_refused_with_what_to_write(line: str, says: str, inside: Path,
@@ -168,6 +169,7 @@ def test_a_home_folder_is_written_out(inside: Path, monkeypatch: pytest.MonkeyPa
     (lambda m: hybridpar.Trainer(m, epochs=3), "try train={'num_steps': 3}"),
     (lambda m: hybridpar.Trainer(m, optim="adamw"), "must be a dict of keys; try optim={'name': 'adamw'}"),
     (lambda m: hybridpar.Trainer(m, optim=None), "must be a dict of keys; try optim={'name': 'adamw'}"),
+    (lambda m: hybridpar.Trainer(m, datasets=[{"x": 1}]), "datasets = 'a list': must be a dict of datasets"),
     (lambda m: hybridpar.Trainer(m, dataset={"train": []}), "did you mean datasets?"),
     (lambda m: hybridpar.Trainer(model=m), "is the first argument, without a name; try Trainer(model, ..)"),
     (lambda m: hybridpar.Trainer(m, {"optim": {"lr": 1}}), 'try sections as keywords: Trainer(model, optim={"lr"'),

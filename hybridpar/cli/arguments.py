@@ -255,6 +255,8 @@ def _nearest(kind: Any, word: str) -> str:
         return word
     options = _options(kind)
     if options:
+        if word.lower() == "gpu" and "cuda" in options:
+            return "cuda"  # closer in meaning than cpu, which is closer in letters
         return next(iter(difflib.get_close_matches(word.lower(), options, 1, 0.5)), "")
     if kind is bool:
         return "true" if word.lower() in _TRUE else "false" if word.lower() in _FALSE else ""

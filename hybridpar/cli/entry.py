@@ -276,7 +276,7 @@ def _with_valid_sets(command: str, config: Config, args: Sequence[str], speaks: 
 
 
 def _help() -> str:
-    lines = [f"  {name:<11} {command.__doc__}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<11} {(command.__doc__ or '').rstrip()}" for name, command in COMMANDS.items()]
     return "\n".join([
         "hybridpar: train GPT, BERT and your own models on any grid of processes", "", *lines, "",
         "hybridpar COMMAND --help tells more, --help-all everything. Flags are --section.key value, over what "

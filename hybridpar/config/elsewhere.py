@@ -157,7 +157,7 @@ MEGATRON: dict[str, str] = {
     "eval_iters": "train.eval_batches",
     "log_interval": "train.log_interval",
     "log_throughput": ALWAYS,
-    "tensorboard_dir": ABSENT,
+    "tensorboard_dir": ALWAYS,
     "wandb_project": "run.project",
     "wandb_exp_name": "run.name",
     "exit_signal_handler": "train.stop_signals",

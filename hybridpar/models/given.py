@@ -111,6 +111,10 @@ class GivenModules(SequentialSpec):
         return "modules", f"{size} module{'s' * (size != 1)}"
 
     @property
+    def max_tp_rule(self) -> str:
+        return f"{self.max_tp}, as modules of a row are never split over ranks (parallel.pp and parallel.dp work)"
+
+    @property
     def inputs(self) -> str:  # type: ignore[override]
         """The name of the array that the first module takes."""
         return self.given.inputs

@@ -182,6 +182,10 @@ def _check_output(model: ModelSpec, number: int, wanted: Any, block: nn.Module, 
         require_metrics(model, metrics, where)
         names = list(out) if isinstance(out, dict) else f"a {type(out).__name__}"
         if names != list(model.losses) or any(loss.dim() for loss in out.values()):
+            if names == list(model.losses):
+                shapes = [tuple(loss.shape) for loss in out.values()]
+                rule = f"must be one number (0-d) each; {where} returns tensors of shapes {shapes}"
+                raise config_error("model.losses", names, rule, "loss.mean()")
             raise config_error("model.losses", list(model.losses), f"are numbers (0-d) that the last block returns by "
                                f"name; {where} returns {names}", "the names of that dict")
         if (torch.is_grad_enabled() and isinstance(args[0], Tensor) and args[0].requires_grad

@@ -113,7 +113,7 @@ def test_the_newest_class_of_a_name_is_used() -> None:
     (lambda: Trainer(optimizer=Lion(OptimConfig())), "optimizer = .* must be a class made of hybridpar.UpdateRule"),
     (lambda: Trainer(datasets={"trian": []}), r"datasets = \['trian'\]: has unknown keys; known are"),
     (lambda: Trainer().verify({"pp": 99}), "parallel.pp = 99: the model has only 6 blocks"),
-    (lambda: Trainer(datasets=[1]), r"datasets = \[1\]: must be datasets by part"),  # type: ignore[arg-type]
+    (lambda: Trainer(datasets=[1]), r"datasets = 'a list': must be a dict"),  # type: ignore[arg-type]
     (lambda: Trainer(config=5), "config = 5: must be the path of a TOML file"),  # type: ignore[arg-type]
     (lambda: Trainer("my.toml"), "model = 'my.toml': must be a ModelSpec"),  # type: ignore[arg-type]
     (lambda: Trainer(ModelConfig(num_layers="2")), "num_layers = '2': must be of type int"),  # type: ignore[arg-type]
