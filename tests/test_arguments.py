@@ -197,3 +197,9 @@ def test_every_command_refuses_what_it_does_not_know(inside: Path, capsys: pytes
             main([name, "my.toml", "--colour", "3"])
         assert ended.value.code == 2
         assert "unknown flag --colour" in capsys.readouterr().err
+
+
+def test_the_list_of_commands_has_no_line_of_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert not [line for line in capsys.readouterr().out.splitlines() if line and not line.strip()]

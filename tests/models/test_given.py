@@ -153,8 +153,9 @@ class Skipping(nn.Sequential):
     (lambda: trainer_of([nn.Linear(4, 1)], datasets={"train": []}).memory(), "must have at least one sample"),
     (lambda: trainer_of([nn.BatchNorm1d(4), nn.Linear(4, 1)]).memory(), "modules = '2 modules': has a BatchNorm1d"),
     (lambda: trainer_of([nn.Linear(5, 1)]).memory(), r"modules = '1 module': has a module 0 \(Linear\) that makes of"),
+    (lambda: trainer_of([nn.Linear(4, 1)], parallel={"tp": 2}).memory(), "modules of a row are never split over ranks"),
     (lambda: Trainer(loss=loss), r"loss = .*goes with an nn\.Sequential"),
-], ids=range(12))
+], ids=range(13))
 def test_what_cannot_be_is_said_in_the_words_of_python(make: Callable[[], object], text: str) -> None:
     with pytest.raises(ConfigError, match=text) as caught:
         make()
