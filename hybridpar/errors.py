@@ -207,6 +207,23 @@ def _shortened(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def raised_at(error: BaseException) -> str:
     """Return the last line of the user's own code on the way to an error, as " (model.py, line 12)"; empty: none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if not any(library in frame.filename for library in _LIBRARIES)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_user(frame)]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
+def trace_from_users_code(error: BaseException) -> str:
+    """Return the traceback of an error from its first line in the user's own code on; of another error all of it.
+
+    The lines above, of this package and of torch, say nothing about an error in a loss or in a data set.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((number for number, frame in enumerate(frames) if _is_of_user(frame)), None)
+    if first is None or error.__cause__ is not None or error.__context__ is not None:
+        return "".join(traceback.format_exception(error)).rstrip()
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[first:]),
+             *traceback.format_exception_only(error)]
+    return "".join(lines).rstrip()
+
+
+def _is_of_user(frame: traceback.FrameSummary) -> bool:
+    return not any(library in frame.filename for library in _LIBRARIES)

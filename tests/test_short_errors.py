@@ -80,3 +80,23 @@ def test_modules_and_tensors_are_named_and_not_written_out() -> None:
     large = nn.Sequential(*[nn.Linear(5, 5) for _ in range(9)])
     assert str(config_error("model", large, "is wrong")) == "model = the torch.nn.Module Sequential: is wrong"
     assert str(config_error("x", torch.zeros(2, 3), "is wrong")) == "x = a tensor of shape (2, 3): is wrong"
+
+
+@pytest.mark.parametrize("call", ["fit", "verify"])
+def test_an_error_in_a_loss_shows_its_own_lines_alone(
+        call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the script of a user, as files of tests are."""
+    def loss(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return out.mean() * batch["z"]
+
+    monkeypatch.chdir(tmp_path)
+    samples = [{"x": np.ones(4, np.float32)} for _ in range(16)]
+    short = {"num_steps": 1, "eval_interval": 0}
+    trainer = Trainer([nn.Linear(4, 1)], loss=loss, datasets={"train": samples}, train=short)
+    with pytest.raises(HybridparError) as raised:
+        getattr(trainer, call)()
+    lines = str(raised.value).splitlines()
+    assert lines[-1] == "KeyError: 'z'"
+    assert "in loss" in "".join(lines)
+    assert not [line for line in lines if "site-packages" in line or "pipeline" in line]
+    assert len(lines) <= 11

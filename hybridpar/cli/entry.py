@@ -37,8 +37,9 @@ from hybridpar.train.stop import end_at_interrupt
 HELP = {"-h", "--help"}
 """Flags that ask for the usual settings of a command."""
 HELP_ALL = "--help-all"
-_RENAMED = {"world_size": "ranks", "devices": "ranks", "nproc_per_node": "ranks", "micro_batch": "micro_batch_sizes",
-            "micro_batches": "micro_batch_sizes", "device_gb": "memory_gb", "steps": "batches"}
+_RENAMED = {"world_size": "ranks", "devices": "ranks", "nproc_per_node": "ranks", "nproc": "ranks", "nprocs": "ranks",
+            "num_processes": "ranks", "micro_batch": "micro_batch_sizes", "micro_batches": "micro_batch_sizes",
+            "device_gb": "memory_gb", "steps": "batches"}
 """Flags of commands that had another name, or that torchrun has."""
 SPEC = "--model.spec"
 """The flag that names the class of a model of one's own, which decides what other keys [model] has."""

@@ -6,7 +6,6 @@ import gc
 import io
 import logging
 import os
-import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -17,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hybridpar.config import use_all_gpu_queues
-from hybridpar.errors import HybridparError
+from hybridpar.errors import HybridparError, trace_from_users_code
 from hybridpar.scratch import scratch_folder
 
 
@@ -90,7 +89,7 @@ def _rank_main(rank: int, job: tuple[str, str, int, float], writers: Sequence[Co
         dist.destroy_process_group()
         writers[rank].send_bytes(result.getbuffer())
     except BaseException as error:
-        text = str(error) if isinstance(error, HybridparError) else traceback.format_exc()
+        text = str(error) if isinstance(error, HybridparError) else trace_from_users_code(error)
         torch.save((None, text), failure := io.BytesIO())
         writers[rank].send_bytes(failure.getbuffer())
         os._exit(1)

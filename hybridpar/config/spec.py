@@ -195,7 +195,12 @@ def not_imported(field: str, name: str) -> ConfigError:
 
 
 def message_shape(model: ModelSpec, number: int) -> tuple[int, ...]:
-    """The shape of one sample of what goes on from block `number` to another stage: several tensors are one row."""
+    """The shape of one sample of what goes on from block `number` to another stage: several tensors are one row.
+
+    A model of one block sends nothing.
+    """
+    if model.num_blocks == 1:
+        return (0,)
     shape = model.activation_shape(number)
     return (sum(map(prod, shape.values())),) if isinstance(shape, dict) else tuple(shape)
 

@@ -85,7 +85,7 @@ def block_flops(model: ModelSpec) -> tuple[BlockFlops, ...]:
 
 
 def _weights_and_rows(model: ModelSpec, number: int) -> int:
-    shape = model.activation_shape(max(0, number - 1))
+    shape = (1,) if model.num_blocks == 1 else model.activation_shape(max(0, number - 1))
     rows = sum(prod(one[:-1]) for one in (shape.values() if isinstance(shape, dict) else [shape]))
     return 2 * rows * sum(prod(one.shape) for one in block_placements(model)[number] if len(one.shape) > 1)
 

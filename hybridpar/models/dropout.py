@@ -23,8 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hybridpar import ops
-from hybridpar.config import KernelsConfig, ModelSpec, spec_error, spec_name
-from hybridpar.errors import config_error
+from hybridpar.config import KernelsConfig, ModelSpec, spec_error
 from hybridpar.models.watched import refused_draw
 from hybridpar.random import RandomKey, site
 
@@ -146,8 +145,7 @@ class KeyedDropouts:
             shape = tuple(x.shape)
             rule = (f"drops elements of a tensor of shape {shape} in {self._name} ({name}), whose first dimension is "
                     f"not the {self._num_samples} samples of the micro-batch, so their masks would depend on its size")
-            raise config_error("model.spec", spec_name(type(self._model)), rule,
-                               "dropout of a tensor [samples, ..], before it is transposed")
+            raise spec_error(self._model, rule, "dropout of a tensor [samples, ..], before it is transposed")
         full_name = f"{self._name}.{name}.{count}" if count else f"{self._name}.{name}"
         whole = x.new_ones(x.shape[:2]) if by_channel else x
         dropped = ops.dropout(

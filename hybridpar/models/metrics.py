@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridpar.config import ModelSpec, spec_name
+from hybridpar.config import ModelSpec, spec_error
 from hybridpar.config.row_names import NAME_RULE, ROW_NAMES, VALID, is_name
 from hybridpar.errors import ConfigError, Problem, config_error
 
@@ -80,4 +80,4 @@ def is_ghost(x: object) -> bool:
 
 
 def _wrong(model: ModelSpec, rule: str, works: str) -> ConfigError:
-    return config_error("model.spec", spec_name(type(model)), rule, works)
+    return spec_error(model, rule, works)

@@ -5,9 +5,15 @@ torch is imported only where a rank has failed, so that the command line starts 
 
 from __future__ import annotations
 
-import traceback
-
-from hybridpar.errors import CheckpointError, HybridparError, about_file, first_line, is_out_of_memory, lacks_threads
+from hybridpar.errors import (
+    CheckpointError,
+    HybridparError,
+    about_file,
+    first_line,
+    is_out_of_memory,
+    lacks_threads,
+    trace_from_users_code,
+)
 from hybridpar.flight import Record
 from hybridpar.train.lost_contact import is_lost_contact
 
@@ -69,5 +75,4 @@ def describe_failure(error: Exception, who: str, record: Record | None = None, l
     if lacks_threads(error):
         return RankError(f"{who} cannot start a thread{situation}: it is out of memory, or may have no more threads "
                          "(ulimit -u, pids.max)")
-    trace = "".join(traceback.format_exception(error)).rstrip()
-    return RankError(f"{who} failed{situation}:\n{trace}")
+    return RankError(f"{who} failed{situation}:\n{trace_from_users_code(error)}")

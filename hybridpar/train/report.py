@@ -189,7 +189,7 @@ class RunReport:
         else:
             detail("no loss.png: matplotlib is not installed (pip install 'hybridpar[plot]')")
         if stopped_by:
-            say(f"stopped after step {self.engine.batches_done}; the same command goes on from there")
+            say(f"stopped after step {self.engine.batches_done}; the next start of {config.run.name} resumes there")
 
     def _row(self, result: StepResult, seconds: float, share: float) -> dict[str, Any]:
         config, tokens = self.config, self.config.batch_tokens

@@ -169,3 +169,17 @@ def test_a_row_is_told_from_an_earlier_one_whose_address_it_has() -> None:
         name = f"mean_{number}"
         trainer = trainer_of(row, metrics=lambda out, batch, name=name: {name: out.mean()})
         assert trainer.config.model.metric_names == (name,)
+
+
+def test_a_row_may_be_one_module(tmp_path: Path) -> None:
+    """All of a model in one module; its loss has a course that depends on values, so operations are not counted."""
+    def positive(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return loss(out, batch) if float(out.detach().abs().sum()) >= 0 else out.mean()
+
+    row = nn.Sequential(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)))
+    trainer = trainer_of(row, loss=positive, run={"dir": str(tmp_path)},
+                         train=SECTIONS["train"] | {"num_steps": 2, "eval_interval": 0})
+    assert trainer.verify({"dp": 2}, num_batches=1).ok
+    assert trainer.memory()
+    assert len(trainer.fit().history.losses) == 2
+    row.load_state_dict(trainer.state_dict())
