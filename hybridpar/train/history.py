@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hybridpar.config.row_names import VALID
 from hybridpar.train.metrics import stream_metrics
-
-_NUMBER = int | float
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,8 @@ class History:
     Attributes:
         losses: The training loss by step; a step in every train.log_interval.
         validation: The numbers of each evaluation by step, each by its name in metrics.jsonl ("val_loss", ..).
+
+    A number that is not finite is NaN here, as metrics.jsonl has null for it.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -28,11 +30,15 @@ class History:
         history = History()
         for row in stream_metrics(path):
             step = row["step"]
-            if isinstance(loss := row.get("loss"), _NUMBER):
-                history.losses[step] = float(loss)
+            if "loss" in row:
+                history.losses[step] = _number(row["loss"])
                 continue
-            numbers = {name: float(value) for name, value in row.items()
-                       if name.startswith("val") and isinstance(value, _NUMBER)}
+            numbers = {name: _number(value) for name, value in row.items()
+                       if name.startswith(VALID) and (value is None or isinstance(value, int | float))}
             if numbers:
                 history.validation.setdefault(step, {}).update(numbers)
         return history
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
