@@ -89,7 +89,6 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     RankError where training fails on this one.
     """
     config = resolve(config, launch.world_size)
-    faults = parse_faults(inject, config)
     flight = watchdog.begin(launch)
     flight.phase("starting", config.faults.start_timeout_s)
     job = Job.connect(launch, flight)
@@ -110,6 +109,7 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     flight.phase("opening the run")  # text may take hours to become tokens
     given = config.pipeline.num_microbatches
     config = with_kept_batch(config, job)
+    faults = parse_faults(inject, config)
     config = from_mapping(job.decide(lambda: run_folder.measured(config)), config)
     saved, changed = job.decide(lambda: run_folder.find_run(config))
     require_equal_start(config.model, job, resumes=saved > 0)

@@ -235,6 +235,14 @@ def test_micro_batches_that_follow_must_fit_the_schedule(config: Config) -> None
         with_kept_batch(resolve(replace(deeper, pipeline=four), 4))
 
 
+def test_faults_are_of_the_micro_batches_that_follow(config: Config) -> None:
+    """Else one would be accepted that never happens."""
+    loop.train(config, ALONE)
+    longer = with_train(replace(config, pipeline=replace(config.pipeline, num_microbatches=4)), num_steps=8)
+    with pytest.raises(ConfigError, match="micro-batches of a step are 0 to 1; try micro-batch 1"):
+        loop.train(longer, ALONE, ["kill rank 0 at step 8 micro-batch 3"])
+
+
 def test_a_start_that_has_made_no_step_keeps_no_batch(config: Config) -> None:
     with failing_after(0), pytest.raises(RankError, match="on purpose"):
         loop.train(config, ALONE)
