@@ -179,7 +179,7 @@ def test_a_schedule_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_list_of_tables_is_no_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "my.toml").write_text("")
+    (tmp_path / "my.toml").write_text("[model]\nnum_layers = 2\n")
     with pytest.raises(SystemExit):
         main(["check", str(tmp_path / "my.toml"), "--optim.groups", "x"])
     assert "--optim.groups is a list of tables, which the configuration's file has: [[optim.groups]]" in (
