@@ -4,7 +4,7 @@
 export EXTRAS = plot,hf,dev
 
 check:  ## style and types
-	bash -c 'source scripts/env.sh && "$$PYTHON" -m ruff check . && "$$PYTHON" -m mypy'
+	bash -c 'source scripts/env.sh && "$$PYTHON" -m ruff format --check . && "$$PYTHON" -m ruff check . && "$$PYTHON" -m mypy'
 
 test:  ## check, then all tests
 	bash scripts/test.sh

@@ -1,1 +1,2 @@
-"""Performance claims: one file each, which runs hybridpar and a peer side by side. `python -m benchmarks` runs all."""
+"""Performance claims: one file each, which runs hybridpar and a peer side by side.
+`python -m benchmarks` runs all."""

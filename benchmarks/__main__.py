@@ -1,4 +1,5 @@
-"""Runs every benchmark, one after the other: `python -m benchmarks [--rounds N]`, an hour on 2 cores."""
+"""Runs every benchmark, one after the other: `python -m benchmarks [--rounds N]`, an hour on 2
+cores."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import subprocess
 import sys
 import time
 
-# What each benchmark measures here, at moderate size; more with its own flags (`python -m benchmarks.pipeline --help`).
+# What each benchmark measures here, at moderate size; more with its own flags
+# (`python -m benchmarks.pipeline --help`).
 RUNS = (
     ("ops",),
     ("single",),
@@ -16,9 +18,30 @@ RUNS = (
     ("data_parallel", "--microbatches", "2"),
     ("compression",),
     ("pipeline", "--shapes", "small", "--name", "pipeline_small"),
-    ("pipeline", "--shapes", "balanced", "--schedules", "2bw", "--others", "--name", "pipeline_balanced"),
-    ("pipeline", "--shapes", "balanced_small", "--dtypes", "fp32", "--schedules", "interleaved", "--microbatches",
-     "4", "8", "--name", "interleaved"),
+    (
+        "pipeline",
+        "--shapes",
+        "balanced",
+        "--schedules",
+        "2bw",
+        "--others",
+        "--name",
+        "pipeline_balanced",
+    ),
+    (
+        "pipeline",
+        "--shapes",
+        "balanced_small",
+        "--dtypes",
+        "fp32",
+        "--schedules",
+        "interleaved",
+        "--microbatches",
+        "4",
+        "8",
+        "--name",
+        "interleaved",
+    ),
     ("simulator",),
     ("placement",),
     ("planner",),
@@ -40,7 +63,15 @@ def main() -> int:
     for name, *flags in RUNS:
         start = time.monotonic()
         print(f"== {name}", flush=True)
-        command = [sys.executable, "-m", f"benchmarks.{name}", "--rounds", str(args.rounds), *flags, *others]
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.{name}",
+            "--rounds",
+            str(args.rounds),
+            *flags,
+            *others,
+        ]
         if subprocess.run(command).returncode:
             failed.append(name)
         print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)

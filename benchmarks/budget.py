@@ -1,15 +1,17 @@
-"""Claim: a CPU trains a model whose state is far larger than its memory, at the speed of its cores or of its disk.
+"""Claim: a CPU trains a model whose state is far larger than its memory, at the speed of its cores
+or of its disk.
 
     sudo env "PATH=$PATH" python -m benchmarks.budget        half an hour; the memory limit needs root (cgroups)
 
-large   a GPT of 20 GB of state in a process that may take 8 GB, which the kernel enforces. `memory.budget` of them are
-        the state's. The same without a budget is killed.
-curve   a smaller one at budgets from the least that works to all of its state. Its losses must be those without a
-        budget, to the bit.
+large   a GPT of 20 GB of state in a process that may take 8 GB, which the kernel enforces.
+        `memory.budget` of them are the state's. The same without a budget is killed.
+curve   a smaller one at budgets from the least that works to all of its state. Its losses must be
+        those without a budget, to the bit.
 
-`ratio`: time of a step over max(compute, bytes read / bandwidth, bytes written / bandwidth). Bandwidth is that of the
-state's file, in items as large as a layer's weights. Compute is the time of a step without a budget; for `large`, which
-has no room for that, of models of `--layers` layers, in a straight line.
+`ratio`: time of a step over max(compute, bytes read / bandwidth, bytes written / bandwidth).
+Bandwidth is that of the state's file, in items as large as a layer's weights. Compute is the time
+of a step without a budget; for `large`, which has no room for that, of models of `--layers` layers,
+in a straight line.
 """
 
 from __future__ import annotations
@@ -48,25 +50,35 @@ MICROBATCHES = 4
 WARMUP = 2  # steps: the first one reads nothing of the optimizer's state
 BOUND = 1.15
 SHAPES = {"large": Shape(24, 2048, 16, 512, 8192, 1), "curve": Shape(8, 1024, 16, 128, 4096, 1)}
-CGROUPS = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max"))  # version 1, 2
+CGROUPS = (
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+    ("/sys/fs/cgroup", "memory.max"),
+)  # version 1, 2
 PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
-MEANING = ("ratio: time of a step over the largest of bounds_s (compute, read / bandwidth, written / bandwidth); "
-           "wall_s, cpu_s: of each step, on the wall and of all threads; read, written: bytes of a step; bandwidth: "
-           "bytes a second, before and after")
+MEANING = (
+    "ratio: time of a step over the largest of bounds_s (compute, read / bandwidth, written / "
+    "bandwidth); "
+    "wall_s, cpu_s: of each step, on the wall and of all threads; read, written: bytes of a step; "
+    "bandwidth: "
+    "bytes a second, before and after"
+)
 
 
 def config_of(shape: Shape, schedule: str, budget: int, folder: str) -> Config:
     """Layers are computed again in the backward pass, as where memory is short."""
     base = engine_config(shape, schedule=schedule, num_microbatches=MICROBATCHES)
-    return replace(from_mapping({"pipeline": {"recompute": "all"}}, base), memory=MemoryConfig(budget, folder))
+    return replace(
+        from_mapping({"pipeline": {"recompute": "all"}}, base), memory=MemoryConfig(budget, folder)
+    )
 
 
-# -- processes of their own --------------------------------------------------------------------------------------------
+# -- processes of their own
 
 
 @contextmanager
 def memory_group(limit: int) -> Iterator[Path]:
-    """A group of processes that may take that many bytes together. Raises: SystemExit where none can be made."""
+    """A group of processes that may take that many bytes together. Raises: SystemExit where none
+    can be made."""
     for root, name in CGROUPS:
         group = Path(root, f"hybridpar-{os.getpid()}")
         try:
@@ -80,7 +92,9 @@ def memory_group(limit: int) -> Iterator[Path]:
             while _in_use(group):  # until the last process has left
                 time.sleep(0.1)
         return
-    raise SystemExit("the kernel lets nobody limit memory here: run it as root, or with --shapes curve")
+    raise SystemExit(
+        "the kernel lets nobody limit memory here: run it as root, or with --shapes curve"
+    )
 
 
 def _in_use(group: Path) -> bool:
@@ -101,8 +115,8 @@ def start(group: Path | None, threads: int) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """Steps of one training behind WARMUP of them. wall, cpu: seconds; losses: of all; read, written: bytes, all steps
-    together; peak: the most state in memory, bytes."""
+    """Steps of one training behind WARMUP of them. wall, cpu: seconds; losses: of all; read,
+    written: bytes, all steps together; peak: the most state in memory, bytes."""
 
     wall: list[float]
     cpu: list[float]
@@ -113,7 +127,8 @@ class Run:
 
 
 def train(shape: Shape, config: Config, steps: int) -> Run:
-    """One training, as a run is: nothing drains between the steps, of which the last one counts for nothing."""
+    """One training, as a run is: nothing drains between the steps, of which the last one counts for
+    nothing."""
     engine = Engine(config, ProcessGrid(), torch.device("cpu"))
     memory = engine.state.memory
     traffic = memory.tiers.traffic if isinstance(memory, TieredMemory) else Traffic()
@@ -152,25 +167,30 @@ def apart(group: Path | None, threads: int, fn: Callable[..., Any], *args: Any) 
         return pool.submit(fn, *args).result()
 
 
-# -- cases -------------------------------------------------------------------------------------------------------------
+# -- cases
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Cases of one set of flags, each with its trainings and disk measured in processes of their own."""
+    """Cases of one set of flags, each with its trainings and disk measured in processes of their
+    own."""
 
     args: argparse.Namespace
 
     def bandwidth(self, shape: Shape) -> dict[str, float]:
-        """Bytes a second of the state's file, in items as large as a layer's weights, of which 2 GB or more move."""
+        """Bytes a second of the state's file, in items as large as a layer's weights, of which 2 GB
+        or more move."""
         layer = 4 * 12 * shape.hidden**2
-        return apart(None, self.args.threads, bandwidth, self.args.folder, layer, -(-2 * 10**9 // layer))
+        return apart(
+            None, self.args.threads, bandwidth, self.args.folder, layer, -(-2 * 10**9 // layer)
+        )
 
     def run(self, shape: Shape, config: Config, group: Path | None = None) -> Run:
         return apart(group, self.args.threads, train, shape, config, self.args.rounds)
 
-    def case(self, name: str, shape: Shape, config: Config, compute: float,
-             group: Path | None = None) -> dict[str, Any]:
+    def case(
+        self, name: str, shape: Shape, config: Config, compute: float, group: Path | None = None
+    ) -> dict[str, Any]:
         """One entry of the result file, with the disk measured before and after."""
         said: TierForecast = apart(None, 1, forecast, config)
         disk = [self.bandwidth(shape)]
@@ -178,29 +198,57 @@ class Bench:
         disk.append(self.bandwidth(shape))
         rates = {key: statistics.mean(one[key] for one in disk) for key in disk[0]}
         steps = len(run.wall)
-        read, written = run.read / steps, run.written / steps
-        bounds = {"compute": compute, "read": read / rates["read"], "written": written / rates["written"]}
-        wall, bound = statistics.median(run.wall), max(bounds, key=bounds.__getitem__)
+        read = run.read / steps
+        written = run.written / steps
+        bounds = {
+            "compute": compute,
+            "read": read / rates["read"],
+            "written": written / rates["written"],
+        }
+        wall = statistics.median(run.wall)
+        bound = max(bounds, key=bounds.__getitem__)
         entry = {
-            "case": name, "ratio": round(wall / bounds[bound], 4), "bound_by": bound,
-            "budget": config.memory.budget, "state": said.state, "least": said.least, "peak_of_state": run.peak,
-            "wall_s": [round(t, 3) for t in run.wall], "cpu_s": [round(t, 3) for t in run.cpu],
+            "case": name,
+            "ratio": round(wall / bounds[bound], 4),
+            "bound_by": bound,
+            "budget": config.memory.budget,
+            "state": said.state,
+            "least": said.least,
+            "peak_of_state": run.peak,
+            "wall_s": [round(t, 3) for t in run.wall],
+            "cpu_s": [round(t, 3) for t in run.cpu],
             "bounds_s": {k: round(t, 3) for k, t in bounds.items()},
-            "read": read, "written": written, "forecast": {"read": said.read, "written": said.written},
-            "bandwidth": {k: round(rate) for k, rate in rates.items()}, "losses": run.losses}
-        print(f"{name:<28} {wall:7.2f} s a step, {entry['ratio']:.2f} of what {entry['bound_by']} takes; "
-              f"{read / 1e9:.2f} GB read, {written / 1e9:.2f} written, "
-              f"{statistics.median(run.cpu):.2f} s of the cores", flush=True)
+            "read": read,
+            "written": written,
+            "forecast": {"read": said.read, "written": said.written},
+            "bandwidth": {k: round(rate) for k, rate in rates.items()},
+            "losses": run.losses,
+        }
+        print(
+            f"{name:<28} {wall:7.2f} s a step, {entry['ratio']:.2f} of what {entry['bound_by']} "
+            "takes; "
+            f"{read / 1e9:.2f} GB read, {written / 1e9:.2f} written, "
+            f"{statistics.median(run.cpu):.2f} s of the cores",
+            flush=True,
+        )
         return entry
 
 
 def large(bench: Bench) -> Iterator[dict[str, Any]]:
     """The model that has no room, and what becomes of it without a budget."""
-    args, shape = bench.args, SHAPES["large"]
+    args = bench.args
+    shape = SHAPES["large"]
     config = config_of(shape, "gpipe", args.budget, args.folder)
     settings = {"shape": "large", "schedule": "gpipe", "limit": args.limit}
-    few = {n: statistics.median(bench.run(replace(shape, num_layers=n), config_of(
-        replace(shape, num_layers=n), "gpipe", 0, "")).wall) for n in args.layers}
+    few = {
+        n: statistics.median(
+            bench.run(
+                replace(shape, num_layers=n),
+                config_of(replace(shape, num_layers=n), "gpipe", 0, ""),
+            ).wall
+        )
+        for n in args.layers
+    }
     (a, first), (b, second) = few.items()
     compute = first + (second - first) / (b - a) * (shape.num_layers - a)
     print(f"compute: {compute:.2f} s, from {few}", flush=True)
@@ -219,7 +267,8 @@ def large(bench: Bench) -> Iterator[dict[str, Any]]:
 
 def curve(bench: Bench) -> Iterator[dict[str, Any]]:
     """Step time over budget."""
-    args, shape = bench.args, SHAPES["curve"]
+    args = bench.args
+    shape = SHAPES["curve"]
     for schedule in args.schedules:
         plain = bench.run(shape, config_of(shape, schedule, 0, ""))
         compute = statistics.median(plain.wall)
@@ -227,30 +276,53 @@ def curve(bench: Bench) -> Iterator[dict[str, Any]]:
         for share in args.shares:
             budget = round(all_of_it.least + share * (all_of_it.state - all_of_it.least))
             config = config_of(shape, schedule, budget, args.folder)
-            entry = bench.case(f"curve {schedule}, {100 * budget / all_of_it.state:.0f} % of state", shape, config,
-                               compute)
+            entry = bench.case(
+                f"curve {schedule}, {100 * budget / all_of_it.state:.0f} % of state",
+                shape,
+                config,
+                compute,
+            )
             assert entry["losses"] == plain.losses, "another training than without a budget"
-            yield entry | {"settings": {"shape": "curve", "schedule": schedule}, "share": share,
-                           "without": [round(t, 3) for t in plain.wall],
-                           "cpu_without": [round(t, 3) for t in plain.cpu]}
+            yield entry | {
+                "settings": {"shape": "curve", "schedule": schedule},
+                "share": share,
+                "without": [round(t, 3) for t in plain.wall],
+                "cpu_without": [round(t, 3) for t in plain.cpu],
+            }
 
 
-# -- the curve, drawn --------------------------------------------------------------------------------------------------
+# -- the curve, drawn
 
 
 def draw(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Speed over budget, and what compute and disk allow."""
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     axes = figure.add_subplot()
-    for number, schedule in enumerate(dict.fromkeys(case["settings"]["schedule"] for case in cases)):
+    for number, schedule in enumerate(
+        dict.fromkeys(case["settings"]["schedule"] for case in cases)
+    ):
         own = [case for case in cases if case["settings"]["schedule"] == schedule]
         budgets = [100 * case["budget"] / case["state"] for case in own]
         whole = statistics.median(own[0]["without"])
-        axes.plot(budgets, [whole / statistics.median(case["wall_s"]) for case in own], "o-", color=f"C{number}",
-                  label=schedule)
-        axes.plot(budgets, [whole / max(case["bounds_s"].values()) for case in own], ":", color=f"C{number}")
-    axes.set(xlabel="memory.budget, % of the state", ylabel="speed, of that without a budget", xlim=(0, 102),
-             ylim=(0, 1.1))
+        axes.plot(
+            budgets,
+            [whole / statistics.median(case["wall_s"]) for case in own],
+            "o-",
+            color=f"C{number}",
+            label=schedule,
+        )
+        axes.plot(
+            budgets,
+            [whole / max(case["bounds_s"].values()) for case in own],
+            ":",
+            color=f"C{number}",
+        )
+    axes.set(
+        xlabel="memory.budget, % of the state",
+        ylabel="speed, of that without a budget",
+        xlim=(0, 102),
+        ylim=(0, 1.1),
+    )
     axes.legend(title="dotted: the bound of cores and disk", frameon=False)
     write_svg(figure, path)
 
@@ -258,18 +330,35 @@ def draw(cases: Sequence[Mapping[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = arguments(__doc__, rounds=3, shapes=list(SHAPES), choices=SHAPES)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--limit", type=int, default=8 * 10**9, help="bytes that the large model's process may take")
-    parser.add_argument("--budget", type=int, default=int(5.5e9), help="memory.budget of the large model, bytes")
-    parser.add_argument("--layers", type=int, nargs=2, default=[2, 6], help="of the models whose step is extrapolated")
+    parser.add_argument(
+        "--limit", type=int, default=8 * 10**9, help="bytes that the large model's process may take"
+    )
+    parser.add_argument(
+        "--budget", type=int, default=int(5.5e9), help="memory.budget of the large model, bytes"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        nargs=2,
+        default=[2, 6],
+        help="of the models whose step is extrapolated",
+    )
     parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b", "2bw"])
-    parser.add_argument("--shares", type=float, nargs="+", default=[0, 0.1, 0.25, 0.5, 1],
-                        help="budgets of the curve: of the way from the least to all")
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[0, 0.1, 0.25, 0.5, 1],
+        help="budgets of the curve: of the way from the least to all",
+    )
     parser.add_argument("--folder", default="", help="where the file of the state is; empty: here")
     args = parse(parser)
     with tempfile.TemporaryDirectory(dir=args.folder or ".") as folder:
         args.folder = folder
         bench = Bench(args)
-        cases = [case for name in args.shapes for case in {"large": large, "curve": curve}[name](bench)]
+        cases = [
+            case for name in args.shapes for case in {"large": large, "curve": curve}[name](bench)
+        ]
     args.folder = ""
     path = write_results("budget", cases, args, meaning=MEANING, shapes=SHAPES)
     if drawn := [case for case in cases if case["settings"]["shape"] == "curve"]:

@@ -1,19 +1,25 @@
-"""Checkpoints of 1 GB: how long saving keeps training waiting, and what loading on another grid takes.
+"""Checkpoints of 1 GB: how long saving keeps training waiting, and what loading on another grid
+takes.
 
-Saving, on two ranks (two pipeline stages). Each round is a few training steps without a save, and as many from the
-moment at which one begins to when it is done, for each way to save; the order turns round from round to round:
+Saving, on two ranks (two pipeline stages). Each round is a few training steps without a save, and
+as many from the moment at which one begins to when it is done, for each way to save; the order
+turns round from round to round:
 
     waits        hybridpar's and torch.distributed.checkpoint's save(): training stands still
-    beside       hybridpar's Saver, and async_save(), with memory that is kept from save to save on both sides
+    beside       hybridpar's Saver, and async_save(), with memory that is kept from save to save on
+                 both sides
 
-    blocked      time in the calls, also in the one that waits for the end if training has had all its steps by then
-    extra        how much longer those steps took than the round's steps without a save: blocked, and what else cores
-                 and memory were wanted for. In seconds, and as a share of the time from the call to the last sync
+    blocked      time in the calls, also in the one that waits for the end if training has had all
+                 its steps by then
+    extra        how much longer those steps took than the round's steps without a save: blocked,
+                 and what else cores and memory were wanted for. In seconds, and as a share of the
+                 time from the call to the last sync
 
-Loading, in fresh processes: two tensor parts from what the two stages wrote. DCP reads into tensors cut in halves along
-their first dimension. Peak: the most resident memory that was added, from before there are any tensors, less our own
-gradient buffers, over the state's bytes on that rank; so it has hybridpar's initialisation in it. What has been read
-must be equal. Files were written just before: both sides read them from the system's cache.
+Loading, in fresh processes: two tensor parts from what the two stages wrote. DCP reads into tensors
+cut in halves along their first dimension. Peak: the most resident memory that was added, from
+before there are any tensors, less our own gradient buffers, over the state's bytes on that rank; so
+it has hybridpar's initialisation in it. What has been read must be equal. Files were written just
+before: both sides read them from the system's cache.
 """
 
 from __future__ import annotations
@@ -46,20 +52,24 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.train.engine import Engine
 
 CPU = torch.device("cpu")
-COMPARED = "optimizer/blocks.1.mlp.up.weight.exp_avg"  # cut along its first dimension, evenly, on both sides
+# cut along its first dimension, evenly, on both sides
+COMPARED = "optimizer/blocks.1.mlp.up.weight.exp_avg"
 PLAIN = "no save"
 
 
 def config_of(shape: str, *, tp: int = 1, pp: int = 1) -> Config:
     base = common.engine_config(SHAPES[shape], tp=tp, pp=pp, num_microbatches=2)
-    return from_mapping({"checkpoint": {"keep": 1000}}, base)  # what is removed, and when, is no one's time
+    return from_mapping(
+        {"checkpoint": {"keep": 1000}}, base
+    )  # what is removed, and when, is no one's time
 
 
-# -- saving ------------------------------------------------------------------------------------------------------------
+# -- saving
 
 
 class Save:
-    """One way to save. `begin` returns when training may go on, `end` when the checkpoint is there to last.
+    """One way to save. `begin` returns when training may go on, `end` when the checkpoint is there
+    to last.
 
     `seconds`: from the beginning of the last one to its end, which may lie before `end` is called.
     """
@@ -72,7 +82,8 @@ class Save:
 
 class Ours(Save):
     def __init__(self, engine: Engine, root: Path, *, beside: bool):
-        self._beside, self._began = beside, 0.0
+        self._beside = beside
+        self._began = 0.0
         self._saver = checkpoint.Saver(root, engine, "corpus", self._note)
 
     def _note(self, text: str) -> None:
@@ -105,7 +116,8 @@ class Dcp(Save):
             return
         self._done.clear()
         self._future = dcp.async_save(
-            tensors, checkpoint_id=folder, process_group=self._group, async_stager=self._stager)
+            tensors, checkpoint_id=folder, process_group=self._group, async_stager=self._stager
+        )
 
         def note(_: object) -> None:
             self.seconds = time.perf_counter() - began
@@ -120,15 +132,22 @@ class Dcp(Save):
 
 
 def saving(shape: str, folder: Path, rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each round by way of saving: total, blocked, write; and bytes. Leaves the last ones in `folder`."""
+    """Seconds of each round by way of saving: total, blocked, write; and bytes. Leaves the last
+    ones in `folder`."""
     grid = ProcessGrid(pp=2)
     step = OurStep(config_of(shape, pp=2), SHAPES[shape], grid)
-    engine, root = step.engine, folder / "hybridpar"
+    engine = step.engine
+    root = folder / "hybridpar"
     ways: dict[str, Save | None] = {
-        PLAIN: None, "hybridpar waits": Ours(engine, root, beside=False),
-        "hybridpar beside": Ours(engine, root, beside=True), "dcp waits": Dcp(engine, beside=False),
-        "dcp beside": Dcp(engine, beside=True)}
-    found: dict[str, dict[str, list[float]]] = {name: {"total": [], "blocked": [], "write": []} for name in ways}
+        PLAIN: None,
+        "hybridpar waits": Ours(engine, root, beside=False),
+        "hybridpar beside": Ours(engine, root, beside=True),
+        "dcp waits": Dcp(engine, beside=False),
+        "dcp beside": Dcp(engine, beside=True),
+    }
+    found: dict[str, dict[str, list[float]]] = {
+        name: {"total": [], "blocked": [], "write": []} for name in ways
+    }
     for _ in range(2):
         step()
     for i in range(-1, rounds):  # the first one is not counted: memory is taken then
@@ -180,7 +199,9 @@ def _leave_both(ways: Mapping[str, Save | None], folder: Path, grid: ProcessGrid
         way.end()
 
 
-def save_cases(shape: str, measured: dict[str, dict[str, list[float]]], steps: int) -> Iterator[dict[str, Any]]:
+def save_cases(
+    shape: str, measured: dict[str, dict[str, list[float]]], steps: int
+) -> Iterator[dict[str, Any]]:
     """Entries of the result file."""
     (size,) = measured.pop("")["bytes"]
     plain = measured[PLAIN]["total"]
@@ -189,18 +210,28 @@ def save_cases(shape: str, measured: dict[str, dict[str, list[float]]], steps: i
             continue
         extra = [total - without for total, without in zip(times["total"], plain, strict=True)]
         yield {
-            "case": f"save, {name}", "settings": {"shape": shape, "pp": 2, "steps": steps}, "bytes": size,
-            "blocked_share": summary([a / b for a, b in zip(times["blocked"], times["write"], strict=True)]),
+            "case": f"save, {name}",
+            "settings": {"shape": shape, "pp": 2, "steps": steps},
+            "bytes": size,
+            "blocked_share": summary(
+                [a / b for a, b in zip(times["blocked"], times["write"], strict=True)]
+            ),
             "extra_share": summary([a / b for a, b in zip(extra, times["write"], strict=True)]),
-            "write_s": times["write"], "blocked_s": times["blocked"], "extra_s": extra, "without_s": plain}
+            "write_s": times["write"],
+            "blocked_s": times["blocked"],
+            "extra_s": extra,
+            "without_s": plain,
+        }
 
 
-# -- loading -----------------------------------------------------------------------------------------------------------
+# -- loading
 
 
 def resident(key: str = "VmRSS") -> int:
     """Bytes of this process in memory: now, or (VmHWM) the most since `forget_peak`."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return 1024 * int(line.split()[1])
 
 
@@ -244,17 +275,25 @@ def load_dcp(shape: str, folder: Path) -> dict[str, Any]:
         parts = like.chunk(2)
         rows = parts[rank].shape[0] if rank < len(parts) else 0
         local = torch.full((rows, *like.shape[1:]), 1.0)
-        state[name] = DTensor.from_local(local, mesh, [Shard(0)], shape=like.shape, stride=like.stride())
+        state[name] = DTensor.from_local(
+            local, mesh, [Shard(0)], shape=like.shape, stride=like.stride()
+        )
     seconds = _timed(lambda: dcp.load(state, checkpoint_id=folder / "dcp"))
     peak = resident("VmHWM") - before
     tensors = {name: t.to_local() for name, t in state.items()}
     return _loaded(seconds, peak, tensors, tensors[COMPARED])
 
 
-def _loaded(seconds: float, peak: int, tensors: Mapping[str, Tensor], compared: Tensor) -> dict[str, Any]:
+def _loaded(
+    seconds: float, peak: int, tensors: Mapping[str, Tensor], compared: Tensor
+) -> dict[str, Any]:
     state = sum(tensor.nbytes for tensor in tensors.values())
-    return {"seconds": seconds, "peak": over_ranks([peak / state], "max")[0], "state": over_ranks([state], "max")[0],
-            "compared": over_ranks([float(compared.double().square().sum())], "sum")[0]}
+    return {
+        "seconds": seconds,
+        "peak": over_ranks([peak / state], "max")[0],
+        "state": over_ranks([state], "max")[0],
+        "compared": over_ranks([float(compared.double().square().sum())], "sum")[0],
+    }
 
 
 def load_cases(shape: str, folder: Path, rounds: int) -> Iterator[dict[str, Any]]:
@@ -267,20 +306,36 @@ def load_cases(shape: str, folder: Path, rounds: int) -> Iterator[dict[str, Any]
     values = {result["compared"] for side in results.values() for result in side}
     assert len(values) == 1, f"what was loaded differs: {values}"
     for name, side in results.items():
-        yield {"case": f"load, {name}", "settings": {"shape": shape, "tp": 2}, "state_bytes": side[0]["state"],
-               "load_s": [result["seconds"] for result in side],
-               "peak": [round(result["peak"], 4) for result in side]}
+        yield {
+            "case": f"load, {name}",
+            "settings": {"shape": shape, "tp": 2},
+            "state_bytes": side[0]["state"],
+            "load_s": [result["seconds"] for result in side],
+            "peak": [round(result["peak"], 4) for result in side],
+        }
 
 
 def show(entry: dict[str, Any]) -> None:
-    name, middle = f"{entry['case']:<24}", statistics.median
+    name = f"{entry['case']:<24}"
+    middle = statistics.median
     if "load_s" in entry:
-        print(f"{name} {middle(entry['load_s']):5.2f} s   peak {max(entry['peak']):.3f} of a rank's own "
-              f"{entry['state_bytes'] / 1e9:.2f} GB", flush=True)
+        print(
+            f"{name} {middle(entry['load_s']):5.2f} s   peak {max(entry['peak']):.3f} of a rank's "
+            "own "
+            f"{entry['state_bytes'] / 1e9:.2f} GB",
+            flush=True,
+        )
         return
-    parts = (f"{part} {middle(entry[f'{part}_s']):5.2f} s ({entry[f'{part}_share']['median']:.1%})"
-             for part in ("blocked", "extra"))
-    print(f"{name} {entry['bytes'] / 1e9:.2f} GB in {middle(entry['write_s']):5.2f} s", *parts, sep="   ", flush=True)
+    parts = (
+        f"{part} {middle(entry[f'{part}_s']):5.2f} s ({entry[f'{part}_share']['median']:.1%})"
+        for part in ("blocked", "extra")
+    )
+    print(
+        f"{name} {entry['bytes'] / 1e9:.2f} GB in {middle(entry['write_s']):5.2f} s",
+        *parts,
+        sep="   ",
+        flush=True,
+    )
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -295,11 +350,24 @@ def main() -> None:
     parser = common.arguments(__doc__, rounds=5, shapes=["85M"])
     parser.add_argument("--steps", type=int, default=4, help="training steps beside a save")
     parser.add_argument("--load-rounds", type=int, default=3)
-    parser.add_argument("--folder", default=None, help="where checkpoints are written; the system's temporary folder")
+    parser.add_argument(
+        "--folder",
+        default=None,
+        help="where checkpoints are written; the system's temporary folder",
+    )
     args = common.parse(parser)
-    common.report("checkpoint", cases(args), args, show=show, meaning=(
-        "blocked_share, extra_share: seconds over those from a save's beginning to its last sync, median and "
-        "quartiles over the rounds; peak: of resident memory while loading, over the rank's own state"))
+    common.report(
+        "checkpoint",
+        cases(args),
+        args,
+        show=show,
+        meaning=(
+            "blocked_share, extra_share: seconds over those from a save's beginning to its last "
+            "sync, median and "
+            "quartiles over the rounds; peak: of resident memory while loading, over the rank's "
+            "own state"
+        ),
+    )
 
 
 if __name__ == "__main__":

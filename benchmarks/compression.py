@@ -1,14 +1,18 @@
-"""Claim: with PowerSGD between two replicas, hybridpar's step is no slower than that of DDP with torch's powerSGD_hook.
+"""Claim: with PowerSGD between two replicas, hybridpar's step is no slower than that of DDP with
+torch's powerSGD_hook.
 
-    python -m benchmarks.compression             the race, and how much of a stream of gradients arrives
+    python -m benchmarks.compression             the race, and how much of a stream of gradients
+                                                 arrives
     python -m benchmarks.compression --no-race   the latter alone, which needs no quiet machine
-    python -m benchmarks.compression --losses    loss at equal tokens of every method, of --seeds, instead
+    python -m benchmarks.compression --losses    loss at equal tokens of every method, of --seeds,
+                                                 instead
 
-The race: sides as in data_parallel, fp32, both compressors of rank 4 with error feedback and a warm start. Bytes: what
-a rank sends in a step. Arrived: 1 - |sum of what was applied - sum of gradients|^2 / |sum of gradients|^2 after ten
-batches, without those that the hook sends whole, of two replicas' matrices: a falling spectrum, slowly turning; sbpca
-takes them in four equal parts, and has no error feedback.
-The losses: a GPT of two layers on some of the Python standard library's text, two replicas, one stage.
+The race: sides as in data_parallel, fp32, both compressors of rank 4 with error feedback and a warm
+start. Bytes: what a rank sends in a step. Arrived: 1 - |sum of what was applied - sum of
+gradients|^2 / |sum of gradients|^2 after ten batches, without those that the hook sends whole, of
+two replicas' matrices: a falling spectrum, slowly turning; sbpca takes them in four equal parts,
+and has no error feedback. The losses: a GPT of two layers on some of the Python standard library's
+text, two replicas, one stage.
 """
 
 from __future__ import annotations
@@ -47,21 +51,36 @@ from hybridpar.state.compression import Compression
 from hybridpar.state.layout import FlatLayout
 from hybridpar.train.engine import Engine
 
-RANK, BLOCKS = 4, 4
-SAME, ALIKE = 1e-4, 0.1
-"""Largest relative differences of the first loss, and of those after updates by a part of the gradient."""
+RANK = 4
+BLOCKS = 4
+SAME = 1e-4
+ALIKE = 0.1
+"""Largest relative differences of the first loss, and of those after updates by a part of the
+gradient."""
 METHODS: dict[str, dict[str, Any]] = {
-    "none": {}, "bf16": {}, "int8": {}, "int4": {}, "dct": {"gradients_kept": 0.01},
-    "powersgd": {"gradients_rank": RANK}, "sbpca": {"gradients_rank": RANK, "gradients_blocks": BLOCKS},
+    "none": {},
+    "bf16": {},
+    "int8": {},
+    "int4": {},
+    "dct": {"gradients_kept": 0.01},
+    "powersgd": {"gradients_rank": RANK},
+    "sbpca": {"gradients_rank": RANK, "gradients_blocks": BLOCKS},
     "powersgd int8": {"gradients": "powersgd", "gradients_rank": 15, "gradients_values": "int8"},
-    "powersgd int4": {"gradients": "powersgd", "gradients_rank": 30, "gradients_values": "int4"}}
+    "powersgd int4": {"gradients": "powersgd", "gradients_rank": 30, "gradients_values": "int4"},
+}
 """Settings by name; the last two take as many bytes as rank 4 in fp32 does."""
 SITES: dict[str, dict[str, Any]] = {
     f"sites, {every}{', mean' if mean else ''}": {"every": every, "precision": "int4"} | mean
-    for mean in ({}, {"lr": 1.0, "momentum": 0.0}) for every in (8, 16)}
-"""Trainings that sum no gradients: settings of the outer step. mean: what sites go on with is their mean."""
-WHOLE, BATCHES = 2, 12
-MEANING = f"{common.RATIO}. arrived: share of the sum of the gradients, by energy; bytes: of whole ones"
+    for mean in ({}, {"lr": 1.0, "momentum": 0.0})
+    for every in (8, 16)
+}
+"""Trainings that sum no gradients: settings of the outer step. mean: what sites go on with is their
+mean."""
+WHOLE = 2
+BATCHES = 12
+MEANING = (
+    f"{common.RATIO}. arrived: share of the sum of the gradients, by energy; bytes: of whole ones"
+)
 TEXTS = (mock, _pydecimal, argparse, doctest, inspect, tarfile, typing)
 """Modules whose source text a small model learns; the first is held out."""
 LOSSES = Shape(2, 128, 4, 64, 1024, 2)
@@ -73,60 +92,93 @@ def settings_of(method: str) -> CompressionConfig:
 
 
 ONE_BUCKET = 1 << 12
-"""MB. The hook sends second factors as first ones arrive, over Gloo not in one order on all ranks: with several buckets
-one takes the other's."""
+"""MB. The hook sends second factors as first ones arrive, over Gloo not in one order on all ranks:
+with several buckets one takes the other's."""
 
 
 def hook_of(model: DistributedDataParallel) -> powerSGD_hook.PowerSGDState:
     """Has DDP's replicas send factors: all but of the first steps, which must be whole."""
     state = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=RANK, start_powerSGD_iter=WHOLE, min_compression_rate=1)
+        None, matrix_approximation_rank=RANK, start_powerSGD_iter=WHOLE, min_compression_rate=1
+    )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return state
 
 
 def measure(shape_name: str, m: int, rounds: int) -> dict[str, Any]:
     """Races the steps. Collectives: called on all ranks."""
-    shape, size = SHAPES[shape_name], dist.get_world_size()
+    shape = SHAPES[shape_name]
+    size = dist.get_world_size()
     config = engine_config(shape, dp=size, num_microbatches=m)
-    ours, grids = {}, {}
-    for name, method in ((OURS, "powersgd"), ("hybridpar, whole", "none"), ("hybridpar, sbpca", "sbpca"),
-                         ("hybridpar, dct", "dct"), ("hybridpar, int8", "int8")):
+    ours = {}
+    grids = {}
+    for name, method in (
+        (OURS, "powersgd"),
+        ("hybridpar, whole", "none"),
+        ("hybridpar, sbpca", "sbpca"),
+        ("hybridpar, dct", "dct"),
+        ("hybridpar, int8", "int8"),
+    ):
         grids[name] = ProcessGrid(dp=size)
         ours[name] = OurStep(replace(config, compression=settings_of(method)), shape, grids[name])
-    whole, theirs = DDPStep(shape, m, "fp32"), DDPStep(shape, m, "fp32", ONE_BUCKET)
+    whole = DDPStep(shape, m, "fp32")
+    theirs = DDPStep(shape, m, "fp32", ONE_BUCKET)
     hook = hook_of(theirs.model)
-    result = race({**ours, "DDP, powerSGD_hook": theirs, "DDP": whole}, rounds, warmup=WHOLE + 1, tolerance=ALIKE)
+    result = race(
+        {**ours, "DDP, powerSGD_hook": theirs, "DDP": whole},
+        rounds,
+        warmup=WHOLE + 1,
+        tolerance=ALIKE,
+    )
     common.check_losses({name: of[:1] for name, of in result.losses.items()}, SAME)
-    found = case(f"{shape_name} dp={size} m={m}", result, size * m * shape.microbatch_tokens, shape=shape_name,
-                 dp=size, num_microbatches=m, threads=1, rank=RANK)
+    found = case(
+        f"{shape_name} dp={size} m={m}",
+        result,
+        size * m * shape.microbatch_tokens,
+        shape=shape_name,
+        dp=size,
+        num_microbatches=m,
+        threads=1,
+        rank=RANK,
+    )
     steps = rounds + WHOLE + 1
     found["bytes_a_step"] = {name: _sent(step.engine) // steps for name, step in ours.items()}
     _, before, after = hook.compression_stats()
-    theirs_sent = {"DDP, powerSGD_hook": after, "DDP": before}  # in elements, of the steps with factors
-    found["bytes_a_step"] |= {name: round(4 * count / (steps - WHOLE)) for name, count in theirs_sent.items()}
+    theirs_sent = {
+        "DDP, powerSGD_hook": after,
+        "DDP": before,
+    }  # in elements, of the steps with factors
+    found["bytes_a_step"] |= {
+        name: round(4 * count / (steps - WHOLE)) for name, count in theirs_sent.items()
+    }
     return found
 
 
 def _sent(engine: Engine) -> int:
     """Bytes that a rank put on the wire; of all-reduces, its gradient once."""
-    traffic, compression = engine.grid.dp.traffic.num_bytes, engine.state.compression
+    traffic = engine.grid.dp.traffic.num_bytes
+    compression = engine.state.compression
     return traffic["all_reduce"] + (0 if compression is None else compression.sent.num_bytes)
 
 
-# -- what arrives ------------------------------------------------------------------------------------------------------
+# -- what arrives
 
 
 def stream(rank: int) -> Iterator[dict[str, Tensor]]:
-    """Gradients of a replica: a slowly turning matrix whose singular values fall as 1 / k, and noise."""
+    """Gradients of a replica: a slowly turning matrix whose singular values fall as 1 / k, and
+    noise."""
     draw = torch.Generator().manual_seed(3)
-    bases = {name: [torch.linalg.qr(torch.randn(n, 64, generator=draw)).Q for n in size]
-             for name, size in SIZES.items()}
+    bases = {
+        name: [torch.linalg.qr(torch.randn(n, 64, generator=draw)).Q for n in size]
+        for name, size in SIZES.items()
+    }
     values = 1 / torch.arange(1, 65)
     own = torch.Generator().manual_seed(rank)
     for _ in range(BATCHES):
-        yield {name: (left * values) @ right.t() + 1e-3 * torch.randn(SIZES[name], generator=own)
-               for name, (left, right) in bases.items()}
+        yield {
+            name: (left * values) @ right.t() + 1e-3 * torch.randn(SIZES[name], generator=own)
+            for name, (left, right) in bases.items()
+        }
         for pair in bases.values():
             for i, basis in enumerate(pair):
                 pair[i] = torch.linalg.qr(basis + 0.01 * torch.randn(basis.shape, generator=draw)).Q
@@ -141,27 +193,39 @@ class Given(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(size)))
 
     def forward(self, gradients: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(p * gradients[name]).sum() for name, p in self.named_parameters()]).sum()
+        return torch.stack(
+            [(p * gradients[name]).sum() for name, p in self.named_parameters()]
+        ).sum()
 
 
 def arrived() -> dict[str, dict[str, float]]:
-    """Share of gradients that has arrived after all batches, and of bytes that were sent, by compressor. Collectives:
-    called on all ranks."""
+    """Share of gradients that has arrived after all batches, and of bytes that were sent, by
+    compressor. Collectives: called on all ranks."""
     grid = ProcessGrid(dp=dist.get_world_size())
     layout = FlatLayout(list(SIZES), list(SIZES.values()), torch.float32)
-    placements = {name: Placement(size, Init("zeros"), matrices=(((0, size[0]),),)) for name, size in SIZES.items()}
+    placements = {
+        name: Placement(size, Init("zeros"), matrices=(((0, size[0]),),))
+        for name, size in SIZES.items()
+    }
     found = {}
     for method in METHODS:
         partition = Partition(layout, {name: Route(grid.dp) for name in SIZES})
         compression = Compression.of(partition, placements, settings_of(method), Memory())
-        reducer, flat = GradientReducer(partition, compression=compression), layout.zeros()
+        reducer = GradientReducer(partition, compression=compression)
+        flat = layout.zeros()
         totals = _totals()
         for batch, gradients in islice(enumerate(stream(grid.dp.rank)), WHOLE, None):
             for name, view in layout.views(flat).items():
                 view.copy_(gradients[name])
             if compression is not None:
-                compression.begin(batch, {name: [Product(torch.eye(len(x)) / BLOCKS, x)] * BLOCKS
-                                          for name, x in gradients.items() if name in compression.factored})
+                compression.begin(
+                    batch,
+                    {
+                        name: [Product(torch.eye(len(x)) / BLOCKS, x)] * BLOCKS
+                        for name, x in gradients.items()
+                        if name in compression.factored
+                    },
+                )
             reducer.arm(flat)
             reducer.flush()
             reducer.wait()
@@ -178,7 +242,11 @@ def arrived() -> dict[str, dict[str, float]]:
         model.zero_grad(set_to_none=True)
         model(gradients).backward()
         if batch >= WHOLE:
-            _note(totals, gradients, {name: p.grad * grid.dp.size for name, p in module.named_parameters()})
+            _note(
+                totals,
+                gradients,
+                {name: p.grad * grid.dp.size for name, p in module.named_parameters()},
+            )
     _, before, after = hook.compression_stats()
     return found | {"powerSGD_hook": _share(totals, after / before)}
 
@@ -187,7 +255,9 @@ def _totals() -> dict[str, list[Tensor]]:
     return {name: [torch.zeros(size), torch.zeros(size)] for name, size in SIZES.items()}
 
 
-def _note(totals: dict[str, list[Tensor]], gradients: dict[str, Tensor], applied: dict[str, Tensor]) -> None:
+def _note(
+    totals: dict[str, list[Tensor]], gradients: dict[str, Tensor], applied: dict[str, Tensor]
+) -> None:
     for name, (given, taken) in totals.items():
         whole = gradients[name].clone()
         dist.all_reduce(whole)
@@ -196,47 +266,86 @@ def _note(totals: dict[str, list[Tensor]], gradients: dict[str, Tensor], applied
 
 
 def _share(totals: dict[str, list[Tensor]], sent: float) -> dict[str, float]:
-    lost, all_ = (sum(float(x.square().sum()) for x in part) for part in (
-        [given - taken for given, taken in totals.values()], [given for given, _ in totals.values()]))
+    lost, all_ = (
+        sum(float(x.square().sum()) for x in part)
+        for part in (
+            [given - taken for given, taken in totals.values()],
+            [given for given, _ in totals.values()],
+        )
+    )
     return {"arrived": round(1 - lost / all_, 5), "bytes": round(sent, 5)}
 
 
-# -- losses ------------------------------------------------------------------------------------------------------------
+# -- losses
 
 
-def losses(schedule: str, method: str, start: int, steps: int, seed: int, folder: str) -> dict[str, Any]:
+def losses(
+    schedule: str, method: str, start: int, steps: int, seed: int, folder: str
+) -> dict[str, Any]:
     """Trains a small GPT. Collectives: called on all ranks."""
-    apart, size = method in SITES, dist.get_world_size()
-    config: Config = from_mapping({
-        "model": {"num_layers": LOSSES.num_layers, "hidden_size": LOSSES.hidden, "num_heads": LOSSES.num_heads,
-                  "seq_length": LOSSES.seq_length, "vocab_size": LOSSES.vocab, "position": "rotary",
-                  "init_std": 0.05},
-        "parallel": {"sites": size, "dp": 1} if apart else {"dp": size},
-        "pipeline": {"schedule": schedule, "num_microbatches": 4},
-        "optim": {"lr": 3e-3, "min_lr": 1e-4, "warmup_steps": 10, "betas": [0.9, 0.95]},
-        "train": {"num_steps": steps, "micro_batch_size": LOSSES.micro_batch, "seed": seed}, "data": {
-            "corpus": [text.__file__ for text in TEXTS[1:]], "valid_corpus": [TEXTS[0].__file__]},
-        "outer": SITES.get(method, {}), "compression": {} if apart else {
-            "gradients": method, "gradients_period": 20, "gradients_start": start} | METHODS[method]})
+    apart = method in SITES
+    size = dist.get_world_size()
+    config: Config = from_mapping(
+        {
+            "model": {
+                "num_layers": LOSSES.num_layers,
+                "hidden_size": LOSSES.hidden,
+                "num_heads": LOSSES.num_heads,
+                "seq_length": LOSSES.seq_length,
+                "vocab_size": LOSSES.vocab,
+                "position": "rotary",
+                "init_std": 0.05,
+            },
+            "parallel": {"sites": size, "dp": 1} if apart else {"dp": size},
+            "pipeline": {"schedule": schedule, "num_microbatches": 4},
+            "optim": {"lr": 3e-3, "min_lr": 1e-4, "warmup_steps": 10, "betas": [0.9, 0.95]},
+            "train": {"num_steps": steps, "micro_batch_size": LOSSES.micro_batch, "seed": seed},
+            "data": {
+                "corpus": [text.__file__ for text in TEXTS[1:]],
+                "valid_corpus": [TEXTS[0].__file__],
+            },
+            "outer": SITES.get(method, {}),
+            "compression": {}
+            if apart
+            else {"gradients": method, "gradients_period": 20, "gradients_start": start}
+            | METHODS[method],
+        }
+    )
     grid = ProcessGrid(sizes_of(config.parallel))
     data = open_data(config.model, config.data, folder, seed=config.train.seed, quiet=True)
     engine = Engine(config, grid, torch.device("cpu"))
-    options = {"micro_batch_size": 2, "num_microbatches": 4, "dp_rank": grid.replica, "dp_size": grid.num_replicas}
+    options = {
+        "micro_batch_size": 2,
+        "num_microbatches": 4,
+        "dp_rank": grid.replica,
+        "dp_size": grid.num_replicas,
+    }
     engine.train(BatchLoader(data.train, **options), steps, lambda step: None)
     held_out = engine.evaluate(BatchLoader(data.valid, **options), 8)
     codec = f"{method} from {start}" if start else method
-    return {"case": f"{schedule} {codec}, {steps} steps, seed {seed}", "valid_loss": round(sum(held_out.values()), 4),
-            "settings": {"shape": "losses", "schedule": schedule, "codec": codec, "seed": seed, "steps": steps},
-            **_shares_sent(engine, steps)}
+    return {
+        "case": f"{schedule} {codec}, {steps} steps, seed {seed}",
+        "valid_loss": round(sum(held_out.values()), 4),
+        "settings": {
+            "shape": "losses",
+            "schedule": schedule,
+            "codec": codec,
+            "seed": seed,
+            "steps": steps,
+        },
+        **_shares_sent(engine, steps),
+    }
 
 
 def _shares_sent(engine: Engine, steps: int) -> dict[str, float]:
     """Elements and bytes that a rank has sent, of those of the gradients of as many steps."""
-    site, compression = engine.grid.site, engine.state.compression
+    site = engine.grid.site
+    compression = engine.state.compression
     elements = num_bytes = 1.0
     if compression is not None:
         sent = compression.sent
-        elements, num_bytes = sent.elements / sent.whole_elements, sent.num_bytes / sent.whole_bytes
+        elements = sent.elements / sent.whole_elements
+        num_bytes = sent.num_bytes / sent.whole_bytes
     elif site.size > 1:
         elements = steps // engine.config.outer.every / steps
         whole = 4 * steps * engine.state.partition.layout.numel
@@ -247,11 +356,20 @@ def _shares_sent(engine: Engine, steps: int) -> dict[str, float]:
 def write_losses(args: argparse.Namespace) -> None:
     """Trains with every method."""
     with tempfile.TemporaryDirectory() as folder:
-        found = common.report("compression_losses", (
-            run_ranks(losses, 2, schedule, method, args.start, args.steps, seed, folder)
-            for seed, schedule, method in product(args.seeds, args.schedules, args.methods)), args, show=print,
-            shapes={"losses": LOSSES}, meaning=(
-                "valid_loss: after the last step; elements, bytes: that a rank sent, of those of whole gradients"))
+        found = common.report(
+            "compression_losses",
+            (
+                run_ranks(losses, 2, schedule, method, args.start, args.steps, seed, folder)
+                for seed, schedule, method in product(args.seeds, args.schedules, args.methods)
+            ),
+            args,
+            show=print,
+            shapes={"losses": LOSSES},
+            meaning=(
+                "valid_loss: after the last step; elements, bytes: that a rank sent, of those of "
+                "whole gradients"
+            ),
+        )
     print(*over_seeds(found), sep="\n")
 
 
@@ -266,20 +384,36 @@ def show(entry: dict[str, Any]) -> None:
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for shape in () if args.no_race else args.shapes:
         yield run_ranks(measure, 2, shape, 2, args.rounds)
-    yield {"case": "arrived", "settings": {"shape": args.shapes[0], "sizes": SIZES, "rank": RANK},
-           "arrived": run_ranks(arrived, 2)}
+    yield {
+        "case": "arrived",
+        "settings": {"shape": args.shapes[0], "sizes": SIZES, "rank": RANK},
+        "arrived": run_ranks(arrived, 2),
+    }
 
 
 def main() -> None:
     parser = common.arguments(__doc__, rounds=7, shapes=["small"])
     parser.add_argument("--no-race", action="store_true", help="leave out what is timed")
-    parser.add_argument("--losses", action="store_true", help="train a small model with every method, and nothing else")
+    parser.add_argument(
+        "--losses",
+        action="store_true",
+        help="train a small model with every method, and nothing else",
+    )
     parser.add_argument("--steps", type=int, default=80, help="of each of these trainings")
-    parser.add_argument("--start", type=int, default=0, help="first batch of these trainings that is compressed")
+    parser.add_argument(
+        "--start", type=int, default=0, help="first batch of these trainings that is compressed"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of these trainings")
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "2bw"], help="of these trainings")
-    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *SITES], default=list(METHODS),
-                        help="of these trainings")
+    parser.add_argument(
+        "--schedules", nargs="+", default=["1f1b", "2bw"], help="of these trainings"
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=[*METHODS, *SITES],
+        default=list(METHODS),
+        help="of these trainings",
+    )
     args = common.parse(parser)
     if args.losses:
         write_losses(args)

@@ -1,8 +1,10 @@
-"""A supervised job of four ranks that is disturbed by faults, one after the other (for benchmarks.recovery).
+"""A supervised job of four ranks that is disturbed by faults, one after the other (for
+benchmarks.recovery).
 
-`DisturbedJob.run` starts `hybridpar train`, waits for the moment of each fault, sends its signal, and notes when the
-fault was noticed, who was blamed, and when and from which step training resumed. Processes of a job are found by an
-environment variable, so a process that is left over is seen whoever its parent is now. Linux only.
+`DisturbedJob.run` starts `hybridpar train`, waits for the moment of each fault, sends its signal,
+and notes when the fault was noticed, who was blamed, and when and from which step training resumed.
+Processes of a job are found by an environment variable, so a process that is left over is seen
+whoever its parent is now. Linux only.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ MAX_REPAIRS = 5
 MARK = "HYBRIDPAR_RECOVERY_JOB"
 """The environment variable whose value all processes of a job have."""
 INJECTED = "injected"
-IMPORTS, SETUP, STEP, SAVE = "imports", "set-up", "a step", "a save"
+IMPORTS = "imports"
+SETUP = "set-up"
+STEP = "a step"
+SAVE = "a save"
 STARTS = (IMPORTS, SETUP)
 TERMINATED = 128 + signal.SIGTERM
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
@@ -64,9 +69,9 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.S
 class Kind:
     """A kind of fault.
 
-    signal: A key of SIGNALS, or what `--inject` calls the fault. target: "rank", "supervisor", "supervisor of a stopped
-    rank", or INJECTED. moment: When the fault comes. failure: The supervisor's word for the failure; empty if the
-    supervisor reports none.
+    signal: A key of SIGNALS, or what `--inject` calls the fault. target: "rank", "supervisor",
+    "supervisor of a stopped rank", or INJECTED. moment: When the fault comes. failure: The
+    supervisor's word for the failure; empty if the supervisor reports none.
     """
 
     signal: str
@@ -98,7 +103,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one job: a signal `delay_s` after its moment at `step`, or the `text` of an injected fault."""
+    """A fault of one job: a signal `delay_s` after its moment at `step`, or the `text` of an
+    injected fault."""
 
     kind: Kind
     rank: int
@@ -134,7 +140,7 @@ class DisturbedJob:
         self._repairs = 0
         self._over = threading.Event()
 
-    # -- running -----------------------------------------------------------------------------------------------------
+    # -- running
 
     def run(self) -> None:
         """Run the job with its faults to its end. Afterwards no process of the job is left."""
@@ -144,7 +150,9 @@ class DisturbedJob:
             self._start()
             for fault, following in zip_longest(self.drawn, self.drawn[1:]):
                 self._suffer(fault, following)
-            self._until(lambda: self._process.poll() is not None, END_S, "the end of the job", may_end=True)
+            self._until(
+                lambda: self._process.poll() is not None, END_S, "the end of the job", may_end=True
+            )
             if self._process.returncode:
                 self.wrong.append(f"exit code {self._process.returncode}")
             self._take_failures(self.wrong, expected=0)
@@ -158,12 +166,27 @@ class DisturbedJob:
 
     def _start(self) -> None:
         texts = [fault.text for fault in self.drawn if fault.kind.target == INJECTED]
-        command = [sys.executable, "-m", "hybridpar", "train", str(self.config_path), "--ranks", str(RANKS),
-                   "--run.name", self.folder.name]
+        command = [
+            sys.executable,
+            "-m",
+            "hybridpar",
+            "train",
+            str(self.config_path),
+            "--ranks",
+            str(RANKS),
+            "--run.name",
+            self.folder.name,
+        ]
         if texts:
             command += ["--inject", *texts]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                         stderr=subprocess.PIPE, text=True, env=os.environ | {MARK: self._token})
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {MARK: self._token},
+        )
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
 
     def _read(self, process: subprocess.Popen[str]) -> None:
@@ -184,7 +207,11 @@ class DisturbedJob:
             if fault.kind.ends_supervisor:
                 self._await_nobody(entry["wrong"], entry)
                 code = self._process.returncode
-                if fault.kind.target == "supervisor" and fault.kind.signal == "terminate" and code != TERMINATED:
+                if (
+                    fault.kind.target == "supervisor"
+                    and fault.kind.signal == "terminate"
+                    and code != TERMINATED
+                ):
                     entry["wrong"].append(f"exit code {code}")
                 self._take_failures(entry["wrong"], expected=None)
                 self._start()
@@ -202,7 +229,9 @@ class DisturbedJob:
             self._start()
         print(f"{self.folder.name}: {json.dumps(entry)}", flush=True)
 
-    def _until(self, condition: Callable[[], T], limit_s: float, what: str, may_end: bool = False) -> T:
+    def _until(
+        self, condition: Callable[[], T], limit_s: float, what: str, may_end: bool = False
+    ) -> T:
         """Wait for a condition and return its value.
 
         Raises: StuckError after `limit_s`, or if the supervisor ends before and may not.
@@ -213,12 +242,15 @@ class DisturbedJob:
             if found := condition():
                 return found
             if has_ended and not may_end:
-                raise StuckError(f"waited for {what}; the command ended with exit code {self._process.returncode}")
+                raise StuckError(
+                    f"waited for {what}; the command ended with exit code "
+                    f"{self._process.returncode}"
+                )
             if time.monotonic() > end:
                 raise StuckError(f"waited for {what}; not within {limit_s:g} s")
             time.sleep(POLL_S)
 
-    # -- moments and faults ------------------------------------------------------------------------------------------
+    # -- moments and faults
 
     def _await_moment(self, fault: Fault) -> None:
         before = half_written(self._checkpoints)
@@ -231,7 +263,10 @@ class DisturbedJob:
             if record is None or fault.kind.moment == SETUP:
                 return record is not None
             if fault.kind.moment == SAVE:
-                return any(int(name[6:-5]) >= fault.step for name, _ in half_written(self._checkpoints) - before)
+                return any(
+                    int(name[6:-5]) >= fault.step
+                    for name, _ in half_written(self._checkpoints) - before
+                )
             return record.step >= fault.step
 
         self._until(has_come, AGAIN_S, "the moment of the fault")
@@ -287,19 +322,25 @@ class DisturbedJob:
 
         found = self._until(mark, AGAIN_S, "an injected fault")
         assert found is not None
-        entry |= {"time": found["time"], "done": found["done"], "saved": max(found["saved"], default=0)}
+        entry |= {
+            "time": found["time"],
+            "done": found["done"],
+            "saved": max(found["saved"], default=0),
+        }
         faults = self.config.faults
         longest = max(faults.timeout_s, faults.save_timeout_s)
         entry["limit_s"] = 0.0 if fault.kind.signal == "kill" else longest
         if fault.kind.ends_ranks:
             self._old |= set(ranks.values())
 
-    # -- what comes of a fault ---------------------------------------------------------------------------------------
+    # -- what comes of a fault
 
     def _await_failure(self, fault: Fault, entry: dict[str, Any]) -> None:
         limit_s = entry["limit_s"] + SLACK_S
         try:
-            failure = self._until(lambda: self._failures()[self._seen_failures:], limit_s, "its failure")[0]
+            failure = self._until(
+                lambda: self._failures()[self._seen_failures :], limit_s, "its failure"
+            )[0]
         except StuckError:
             if fault.kind.signal != "stop":
                 raise
@@ -319,7 +360,8 @@ class DisturbedJob:
             entry["wrong"].append(f"rank {failure['rank']} is blamed: {failure['text']}")
 
     def _await_nobody(self, wrong: list[str], entry: dict[str, Any] | None = None) -> None:
-        """Wait until no process of the job is left. Those that outlive the limit are counted and killed."""
+        """Wait until no process of the job is left. Those that outlive the limit are counted and
+        killed."""
         limit_s = self.config.faults.timeout_s + GRACE_S
         began = time.time() if entry is None else entry["time"]
         end = began + limit_s
@@ -343,7 +385,11 @@ class DisturbedJob:
         def trains() -> bool:
             records = [self._record(rank, self._new_ranks()) for rank in range(RANKS)]
             phases = {record.phase for record in records if record is not None}
-            is_training = None not in records and phases <= {"training", flight.EVALUATING, "saving"}
+            is_training = None not in records and phases <= {
+                "training",
+                flight.EVALUATING,
+                "saving",
+            }
             return is_training or (mark is not None and mark.exists())
 
         self._until(trains, AGAIN_S, "training")
@@ -359,17 +405,22 @@ class DisturbedJob:
         entry["lost_steps"] = max(0, entry["done"] - resumed)
         if resumed < entry["saved"]:
             entry["wrong"].append(f"went on after step {resumed}, {entry['saved']} was saved")
-        if entry["lost_steps"] > 2 * STRETCH:  # a save may have been under way, or the last one was made to fail
+        if (
+            entry["lost_steps"] > 2 * STRETCH
+        ):  # a save may have been under way, or the last one was made to fail
             entry["wrong"].append(f"{entry['lost_steps']} steps lost")
 
     def _take_failures(self, wrong: list[str], expected: int | None) -> None:
-        """Take what the supervisor has reported beyond the failures that were expected (None: any)."""
-        failures = self._failures()[self._seen_failures:]
+        """Take what the supervisor has reported beyond the failures that were expected (None:
+        any)."""
+        failures = self._failures()[self._seen_failures :]
         self._seen_failures += len(failures)
         if expected is not None:
-            wrong += [f"a failure that no fault has caused: {failure['text']}" for failure in failures]
+            wrong += [
+                f"a failure that no fault has caused: {failure['text']}" for failure in failures
+            ]
 
-    # -- the state of the job ----------------------------------------------------------------------------------------
+    # -- the state of the job
 
     @property
     def _checkpoints(self) -> Path:
@@ -412,7 +463,11 @@ class DisturbedJob:
     def _record(self, rank: int, ranks: dict[int, int]) -> flight.Record | None:
         """The flight record of a rank's process; None before there is one."""
         record = flight.read(flight_path(self.folder, rank))
-        return record if record is not None and record.who.get("pid") == ranks.get(rank, math.nan) else None
+        return (
+            record
+            if record is not None and record.who.get("pid") == ranks.get(rank, math.nan)
+            else None
+        )
 
     def _kill_all(self) -> None:
         while left := self._processes():
@@ -422,7 +477,7 @@ class DisturbedJob:
             time.sleep(POLL_S)
         self._process.wait()
 
-    # -- what it has written -----------------------------------------------------------------------------------------
+    # -- what it has written
 
     def _look(self) -> None:
         while not self._over.wait(0.05):
@@ -444,7 +499,11 @@ class DisturbedJob:
     def steps(self) -> list[tuple[Any, ...]]:
         """What each step came to."""
         rows = read_metrics(self.folder / "metrics.jsonl")
-        return [(row["step"], row["loss"], row["grad_norm"], row.get("skipped")) for row in rows if "loss" in row]
+        return [
+            (row["step"], row["loss"], row["grad_norm"], row.get("skipped"))
+            for row in rows
+            if "loss" in row
+        ]
 
     def validations(self) -> list[tuple[int, float]]:
         """The steps and losses of all evaluations."""
@@ -479,7 +538,8 @@ def _describe(pid: int) -> str:
 
 
 def _suspects(text: str) -> set[str]:
-    """The ranks at both ends of a link that is blamed, or those in a circle, where the link is one of two suspects."""
+    """The ranks at both ends of a link that is blamed, or those in a circle, where the link is one
+    of two suspects."""
     link = re.match(r"the link between rank (\d+) and rank (\d+)", text)
     if link is not None:
         return set(link.groups())

@@ -1,13 +1,14 @@
-"""Claim: without a fit `hybridpar plan` predicts steps on machines elsewhere within 15 %, on our own H200 within 10 %.
+"""Claim: without a fit `hybridpar plan` predicts steps on machines elsewhere within 15 %, on our
+own H200 within 10 %.
 
     python -m benchmarks.estimates
 
-Nothing is measured here. Our H200: the tokens a second of benchmarks/results/gpu_single*.json. Megatron-LM's table of
-GPT models from 1.7 to 145.6 billion parameters on 32 to 1,536 A100 (arXiv 2104.04473, table 1): layers, hidden sizes,
-degrees, batches and TFLOP/s of a GPU, from memory; its micro-batches are not stated, so the best of 1, 2, 4 and 8
-counts, and all are in the file. Kernels are those of each framework, hardware that of the tables in
-planner/hardware.py. Of the H200 the rates of a large product, of attention at 1.3B and of AdamW were measured; 345M is
-another shape.
+Nothing is measured here. Our H200: the tokens a second of benchmarks/results/gpu_single*.json.
+Megatron-LM's table of GPT models from 1.7 to 145.6 billion parameters on 32 to 1,536 A100 (arXiv
+2104.04473, table 1): layers, hidden sizes, degrees, batches and TFLOP/s of a GPU, from memory; its
+micro-batches are not stated, so the best of 1, 2, 4 and 8 counts, and all are in the file. Kernels
+are those of each framework, hardware that of the tables in planner/hardware.py. Of the H200 the
+rates of a large product, of attention at 1.3B and of AdamW were measured; 345M is another shape.
 """
 
 from __future__ import annotations
@@ -47,37 +48,82 @@ def step_time(config: Config, cluster: Cluster, kernels: Kernels) -> float:
 def ours(name: str) -> dict[str, Any]:
     """Tokens a second of one H200 that trains a published shape, predicted and measured."""
     case = json.loads((RESULTS / MEASURED[name]).read_text())["cases"][0]
-    shape, link = SHAPES[name], find_link("nvlink4")
-    model = ModelConfig(num_layers=shape.num_layers, hidden_size=shape.hidden, num_heads=shape.num_heads,
-                        seq_length=shape.seq_length, vocab_size=shape.vocab)
-    config = Config(model=model, parallel=ParallelConfig(dp=1), pipeline=PipelineConfig("1f1b", num_microbatches=1),
-                    train=TrainConfig(dtype="bf16", micro_batch_size=shape.micro_batch, device="cuda"))
+    shape = SHAPES[name]
+    link = find_link("nvlink4")
+    model = ModelConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        num_heads=shape.num_heads,
+        seq_length=shape.seq_length,
+        vocab_size=shape.vocab,
+    )
+    config = Config(
+        model=model,
+        parallel=ParallelConfig(dp=1),
+        pipeline=PipelineConfig("1f1b", num_microbatches=1),
+        train=TrainConfig(dtype="bf16", micro_batch_size=shape.micro_batch, device="cuda"),
+    )
     step = step_time(config, Cluster(find_device("h200-141gb"), 1, 1, link, link), OURS)
     measured = case["tokens_per_s"]["hybridpar"]
-    return {"case": f"H200, {name}", "unit": "tokens/s", "predicted": round(config.batch_tokens / step),
-            "measured": measured, "error": round(config.batch_tokens / step / measured - 1, 4)}
+    return {
+        "case": f"H200, {name}",
+        "unit": "tokens/s",
+        "predicted": round(config.batch_tokens / step),
+        "measured": measured,
+        "error": round(config.batch_tokens / step / measured - 1, 4),
+    }
 
 
 def megatron(row: tuple[float, ...]) -> dict[str, Any]:
-    """TFLOP/s of a GPU that Megatron-LM's table says, and ours: recomputation counts, as it does there."""
+    """TFLOP/s of a GPU that Megatron-LM's table says, and ours: recomputation counts, as it does
+    there."""
     size, heads, hidden, layers, tp, pp, gpus, batch, measured = row
-    heads, hidden, layers, tp, pp, gpus, batch = map(int, (heads, hidden, layers, tp, pp, gpus, batch))
-    model = ModelConfig(num_layers=layers, hidden_size=hidden, num_heads=heads, seq_length=2048, vocab_size=51200,
-                        dropout=0.1, attention_dropout=0.1)
+    heads, hidden, layers, tp, pp, gpus, batch = map(
+        int, (heads, hidden, layers, tp, pp, gpus, batch)
+    )
+    model = ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        seq_length=2048,
+        vocab_size=51200,
+        dropout=0.1,
+        attention_dropout=0.1,
+    )
     dp = gpus // (tp * pp)
-    cluster = Cluster(find_device("a100-80gb"), 8, gpus // 8, find_link("nvlink3"), find_link("infiniband-hdr"), 8)
-    flops = 96 * batch * 2048 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
+    cluster = Cluster(
+        find_device("a100-80gb"), 8, gpus // 8, find_link("nvlink3"), find_link("infiniband-hdr"), 8
+    )
+    flops = (
+        96
+        * batch
+        * 2048
+        * layers
+        * hidden**2
+        * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden))
+    )
     found = {}
     for b in MICRO_BATCHES:
         if batch % (dp * b) == 0:
-            config = Config(model=model, parallel=ParallelConfig(tp=tp, pp=pp, dp=dp),
-                            pipeline=PipelineConfig("1f1b", num_microbatches=batch // (dp * b), recompute="all"),
-                            train=TrainConfig(dtype="fp16", micro_batch_size=b, device="cuda"))
+            config = Config(
+                model=model,
+                parallel=ParallelConfig(tp=tp, pp=pp, dp=dp),
+                pipeline=PipelineConfig(
+                    "1f1b", num_microbatches=batch // (dp * b), recompute="all"
+                ),
+                train=TrainConfig(dtype="fp16", micro_batch_size=b, device="cuda"),
+            )
             found[b] = flops / step_time(config, cluster, MEGATRON_2020) / gpus / 1e12
     best = max(found, key=lambda b: found[b])
-    return {"case": f"Megatron-LM, {size:g}B, {gpus} A100", "unit": "TFLOP/s of a GPU", "micro_batch": best,
-            "predicted": round(found[best], 1), "measured": measured, "error": round(found[best] / measured - 1, 4),
-            "by_micro_batch": {str(b): round(value, 1) for b, value in found.items()}}
+    return {
+        "case": f"Megatron-LM, {size:g}B, {gpus} A100",
+        "unit": "TFLOP/s of a GPU",
+        "micro_batch": best,
+        "predicted": round(found[best], 1),
+        "measured": measured,
+        "error": round(found[best] / measured - 1, 4),
+        "by_micro_batch": {str(b): round(value, 1) for b, value in found.items()},
+    }
 
 
 def main() -> None:
@@ -85,10 +131,16 @@ def main() -> None:
     parser.add_argument("--out", default=str(RESULTS), help="folder of the result file")
     args = parser.parse_args()
     print("| case | | predicted | measured | error |\n|---|---|---|---|---|")
-    report("estimates", chain(map(ours, MEASURED), map(megatron, MEGATRON)), args,
-           meaning="predicted and published speeds", show=lambda case: print(
-               f"| {case['case']} | {case['unit']} | {case['predicted']:,} | {case['measured']:,} | "
-               f"{100 * case['error']:+.1f}% |"))
+    report(
+        "estimates",
+        chain(map(ours, MEASURED), map(megatron, MEGATRON)),
+        args,
+        meaning="predicted and published speeds",
+        show=lambda case: print(
+            f"| {case['case']} | {case['unit']} | {case['predicted']:,} | {case['measured']:,} | "
+            f"{100 * case['error']:+.1f}% |"
+        ),
+    )
 
 
 if __name__ == "__main__":

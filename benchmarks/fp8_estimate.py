@@ -1,10 +1,12 @@
-"""Estimates what train.fp8 saves and costs at 1.3B on an H200. An estimate from arithmetic, not a measurement.
+"""Estimates what train.fp8 saves and costs at 1.3B on an H200. An estimate from arithmetic, not a
+measurement.
 
     python -m benchmarks.fp8_estimate
 
-The time of a bf16 step and of its matrix products is measured (results/gpu_single_1.3B.json). The rest is arithmetic:
-the bytes that quantization moves, over the bandwidth that comparable kernels of the same step reach, and the work of
-the products that become fp8 (forward and input gradient of hidden matrices), over published rates of fp8 products.
+The time of a bf16 step and of its matrix products is measured (results/gpu_single_1.3B.json). The
+rest is arithmetic: the bytes that quantization moves, over the bandwidth that comparable kernels of
+the same step reach, and the work of the products that become fp8 (forward and input gradient of
+hidden matrices), over published rates of fp8 products.
 
 Published rates of products with a scale for each row, against bf16 in the same measurement:
 
@@ -13,9 +15,10 @@ Published rates of products with a scale for each row, against bf16 in the same 
     PyTorch's row-wise against tensor-wise (issue 147971)        0.90 to 1.00 for most shapes, down to 0.50
     TileLang, H800, without scales (its benchmark's README)      1343 TFLOP/s at K = 2048, 1507 at K = 8192
 
-`cautious` takes 1.5 for all products but the attention output's, the smallest, for which it takes 1.25. `low` takes
-1.25 for all, `likely` 1.6 and 1.4. A measured training run with row-wise scales gained less: torchao reports 1.10 for
-Llama-3 8B on H100, and there the gradient of the weights was in fp8, too.
+`cautious` takes 1.5 for all products but the attention output's, the smallest, for which it takes
+1.25. `low` takes 1.25 for all, `likely` 1.6 and 1.4. A measured training run with row-wise scales
+gained less: torchao reports 1.10 for Llama-3 8B on H100, and there the gradient of the weights was
+in fp8, too.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ RESULT = Path(__file__).parent / "results" / "gpu_single_1.3B.json"
 MATRICES = {"qkv": (3, 1), "out": (1, 1), "up": (4, 1), "down": (1, 4)}
 """Rows and columns of a layer's hidden matrices. Units: hidden sizes."""
 BANDWIDTH = 3.6e12
-"""Bytes a second of a quantization kernel: 0.84 of the measured 4.3e12 of a copy. In the same step gelu moves 4.1e12,
-its backward 3.9e12."""
+"""Bytes a second of a quantization kernel: 0.84 of the measured 4.3e12 of a copy. In the same step
+gelu moves 4.1e12, its backward 3.9e12."""
 ACTIVATION_BYTES = 2 + 1
 WEIGHT_BYTES = 2 + 2 + 1 + 1
 """Bytes of each element that quantization reads and writes."""
@@ -59,20 +62,31 @@ class Estimate:
     @property
     def speed(self) -> float:
         """Tokens per second, as a multiple of bf16's."""
-        return self.bf16 / (self.bf16 - self.saved + self.activations + self.weights + self.launches)
+        return self.bf16 / (
+            self.bf16 - self.saved + self.activations + self.weights + self.launches
+        )
 
 
 def main() -> None:
     """Print the table of estimates."""
     result = json.loads(RESULT.read_text())
-    print("ESTIMATE of train.fp8 at 1.3B on an H200, in milliseconds a micro-batch. Nothing here was measured in fp8.")
-    print(f"{'fp8 rate':10} {'micro-batches':>13} {'bf16':>7} {'saved':>6} {'quantize x, dy':>14} {'W':>5} "
-          f"{'launches':>8} {'speed':>6}")
+    print(
+        "ESTIMATE of train.fp8 at 1.3B on an H200, in milliseconds a micro-batch. Nothing here was "
+        "measured in fp8."
+    )
+    print(
+        f"{'fp8 rate':10} {'micro-batches':>13} {'bf16':>7} {'saved':>6} {'quantize x, dy':>14} "
+        f"{'W':>5} "
+        f"{'launches':>8} {'speed':>6}"
+    )
     for name in RATES:
         for micro_batches in MICRO_BATCHES:
             e = estimate(result, name, micro_batches)
-            print(f"{name:10} {micro_batches:13} {e.bf16:7.1f} {e.saved:6.1f} {e.activations:14.1f} {e.weights:5.1f} "
-                  f"{e.launches:8.1f} {e.speed:6.3f}")
+            print(
+                f"{name:10} {micro_batches:13} {e.bf16:7.1f} {e.saved:6.1f} {e.activations:14.1f} "
+                f"{e.weights:5.1f} "
+                f"{e.launches:8.1f} {e.speed:6.3f}"
+            )
 
 
 def estimate(result: dict[str, Any], name: str, micro_batches: int) -> Estimate:
@@ -102,9 +116,14 @@ def estimate(result: dict[str, Any], name: str, micro_batches: int) -> Estimate:
     elements = tokens * layers * hidden * sum(rows + cols for rows, cols in MATRICES.values())
     launches = layers * len(MATRICES) * (2 + 2 / micro_batches)
     return Estimate(
-        name, micro_batches, profile["kernels_ms"] - update + update / micro_batches, saved,
-        1e3 * elements * ACTIVATION_BYTES / BANDWIDTH, 1e3 * parameters * WEIGHT_BYTES / BANDWIDTH / micro_batches,
-        1e3 * launches * LAUNCH_GAP)
+        name,
+        micro_batches,
+        profile["kernels_ms"] - update + update / micro_batches,
+        saved,
+        1e3 * elements * ACTIVATION_BYTES / BANDWIDTH,
+        1e3 * parameters * WEIGHT_BYTES / BANDWIDTH / micro_batches,
+        1e3 * launches * LAUNCH_GAP,
+    )
 
 
 if __name__ == "__main__":

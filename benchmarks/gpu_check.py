@@ -1,19 +1,23 @@
-"""Run the checks that need a GPU, within the minutes that one is at hand. `scripts/gpu_check.sh` starts this.
+"""Run the checks that need a GPU, within the minutes that one is at hand. `scripts/gpu_check.sh`
+starts this.
 
-A check is a list of steps. Each step is a process with a limit, so a step that fails or hangs costs the others nothing.
-Steps come in groups, which run one after another. A group has a limit, too: it ends, at the latest, when the limits of
-all groups up to it have passed. What one group leaves of its time is the next one's. Only tests run beside each other;
-a step that measures time runs alone.
+A check is a list of steps. Each step is a process with a limit, so a step that fails or hangs costs
+the others nothing. Steps come in groups, which run one after another. A group has a limit, too: it
+ends, at the latest, when the limits of all groups up to it have passed. What one group leaves of
+its time is the next one's. Only tests run beside each other; a step that measures time runs alone.
 
-    FOLDER/gpu_check_1.log            everything that the steps printed, each line behind the name of its step
-    FOLDER/gpu_check_1_h100.json      the report: GPU, versions, commit, backends of each operator, outcome of each step
+    FOLDER/gpu_check_1.log            everything that the steps printed, each line behind the name
+                                      of its step
+    FOLDER/gpu_check_1_h100.json      the report: GPU, versions, commit, backends of each operator,
+                                      outcome of each step
     FOLDER/gpu_single_.._h100.json    a result of benchmarks.single or benchmarks.gpu_ops
 
-This module imports neither torch nor hybridpar: the report must be on disk before the next step begins, at no cost.
-What needs torch is `benchmarks.gpu_environment`, which runs as the first step.
+This module imports neither torch nor hybridpar: the report must be on disk before the next step
+begins, at no cost. What needs torch is `benchmarks.gpu_environment`, which runs as the first step.
 
-Without a GPU this is a rehearsal: every step runs with the same options on tiny models, tests of NCCL run over Gloo,
-and tests that need a GPU are collected. A selection of tests that is empty is an error in both cases.
+Without a GPU this is a rehearsal: every step runs with the same options on tiny models, tests of
+NCCL run over Gloo, and tests that need a GPU are collected. A selection of tests that is empty is
+an error in both cases.
 """
 
 from __future__ import annotations
@@ -67,7 +71,8 @@ class Context:
         out: Folder of the results.
         python: The interpreter.
         cores: Number of cores that this process may use.
-        plugins: Optional plugins of pytest that are installed, by module: "xdist", "pytest_timeout".
+        plugins: Optional plugins of pytest that are installed, by module: "xdist",
+            "pytest_timeout".
         environment_file: Where the first step writes what it found.
     """
 
@@ -94,7 +99,8 @@ class Step:
         commands: Returns the commands of the step, run in order until one fails.
         result: Name of the result file, without the card and ".json". Empty if there is none.
         writes_table: Whether the step also writes measured.json.
-        runs_tests: Whether the commands are pytest's. If so, at least one test must pass or be collected.
+        runs_tests: Whether the commands are pytest's. If so, at least one test must pass or be
+            collected.
         needs: A program without which the step is left out on a GPU.
         environment: Additional environment variables.
     """
@@ -126,11 +132,12 @@ class Group:
     is_parallel: bool = False
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
+# -- commands
 
 
 def environment_step() -> Step:
-    """Create the step that describes GPU, versions and backends, and stops the check where something is missing."""
+    """Create the step that describes GPU, versions and backends, and stops the check where
+    something is missing."""
 
     def commands(context: Context) -> list[Command]:
         return [[context.python, "-m", "benchmarks.gpu_environment", str(context.environment_file)]]
@@ -138,20 +145,53 @@ def environment_step() -> Step:
     return Step("environment", 60, commands)
 
 
-def training(name: str, limit: int, result: str, shape: str, rounds: int, *options: str, peer: str = "none") -> Step:
-    """Create a step that measures training steps of one shape in bf16, of ours alone or beside one peer."""
+def training(
+    name: str, limit: int, result: str, shape: str, rounds: int, *options: str, peer: str = "none"
+) -> Step:
+    """Create a step that measures training steps of one shape in bf16, of ours alone or beside one
+    peer."""
 
     def commands(context: Context) -> list[Command]:
         measured_shape = TINY_SHAPES.get(shape, "tiny") if context.is_rehearsal else shape
-        return [[context.python, "-m", "benchmarks.single", "--device", context.device, "--shapes", measured_shape,
-                 "--dtypes", "bf16", "--threads", "1", "--rounds", str(rounds), "--compile", "--profile",
-                 "--peers", peer, "--name", f"{result}_{context.card}", "--out", str(context.out), *options]]
+        return [
+            [
+                context.python,
+                "-m",
+                "benchmarks.single",
+                "--device",
+                context.device,
+                "--shapes",
+                measured_shape,
+                "--dtypes",
+                "bf16",
+                "--threads",
+                "1",
+                "--rounds",
+                str(rounds),
+                "--compile",
+                "--profile",
+                "--peers",
+                peer,
+                "--name",
+                f"{result}_{context.card}",
+                "--out",
+                str(context.out),
+                *options,
+            ]
+        ]
 
     return Step(name, limit, commands, result)
 
 
-def operators(name: str, limit: int, result: str, rounds: int, sizes: Sequence[str], *options: str,
-              writes_table: bool = False) -> Step:
+def operators(
+    name: str,
+    limit: int,
+    result: str,
+    rounds: int,
+    sizes: Sequence[str],
+    *options: str,
+    writes_table: bool = False,
+) -> Step:
     """Create a step that measures operators in bf16 at some sizes.
 
     `writes_table`: also write the table that `auto` goes by, as measured.json beside the results.
@@ -160,15 +200,42 @@ def operators(name: str, limit: int, result: str, rounds: int, sizes: Sequence[s
     def commands(context: Context) -> list[Command]:
         table = ["--table", str(context.out / "measured.json")] if writes_table else []
         measured_sizes = ["tiny"] if context.is_rehearsal else sizes
-        return [[context.python, "-m", "benchmarks.gpu_ops", "--device", context.device, "--sizes", *measured_sizes,
-                 "--dtypes", "bf16", "--rounds", str(rounds), "--name", f"{result}_{context.card}",
-                 "--out", str(context.out), *table, *options]]
+        return [
+            [
+                context.python,
+                "-m",
+                "benchmarks.gpu_ops",
+                "--device",
+                context.device,
+                "--sizes",
+                *measured_sizes,
+                "--dtypes",
+                "bf16",
+                "--rounds",
+                str(rounds),
+                "--name",
+                f"{result}_{context.card}",
+                "--out",
+                str(context.out),
+                *table,
+                *options,
+            ]
+        ]
 
     return Step(name, limit, commands, result, writes_table)
 
 
-def gpu_tests(name: str, limit: int, files: Callable[[], list[str]], *, keyword: str = "", workers: int = 1,
-              test_limit: int = 100, has_cpu_tests: bool = False, tool: str = "") -> Step:
+def gpu_tests(
+    name: str,
+    limit: int,
+    files: Callable[[], list[str]],
+    *,
+    keyword: str = "",
+    workers: int = 1,
+    test_limit: int = 100,
+    has_cpu_tests: bool = False,
+    tool: str = "",
+) -> Step:
     """Create a step that runs tests marked `gpu`.
 
     A rehearsal collects these tests. If the same files have tests over Gloo, it also runs those.
@@ -179,7 +246,8 @@ def gpu_tests(name: str, limit: int, files: Callable[[], list[str]], *, keyword:
         files: Returns the test files, relative to the root.
         keyword: A pytest -k expression.
         workers: Number of pytest-xdist workers, if that is installed.
-        test_limit: Most seconds of one test that has no limit in its file, if pytest-timeout is installed.
+        test_limit: Most seconds of one test that has no limit in its file, if pytest-timeout is
+            installed.
         has_cpu_tests: Whether the files' other tests do the same on CPUs.
         tool: A tool of compute-sanitizer that watches the tests.
     """
@@ -189,11 +257,25 @@ def gpu_tests(name: str, limit: int, files: Callable[[], list[str]], *, keyword:
         if keyword:
             selected += ["-k", keyword]
         if "pytest_timeout" in context.plugins:
-            selected += ["--timeout", str(test_limit * (CPU_SLOWDOWN if context.is_rehearsal else 1))]
+            selected += [
+                "--timeout",
+                str(test_limit * (CPU_SLOWDOWN if context.is_rehearsal else 1)),
+            ]
         if context.is_rehearsal:
             found = [[context.python, "-m", "pytest", "-m", "gpu", "--collect-only", *selected]]
             if has_cpu_tests:
-                found.append([context.python, "-m", "pytest", "-vv", "--tb=short", "-m", "not gpu", *selected])
+                found.append(
+                    [
+                        context.python,
+                        "-m",
+                        "pytest",
+                        "-vv",
+                        "--tb=short",
+                        "-m",
+                        "not gpu",
+                        *selected,
+                    ]
+                )
             return found
         options = ["-vv", "--tb=short", "-m", "gpu"]
         number = min(workers, context.cores)
@@ -203,11 +285,17 @@ def gpu_tests(name: str, limit: int, files: Callable[[], list[str]], *, keyword:
         return [[*sanitizer, context.python, "-m", "pytest", *options, *selected]]
 
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool else {}
-    return Step(name, limit, commands, runs_tests=True, needs="compute-sanitizer" if tool else "",
-                environment=environment)
+    return Step(
+        name,
+        limit,
+        commands,
+        runs_tests=True,
+        needs="compute-sanitizer" if tool else "",
+        environment=environment,
+    )
 
 
-# -- selections of tests -----------------------------------------------------------------------------------------------
+# -- selections of tests
 
 
 def test_files(*folders: str) -> list[str]:
@@ -231,7 +319,8 @@ def run_files() -> list[str]:
 
 
 def starts_nccl(path: str) -> bool:
-    """Return whether a test file starts ranks that talk over NCCL, beside which nothing else may run."""
+    """Return whether a test file starts ranks that talk over NCCL, beside which nothing else may
+    run."""
     return 'backend="nccl"' in (ROOT / path).read_text()
 
 
@@ -253,7 +342,10 @@ def operator_files() -> list[str]:
 
 def sanitized_files() -> list[str]:
     """Return the files whose operators compute-sanitizer watches."""
-    return [f"tests/ops/test_{name}.py" for name in ("sparse", "largest", "quantize", "embedding", "fp8", "backends")]
+    return [
+        f"tests/ops/test_{name}.py"
+        for name in ("sparse", "largest", "quantize", "embedding", "fp8", "backends")
+    ]
 
 
 SANITIZED = (
@@ -264,7 +356,8 @@ SANITIZED = (
     " or 4x2050 and bfloat16"
     " or test_fp8 and (300 or 2064 or 272)"
     " or against_float64 and bfloat16 and not no-bias"
-    " and (3x7x41 or 5x6 or 5x7 and causal-padded-dropout or 300x33-dropout or 5x8-3-groups-rotary))"
+    " and (3x7x41 or 5x6 or 5x7 and causal-padded-dropout or 300x33-dropout or "
+    "5x8-3-groups-rotary))"
 )
 """Every operator once, at a few small shapes. compute-sanitizer takes minutes for all of them."""
 
@@ -273,62 +366,95 @@ HEAD_DIMENSIONS = ("d72", "d80", "d96", "d64-grouped", "d128-grouped", "d64", "d
 
 GROUPS: tuple[Group, ...] = (
     Group(1, 40, (environment_step(),)),
-    Group(1, 25, (
-        training("smoke", 60, "gpu_smoke", "345M", 3, *DROPOUT, "--graphs"),
-    )),
+    Group(1, 25, (training("smoke", 60, "gpu_smoke", "345M", 3, *DROPOUT, "--graphs"),)),
     # A step may take more than its share if those before it took less.
-    Group(1, 100, (
-        training("1.3B-dropout", 45, "gpu_single_1.3B_dropout", "1.3B", 7, *DROPOUT),
-        training("1.3B", 40, "gpu_single_1.3B", "1.3B", 7),
-        training("345M-dropout", 35, "gpu_single_345M_dropout", "345M", 7, *DROPOUT),
-        training("1.3B-16", 50, "gpu_single_1.3B_16", "1.3B", 3, "--microbatches", "16"),
-        training("fp8", 45, "gpu_single_1.3B_fp8", "1.3B", 7, "--fp8"),
-    )),
-    # Ranks that share a GPU take turns on it, so these run alone: three grids, then graphs with tp and with pp.
-    Group(1, 115, (
-        gpu_tests("nccl", 130, launch_files, test_limit=40, has_cpu_tests=True),
-    )),
-    Group(1, 95, (
-        gpu_tests("graphs", 150, pipeline_files, workers=3, test_limit=60),
-        gpu_tests("moves", 150, run_files, keyword="not nccl and not every_grid", workers=4, test_limit=90),
-        gpu_tests("operators", 150, operator_files, workers=8, test_limit=60),
-    ), is_parallel=True),
+    Group(
+        1,
+        100,
+        (
+            training("1.3B-dropout", 45, "gpu_single_1.3B_dropout", "1.3B", 7, *DROPOUT),
+            training("1.3B", 40, "gpu_single_1.3B", "1.3B", 7),
+            training("345M-dropout", 35, "gpu_single_345M_dropout", "345M", 7, *DROPOUT),
+            training("1.3B-16", 50, "gpu_single_1.3B_16", "1.3B", 3, "--microbatches", "16"),
+            training("fp8", 45, "gpu_single_1.3B_fp8", "1.3B", 7, "--fp8"),
+        ),
+    ),
+    # Ranks that share a GPU take turns on it, so these run alone: three grids, then graphs with tp
+    # and with pp.
+    Group(1, 115, (gpu_tests("nccl", 130, launch_files, test_limit=40, has_cpu_tests=True),)),
+    Group(
+        1,
+        95,
+        (
+            gpu_tests("graphs", 150, pipeline_files, workers=3, test_limit=60),
+            gpu_tests(
+                "moves",
+                150,
+                run_files,
+                keyword="not nccl and not every_grid",
+                workers=4,
+                test_limit=90,
+            ),
+            gpu_tests("operators", 150, operator_files, workers=8, test_limit=60),
+        ),
+        is_parallel=True,
+    ),
     # The last one takes what the others leave.
-    Group(1, 25, (
-        gpu_tests("memcheck", 150, sanitized_files, keyword=SANITIZED, tool="memcheck"),
-    )),
+    Group(
+        1, 25, (gpu_tests("memcheck", 150, sanitized_files, keyword=SANITIZED, tool="memcheck"),)
+    ),
     # A trained 1.3B beside its peer takes 70 GiB.
-    Group(2, 160, (
-        training("1.3B-peer", 110, "gpu_single_1.3B_dropout_peer", "1.3B", 5, *DROPOUT, peer=PEER),
-        training("345M-peer", 80, "gpu_single_345M_dropout_peer", "345M", 7, *DROPOUT, peer=PEER),
-    )),
-    Group(2, 160, (
-        gpu_tests("nccl-more", 200, nccl_files, keyword="nccl or graph_sums", workers=2),
-    )),
-    Group(2, 160, (
-        operators("attention-table", 90, "gpu_ops_attention", 3, HEAD_DIMENSIONS, "--ops", "causal attention",
-                  writes_table=True),
-        operators("operator-table", 110, "gpu_ops", 5, ("1.3B",), writes_table=True),
-    )),
-    Group(3, 100, (
-        gpu_tests("gloo", 130, run_files, keyword="every_grid and not nccl", workers=8),
-    )),
-    Group(3, 40, (
-        training("bert-graphs", 60, "gpu_single_bert", "bert_large", 5, "--graphs"),
-    )),
-    Group(3, 200, (
-        training("345M-without-dropout", 110, "gpu_single_345M_peer", "345M", 9, peer=PEER),
-        training("1.3B-without-dropout", 130, "gpu_single_1.3B_peer", "1.3B", 7, peer=PEER),
-    )),
-    Group(3, 80, (
-        operators("operators-large", 90, "gpu_ops_large", 5, ("large",)),
-    )),
-    Group(3, 80, (
-        gpu_tests("racecheck", 120, sanitized_files, keyword=SANITIZED, tool="racecheck"),
-    )),
+    Group(
+        2,
+        160,
+        (
+            training(
+                "1.3B-peer", 110, "gpu_single_1.3B_dropout_peer", "1.3B", 5, *DROPOUT, peer=PEER
+            ),
+            training(
+                "345M-peer", 80, "gpu_single_345M_dropout_peer", "345M", 7, *DROPOUT, peer=PEER
+            ),
+        ),
+    ),
+    Group(
+        2, 160, (gpu_tests("nccl-more", 200, nccl_files, keyword="nccl or graph_sums", workers=2),)
+    ),
+    Group(
+        2,
+        160,
+        (
+            operators(
+                "attention-table",
+                90,
+                "gpu_ops_attention",
+                3,
+                HEAD_DIMENSIONS,
+                "--ops",
+                "causal attention",
+                writes_table=True,
+            ),
+            operators("operator-table", 110, "gpu_ops", 5, ("1.3B",), writes_table=True),
+        ),
+    ),
+    Group(
+        3, 100, (gpu_tests("gloo", 130, run_files, keyword="every_grid and not nccl", workers=8),)
+    ),
+    Group(3, 40, (training("bert-graphs", 60, "gpu_single_bert", "bert_large", 5, "--graphs"),)),
+    Group(
+        3,
+        200,
+        (
+            training("345M-without-dropout", 110, "gpu_single_345M_peer", "345M", 9, peer=PEER),
+            training("1.3B-without-dropout", 130, "gpu_single_1.3B_peer", "1.3B", 7, peer=PEER),
+        ),
+    ),
+    Group(3, 80, (operators("operators-large", 90, "gpu_ops_large", 5, ("large",)),)),
+    Group(
+        3, 80, (gpu_tests("racecheck", 120, sanitized_files, keyword=SANITIZED, tool="racecheck"),)
+    ),
 )
 
-# -- running -----------------------------------------------------------------------------------------------------------
+# -- running
 
 _OUTCOMES = {"PASSED": "passed", "FAILED": "failed", "ERROR": "errors", "SKIPPED": "skipped"}
 _XDIST_LINE = re.compile(r"\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED) (tests/.*)")
@@ -345,7 +471,8 @@ class Outcome:
         status: "passed", "failed", "cut off" at its limit, or "left out".
         seconds: Wall time.
         limit: Seconds that the step was given.
-        note: Why it was left out, or what a command said last; the measured numbers of a training step.
+        note: Why it was left out, or what a command said last; the measured numbers of a training
+            step.
         exit_status: Of the command that ran last; None if none ran.
         tests: Number of tests by outcome: "passed", "failed", "errors", "skipped", "collected".
         failed_tests: Node ids.
@@ -365,7 +492,8 @@ class Outcome:
     def read(self, line: str, *, collects: bool) -> None:
         """Count the test that a line of pytest's output reports, if it reports one.
 
-        `collects`: whether pytest was told to collect only, so that a line with a node id is a test found.
+        `collects`: whether pytest was told to collect only, so that a line with a node id is a test
+        found.
         """
         name = ""
         word = ""
@@ -425,7 +553,9 @@ class Check:
         self.out.mkdir(parents=True, exist_ok=True)
         self.log = self.out / f"{self.stem}.log"
         self.log.write_text("")
-        self.context = Context("cpu", "cpu", self.out, cores=self.cores, environment_file=self._environment_file)
+        self.context = Context(
+            "cpu", "cpu", self.out, cores=self.cores, environment_file=self._environment_file
+        )
         self.variables = os.environ | {"PYTHONUNBUFFERED": "1"}
 
     @property
@@ -433,7 +563,8 @@ class Check:
         return self.out / f"{self.stem}_{self.context.card}.json"
 
     def run(self) -> int:
-        """Run all groups; returns the exit status: 0 if every step passed, `STOPPED` if the first one said stop."""
+        """Run all groups; returns the exit status: 0 if every step passed, `STOPPED` if the first
+        one said stop."""
         adopt_orphans(True)
         self._not_ours = set(children())
         try:
@@ -450,7 +581,10 @@ class Check:
         for group in self.groups:
             end += group.limit * self._slowdown
             if group.is_parallel:
-                threads = [threading.Thread(target=self._run_step, args=(step, end)) for step in group.steps]
+                threads = [
+                    threading.Thread(target=self._run_step, args=(step, end))
+                    for step in group.steps
+                ]
                 for thread in threads:
                     thread.start()
                 for thread in threads:
@@ -460,7 +594,9 @@ class Check:
             for step in group.steps:
                 outcome = self._run_step(step, end)
                 self._end_orphans()
-                if step.name == "environment" and (not self.environment or outcome.exit_status == STOPPED):
+                if step.name == "environment" and (
+                    not self.environment or outcome.exit_status == STOPPED
+                ):
                     self.say("Stopped: nothing is measured in this environment.")
                     return STOPPED
         if self.context.is_rehearsal and tuple(self.groups) == GROUPS:
@@ -468,7 +604,8 @@ class Check:
         return 0 if all(outcome.status == "passed" for outcome in self.outcomes) else 1
 
     def _rehearse_coverage(self, end: float) -> None:
-        """Collect all GPU tests. Each must be in the selection of some step, or nothing would ever run it."""
+        """Collect all GPU tests. Each must be in the selection of some step, or nothing would ever
+        run it."""
         selected = set[str]().union(*(outcome.collected_tests for outcome in self.outcomes))
         step = gpu_tests("all-tests", 60, lambda: ["tests"])
         outcome = self._run_step(step, end + step.limit * self._slowdown)
@@ -480,8 +617,11 @@ class Check:
 
     @property
     def _slowdown(self) -> int:
-        """Factor of limits. Before the first step has ended, only NVIDIA's tool tells whether there is a GPU."""
-        has_gpu = not self.context.is_rehearsal or (not self.environment and shutil.which("nvidia-smi"))
+        """Factor of limits. Before the first step has ended, only NVIDIA's tool tells whether there
+        is a GPU."""
+        has_gpu = not self.context.is_rehearsal or (
+            not self.environment and shutil.which("nvidia-smi")
+        )
         return 1 if has_gpu else CPU_SLOWDOWN
 
     def _run_step(self, step: Step, end: float) -> Outcome:
@@ -532,12 +672,20 @@ class Check:
             outcome.note = f"no test was {wanted}"
 
     def _execute(self, step: Step, command: Command, seconds: float, outcome: Outcome) -> int:
-        """Run a command for at most `seconds`; returns its exit status, 124 or 137 if it was cut off."""
+        """Run a command for at most `seconds`; returns its exit status, 124 or 137 if it was cut
+        off."""
         # `timeout` makes a process group for the command and its ranks, and ends them all.
         limited = ["timeout", f"--kill-after={GRACE_S}", f"{seconds:.1f}", *command]
-        process = subprocess.Popen(limited, cwd=ROOT, env=self.variables | step.environment, text=True,
-                                   errors="replace", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            limited,
+            cwd=ROOT,
+            env=self.variables | step.environment,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         self._running.add(process.pid)
         counted = outcome if step.runs_tests else None
         reading = (step.name, process, counted, "--collect-only" in command)
@@ -548,7 +696,9 @@ class Check:
         reader.join(GRACE_S)
         return status
 
-    def _read(self, name: str, process: subprocess.Popen[str], counted: Outcome | None, collects: bool) -> None:
+    def _read(
+        self, name: str, process: subprocess.Popen[str], counted: Outcome | None, collects: bool
+    ) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             text = line.rstrip()
@@ -565,7 +715,9 @@ class Check:
 
     def _end_orphans(self) -> None:
         """Kill processes that have outlived their step in sessions of their own, as ranks have."""
-        while left := {process: group for process, group in children().items() if process not in self._not_ours}:
+        while left := {
+            process: group for process, group in children().items() if process not in self._not_ours
+        }:
             for process, group in left.items():
                 if group not in self._killed:
                     self.say(f"process {process} has outlived its step and is killed")
@@ -576,8 +728,11 @@ class Check:
     def _read_environment(self) -> None:
         self.environment = json.loads(self._environment_file.read_text())
         self.context = dataclasses.replace(
-            self.context, device=self.environment["device"], card=self.environment["card"],
-            plugins=frozenset(self.environment["plugins"]))
+            self.context,
+            device=self.environment["device"],
+            card=self.environment["card"],
+            plugins=frozenset(self.environment["plugins"]),
+        )
 
     def say(self, line: str) -> None:
         """Print a line and append it to the log."""
@@ -587,7 +742,10 @@ class Check:
 
     def write_report(self) -> None:
         """Write the report of the steps so far."""
-        known = dict.fromkeys(("gpu", "torch", "cuda", "python", "commit", "backends")) | self.environment
+        known = (
+            dict.fromkeys(("gpu", "torch", "cuda", "python", "commit", "backends"))
+            | self.environment
+        )
         bad = [outcome for outcome in self.outcomes if outcome.status != "passed"]
         report = known | {
             "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -612,7 +770,8 @@ class Check:
 
 
 def adopt_orphans(adopts: bool) -> None:
-    """Have Linux make this process the parent of its descendants whose own parent ends; or end that."""
+    """Have Linux make this process the parent of its descendants whose own parent ends; or end
+    that."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
@@ -629,7 +788,8 @@ def children() -> dict[int, int]:
 
 
 def described(path: Path, since: float) -> str:
-    """Return the numbers of a result of benchmarks.single in one line; empty if the file is another or missing.
+    """Return the numbers of a result of benchmarks.single in one line; empty if the file is another
+    or missing.
 
     `since`: the time from which on it was written. An older file is another check's.
     """
@@ -650,13 +810,15 @@ def described(path: Path, since: float) -> str:
     return "; ".join(parts)
 
 
-# -- command line ------------------------------------------------------------------------------------------------------
+# -- command line
 
 
 def choose(words: Sequence[str], groups: Sequence[Group] = GROUPS) -> tuple[list[Group], str]:
-    """Return the groups that words name, steps or numbers of calls, and the begin of their files' names.
+    """Return the groups that words name, steps or numbers of calls, and the begin of their files'
+    names.
 
-    Order is the words' order. The environment comes first, as all other steps depend on it. No word: everything.
+    Order is the words' order. The environment comes first, as all other steps depend on it. No
+    word: everything.
     Raises: SystemExit if a word names nothing.
     """
     names = [step.name for group in groups for step in group.steps]
@@ -668,7 +830,9 @@ def choose(words: Sequence[str], groups: Sequence[Group] = GROUPS) -> tuple[list
             stem = f"gpu_check_{word}" if words else stem
             found = [group for group in groups if str(group.call) == word]
         elif word in names:
-            found = [only(group, word) for group in groups if word in [step.name for step in group.steps]]
+            found = [
+                only(group, word) for group in groups if word in [step.name for step in group.steps]
+            ]
         else:
             raise SystemExit(f"step = {word!r}: unknown. Valid: {', '.join([*calls, *names])}")
         chosen += [group for group in found if group not in chosen]
@@ -683,7 +847,8 @@ def only(group: Group, name: str) -> Group:
 
 
 def listing(groups: Sequence[Group] = GROUPS) -> Iterator[str]:
-    """Yield the steps, their groups' limits, and the sum of each call, which is its longest duration."""
+    """Yield the steps, their groups' limits, and the sum of each call, which is its longest
+    duration."""
     for group in groups:
         separator = " | " if group.is_parallel else ", "
         names = separator.join(f"{step.name} ({step.limit} s)" for step in group.steps)
@@ -694,12 +859,24 @@ def listing(groups: Sequence[Group] = GROUPS) -> Iterator[str]:
 
 
 def install_wheels(folder: Path, python: str) -> str:
-    """Install the wheels of a folder into a temporary folder; returns that, or "" if there are none."""
+    """Install the wheels of a folder into a temporary folder; returns that, or "" if there are
+    none."""
     wheels = sorted(map(str, folder.glob("*.whl")))
     if not wheels:
         return ""
     site = tempfile.mkdtemp(prefix="gpu_check_site_")
-    command = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", site]
+    command = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        "--target",
+        site,
+    ]
     if subprocess.run([*command, *wheels]).returncode:
         print(f"{folder}: its wheels could not be installed, see above", flush=True)
     return site
@@ -708,8 +885,14 @@ def install_wheels(folder: Path, python: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", nargs="?", help="folder of the results")
-    parser.add_argument("steps", nargs="*", help="names of steps, or 1, 2 or 3 for the steps of a call")
-    parser.add_argument("--list", action="store_true", help="print the steps, their limits, and the sum of each call")
+    parser.add_argument(
+        "steps", nargs="*", help="names of steps, or 1, 2 or 3 for the steps of a call"
+    )
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="print the steps, their limits, and the sum of each call",
+    )
     args = parser.parse_args()
     if args.list:
         print(*listing(), sep="\n")
@@ -721,8 +904,14 @@ def main() -> int:
     paths = [str(ROOT), site, os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    check = Check(groups, Path(args.out or "build/gpu_check").resolve(), stem, float(os.environ.get("LIMIT", "540")),
-                  len(os.sched_getaffinity(0)), begin)
+    check = Check(
+        groups,
+        Path(args.out or "build/gpu_check").resolve(),
+        stem,
+        float(os.environ.get("LIMIT", "540")),
+        len(os.sched_getaffinity(0)),
+        begin,
+    )
     status = check.run()
     print(*check.table(), sep="\n")
     print(f"{check.report}: status {status}", flush=True)

@@ -1,17 +1,21 @@
-"""Claim: on a GPU hybridpar's memory-bound operators, forward and backward, run at the speed of its memory, and
-attention at that of its tensor cores; neither is slower than PyTorch's, torch.compile included.
+"""Claim: on a GPU hybridpar's memory-bound operators, forward and backward, run at the speed of its
+memory, and attention at that of its tensor cores; neither is slower than PyTorch's, torch.compile
+included.
 
     python -m benchmarks.gpu_ops                       # --device cpu: a rehearsal, at the tiny size
 
-Each backend of an operator that runs here against PyTorch's operation, eager and under torch.compile (attention: also
-the kernels of cuDNN and of flash attention). Forward and backward are captured as a CUDA graph together, so that
-Python's time does not count; sides run by turns, each for a few milliseconds. Passes outside of autograd
-(gpu_passes.py) are not captured: Python's time counts where it is more than theirs. `share of the roof`: the time that
-the traffic takes at the bandwidth of a copy of 1 GiB, or the operations at the speed of a large matrix product (both
-measured in the same run), over the time it took. `copy` is a copy of as many bytes as the operation has to move: what
-is left of the roof at this size. `large` is a micro-batch of 16 samples of the 1.3B, far beyond the cache.
+Each backend of an operator that runs here against PyTorch's operation, eager and under
+torch.compile (attention: also the kernels of cuDNN and of flash attention). Forward and backward
+are captured as a CUDA graph together, so that Python's time does not count; sides run by turns,
+each for a few milliseconds. Passes outside of autograd (gpu_passes.py) are not captured: Python's
+time counts where it is more than theirs. `share of the roof`: the time that the traffic takes at
+the bandwidth of a copy of 1 GiB, or the operations at the speed of a large matrix product (both
+measured in the same run), over the time it took. `copy` is a copy of as many bytes as the operation
+has to move: what is left of the roof at this size. `large` is a micro-batch of 16 samples of the
+1.3B, far beyond the cache.
 
---table writes the backends' medians where `auto` looks them up (hybridpar/ops/measured.json), the reference among them:
+--table writes the backends' medians where `auto` looks them up (hybridpar/ops/measured.json), the
+reference among them:
 
     python -m benchmarks.gpu_ops --table                                # for this kind of GPU
     python -m benchmarks.gpu_ops --table --device cpu --sizes one       # for CPUs
@@ -34,21 +38,45 @@ import torch
 
 from benchmarks.common import arguments, parse, write_results
 from benchmarks.gpu_passes import Pass, able, passes
-from benchmarks.ops import DTYPES, SIZES, TOLERANCE, Operation, Size, compute, gradients_for, operations
+from benchmarks.ops import (
+    DTYPES,
+    SIZES,
+    TOLERANCE,
+    Operation,
+    Size,
+    compute,
+    gradients_for,
+    operations,
+)
 from hybridpar.ops import measured, registry
 from hybridpar.ops.attention import attention_class
 
 ROUGH = 0.01
-"""Tolerance of torch's passes over lists: its float32 sum of 57 million squares on a CPU is 0.4% too low."""
+"""Tolerance of torch's passes over lists: its float32 sum of 57 million squares on a CPU is 0.4%
+too low."""
 
-GPU_SIZES = {"345M": Size(8, 1024, 1024, 16, 50304), "1.3B": Size(4, 2048, 2048, 16, 50304),
-             "6.7B": Size(2, 2048, 4096, 32, 50304), "large": Size(16, 2048, 2048, 16, 50304),
-             "one": SIZES["345M"], "tiny": SIZES["tiny"]} | {
-    f"d{d}": Size(4, 2048, 16 * d, 16, 50304) for d in (64, 72, 80, 96, 256)} | {
-    f"d{d}-grouped": Size(4, 2048, 16 * d, 16, 50304, num_kv_heads=4) for d in (64, 128)}
-NAMES = {"bias + add + rms_norm": "add_norm", "bias + gelu": "gelu", "bias + swiglu": "swiglu",
-         "causal attention": "attention", "cross-entropy": "cross_entropy", "qkv split": "split_qkv",
-         "AdamW": "optimizer", "embedding backward": "embedding"}
+GPU_SIZES = (
+    {
+        "345M": Size(8, 1024, 1024, 16, 50304),
+        "1.3B": Size(4, 2048, 2048, 16, 50304),
+        "6.7B": Size(2, 2048, 4096, 32, 50304),
+        "large": Size(16, 2048, 2048, 16, 50304),
+        "one": SIZES["345M"],
+        "tiny": SIZES["tiny"],
+    }
+    | {f"d{d}": Size(4, 2048, 16 * d, 16, 50304) for d in (64, 72, 80, 96, 256)}
+    | {f"d{d}-grouped": Size(4, 2048, 16 * d, 16, 50304, num_kv_heads=4) for d in (64, 128)}
+)
+NAMES = {
+    "bias + add + rms_norm": "add_norm",
+    "bias + gelu": "gelu",
+    "bias + swiglu": "swiglu",
+    "causal attention": "attention",
+    "cross-entropy": "cross_entropy",
+    "qkv split": "split_qkv",
+    "AdamW": "optimizer",
+    "embedding backward": "embedding",
+}
 """The registry's names of operations, where they differ from those here."""
 FORWARD = "causal attention forward"
 UNCAPTURED = ("cross-entropy",)
@@ -56,7 +84,9 @@ UNCAPTURED = ("cross-entropy",)
 ROUND_S = 5e-3
 ATTENTION = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
 """PyTorch's kernels of attention, and SDPBackend's names of them."""
-MEANING = "microseconds of forward and backward, or of a pass: median of the rounds, and their quartiles"
+MEANING = (
+    "microseconds of forward and backward, or of a pass: median of the rounds, and their quartiles"
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +96,8 @@ class Clock:
     device: str
 
     def prepared(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """`work` as a CUDA graph on a GPU, so that Python's part takes no time; on a CPU `work` itself."""
+        """`work` as a CUDA graph on a GPU, so that Python's part takes no time; on a CPU `work`
+        itself."""
         if self.device == "cpu":
             return work
         stream = torch.cuda.Stream()
@@ -97,7 +128,9 @@ class Clock:
 
     def race(self, sides: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
         """Seconds of each side in each round, by turns."""
-        repeats = {name: max(1, round(ROUND_S / self.seconds(work, 2))) for name, work in sides.items()}
+        repeats = {
+            name: max(1, round(ROUND_S / self.seconds(work, 2))) for name, work in sides.items()
+        }
         times: dict[str, list[float]] = {name: [] for name in sides}
         for i in range(rounds):
             for name in sides if i % 2 == 0 else reversed(sides):
@@ -107,7 +140,8 @@ class Clock:
 
 @dataclass(frozen=True)
 class Roof:
-    """Highest speeds of a device: bytes that a copy reads and writes, and operations of a matrix product, a second."""
+    """Highest speeds of a device: bytes that a copy reads and writes, and operations of a matrix
+    product, a second."""
 
     bytes_per_s: float
     flops_per_s: dict[str, float]
@@ -119,7 +153,9 @@ class Roof:
         copy = statistics.median(clock.race({"copy": lambda: b.copy_(a)}, rounds)["copy"])
         flops = {}
         for name in dtypes:
-            x, y = (torch.randn(side, side, dtype=DTYPES[name], device=clock.device) for _ in range(2))
+            x, y = (
+                torch.randn(side, side, dtype=DTYPES[name], device=clock.device) for _ in range(2)
+            )
             product = clock.race({"product": lambda x=x, y=y: x @ y}, rounds)["product"]  # type: ignore[misc]
             flops[name] = 2 * side**3 / statistics.median(product)
         return Roof(2 * size / copy, flops)
@@ -140,16 +176,33 @@ class Where:
     rounds: int
     reference: bool
 
-    def case(self, name: str, sides: dict[str, Callable[[], Any]], num_bytes: float, flops: float) -> dict[str, Any]:
+    def case(
+        self, name: str, sides: dict[str, Callable[[], Any]], num_bytes: float, flops: float
+    ) -> dict[str, Any]:
         """Races the sides, prints and returns what came out."""
-        times, least = self.clock.race(sides, self.rounds), self.roof.seconds(num_bytes, flops, self.dtype)
+        times, least = (
+            self.clock.race(sides, self.rounds),
+            self.roof.seconds(num_bytes, flops, self.dtype),
+        )
         of_roof = {side: round(least / statistics.median(t), 3) for side, t in times.items()}
         entry = {
             "case": f"{self.size} {self.dtype} {name}",
-            "settings": {"shape": self.size, "dtype": self.dtype, "op": name, "device": self.clock.device},
-            "us": {side: [round(1e6 * q, 2) for q in statistics.quantiles(t, n=4)] for side, t in times.items()},
-            "share of the roof": of_roof}
-        texts = (f"{side} {1e6 * statistics.median(t):.1f} us ({of_roof[side]:.2f})" for side, t in times.items())
+            "settings": {
+                "shape": self.size,
+                "dtype": self.dtype,
+                "op": name,
+                "device": self.clock.device,
+            },
+            "us": {
+                side: [round(1e6 * q, 2) for q in statistics.quantiles(t, n=4)]
+                for side, t in times.items()
+            },
+            "share of the roof": of_roof,
+        }
+        texts = (
+            f"{side} {1e6 * statistics.median(t):.1f} us ({of_roof[side]:.2f})"
+            for side, t in times.items()
+        )
         print(f"{entry['case']:<36}{'  '.join(texts)}", flush=True)
         return entry
 
@@ -157,17 +210,25 @@ class Where:
 def measure(where: Where, name: str) -> dict[str, Any]:
     """An operation's forward and backward."""
     torch._dynamo.reset()
-    clock, dtype = where.clock, DTYPES[where.dtype]
+    clock = where.clock
+    dtype = DTYPES[where.dtype]
     operation = operations(GPU_SIZES[where.size], dtype, clock.device)[name]
     rows = registry.backends(NAMES.get(name, name))
-    functions = {row.name: operation.ours(row.name) for row in rows
-                 if (row.name != "torch" or (where.reference and not (clock.device == "cuda" and name in UNCAPTURED)))
-                 and row.unsupported(clock.device, dtype) is None}
+    functions = {
+        row.name: operation.ours(row.name)
+        for row in rows
+        if (
+            row.name != "torch"
+            or (where.reference and not (clock.device == "cuda" and name in UNCAPTURED))
+        )
+        and row.unsupported(clock.device, dtype) is None
+    }
     functions |= {"eager": operation.eager, "compile": torch.compile(operation.eager)}
     if name == "causal attention" and clock.device == "cuda":
         functions |= attention_kernels(operation)
     gradients = gradients_for(operation.eager, operation.tensors)
-    sides, values = {}, {}
+    sides = {}
+    values = {}
     for side, function in functions.items():
         work = partial(compute, function, operation.tensors, gradients)
         values[side] = total(work())
@@ -175,14 +236,20 @@ def measure(where: Where, name: str) -> dict[str, Any]:
         sides[side] = clock.prepared(work)
     num_bytes = operation.traffic * dtype.itemsize
     if clock.device == "cuda" and not operation.flops:
-        source, target = (torch.zeros(int(num_bytes / 2), dtype=torch.uint8, device=clock.device) for _ in range(2))
-        sides["copy"] = lambda: target.copy_(source)  # in a CUDA graph, those of 400 MB take half as long again
+        source, target = (
+            torch.zeros(int(num_bytes / 2), dtype=torch.uint8, device=clock.device)
+            for _ in range(2)
+        )
+        sides["copy"] = lambda: target.copy_(
+            source
+        )  # in a CUDA graph, those of 400 MB take half as long again
     return where.case(name, sides, num_bytes, operation.flops)
 
 
 def measure_attention_forward(where: Where) -> dict[str, Any]:
     """Attention's forward pass alone: two of the seven products."""
-    dtype, device = DTYPES[where.dtype], where.clock.device
+    dtype = DTYPES[where.dtype]
+    device = where.clock.device
     operation = operations(GPU_SIZES[where.size], dtype, device)["causal attention"]
     own = [name for name in able("attention", device, dtype) if name not in ("torch", "sdpa")]
     functions = {name: operation.ours(name) for name in own}
@@ -192,12 +259,15 @@ def measure_attention_forward(where: Where) -> dict[str, Any]:
         with torch.no_grad():
             return function(*operation.tensors)
 
-    sides, values = {}, {}
+    sides = {}
+    values = {}
     for side, function in functions.items():
         values[side] = total([forward(function)])
         check(values, where.dtype)
         sides[side] = where.clock.prepared(partial(forward, function))
-    return where.case(FORWARD, sides, 4 / 11 * operation.traffic * dtype.itemsize, 2 / 7 * operation.flops)
+    return where.case(
+        FORWARD, sides, 4 / 11 * operation.traffic * dtype.itemsize, 2 / 7 * operation.flops
+    )
 
 
 def attention_kernels(operation: Operation) -> dict[str, Callable[..., Any]]:
@@ -215,7 +285,10 @@ def attention_kernels(operation: Operation) -> dict[str, Callable[..., Any]]:
             compute(function, operation.tensors, gradients_for(function, operation.tensors))
             found[name] = function
         except RuntimeError as error:
-            print(f"no {name} attention for {operation.tensors[0].dtype} ({str(error).splitlines()[0]})")
+            print(
+                f"no {name} attention for {operation.tensors[0].dtype} "
+                f"({str(error).splitlines()[0]})"
+            )
     return found
 
 
@@ -239,19 +312,28 @@ def check(values: dict[str, float], dtype: str) -> None:
 
 
 def write_table(cases: list[dict[str, Any]], device: str, path: Path | None = None) -> None:
-    """Write the time of each operation's backends, summed over all sizes, to the table; other times in it stay.
+    """Write the time of each operation's backends, summed over all sizes, to the table; other times
+    in it stay.
 
     `path`: the table; by default the one that `auto` reads. A new file begins as a copy of that.
     """
     times: dict[str, dict[str, dict[str, float]]] = {}
     for case in cases:
-        settings, us = case["settings"], {side: quartiles[1] for side, quartiles in case["us"].items()}
+        settings = case["settings"]
+        us = {side: quartiles[1] for side, quartiles in case["us"].items()}
         op = NAMES.get(settings["op"], settings["op"])
         names = {row.name for row in registry.backends(op)}
         if op == "attention":
             size = GPU_SIZES[settings["shape"]]
-            op = f"{op} {attention_class(size.hidden // size.num_heads, grouped=size.num_kv_heads > 0)}"
-        dtype = "float32" if op == "optimizer" else str(DTYPES[settings["dtype"]]).removeprefix("torch.")
+            op = (
+                f"{op} "
+                f"{attention_class(size.hidden // size.num_heads, grouped=size.num_kv_heads > 0)}"
+            )
+        dtype = (
+            "float32"
+            if op == "optimizer"
+            else str(DTYPES[settings["dtype"]]).removeprefix("torch.")
+        )
         known = times.setdefault(op, {}).setdefault(dtype, {}) if names else {}
         for side in names & us.keys():
             known[side] = round(known.get(side, 0.0) + us[side], 2)
@@ -271,8 +353,13 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=GPU_SIZES)
     parser.add_argument("--ops", nargs="+", help="these alone, by their names in the output")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--table", nargs="?", const=str(measured.TABLE), metavar="FILE",
-                        help="write the times to the table that `auto` goes by, or to a copy of it")
+    parser.add_argument(
+        "--table",
+        nargs="?",
+        const=str(measured.TABLE),
+        metavar="FILE",
+        help="write the times to the table that `auto` goes by, or to a copy of it",
+    )
     args = parse(parser)
     args.sizes = args.sizes or (["345M", "1.3B", "6.7B"] if args.device == "cuda" else ["tiny"])
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -280,8 +367,12 @@ def main() -> None:
     torch.set_num_threads(1)
     clock = Clock(args.device)
     roof = Roof.measure(clock, args.dtypes, args.rounds)
-    print(f"copy {roof.bytes_per_s / 1e9:.0f} GB/s; products " + ", ".join(
-        f"{name} {flops / 1e12:.2f} Tflop/s" for name, flops in roof.flops_per_s.items()))
+    print(
+        f"copy {roof.bytes_per_s / 1e9:.0f} GB/s; products "
+        + ", ".join(
+            f"{name} {flops / 1e12:.2f} Tflop/s" for name, flops in roof.flops_per_s.items()
+        )
+    )
     cases: list[dict[str, Any]] = []
 
     failed: list[str] = []
@@ -298,15 +389,21 @@ def main() -> None:
         if args.table is not None:
             write_table(cases, args.device, Path(args.table))
 
-    roof_entry = {"case": "roof", "settings": {"shape": args.sizes[0]}, "copy_bytes_per_s": roof.bytes_per_s,
-                  "product_flops_per_s": roof.flops_per_s}
+    roof_entry = {
+        "case": "roof",
+        "settings": {"shape": args.sizes[0]},
+        "copy_bytes_per_s": roof.bytes_per_s,
+        "product_flops_per_s": roof.flops_per_s,
+    }
     for size in args.sizes:
         for dtype in args.dtypes:
             where = Where(clock, roof, size, dtype, args.rounds, args.table is not None)
             for one in passes(GPU_SIZES[size], DTYPES[dtype], args.device):
                 if args.ops is None or one.name in args.ops:
                     note(one.name, partial(measure_pass, where, one))
-            for name in operations(SIZES["tiny"], DTYPES[dtype], args.device):  # one at a time, for memory's sake
+            for name in operations(
+                SIZES["tiny"], DTYPES[dtype], args.device
+            ):  # one at a time, for memory's sake
                 if args.ops is None or name in args.ops:
                     note(name, partial(measure, where, name))
             if args.ops is None or FORWARD in args.ops:

@@ -1,22 +1,24 @@
-"""Claim: whenever a job is killed while it saves, the newest checkpoint that is published is whole, and training goes
-on from it, with the bits of a job that nobody has killed.
+"""Claim: whenever a job is killed while it saves, the newest checkpoint that is published is whole,
+and training goes on from it, with the bits of a job that nobody has killed.
 
     python -m benchmarks.kills                 100 kills, some minutes on two cores
     python -m benchmarks.kills --kills 5
 
-A job of four ranks (pp = 2, dp = 2, 2bw, ZeRO-1: each writes a file) trains and saves beside training, again and again.
-With SIGKILL all ranks at once are ended, or one, which the others outlive for a while, at a seeded random moment of a
-save: from the making of its folder until somewhat later than it is published on average. Each time:
+A job of four ranks (pp = 2, dp = 2, 2bw, ZeRO-1: each writes a file) trains and saves beside
+training, again and again. With SIGKILL all ranks at once are ended, or one, which the others
+outlive for a while, at a seeded random moment of a save: from the making of its folder until
+somewhat later than it is published on average. Each time:
 
     what is published    no less than before; every file of every one compared with its checksums
     what is not          is not taken for it
     the newest one       loads on another grid, in one process, and nothing is passed over
     the next start       goes on after it
 
-At the end losses and gradient norms of all steps, and every file of the last checkpoint, are those of a job that was
-left alone.
+At the end losses and gradient norms of all steps, and every file of the last checkpoint, are those
+of a job that was left alone.
 
-Phases, by what lies in the folder that is written (of one rank's end: just before, else just after):
+Phases, by what lies in the folder that is written (of one rank's end: just before, else just
+after):
 
     copying      nothing yet                   renaming     the manifest, too: next is the rename that publishes it
     writing      not all bytes of all files    published    it has its name
@@ -61,22 +63,40 @@ from hybridpar.train.engine import Engine
 from hybridpar.train.metrics import read_metrics
 
 RANKS = 4
-CONFIG = from_mapping({
-    "model": {"num_layers": 2, "hidden_size": 512, "num_heads": 8, "seq_length": 16, "vocab_size": 300},
-    "parallel": {"pp": 2, "dp": 2, "zero": 1},
-    "pipeline": {"schedule": "2bw", "num_microbatches": 2},
-    "optim": {"decay": "constant"},
-    "train": {"micro_batch_size": 1, "threads": 1, "device": "cpu", "save_interval": 4, "timeout_s": 60.0},
-})
+CONFIG = from_mapping(
+    {
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 512,
+            "num_heads": 8,
+            "seq_length": 16,
+            "vocab_size": 300,
+        },
+        "parallel": {"pp": 2, "dp": 2, "zero": 1},
+        "pipeline": {"schedule": "2bw", "num_microbatches": 2},
+        "optim": {"decay": "constant"},
+        "train": {
+            "micro_batch_size": 1,
+            "threads": 1,
+            "device": "cpu",
+            "save_interval": 4,
+            "timeout_s": 60.0,
+        },
+    }
+)
 END = 10**6
 LATE = "hybridpar.train.loop", "torch.fx.experimental.symbolic_shapes", "torch.utils.tensorboard"
 """What every rank would load later: these are loaded once, before they are forked."""
-LOOK_EVERY_S, GIVE_UP_S, OUTLIVES_S, LATER = 0.001, 120.0, 0.5, 1.2
+LOOK_EVERY_S = 0.001
+GIVE_UP_S = 120.0
+OUTLIVES_S = 0.5
+LATER = 1.2
 
 
 @dataclass
 class Job:
-    """The ranks of one start: processes of one group, forked, so that none need load torch again."""
+    """The ranks of one start: processes of one group, forked, so that none need load torch
+    again."""
 
     config: Config
     log: Path
@@ -90,7 +110,9 @@ class Job:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         path = self.log.with_suffix(".toml")
-        path.write_text(to_toml(replace(self.config, train=replace(self.config.train, num_steps=num_steps))))
+        path.write_text(
+            to_toml(replace(self.config, train=replace(self.config.train, num_steps=num_steps)))
+        )
         for rank in range(RANKS):
             pid = forked(lambda rank=rank: self._be(rank, port, path))
             os.setpgid(pid, (self.pids or [pid])[0])
@@ -102,8 +124,14 @@ class Job:
             for stream in (1, 2):
                 os.dup2(log.fileno(), stream)
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | {
-            name: str(value) for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", RANKS),
-                                                 ("LOCAL_WORLD_SIZE", RANKS))}
+            name: str(value)
+            for name, value in (
+                ("RANK", rank),
+                ("LOCAL_RANK", rank),
+                ("WORLD_SIZE", RANKS),
+                ("LOCAL_WORLD_SIZE", RANKS),
+            )
+        }
         return hybridpar(["train", str(path)])
 
     def end(self, victim: int, outlives_s: float) -> str:
@@ -126,9 +154,14 @@ class Job:
         end = time.monotonic() + GIVE_UP_S
         old = set(self.root.glob(".step_*.part"))  # of the start before
         while len(seen) < number:
-            assert time.monotonic() < end, f"no save in {GIVE_UP_S} s:\n{self.log.read_text()[-3000:]}"
-            seen += [step for path in set(self.root.glob(".step_*.part")) - old
-                     if (step := int(path.name[6:-5])) not in seen]
+            assert time.monotonic() < end, (
+                f"no save in {GIVE_UP_S} s:\n{self.log.read_text()[-3000:]}"
+            )
+            seen += [
+                step
+                for path in set(self.root.glob(".step_*.part")) - old
+                if (step := int(path.name[6:-5])) not in seen
+            ]
             old &= set(self.root.glob(".step_*.part"))
             time.sleep(LOOK_EVERY_S)
         return seen[-1], time.monotonic()
@@ -157,32 +190,54 @@ def phase(root: Path) -> str:
     shards = {name: size for name, size in names.items() if name.endswith(".safetensors")}
     if not shards:
         return "copying"
-    whole = {shard.name: shard.num_bytes for step in saved_steps(root)[:1]
-             for shard in read_manifest(folder_of(root, step)).shards}
-    return "syncing" if all(shards.get(name, 0) > size - 4096 for name, size in whole.items()) else "writing"
+    whole = {
+        shard.name: shard.num_bytes
+        for step in saved_steps(root)[:1]
+        for shard in read_manifest(folder_of(root, step)).shards
+    }
+    return (
+        "syncing"
+        if all(shards.get(name, 0) > size - 4096 for name, size in whole.items())
+        else "writing"
+    )
 
 
 def examine(config: Config) -> dict[str, Any]:
     """The newest checkpoint that is published, and all that is wrong with what is there."""
-    root, wrong = config.run.folder / "checkpoints", []
+    root = config.run.folder / "checkpoints"
+    wrong = []
     steps = saved_steps(root)
     for step in steps:
         check_files(folder_of(root, step), manifest := read_manifest(folder_of(root, step)))
         wrong += [f"{step} is called {manifest.step}"] * (manifest.step != step)
-    one = replace(config.train, num_steps=END, micro_batch_size=config.parallel.dp * config.train.micro_batch_size)
+    one = replace(
+        config.train,
+        num_steps=END,
+        micro_batch_size=config.parallel.dp * config.train.micro_batch_size,
+    )
     alone = replace(config, parallel=ParallelConfig(dp=1), train=one)
     said: list[str] = []
-    loaded = checkpoint.resume(root, Engine(alone, ProcessGrid(), torch.device("cpu")), manifest.corpus, said.append)
-    wrong += [*said, *[f"step {loaded} was loaded, {steps[0]} is the newest"] * (loaded != steps[0])]
-    return {"newest": steps[0], "read": len(steps), "wrong": wrong,
-            "left": sorted(path.name for path in root.iterdir() if path.name.startswith("."))}
+    loaded = checkpoint.resume(
+        root, Engine(alone, ProcessGrid(), torch.device("cpu")), manifest.corpus, said.append
+    )
+    wrong += [
+        *said,
+        *[f"step {loaded} was loaded, {steps[0]} is the newest"] * (loaded != steps[0]),
+    ]
+    return {
+        "newest": steps[0],
+        "read": len(steps),
+        "wrong": wrong,
+        "left": sorted(path.name for path in root.iterdir() if path.name.startswith(".")),
+    }
 
 
 NOTHING: dict[str, Any] = {"newest": 0, "read": 0, "left": []}
 
 
 def apart(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What it returns in a process of its own: this one stays without threads, so that it can fork."""
+    """What it returns in a process of its own: this one stays without threads, so that it can
+    fork."""
     reader, writer = os.pipe()
 
     def answer() -> int:
@@ -201,7 +256,8 @@ def apart(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure_save(job: Job) -> float:
-    """Seconds from the making of a folder until it is published, median of some saves; then all ranks are killed."""
+    """Seconds from the making of a folder until it is published, median of some saves; then all
+    ranks are killed."""
     seconds = []
     for _ in range(3):
         step, begun = job.await_save(1)
@@ -212,13 +268,17 @@ def measure_save(job: Job) -> float:
     return median(seconds)
 
 
-def kill_often(config: Config, folder: Path, args: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
+def kill_often(
+    config: Config, folder: Path, args: argparse.Namespace
+) -> tuple[list[dict[str, Any]], float]:
     """An entry for each kill, and how long a save takes."""
-    draw, cases = random.Random(args.seed), []
+    draw = random.Random(args.seed)
+    cases = []
     log = folder / "log"
     save_s = measure_save(Job(config, log).start())
     first = apart(lambda: examine(config))
-    newest, wrong = first["newest"], first["wrong"]
+    newest = first["newest"]
+    wrong = first["wrong"]
     assert not wrong, f"before any save was disturbed: {wrong}"
     for number in range(args.kills):
         log.write_text("")
@@ -228,13 +288,26 @@ def kill_often(config: Config, folder: Path, args: argparse.Namespace) -> tuple[
         time.sleep(draw.uniform(0, LATER * save_s))
         published = saved_steps(job.root)[0]
         after = time.monotonic() - begun
-        case = {"kill": number, "of": "all" if victim < 0 else f"rank {victim}", "step": step,
-                "after_s": round(after, 4), "phase": job.end(victim, draw.uniform(0, OUTLIVES_S))}
+        case = {
+            "kill": number,
+            "of": "all" if victim < 0 else f"rank {victim}",
+            "step": step,
+            "after_s": round(after, 4),
+            "phase": job.end(victim, draw.uniform(0, OUTLIVES_S)),
+        }
         case |= apart(lambda: examine(config))
         resumed = re.findall(r"going on after step (\d+)", log.read_text())
-        case["wrong"] += [text for text, bad in (
-            (f"went on after step {resumed}, {newest} was the newest", resumed != [str(newest)]),
-            (f"{case['newest']} is the newest, {published} was", case["newest"] < published)) if bad]
+        case["wrong"] += [
+            text
+            for text, bad in (
+                (
+                    f"went on after step {resumed}, {newest} was the newest",
+                    resumed != [str(newest)],
+                ),
+                (f"{case['newest']} is the newest, {published} was", case["newest"] < published),
+            )
+            if bad
+        ]
         cases.append(case)
         print(json.dumps(case), flush=True)
         if case["wrong"]:
@@ -248,21 +321,43 @@ def compare(config: Config, folder: Path) -> list[str]:
     """Ends the job, and compares it with one that is left alone; what is not the same."""
     num_steps = 4 + max(saved_steps(config.run.folder / "checkpoints"))
     calm = replace(config, run=replace(config.run, name="calm"))
-    wrong = [f"{name}: exit codes {codes}" for name, one in (("the last start", config), ("calm", calm))
-             if any(codes := Job(one, folder / "log").start(num_steps).wait())]
-    rows = [[(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(one.run.folder / "metrics.jsonl")
-             if "loss" in row] for one in (config, calm)]
-    files = [{path.name: path.read_bytes() for path in folder_of(one.run.folder / "checkpoints", num_steps).iterdir()
-              if path.name != MANIFEST} for one in (config, calm)]
-    return [*wrong, *["steps differ"] * (rows[0] != rows[1] or len(rows[0]) != num_steps),
-            *["files differ"] * (files[0] != files[1] or len(files[0]) != RANKS)]
+    wrong = [
+        f"{name}: exit codes {codes}"
+        for name, one in (("the last start", config), ("calm", calm))
+        if any(codes := Job(one, folder / "log").start(num_steps).wait())
+    ]
+    rows = [
+        [
+            (row["step"], row["loss"], row["grad_norm"])
+            for row in read_metrics(one.run.folder / "metrics.jsonl")
+            if "loss" in row
+        ]
+        for one in (config, calm)
+    ]
+    files = [
+        {
+            path.name: path.read_bytes()
+            for path in folder_of(one.run.folder / "checkpoints", num_steps).iterdir()
+            if path.name != MANIFEST
+        }
+        for one in (config, calm)
+    ]
+    return [
+        *wrong,
+        *["steps differ"] * (rows[0] != rows[1] or len(rows[0]) != num_steps),
+        *["files differ"] * (files[0] != files[1] or len(files[0]) != RANKS),
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Kills training jobs while they save, and reads what is left.")
+    parser = argparse.ArgumentParser(
+        description="Kills training jobs while they save, and reads what is left."
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", default=None, help="where jobs run; the system's temporary folder")
+    parser.add_argument(
+        "--folder", default=None, help="where jobs run; the system's temporary folder"
+    )
     parser.add_argument("--out", default=str(RESULTS))
     parser.add_argument("--rounds", type=int, default=0, help="nothing is repeated here")
     args = parser.parse_args()
@@ -270,23 +365,45 @@ def main() -> int:
     for module in LATE:
         with suppress(ImportError):
             importlib.import_module(module)
-    began, words = time.monotonic(), random.Random(0)
+    began = time.monotonic()
+    words = random.Random(0)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
-        (folder / "corpus.txt").write_text("\n".join(" ".join(words.choice(("stone", "river", "lamp", "clouds"))
-                                                              for _ in range(12)) for _ in range(400)))
-        config = from_mapping({"data": {"corpus": [str(folder / "corpus.txt")]}, "run": {"dir": name}}, CONFIG)
+        (folder / "corpus.txt").write_text(
+            "\n".join(
+                " ".join(words.choice(("stone", "river", "lamp", "clouds")) for _ in range(12))
+                for _ in range(400)
+            )
+        )
+        config = from_mapping(
+            {"data": {"corpus": [str(folder / "corpus.txt")]}, "run": {"dir": name}}, CONFIG
+        )
         cases, save_s = kill_often(config, folder, args)
-        wrong = [f"kill {case['kill']}: {text}" for case in cases for text in case["wrong"]] or compare(config, folder)
+        wrong = [
+            f"kill {case['kill']}: {text}" for case in cases for text in case["wrong"]
+        ] or compare(config, folder)
         root = config.run.folder / "checkpoints"
-        num_bytes = sum(shard.num_bytes for shard in read_manifest(folder_of(root, saved_steps(root)[0])).shards)
+        num_bytes = sum(
+            shard.num_bytes for shard in read_manifest(folder_of(root, saved_steps(root)[0])).shards
+        )
     summary = {
-        "kills": len(cases), "of_all_ranks": sum(case["of"] == "all" for case in cases),
+        "kills": len(cases),
+        "of_all_ranks": sum(case["of"] == "all" for case in cases),
         "phases": dict(Counter(case["phase"] for case in cases).most_common()),
-        "checkpoints_read": sum(case["read"] for case in cases), "num_bytes": num_bytes, "save_s": round(save_s, 3),
+        "checkpoints_read": sum(case["read"] for case in cases),
+        "num_bytes": num_bytes,
+        "save_s": round(save_s, 3),
         "half_written": sum(any(name.endswith(".part") for name in case["left"]) for case in cases),
-        "seconds": round(time.monotonic() - began, 1), "wrong": wrong}
-    document = {"claim": "kills", "seed": args.seed, "machine": machine(), "summary": summary, "cases": cases}
+        "seconds": round(time.monotonic() - began, 1),
+        "wrong": wrong,
+    }
+    document = {
+        "claim": "kills",
+        "seed": args.seed,
+        "machine": machine(),
+        "summary": summary,
+        "cases": cases,
+    }
     (Path(args.out) / "kills.json").write_text(as_text(document) + "\n")
     print(json.dumps(summary, indent=1))
     return bool(wrong)

@@ -1,13 +1,17 @@
-"""Claim: the behaviours that Li et al. (ISPASS 2021) found are found here, and recording them costs less than 5 %.
+"""Claim: the behaviours that Li et al. (ISPASS 2021) found are found here, and recording them costs
+less than 5 %.
 
-    python -m benchmarks.memory_behaviour                     # all parts
-    python -m benchmarks.memory_behaviour --parts overhead    # two minutes; on a quiet machine
+python -m benchmarks.memory_behaviour                     # all parts
+python -m benchmarks.memory_behaviour --parts overhead    # two minutes; on a quiet machine
 
-    tables      MLP, and AlexNet- and ResNet-shaped users' models, of full size, on ghosts: breakdown by batch and depth
-    own         AlexNet and ResNets as models of hybridpar (ModelSpec), of full size, as `hybridpar memory` has them
-    intervals   the same models at sizes that a CPU trains in seconds: access time intervals and outliers
-    overhead    the engine's step with its memory events written to a file, over the same step without
-    memory      growth of a process that records 10,000 steps, and of one that analyses them
+tables      MLP, and AlexNet- and ResNet-shaped users' models, of full size, on ghosts: breakdown by
+            batch and depth
+own         AlexNet and ResNets as models of hybridpar (ModelSpec), of full size, as
+            `hybridpar memory` has them
+intervals   the same models at sizes that a CPU trains in seconds: access time intervals and
+            outliers
+overhead    the engine's step with its memory events written to a file, over the same step without
+memory      growth of a process that records 10,000 steps, and of one that analyses them
 """
 
 from __future__ import annotations
@@ -26,7 +30,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common import OURS, SHAPES, OurStep, arguments, engine_config, parse, race, ratios, report
+from benchmarks.common import (
+    OURS,
+    SHAPES,
+    OurStep,
+    arguments,
+    engine_config,
+    parse,
+    race,
+    ratios,
+    report,
+)
 from benchmarks.user_models import ITERATIONS, Images, alexnet, mlp, resnet, trained
 from hybridpar.config import from_mapping
 from hybridpar.grid import ProcessGrid
@@ -51,8 +65,15 @@ Model = tuple[Callable[[], nn.Module], tuple[int, ...]]
 def models(size: int) -> dict[str, Model]:
     """Models of full width, for square images of so many pixels a side."""
     image = (3, size, size)
-    found: dict[str, Model] = {"MLP 32-64-10": (mlp, (32,)), "AlexNet": (partial(alexnet, size=size), image)}
-    for depth, blocks, bottleneck in ((18, (2, 2, 2, 2), False), (34, (3, 4, 6, 3), False), (50, (3, 4, 6, 3), True)):
+    found: dict[str, Model] = {
+        "MLP 32-64-10": (mlp, (32,)),
+        "AlexNet": (partial(alexnet, size=size), image),
+    }
+    for depth, blocks, bottleneck in (
+        (18, (2, 2, 2, 2), False),
+        (34, (3, 4, 6, 3), False),
+        (50, (3, 4, 6, 3), True),
+    ):
         found[f"ResNet-{depth}"] = partial(resnet, blocks=blocks, bottleneck=bottleneck), image
     return found
 
@@ -62,72 +83,114 @@ def tables(size: int) -> Iterator[dict[str, Any]]:
     for name, (make, shape) in models(size).items():
         for batch in (16, 32, 64, 128, 256):
             spans = trained(make, shape, batch, ghosts=True)
-            entry = {"case": f"{name} batch {batch}", "settings": {"shape": "tiny", "part": "tables", "size": size}}
+            entry = {
+                "case": f"{name} batch {batch}",
+                "settings": {"shape": "tiny", "part": "tables", "size": size},
+            }
             entry |= breakdown(analyse(spans)) | blocks(spans)
             yield entry
 
 
 def own(size: int) -> Iterator[dict[str, Any]]:
-    """The same through the engine, one micro-batch a step, group normalization for batch normalization."""
+    """The same through the engine, one micro-batch a step, group normalization for batch
+    normalization."""
     for name in ("alexnet", "resnet18", "resnet50"):
         for batch in (16, 64, 256):
-            config = resolve(replace(from_mapping({
-                "pipeline": {"num_microbatches": 1}, "optim": {"name": "sgd", "clip_grad": 0.0},
-                "train": {"micro_batch_size": batch, "device": "cpu"}}), model=Images(name, size=size)), 1)
+            config = resolve(
+                replace(
+                    from_mapping(
+                        {
+                            "pipeline": {"num_microbatches": 1},
+                            "optim": {"name": "sgd", "clip_grad": 0.0},
+                            "train": {"micro_batch_size": batch, "device": "cpu"},
+                        }
+                    ),
+                    model=Images(name, size=size),
+                ),
+                1,
+            )
             _, spans = predict_trace(config, steps=ITERATIONS)
             settings = {"shape": "tiny", "part": "own", "size": size}
-            yield {"case": f"own {name} batch {batch}", "settings": settings} | breakdown(analyse(spans))
+            yield {"case": f"own {name} batch {batch}", "settings": settings} | breakdown(
+                analyse(spans)
+            )
 
 
 def breakdown(found: Behaviour) -> dict[str, Any]:
-    """Shares of the peak. Intermediates are all that is no parameter, gradient, state of the optimizer or input."""
+    """Shares of the peak. Intermediates are all that is no parameter, gradient, state of the
+    optimizer or input."""
     peak = found.peak.by_category
-    shares = {category.value: peak.get(category, 0) for category in
-              (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER, Category.BATCH)}
+    shares = {
+        category.value: peak.get(category, 0)
+        for category in (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER, Category.BATCH)
+    }
     shares["intermediates"] = found.peak.num_bytes - sum(shares.values())
-    return {"stable_from": found.stable_from, "events_per_iteration": round(found.num_events / ITERATIONS),
-            "peak_bytes": found.peak.num_bytes, "breakdown_bytes": shares,
-            "breakdown": {name: round(n / found.peak.num_bytes, 4) for name, n in shares.items()}}
+    return {
+        "stable_from": found.stable_from,
+        "events_per_iteration": round(found.num_events / ITERATIONS),
+        "peak_bytes": found.peak.num_bytes,
+        "breakdown_bytes": shares,
+        "breakdown": {name: round(n / found.peak.num_bytes, 4) for name, n in shares.items()},
+    }
 
 
 def blocks(spans: list[Span]) -> dict[str, Any]:
     """Blocks that the last iteration makes, and the largest blocks of all, one of each size."""
     found = list(lives(spans, ()))
     largest = {life.num_bytes: life for life in sorted(found, key=lambda life: life.num_bytes)}
-    return {"blocks_per_iteration": sum(life.born_step == ITERATIONS for life in found),
-            "largest_blocks": [{"bytes": size, "category": life.category.value, "op": life.op}
-                               for size, life in list(largest.items())[:-4:-1]]}
+    return {
+        "blocks_per_iteration": sum(life.born_step == ITERATIONS for life in found),
+        "largest_blocks": [
+            {"bytes": size, "category": life.category.value, "op": life.op}
+            for size, life in list(largest.items())[:-4:-1]
+        ],
+    }
 
 
 def intervals(size: int) -> Iterator[dict[str, Any]]:
-    """Access time intervals of real runs; a small batch, and images of at most `size` pixels a side."""
+    """Access time intervals of real runs; a small batch, and images of at most `size` pixels a
+    side."""
     link = LINKS["paper"]
     for name, (make, shape) in models(size).items():
         batch = 64 if len(shape) == 1 else 4
         spans = trained(make, shape, batch, ghosts=False)
         found = analyse(spans).intervals
-        swaps = [one for one in found.outliers if one.life.num_bytes <= swappable(one.seconds, link)]
+        swaps = [
+            one for one in found.outliers if one.life.num_bytes <= swappable(one.seconds, link)
+        ]
         yield {
-            "case": f"{name} batch {batch}", "settings": {"shape": "tiny", "part": "intervals", "size": size},
+            "case": f"{name} batch {batch}",
+            "settings": {"shape": "tiny", "part": "intervals", "size": size},
             "intervals_under_25us": round(share_under(found.distribution, SHORT), 4),
-            "intervals_us": {f"p{p}": round(1e6 * found.distribution.percentile(p), 1) for p in (10, 50, 90, 99, 100)},
+            "intervals_us": {
+                f"p{p}": round(1e6 * found.distribution.percentile(p), 1)
+                for p in (10, 50, 90, 99, 100)
+            },
             "swappable_outliers": len(swaps),
             "largest_outliers": [
-                {"us": round(1e6 * one.seconds), "bytes": one.life.num_bytes, "category": one.life.category.value,
-                 "could_leave": swappable(one.seconds, link)} for one in found.outliers[:3]],
-            "seconds_an_iteration": round(spans[-1].end - spans[-1].start, 4)}
+                {
+                    "us": round(1e6 * one.seconds),
+                    "bytes": one.life.num_bytes,
+                    "category": one.life.category.value,
+                    "could_leave": swappable(one.seconds, link),
+                }
+                for one in found.outliers[:3]
+            ],
+            "seconds_an_iteration": round(spans[-1].end - spans[-1].start, 4),
+        }
 
 
 def share_under(intervals: Any, seconds: float) -> float:
     """The share of values below a number of seconds, by bisection of the percentiles."""
-    low, high = 0.0, 100.0
+    low = 0.0
+    high = 100.0
     for _ in range(20):
         middle = (low + high) / 2
         low, high = (middle, high) if intervals.percentile(middle) < seconds else (low, middle)
     return low / 100
 
 
-# -- overhead ----------------------------------------------------------------------------------------------------------
+# -- overhead
 
 
 def overhead(shape: str, dtype: str, num_microbatches: int, rounds: int) -> dict[str, Any]:
@@ -158,22 +221,47 @@ def overhead(shape: str, dtype: str, num_microbatches: int, rounds: int) -> dict
         recorder.close()
         records.close()
     steps = counts.pop("steps")
-    return {"case": f"overhead {shape} {dtype}", "settings": {
-        "shape": shape, "part": "overhead", "dtype": dtype, "microbatches": num_microbatches}, "rounds": rounds,
-        "ratio": ratios(result, RECORDED), "ratio_cpu_time": ratios(result, RECORDED, times="cpu"),
-        "wall_ms": {side: [round(1e3 * t, 3) for t in times] for side, times in result.wall.items()},
-        **{f"{name}_a_step": n // steps for name, n in counts.items()}}
+    return {
+        "case": f"overhead {shape} {dtype}",
+        "settings": {
+            "shape": shape,
+            "part": "overhead",
+            "dtype": dtype,
+            "microbatches": num_microbatches,
+        },
+        "rounds": rounds,
+        "ratio": ratios(result, RECORDED),
+        "ratio_cpu_time": ratios(result, RECORDED, times="cpu"),
+        "wall_ms": {
+            side: [round(1e3 * t, 3) for t in times] for side, times in result.wall.items()
+        },
+        **{f"{name}_a_step": n // steps for name, n in counts.items()},
+    }
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory
 
 
 def grown(part: str, path: Path, steps: int) -> dict[str, Any]:
     """Growth of a process of its own that records so many steps, or analyses them. Units: bytes."""
-    command = [sys.executable, "-m", "benchmarks.memory_behaviour", "--child", part, str(path), str(steps)]
-    growth = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    return {"case": f"{part} {steps} steps", "settings": {"shape": "tiny", "part": "memory", "steps": steps},
-            "growth_bytes": growth, "file_bytes": path.stat().st_size}
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.memory_behaviour",
+        "--child",
+        part,
+        str(path),
+        str(steps),
+    ]
+    growth = int(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+    )
+    return {
+        "case": f"{part} {steps} steps",
+        "settings": {"shape": "tiny", "part": "memory", "steps": steps},
+        "growth_bytes": growth,
+        "file_bytes": path.stat().st_size,
+    }
 
 
 def child(part: str, path: Path, steps: int) -> None:
@@ -186,7 +274,9 @@ def child(part: str, path: Path, steps: int) -> None:
         records.begin(path.name, 0)
         records.append(path.name, header_line(Header()).encode())
         step()
-        recorder = EngineRecorder(step.engine, lambda span: records.append(path.name, span_line(span).encode()))
+        recorder = EngineRecorder(
+            step.engine, lambda span: records.append(path.name, span_line(span).encode())
+        )
         step.loader = recorder.loader(step.loader)  # type: ignore[arg-type, assignment]
         before = peak_memory()
         with recorder.active():
@@ -211,7 +301,8 @@ def show(entry: dict[str, Any]) -> None:
     elif "intervals_us" in entry:
         text = f"{entry['intervals_under_25us']:.0%} of intervals under 25 us"
     elif "ratio" in entry:
-        wall, cpu = entry["ratio"]["median"], entry["ratio_cpu_time"]["median"]
+        wall = entry["ratio"]["median"]
+        cpu = entry["ratio_cpu_time"]["median"]
         text = f"{wall:.3f} of the time without, {cpu:.3f} of its CPU time"
     else:
         text = f"{entry['growth_bytes'] >> 20} MiB more"
@@ -227,11 +318,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000, help="of the long trace")
     parser.add_argument("--microbatches", type=int, default=2)
     args = parse(parser)
-    entries = report("memory_behaviour", cases(args), args, show=show, meaning=(
-        "breakdown: shares of the peak, on ghosts; intervals: between accesses of a block, in real runs; swappable: by "
-        "6.3 and 6.4 GB/s; ratio: time of a recorded step over one that is not"))
-    worst = [one["case"] for one in entries if one.get("ratio", {}).get("median", 0) > BOUND
-             or one.get("growth_bytes", 0) > MOST_GROWTH]
+    entries = report(
+        "memory_behaviour",
+        cases(args),
+        args,
+        show=show,
+        meaning=(
+            "breakdown: shares of the peak, on ghosts; intervals: between accesses of a block, in "
+            "real runs; swappable: by "
+            "6.3 and 6.4 GB/s; ratio: time of a recorded step over one that is not"
+        ),
+    )
+    worst = [
+        one["case"]
+        for one in entries
+        if one.get("ratio", {}).get("median", 0) > BOUND or one.get("growth_bytes", 0) > MOST_GROWTH
+    ]
     if worst:
         raise SystemExit(f"over the bound: {', '.join(worst)}")
     return None

@@ -1,12 +1,14 @@
-"""Torch's own tools beside hybridpar's recorder: what each shows of the same step of the engine, as counts.
+"""Torch's own tools beside hybridpar's recorder: what each shows of the same step of the engine, as
+counts.
 
-    python -m benchmarks.memory_tools
+python -m benchmarks.memory_tools
 
-    recorder    hybridpar.train.memory_trace.EngineRecorder
-    predicted   hybridpar.train.memory_trace.predict_trace, before anything runs
-    profiler    torch.profiler, profile_memory and record_shapes, and the categories of its memory timeline
-    history     torch.cuda.memory._record_memory_history, which memory_viz shows: needs CUDA
-    MemTracker  torch.distributed._tools.mem_tracker
+recorder    hybridpar.train.memory_trace.EngineRecorder
+predicted   hybridpar.train.memory_trace.predict_trace, before anything runs
+profiler    torch.profiler, profile_memory and record_shapes, and the categories of its memory
+            timeline
+history     torch.cuda.memory._record_memory_history, which memory_viz shows: needs CUDA
+MemTracker  torch.distributed._tools.mem_tracker
 """
 
 from __future__ import annotations
@@ -24,8 +26,17 @@ from hybridpar.memory.events import Span, lives
 from hybridpar.train.memory_trace import EngineRecorder, predict_trace
 from hybridpar.validate import resolve
 
-COLUMNS = ("mallocs", "frees", "reads", "writes", "categories", "peak_bytes", "micro_batches", "layers",
-           "before_the_run")
+COLUMNS = (
+    "mallocs",
+    "frees",
+    "reads",
+    "writes",
+    "categories",
+    "peak_bytes",
+    "micro_batches",
+    "layers",
+    "before_the_run",
+)
 Counts = dict[str, Any]
 
 
@@ -40,9 +51,14 @@ def of_spans(spans: Iterable[Span], step: int, *, predicted: bool) -> Counts:
     kinds = Counter(event.what.value for _, event in events)
     forwards = {span.action for span, _ in events if span.action.startswith("F")}
     seen = {life.category for life in lives(spans)}
-    return {**{f"{kind}s": kinds[kind] for kind in ("malloc", "free", "read", "write")}, "categories": len(seen),
-            "peak_bytes": peak, "micro_batches": len(forwards),
-            "layers": len({event.layer for _, event in events if event.layer >= 0}), "before_the_run": predicted}
+    return {
+        **{f"{kind}s": kinds[kind] for kind in ("malloc", "free", "read", "write")},
+        "categories": len(seen),
+        "peak_bytes": peak,
+        "micro_batches": len(forwards),
+        "layers": len({event.layer for _, event in events if event.layer >= 0}),
+        "before_the_run": predicted,
+    }
 
 
 def by_recorder(step: OurStep) -> Counts:
@@ -68,17 +84,27 @@ def counts(**found: Any) -> Counts:
 def by_profiler(step: OurStep) -> Counts:
     """The timeline of torch's memory profiler; a new version of a tensor is a write."""
     step()
-    with torch.profiler.profile(profile_memory=True, record_shapes=True, with_stack=True) as profiler:
+    with torch.profiler.profile(
+        profile_memory=True, record_shapes=True, with_stack=True
+    ) as profiler:
         step()
     memory = profiler._memory_profile()
-    actions, names, now, peak = Counter[str](), set(), 0, 0
+    actions = Counter[str]()
+    names = set()
+    now = 0
+    peak = 0
     for _, action, (key, version), num_bytes in memory.timeline:
         actions[action.name] += 1
         names.add(memory._categories.get(key, version))
         now += num_bytes * ((action.name in ("PREEXISTING", "CREATE")) - (action.name == "DESTROY"))
         peak = max(peak, now)
-    return counts(mallocs=actions["CREATE"], frees=actions["DESTROY"], writes=actions["INCREMENT_VERSION"],
-                  categories=len(names - {None}), peak_bytes=peak)
+    return counts(
+        mallocs=actions["CREATE"],
+        frees=actions["DESTROY"],
+        writes=actions["INCREMENT_VERSION"],
+        categories=len(names - {None}),
+        peak_bytes=peak,
+    )
 
 
 def by_history(step: OurStep) -> Counts | str:
@@ -120,15 +146,26 @@ def main() -> None:
     args = parse(parser)
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = engine_config(shape := SHAPES[args.shapes[0]], num_microbatches=args.microbatches, device=device)
+    config = engine_config(
+        shape := SHAPES[args.shapes[0]], num_microbatches=args.microbatches, device=device
+    )
     tools: dict[str, Callable[[], Counts | str]] = {"predicted": lambda: by_prediction(config)} | {
         name: lambda tool=tool: tool(OurStep(config, shape, ProcessGrid()))  # type: ignore[misc]
-        for name, tool in {"recorder": by_recorder, "profiler": by_profiler, "history": by_history,
-                           "MemTracker": by_mem_tracker}.items()}
+        for name, tool in {
+            "recorder": by_recorder,
+            "profiler": by_profiler,
+            "history": by_history,
+            "MemTracker": by_mem_tracker,
+        }.items()
+    }
     print(f"{'':<12}", *(f"{column:>14}" for column in COLUMNS))
     settings = {"shape": args.shapes[0], "microbatches": args.microbatches}
-    entries = ({"case": name, "settings": settings, "shows": tool()} for name, tool in tools.items())
-    report("memory_tools", entries, args, show=show, meaning="counts of one step as each tool shows it")
+    entries = (
+        {"case": name, "settings": settings, "shows": tool()} for name, tool in tools.items()
+    )
+    report(
+        "memory_tools", entries, args, show=show, meaning="counts of one step as each tool shows it"
+    )
 
 
 if __name__ == "__main__":

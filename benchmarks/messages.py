@@ -2,10 +2,10 @@
 
     python -m benchmarks.messages
 
-A GPT on the source text of Python's standard library, at equal tokens: validation loss at the end with each codec,
-schedule and number of stages ("tensor": of ranks that share layers). It trains in one process with the links in it
-(verify.boundaries), which `hybridpar verify` compares with grids; validation is exact. Of one seed, differences below
-about half a per cent say nothing.
+A GPT on the source text of Python's standard library, at equal tokens: validation loss at the end
+with each codec, schedule and number of stages ("tensor": of ranks that share layers). It trains in
+one process with the links in it (verify.boundaries), which `hybridpar verify` compares with grids;
+validation is exact. Of one seed, differences below about half a per cent say nothing.
 """
 
 from __future__ import annotations
@@ -29,34 +29,66 @@ from hybridpar.validate import resolve
 from hybridpar.verify.boundaries import add_boundaries
 
 CODECS: dict[str, dict[str, Any]] = {
-    "none": {}, "bf16": {"messages": "bf16"}, "int8": {"messages": "int8"}, "int4": {"messages": "int4"},
+    "none": {},
+    "bf16": {"messages": "bf16"},
+    "int8": {"messages": "int8"},
+    "int4": {"messages": "int4"},
     "int4, gradients int8": {"messages": "int4", "messages_backward": "int8"},
-    "dct 0.5": {"messages": "dct", "messages_kept": 0.5}, "dct 0.2": {"messages": "dct", "messages_kept": 0.2},
-    "dct 0.1": {"messages": "dct"}, "subspace 0.25": {"messages": "subspace", "messages_kept": 0.25},
+    "dct 0.5": {"messages": "dct", "messages_kept": 0.5},
+    "dct 0.2": {"messages": "dct", "messages_kept": 0.2},
+    "dct 0.1": {"messages": "dct"},
+    "subspace 0.25": {"messages": "subspace", "messages_kept": 0.25},
     "subspace 0.12": {"messages": "subspace", "messages_kept": 0.12},
     "dct 0.05": {"messages": "dct", "messages_kept": 0.05},
-    "tensor int8": {"tensor": "int8"}, "tensor int4": {"tensor": "int4"},
-    "tensor dct 0.5": {"tensor": "dct", "messages_kept": 0.5}, "tensor dct 0.1": {"tensor": "dct"}}
+    "tensor int8": {"tensor": "int8"},
+    "tensor int4": {"tensor": "int4"},
+    "tensor dct 0.5": {"tensor": "dct", "messages_kept": 0.5},
+    "tensor dct 0.1": {"tensor": "dct"},
+}
 STUDY = Shape(4, 128, 4, 64, 2048, 4)
-M, EVAL_BATCHES = 8, 32
+M = 8
+EVAL_BATCHES = 32
 _EVERY = 10
 """Steps from one loss in the result file to the next."""
 
 
 def axis_of(codec: str) -> str:
-    """The axis that a codec compresses the messages of: pp, between stages, or tp, of sums within layers."""
+    """The axis that a codec compresses the messages of: pp, between stages, or tp, of sums within
+    layers."""
     return "tp" if "tensor" in CODECS[codec] else "pp"
 
 
 def settings(schedule: str, codec: str, stages: int, seed: int, steps: int, cache: str) -> Config:
     """The pipeline whose training is imitated."""
-    return from_mapping({
-        "model": {"num_layers": STUDY.num_layers, "hidden_size": STUDY.hidden, "num_heads": STUDY.num_heads,
-                  "seq_length": STUDY.seq_length, "vocab_size": STUDY.vocab, "position": "rotary", "init_std": 0.05},
-        "parallel": {axis_of(codec): stages, "dp": 1}, "pipeline": {"schedule": schedule, "num_microbatches": M},
-        "optim": {"lr": 2e-3, "min_lr": 2e-4, "warmup_steps": steps // 10, "betas": [0.9, 0.95]},
-        "train": {"num_steps": steps, "micro_batch_size": STUDY.micro_batch, "device": "cpu", "seed": seed},
-        "data": {"split": 0.015, "cache": cache}, "compression": CODECS[codec]})
+    return from_mapping(
+        {
+            "model": {
+                "num_layers": STUDY.num_layers,
+                "hidden_size": STUDY.hidden,
+                "num_heads": STUDY.num_heads,
+                "seq_length": STUDY.seq_length,
+                "vocab_size": STUDY.vocab,
+                "position": "rotary",
+                "init_std": 0.05,
+            },
+            "parallel": {axis_of(codec): stages, "dp": 1},
+            "pipeline": {"schedule": schedule, "num_microbatches": M},
+            "optim": {
+                "lr": 2e-3,
+                "min_lr": 2e-4,
+                "warmup_steps": steps // 10,
+                "betas": [0.9, 0.95],
+            },
+            "train": {
+                "num_steps": steps,
+                "micro_batch_size": STUDY.micro_batch,
+                "device": "cpu",
+                "seed": seed,
+            },
+            "data": {"split": 0.015, "cache": cache},
+            "compression": CODECS[codec],
+        }
+    )
 
 
 def alone(config: Config) -> tuple[Engine, BatchLoader, BatchLoader]:
@@ -64,9 +96,21 @@ def alone(config: Config) -> tuple[Engine, BatchLoader, BatchLoader]:
     torch.set_num_threads(1)
     data = open_data(config.model, config.data, config.cache_folder, seed=config.train.seed)
     whole = M * STUDY.micro_batch  # micro-batches make no difference, and a large one is faster
-    one = resolve(from_mapping({"parallel": {"pp": 1, "tp": 1}, "pipeline": {"num_microbatches": 1},
-                                "train": {"micro_batch_size": whole}}, config), 1)
-    train, valid = (BatchLoader(of, micro_batch_size=whole, num_microbatches=1) for of in (data.train, data.valid))
+    one = resolve(
+        from_mapping(
+            {
+                "parallel": {"pp": 1, "tp": 1},
+                "pipeline": {"num_microbatches": 1},
+                "train": {"micro_batch_size": whole},
+            },
+            config,
+        ),
+        1,
+    )
+    train, valid = (
+        BatchLoader(of, micro_batch_size=whole, num_microbatches=1)
+        for of in (data.train, data.valid)
+    )
     return Engine(one, ProcessGrid(), torch.device("cpu")), train, valid
 
 
@@ -82,35 +126,57 @@ def train(config: Config) -> dict[str, Any]:
     start = time.perf_counter()
     engine.train(loader, config.train.num_steps, note)
     valid = engine.evaluate(held_out, EVAL_BATCHES)["lm"]
-    return {"valid_loss": round(valid, 4), "seconds": round(time.perf_counter() - start, 1), "losses": losses[::_EVERY]}
+    return {
+        "valid_loss": round(valid, 4),
+        "seconds": round(time.perf_counter() - start, 1),
+        "losses": losses[::_EVERY],
+    }
 
 
 def over_seeds(cases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Lines about trainings: loss over that of codec none with the same seed and steps: mean, least and most."""
+    """Lines about trainings: loss over that of codec none with the same seed and steps: mean, least
+    and most."""
     found: dict[tuple[str, str, int], dict[int, float]] = {}
     for each in cases:
         of = each["settings"]
-        found.setdefault((of["schedule"], of["codec"], of["steps"]), {})[of["seed"]] = each["valid_loss"]
+        found.setdefault((of["schedule"], of["codec"], of["steps"]), {})[of["seed"]] = each[
+            "valid_loss"
+        ]
     for (schedule, codec, steps), losses in found.items():
         none = found.get((schedule, "none", steps), {})
         over = [loss / none[seed] for seed, loss in losses.items() if seed in none]
         if over:
             name = f"{schedule} {codec}, {steps} steps"
-            yield (f"{name:<38} loss {statistics.fmean(losses.values()):.4f}, over none {statistics.fmean(over):.4f} "
-                   f"({min(over):.4f} to {max(over):.4f}), {len(over)} seeds")
+            yield (
+                f"{name:<38} loss {statistics.fmean(losses.values()):.4f}, over none "
+                f"{statistics.fmean(over):.4f} "
+                f"({min(over):.4f} to {max(over):.4f}), {len(over)} seeds"
+            )
 
 
 def study(args: argparse.Namespace, cache: str) -> Iterator[dict[str, Any]]:
-    """A case for each codec, schedule, number of stages and seed; without a codec stages make no difference.
+    """A case for each codec, schedule, number of stages and seed; without a codec stages make no
+    difference.
 
     `cache`: folder of the prepared corpus.
     """
-    for schedule, codec, stages, seed in product(args.schedules, args.codecs, args.stages, args.seeds):
+    for schedule, codec, stages, seed in product(
+        args.schedules, args.codecs, args.stages, args.seeds
+    ):
         if codec != "none" or stages == args.stages[0]:
-            yield {"case": f"{schedule} {axis_of(codec)}={stages} {codec} seed {seed}",
-                   **train(settings(schedule, codec, stages, seed, args.steps, cache)),
-                   "settings": {"shape": "study", "schedule": schedule, axis_of(codec): stages, "codec": codec,
-                                "seed": seed, "steps": args.steps, "tokens": args.steps * M * STUDY.microbatch_tokens}}
+            yield {
+                "case": f"{schedule} {axis_of(codec)}={stages} {codec} seed {seed}",
+                **train(settings(schedule, codec, stages, seed, args.steps, cache)),
+                "settings": {
+                    "shape": "study",
+                    "schedule": schedule,
+                    axis_of(codec): stages,
+                    "codec": codec,
+                    "seed": seed,
+                    "steps": args.steps,
+                    "tokens": args.steps * M * STUDY.microbatch_tokens,
+                },
+            }
 
 
 def show(entry: dict[str, Any]) -> None:
@@ -126,8 +192,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1234])
     args = parse(parser)
     with tempfile.TemporaryDirectory() as cache:
-        cases = report("messages", study(args, cache), args, show=show, shapes={"study": STUDY},
-                      meaning="valid_loss: at the end, of exact messages")
+        cases = report(
+            "messages",
+            study(args, cache),
+            args,
+            show=show,
+            shapes={"study": STUDY},
+            meaning="valid_loss: at the end, of exact messages",
+        )
     print(*over_seeds(cases), sep="\n")
 
 

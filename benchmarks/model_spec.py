@@ -1,10 +1,11 @@
-"""Claim: a GPT that is a model of one's own (`ModelSpec`) trains as fast as the built-in one, within 1 %.
+"""Claim: a GPT that is a model of one's own (`ModelSpec`) trains as fast as the built-in one,
+within 1 %.
 
     python -m benchmarks.model_spec
 
-Both sides are the same blocks in the engine that users run: one as model.kind = "gpt", one built by a class of the
-benchmark's, whose outputs are compared with what it says of them. In one process, by turns. That no operator is added
-is a test: tests/planner/test_own_models.py.
+Both sides are the same blocks in the engine that users run: one as model.kind = "gpt", one built by
+a class of the benchmark's, whose outputs are compared with what it says of them. In one process, by
+turns. That no operator is added is a test: tests/planner/test_own_models.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common import OURS, SHAPES, OurStep, arguments, case, engine_config, parse, race, report
+from benchmarks.common import (
+    OURS,
+    SHAPES,
+    OurStep,
+    arguments,
+    case,
+    engine_config,
+    parse,
+    race,
+    report,
+)
 from hybridpar import ModelConfig, ModelSpec, ProcessGrid
 from hybridpar.models.build import build_blocks
 from hybridpar.models.own import Build
@@ -50,8 +61,14 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     shape = SHAPES[name]
     config = engine_config(shape, num_microbatches=4)
     own = replace(config, model=OwnGPT(shape.model))
-    found = race({OURS: OurStep(config, shape, ProcessGrid()), "of one's own": OurStep(own, shape, ProcessGrid())},
-                 rounds, tolerance=1e-6)
+    found = race(
+        {
+            OURS: OurStep(config, shape, ProcessGrid()),
+            "of one's own": OurStep(own, shape, ProcessGrid()),
+        },
+        rounds,
+        tolerance=1e-6,
+    )
     return case(name, found, 4 * shape.microbatch_tokens, shape=name)
 
 

@@ -1,16 +1,17 @@
-"""Claim: given the models and machines of PipeDream-2BW's paper (arXiv 2006.09503v3), our simulator reproduces the
-speed-ups that it states (section 5.2) within 15%.
+"""Claim: given the models and machines of PipeDream-2BW's paper (arXiv 2006.09503v3), our simulator
+reproduces the speed-ups that it states (section 5.2) within 15%.
 
     python -m benchmarks.paper [--fit]
 
-Nothing is trained: `paper_systems` says what each system does on 8 and 64 V100s, and our plans, simulated, say how
-long that takes. Three numbers are fitted, once, to the throughputs of figures 6 and 10 (`--fit` does it again, in
-minutes); no number belongs to one row, one model or one system, and the text's speed-ups are not part of the fit.
+Nothing is trained: `paper_systems` says what each system does on 8 and 64 V100s, and our plans,
+simulated, say how long that takes. Three numbers are fitted, once, to the throughputs of figures 6
+and 10 (`--fit` does it again, in minutes); no number belongs to one row, one model or one system,
+and the text's speed-ups are not part of the fit.
 
-The figures were read by eye, good for a tenth, and do not always agree with the text: 26 sequences a second for tensor
-parallelism on one server would be 1.7 times slower than 2BW, where the text says 1.3, and 8 on 64 GPUs 17 times slower,
-where it says 20 (these 8 of 60 bars are left out of the fit); 135 against 38 is 3.6 times GPipe, where it says 3.2. The
-text counts here.
+The figures were read by eye, good for a tenth, and do not always agree with the text: 26 sequences
+a second for tensor parallelism on one server would be 1.7 times slower than 2BW, where the text
+says 1.3, and 8 on 64 GPUs 17 times slower, where it says 20 (these 8 of 60 bars are left out of the
+fit); 135 against 38 is 3.6 times GPipe, where it says 3.2. The text counts here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from typing import Any
 
 from benchmarks.files import as_text
 from benchmarks.paper_points import STATEMENTS, rows
-from benchmarks.paper_systems import MICRO_BATCH, Machine, Setting, flush_interval, memory_bytes, throughput
+from benchmarks.paper_systems import (
+    MICRO_BATCH,
+    Machine,
+    Setting,
+    flush_interval,
+    memory_bytes,
+    throughput,
+)
 
 RESULTS = Path(__file__).parent / "results"
 SYSTEMS = ("inter-layer", "tensor", "gpipe", "flush", "2bw")
@@ -61,7 +69,8 @@ MEMORY = {
 
 @dataclass(frozen=True)
 class Claim:
-    """'`faster` is up to `stated` times as fast as `slower`', on the settings that `where` picks out of figure 6."""
+    """'`faster` is up to `stated` times as fast as `slower`', on the settings that `where` picks
+    out of figure 6."""
 
     faster: str
     slower: str
@@ -88,8 +97,20 @@ CLAIMS = (
     Claim("flush", "gpipe", 3.0, "large batches", lambda s: not _small(s)),
     Claim("2bw", "flush", 1.6, "small batches", _small),
     Claim("2bw", "flush", 1.15, "B=2048", lambda s: s.batch == 2048),
-    Claim("flush", "inter-layer", 4.1, "2.2B on 8 GPUs, small batch", lambda s: _one_server(s) and _small(s)),
-    Claim("flush", "inter-layer", 5.3, "2.2B on 8 GPUs, large batch", lambda s: _one_server(s) and not _small(s)),
+    Claim(
+        "flush",
+        "inter-layer",
+        4.1,
+        "2.2B on 8 GPUs, small batch",
+        lambda s: _one_server(s) and _small(s),
+    ),
+    Claim(
+        "flush",
+        "inter-layer",
+        5.3,
+        "2.2B on 8 GPUs, large batch",
+        lambda s: _one_server(s) and not _small(s),
+    ),
     Claim("2bw", "inter-layer", 6.1, "2.2B on 8 GPUs", _one_server),
     Claim("2bw", "tensor", 1.3, "2.2B on 8 GPUs", _one_server),
     Claim("2bw", "tensor", 20.0, "3.8B on 64 GPUs", lambda s: s.size == "3.8b"),
@@ -111,7 +132,9 @@ class Check:
         return self.simulated / self.claim.stated - 1
 
 
-def simulated_speeds(machine: Machine, settings: Sequence[Setting], systems: Sequence[str] = SYSTEMS) -> Speeds:
+def simulated_speeds(
+    machine: Machine, settings: Sequence[Setting], systems: Sequence[str] = SYSTEMS
+) -> Speeds:
     """Sequences a second of each system."""
     return {s: {system: throughput(s, system, machine) for system in systems} for s in settings}
 
@@ -120,67 +143,101 @@ def check(speeds: Speeds) -> list[Check]:
     """Every claim beside the simulator's ratio."""
     checks = []
     for claim in CLAIMS:
-        ratio, at = max(((speeds[s][claim.faster] / speeds[s][claim.slower], s) for s in speeds if claim.where(s)),
-                        key=lambda pair: pair[0])
+        ratio, at = max(
+            (
+                (speeds[s][claim.faster] / speeds[s][claim.slower], s)
+                for s in speeds
+                if claim.where(s)
+            ),
+            key=lambda pair: pair[0],
+        )
         checks.append(Check(claim, ratio, at))
     return checks
 
 
-# -- fit ---------------------------------------------------------------------------------------------------------------
+# -- fit
 
 STEPS = {"matmul_share": 0.01, "exchange_gbit": 0.5, "ring_gbit": 0.5}
 
 
 def contradicted(setting: Setting, system: str) -> bool:
-    """Bars that cannot be right if the text is: tensor parallelism where the text says 1.3 and 20 times."""
+    """Bars that cannot be right if the text is: tensor parallelism where the text says 1.3 and 20
+    times."""
     return system == "tensor" and (setting.servers == 1 or setting.size == "3.8b")
 
 
 def misfit(machine: Machine) -> float:
-    """Mean of |log(simulated / read)| over the bars of figures 6 and 10 that the text does not contradict."""
+    """Mean of |log(simulated / read)| over the bars of figures 6 and 10 that the text does not
+    contradict."""
     speeds = simulated_speeds(machine, tuple(FIGURES))
     return statistics.mean(
         abs(math.log(speeds[s][system] / read))
-        for s, figure in FIGURES.items() for system, read in zip(SYSTEMS, figure, strict=True)
-        if not contradicted(s, system))
+        for s, figure in FIGURES.items()
+        for system, read in zip(SYSTEMS, figure, strict=True)
+        if not contradicted(s, system)
+    )
 
 
 def fit(machine: Machine) -> Machine:
     """Steps each fitted number up and down as long as that lessens the misfit."""
-    best, moved = misfit(machine), True
+    best = misfit(machine)
+    moved = True
     while moved:
         moved = False
         for name, step in STEPS.items():
             for change in (step, -step):
-                while (error := misfit(tried := replace(machine, **{name: getattr(machine, name) + change}))) < best:
-                    machine, best, moved = tried, error, True
+                while (
+                    error := misfit(
+                        tried := replace(machine, **{name: getattr(machine, name) + change})
+                    )
+                ) < best:
+                    machine = tried
+                    best = error
+                    moved = True
                     print(f"misfit {best:.4f}: {machine}", flush=True)
     return machine
 
 
-# -- report ------------------------------------------------------------------------------------------------------------
+# -- report
 
 
 def variants(machine: Machine) -> dict[str, Machine]:
-    """How much depends on the fit: each number a tenth lower and higher; cards whose directions are apart, refitted."""
+    """How much depends on the fit: each number a tenth lower and higher; cards whose directions are
+    apart, refitted."""
     changed = {
         f"{name} {sign}10%": replace(machine, **{name: getattr(machine, name) * factor})
-        for name in STEPS for sign, factor in (("-", 0.9), ("+", 1.1))}
-    return changed | {"directions apart, 11 Gbit/s each": replace(machine, half_duplex=False, exchange_gbit=11.0)}
+        for name in STEPS
+        for sign, factor in (("-", 0.9), ("+", 1.1))
+    }
+    return changed | {
+        "directions apart, 11 Gbit/s each": replace(machine, half_duplex=False, exchange_gbit=11.0)
+    }
 
 
 def print_report(speeds: Speeds, checks: Sequence[Check]) -> None:
     print("| ratio | where | paper | simulated | error |\n|---|---|---|---|---|")
     for c in checks:
-        print(f"| {c.claim.name} | {c.claim.place} | {c.claim.stated:g} | {c.simulated:.2f} | {100 * c.error:+.0f}% |")
-    print(f"\n| sequences/s: simulated (figure) | {' | '.join(SYSTEMS)} | {OURS} |\n|---|{'---|' * (len(SYSTEMS) + 1)}")
+        print(
+            f"| {c.claim.name} | {c.claim.place} | {c.claim.stated:g} | {c.simulated:.2f} | "
+            f"{100 * c.error:+.0f}% |"
+        )
+    print(
+        f"\n| sequences/s: simulated (figure) | {' | '.join(SYSTEMS)} | {OURS} "
+        f"|\n|---|{'---|' * (len(SYSTEMS) + 1)}"
+    )
     for setting, figure in FIGURES.items():
-        cells = [f"{speeds[setting][system]:.3g} ({read})" for system, read in zip(SYSTEMS, figure, strict=True)]
+        cells = [
+            f"{speeds[setting][system]:.3g} ({read})"
+            for system, read in zip(SYSTEMS, figure, strict=True)
+        ]
         print(f"| {setting.name} | {' | '.join(cells)} | {speeds[setting][OURS]:.3g} |")
     print(f"\n| GB: model (figure) | {' | '.join(SYSTEMS)} |\n|---|{'---|' * len(SYSTEMS)}")
     for setting, figure in MEMORY.items():
-        cells = [f"{1e-9 * memory_bytes(setting, system, setting.num_microbatches):.1f} ({read or 'none'})"
-                 for system, read in zip(SYSTEMS, figure, strict=True)]
+        cells = [
+            f"{1e-9 * memory_bytes(setting, system, setting.num_microbatches):.1f} "
+            f"({read or 'none'})"
+            for system, read in zip(SYSTEMS, figure, strict=True)
+        ]
         print(f"| {setting.name} | {' | '.join(cells)} |")
 
 
@@ -188,39 +245,71 @@ def _row(setting: Setting, speeds: Mapping[str, float]) -> dict[str, Any]:
     figure = dict(zip(SYSTEMS, FIGURES[setting], strict=True))
     pairs = dict.fromkeys((c.faster, c.slower) for c in CLAIMS)
     return {
-        "setting": setting.name, "gpus": 8 * setting.servers, "depth": setting.depth, "width": setting.width,
-        "tensor_parallel": setting.depth, "micro_batch": MICRO_BATCH, "num_microbatches": setting.num_microbatches,
-        "recompute": "layer", "gpipe_flush_interval": flush_interval(setting),
-        "memory_gb": {s: round(1e-9 * memory_bytes(setting, s, setting.num_microbatches), 2) for s in SYSTEMS},
-        "sequences_per_s": {s: round(v, 2) for s, v in speeds.items()}, "figure": figure,
+        "setting": setting.name,
+        "gpus": 8 * setting.servers,
+        "depth": setting.depth,
+        "width": setting.width,
+        "tensor_parallel": setting.depth,
+        "micro_batch": MICRO_BATCH,
+        "num_microbatches": setting.num_microbatches,
+        "recompute": "layer",
+        "gpipe_flush_interval": flush_interval(setting),
+        "memory_gb": {
+            s: round(1e-9 * memory_bytes(setting, s, setting.num_microbatches), 2) for s in SYSTEMS
+        },
+        "sequences_per_s": {s: round(v, 2) for s, v in speeds.items()},
+        "figure": figure,
         "ratios": {
-            f"{a} / {b}": {"simulated": round(speeds[a] / speeds[b], 3), "figure": round(figure[a] / figure[b], 3)}
-            for a, b in pairs}}
+            f"{a} / {b}": {
+                "simulated": round(speeds[a] / speeds[b], 3),
+                "figure": round(figure[a] / figure[b], 3),
+            }
+            for a, b in pairs
+        },
+    }
 
 
 def write(machine: Machine, speeds: Speeds, checks: Sequence[Check], path: Path) -> None:
     """Writes everything as JSON."""
-    from benchmarks.common import machine as this_machine  # brings torch, which nothing else here needs
+    from benchmarks.common import (
+        machine as this_machine,
+    )  # brings torch, which nothing else here needs
 
     document = {
-        "claim": "paper", "ratio": "the paper's stated speed-ups and the simulator's",
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "machine": this_machine(), "fitted": asdict(machine),
+        "claim": "paper",
+        "ratio": "the paper's stated speed-ups and the simulator's",
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "machine": this_machine(),
+        "fitted": asdict(machine),
         "misfit": round(misfit(machine), 4),
         "claims": [
-            {"ratio": c.claim.name, "where": c.claim.place, "stated": c.claim.stated,
-             "simulated": round(c.simulated, 3), "at": c.setting.name, "error": round(c.error, 4)} for c in checks],
+            {
+                "ratio": c.claim.name,
+                "where": c.claim.place,
+                "stated": c.claim.stated,
+                "simulated": round(c.simulated, 3),
+                "at": c.setting.name,
+                "error": round(c.error, 4),
+            }
+            for c in checks
+        ],
         "variants": {
             name: [round(c.error, 4) for c in check(simulated_speeds(other, GPT))]
-            for name, other in variants(machine).items()},
+            for name, other in variants(machine).items()
+        },
         "rows": [_row(setting, speeds[setting]) for setting in FIGURES],
-        "statements": {text: holds() for text, holds in STATEMENTS.items()}, "curves": list(rows())}
+        "statements": {text: holds() for text, holds in STATEMENTS.items()},
+        "curves": list(rows()),
+    }
     path.write_text(as_text(document) + "\n")
     print(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The paper's speed-ups, simulated.")
-    parser.add_argument("--fit", action="store_true", help="fit the three numbers again and use the result")
+    parser.add_argument(
+        "--fit", action="store_true", help="fit the three numbers again and use the result"
+    )
     parser.add_argument("--out", default=str(RESULTS), help="folder of the result file")
     args = parser.parse_args()
     machine = fit(Machine()) if args.fit else Machine()

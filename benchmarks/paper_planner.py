@@ -1,15 +1,19 @@
 """PipeDream-2BW's own planner: width, depth, micro-batch size and recomputation in closed form.
 
-    for w, d with w * d = N      b, r = the largest micro-batch that fits, without recomputation and with it
+    for w, d with w * d = N      b, r = the largest micro-batch that fits, without recomputation and
+                                 with it
     throughput                   (w b / t); t = max over stages of max(c T + 2 |A| / bw_depth, T_ar / m)
     memory, 2bw                  2 |W| / d + d |A_total| / d + |A_in| d          without recomputation
                                  2 |W| / d + |A_total| / d + |A_in| d            with it, c = 4/3
 
-Source: arXiv 2006.09503v3, section 4 and appendix A. Blocks are equal and replicated alike, so stages are. The paper
-leaves the optimizer out of |W|, and its models would then fit at half of the depths that it reports; here 2 |W| is all
-that is held of a parameter, 24 bytes (fp16, fp32, gradients, moments), and both ends hold the whole embedding.
+Source: arXiv 2006.09503v3, section 4 and appendix A. Blocks are equal and replicated alike, so
+    stages are. The paper
+leaves the optimizer out of |W|, and its models would then fit at half of the depths that it
+reports; here 2 |W| is all that is held of a parameter, 24 bytes (fp16, fp32, gradients, moments),
+and both ends hold the whole embedding.
 
-Units: seconds, bytes. Legend: N devices, w pipelines, d stages, b micro-batch, m micro-batches of a batch, t period.
+Units: seconds, bytes. Legend: N devices, w pipelines, d stages, b micro-batch, m micro-batches of a
+    batch, t period.
 """
 
 from __future__ import annotations
@@ -25,14 +29,17 @@ from hybridpar.planner.kernels import HALF, MEGATRON_2020, activation_bytes, blo
 
 RECOMPUTE_FACTOR = 4 / 3
 STATE_BYTES = 24
-"""Of a parameter under 2bw and Adam: fp16 weight and gradient 4, fp32 weight, its copy, gradient and two moments 20."""
+"""Of a parameter under 2bw and Adam: fp16 weight and gradient 4, fp32 weight, its copy, gradient
+and two moments 20."""
 RESERVED = 2.0 * GIB
-"""Of a device: CUDA context, communicators, temporaries and fragments. An estimate (figure 7 shows 1.1 GB of these)."""
+"""Of a device: CUDA context, communicators, temporaries and fragments. An estimate (figure 7 shows
+1.1 GB of these)."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A choice of the published planner. `throughput`: samples a second; `memory`: bytes of a device."""
+    """A choice of the published planner. `throughput`: samples a second; `memory`: bytes of a
+    device."""
 
     width: int
     depth: int
@@ -50,31 +57,43 @@ def plan(model: ModelConfig, cluster: Cluster, batch_size: int) -> Published:
     choices = list(ranked(model, cluster, batch_size))
     if not choices:
         raise config_error(
-            "devices", cluster.num_devices, f"no width and depth holds the model on {cluster.device.name} with "
-            f"{batch_size} samples a batch", str(2 * cluster.num_devices))
+            "devices",
+            cluster.num_devices,
+            f"no width and depth holds the model on {cluster.device.name} with "
+            f"{batch_size} samples a batch",
+            str(2 * cluster.num_devices),
+        )
     return max(choices, key=lambda choice: choice.throughput)
 
 
 def ranked(model: ModelConfig, cluster: Cluster, batch_size: int) -> Iterator[Published]:
-    """Yields the best micro-batch of every width and depth, with and without recomputation, that fits."""
+    """Yields the best micro-batch of every width and depth, with and without recomputation, that
+    fits."""
     number = cluster.num_devices
-    for depth in (d for d in range(1, model.num_layers + 1) if number % d == 0 and model.num_layers % d == 0):
+    for depth in (
+        d for d in range(1, model.num_layers + 1) if number % d == 0 and model.num_layers % d == 0
+    ):
         width = number // depth
         for recompute in (False, True):
             if (found := _largest(model, cluster, width, depth, batch_size, recompute)) is not None:
                 yield found
 
 
-def _largest(model: ModelConfig, cluster: Cluster, width: int, depth: int, batch_size: int,
-             recompute: bool) -> Published | None:
-    """SEARCH(w, d) of the paper: the largest power of two that fits and leaves every pipeline m >= d micro-batches."""
-    best, b = None, 1
+def _largest(
+    model: ModelConfig, cluster: Cluster, width: int, depth: int, batch_size: int, recompute: bool
+) -> Published | None:
+    """SEARCH(w, d) of the paper: the largest power of two that fits and leaves every pipeline m >=
+    d micro-batches."""
+    best = None
+    b = 1
     while width * b * depth <= batch_size:
         memory = memory_bytes(model, depth, b, recompute)
         if memory > cluster.device.memory_bytes - RESERVED:
             break
         if batch_size % (width * b) == 0:
-            speed = throughput(model, cluster, width, depth, b, batch_size // (width * b), recompute)
+            speed = throughput(
+                model, cluster, width, depth, b, batch_size // (width * b), recompute
+            )
             best = Published(width, depth, b, recompute, speed, memory)
         b *= 2
     return best
@@ -92,16 +111,21 @@ def memory_bytes(model: ModelConfig, depth: int, b: int, recompute: bool) -> flo
 
 def activations_of_layer(model: ModelConfig, b: int) -> float:
     """All that a layer keeps in half precision. Source: arXiv 2205.05198, equation 2."""
-    h, s, n = model.hidden_size, model.seq_length, model.num_heads
+    h = model.hidden_size
+    s = model.seq_length
+    n = model.num_heads
     return b * s * h * (34 + 5 * n * s / h)
 
 
-def throughput(model: ModelConfig, cluster: Cluster, width: int, depth: int, b: int, m: int, recompute: bool) -> float:
+def throughput(
+    model: ModelConfig, cluster: Cluster, width: int, depth: int, b: int, m: int, recompute: bool
+) -> float:
     """Samples a second of all pipelines."""
     times = block_times(model, b, cluster.device, kernels=MEGATRON_2020)
     compute = sum(t.forward + t.backward for t in times) / depth
     period = compute * (RECOMPUTE_FACTOR if recompute else 1.0)
-    # replicas of a stage are on one server, if they fit there: so pipelines cross servers, and share their cards
+    # replicas of a stage are on one server, if they fit there: so pipelines cross servers, and
+    # share their cards
     inside = width * depth <= cluster.devices_per_server
     between = cluster.inner if inside else cluster.outer
     flows = 1 if inside else max(1, min(width, cluster.devices_per_server)) / cluster.outer_links

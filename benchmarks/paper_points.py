@@ -1,9 +1,10 @@
-"""What the text of PipeDream-2BW's paper (arXiv 2006.09503v3) says of figures 8 and 12, whose points it has no numbers
-of: which is faster, and what has room. `benchmarks.paper` writes it beside the ratios.
+"""What the text of PipeDream-2BW's paper (arXiv 2006.09503v3) says of figures 8 and 12, whose
+points it has no numbers of: which is faster, and what has room. `benchmarks.paper` writes it beside
+the ratios.
 
-Figure 8: 2bw, GPT 1.3B, 64 V100s, by depth d, micro-batch b and batch (sections 5.2 and 5.4). Figure 12: one pipeline
-of eight V100s, 1.3B and 2.2B, by micro-batch, with and without recomputation (appendix B.2); the batch is not said
-there: it is that of figure 6.
+Figure 8: 2bw, GPT 1.3B, 64 V100s, by depth d, micro-batch b and batch (sections 5.2 and 5.4).
+Figure 12: one pipeline of eight V100s, 1.3B and 2.2B, by micro-batch, with and without
+recomputation (appendix B.2); the batch is not said there: it is that of figure 6.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from itertools import pairwise
 
 from benchmarks.paper_systems import Machine, Setting, fits, memory_bytes, throughput
 
-BATCHES, SIZES = (64, 128, 256, 512, 1024, 2048), (1, 2, 4, 8, 16, 32)
+BATCHES = (64, 128, 256, 512, 1024, 2048)
+SIZES = (1, 2, 4, 8, 16, 32)
 MISSED = "12b: the fastest has recomputation"
 """Does not hold: the simulated speed depends less on the micro-batch than it must have there."""
 
@@ -50,14 +52,19 @@ def _speeds_8(depth: int, micro_batch: int) -> list[float]:
 
 
 def _recomputation_wins(size: str) -> bool:
-    again, once = (max(map(speed, figure_12(size, recompute=recompute))) for recompute in (True, False))
+    again, once = (
+        max(map(speed, figure_12(size, recompute=recompute))) for recompute in (True, False)
+    )
     return again > once
 
 
 def _most_overhead() -> float:
     """Largest time with recomputation over that without, at equal micro-batches."""
-    return max(speed(once) / speed(Setting("gpt", size, 1, 8, 256, once.micro_batch))
-               for size in ("1.3b", "2.2b") for once in figure_12(size, recompute=False))
+    return max(
+        speed(once) / speed(Setting("gpt", size, 1, 8, 256, once.micro_batch))
+        for size in ("1.3b", "2.2b")
+        for once in figure_12(size, recompute=False)
+    )
 
 
 def _gain(depth: int) -> float:
@@ -67,11 +74,18 @@ def _gain(depth: int) -> float:
 
 STATEMENTS: dict[str, Callable[[], bool]] = {
     "8: every curve rises with the batch": lambda: all(
-        a < b for depth in (4, 8) for a, b in pairwise(_speeds_8(depth, 1))),
+        a < b for depth in (4, 8) for a, b in pairwise(_speeds_8(depth, 1))
+    ),
     "8: most where replicas are on several servers": lambda: _gain(4) > _gain(8),
-    "8: at depth 8 micro-batches of 32 are faster": lambda: _speeds_8(8, 32)[-1] > _speeds_8(8, 1)[-1],
-    "8: at equal micro-batches the deeper is slower": lambda: _speeds_8(8, 1)[-1] < _speeds_8(4, 1)[-1],
-    "8: depth 4 has no room for micro-batches of 32": lambda: not has_room(Setting("gpt", "1.3b", 8, 4, 2048, 32)),
+    "8: at depth 8 micro-batches of 32 are faster": lambda: (
+        _speeds_8(8, 32)[-1] > _speeds_8(8, 1)[-1]
+    ),
+    "8: at equal micro-batches the deeper is slower": lambda: (
+        _speeds_8(8, 1)[-1] < _speeds_8(4, 1)[-1]
+    ),
+    "8: depth 4 has no room for micro-batches of 32": lambda: (
+        not has_room(Setting("gpt", "1.3b", 8, 4, 2048, 32))
+    ),
     "12: recomputation takes at most a third": lambda: _most_overhead() < 4 / 3,
     "12a: the fastest has no recomputation": lambda: not _recomputation_wins("1.3b"),
     MISSED: lambda: _recomputation_wins("2.2b"),
@@ -81,9 +95,22 @@ STATEMENTS: dict[str, Callable[[], bool]] = {
 def rows() -> Iterator[dict[str, object]]:
     """All points, simulated."""
     curves = {f"8, d={d} b={b}": figure_8(d, b) for d, b in ((4, 1), (8, 1), (8, 8), (8, 32))} | {
-        f"12, {size}, {'with' if again else 'without'} recomputation": figure_12(size, recompute=again)
-        for size in ("1.3b", "2.2b") for again in (True, False)}
+        f"12, {size}, {'with' if again else 'without'} recomputation": figure_12(
+            size, recompute=again
+        )
+        for size in ("1.3b", "2.2b")
+        for again in (True, False)
+    }
     for name, curve in curves.items():
-        yield {"curve": name, "points": [
-            {"batch": s.batch, "micro_batch": s.micro_batch, "sequences_per_s": round(speed(s), 1),
-             "memory_gb": round(1e-9 * memory_bytes(s, "2bw", s.num_microbatches), 1)} for s in curve]}
+        yield {
+            "curve": name,
+            "points": [
+                {
+                    "batch": s.batch,
+                    "micro_batch": s.micro_batch,
+                    "sequences_per_s": round(speed(s), 1),
+                    "memory_gb": round(1e-9 * memory_bytes(s, "2bw", s.num_microbatches), 1),
+                }
+                for s in curve
+            ],
+        }

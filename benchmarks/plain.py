@@ -1,7 +1,9 @@
-"""The peer's model: a plain GPT in torch, written as a PyTorch user would, to be wrapped by DTensor, DDP or pipelining.
+"""The peer's model: a plain GPT in torch, written as a PyTorch user would, to be wrapped by
+DTensor, DDP or pipelining.
 
-Starts from the same weights as hybridpar's (`full_weights`), under the plain model's own names. The rows of `qkv` are
-ordered [head, (query, key, value), head dim], so that an even split of the rows is a split of the heads.
+Starts from the same weights as hybridpar's (`full_weights`), under the plain model's own names. The
+rows of `qkv` are ordered [head, (query, key, value), head dim], so that an even split of the rows
+is a split of the heads.
 """
 
 from __future__ import annotations
@@ -47,21 +49,32 @@ class PlainLayer(nn.Module):
 class PlainGPT(nn.Module):
     """The blocks `blocks` (0 the embedding, num_layers + 1 the head) of a GPT; None: all.
 
-    Shapes: tokens [b, s], or [b, s, h] without the embedding -> logits [b, s, v], or [b, s, h] without the head.
+    Shapes: tokens [b, s], or [b, s, h] without the embedding -> logits [b, s, v], or [b, s, h]
+        without the head.
     """
 
-    def __init__(self, shape: Shape, blocks: Iterable[int] | None = None, *, autocast: bool = False):
+    def __init__(
+        self, shape: Shape, blocks: Iterable[int] | None = None, *, autocast: bool = False
+    ):
         super().__init__()
         numbers = list(range(shape.num_layers + 2) if blocks is None else blocks)
         self.autocast = autocast
-        first, last = 0 in numbers, shape.num_layers + 1 in numbers
+        first = 0 in numbers
+        last = shape.num_layers + 1 in numbers
         self.tokens = nn.Embedding(shape.vocab, shape.hidden) if first else None
         self.positions = nn.Embedding(shape.seq_length, shape.hidden) if first else None
-        self.layers = nn.ModuleDict({
-            str(n): PlainLayer(shape.hidden, shape.num_heads) for n in numbers if 0 < n <= shape.num_layers})
+        self.layers = nn.ModuleDict(
+            {
+                str(n): PlainLayer(shape.hidden, shape.num_heads)
+                for n in numbers
+                if 0 < n <= shape.num_layers
+            }
+        )
         self.norm = nn.LayerNorm(shape.hidden) if last else None
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False) if last else None
-        self.load_state_dict({n: w for n, w in full_weights(shape).items() if n in self.state_dict()})
+        self.load_state_dict(
+            {n: w for n, w in full_weights(shape).items() if n in self.state_dict()}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
@@ -75,7 +88,11 @@ class PlainGPT(nn.Module):
 def full_weights(shape: Shape) -> dict[str, Tensor]:
     """hybridpar's starting weights, whole, by the plain model's names."""
     blocks = build_blocks(shape.model, Axis("tp"), range(shape.num_layers + 2), device="cpu")
-    named = list(named_placements(nn.ModuleDict({"blocks": nn.ModuleDict({str(n): b for n, b in blocks.items()})})))
+    named = list(
+        named_placements(
+            nn.ModuleDict({"blocks": nn.ModuleDict({str(n): b for n, b in blocks.items()})})
+        )
+    )
     initialize(named, SEED)
     return {_plain_name(name, shape): parameter.detach() for name, parameter, _ in named}
 
@@ -88,18 +105,24 @@ def _plain_name(name: str, shape: Shape) -> str:
 
 
 class ReplicaStep:
-    """One optimizer step of a plain GPT that is spread over replicas, `m` micro-batches on each of them."""
+    """One optimizer step of a plain GPT that is spread over replicas, `m` micro-batches on each of
+    them."""
 
     def __init__(self, model: nn.Module, shape: Shape, m: int):
         self.model, self.optimizer = model, adamw(model.parameters())
-        self.loader, self.step = FixedLoader(shape, m, dist.get_rank(), dist.get_world_size()), 0
+        self.loader = FixedLoader(shape, m, dist.get_rank(), dist.get_world_size())
+        self.step = 0
 
     def __call__(self) -> float:
         pairs = self.loader.pairs(self.step)
         self.step += 1
         total = torch.zeros(())
         for i, (tokens, labels) in enumerate(pairs):
-            with self.model.no_sync() if hasattr(self.model, "no_sync") and i < len(pairs) - 1 else nullcontext():
+            with (
+                self.model.no_sync()
+                if hasattr(self.model, "no_sync") and i < len(pairs) - 1
+                else nullcontext()
+            ):
                 loss = cross_entropy(self.model(tokens), labels) / len(pairs)
                 loss.backward()
             total += loss.detach()
@@ -121,20 +144,28 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.AdamW:
     for p in parameters:  # the fused kernel refuses a group that mixes DTensors and tensors
         groups.setdefault((type(p.data).__name__, p.dim() > 1), []).append(p)
     return torch.optim.AdamW(
-        [{"params": group, "weight_decay": 0.01 if matrix else 0.0} for (_, matrix), group in groups.items()],
-        lr=LR, fused=True)
+        [
+            {"params": group, "weight_decay": 0.01 if matrix else 0.0}
+            for (_, matrix), group in groups.items()
+        ],
+        lr=LR,
+        fused=True,
+    )
 
 
 @torch.no_grad()
 def clip(optimizer: torch.optim.Optimizer, *, across_ranks: bool = False) -> None:
-    """Clips the norm of all gradients, as torch.nn.utils.clip_grad_norm_ does, also where DTensors and tensors mix.
+    """Clips the norm of all gradients, as torch.nn.utils.clip_grad_norm_ does, also where DTensors
+    and tensors mix.
 
-    `across_ranks`: the ranks hold different parameters (pipeline stages). Collectives: then one all-reduce of a number;
-    one more for each group of DTensors.
+    `across_ranks`: the ranks hold different parameters (pipeline stages). Collectives: then one
+    all-reduce of a number; one more for each group of DTensors.
     """
     squares = torch.zeros((), device=optimizer.param_groups[0]["params"][0].device)
     for group in optimizer.param_groups:
-        norm = torch.nn.utils.get_total_norm([p.grad for p in group["params"] if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in group["params"] if p.grad is not None]
+        )
         squares += (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
     if across_ranks:
         dist.all_reduce(squares)

@@ -1,9 +1,11 @@
-"""CPU time of `plan` for 1,536 devices, and of `simulate` for 4,096 ranks in 256 stages (wanted: 20 and 10 s).
+"""CPU time of `plan` for 1,536 devices, and of `simulate` for 4,096 ranks in 256 stages (wanted: 20
+and 10 s).
 
     python -m benchmarks.plan_speed
 
-Seconds of CPU time (a core of its own would take them on the wall), imports apart. The model is of 145.6 billion
-parameters (80 layers; 256 layers where there are 256 stages), on servers of 8 A100 with 8 links of 200 Gbit/s.
+Seconds of CPU time (a core of its own would take them on the wall), imports apart. The model is of
+145.6 billion parameters (80 layers; 256 layers where there are 256 stages), on servers of 8 A100
+with 8 links of 200 Gbit/s.
 """
 
 from __future__ import annotations
@@ -27,47 +29,73 @@ from hybridpar.train.preview import preview
 def configuration(num_layers: int, *, tp: int = 1, pp: int = 1, dp: int = 1, m: int = 1) -> Config:
     """A GPT of 12,288 features."""
     return Config(
-        model=ModelConfig(num_layers=num_layers, hidden_size=12288, num_heads=96, seq_length=2048, vocab_size=51200),
-        parallel=ParallelConfig(tp=tp, pp=pp, dp=dp), pipeline=PipelineConfig("1f1b", num_microbatches=m),
-        train=TrainConfig(dtype="bf16", device="cuda"))
+        model=ModelConfig(
+            num_layers=num_layers,
+            hidden_size=12288,
+            num_heads=96,
+            seq_length=2048,
+            vocab_size=51200,
+        ),
+        parallel=ParallelConfig(tp=tp, pp=pp, dp=dp),
+        pipeline=PipelineConfig("1f1b", num_microbatches=m),
+        train=TrainConfig(dtype="bf16", device="cuda"),
+    )
 
 
 def cluster(servers: int) -> Cluster:
     """Servers of 8 A100."""
-    return Cluster(find_device("a100-80gb"), 8, servers, find_link("nvlink3"), find_link("infiniband-hdr"), 8)
+    return Cluster(
+        find_device("a100-80gb"), 8, servers, find_link("nvlink3"), find_link("infiniband-hdr"), 8
+    )
 
 
 def plan(num_layers: int = 80, servers: int = 192, batch: int = 2304) -> str:
     """Plans for 1,536 devices: the choice in words."""
-    config, on = configuration(num_layers), cluster(servers)
+    config = configuration(num_layers)
+    on = cluster(servers)
     result = search(config, estimated(config, on), Request({}, batch))
     return f"{describe(result.ranked[0].config)}; {result.considered} configurations considered"
 
 
 def simulate() -> str:
     """Simulates 4,096 ranks: the step in words."""
-    config, on = configuration(256, tp=8, pp=256, dp=2, m=512), cluster(512)
+    config = configuration(256, tp=8, pp=256, dp=2, m=512)
+    on = cluster(512)
     cost = StepCost(config, estimated(config, on))
     return f"{preview(config, 2, cost.costs).step_time:.6g} s a step"
 
 
 def measured(what: Callable[[], str]) -> dict[str, Any]:
     """CPU seconds of a call, and what it says."""
-    start, wall = time.process_time(), time.perf_counter()
+    start = time.process_time()
+    wall = time.perf_counter()
     said = what()
-    return {"case": what.__name__, "cpu_s": round(time.process_time() - start, 2),
-            "wall_s": round(time.perf_counter() - wall, 2), "result": said}
+    return {
+        "case": what.__name__,
+        "cpu_s": round(time.process_time() - start, 2),
+        "wall_s": round(time.perf_counter() - wall, 2),
+        "result": said,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="CPU time of plan and simulate for large clusters.")
+    parser = argparse.ArgumentParser(
+        description="CPU time of plan and simulate for large clusters."
+    )
     parser.add_argument("--out", default=str(RESULTS), help="folder of the result file")
     parser.add_argument("--add", action="store_true", help="keep the file's other cases")
-    parser.add_argument("--only", choices=["simulate", "plan"], nargs="+", default=["simulate", "plan"])
+    parser.add_argument(
+        "--only", choices=["simulate", "plan"], nargs="+", default=["simulate", "plan"]
+    )
     args = parser.parse_args()
     plan(2, 1, 8)  # which imports what is imported at first use
-    report("plan_speed", (measured(what) for what in (simulate, plan) if what.__name__ in args.only), args, show=print,
-           meaning="CPU seconds")
+    report(
+        "plan_speed",
+        (measured(what) for what in (simulate, plan) if what.__name__ in args.only),
+        args,
+        show=print,
+        meaning="CPU seconds",
+    )
 
 
 if __name__ == "__main__":

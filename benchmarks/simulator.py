@@ -1,15 +1,18 @@
-"""Claim: the step time that hybridpar simulates from a run's measured costs is within 10% of the measured one.
+"""Claim: the step time that hybridpar simulates from a run's measured costs is within 10% of the
+measured one.
 
-For every schedule, 2 to 4 stages and 4 to 16 micro-batches a batch; also where 3 or 4 ranks share 2 cores.
+For every schedule, 2 to 4 stages and 4 to 16 micro-batches a batch; also where 3 or 4 ranks share 2
+cores.
 
     python -m benchmarks.simulator
 
-Every case is a run of its own: Gloo ranks of one thread each, a few batches to warm up, then `--batches` recorded ones.
-`simulated` over `measured` step time is its ratio. Each case runs once in every round; the median over the rounds
-counts. `cores`: as many as ranks had at once while all were wanted, which the simulation takes into account.
+Every case is a run of its own: Gloo ranks of one thread each, a few batches to warm up, then
+`--batches` recorded ones. `simulated` over `measured` step time is its ratio. Each case runs once
+in every round; the median over the rounds counts. `cores`: as many as ranks had at once while all
+were wanted, which the simulation takes into account.
 
-Across: the costs that one schedule has measured predict the others, for the same stages and micro-batches; and those
-of 8 micro-batches the same schedule's step with 4 and 16.
+Across: the costs that one schedule has measured predict the others, for the same stages and
+micro-batches; and those of 8 micro-batches the same schedule's step with 4 and 16.
 """
 
 from __future__ import annotations
@@ -54,20 +57,35 @@ class Case:
     def simulated(self, source: RunCosts) -> float:
         """This case's step time with the costs of another run."""
         sizes = Sizes(self.stages, self.microbatches, self.chunks)
-        return Ordering(self.schedule).timeline(sizes, source.measured.costs).step_time(self.microbatches)
+        return (
+            Ordering(self.schedule)
+            .timeline(sizes, source.measured.costs)
+            .step_time(self.microbatches)
+        )
 
     def ratios(self, source: Case) -> list[float]:
         """Simulated from the costs of `source`, over measured: in each round."""
-        return [self.simulated(theirs) / own.measured.step_time
-                for own, theirs in zip(self.runs, source.runs, strict=True)]
+        return [
+            self.simulated(theirs) / own.measured.step_time
+            for own, theirs in zip(self.runs, source.runs, strict=True)
+        ]
 
 
 def measure(shape_name: str, cases: Sequence[tuple[str, int]], batches: int) -> list[RunCosts]:
-    """Trains each case (schedule, micro-batches) and returns what it measured. Collectives: called on all ranks."""
-    shape, size = SHAPES[shape_name], dist.get_world_size()
+    """Trains each case (schedule, micro-batches) and returns what it measured. Collectives: called
+    on all ranks."""
+    shape = SHAPES[shape_name]
+    size = dist.get_world_size()
     grid = ProcessGrid(pp=size)
-    return [record_costs(engine_config(shape, pp=size, num_microbatches=m, schedule=schedule), grid,
-                         FixedLoader(shape, m), batches) for schedule, m in cases]
+    return [
+        record_costs(
+            engine_config(shape, pp=size, num_microbatches=m, schedule=schedule),
+            grid,
+            FixedLoader(shape, m),
+            batches,
+        )
+        for schedule, m in cases
+    ]
 
 
 def row(name: str, ratios: Sequence[float], **more: Any) -> dict[str, Any]:
@@ -81,10 +99,14 @@ def own_rows(cases: Sequence[Case], settings: dict[str, Any]) -> Iterator[dict[s
     for case in cases:
         measured = [1e3 * run.measured.step_time for run in case.runs]
         yield row(
-            case.name, case.ratios(case), measured_ms=[round(ms, 3) for ms in measured],
+            case.name,
+            case.ratios(case),
+            measured_ms=[round(ms, 3) for ms in measured],
             simulated_ms=[round(1e3 * case.simulated(run), 3) for run in case.runs],
             cores=[round(run.measured.costs.cores or 0.0, 2) for run in case.runs],
-            settings=settings | {"schedule": case.schedule, "pp": case.stages, "num_microbatches": case.microbatches})
+            settings=settings
+            | {"schedule": case.schedule, "pp": case.stages, "num_microbatches": case.microbatches},
+        )
 
 
 def across_rows(cases: Sequence[Case], settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -96,8 +118,11 @@ def across_rows(cases: Sequence[Case], settings: dict[str, Any]) -> Iterator[dic
             if source.chunks != case.chunks:
                 continue  # whose costs are of other stages
             if (same_sizes != same_schedule) and (same_sizes or source.microbatches == REFERENCE):
-                yield row(f"{case.name} from {source.schedule} m={source.microbatches}", case.ratios(source),
-                          settings=settings)
+                yield row(
+                    f"{case.name} from {source.schedule} m={source.microbatches}",
+                    case.ratios(source),
+                    settings=settings,
+                )
 
 
 def report(title: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -106,8 +131,12 @@ def report(title: str, rows: Sequence[dict[str, Any]]) -> None:
     if not errors:
         return
     within = sum(error <= BOUND for error in errors)
-    print(f"{title}: {within} of {len(rows)} within {BOUND:.0%}, median error {statistics.median(errors):.1%}, largest "
-          f"{max(errors):.1%}", flush=True)
+    print(
+        f"{title}: {within} of {len(rows)} within {BOUND:.0%}, median error "
+        f"{statistics.median(errors):.1%}, largest "
+        f"{max(errors):.1%}",
+        flush=True,
+    )
     for r, error in zip(rows, errors, strict=True):
         if error > BOUND:
             print(f"  {r['case']:<40} {r['ratio']['median']:.3f}")
@@ -120,19 +149,31 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--batches", type=int, default=10, help="recorded batches of a run")
     args = common.parse(parser)
-    own, across = [], []
+    own = []
+    across = []
     for shape in args.shapes:
-        cases = [Case(schedule, p, m) for p in args.stages for m in args.microbatches for schedule in args.schedules
-                 if m >= p - 1 or not SCHEDULES[schedule].needs_full_pipeline]
+        cases = [
+            Case(schedule, p, m)
+            for p in args.stages
+            for m in args.microbatches
+            for schedule in args.schedules
+            if m >= p - 1 or not SCHEDULES[schedule].needs_full_pipeline
+        ]
         for _ in range(args.rounds):
             for p in args.stages:
                 here = [case for case in cases if case.stages == p]
                 todo = [(case.schedule, case.microbatches) for case in here]
-                for case, run in zip(here, run_ranks(measure, p, shape, todo, args.batches), strict=True):
+                for case, run in zip(
+                    here, run_ranks(measure, p, shape, todo, args.batches), strict=True
+                ):
                     case.runs.append(run)
-                    measured, cores = run.measured.step_time, run.measured.costs.cores
-                    print(f"{case.name:<24} measured {1e3 * measured:8.1f} ms, simulated "
-                          f"{case.simulated(run) / measured:6.3f} of that, {cores:.2f} cores", flush=True)
+                    measured = run.measured.step_time
+                    cores = run.measured.costs.cores
+                    print(
+                        f"{case.name:<24} measured {1e3 * measured:8.1f} ms, simulated "
+                        f"{case.simulated(run) / measured:6.3f} of that, {cores:.2f} cores",
+                        flush=True,
+                    )
         settings = {"shape": shape, "dtype": "fp32", "threads": 1, "batches": args.batches}
         own += own_rows(cases, settings)
         across += across_rows(cases, settings)

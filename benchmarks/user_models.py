@@ -1,4 +1,5 @@
-"""Models as a user would write them, of the shapes that Li et al. (ISPASS 2021) trained: MLP, AlexNet, ResNet."""
+"""Models as a user would write them, of the shapes that Li et al. (ISPASS 2021) trained: MLP,
+AlexNet, ResNet."""
 
 from __future__ import annotations
 
@@ -29,18 +30,31 @@ def mlp() -> nn.Sequential:
 
 
 def alexnet(width: int = 64, size: int = 224, classes: int = 10) -> nn.Sequential:
-    """AlexNet without dropout. width: channels of its first layer, 64 of the published one. size: of a square image."""
+    """AlexNet without dropout. width: channels of its first layer, 64 of the published one. size:
+    of a square image."""
     channels = [width * n for n in (1, 3, 6, 4, 4)]
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 11, 4, 2), nn.ReLU(), nn.MaxPool2d(3, 2),
-                               nn.Conv2d(channels[0], channels[1], 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)]
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, width, 11, 4, 2),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2),
+        nn.Conv2d(channels[0], channels[1], 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2),
+    ]
     for before, after in pairwise(channels[1:]):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
     features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(6 if size > 200 else 2), nn.Flatten())
     with torch.no_grad():
         inputs = features(torch.zeros(1, 3, size, size)).shape[1]
     hidden = 64 * width
-    return nn.Sequential(features, nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
-                         nn.Linear(hidden, classes))
+    return nn.Sequential(
+        features,
+        nn.Linear(inputs, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, classes),
+    )
 
 
 Norm = Callable[[int], nn.Module]
@@ -48,14 +62,17 @@ Norm = Callable[[int], nn.Module]
 
 
 class Residual(nn.Module):
-    """Adds what `inner` makes to its input, which a 1x1 convolution brings to the same shape where it has another."""
+    """Adds what `inner` makes to its input, which a 1x1 convolution brings to the same shape where
+    it has another."""
 
     def __init__(self, inner: nn.Module, inputs: int, outputs: int, stride: int, norm: Norm):
         super().__init__()
         self.inner = inner
         self.beside: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.beside = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
+            self.beside = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.inner(x) + self.beside(x))
@@ -63,24 +80,57 @@ class Residual(nn.Module):
 
 def _basic(inputs: int, width: int, stride: int, norm: Norm) -> nn.Module:
     """Two 3x3 convolutions beside the input."""
-    return Residual(nn.Sequential(
-        nn.Conv2d(inputs, width, 3, stride, 1, bias=False), norm(width), nn.ReLU(),
-        nn.Conv2d(width, width, 3, 1, 1, bias=False), norm(width)), inputs, width, stride, norm)
+    return Residual(
+        nn.Sequential(
+            nn.Conv2d(inputs, width, 3, stride, 1, bias=False),
+            norm(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            norm(width),
+        ),
+        inputs,
+        width,
+        stride,
+        norm,
+    )
 
 
 def _bottleneck(inputs: int, width: int, stride: int, norm: Norm) -> nn.Module:
     """1x1, 3x3 and 1x1 convolutions beside the input."""
-    return Residual(nn.Sequential(
-        nn.Conv2d(inputs, width, 1, bias=False), norm(width), nn.ReLU(),
-        nn.Conv2d(width, width, 3, stride, 1, bias=False), norm(width), nn.ReLU(),
-        nn.Conv2d(width, 4 * width, 1, bias=False), norm(4 * width)), inputs, 4 * width, stride, norm)
+    return Residual(
+        nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False),
+            norm(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            norm(width),
+            nn.ReLU(),
+            nn.Conv2d(width, 4 * width, 1, bias=False),
+            norm(4 * width),
+        ),
+        inputs,
+        4 * width,
+        stride,
+        norm,
+    )
 
 
-def resnet(width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 10, *,
-           bottleneck: bool = True, norm: Norm = nn.BatchNorm2d) -> nn.Sequential:
+def resnet(
+    width: int = 64,
+    blocks: Sequence[int] = (3, 4, 6, 3),
+    classes: int = 10,
+    *,
+    bottleneck: bool = True,
+    norm: Norm = nn.BatchNorm2d,
+) -> nn.Sequential:
     """ResNet; the published one with 50 layers by default. Without `bottleneck`, that with 34."""
     block, growth = (_bottleneck, 4) if bottleneck else (_basic, 1)
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), norm(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, width, 7, 2, 3, bias=False),
+        norm(width),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
     inputs = width
     for level, count in enumerate(blocks):
         for i in range(count):
@@ -89,7 +139,7 @@ def resnet(width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int =
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 
-# -- the same as models of hybridpar -----------------------------------------------------------------------------
+# -- the same as models of hybridpar
 
 
 def _groups(channels: int) -> nn.Module:
@@ -98,15 +148,18 @@ def _groups(channels: int) -> nn.Module:
 
 
 _MADE: dict[str, Callable[..., nn.Sequential]] = {
-    "alexnet": alexnet, "resnet18": partial(resnet, blocks=(2, 2, 2, 2), bottleneck=False, norm=_groups),
-    "resnet50": partial(resnet, norm=_groups)}
+    "alexnet": alexnet,
+    "resnet18": partial(resnet, blocks=(2, 2, 2, 2), bottleneck=False, norm=_groups),
+    "resnet50": partial(resnet, norm=_groups),
+}
 
 
 @lru_cache(maxsize=4)
 def _shapes(model: Images) -> list[tuple[int, ...]]:
     """Shapes of one sample behind each block."""
     with torch.device("meta"):
-        x, found = torch.zeros(1, 3, model.size, model.size), []
+        x = torch.zeros(1, 3, model.size, model.size)
+        found = []
         for block in model.layers():
             x = block(x)
             found.append(tuple(x.shape[1:]))
@@ -115,7 +168,8 @@ def _shapes(model: Images) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Images(hp.ModelSpec):
-    """A classifier of random images, a block for each of its layers. name: alexnet, resnet18 or resnet50."""
+    """A classifier of random images, a block for each of its layers. name: alexnet, resnet18 or
+    resnet50."""
 
     name: str = "alexnet"
     width: int = 64
@@ -147,7 +201,9 @@ class Images(hp.ModelSpec):
 class _Block(nn.Module):
     def __init__(self, inner: nn.Module, number: int, num_blocks: int):
         super().__init__()
-        self.inner, self.is_first, self.is_last = inner, number == 0, number == num_blocks - 1
+        self.inner = inner
+        self.is_first = number == 0
+        self.is_last = number == num_blocks - 1
 
     def forward(self, x: Tensor | None, batch: dict[str, Any], key: Any) -> Any:
         y = self.inner(batch["image"] if self.is_first else x)
@@ -156,10 +212,12 @@ class _Block(nn.Module):
         return {"loss": cross_entropy(y, batch["label"], reduction="sum") / batch["num_samples"]}
 
 
-# -- recorded ----------------------------------------------------------------------------------------------------
+# -- recorded
 
 
-def trained(make: Callable[[], nn.Module], shape: Sequence[int], batch: int, *, ghosts: bool) -> list[Span]:
+def trained(
+    make: Callable[[], nn.Module], shape: Sequence[int], batch: int, *, ghosts: bool
+) -> list[Span]:
     """The memory events of ITERATIONS steps of SGD with momentum; on ghosts, nothing is computed.
 
     shape: of a sample.
@@ -168,12 +226,17 @@ def trained(make: Callable[[], nn.Module], shape: Sequence[int], batch: int, *, 
     tracker.ghost_integers = True
     torch.manual_seed(0)
     with tracker if ghosts else nullcontext():
-        model, x, y = make(), torch.randn(batch, *shape), torch.randint(10, (batch,))
+        model = make()
+        x = torch.randn(batch, *shape)
+        y = torch.randint(10, (batch,))
         return recorded(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), x, y)
 
 
-def recorded(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, *, to_none: bool = True) -> list[Span]:
-    """The memory events of ITERATIONS steps of training. Shapes: x [batch, ..], y [batch]. to_none: as in zero_grad."""
+def recorded(
+    model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, *, to_none: bool = True
+) -> list[Span]:
+    """The memory events of ITERATIONS steps of training. Shapes: x [batch, ..], y [batch]. to_none:
+    as in zero_grad."""
     spans: list[Span] = []
     recorder = Recorder(spans.append)
     recorder.adopt("batch", [x, y])
@@ -181,7 +244,9 @@ def recorded(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, *, to
     def name(*_: object) -> None:
         recorder.adopt("weights", (*model.parameters(), *model.buffers()))
         recorder.adopt("gradients", (p.grad for p in model.parameters() if p.grad is not None))
-        recorder.adopt("optimizer", tensors_in([tuple(state.values()) for state in optimizer.state.values()]))
+        recorder.adopt(
+            "optimizer", tensors_in([tuple(state.values()) for state in optimizer.state.values()])
+        )
 
     name()
     optimizer.register_step_post_hook(name)

@@ -1,18 +1,18 @@
-"""Claim: with gradients and weights split over two replicas, hybridpar's step is faster than those of PyTorch's FSDP2
-and of DeepSpeed's ZeRO, and takes no more memory.
+"""Claim: with gradients and weights split over two replicas, hybridpar's step is faster than those
+of PyTorch's FSDP2 and of DeepSpeed's ZeRO, and takes no more memory.
 
-    python -m benchmarks.zero        DeepSpeed takes part where it is installed: pip install --no-deps deepspeed hjson
-                                     msgpack ninja psutil py-cpuinfo
+    python -m benchmarks.zero        DeepSpeed takes part where it is installed: pip install
+                                     --no-deps deepspeed hjson msgpack ninja psutil py-cpuinfo
 
-zero=3    weights are gathered for each forward and backward, gradients reduce-scattered after each, also where
-          micro-batches accumulate: FSDP2 with its defaults, each layer and then the rest; the same with
-          CPUOffloadPolicy; DeepSpeed's stage 3. hybridpar with 1f1b; with gpipe it takes each block for all
-          micro-batches at once.
-zero=2    weights are whole, gradients reduce-scattered after each backward: DeepSpeed's stage 2, and FSDP2 that keeps
-          what it has gathered from forward to backward.
+zero=3    weights are gathered for each forward and backward, gradients reduce-scattered after each,
+          also where micro-batches accumulate: FSDP2 with its defaults, each layer and then the
+          rest; the same with CPUOffloadPolicy; DeepSpeed's stage 3. hybridpar with 1f1b; with gpipe
+          it takes each block for all micro-batches at once.
+zero=2    weights are whole, gradients reduce-scattered after each backward: DeepSpeed's stage 2,
+          and FSDP2 that keeps what it has gathered from forward to backward.
 
-One thread a rank, Gloo, AdamW, fp32, the plain GPT for the peers. Peak memory is the allocator's, of a process that
-trains two steps of one side.
+One thread a rank, Gloo, AdamW, fp32, the plain GPT for the peers. Peak memory is the allocator's,
+of a process that trains two steps of one side.
 """
 
 from __future__ import annotations
@@ -34,7 +34,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from benchmarks import common
-from benchmarks.common import CLIP, OURS, SHAPES, FixedLoader, OurStep, Shape, case, engine_config, race, run_ranks
+from benchmarks.common import (
+    CLIP,
+    OURS,
+    SHAPES,
+    FixedLoader,
+    OurStep,
+    Shape,
+    case,
+    engine_config,
+    race,
+    run_ranks,
+)
 from benchmarks.plain import PlainGPT, ReplicaStep, adamw, cross_entropy
 from hybridpar.grid import ProcessGrid
 from hybridpar.memory import measure as measure_memory
@@ -48,14 +59,19 @@ class OurZeRO(OurStep):
     def __init__(self, shape: Shape, m: int, *, zero: int, schedule: str = "1f1b"):
         size = dist.get_world_size()
         config = engine_config(shape, dp=size, num_microbatches=m, schedule=schedule)
-        super().__init__(replace(config, parallel=replace(config.parallel, zero=zero)), shape, ProcessGrid(dp=size))
+        super().__init__(
+            replace(config, parallel=replace(config.parallel, zero=zero)),
+            shape,
+            ProcessGrid(dp=size),
+        )
 
 
 class FSDPStep(ReplicaStep):
     """The plain GPT under FSDP2."""
 
     def __init__(self, shape: Shape, m: int, **options: Any):
-        mesh, model = init_device_mesh("cpu", (dist.get_world_size(),)), PlainGPT(shape)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        model = PlainGPT(shape)
         for module in (*model.layers.values(), model):
             fully_shard(module, mesh=mesh, **options)
         super().__init__(model, shape, m)
@@ -75,8 +91,9 @@ class _Loss(nn.Module):
 class DeepSpeedStep:
     """One optimizer step of the plain GPT under DeepSpeed's ZeRO, `m` micro-batches on each rank.
 
-    Its buckets, by default 2 GB, are of a layer, as FSDP2's and hybridpar's. Weights stay gathered where they are used
-    again within a billion parameters, its default, which is all of them; `frugal`: two layers at most do.
+    Its buckets, by default 2 GB, are of a layer, as FSDP2's and hybridpar's. Weights stay gathered
+    where they are used again within a billion parameters, its default, which is all of them;
+    `frugal`: two layers at most do.
     """
 
     def __init__(self, shape: Shape, m: int, *, stage: int, frugal: bool = False):
@@ -93,11 +110,19 @@ class DeepSpeedStep:
         if frugal:
             zero |= {"stage3_max_live_parameters": 2 * layer, "stage3_max_reuse_distance": 0}
         settings = {
-            "train_micro_batch_size_per_gpu": shape.micro_batch, "gradient_accumulation_steps": m,
-            "gradient_clipping": CLIP, "zero_optimization": zero, "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False}
+            "train_micro_batch_size_per_gpu": shape.micro_batch,
+            "gradient_accumulation_steps": m,
+            "gradient_clipping": CLIP,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
         self.engine, *_ = deepspeed.initialize(
-            model=module, optimizer=adamw(module.parameters()), config=settings, dist_init_required=False)
+            model=module,
+            optimizer=adamw(module.parameters()),
+            config=settings,
+            dist_init_required=False,
+        )
         self.loader = FixedLoader(shape, m, dist.get_rank(), dist.get_world_size())
         self.step = 0
 
@@ -119,7 +144,9 @@ SIDES: Mapping[int, Mapping[str, Any]] = {
         OURS: partial(OurZeRO, zero=3),
         f"{OURS}, gpipe": partial(OurZeRO, zero=3, schedule="gpipe"),
         "FSDP2": FSDPStep,
-        "FSDP2, CPUOffloadPolicy": partial(FSDPStep, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "FSDP2, CPUOffloadPolicy": partial(
+            FSDPStep, offload_policy=CPUOffloadPolicy(pin_memory=False)
+        ),
         f"{DEEPSPEED}, stage 3": partial(DeepSpeedStep, stage=3),
         f"{DEEPSPEED}, stage 3, frugal": partial(DeepSpeedStep, stage=3, frugal=True),
     },
@@ -135,7 +162,9 @@ SIDES: Mapping[int, Mapping[str, Any]] = {
 def sides(zero: int) -> dict[str, Any]:
     """Those of which the programs are here."""
     there = find_spec("deepspeed") is not None
-    return {name: make for name, make in SIDES[zero].items() if there or not name.startswith(DEEPSPEED)}
+    return {
+        name: make for name, make in SIDES[zero].items() if there or not name.startswith(DEEPSPEED)
+    }
 
 
 def peak(shape_name: str, zero: int, name: str, m: int) -> int:
@@ -150,11 +179,20 @@ def peak(shape_name: str, zero: int, name: str, m: int) -> int:
 
 def measure(shape_name: str, zero: int, m: int, rounds: int) -> dict[str, Any]:
     """Races all on one shape. Collectives: called on all ranks."""
-    shape, size = SHAPES[shape_name], dist.get_world_size()
+    shape = SHAPES[shape_name]
+    size = dist.get_world_size()
     steps: dict[str, common.Step] = {name: make(shape, m) for name, make in sides(zero).items()}
     result = race(steps, rounds, tolerance=1e-4)
-    return case(f"{shape_name} zero={zero} dp={size} m={m}", result, size * m * shape.microbatch_tokens,
-                shape=shape_name, zero=zero, dp=size, num_microbatches=m, threads=1)
+    return case(
+        f"{shape_name} zero={zero} dp={size} m={m}",
+        result,
+        size * m * shape.microbatch_tokens,
+        shape=shape_name,
+        zero=zero,
+        dp=size,
+        num_microbatches=m,
+        threads=1,
+    )
 
 
 def show(entry: dict[str, Any]) -> None:
@@ -169,10 +207,21 @@ def main() -> None:
     args = common.parse(parser)
     if find_spec("deepspeed") is None:
         print("DeepSpeed is not installed, and does not take part")
-    common.report("zero", (
-        run_ranks(measure, 2, shape, zero, m, args.rounds) | {"peak_mib": {
-            name: round(run_ranks(peak, 2, shape, zero, name, m) / 2**20, 1) for name in sides(zero)}}
-        for shape, m, zero in product(args.shapes, args.microbatches, args.zero)), args, show=show)
+    common.report(
+        "zero",
+        (
+            run_ranks(measure, 2, shape, zero, m, args.rounds)
+            | {
+                "peak_mib": {
+                    name: round(run_ranks(peak, 2, shape, zero, name, m) / 2**20, 1)
+                    for name in sides(zero)
+                }
+            }
+            for shape, m, zero in product(args.shapes, args.microbatches, args.zero)
+        ),
+        args,
+        show=show,
+    )
 
 
 if __name__ == "__main__":

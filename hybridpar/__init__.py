@@ -35,16 +35,50 @@ if TYPE_CHECKING:
     from hybridpar.trainer import Trainer
 
 __all__ = [
-    "STOP", "Axis", "Build", "CallbackError", "ColumnParallelLinear", "Config", "ConfigError", "Dropout",
-    "HybridparError", "Init", "LayerNorm", "LearnedPositionEmbedding", "ModelConfig", "ModelSpec",
-    "ParallelAttention", "ParallelMLP", "ParallelModule", "Placement", "ProcessGrid", "RMSNorm",
-    "RowParallelLinear", "SequentialSpec", "Shard", "Tokenizer", "Trainer", "UpdateRule", "VocabParallelEmbedding",
-    "load_toml", "vocab_parallel_cross_entropy",
+    "STOP",
+    "Axis",
+    "Build",
+    "CallbackError",
+    "ColumnParallelLinear",
+    "Config",
+    "ConfigError",
+    "Dropout",
+    "HybridparError",
+    "Init",
+    "LayerNorm",
+    "LearnedPositionEmbedding",
+    "ModelConfig",
+    "ModelSpec",
+    "ParallelAttention",
+    "ParallelMLP",
+    "ParallelModule",
+    "Placement",
+    "ProcessGrid",
+    "RMSNorm",
+    "RowParallelLinear",
+    "SequentialSpec",
+    "Shard",
+    "Tokenizer",
+    "Trainer",
+    "UpdateRule",
+    "VocabParallelEmbedding",
+    "load_toml",
+    "vocab_parallel_cross_entropy",
 ]
 __version__ = "0.1.0"
 
-_MODULES = ("config", "errors", "grid", "models.own", "models.sequential", "nn", "trainer", "data", "train.errors",
-            "train.stop")
+_MODULES = (
+    "config",
+    "errors",
+    "grid",
+    "models.own",
+    "models.sequential",
+    "nn",
+    "trainer",
+    "data",
+    "train.errors",
+    "train.stop",
+)
 """Homes of the public names, as they are searched."""
 
 # An installed package holds hybridpar/kernels; a plain checkout keeps them at its top level.

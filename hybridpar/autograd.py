@@ -18,7 +18,8 @@ from hybridpar.errors import HybridparError
 
 
 class QuietMode(TorchDispatchMode):
-    """A dispatch mode that the compiler does not learn of: telling it would first import it, which takes seconds."""
+    """A dispatch mode that the compiler does not learn of: telling it would first import it, which
+    takes seconds."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -26,7 +27,8 @@ class QuietMode(TorchDispatchMode):
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's decorator of a Function's backward, without what it costs where nobody differentiates again.
+    """torch's decorator of a Function's backward, without what it costs where nobody differentiates
+    again.
 
     That is 2.5 us of the 27 that a forward and backward take which do nothing.
     """
@@ -40,23 +42,27 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backward_from(edge: GradientEdge, gradient: Tensor) -> None:
-    """torch.autograd.backward(edge, gradient), which imports sympy to compare two shapes: 0.4 s at every start.
+    """torch.autograd.backward(edge, gradient), which imports sympy to compare two shapes: 0.4 s at
+    every start.
 
     Torch's own functions of autograd call the engine so; it has no public name.
     Raises: RuntimeError, of the engine, where they differ.
     """
     Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
-        (edge,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        (edge,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def recomputed(function: Callable[..., Any], x: Any, *args: Any) -> Any:
     """`function(x, *args)`, of which autograd, where it is recording, keeps the arguments alone.
 
-    Backward runs it again, up to the last tensor that it needs, under the same autocast and from the same state of
-    torch's generators; that of a GPU is left alone while a CUDA graph is captured.
+    Backward runs it again, up to the last tensor that it needs, under the same autocast and from
+    the same state of torch's generators; that of a GPU is left alone while a CUDA graph is
+    captured.
 
     torch.utils.checkpoint imports the compiler: 1.3 s at every start.
-    Raises: HybridparError, in the backward, if it saves fewer tensors then, or of other shapes or types.
+    Raises: HybridparError, in the backward, if it saves fewer tensors then, or of other shapes or
+        types.
     """
     if not torch.is_grad_enabled():
         return function(x, *args)
@@ -68,7 +74,8 @@ def recomputed(function: Callable[..., Any], x: Any, *args: Any) -> Any:
 
 
 class _Saved:
-    """The place of a tensor that a function saved; `tensor` is there from when it is made again to when it is used."""
+    """The place of a tensor that a function saved; `tensor` is there from when it is made again to
+    when it is used."""
 
     def __init__(self, tensor: Tensor):
         self.form = tuple(tensor.shape), tensor.dtype
@@ -76,10 +83,13 @@ class _Saved:
 
 
 class _Again:
-    """A function with its arguments, and the places of what it saves, as long as autograd has them."""
+    """A function with its arguments, and the places of what it saves, as long as autograd has
+    them."""
 
     def __init__(self, function: Callable[..., Any], x: Any, args: tuple[Any, ...]):
-        self._function, self._x, self._args = function, x, args
+        self._function = function
+        self._x = x
+        self._args = args
         if isinstance(x, Tensor):  # as an operation saves it: hooks from outside see it
             self._x = _Keep.apply(torch.empty(0, requires_grad=True), x).grad_fn  # type: ignore[no-untyped-call]
         self._places: list[ref[_Saved]] = []
@@ -88,8 +98,11 @@ class _Again:
 
     def has_run(self) -> None:
         """For the first time: generators that it did not draw from need not be set back."""
-        self._drawn = [(generator, before) for generator, before in self._drawn
-                       if before.numpy().tobytes() != generator.get_state().numpy().tobytes()]
+        self._drawn = [
+            (generator, before)
+            for generator, before in self._drawn
+            if before.numpy().tobytes() != generator.get_state().numpy().tobytes()
+        ]
 
     def pack(self, tensor: Tensor) -> _Saved:
         place = _Saved(tensor)
@@ -99,7 +112,8 @@ class _Again:
     def unpack(self, place: _Saved) -> Tensor:
         if place.tensor is None:
             self._run()
-        tensor, place.tensor = place.tensor, None
+        tensor = place.tensor
+        place.tensor = None
         assert tensor is not None
         return tensor
 
@@ -134,20 +148,31 @@ class _Again:
 
 def _autocast() -> list[tuple[str, bool, torch.dtype, bool]]:
     """Whether, to what and how numbers are cast by themselves, on each kind of device in use."""
-    return [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
-             torch.is_autocast_cache_enabled()) for device in ("cpu", "cuda")[: 1 + torch.cuda.is_initialized()]]
+    return [
+        (
+            device,
+            torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device),
+            torch.is_autocast_cache_enabled(),
+        )
+        for device in ("cpu", "cuda")[: 1 + torch.cuda.is_initialized()]
+    ]
 
 
 def default_generators() -> list[torch.Generator]:
-    """Return the default random generators whose state can be read: not a GPU's while a CUDA graph is captured."""
+    """Return the default random generators whose state can be read: not a GPU's while a CUDA graph
+    is captured."""
     if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
 def _not_again(first: object, then: object) -> str:
-    return (f"a block that is recomputed saved {first} at first, and {then} when it ran again: what it does must be "
-            'the same each time, or pipeline.recompute = "none"')
+    return (
+        f"a block that is recomputed saved {first} at first, and {then} when it ran again: what it "
+        "does must be "
+        'the same each time, or pipeline.recompute = "none"'
+    )
 
 
 class _Done(Exception):

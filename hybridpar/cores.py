@@ -1,4 +1,5 @@
-"""Cores that this process may run on. Imports no torch, so that a command can speak before that is loaded."""
+"""Cores that this process may run on. Imports no torch, so that a command can speak before that is
+loaded."""
 
 from __future__ import annotations
 

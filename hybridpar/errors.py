@@ -13,11 +13,18 @@ from typing import Any, TypeVar
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors of a disk, which may come without the name of a file."""
-_NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "out of memory", "aoti_torch_empty_strided")
-"""What torch, CUDA and NCCL say of an allocation that failed; the last is an operator of ours that asked for a tensor.
+_NO_MEMORY = (
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "out of memory",
+    "aoti_torch_empty_strided",
+)
+"""What torch, CUDA and NCCL say of an allocation that failed; the last is an operator of ours that
+asked for a tensor.
 """
 _NO_MEMORY_ENDS = ("could not create a primitive", "failed to map segment from shared object")
-"""How oneDNN and the loader of libraries end where that is all: behind other failures they say what was wrong."""
+"""How oneDNN and the loader of libraries end where that is all: behind other failures they say what
+was wrong."""
 _NO_THREAD = ("can't start new thread", "Resource temporarily unavailable")
 """All that Python and Gloo say of a thread that cannot be had."""
 _LIBRARIES = (f"{Path(__file__).parent}/", "/site-packages/torch/", "<frozen ")
@@ -30,7 +37,8 @@ _LONGEST = 20_000
 
 
 def described(value: object) -> str:
-    """Return what a value is, in a few words: modules and tensors by their type, else as `shown` writes it."""
+    """Return what a value is, in a few words: modules and tensors by their type, else as `shown`
+    writes it."""
     kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(value).__mro__}
     if "torch.nn.modules.module.Module" in kinds:
         return f"the torch.nn.Module {type(value).__name__}"
@@ -40,7 +48,8 @@ def described(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, cut short: it may be all of a file that somebody else has made."""
+    """A value as Python writes it, cut short: it may be all of a file that somebody else has
+    made."""
     try:
         return _SHORT.repr(value)
     except (ValueError, RecursionError):  # a whole number of very many digits
@@ -59,14 +68,15 @@ def printable(text: str) -> str:
 def not_utf8(text: str) -> str:
     """What keeps a text from being UTF-8, in words; empty if nothing does.
 
-    Python stands for a byte of an argument or a file's name that it cannot decode by a half of a surrogate pair.
+    Python stands for a byte of an argument or a file's name that it cannot decode by a half of a
+    surrogate pair.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         if 0xDC80 <= code <= 0xDCFF:
-            return f"byte 0x{code - 0xDC00:02x} behind {shown(text[:error.start])} is not"
+            return f"byte 0x{code - 0xDC00:02x} behind {shown(text[: error.start])} is not"
         return f"character {error.start} is half of a surrogate pair"
     return ""
 
@@ -79,7 +89,8 @@ def about_file(error: OSError) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, of a CPU or of a GPU, or a library could not be loaded for want of memory.
+    """Return whether an allocation failed, of a CPU or of a GPU, or a library could not be loaded
+    for want of memory.
 
     An import that fails may hide the reason behind an error of its own, as numpy does.
     """
@@ -95,12 +106,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def lacks_threads(error: BaseException) -> bool:
-    """Return whether a thread could not be started, which takes memory and a place in the table of processes."""
+    """Return whether a thread could not be started, which takes memory and a place in the table of
+    processes."""
     return isinstance(error, RuntimeError) and str(error) in _NO_THREAD
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type if there is no message."""
+    """Return the first line of an error's message, or the name of its type if there is no
+    message."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
@@ -112,7 +125,8 @@ def in_a_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with what the user asked for: where, what, which rule, and a value that works.
+    """One thing wrong with what the user asked for: where, what, which rule, and a value that
+    works.
 
     is_guess: the suggestion is what was probably meant by a name that is unknown.
     """
@@ -127,14 +141,18 @@ class Problem:
         text = f"{shown(self.field)[1:-1]} = {described(self.value)}: {self.rule}"
         if not self.suggestion:
             return text
-        return f"{text}; did you mean {self.suggestion}?" if self.is_guess else f"{text}; try {self.suggestion}"
+        return (
+            f"{text}; did you mean {self.suggestion}?"
+            if self.is_guess
+            else f"{text}; try {self.suggestion}"
+        )
 
 
 class HybridparError(Exception):
     """Base of the errors raised on purpose; anything else is a defect of ours.
 
-    may_pass: what failed may go well if it is tried again, else it would end in the same way. has_users_cause: its
-    cause is an error of the user's own code, which is shown with it.
+    may_pass: what failed may go well if it is tried again, else it would end in the same way.
+    has_users_cause: its cause is an error of the user's own code, which is shown with it.
     """
 
     may_pass = False
@@ -149,7 +167,8 @@ class HybridparError(Exception):
 
 
 class ConfigError(HybridparError):
-    """The configuration, or an argument, cannot work. Carries every problem found, not just the first."""
+    """The configuration, or an argument, cannot work. Carries every problem found, not just the
+    first."""
 
     def __init__(self, *problems: Problem):
         self.problems = problems
@@ -161,7 +180,8 @@ class DataError(HybridparError):
 
 
 class CheckpointError(HybridparError):
-    """A checkpoint cannot be loaded (missing, damaged, or made by another model), or cannot be written."""
+    """A checkpoint cannot be loaded (missing, damaged, or made by another model), or cannot be
+    written."""
 
 
 class NotFiniteError(CheckpointError):
@@ -184,9 +204,11 @@ Class = TypeVar("Class", bound=type)
 
 
 def raises_short_errors(kind: Class) -> Class:
-    """Have a class's public methods raise a HybridparError without the frames and errors inside hybridpar.
+    """Have a class's public methods raise a HybridparError without the frames and errors inside
+    hybridpar.
 
-    Its message says what to change, and these frames would hide it. Other errors are defects, and keep theirs.
+    Its message says what to change, and these frames would hide it. Other errors are defects, and
+    keep theirs.
     """
     for name, value in list(vars(kind).items()):
         if callable(value) and (name == "__init__" or not name.startswith("_")):
@@ -206,22 +228,28 @@ def _shortened(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the last line of the user's own code on the way to an error, as " (model.py, line 12)"; empty: none."""
+    """Return the last line of the user's own code on the way to an error, as " (model.py, line
+    12)"; empty: none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_of_user(frame)]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
 def trace_from_users_code(error: BaseException) -> str:
-    """Return the traceback of an error from its first line in the user's own code on; of another error all of it.
+    """Return the traceback of an error from its first line in the user's own code on; of another
+    error all of it.
 
-    The lines above, of this package and of torch, say nothing about an error in a loss or in a data set.
+    The lines above, of this package and of torch, say nothing about an error in a loss or in a data
+    set.
     """
     frames = traceback.extract_tb(error.__traceback__)
     first = next((number for number, frame in enumerate(frames) if _is_of_user(frame)), None)
     if first is None or error.__cause__ is not None or error.__context__ is not None:
         return "".join(traceback.format_exception(error)).rstrip()
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[first:]),
-             *traceback.format_exception_only(error)]
+    lines = [
+        "Traceback (most recent call last):\n",
+        *traceback.format_list(frames[first:]),
+        *traceback.format_exception_only(error),
+    ]
     return "".join(lines).rstrip()
 
 

@@ -8,11 +8,12 @@
     680  bytes sent to other hosts, and received from them
     696  JSON: who the rank is
 
-The file is mapped into memory: a note is there after kill -9, and can be read while a rank hangs. It does not outlive
-the machine: nothing is synced.
+The file is mapped into memory: a note is there after kill -9, and can be read while a rank hangs.
+It does not outlive the machine: nothing is synced.
 
-Before a rank may write into the run folder, and where the disk is full, its record is in anonymous memory (memfd) of
-the same content. Linux lists it, and a file that has been removed, under /proc/PID/fd, where an `Observer` finds it.
+Before a rank may write into the run folder, and where the disk is full, its record is in anonymous
+memory (memfd) of the same content. Linux lists it, and a file that has been removed, under
+/proc/PID/fd, where an `Observer` finds it.
 """
 
 from __future__ import annotations
@@ -33,31 +34,43 @@ from hybridpar.reading import parse_json, read_limited
 from hybridpar.turns import Turns
 
 _HEAD, _PHASE, _ACTION, _WAIT, _ERROR, _TRAFFIC = (
-    struct.Struct(f"<{form}") for form in ("Qd", "64sd", "8sqqq", "24s16sq", "512s", "QQ"))
-_PHASE_AT, _ACTION_AT, _WAIT_AT, _ERROR_AT, _TRAFFIC_AT, _WHO_AT = 16, 88, 120, 168, 680, 696
+    struct.Struct(f"<{form}") for form in ("Qd", "64sd", "8sqqq", "24s16sq", "512s", "QQ")
+)
+_PHASE_AT = 16
+_ACTION_AT = 88
+_WAIT_AT = 120
+_ERROR_AT = 168
+_TRAFFIC_AT = 680
+_WHO_AT = 696
 _LIMIT = struct.Struct("<d")
 _NO_WAIT, _NO_ACTION = _WAIT.pack(b"", b"", -1), _ACTION.pack(b"", -1, -1, -1)
 _MAX_BYTES = 1 << 20
 NOBODY = -1
 """Peer of a wait for all ranks of the axis."""
-FAILED, LOST, REFUSED = "failed", "lost contact", "refused"
-"""Phases of a rank that ends: by an error; because another one has left it; because it cannot do what is asked for, or
-was asked to stop."""
+FAILED = "failed"
+LOST = "lost contact"
+REFUSED = "refused"
+"""Phases of a rank that ends: by an error; because another one has left it; because it cannot do
+what is asked for, or was asked to stop."""
 STARTING = ("importing", "starting", "opening the run", "connecting", "setting up", "loading")
 """Phases in which a rank of a job has not begun to train."""
 EVALUATING = "evaluating"
 """The phase whose actions belong to no step."""
 RENDEZVOUS = "rendezvous"
-"""The operation of a wait for other ranks before there is a process group, or beside it: in the launcher's store."""
+"""The operation of a wait for other ranks before there is a process group, or beside it: in the
+launcher's store."""
 _MOVED = "moved"
 """The phase of a record that its rank has left for another one."""
 HAS_MEMORY = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
-"""Whether a rank can have a record in memory, before it may write into the run folder, that others find."""
+"""Whether a rank can have a record in memory, before it may write into the run folder, that others
+find."""
 _SEARCH_EVERY_S = 0.5
-"""How often a record that is not there yet is looked for; reading what a process has open takes milliseconds."""
+"""How often a record that is not there yet is looked for; reading what a process has open takes
+milliseconds."""
 _MEMFD = "memfd:"
 _REMOVED = " (deleted)"
-"""What Linux puts before the name of anonymous memory, and behind the name of a file that has been removed."""
+"""What Linux puts before the name of anonymous memory, and behind the name of a file that has been
+removed."""
 
 
 class Flight:
@@ -81,7 +94,8 @@ class Flight:
         return flight
 
     def move(self, path: Path, who: Mapping[str, Any] | None = None) -> None:
-        """Continue in a new file, which replaces an older one. Raises: OSError, and the record stays where it is."""
+        """Continue in a new file, which replaces an older one. Raises: OSError, and the record
+        stays where it is."""
         path.unlink(missing_ok=True)  # a link, too, which may lead anywhere
         with path.open("x+b") as file:
             self._begin(file.fileno(), who)
@@ -104,7 +118,7 @@ class Flight:
         text = json.dumps(dict(who or {})).encode()
         data = bytes(_WHO_AT) + text
         while data:
-            data = data[os.write(descriptor, data):]
+            data = data[os.write(descriptor, data) :]
         before = self._map
         self._map = mmap.mmap(descriptor, 0)
         self.phase("starting")
@@ -118,7 +132,8 @@ class Flight:
             _PHASE.pack_into(self._map, _PHASE_AT, _MOVED.encode(), 0.0)
 
     def phase(self, name: str, limit_s: float = 0.0) -> None:
-        """Notes that a part of the run begins. Standing still in it for longer than the limit (0: none) is a fault."""
+        """Notes that a part of the run begins. Standing still in it for longer than the limit (0:
+        none) is a fault."""
         if self._map is not None:
             self.tick()  # first, so that no time before it counts against the new limit
             _PHASE.pack_into(self._map, _PHASE_AT, name.encode(), limit_s)
@@ -145,7 +160,8 @@ class Flight:
             self.limit(limit_s)
 
     def end(self, phase: str, error: str) -> None:
-        """Notes that this rank ends by an error (FAILED, LOST, REFUSED); its action and wait stay."""
+        """Notes that this rank ends by an error (FAILED, LOST, REFUSED); its action and wait
+        stay."""
         if self._map is not None:
             _PHASE.pack_into(self._map, _PHASE_AT, phase.encode(), 0.0)
             _ERROR.pack_into(self._map, _ERROR_AT, error.encode()[: _ERROR.size])
@@ -158,7 +174,8 @@ class Flight:
             self.tick()
 
     def wait(self, operation: str, axis: str, peer: int = NOBODY) -> None:
-        """Notes that this rank begins to wait, for one other (its global rank) or for all of an axis."""
+        """Notes that this rank begins to wait, for one other (its global rank) or for all of an
+        axis."""
         if self._map is not None:
             _WAIT.pack_into(self._map, _WAIT_AT, operation.encode(), axis.encode(), peer)
             self.tick()
@@ -170,7 +187,8 @@ class Flight:
             self.tick()
 
     def traffic(self, sent: int, received: int) -> None:
-        """Notes the bytes that went to other hosts and came from them so far; no progress, so it counts none."""
+        """Notes the bytes that went to other hosts and came from them so far; no progress, so it
+        counts none."""
         if self._map is not None:
             _TRAFFIC.pack_into(self._map, _TRAFFIC_AT, sent, received)
 
@@ -190,34 +208,49 @@ NO_FLIGHT = Flight()
 
 
 class Waiting:
-    """Notes a wait: `with Waiting(flight, "all_reduce", "dp"): ...`. Where that fails, the note stays.
+    """Notes a wait: `with Waiting(flight, "all_reduce", "dp"): ...`. Where that fails, the note
+    stays.
 
     `turns`: of which others may run first.
     """
 
     __slots__ = ("_flight", "_turns", "_what")
 
-    def __init__(self, flight: Flight, operation: str, axis: str, peer: int = NOBODY, turns: Turns | None = None):
-        self._flight, self._what, self._turns = flight, (operation, axis, peer), turns
+    def __init__(
+        self,
+        flight: Flight,
+        operation: str,
+        axis: str,
+        peer: int = NOBODY,
+        turns: Turns | None = None,
+    ):
+        self._flight = flight
+        self._what = (operation, axis, peer)
+        self._turns = turns
 
     def __enter__(self) -> None:
         if self._turns is not None:
             self._turns.give_way()
         self._flight.wait(*self._what)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             self._flight.go_on()
 
 
 @dataclass(frozen=True)
 class Record:
-    """The content of a recorder. Without an action `kind` is empty, without a wait `operation`. peer: a global rank.
+    """The content of a recorder. Without an action `kind` is empty, without a wait `operation`.
+    peer: a global rank.
 
-    count: changes with every note. sent, received: bytes to and from other hosts. who: rank, stage (of the grid), the
-    stages that it holds, its place by axis, pid, num_microbatches, and `axes`, the global ranks by axis; whatever was
-    known when the recorder was opened.
+    count: changes with every note. sent, received: bytes to and from other hosts. who: rank, stage
+    (of the grid), the stages that it holds, its place by axis, pid, num_microbatches, and `axes`,
+    the global ranks by axis; whatever was known when the recorder was opened.
     """
 
     count: int
@@ -246,19 +279,30 @@ class Record:
         if not self.kind or self.kind in ("FETCH", "RELEASE", "DROP"):
             return 0
         batch_wide = self.kind in ("REDUCE", "NORM", "UPDATE")
-        return 1 + (self.microbatch if batch_wide else self.microbatch // self.who.get("num_microbatches", 1))
+        return 1 + (
+            self.microbatch
+            if batch_wide
+            else self.microbatch // self.who.get("num_microbatches", 1)
+        )
 
     @property
     def action(self) -> str:
         """The action as pipeline.plan writes it: 'F12@1v3'."""
-        return f"{self.kind}{self.microbatch}@{self.stage}" + (f"v{self.version}" if self.kind in ("F", "B") else "")
+        return f"{self.kind}{self.microbatch}@{self.stage}" + (
+            f"v{self.version}" if self.kind in ("F", "B") else ""
+        )
 
     @property
     def peers(self) -> Sequence[int]:
         """Global ranks that it waits for."""
         others = self.who.get("axes", {}).get(self.axis, ())
-        return () if not self.waits else (self.peer,) if self.peer != NOBODY else tuple(
-            rank for rank in others if rank != self.who.get("rank"))
+        return (
+            ()
+            if not self.waits
+            else (self.peer,)
+            if self.peer != NOBODY
+            else tuple(rank for rank in others if rank != self.who.get("rank"))
+        )
 
     def situation(self) -> str:
         """' during B12@1v3, waiting for recv over pp with rank 0'; empty where nothing is known.
@@ -270,14 +314,21 @@ class Record:
         if not self.waits:
             return text
         names = ", ".join(map(str, self.peers)) or "others"
-        return f"{text}, waiting for {self.operation} over {self.axis} with rank{'s' * (len(self.peers) > 1)} {names}"
+        return (
+            f"{text}, waiting for {self.operation} over {self.axis} with "
+            f"rank{'s' * (len(self.peers) > 1)} {names}"
+        )
 
     def doing(self) -> str:
         """The situation with its step: ' in step 4 during F12@1v3 (micro-batch 12)'."""
         step = f" in step {self.step}" if self.step else ""  # a move of state belongs to none
         if self.kind and self.phase == EVALUATING:
             step = " in an evaluation"
-        microbatch = f" (micro-batch {self.microbatch})" if self.kind in ("F", "B", "SEND_F", "SEND_B") else ""
+        microbatch = (
+            f" (micro-batch {self.microbatch})"
+            if self.kind in ("F", "B", "SEND_F", "SEND_B")
+            else ""
+        )
         return f"{step}{self.situation()}{microbatch}"
 
 
@@ -288,7 +339,8 @@ def hang_text(who: str, idle_s: float, doing: str, *, stopped: bool) -> str:
 
 
 def read(path: Path) -> Record | None:
-    """Return the record in a file of flight/ of a run folder; None if there is none, or it is damaged."""
+    """Return the record in a file of flight/ of a run folder; None if there is none, or it is
+    damaged."""
     try:
         return _parse(read_limited(path, _MAX_BYTES, within=path.parent.parent))
     except (OSError, ValueError, struct.error):
@@ -296,16 +348,18 @@ def read(path: Path) -> Record | None:
 
 
 class Observer:
-    """Reads the record of another process of this machine, and measures how long it has not changed.
+    """Reads the record of another process of this machine, and measures how long it has not
+    changed.
 
-    The record stays open from the first look at it, so removing its file hides nothing. pid: the process that writes
-    it. name: of the file. folder: where the file should be, for systems without /proc and for a process that has
-    ended.
+    The record stays open from the first look at it, so removing its file hides nothing. pid: the
+    process that writes it. name: of the file. folder: where the file should be, for systems without
+    /proc and for a process that has ended.
     """
 
     def __init__(self, pid: int, name: str, folder: Path | None = None):
         self.pid = pid
-        self._name, self._folder = name, folder
+        self._name = name
+        self._folder = folder
         self._descriptor = -1
         self._count = -1
         self._since = time.monotonic()
@@ -315,13 +369,16 @@ class Observer:
         """The record, None where there is none yet, and for how many seconds it has not changed."""
         record = self._read()
         now = time.monotonic()
-        if (record is None and now >= self._search_at) or (record is not None and record.phase == _MOVED):
+        if (record is None and now >= self._search_at) or (
+            record is not None and record.phase == _MOVED
+        ):
             self._search_at = now + _SEARCH_EVERY_S
             self._find()
             record = self._read() or record
         count = -1 if record is None else record.count
         if count != self._count:
-            self._count, self._since = count, now
+            self._count = count
+            self._since = now
         return record, now - self._since
 
     def restart(self) -> None:
@@ -329,7 +386,8 @@ class Observer:
         self._since = time.monotonic()
 
     def write_end(self, phase: str, error: str) -> None:
-        """Notes how the process ends, which cannot do so itself; on a disk that is full it does nothing."""
+        """Notes how the process ends, which cannot do so itself; on a disk that is full it does
+        nothing."""
         with contextlib.suppress(OSError):
             writable = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDWR)
             try:
@@ -362,7 +420,8 @@ class Observer:
             os.close(found)
 
     def _places(self) -> list[Path]:
-        """What the process has open under the record's name; its file where that cannot be known."""
+        """What the process has open under the record's name; its file where that cannot be
+        known."""
         held = Path(f"/proc/{self.pid}/fd")
         found: list[Path] = []
         try:
@@ -392,8 +451,23 @@ def _parse(data: bytes) -> Record:
     operation, axis, peer = _WAIT.unpack_from(data, _WAIT_AT)
     (error,) = _ERROR.unpack_from(data, _ERROR_AT)
     sent, received = _TRAFFIC.unpack_from(data, _TRAFFIC_AT)
-    return Record(count, when, _text(phase), limit_s, _text(kind), stage, microbatch, version, _text(operation),
-                  _text(axis), peer, _text(error), sent, received, _who(data[_WHO_AT:]))
+    return Record(
+        count,
+        when,
+        _text(phase),
+        limit_s,
+        _text(kind),
+        stage,
+        microbatch,
+        version,
+        _text(operation),
+        _text(axis),
+        peer,
+        _text(error),
+        sent,
+        received,
+        _who(data[_WHO_AT:]),
+    )
 
 
 def _who(text: bytes) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The process grid: its axes by name, and the lines of ranks along them.
 
-A grid is an ordered mapping of axis names to sizes, the outermost first. The default is pp, dp, tp: tp is fastest, so
-tensor parallelism stays on the fastest links. There is no current grid: whoever communicates is handed the Axis it
-needs, and an axis of size 1 works without a process group.
+A grid is an ordered mapping of axis names to sizes, the outermost first. The default is pp, dp, tp:
+tp is fastest, so tensor parallelism stays on the fastest links. There is no current grid: whoever
+communicates is handed the Axis it needs, and an axis of size 1 works without a process group.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ ALONE: Place = MappingProxyType({})
 """Place of a rank that has no others."""
 
 MODEL = ("pp", "tp")
-"""Axes that divide the model: ranks along them hold different parameters, or different parts of them."""
+"""Axes that divide the model: ranks along them hold different parameters, or different parts of
+them."""
 BATCH = ("dp",)
-"""Axes that divide a batch: ranks along them hold the same parameters, and each has a part of the gradient's sum."""
+"""Axes that divide a batch: ranks along them hold the same parameters, and each has a part of the
+gradient's sum."""
 APART = ("site",)
-"""Axes whose ranks train apart: each with weights of its own, which only the outer step (state/outer.py) makes meet."""
+"""Axes whose ranks train apart: each with weights of its own, which only the outer step
+(state/outer.py) makes meet."""
 _WORDS = {"site": "site", "dp": "replica", "tp": "tensor part"}
 
 
@@ -61,9 +64,10 @@ class Traffic:
 class Axis:
     """One line of ranks that communicate, and this process's place on it.
 
-    `ranks` are global ranks in axis order, `rank` is the index of this process among them. `group` is None if there is
-    no communication (size 1). `via_host`: the group takes host memory only (Gloo) and the tensors are elsewhere, so
-    messages are copied there. `turns`: functions that compute while another one waits for this axis.
+    `ranks` are global ranks in axis order, `rank` is the index of this process among them. `group`
+    is None if there is no communication (size 1). `via_host`: the group takes host memory only
+    (Gloo) and the tensors are elsewhere, so messages are copied there. `turns`: functions that
+    compute while another one waits for this axis.
     """
 
     name: str
@@ -76,8 +80,12 @@ class Axis:
     turns: Turns | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        assert 0 <= self.rank < len(self.ranks), f"axis {self.name}: rank {self.rank} of {len(self.ranks)}"
-        assert self.group is not None or len(self.ranks) == 1, f"axis {self.name} of size {self.size} needs a group"
+        assert 0 <= self.rank < len(self.ranks), (
+            f"axis {self.name}: rank {self.rank} of {len(self.ranks)}"
+        )
+        assert self.group is not None or len(self.ranks) == 1, (
+            f"axis {self.name} of size {self.size} needs a group"
+        )
 
     @property
     def size(self) -> int:
@@ -103,7 +111,8 @@ class Axis:
         return self.waiting(operation, peer)
 
     def waiting(self, operation: str, peer: int = NOBODY) -> Waiting:
-        """A context in which this rank waits for the axis, or for its rank `peer` (a global one)."""
+        """A context in which this rank waits for the axis, or for its rank `peer` (a global
+        one)."""
         return Waiting(self.flight, operation, self.name, peer, self.turns)
 
 
@@ -111,49 +120,78 @@ _JOIN = " x "
 
 
 class ProcessGrid:
-    """A grid over all processes of the job: `ProcessGrid(tp=2, pp=4)`, or `ProcessGrid({"x": 2, "tp": 2})`.
+    """A grid over all processes of the job: `ProcessGrid(tp=2, pp=4)`, or
+    `ProcessGrid({"x": 2, "tp": 2})`.
 
-    `axis("tp")` is this rank's line along an axis, `axis("dp", "x")` its line along the `joined` axes together. By
-    attribute: `tp`, `dp`, `pp`; `pp_reverse` (pp with a communicator of its own, for gradients that flow against the
-    activations); `ends` (the first and last pipeline stage with all their replicas, which share tied embeddings; size 1
-    in between, and if pp is 1); `site` (the ranks that hold the same at other sites); `home` (all ranks of this one's
-    site); `world` (all ranks).
+    `axis("tp")` is this rank's line along an axis, `axis("dp", "x")` its line along the `joined`
+    axes together. By attribute: `tp`, `dp`, `pp`; `pp_reverse` (pp with a communicator of its own,
+    for gradients that flow against the activations); `ends` (the first and last pipeline stage with
+    all their replicas, which share tied embeddings; size 1 in between, and if pp is 1); `site` (the
+    ranks that hold the same at other sites); `home` (all ranks of this one's site); `world` (all
+    ranks).
 
-    NCCL runs what a rank issues on one communicator in that order, on one stream. Where init_process_group was given a
-    `device_id`, as by the launcher, that holds for transfers with all neighbours and for collectives alike, so a
-    receive that was posted ahead holds up all later sends there. Therefore activations and gradients have
-    communicators of their own. On a V each turn has its own pair (`again`). No collective uses a communicator of pp.
-    tests/nccl_order.py models this: no plan deadlocks so, and all of the gallery do if both directions share one.
-    Groups are split from the job's own (ncclCommSplit), which is a call of all ranks: each rank creates all groups of
-    all lines, in one order.
+    NCCL runs what a rank issues on one communicator in that order, on one stream. Where
+    init_process_group was given a `device_id`, as by the launcher, that holds for transfers with
+    all neighbours and for collectives alike, so a receive that was posted ahead holds up all later
+    sends there. Therefore activations and gradients have communicators of their own. On a V each
+    turn has its own pair (`again`). No collective uses a communicator of pp. tests/nccl_order.py
+    models this: no plan deadlocks so, and all of the gallery do if both directions share one.
+    Groups are split from the job's own (ncclCommSplit), which is a call of all ranks: each rank
+    creates all groups of all lines, in one order.
 
-    `sizes`: the outermost first; missing tp, pp and dp have size 1. `place`: that of this rank. `device_type`: of the
-    tensors that its axes are given. `flight`: where they note what this rank waits for.
-    Collectives: creating a grid of more than one process is collective over all processes of the job.
+    `sizes`: the outermost first; missing tp, pp and dp have size 1. `place`: that of this rank.
+    `device_type`: of the tensors that its axes are given. `flight`: where they note what this rank
+    waits for.
+    Collectives: creating a grid of more than one process is collective over all processes of the
+        job.
     Raises: ConfigError if the sizes do not multiply to the number of processes.
     """
 
-    def __init__(self, sizes: AxisSizes | None = None, *, tp: int = 1, pp: int = 1, dp: int = 1,
-                 joined: Sequence[tuple[str, ...]] = (), device_type: str = "cpu", flight: Flight = NO_FLIGHT):
+    def __init__(
+        self,
+        sizes: AxisSizes | None = None,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        dp: int = 1,
+        joined: Sequence[tuple[str, ...]] = (),
+        device_type: str = "cpu",
+        flight: Flight = NO_FLIGHT,
+    ):
         self.sizes = _complete({"pp": pp, "dp": dp, "tp": tp} if sizes is None else sizes)
-        self.device_type, self.flight = device_type, flight
-        num_ranks, rank = prod(self.sizes.values()), dist.get_rank() if dist.is_initialized() else 0
+        self.device_type = device_type
+        self.flight = flight
+        num_ranks = prod(self.sizes.values())
+        rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if num_ranks not in (1, world_size):
             given = " ".join(f"{name}={size}" for name, size in self.sizes.items())
             raise config_error(
-                "parallel", given, f"{' * '.join(self.sizes)} is {num_ranks} but the job has {world_size} processes",
-                f"torchrun --nproc-per-node {num_ranks}")
+                "parallel",
+                given,
+                f"{' * '.join(self.sizes)} is {num_ranks} but the job has {world_size} processes",
+                f"torchrun --nproc-per-node {num_ranks}",
+            )
         via_host = num_ranks > 1 and device_type != "cpu" and dist.get_backend() == "gloo"
         self._connect(rank, lines_of(self.sizes, joined), _new_group, via_host)
 
     @classmethod
-    def imagined(cls, sizes: AxisSizes, rank: int, group: Callable[[str, list[int]], Any]) -> ProcessGrid:
-        """The grid as its rank `rank` sees it, outside of any job; `group(axis, ranks)` stands for a communicator."""
+    def imagined(
+        cls, sizes: AxisSizes, rank: int, group: Callable[[str, list[int]], Any]
+    ) -> ProcessGrid:
+        """The grid as its rank `rank` sees it, outside of any job; `group(axis, ranks)` stands for
+        a communicator."""
         grid = cls.__new__(cls)
-        grid.sizes, grid.device_type, grid.flight = _complete(sizes), "cpu", NO_FLIGHT
+        grid.sizes = _complete(sizes)
+        grid.device_type = "cpu"
+        grid.flight = NO_FLIGHT
         lines = lines_of(grid.sizes).items()
-        grid._connect(rank, {name: [x for x in of_name if rank in x] for name, of_name in lines}, group, via_host=False)
+        grid._connect(
+            rank,
+            {name: [x for x in of_name if rank in x] for name, of_name in lines},
+            group,
+            via_host=False,
+        )
         return grid
 
     @classmethod
@@ -164,26 +202,42 @@ class ProcessGrid:
         grid._axes[axis.name] = axis
         return grid
 
-    def _connect(self, rank: int, lines: Mapping[str, list[list[int]]], group: Callable[[str, list[int]], Any],
-                 via_host: bool) -> None:
-        """Takes this rank's line of each name. Every rank creates every group in the same order, as torch requires."""
-        self.place, self._lines, self._group = place_of(rank, self.sizes), lines, group
+    def _connect(
+        self,
+        rank: int,
+        lines: Mapping[str, list[list[int]]],
+        group: Callable[[str, list[int]], Any],
+        via_host: bool,
+    ) -> None:
+        """Takes this rank's line of each name. Every rank creates every group in the same order, as
+        torch requires."""
+        self.place = place_of(rank, self.sizes)
+        self._lines = lines
+        self._group = group
         self._again: dict[tuple[str, int], Axis] = {}
         self._axes = {name: Axis(name, 0, (rank,), flight=self.flight) for name in lines}
-        for name, line in [(name, line) for name, of_name in lines.items() for line in of_name if len(line) > 1]:
+        for name, line in [
+            (name, line) for name, of_name in lines.items() for line in of_name if len(line) > 1
+        ]:
             made = group(name, line)
             if rank in line:
                 at = line.index(rank)
-                self._axes[name] = Axis(name, at, tuple(line), made, flight=self.flight, via_host=via_host)
+                self._axes[name] = Axis(
+                    name, at, tuple(line), made, flight=self.flight, via_host=via_host
+                )
         self.tp, self.dp, self.pp, self.pp_reverse, self.ends, self.world = map(
-            self._axes.__getitem__, ("tp", "dp", "pp", "pp_reverse", "ends", "world"))
+            self._axes.__getitem__, ("tp", "dp", "pp", "pp_reverse", "ends", "world")
+        )
         self.site = self._axes.get("site", Axis("site", 0, (rank,), flight=self.flight))
         self.home = self._axes.get("home", self.world)
 
     def wait_at_most(self, seconds: float) -> None:
-        """Lets communication that begins from now on give up after so long; ranks that compile take longer at first."""
+        """Lets communication that begins from now on give up after so long; ranks that compile take
+        longer at first."""
         axes = (*self._axes.values(), *self._again.values())
-        for group in {id(axis.group): axis.group for axis in axes if axis.group is not None}.values():
+        for group in {
+            id(axis.group): axis.group for axis in axes if axis.group is not None
+        }.values():
             device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
             group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
@@ -192,13 +246,18 @@ class ProcessGrid:
         return self._axes[_JOIN.join(names)]
 
     def again(self, name: str, number: int = 1) -> Axis:
-        """This rank's line along an axis with another communicator, by number, on which messages wait for no others.
+        """This rank's line along an axis with another communicator, by number, on which messages
+        wait for no others.
 
         Collectives: the first time, as creating a grid.
         """
         if (name, number) not in self._again:
             axis = self._axes[name]
-            made = {tuple(line): self._group(f"{name} {number}", line) for line in self._lines[name] if len(line) > 1}
+            made = {
+                tuple(line): self._group(f"{name} {number}", line)
+                for line in self._lines[name]
+                if len(line) > 1
+            }
             self._again[name, number] = replace(axis, group=made.get(axis.ranks))
         return self._again[name, number]
 
@@ -209,7 +268,8 @@ class ProcessGrid:
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank is the first of those that run the same micro-batches on the same stage."""
+        """Whether this rank is the first of those that run the same micro-batches on the same
+        stage."""
         others = {"pp", *BATCH, *APART}
         return all(index == 0 for name, index in self.place.items() if name not in others)
 
@@ -232,7 +292,8 @@ class ProcessGrid:
 
 
 def describe(rank: int, stages: Sequence[int], place: Place) -> str:
-    """A rank and its place on the grid, for messages: 'rank 5 (stages 2 and 5, replica 0, tensor part 1)'."""
+    """A rank and its place on the grid, for messages: 'rank 5 (stages 2 and 5, replica 0, tensor
+    part 1)'."""
     return f"rank {rank} ({where_of(stages, place)})"
 
 
@@ -240,7 +301,10 @@ def where_of(stages: Sequence[int], place: Place) -> str:
     """A place on the grid, for messages: 'stages 2 and 5, replica 0, tensor part 1'."""
     *others, last = map(str, stages)
     where = [f"stages {', '.join(others)} and {last}" if others else f"stage {last}"]
-    return ", ".join(where + [f"{_WORDS.get(name, name)} {index}" for name, index in place.items() if name != "pp"])
+    return ", ".join(
+        where
+        + [f"{_WORDS.get(name, name)} {index}" for name, index in place.items() if name != "pp"]
+    )
 
 
 def sizes_of(parallel: ParallelConfig) -> dict[str, int]:
@@ -257,17 +321,24 @@ def place_of(rank: int, sizes: AxisSizes) -> dict[str, int]:
     return {name: place[name] for name in sizes}
 
 
-def lines_of(sizes: AxisSizes, joined: Sequence[tuple[str, ...]] = ()) -> dict[str, list[list[int]]]:
+def lines_of(
+    sizes: AxisSizes, joined: Sequence[tuple[str, ...]] = ()
+) -> dict[str, list[list[int]]]:
     """Global ranks along every axis, by its name: a list for each line of the grid that has one.
 
-    The order is the one in which a grid creates the groups: its axes from the innermost on, then those made of them.
+    The order is the one in which a grid creates the groups: its axes from the innermost on, then
+    those made of them.
     """
     names = list(sizes)
     ranks = torch.arange(prod(sizes.values())).view(*sizes.values())
 
     def along(*moving: str, of: torch.Tensor = ranks) -> list[list[int]]:
         dims = [names.index(name) for name in sorted(moving, key=names.index)]
-        return of.movedim(dims, list(range(-len(dims), 0))).reshape(-1, prod(of.shape[dim] for dim in dims)).tolist()
+        return (
+            of.movedim(dims, list(range(-len(dims), 0)))
+            .reshape(-1, prod(of.shape[dim] for dim in dims))
+            .tolist()
+        )
 
     lines = {name: along(name) for name in reversed(names)}
     lines["pp_reverse"] = lines["pp"]
@@ -280,9 +351,12 @@ def lines_of(sizes: AxisSizes, joined: Sequence[tuple[str, ...]] = ()) -> dict[s
 
 
 def _complete(sizes: AxisSizes) -> dict[str, int]:
-    """Sizes with those of pp, dp and tp that are missing. Raises: ConfigError if one is no number of ranks."""
+    """Sizes with those of pp, dp and tp that are missing. Raises: ConfigError if one is no number
+    of ranks."""
     if not isinstance(sizes, Mapping):
-        raise config_error("sizes", sizes, "must be the sizes of axes by name", '{"pp": 2, "tp": 2}, or pp=2, tp=2')
+        raise config_error(
+            "sizes", sizes, "must be the sizes of axes by name", '{"pp": 2, "tp": 2}, or pp=2, tp=2'
+        )
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise config_error(f"parallel.{name}", size, "must be at least 1, a whole number", "1")
@@ -293,7 +367,9 @@ def _new_group(name: str, ranks: list[int]) -> dist.ProcessGroup:
     """A communicator with the timeout of the job's own."""
     backend = str(dist.get_backend())
     options = _of_the_job("cuda" if backend == "nccl" else "cpu")
-    return dist.new_group(ranks, options._timeout, _SHARED_GLOO if backend == "gloo" else backend, group_desc=name)
+    return dist.new_group(
+        ranks, options._timeout, _SHARED_GLOO if backend == "gloo" else backend, group_desc=name
+    )
 
 
 def _of_the_job(device_type: str) -> Any:
@@ -305,10 +381,12 @@ def _of_the_job(device_type: str) -> Any:
 def _shared_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Gloo on the thread that the job's own group has for its sockets.
 
-    Otherwise each group brings one, which wakes up a hundred times a second and takes that time from whoever computes.
+    Otherwise each group brings one, which wakes up a hundred times a second and takes that time
+    from whoever computes.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices, options._timeout = _of_the_job("cpu")._devices, timeout
+    options._devices = _of_the_job("cpu")._devices
+    options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)  # type: ignore[call-arg]
 
 

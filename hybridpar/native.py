@@ -1,5 +1,5 @@
-"""Finds the compiled extensions: operators (_C, _C_cuda), and the recorder of memory events and planned memory of CPUs
-(_C_recorder).
+"""Finds the compiled extensions: operators (_C, _C_cuda), and the recorder of memory events and
+planned memory of CPUs (_C_recorder).
 
 The only place that imports them; on first use.
 """
@@ -16,12 +16,14 @@ import torch
 
 
 def missing() -> str | None:
-    """Why the operators `torch.ops.hybridpar.*` cannot be used here; None when they can. Loads them on first use."""
+    """Why the operators `torch.ops.hybridpar.*` cannot be used here; None when they can. Loads them
+    on first use."""
     return _load()
 
 
 def missing_cuda() -> str | None:
-    """Why those operators have no CUDA versions here; None when they have. Loads them on first use."""
+    """Why those operators have no CUDA versions here; None when they have. Loads them on first
+    use."""
     return _load_cuda()
 
 
@@ -36,7 +38,8 @@ def recorder() -> Any:
 
 
 def constant_when_traced(function: Callable[..., Any]) -> None:
-    """torch.compiler.assume_constant_result, without importing the compiler, which takes a second at every start."""
+    """torch.compiler.assume_constant_result, without importing the compiler, which takes a second
+    at every start."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -64,8 +67,13 @@ def _load() -> str | None:
 
 def arguments_digest() -> str:
     """A hash of the operators that the extension has, and of the names of their arguments."""
-    found = {name: [argument.name for argument in getattr(torch.ops.hybridpar, name).default._schema.arguments]
-             for name in operators()}
+    found = {
+        name: [
+            argument.name
+            for argument in getattr(torch.ops.hybridpar, name).default._schema.arguments
+        ]
+        for name in operators()
+    }
     return hashlib.blake2s(repr(found).encode(), digest_size=4).hexdigest()
 
 
@@ -97,11 +105,17 @@ def _load_recorder() -> str | None:
     except ImportError as error:
         return f"the extension {_RECORDER} is not built or does not load ({error})"
     if module.torch_version != (found := torch.__version__.partition("+")[0]):
-        return f"the extension {_RECORDER} was built for torch {module.torch_version}, and this is {found}"
+        return (
+            f"the extension {_RECORDER} was built for torch {module.torch_version}, and this is "
+            f"{found}"
+        )
     if not hasattr(module.Observer, "resized"):
         return f"the extension {_RECORDER} is of another version than this checkout; build it again"
     try:
         module.start()
     except RuntimeError as error:
-        return f"the extension {_RECORDER} cannot be used with this torch ({str(error).splitlines()[0]})"
+        return (
+            f"the extension {_RECORDER} cannot be used with this torch "
+            f"({str(error).splitlines()[0]})"
+        )
     return None

@@ -1,12 +1,14 @@
 """Random numbers that depend on what they are for, never on who draws them or when.
 
-A Philox4x32-10 counter generator: element `index` of a tensor has the same bits on every grid, for every micro-batch
-size, on every backend and thread count, so a shard draws just its part and nothing has to be saved to draw it again.
+A Philox4x32-10 counter generator: element `index` of a tensor has the same bits on every grid, for
+every micro-batch size, on every backend and thread count, so a shard draws just its part and
+nothing has to be saved to draw it again.
 
     key     (low 32 bits of seed,  site ^ high 32 bits of seed)
     counter (index // 4 low, index // 4 high, step, sample)          four 32-bit words out; index % 4 selects one
 
-Everything here also exists in plain torch (`*_reference`), which defines the bits; the C++ version gives the same ones.
+Everything here also exists in plain torch (`*_reference`), which defines the bits; the C++ version
+gives the same ones.
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
@@ -28,24 +30,33 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
 _ROUNDS = 10
 _MASK = 0xFFFFFFFF
-_CHUNK = {"cpu": 1 << 15}  # elements whose temporaries stay in a core's cache; elsewhere, memory is the limit
+_CHUNK = {
+    "cpu": 1 << 15
+}  # elements whose temporaries stay in a core's cache; elsewhere, memory is the limit
 _CHUNK_DEVICE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RandomKey:
-    """What the random numbers of one micro-batch depend on: the seed, and what changes from one to the next.
+    """What the random numbers of one micro-batch depend on: the seed, and what changes from one to
+    the next.
 
-    counter: int64 [2], the step and the global index of the first sample, on the device that draws: kernels read it
-    there, so what was compiled or recorded for one micro-batch serves all.
+    counter: int64 [2], the step and the global index of the first sample, on the device that draws:
+    kernels read it there, so what was compiled or recorded for one micro-batch serves all.
     """
 
     seed: int
     counter: Tensor
 
     @classmethod
-    def of(cls, seed: int, step: int, sample: int, num_samples: int = 1,
-           device: str | torch.device = "cpu") -> RandomKey:
+    def of(
+        cls,
+        seed: int,
+        step: int,
+        sample: int,
+        num_samples: int = 1,
+        device: str | torch.device = "cpu",
+    ) -> RandomKey:
         """The key of the samples `sample` to `sample + num_samples`.
 
         Shapes: counter [2], int64, on `device`.
@@ -63,53 +74,105 @@ def site(name: str) -> int:
 def philox_key(seed: int, site: int) -> tuple[int, int]:
     """The two key words of the generator. Raises: ConfigError if the seed does not fit 64 bits."""
     if not 0 <= seed < 1 << 64:
-        raise config_error("train.seed", seed, "must be from 0 to 2**64 - 1", str(abs(seed) & (1 << 63) - 1))
+        raise config_error(
+            "train.seed", seed, "must be from 0 to 2**64 - 1", str(abs(seed) & (1 << 63) - 1)
+        )
     return seed & _MASK, (site & _MASK) ^ seed >> 32
 
 
-def random_bits(seed: int, site: int, step: int, sample: int, *, num_samples: int, rows: int, cols: int, stride: int,
-                start: int, device: str | torch.device = "cpu") -> Tensor:
-    """32 random bits an element; element (i, r, c) is the one with sample + i and index = start + r * stride + c.
+def random_bits(
+    seed: int,
+    site: int,
+    step: int,
+    sample: int,
+    *,
+    num_samples: int,
+    rows: int,
+    cols: int,
+    stride: int,
+    start: int,
+    device: str | torch.device = "cpu",
+) -> Tensor:
+    """32 random bits an element; element (i, r, c) is the one with sample + i and index = start + r
+    * stride + c.
 
     Shapes: returns int32 [num_samples, rows, cols].
     """
     check_counters(step, sample, num_samples, rows, cols, stride, start)
     if torch.device(device).type == "cpu" and native.missing() is None:
-        return torch.ops.hybridpar.philox_bits(*philox_key(seed, site), step, sample, num_samples, rows, cols, stride,
-                                               start)
-    return bits_reference(philox_key(seed, site), step, sample, num_samples=num_samples, rows=rows, cols=cols,
-                          stride=stride, start=start, device=device)
+        return torch.ops.hybridpar.philox_bits(
+            *philox_key(seed, site), step, sample, num_samples, rows, cols, stride, start
+        )
+    return bits_reference(
+        philox_key(seed, site),
+        step,
+        sample,
+        num_samples=num_samples,
+        rows=rows,
+        cols=cols,
+        stride=stride,
+        start=start,
+        device=device,
+    )
 
 
-def normal(seed: int, site: int, *, rows: int, cols: int, stride: int, start: int,
-           dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(
+    seed: int,
+    site: int,
+    *,
+    rows: int,
+    cols: int,
+    stride: int,
+    start: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Standard normal numbers at index = start + r * stride + c (step 0, sample 0), on the CPU.
 
-    Computed in float64; other types than that are rounded to float32 first, so they all start from the same values.
-    32 bits go into a number: it lies within 6.4 standard deviations.
+    Computed in float64; other types than that are rounded to float32 first, so they all start from
+    the same values. 32 bits go into a number: it lies within 6.4 standard deviations.
 
     Shapes: returns [rows, cols].
     """
     if native.missing() is None:
         check_counters(0, 0, 1, rows, cols, stride, start)
-        return torch.ops.hybridpar.philox_normal(*philox_key(seed, site), rows, cols, stride, start,
-                                                 dtype == torch.float64).to(dtype)
-    return normal_reference(seed, site, rows=rows, cols=cols, stride=stride, start=start, dtype=dtype)
+        return torch.ops.hybridpar.philox_normal(
+            *philox_key(seed, site), rows, cols, stride, start, dtype == torch.float64
+        ).to(dtype)
+    return normal_reference(
+        seed, site, rows=rows, cols=cols, stride=stride, start=start, dtype=dtype
+    )
 
 
-def check_counters(step: int, sample: int, num_samples: int, rows: int, cols: int, stride: int, start: int) -> None:
+def check_counters(
+    step: int, sample: int, num_samples: int, rows: int, cols: int, stride: int, start: int
+) -> None:
     """Raises: ValueError where a counter would wrap around and repeat numbers."""
     if not (0 <= step <= _MASK and sample >= 0 and sample + num_samples <= _MASK + 1):
-        raise ValueError(f"step {step} and samples {sample} to {sample + num_samples} must be within 0 to 2**32 - 1")
+        raise ValueError(
+            f"step {step} and samples {sample} to {sample + num_samples} must be within 0 to 2**32 "
+            "- 1"
+        )
     if min(num_samples, rows, cols, stride, start) < 0:
-        raise ValueError(f"sizes must not be negative: {num_samples=} {rows=} {cols=} {stride=} {start=}")
+        raise ValueError(
+            f"sizes must not be negative: {num_samples=} {rows=} {cols=} {stride=} {start=}"
+        )
 
 
-# --- reference: bits -------------------------------------------------------------------------------------------------
+# --- reference: bits
 
 
-def bits_reference(key: tuple[int, int], step: int | Tensor, sample: int | Tensor, *, num_samples: int, rows: int,
-                   cols: int, stride: int, start: int, device: str | torch.device = "cpu") -> Tensor:
+def bits_reference(
+    key: tuple[int, int],
+    step: int | Tensor,
+    sample: int | Tensor,
+    *,
+    num_samples: int,
+    rows: int,
+    cols: int,
+    stride: int,
+    start: int,
+    device: str | torch.device = "cpu",
+) -> Tensor:
     """What `random_bits` returns, in plain torch, for a key from `philox_key`.
 
     Shapes: returns int32 [num_samples, rows, cols].
@@ -121,34 +184,49 @@ def bits_reference(key: tuple[int, int], step: int | Tensor, sample: int | Tenso
     # under a tracer that gives tensors no values, one piece shows what all take
     for i, r, c in pieces if type(out) is Tensor else islice(pieces, 1):
         samples = torch.arange(i.start, i.stop, device=device).view(-1, 1, 1) + sample
-        first = start + c.start + stride * torch.arange(r.start, r.stop, device=device).view(1, -1, 1)
+        first = (
+            start + c.start + stride * torch.arange(r.start, r.stop, device=device).view(1, -1, 1)
+        )
         width = c.stop - c.start
-        quads = (first >> 2) + torch.arange((width + 6) // 4, device=device)  # 3 more than width: any alignment
-        words = torch.stack(philox((quads & _MASK, quads >> 32, steps, samples), key), dim=-1).flatten(-2)
+        quads = (first >> 2) + torch.arange(
+            (width + 6) // 4, device=device
+        )  # 3 more than width: any alignment
+        words = torch.stack(
+            philox((quads & _MASK, quads >> 32, steps, samples), key), dim=-1
+        ).flatten(-2)
         pick = (first & 3) + torch.arange(width, device=device)
         out[i, r, c] = words.gather(-1, pick.expand(words.shape[0], -1, -1)).to(torch.int32)
     return out
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, ...]:
     """Philox4x32-10: four words of output for each counter.
 
-    Words are int64 in [0, 2**32): the signed product of two of them wraps, but its bits are those of the exact one.
+    Words are int64 in [0, 2**32): the signed product of two of them wraps, but its bits are those
+    of the exact one.
     Shapes: the counter's parts broadcast; returns four tensors of their common shape.
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key
     for _ in range(_ROUNDS):
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((product1 >> 32) ^ c1 ^ k0) & _MASK, product1 & _MASK, ((product0 >> 32) ^ c3 ^ k1) & _MASK,
-            product0 & _MASK)
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+        product0 = c0 * _MULTIPLIERS[0]
+        product1 = c2 * _MULTIPLIERS[1]
+        c0 = ((product1 >> 32) ^ c1 ^ k0) & _MASK
+        c1 = product1 & _MASK
+        c2 = ((product0 >> 32) ^ c3 ^ k1) & _MASK
+        c3 = product0 & _MASK
+        k0 = (k0 + _WEYL[0]) & _MASK
+        k1 = (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
 
 
-def _pieces(num_samples: int, rows: int, cols: int, limit: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Boxes of at most `limit` elements that cover [num_samples, rows, cols], split along the first axis that can."""
+def _pieces(
+    num_samples: int, rows: int, cols: int, limit: int
+) -> Iterator[tuple[slice, slice, slice]]:
+    """Boxes of at most `limit` elements that cover [num_samples, rows, cols], split along the first
+    axis that can."""
     if 0 in (num_samples, rows, cols):
         return
     width = min(cols, limit)
@@ -164,18 +242,36 @@ def _slices(size: int, step: int) -> list[slice]:
     return [slice(a, b) for a, b in pairwise((*range(0, size, step), size))]
 
 
-# --- reference: normal numbers ---------------------------------------------------------------------------------------
+# --- reference: normal numbers
 
 
-def normal_reference(seed: int, site: int, *, rows: int, cols: int, stride: int, start: int,
-                     dtype: torch.dtype = torch.float32) -> Tensor:
+def normal_reference(
+    seed: int,
+    site: int,
+    *,
+    rows: int,
+    cols: int,
+    stride: int,
+    start: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """What `normal` returns, in plain torch. Shapes: returns [rows, cols]."""
     check_counters(0, 0, 1, rows, cols, stride, start)
     key = philox_key(seed, site)
-    out = torch.empty((rows, cols), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    out = torch.empty(
+        (rows, cols), dtype=torch.float64 if dtype == torch.float64 else torch.float32
+    )
     for _, r, c in _pieces(1, rows, cols, _CHUNK["cpu"]):
-        bits = bits_reference(key, 0, 0, num_samples=1, rows=r.stop - r.start, cols=c.stop - c.start, stride=stride,
-                              start=start + r.start * stride + c.start)
+        bits = bits_reference(
+            key,
+            0,
+            0,
+            num_samples=1,
+            rows=r.stop - r.start,
+            cols=c.stop - c.start,
+            stride=stride,
+            start=start + r.start * stride + c.start,
+        )
         out[r, c] = normal_from_bits(bits[0])
     return out.to(dtype)
 
@@ -183,17 +279,21 @@ def normal_reference(seed: int, site: int, *, rows: int, cols: int, stride: int,
 def normal_from_bits(bits: Tensor) -> Tensor:
     """The normal quantile of (bits + 1/2) / 2**32, to about 16 digits.
 
-    Only operations that IEEE 754 rounds exactly (+ - * / sqrt, each rounded by itself), so every implementation gives
-    the same bits. The third range of the original (probabilities below 1.4e-11) is never reached with 32 bits.
+    Only operations that IEEE 754 rounds exactly (+ - * / sqrt, each rounded by itself), so every
+    implementation gives the same bits. The third range of the original (probabilities below
+    1.4e-11) is never reached with 32 bits.
 
     Shapes: bits int32, any shape, read as unsigned; returns float64 of that shape.
-    Source: Wichura, "Algorithm AS 241: the percentage points of the normal distribution", Appl. Statist. 37 (1988).
+    Source: Wichura, "Algorithm AS 241: the percentage points of the normal distribution", Appl.
+        Statist. 37 (1988).
     """
     q = ((bits.long() & _MASK).double() - (2.0**31 - 0.5)) * 2.0**-32  # probability - 1/2, exact
     out = q * _ratio(0.180625 - q * q, _CENTRE)
     tails = (q.abs() > 0.425).flatten().nonzero().flatten()
     q = q.flatten()[tails]
-    root = torch.from_numpy(np.sqrt(_log(0.5 - q.abs()).neg_().numpy()))  # torch.sqrt, by MKL, is not exactly rounded
+    root = torch.from_numpy(
+        np.sqrt(_log(0.5 - q.abs()).neg_().numpy())
+    )  # torch.sqrt, by MKL, is not exactly rounded
     tail = _ratio(root - 1.6, _TAIL)
     out.view(-1)[tails] = torch.where(q < 0, -tail, tail)
     return out
@@ -204,7 +304,8 @@ def _ratio(x: Tensor, coefficients: tuple[tuple[float, ...], tuple[float, ...]])
 
 
 def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    """Horner's rule, highest power first, a rounding after each multiplication and each addition."""
+    """Horner's rule, highest power first, a rounding after each multiplication and each
+    addition."""
     y = x * coefficients[0]
     for c in coefficients[1:-1]:
         y.add_(c).mul_(x)
@@ -212,7 +313,8 @@ def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """Natural logarithm of normal positive float64 numbers: 2^e m by the bits, log m = 2 artanh((m - 1)/(m + 1))."""
+    """Natural logarithm of normal positive float64 numbers: 2^e m by the bits, log m = 2 artanh((m
+    - 1)/(m + 1))."""
     bits = x.view(torch.int64)
     exponent = (bits >> 52) - 1023
     mantissa = (bits & ((1 << 52) - 1) | (1023 << 52)).view(torch.float64)  # in [1, 2)
@@ -225,14 +327,50 @@ def _log(x: Tensor) -> Tensor:
 
 _SQRT2 = 1.4142135623730951
 _LN2 = 0.6931471805599453
-_ARTANH = tuple(2.0 / (2 * k + 1) for k in reversed(range(12)))  # in powers of s**2, |s| < 0.172: to the last digit
+_ARTANH = tuple(
+    2.0 / (2 * k + 1) for k in reversed(range(12))
+)  # in powers of s**2, |s| < 0.172: to the last digit
 _CENTRE = (
-    (2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4, 4.5921953931549871457e4,
-     1.3731693765509461125e4, 1.9715909503065514427e3, 1.3314166789178437745e2, 3.3871328727963666080e0),
-    (5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4, 2.1213794301586595867e4,
-     5.3941960214247511077e3, 6.8718700749205790830e2, 4.2313330701600911252e1, 1.0))
+    (
+        2.5090809287301226727e3,
+        3.3430575583588128105e4,
+        6.7265770927008700853e4,
+        4.5921953931549871457e4,
+        1.3731693765509461125e4,
+        1.9715909503065514427e3,
+        1.3314166789178437745e2,
+        3.3871328727963666080e0,
+    ),
+    (
+        5.2264952788528545610e3,
+        2.8729085735721942674e4,
+        3.9307895800092710610e4,
+        2.1213794301586595867e4,
+        5.3941960214247511077e3,
+        6.8718700749205790830e2,
+        4.2313330701600911252e1,
+        1.0,
+    ),
+)
 _TAIL = (
-    (7.74545014278341407640e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1, 1.27045825245236838258e0,
-     3.64784832476320460504e0, 5.76949722146069140550e0, 4.63033784615654529590e0, 1.42343711074968357734e0),
-    (1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2, 1.48103976427480074590e-1,
-     6.89767334985100004550e-1, 1.67638483018380384940e0, 2.05319162663775882187e0, 1.0))
+    (
+        7.74545014278341407640e-4,
+        2.27238449892691845833e-2,
+        2.41780725177450611770e-1,
+        1.27045825245236838258e0,
+        3.64784832476320460504e0,
+        5.76949722146069140550e0,
+        4.63033784615654529590e0,
+        1.42343711074968357734e0,
+    ),
+    (
+        1.05075007164441684324e-9,
+        5.47593808499534494600e-4,
+        1.51986665636164571966e-2,
+        1.48103976427480074590e-1,
+        6.89767334985100004550e-1,
+        1.67638483018380384940e0,
+        2.05319162663775882187e0,
+        1.0,
+    ),
+)

@@ -1,7 +1,8 @@
-"""Opens files that others may have made: regular files alone, whose size is known before anything is read.
+"""Opens files that others may have made: regular files alone, whose size is known before anything
+is read.
 
-A pipe or a device in a file's place would hang a reader, or never end. Files of a run folder or of a checkpoint are
-opened with `within`, the folder: then no symbolic link leads out of it.
+A pipe or a device in a file's place would hang a reader, or never end. Files of a run folder or of
+a checkpoint are opened with `within`, the folder: then no symbolic link leads out of it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ else:
 _BUFFER_BYTES = 1 << 20
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _LIKE = 0.7
-"""Likeness from which on a file's name may have been meant, as difflib counts it, without the suffix."""
+"""Likeness from which on a file's name may have been meant, as difflib counts it, without the
+suffix."""
 _MOST_PARTS = 16
 _MOST_LISTED = 1 << 14
 """Names of a folder that are looked at."""
@@ -41,9 +43,11 @@ _MOST_NAMED = 8
 _PART = r"""(?:[A-Za-z0-9_-]+|"(?:\\[^\n]|[^"\\\n])*"|'[^'\n]*')"""
 _TOML = re.compile(
     rf"""#[^\n]*|"{{3}}(?:\\.|[^\\])*?"{{3}}|'{{3}}.*?'{{3}}|(?P<open>"{{3}}|'{{3}})"""
-    rf"""|(?P<key>{_PART}(?:[ \t]*\.[ \t]*{_PART})*)|(?P<quote>["'])""", re.DOTALL)
-"""Text that can hold a dot, in turn: a comment, text of several lines, such text without an end, a key with its parts
-(or a value that looks like one), a quote without an end."""
+    rf"""|(?P<key>{_PART}(?:[ \t]*\.[ \t]*{_PART})*)|(?P<quote>["'])""",
+    re.DOTALL,
+)
+"""Text that can hold a dot, in turn: a comment, text of several lines, such text without an end, a
+key with its parts (or a value that looks like one), a quote without an end."""
 
 
 def open_regular(path: Path, *, within: Path | None = None) -> FileIO:
@@ -51,8 +55,9 @@ def open_regular(path: Path, *, within: Path | None = None) -> FileIO:
 
     Args:
         path: The file.
-        within: A folder that contains `path`. A symbolic link may lead to another file in this folder, but not out of
-            it. The folder itself may be a link. None: the user has named `path`, and links lead anywhere.
+        within: A folder that contains `path`. A symbolic link may lead to another file in this
+            folder, but not out of it. The folder itself may be a link. None: the user has named
+                `path`, and links lead anywhere.
 
     Raises: OSError, also if it is no regular file.
     """
@@ -68,13 +73,15 @@ def open_regular(path: Path, *, within: Path | None = None) -> FileIO:
 
 
 def _open_within(path: Path, folder: Path) -> int:
-    """Return a descriptor of `path`. Raises: OSError, also for a path that leads out of `folder`."""
+    """Return a descriptor of `path`. Raises: OSError, also for a path that leads out of
+    `folder`."""
     root = os.path.realpath(folder)
     inside = os.path.relpath(os.path.realpath(path), root)
     parts = Path(inside).parts
     if not parts or os.pardir in parts or os.path.isabs(inside):
         raise OSError(errno.ELOOP, "is a symbolic link that leads out of its folder", str(path))
-    # A link that takes a component's place from now on is refused: each one is opened in the folder before it.
+    # A link that takes a component's place from now on is refused: each one is opened in the folder
+    # before it.
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for part in parts[:-1]:
@@ -99,7 +106,8 @@ def names_in(folder: Path, most: int) -> list[str]:
 
 
 class BoundedReader(BufferedReader):
-    """A reader that takes no more memory than its file has bytes, whatever sizes a damaged file names."""
+    """A reader that takes no more memory than its file has bytes, whatever sizes a damaged file
+    names."""
 
     def __init__(self, raw: FileIO):
         super().__init__(raw, _BUFFER_BYTES)
@@ -112,9 +120,15 @@ class BoundedReader(BufferedReader):
 
 
 @contextmanager
-def errors_as(error: type[HybridparError], path: Path | str, damage: str = "", *others: type[Exception],
-              failure: str = "cannot be read") -> Iterator[None]:
-    """Makes one error that names the file of an OSError (`failure`) and of a ValueError or `others` (`damage`)."""
+def errors_as(
+    error: type[HybridparError],
+    path: Path | str,
+    damage: str = "",
+    *others: type[Exception],
+    failure: str = "cannot be read",
+) -> Iterator[None]:
+    """Makes one error that names the file of an OSError (`failure`) and of a ValueError or `others`
+    (`damage`)."""
     try:
         yield
     except OSError as found:
@@ -126,7 +140,8 @@ def errors_as(error: type[HybridparError], path: Path | str, damage: str = "", *
 
 
 def read_limited(path: Path, most: int, *, within: Path | None = None) -> bytes:
-    """Return all bytes of a file. Raises: OSError as `open_regular`; ValueError for more than `most` bytes."""
+    """Return all bytes of a file. Raises: OSError as `open_regular`; ValueError for more than
+    `most` bytes."""
     with open_regular(path, within=within) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise ValueError(f"it has {size} bytes, more than {most}")
@@ -134,10 +149,11 @@ def read_limited(path: Path, most: int, *, within: Path | None = None) -> bytes:
 
 
 def nearest_path(path: Path) -> str:
-    """Return the path that was probably meant by one that does not exist; empty where no path is like it.
+    """Return the path that was probably meant by one that does not exist; empty where no path is
+    like it.
 
-    It lies in the same folder, or in a folder with a like name. A ~ becomes the home folder, which a shell puts in its
-    place at the beginning of a word only.
+    It lies in the same folder, or in a folder with a like name. A ~ becomes the home folder, which
+    a shell puts in its place at the beginning of a word only.
     """
     try:
         if str(path).startswith("~"):
@@ -152,35 +168,47 @@ def nearest_path(path: Path) -> str:
     except (OSError, RuntimeError, ValueError):  # no home folder; a name with a zero byte
         return ""
     others = (path.with_name(name) for name in _like(path, known))
-    return next((str(other) for other in others if other.exists()), "")  # a link that leads nowhere is like itself
+    return next(
+        (str(other) for other in others if other.exists()), ""
+    )  # a link that leads nowhere is like itself
 
 
 def _like(path: Path, known: list[str]) -> list[str]:
     """Return the names of files that `path` may stand for, the likeliest first."""
-    same = sorted(name for name in known if name.lower() == path.name.lower() or Path(name).stem == path.name)
+    same = sorted(
+        name for name in known if name.lower() == path.name.lower() or Path(name).stem == path.name
+    )
     near = []
     for alike in (True, False):  # with the same suffix first
-        stems = {Path(name).stem: name for name in known if (Path(name).suffix == path.suffix) is alike}
+        stems = {
+            Path(name).stem: name for name in known if (Path(name).suffix == path.suffix) is alike
+        }
         near += [stems[stem] for stem in difflib.get_close_matches(path.stem, stems, cutoff=_LIKE)]
     return [*same, *near]
 
 
 def runs_in(folder: Path) -> list[str]:
     """Return the names of the run folders in a folder, in order."""
-    return [name for name in names_in(folder, _MOST_LISTED) if (folder / name / "config.toml").is_file()]
+    return [
+        name for name in names_in(folder, _MOST_LISTED) if (folder / name / "config.toml").is_file()
+    ]
 
 
 def runs_near(path: Path) -> str:
-    """Return the run folders that may have been meant by a path that is none, in words; empty if there are none.
+    """Return the run folders that may have been meant by a path that is none, in words; empty if
+    there are none.
 
-    They are looked for in the path, beside it, and in runs, which is the default of run.dir. The likeliest come first.
+    They are looked for in the path, beside it, and in runs, which is the default of run.dir. The
+    likeliest come first.
     """
     for folder in dict.fromkeys((path, path.parent, Path("runs"))):
         if names := runs_in(folder):
             near = difflib.get_close_matches(path.name, names)
             runs = [str(folder / name) for name in dict.fromkeys([*near, *names])]
             more = len(runs) - _MOST_NAMED
-            return ", ".join(runs[:_MOST_NAMED]) + (f" or {more} more in {folder}" if more > 0 else "")
+            return ", ".join(runs[:_MOST_NAMED]) + (
+                f" or {more} more in {folder}" if more > 0 else ""
+            )
     return ""
 
 
@@ -190,7 +218,8 @@ def reason(error: Exception) -> str:
 
 
 def read_text(path: Path, most: int, *, within: Path | None = None) -> str:
-    """A file as text, without a byte order mark. Raises: OSError; ValueError if it is too large or not UTF-8."""
+    """A file as text, without a byte order mark. Raises: OSError; ValueError if it is too large or
+    not UTF-8."""
     content = read_limited(path, most, within=within)
     try:
         return content.decode("utf-8-sig")
@@ -206,18 +235,25 @@ def _not_text(content: bytes, start: int) -> str:
         return "it is a binary file, not text"
     line = content.count(b"\n", 0, start) + 1
     column = start - content.rfind(b"\n", 0, start)
-    return f"line {line}, column {column}: byte 0x{content[start]:02x} is not UTF-8; save the file as UTF-8"
+    return (
+        f"line {line}, column {column}: byte 0x{content[start]:02x} is not UTF-8; save the file as "
+        "UTF-8"
+    )
 
 
 def read_json(path: Path, most: int, *, within: Path | None = None) -> Any:
-    """The value in a JSON file. Raises: OSError; ValueError, also if it is too large or nests too deep."""
+    """The value in a JSON file. Raises: OSError; ValueError, also if it is too large or nests too
+    deep."""
     return parse_json(read_limited(path, most, within=within), dict)
 
 
-def parse_json(text: str | bytes, make: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def parse_json(
+    text: str | bytes, make: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
     """The value of a JSON text; `make` makes its objects.
 
-    Raises: ValueError, also for what nests too deep, and, without `make`, for a key that is there twice.
+    Raises: ValueError, also for what nests too deep, and, without `make`, for a key that is there
+        twice.
     """
     try:
         return json.loads(text, object_pairs_hook=make or _object)
@@ -233,7 +269,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def to_json(value: Any, **layout: Any) -> str:
-    """JSON with null for numbers that are not finite, which it cannot say. layout: for json.dumps."""
+    """JSON with null for numbers that are not finite, which it cannot say. layout: for
+    json.dumps."""
     try:
         return json.dumps(value, allow_nan=False, **layout)
     except ValueError:
@@ -249,7 +286,8 @@ def _finite(value: Any) -> Any:
 
 
 def read_toml(path: Path, most: int, *, within: Path | None = None) -> dict[str, Any]:
-    """A TOML file. Raises: OSError; ValueError, also if it is too large or a key too deep; RecursionError."""
+    """A TOML file. Raises: OSError; ValueError, also if it is too large or a key too deep;
+    RecursionError."""
     text = read_text(path, most, within=within)
     _check_keys(text)
     try:
@@ -259,10 +297,15 @@ def read_toml(path: Path, most: int, *, within: Path | None = None) -> dict[str,
 
 
 def _check_keys(text: str) -> None:
-    """Raises: ValueError for a key of very many parts, whose square is the time that a parser takes for it."""
+    """Raises: ValueError for a key of very many parts, whose square is the time that a parser takes
+    for it."""
     for found in _TOML.finditer(text):
         if found["open"] or found["quote"]:
             return  # the parser stops there
-        if (key := found["key"]) and key.count(".") >= _MOST_PARTS and len(re.findall(_PART, key)) > _MOST_PARTS:
+        if (
+            (key := found["key"])
+            and key.count(".") >= _MOST_PARTS
+            and len(re.findall(_PART, key)) > _MOST_PARTS
+        ):
             line = text.count("\n", 0, found.start()) + 1
             raise ValueError(f"the key at line {line} has more than {_MOST_PARTS} parts")

@@ -1,10 +1,13 @@
-"""Temporary folders that do not outlive their processes for long: the next one removes what a killed one has left.
+"""Temporary folders that do not outlive their processes for long: the next one removes what a
+killed one has left.
 
-    <prefix>.<kernel>.<random>     locked by the process that made it, as long as that and its forks live
+    <prefix>.<kernel>.<random>     locked by the process that made it, as long as that and its forks
+                                   live
 
-Whoever makes a folder of the same prefix first removes those of its user that nobody has locked. Locks of a folder are
-known to the processes of one running kernel, whatever the file system is. So a folder of another kernel, which is
-another machine's or one's own before it was started anew, goes if nothing in it has changed for a day.
+Whoever makes a folder of the same prefix first removes those of its user that nobody has locked.
+Locks of a folder are known to the processes of one running kernel, whatever the file system is. So
+a folder of another kernel, which is another machine's or one's own before it was started anew, goes
+if nothing in it has changed for a day.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ _UNCHANGED_S = 24 * 3600.0
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str = "hybridpar", parent: Path | None = None) -> Iterator[Path]:
-    """A new folder below `parent` (None: the system's temporary folder), removed with what is in it.
+    """A new folder below `parent` (None: the system's temporary folder), removed with what is in
+    it.
 
     Raises: OSError if it cannot be made.
     """
@@ -54,7 +58,8 @@ def remove_left_folders(prefix: str, parent: Path) -> None:
 
 
 def _make(stem: str, parent: Path) -> tuple[Path, int]:
-    """A locked folder, and the handle of its lock. Another process may remove one in the moment before it is locked."""
+    """A locked folder, and the handle of its lock. Another process may remove one in the moment
+    before it is locked."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=stem, dir=parent))
         with contextlib.suppress(FileNotFoundError, BlockingIOError):
@@ -76,7 +81,8 @@ def _open(path: Path) -> int:
 
 
 def _lock(handle: int) -> None:
-    """Lock a folder. Raises: BlockingIOError if another process has it; OSError or ImportError without locks."""
+    """Lock a folder. Raises: BlockingIOError if another process has it; OSError or ImportError
+    without locks."""
     fcntl = importlib.import_module("fcntl")
     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -88,7 +94,8 @@ def _is_same(path: Path, handle: int) -> bool:
 
 
 def _remove_if_left(path: Path, *, is_ours: bool) -> None:
-    """Remove a folder of this user that no process uses. Raises: OSError where one does; ImportError without locks."""
+    """Remove a folder of this user that no process uses. Raises: OSError where one does;
+    ImportError without locks."""
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         return
@@ -109,7 +116,8 @@ def _last_change(path: Path) -> float:
 
 
 def _kernel() -> str:
-    """Return a name of the running kernel, 32 hexadecimal digits: its id since the start, else of the host's name."""
+    """Return a name of the running kernel, 32 hexadecimal digits: its id since the start, else of
+    the host's name."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
     except OSError:

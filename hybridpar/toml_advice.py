@@ -1,4 +1,5 @@
-"""Says what is wrong with a line of a TOML file as its writer sees it, and how to write it instead."""
+"""Says what is wrong with a line of a TOML file as its writer sees it, and how to write it
+instead."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _LONGEST = 120
 
 
 def toml_advice(text: str, said: str) -> str:
-    """Return the parser's message with the line that it is about, and a line that works where one is known.
+    """Return the parser's message with the line that it is about, and a line that works where one
+    is known.
 
     Args:
         text: The content of the file.
@@ -27,7 +29,10 @@ def toml_advice(text: str, said: str) -> str:
     rule = said[: place.start()]
     line = lines[number - 1].strip()
     if text.lstrip().startswith("{"):
-        return f"line {number}, column {place[2]}: it is JSON; write [section] in one line, and key = value in others"
+        return (
+            f"line {number}, column {place[2]}: it is JSON; write [section] in one line, and key = "
+            "value in others"
+        )
     if len(line) > _LONGEST:
         return f"line {number}, column {place[2]}: {rule}: {line[:_LONGEST]} .."
     works = _mended(line, rule)
@@ -47,7 +52,8 @@ def _mended(line: str, rule: str) -> str:
     pair = _PAIR.match(line)
     if pair is None:
         return "a line is [section] or key = value"
-    key, value = pair["key"], pair["value"]
+    key = pair["key"]
+    value = pair["value"]
     if not value:
         return f"write a value behind {key} =" if pair["sign"] == "=" else f"try [{key}]"
     if (found := _value(value)) is None:

@@ -59,39 +59,49 @@ class Trainer:
     """A model with everything that its training needs: data, and a configuration.
 
     Args:
-        model: A ModelSpec, such as a ModelConfig; or the modules of a row, each of which takes what the one before
-            returns: an nn.Sequential, or a list. Training starts from the weights that modules have. None: the model of
+        model: A ModelSpec, such as a ModelConfig; or the modules of a row, each of which takes what
+            the one before returns: an nn.Sequential, or a list. Training starts from the weights
+                that modules have. None: the model of
             `config`.
         config: A Config, or the path of a TOML file. None: the defaults.
-        loss: With modules: a function of the last module's output and of the batch (a dict of tensors), which returns
-            the mean loss of the samples of the micro-batch (a 0-d tensor). With `num_targets` it returns the sum over
-            the labels that count instead.
-        metrics: With modules: a function of the same that returns further numbers by name, such as an accuracy. They
-            are reported, and train nothing.
-        num_targets: With modules: a function of a sample that returns how many of its labels count. None: losses are
-            means over samples.
-        datasets: By part ("train", "valid"), in place of the model's own (`ModelSpec.dataset` says what they may be).
-            Several validation sets are a dict by their names. Samples are dicts of arrays; the first module takes the
-            array "x", or else a sample's first one. Samples for a GPT have `tokens` and `labels`, each [seq_length],
-            where a label of -100 does not count.
+        loss: With modules: a function of the last module's output and of the batch (a dict of
+            tensors), which returns the mean loss of the samples of the micro-batch (a 0-d tensor).
+            With `num_targets` it returns the sum over the labels that count instead.
+        metrics: With modules: a function of the same that returns further numbers by name, such as
+            an accuracy. They are reported, and train nothing.
+        num_targets: With modules: a function of a sample that returns how many of its labels count.
+            None: losses are means over samples.
+        datasets: By part ("train", "valid"), in place of the model's own (`ModelSpec.dataset` says
+            what they may be). Several validation sets are a dict by their names. Samples are dicts
+            of arrays; the first module takes the array "x", or else a sample's first one. Samples
+            for a GPT have `tokens` and `labels`, each [seq_length], where a label of -100 does not
+            count.
         optimizer: A subclass of UpdateRule, in place of optim.name.
-        lr_schedule: A function of the number of an update, counted from 0, that returns its learning rate; in place of
-            optim.lr and what goes with it. It is called here, for all of train.num_steps, and becomes optim.lr_points,
-            which differ from it by at most a millionth of the highest rate.
-        **sections: Keys of the configuration by section, over those of `config`: `parallel={"pp": 2}`.
+        lr_schedule: A function of the number of an update, counted from 0, that returns its
+            learning rate; in place of optim.lr and what goes with it. It is called here, for all of
+            train.num_steps, and becomes optim.lr_points, which differ from it by at most a
+            millionth of the highest rate.
+        **sections: Keys of the configuration by section, over those of `config`:
+            `parallel={"pp": 2}`.
 
     Raises:
         ConfigError: Names every key that is unknown and every value of a wrong type.
     """
 
-    def __init__(self, model: ModelSpec | nn.Module | Iterable[nn.Module] | None = None, /,
-                 config: Config | str | Path | None = None, *,
-                 loss: Callable[[Any, dict[str, Tensor]], Tensor] | None = None,
-                 metrics: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]] | None = None,
-                 num_targets: Callable[[dict[str, Any]], int] | None = None,
-                 datasets: Mapping[str, Any] | None = None, optimizer: type[UpdateRule] | None = None,
-                 lr_schedule: Callable[[int], float] | None = None,
-                 **sections: Mapping[str, Any]):
+    def __init__(
+        self,
+        model: ModelSpec | nn.Module | Iterable[nn.Module] | None = None,
+        /,
+        config: Config | str | Path | None = None,
+        *,
+        loss: Callable[[Any, dict[str, Tensor]], Tensor] | None = None,
+        metrics: Callable[[Any, dict[str, Tensor]], dict[str, Tensor]] | None = None,
+        num_targets: Callable[[dict[str, Any]], int] | None = None,
+        datasets: Mapping[str, Any] | None = None,
+        optimizer: type[UpdateRule] | None = None,
+        lr_schedule: Callable[[int], float] | None = None,
+        **sections: Mapping[str, Any],
+    ):
         self.datasets = _checked_datasets(datasets)
         self._stop = StopFlag()
         self._given: GivenRow | None = None
@@ -101,13 +111,27 @@ class Trainer:
             functions = {"loss": loss, "metrics": metrics, "num_targets": num_targets}
             for name, function in functions.items():
                 if function is not None:
-                    rule = "goes with an nn.Sequential or a list of modules; another model has a method for it"
-                    raise config_error(name, function, rule, f"def {name}(..) in the class of the model")
-        base = Config() if config is None else config if isinstance(config, Config) else load_toml(config)
+                    rule = (
+                        "goes with an nn.Sequential or a list of modules; another model has a "
+                        "method for it"
+                    )
+                    raise config_error(
+                        name, function, rule, f"def {name}(..) in the class of the model"
+                    )
+        base = (
+            Config()
+            if config is None
+            else config
+            if isinstance(config, Config)
+            else load_toml(config)
+        )
         base = base if model is None else dataclasses.replace(base, model=model)  # type: ignore[arg-type]
         if not isinstance(base.model, ModelSpec):
-            rule = ("must be a ModelSpec, an nn.Sequential or a list of modules; a configuration or its file is named "
-                    "config")
+            rule = (
+                "must be a ModelSpec, an nn.Sequential or a list of modules; a configuration or "
+                "its file is named "
+                "config"
+            )
             raise config_error("model", base.model, rule, "hybridpar.ModelConfig()")
         require_settings(type(base.model))
         base = as_typed(base)
@@ -121,22 +145,29 @@ class Trainer:
             print(f"hybridpar: {line}", file=sys.stderr)
         self._lend_samples()
 
-    def fit(self, *, on_step: Callable[[StepResult], Any] | None = None,
-            on_evaluation: Callable[[int, dict[str, Any]], Any] | None = None,
-            on_save: Callable[[Path], Any] | None = None) -> Outcome:
-        """Train to the end, or to a request to stop; go on from the run folder's last checkpoint, if it has one.
+    def fit(
+        self,
+        *,
+        on_step: Callable[[StepResult], Any] | None = None,
+        on_evaluation: Callable[[int, dict[str, Any]], Any] | None = None,
+        on_save: Callable[[Path], Any] | None = None,
+    ) -> Outcome:
+        """Train to the end, or to a request to stop; go on from the run folder's last checkpoint,
+        if it has one.
 
-        In a program that no launcher has started, a grid of several processes is started here, on this machine: they
-        are forks of the program, under the supervisor of `hybridpar train --ranks`. Callbacks run in these processes.
-        Under torchrun the processes are those that it has started.
+        In a program that no launcher has started, a grid of several processes is started here, on
+        this machine: they are forks of the program, under the supervisor of
+        `hybridpar train --ranks`. Callbacks run in these processes. Under torchrun the processes
+        are those that it has started.
 
         Args:
             on_step: Called after each optimizer step with its numbers.
             on_evaluation: Called after each evaluation with the step and the validation numbers.
             on_save: Called with the folder of a checkpoint that is complete.
 
-        Callbacks are called on all processes of the grid, at the same step. One that returns `hybridpar.STOP`, on any
-        process, ends training on all, a few steps later: they save, and `fit` returns.
+        Callbacks are called on all processes of the grid, at the same step. One that returns
+        `hybridpar.STOP`, on any process, ends training on all, a few steps later: they save, and
+        `fit` returns.
 
         Returns:
             How it ended. `history` has the losses and the evaluations of the run.
@@ -163,22 +194,26 @@ class Trainer:
         return self._run_on_grid(train)
 
     def request_stop(self) -> None:
-        """Ask `fit`, which runs in this process or in forks of it, to stop: all ranks do at the same step, and save.
+        """Ask `fit`, which runs in this process or in forks of it, to stop: all ranks do at the
+        same step, and save.
 
-        It may be called from a callback, another thread or the handler of a signal. `fit` forgets earlier requests.
+        It may be called from a callback, another thread or the handler of a signal. `fit` forgets
+        earlier requests.
         """
         self._stop.set()
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the validation numbers of the run's newest weights, over train.eval_batches batches.
+        """Return the validation numbers of the run's newest weights, over train.eval_batches
+        batches.
 
-        They are those that `on_evaluation` is given. Before the first checkpoint, the weights are those that training
-        starts from. The grid is that of `fit`.
+        They are those that `on_evaluation` is given. Before the first checkpoint, the weights are
+        those that training starts from. The grid is that of `fit`.
 
         Collectives: on all processes of the job.
         Raises:
             ConfigError: There are no validation samples.
         """
+
         def evaluate(config: Config, launch: Launch) -> dict[str, Any]:
             from hybridpar.train.evaluate_job import evaluate
 
@@ -188,10 +223,12 @@ class Trainer:
         return numbers
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights of the run's newest checkpoint, or those that training starts from if there is none.
+        """Return the weights of the run's newest checkpoint, or those that training starts from if
+        there is none.
 
-        Names are global: those of the modules, so that `modules.load_state_dict(trainer.state_dict())` is strict; of
-        another model those of its checkpoints (`blocks.0.layer.weight`). A list of modules has the names of
+        Names are global: those of the modules, so that
+        `modules.load_state_dict(trainer.state_dict())` is strict; of another model those of its
+        checkpoints (`blocks.0.layer.weight`). A list of modules has the names of
         nn.Sequential(*modules). Weights are on the CPU, in the precision of the optimizer's copy.
 
         Returns:
@@ -205,7 +242,8 @@ class Trainer:
             return trained_weights(self.config)
 
     def verify(self, grid: Mapping[str, int] | None = None, num_batches: int = 4) -> Report:
-        """Compare a few batches on a grid (None: that of the configuration) with one process, in float64.
+        """Compare a few batches on a grid (None: that of the configuration) with one process, in
+        float64.
 
         It starts the ranks itself, so not under torchrun.
 
@@ -216,14 +254,19 @@ class Trainer:
         from hybridpar.verify.run import on_grid, verify
 
         parallel = self.config.parallel
-        sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)} if grid is None else grid
+        sizes = (
+            {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}
+            if grid is None
+            else grid
+        )
         with self._prepared():
             on = on_grid(self.config, sizes)
             resolve(on, on.parallel.num_ranks)
             return verify(self.config, sizes, num_batches)
 
     def memory(self) -> list[StageMemory]:
-        """Return the peak memory that a process of each pipeline rank will take. Nothing is allocated.
+        """Return the peak memory that a process of each pipeline rank will take. Nothing is
+        allocated.
 
         Raises:
             ConfigError: The configuration cannot work.
@@ -233,7 +276,9 @@ class Trainer:
         with self._prepared():
             return predict(resolve(self.config, self.config.parallel.num_ranks))
 
-    def _row(self, modules: Any, loss: Any, metrics: Any, num_targets: Any) -> tuple[GivenRow, ModelSpec]:
+    def _row(
+        self, modules: Any, loss: Any, metrics: Any, num_targets: Any
+    ) -> tuple[GivenRow, ModelSpec]:
         from hybridpar.models.given import GivenModules, make_row
 
         row = make_row(modules, loss, metrics, num_targets, self.datasets)
@@ -255,11 +300,14 @@ class Trainer:
 
     @contextlib.contextmanager
     def _prepared(self) -> Iterator[None]:
-        """Makes the modules of this trainer those of the configuration. Gives the program its own state back."""
+        """Makes the modules of this trainer those of the configuration. Gives the program its own
+        state back."""
         import torch
 
         drawn = random.getstate()  # rich draws from it when it is imported
-        threads = torch.get_num_threads()  # train.threads is of training, not of the program around it
+        threads = (
+            torch.get_num_threads()
+        )  # train.threads is of training, not of the program around it
         if self._given is not None:
             self._given.register()
         try:
@@ -267,10 +315,13 @@ class Trainer:
         finally:
             random.setstate(drawn)
             torch.set_num_threads(threads)
-            watchdog.current().phase("between calls of fit")  # without a limit: what follows is the program's affair
+            watchdog.current().phase(
+                "between calls of fit"
+            )  # without a limit: what follows is the program's affair
 
     def _run_on_grid(self, action: Callable[[Config, Launch], Any]) -> Any:
-        """What `action` returns on this process of a job, or on the first rank of the grid, which is started."""
+        """What `action` returns on this process of a job, or on the first rank of the grid, which
+        is started."""
         launch = Launch.from_environment()
         parallel = self.config.parallel
         num_ranks = dataclasses.replace(parallel, dp=max(parallel.dp, 1)).num_ranks
@@ -283,7 +334,8 @@ class Trainer:
 
 
 def _is_modules(model: object) -> bool:
-    """Whether it is what is given in place of a ModelSpec: modules. torch is imported if it may be."""
+    """Whether it is what is given in place of a ModelSpec: modules. torch is imported if it may
+    be."""
     if model is None or isinstance(model, ModelSpec | Config | str | Path):
         return False
     import torch
@@ -295,9 +347,14 @@ def _checked_datasets(datasets: Any) -> dict[str, Any]:
     """Raises: ConfigError."""
     if not isinstance(datasets or {}, Mapping):
         kind = f"a {type(datasets).__name__}"
-        raise config_error("datasets", kind, "must be a dict of datasets by part of a run", '{"train": ..}')
+        raise config_error(
+            "datasets", kind, "must be a dict of datasets by part of a run", '{"train": ..}'
+        )
     if unknown := set(datasets or {}) - {"train", "valid"}:
-        rule = 'has unknown keys; known are "train" and "valid", and several validation sets are a dict in "valid"'
+        rule = (
+            'has unknown keys; known are "train" and "valid", and several validation sets are a '
+            'dict in "valid"'
+        )
         works = '{"train": .., "valid": {"wiki": .., "code": ..}}'
         raise config_error("datasets", sorted(map(str, unknown)), rule, works)
     return dict(datasets or {})
@@ -306,7 +363,9 @@ def _checked_datasets(datasets: Any) -> dict[str, Any]:
 def _with_optimizer(base: Config, optimizer: Any) -> Config:
     """Raises: ConfigError."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, UpdateRule)):
-        raise config_error("optimizer", optimizer, "must be a class made of hybridpar.UpdateRule", "None")
+        raise config_error(
+            "optimizer", optimizer, "must be a class made of hybridpar.UpdateRule", "None"
+        )
     name = spec_name(optimizer)
     if import_class("optim.spec", name, UpdateRule) is not optimizer:
         rule = f"must be the newest class that is named {name!r}, as a run finds it by this name"
@@ -316,17 +375,21 @@ def _with_optimizer(base: Config, optimizer: Any) -> Config:
 
 
 def _with_schedule(config: Config, schedule: Callable[[int], float]) -> Config:
-    """The configuration with a learning-rate schedule of the user's as a table. Raises: ConfigError."""
+    """The configuration with a learning-rate schedule of the user's as a table. Raises:
+    ConfigError."""
     from hybridpar.optim.schedule import tabulate
 
     if not callable(schedule):
-        raise config_error("lr_schedule", schedule, "must be a function", "lambda step: 1e-3 * 0.99**step")
+        raise config_error(
+            "lr_schedule", schedule, "must be a function", "lambda step: 1e-3 * 0.99**step"
+        )
     points = tabulate(schedule, config.train.num_steps)
     return dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr_points=points))
 
 
 def _staying(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with this working folder, in which run.dir may lie, again after each call, also where it raises.
+    """The function with this working folder, in which run.dir may lie, again after each call, also
+    where it raises.
 
     No watchdog ends this process meanwhile. Other ranks wait for it for up to train.timeout_s.
     """

@@ -1,7 +1,7 @@
 """Functions of one process of which one computes while others wait for other ranks.
 
-    function 0   compute | a sum over ranks ... | compute | a sum ...
-    function 1             compute | a sum over ranks ... | compute
+function 0   compute | a sum over ranks ... | compute | a sum ...
+function 1             compute | a sum over ranks ... | compute
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ Function = Callable[[], Any]
 
 
 class Turns:
-    """Runs `number` functions, each in a thread of its own, of which one runs at a time: the next one goes on where the
-    last one waits (`give_way`) or ends.
+    """Runs `number` functions, each in a thread of its own, of which one runs at a time: the next
+    one goes on where the last one waits (`give_way`) or ends.
 
-    The order is a function of where they wait, never of time, so ranks that run the same functions call the same
-    collectives in the same order. Threads inherit nothing of what torch keeps for each: `begin` is called in a new one.
+    The order is a function of where they wait, never of time, so ranks that run the same functions
+    call the same collectives in the same order. Threads inherit nothing of what torch keeps for
+    each: `begin` is called in a new one.
     """
 
     def __init__(self, number: int, begin: Callable[[], object] | None = None):
-        self.number, self._begin = number, begin
+        self.number = number
+        self._begin = begin
         self._gates = [threading.Semaphore(0) for _ in range(number)]
         self._pool: ThreadPoolExecutor | None = None
         self._running: list[int] = []  # whose turn it is comes first
@@ -38,9 +40,13 @@ class Turns:
         assert not self._running, "turns within turns"
         if self._pool is None:  # as late as that: a fork has no threads
             self._pool = ThreadPoolExecutor(self.number - 1, initializer=self._begin)
-        self._running, self._error = list(range(self.number)), None
+        self._running = list(range(self.number))
+        self._error = None
         results: list[Any] = [None] * self.number
-        others = [self._pool.submit(partial(self._run, i, functions[i], results)) for i in range(1, self.number)]
+        others = [
+            self._pool.submit(partial(self._run, i, functions[i], results))
+            for i in range(1, self.number)
+        ]
         self._gates[0].release()
         self._run(0, functions[0], results)
         for other in others:
@@ -50,7 +56,8 @@ class Turns:
         return results
 
     def give_way(self) -> None:
-        """Has the others run until it is the caller's turn again; outside of `run` nothing happens."""
+        """Has the others run until it is the caller's turn again; outside of `run` nothing
+        happens."""
         if len(self._running) > 1:
             me = self._running.pop(0)
             self._running.append(me)

@@ -1,7 +1,8 @@
-"""`hybridpar check`: everything wrong with a configuration at once, for any world size, without a process group.
+"""`hybridpar check`: everything wrong with a configuration at once, for any world size, without a
+process group.
 
-Rules of the settings themselves stand beside them (hybridpar.config). Here are those that need the job, and those of
-the parts of the program that know what they can run.
+Rules of the settings themselves stand beside them (hybridpar.config). Here are those that need the
+job, and those of the parts of the program that know what they can run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from pathlib import Path
 from hybridpar.checkpoint.compatible import CONTINUABLE
 from hybridpar.config import Config, ModelConfig, ParameterGroup, UnloadedModel, broken_rules
 from hybridpar.errors import ConfigError, Problem, not_utf8
-from hybridpar.models.build import recomputed_blocks, require_factors, require_tied_ends, require_trainable
+from hybridpar.models.build import (
+    recomputed_blocks,
+    require_factors,
+    require_tied_ends,
+    require_trainable,
+)
 from hybridpar.models.metrics import require_names
 from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
@@ -27,7 +33,8 @@ from hybridpar.pipeline.run.stage_split import stage_split
 
 
 def resolve(config: Config, world_size: int) -> Config:
-    """`config` with parallel.dp filled in for `world_size` processes. Raises: ConfigError with every problem."""
+    """`config` with parallel.dp filled in for `world_size` processes. Raises: ConfigError with
+    every problem."""
     if found := problems(config, world_size):
         raise ConfigError(*found)
     parallel = config.parallel
@@ -36,14 +43,19 @@ def resolve(config: Config, world_size: int) -> Config:
 
 
 def problems(config: Config, world_size: int) -> list[Problem]:
-    """Everything that keeps `config` from running in a job of `world_size` processes; empty where it can run."""
+    """Everything that keeps `config` from running in a job of `world_size` processes; empty where
+    it can run."""
     return [*value_problems(config)] or [  # what follows divides by these numbers
-        *_grid(config, world_size), *config.conflicts(), *_refused(config), *_continued(config)]
+        *_grid(config, world_size),
+        *config.conflicts(),
+        *_refused(config),
+        *_continued(config),
+    ]
 
 
 def value_problems(config: Config) -> Iterator[Problem]:
-    """Yield values that no configuration can have, such as numbers out of range. A model that has not been imported
-    has none."""
+    """Yield values that no configuration can have, such as numbers out of range. A model that has
+    not been imported has none."""
     for section in (f.name for f in fields(config)):
         settings = getattr(config, section)
         if isinstance(settings, UnloadedModel):
@@ -55,21 +67,34 @@ def value_problems(config: Config) -> Iterator[Problem]:
             given = list(value) if isinstance(value, tuple) else value
             default = getattr(usual, name)
             if any(isinstance(part, float) and not isfinite(part) for part in parts):
-                rule, works = "must be finite", default
+                rule = "must be finite"
+                works = default
             elif any(isinstance(part, int) and abs(part) >= 2**64 for part in parts):
-                rule, works = "is too large", default
+                rule = "is too large"
+                works = default
             elif any(isinstance(part, str) and "\0" in part for part in parts):
-                rule, works = "must not hold a zero byte", default
-            elif flaws := [flaw for part in parts if isinstance(part, str) and (flaw := not_utf8(part))]:
-                rule, works = f"must be UTF-8 text, as config.toml keeps it; {flaws[0]}", default
+                rule = "must not hold a zero byte"
+                works = default
+            elif flaws := [
+                flaw for part in parts if isinstance(part, str) and (flaw := not_utf8(part))
+            ]:
+                rule = f"must be UTF-8 text, as config.toml keeps it; {flaws[0]}"
+                works = default
             elif any(isinstance(part, str) and part.startswith("~/") for part in parts):
                 home = [str(Path(str(part)).expanduser()) for part in parts]
-                rule = "must be a path without ~, which a shell replaces only where it begins a word"
+                rule = (
+                    "must be a path without ~, which a shell replaces only where it begins a word"
+                )
                 works = home if isinstance(value, tuple) else f'"{home[0]}"'
             elif any(not isinstance(part, bool | int | float | str) for part in parts):
-                rule, works = "must be text, a number, a truth value or a list of these, as TOML has no others", 0
+                rule = (
+                    "must be text, a number, a truth value or a list of these, as TOML has no "
+                    "others"
+                )
+                works = 0
             elif name in rules:
-                rule, works = rules[name].rule, rules[name].works(value, default)
+                rule = rules[name].rule
+                works = rules[name].works(value, default)
             else:
                 continue
             works = list(works) if isinstance(works, tuple) else works
@@ -77,7 +102,8 @@ def value_problems(config: Config) -> Iterator[Problem]:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Yield the texts and numbers in a value: in lists and parameter groups; of a table also the names."""
+    """Yield the texts and numbers in a value: in lists and parameter groups; of a table also the
+    names."""
     if isinstance(value, ParameterGroup):
         value = tuple(vars(value).values())
     if isinstance(value, tuple):
@@ -92,25 +118,44 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _grid(config: Config, world_size: int) -> Iterator[Problem]:
-    tp, pp, dp, sites = config.parallel.tp, config.parallel.pp, config.parallel.dp, config.parallel.sites
+    tp = config.parallel.tp
+    pp = config.parallel.pp
+    dp = config.parallel.dp
+    sites = config.parallel.sites
     if sites > 1 and config.parallel.zero == 0 and world_size > tp * pp * sites:
-        rule = ("must be 1 with several replicas at each of several sites: each sends what it updates, and all would "
-                "update all")
+        rule = (
+            "must be 1 with several replicas at each of several sites: each sends what it updates, "
+            "and all would "
+            "update all"
+        )
         yield Problem("parallel.zero", 0, rule, "1")
-    product, given = ("tp * pp * dp", "") if sites == 1 else ("tp * pp * dp * sites", f" sites={sites}")
+    product, given = (
+        ("tp * pp * dp", "") if sites == 1 else ("tp * pp * dp * sites", f" sites={sites}")
+    )
     if dp and config.parallel.num_ranks != world_size:
         fills = ", or parallel.dp = 0" if world_size % (tp * pp * sites) == 0 else ""
         yield Problem(
-            "parallel", f"tp={tp} pp={pp} dp={dp}{given}", f"{product} is {config.parallel.num_ranks} but the job has "
-            f"{world_size} processes", f"{config.parallel.num_ranks} processes (--ranks, or torchrun's "
-            f"--nproc-per-node){fills}")
+            "parallel",
+            f"tp={tp} pp={pp} dp={dp}{given}",
+            f"{product} is {config.parallel.num_ranks} but the job has {world_size} processes",
+            f"{config.parallel.num_ranks} processes (--ranks, or torchrun's "
+            f"--nproc-per-node){fills}",
+        )
     elif not dp and world_size % (least := tp * pp * sites):
         each = world_size // sites if world_size % sites == 0 else 0  # processes of a site
-        works = [f"tp={t} pp={p}" for t in _divisors(each, tp) for p in _divisors(each // t, pp)] or [
-            "parallel.sites = 1"]
-        rule = f"{product.replace(' * dp', '')} = {least} must divide the number of processes, {world_size}"
-        yield Problem("parallel", f"tp={tp} pp={pp}{given}", rule,
-                      f"{least} processes (--ranks, or torchrun's --nproc-per-node), or {works[-1]}")
+        works = [
+            f"tp={t} pp={p}" for t in _divisors(each, tp) for p in _divisors(each // t, pp)
+        ] or ["parallel.sites = 1"]
+        rule = (
+            f"{product.replace(' * dp', '')} = {least} must divide the number of processes, "
+            f"{world_size}"
+        )
+        yield Problem(
+            "parallel",
+            f"tp={tp} pp={pp}{given}",
+            rule,
+            f"{least} processes (--ranks, or torchrun's --nproc-per-node), or {works[-1]}",
+        )
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -120,36 +165,62 @@ def _divisors(number: int, most: int) -> list[int]:
 
 def _refused(config: Config) -> Iterator[Problem]:
     """What the parts of the program cannot make of the settings."""
-    model, pipeline, pp, chunks = config.model, config.pipeline, config.parallel.pp, config.pipeline.num_chunks
+    model = config.model
+    pipeline = config.pipeline
+    pp = config.parallel.pp
+    chunks = config.pipeline.num_chunks
     device = None if config.train.device == "auto" else config.train.device
     said = {problem.field for problem in model.conflicts()}
-    groups = () if said else config.optim.groups  # their names are those of a model that can be built
+    groups = (
+        () if said else config.optim.groups
+    )  # their names are those of a model that can be built
     attempts: list[Callable[[], object]] = [
         lambda: stage_split(config),
         lambda: require_trainable(model, groups),
         lambda: require_tied_ends(model, pp),
         lambda: require_names(model),
-        *([partial(require_factors, model, groups)] if config.compression.gradients == "sbpca" else []),
-        lambda: recomputed_blocks(pipeline.recompute, model, [range(0)] * min(pp * chunks, model.num_blocks)),
+        *(
+            [partial(require_factors, model, groups)]
+            if config.compression.gradients == "sbpca"
+            else []
+        ),
+        lambda: recomputed_blocks(
+            pipeline.recompute, model, [range(0)] * min(pp * chunks, model.num_blocks)
+        ),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
         lambda: Codecs.of(config),
         lambda: PartialSums.of(config),
-        *([partial(find_rule, config.optim)] if config.optim.name == "own" and config.optim.spec else []),
-        *(partial(select, op, choice, device) for op, choice in asdict(config.kernels).items())]
-    if (isinstance(model, ModelConfig) and model.position == "rotary"
-            and said.isdisjoint(("model.num_heads", "model.position"))):
-        attempts.append(lambda: rotary_features(model.hidden_size // model.num_heads, model.rotary_fraction))
+        *(
+            [partial(find_rule, config.optim)]
+            if config.optim.name == "own" and config.optim.spec
+            else []
+        ),
+        *(partial(select, op, choice, device) for op, choice in asdict(config.kernels).items()),
+    ]
+    if (
+        isinstance(model, ModelConfig)
+        and model.position == "rotary"
+        and said.isdisjoint(("model.num_heads", "model.position"))
+    ):
+        attempts.append(
+            lambda: rotary_features(model.hidden_size // model.num_heads, model.rotary_fraction)
+        )
     found: list[Problem] = []
     for attempt in attempts:
         try:
             attempt()
         except ConfigError as error:
-            found += [problem for problem in error.problems
-                      if problem not in found and f"model.{problem.field}" not in said]  # layers name their arguments
+            found += [
+                problem
+                for problem in error.problems
+                if problem not in found and f"model.{problem.field}" not in said
+            ]  # layers name their arguments
     yield from found
 
 
 def _continued(config: Config) -> Iterator[Problem]:
     if wrong := [name for name in config.train.continue_with if name not in CONTINUABLE]:
         near = get_close_matches(wrong[0], CONTINUABLE, 1, 0.0)[0]
-        yield Problem("train.continue_with", wrong, f"can only name {', '.join(CONTINUABLE)}", f'["{near}"]')
+        yield Problem(
+            "train.continue_with", wrong, f"can only name {', '.join(CONTINUABLE)}", f'["{near}"]'
+        )

@@ -1,9 +1,10 @@
 """gelu(x + bias) in its tanh form and silu(gate + bias) * (up + bias), forward and backward.
 
-The backward keeps x and computes everything again. Traffic a bf16 element of x: gelu reads it and writes y, 4 bytes;
-its backward reads dy and x and writes dx, 6; swiglu 3 and 5, as y has half as many. The gradient of the bias is the
-columns' sums of dx before it is rounded, see rows.py. Arithmetic: gelu has one exponential and one division an
-element, about 15 operations, below what the traffic takes on A100 and H100.
+The backward keeps x and computes everything again. Traffic a bf16 element of x: gelu reads it and
+writes y, 4 bytes; its backward reads dy and x and writes dx, 6; swiglu 3 and 5, as y has half as
+many. The gradient of the bias is the columns' sums of dx before it is rounded, see rows.py.
+Arithmetic: gelu has one exponential and one division an element, about 15 operations, below what
+the traffic takes on A100 and H100.
 Source: arXiv 1606.08415, arXiv 2002.05202.
 """
 
@@ -16,7 +17,12 @@ from torch import Tensor
 
 from .rows import _sigmoid, add_up, check, launch, share, tile
 
-OPERATORS = {"bias_gelu": (), "bias_gelu_backward": (), "bias_swiglu": (), "bias_swiglu_backward": ()}
+OPERATORS = {
+    "bias_gelu": (),
+    "bias_gelu_backward": (),
+    "bias_swiglu": (),
+    "bias_swiglu_backward": (),
+}
 
 _WIDEST = 1024
 _OF_THREAD = 8  # elements of y
@@ -85,8 +91,19 @@ def gelu_kernel(x_ptr, bias_ptr, y_ptr, rows, cols, blocks, ROWS: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["rows", "rows_each"])
-def gelu_backward_kernel(dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, rows, cols, blocks, rows_each,
-                         ROWS: tl.constexpr, COLS: tl.constexpr):
+def gelu_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    bias_ptr,
+    dx_ptr,
+    partial_ptr,
+    rows,
+    cols,
+    blocks,
+    rows_each,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     group = tl.program_id(0) // blocks
     first = group * rows_each + tl.arange(0, ROWS)[:, None]
     end = tl.minimum((group + 1) * rows_each, rows)
@@ -102,14 +119,22 @@ def gelu_backward_kernel(dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, rows, col
         dy_next, inside_next = _tile(dy_ptr, row + ROWS, col, end, cols, cols)
         s = _gate(x)
         dx = dy * (s + x * s * (1.0 - s) * (3 * _CUBIC * x * x + _SLOPE))
-        tl.store(dx_ptr + row.to(tl.int64) * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            dx_ptr + row.to(tl.int64) * cols + col, dx.to(dx_ptr.dtype.element_ty), mask=inside
+        )
         sums += dx
     if partial_ptr is not None:
-        tl.store(partial_ptr + group.to(tl.int64) * cols + col, tl.sum(sums, 0, keep_dims=True), mask=col < cols)
+        tl.store(
+            partial_ptr + group.to(tl.int64) * cols + col,
+            tl.sum(sums, 0, keep_dims=True),
+            mask=col < cols,
+        )
 
 
 @triton.jit(do_not_specialize=["rows"])
-def swiglu_kernel(x_ptr, bias_ptr, y_ptr, rows, cols, blocks, ROWS: tl.constexpr, COLS: tl.constexpr):
+def swiglu_kernel(
+    x_ptr, bias_ptr, y_ptr, rows, cols, blocks, ROWS: tl.constexpr, COLS: tl.constexpr
+):
     row, col = _first_tile(blocks, ROWS, COLS)
     gate, inside = _tile(x_ptr, row, col, rows, cols, 2 * cols)
     up, _ = _tile(x_ptr + cols, row, col, rows, cols, 2 * cols)
@@ -120,8 +145,19 @@ def swiglu_kernel(x_ptr, bias_ptr, y_ptr, rows, cols, blocks, ROWS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["rows", "rows_each"])
-def swiglu_backward_kernel(dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, rows, cols, blocks, rows_each,
-                           ROWS: tl.constexpr, COLS: tl.constexpr):
+def swiglu_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    bias_ptr,
+    dx_ptr,
+    partial_ptr,
+    rows,
+    cols,
+    blocks,
+    rows_each,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     group = tl.program_id(0) // blocks
     first = group * rows_each + tl.arange(0, ROWS)[:, None]
     end = tl.minimum((group + 1) * rows_each, rows)

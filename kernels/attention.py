@@ -1,23 +1,27 @@
-"""Attention on the GPU without the matrix of probabilities: an online softmax; the backward pass computes it again.
+"""Attention on the GPU without the matrix of probabilities: an online softmax; the backward pass
+computes it again.
 
-b samples, s positions, n query heads, n_kv key and value heads, d head dimension; a tile is ROWS queries by KEYS keys.
-P = softmax(scale q k^T), out = (P * mask / (1 - p)) v, lse = log of the sum of exponentials, all sums in float32.
+b samples, s positions, n query heads, n_kv key and value heads, d head dimension; a tile is ROWS
+queries by KEYS keys. P = softmax(scale q k^T), out = (P * mask / (1 - p)) v, lse = log of the sum
+of exponentials, all sums in float32.
 
     forward_kernel  a program for ROWS queries of a head; keys go by                         2 products a tile
     dq_kernel       the same, with dS = P * (mask dout v^T / (1 - p) - delta), dq += dS k    3 products
                     and delta = rowsum(dout * out), which the next kernel reads
     dkdv_kernel     a program for KEYS keys of a kv head; the queries of its heads go by     4 products
 
-No atomics: every sum has one order. Blocks of keys above the diagonal or beyond the last real key are skipped; only
-those on the diagonal and at the end, in a loop of their own, are compared with positions. Dropout's mask is made again
-from its counters.
+No atomics: every sum has one order. Blocks of keys above the diagonal or beyond the last real key
+are skipped; only those on the diagonal and at the end, in a loop of their own, are compared with
+positions. Dropout's mask is made again from its counters.
 
-FLOPs: forward 4 b n s^2 d, backward 14 (10 are needed: the two kernels both make P and dS); half if causal.
-Bytes: forward reads q, k, v and writes out and lse; backward reads q, k, v, dout and lse twice, out once, writes and
-reads delta, writes dq, dk, dv. That is s / (bytes of an element) FLOPs a byte forward (n_kv = n), so bf16 on an H100,
-about 300 FLOPs a byte, is bound by the tensor cores from s = 600 on. Keys come again for each ROWS queries, queries for
-each KEYS keys, from the L2 cache: ROWS FLOPs a byte of its traffic forward, 2 KEYS in dkdv_kernel, hence wide tiles.
-Source: arXiv 2205.14135 (online softmax, computing P again); arXiv 2307.08691 (loops over tiles, which are skipped).
+FLOPs: forward 4 b n s^2 d, backward 14 (10 are needed: the two kernels both make P and dS); half if
+causal. Bytes: forward reads q, k, v and writes out and lse; backward reads q, k, v, dout and lse
+twice, out once, writes and reads delta, writes dq, dk, dv. That is s / (bytes of an element) FLOPs
+a byte forward (n_kv = n), so bf16 on an H100, about 300 FLOPs a byte, is bound by the tensor cores
+from s = 600 on. Keys come again for each ROWS queries, queries for each KEYS keys, from the L2
+cache: ROWS FLOPs a byte of its traffic forward, 2 KEYS in dkdv_kernel, hence wide tiles.
+Source: arXiv 2205.14135 (online softmax, computing P again); arXiv 2307.08691 (loops over tiles,
+    which are skipped).
 """
 
 from __future__ import annotations
@@ -39,67 +43,144 @@ OPERATORS = {"attention": (), "attention_backward": ()}
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-_LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32; finite, so that a row without keys makes no NaN
+_LOWEST = tl.constexpr(
+    -3.4028234663852886e38
+)  # of float32; finite, so that a row without keys makes no NaN
 _PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones are exact
-_QUADS, _WORDS = tl.constexpr(1), tl.constexpr(2)  # DROPOUT: a counter for 4 keys, a counter for each; 0: none
+_QUADS, _WORDS = (
+    tl.constexpr(1),
+    tl.constexpr(2),
+)  # DROPOUT: a counter for 4 keys, a counter for each; 0: none
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
-              key0: int, key1: int, counter: Tensor | None, threshold: int, keep_scale: float,
-              start: int) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    real: Tensor | None,
+    kv_head: list[int],
+    scale: float,
+    causal: bool,
+    key0: int,
+    key1: int,
+    counter: Tensor | None,
+    threshold: int,
+    keep_scale: float,
+    start: int,
+) -> tuple[Tensor, Tensor]:
     """out, and lse: +infinity where a query sees no key, whose out is zero.
 
-    `kv_head`: the key and value head of each query head. Dropout with threshold > 0: probability (head, query, key) of
-    a sample has the bits of index start + (head * s + query) * s + key, stays where they are at least `threshold`,
-    and is then multiplied by `keep_scale`.
+    `kv_head`: the key and value head of each query head. Dropout with threshold > 0: probability
+    (head, query, key) of a sample has the bits of index start + (head * s + query) * s + key, stays
+    where they are at least `threshold`, and is then multiplied by `keep_scale`.
 
-    Shapes: q [b, n, s, d]; k, v [b, n_kv, s, d], no gaps in d; real bool [b, s] -> [b, s, n, d], float32 [b, n, s].
+    Shapes: q [b, n, s, d]; k, v [b, n_kv, s, d], no gaps in d; real bool [b, s] -> [b, s, n, d],
+        float32 [b, n, s].
     """
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel():
-        common = _common(q, k, v, real, kv_head, scale, causal,
-                         (key0, key1, counter, threshold, keep_scale, start))
+        common = _common(
+            q,
+            k,
+            v,
+            real,
+            kv_head,
+            scale,
+            causal,
+            (key0, key1, counter, threshold, keep_scale, start),
+        )
         _launch(forward_kernel, common, out_ptr=out, lse_ptr=lse, **_strides(q=q, k=k, v=v))
     return out, lse
 
 
-def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, real: Tensor | None,
-                       kv_head: list[int], scale: float, causal: bool, key0: int, key1: int, counter: Tensor | None,
-                       threshold: int, keep_scale: float, start: int) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    real: Tensor | None,
+    kv_head: list[int],
+    scale: float,
+    causal: bool,
+    key0: int,
+    key1: int,
+    counter: Tensor | None,
+    threshold: int,
+    keep_scale: float,
+    start: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. Shapes: dout like q -> like out, twice [b, s, n_kv, d]."""
     dq, delta = torch.empty_like(out), torch.empty_like(lse)
     dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])) for x in (k, v))
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_()
-    common = _common(q, k, v, real, kv_head, scale, causal, (key0, key1, counter, threshold, keep_scale, start))
-    common |= {"dout_ptr": dout, "lse_ptr": lse, "delta_ptr": delta, **_strides(q=q, k=k, v=v, dout=dout)}
+    common = _common(
+        q, k, v, real, kv_head, scale, causal, (key0, key1, counter, threshold, keep_scale, start)
+    )
+    common |= {
+        "dout_ptr": dout,
+        "lse_ptr": lse,
+        "delta_ptr": delta,
+        **_strides(q=q, k=k, v=v, dout=dout),
+    }
     _launch(dq_kernel, common, out_ptr=out, dq_ptr=dq)
     grouped = kv_head != list(range(k.shape[1]))
     _launch(dkdv_kernel, common, dk_ptr=dk, dv_ptr=dv, kv_heads=k.shape[1], GROUPED=grouped)
     return dq, dk, dv
 
 
-def _common(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
-            mask: tuple[int, int, Tensor | None, int, float, int]) -> dict[str, Any]:
+def _common(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    real: Tensor | None,
+    kv_head: list[int],
+    scale: float,
+    causal: bool,
+    mask: tuple[int, int, Tensor | None, int, float, int],
+) -> dict[str, Any]:
     """The arguments of all kernels, besides strides."""
-    assert scale > 0, f"scale must be positive, got {scale}"  # the largest score must give the largest scaled one
+    assert scale > 0, (
+        f"scale must be positive, got {scale}"
+    )  # the largest score must give the largest scaled one
     n, s, d = q.shape[1:]
     assert len(kv_head) == n, f"kv_head needs {n} entries, got {kv_head}"
     key0, key1, counter, threshold, keep_scale, start = mask
     dropout = 0 if threshold == 0 else _QUADS.value if s % 4 == start % 4 == 0 else _WORDS.value
     key0, key1, threshold = _signed(key0, key1, threshold)
-    return {"q_ptr": q, "k_ptr": k, "v_ptr": v, "real_ptr": None if real is None else real.view(torch.uint8),
-            "table_ptr": _table(tuple(kv_head), k.shape[1], q.device), "heads": n, "s": s, "scale": scale,
-            "counter_ptr": counter, "key0": key0, "key1": key1, "threshold": threshold,
-            "keep_scale": keep_scale if dropout else 1.0, "start": start,
-            "HEAD": d, "D": max(16, triton.next_power_of_2(d)), "CAUSAL": causal, "DROPOUT": dropout}
+    return {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "real_ptr": None if real is None else real.view(torch.uint8),
+        "table_ptr": _table(tuple(kv_head), k.shape[1], q.device),
+        "heads": n,
+        "s": s,
+        "scale": scale,
+        "counter_ptr": counter,
+        "key0": key0,
+        "key1": key1,
+        "threshold": threshold,
+        "keep_scale": keep_scale if dropout else 1.0,
+        "start": start,
+        "HEAD": d,
+        "D": max(16, triton.next_power_of_2(d)),
+        "CAUSAL": causal,
+        "DROPOUT": dropout,
+    }
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
-    """In units of 16 bytes where all are multiples, so that the compiler sees whole vectors; in elements otherwise."""
-    strides = {f"{name}_{dim}": x.stride(i) if x.shape[i] > 1 else 0 for name, x in tensors.items()
-               for i, dim in enumerate("bns")}
+    """In units of 16 bytes where all are multiples, so that the compiler sees whole vectors; in
+    elements otherwise."""
+    strides = {
+        f"{name}_{dim}": x.stride(i) if x.shape[i] > 1 else 0
+        for name, x in tensors.items()
+        for i, dim in enumerate("bns")
+    }
     vector = 16 // next(iter(tensors.values())).element_size()
     unit = 1 if any(stride % vector for stride in strides.values()) else vector
     return {name: stride // unit for name, stride in strides.items()} | {"UNIT": unit}
@@ -107,7 +188,8 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=64)
 def _table(kv_head: tuple[int, ...], kv_heads: int, device: torch.device) -> Tensor:
-    """The kv head of each query head [n]; the query heads by kv head [n]; where those of each begin [n_kv + 1]."""
+    """The kv head of each query head [n]; the query heads by kv head [n]; where those of each begin
+    [n_kv + 1]."""
     assert all(0 <= g < kv_heads for g in kv_head), f"{kv_head} names a head that is not there"
     order = sorted(range(len(kv_head)), key=lambda head: kv_head[head])
     begins = [sum(g < i for g in kv_head) for i in range(kv_heads + 1)]
@@ -133,17 +215,34 @@ def _launch(kernel: Any, common: dict[str, Any], **own: Any) -> None:
     def start(option: Option) -> None:
         tile = Tile(*option)
         count = tile.rows if "kv_heads" in own else tile.keys
-        read = {f"{name}_matrix": matrix(x, count) if matrices else None for name, x in tensors.items()}
-        heads, tiled = (own["kv_heads"], tile.keys) if "kv_heads" in own else (q.shape[1], tile.rows)
+        read = {
+            f"{name}_matrix": matrix(x, count) if matrices else None for name, x in tensors.items()
+        }
+        heads, tiled = (
+            (own["kv_heads"], tile.keys) if "kv_heads" in own else (q.shape[1], tile.rows)
+        )
         grid = (triton.cdiv(q.shape[2], tiled), heads, q.shape[0])
         with torch.cuda.device(q.device) if cuda else contextlib.nullcontext():
-            kernel[grid](**common, **own, **read, ROWS=tile.rows, KEYS=tile.keys, num_warps=tile.num_warps,
-                         num_stages=tile.num_stages)
+            kernel[grid](
+                **common,
+                **own,
+                **read,
+                ROWS=tile.rows,
+                KEYS=tile.keys,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
 
     length = triton.next_power_of_2(q.shape[2])
-    key = (f"{kernel.__name__} {str(q.dtype).removeprefix('torch.')} d{common['D']} s{length} "
-           f"{'causal' if common['CAUSAL'] else 'full'} {_USES[use]}")
-    OPTIONS.launch(key, tiles_of(kernel.__name__, common["D"], q.element_size(), 10 * major + minor, use), start)
+    key = (
+        f"{kernel.__name__} {str(q.dtype).removeprefix('torch.')} d{common['D']} s{length} "
+        f"{'causal' if common['CAUSAL'] else 'full'} {_USES[use]}"
+    )
+    OPTIONS.launch(
+        key,
+        tiles_of(kernel.__name__, common["D"], q.element_size(), 10 * major + minor, use),
+        start,
+    )
 
 
 # Compiled once for all values: these differ from call to call or say nothing.
@@ -153,10 +252,42 @@ _PLAIN_BACKWARD = [*_PLAIN, "dout_b", "dout_n", "dout_s"]
 
 
 @triton.jit(do_not_specialize=_PLAIN)
-def forward_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, out_ptr, lse_ptr, q_b, q_n, q_s, k_b,
-                   k_n, k_s, v_b, v_n, v_s, heads, s, scale, counter_ptr, key0, key1, threshold, keep_scale,
-                   start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-                   KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_matrix,
+    v_matrix,
+    real_ptr,
+    table_ptr,
+    out_ptr,
+    lse_ptr,
+    q_b,
+    q_n,
+    q_s,
+    k_b,
+    k_n,
+    k_s,
+    v_b,
+    v_n,
+    v_s,
+    heads,
+    s,
+    scale,
+    counter_ptr,
+    key0,
+    key1,
+    threshold,
+    keep_scale,
+    start,
+    UNIT: tl.constexpr,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
     row, head, b = _place(ROWS, CAUSAL)
     kv = tl.load(table_ptr + head).to(tl.int64)
     k_row, k_col = _corner(k_matrix, b * k_b + kv * k_n, k_s, UNIT)
@@ -196,10 +327,48 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr,
 
 
 @triton.jit(do_not_specialize=_PLAIN_BACKWARD)
-def dq_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, dout_ptr, out_ptr, lse_ptr, delta_ptr,
-              dq_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, s, scale, counter_ptr,
-              key0, key1, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr, D: tl.constexpr,
-              ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
+def dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_matrix,
+    v_matrix,
+    real_ptr,
+    table_ptr,
+    dout_ptr,
+    out_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    q_b,
+    q_n,
+    q_s,
+    k_b,
+    k_n,
+    k_s,
+    v_b,
+    v_n,
+    v_s,
+    dout_b,
+    dout_n,
+    dout_s,
+    heads,
+    s,
+    scale,
+    counter_ptr,
+    key0,
+    key1,
+    threshold,
+    keep_scale,
+    start,
+    UNIT: tl.constexpr,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
     row, head, b = _place(ROWS, CAUSAL)
     kv = tl.load(table_ptr + head).to(tl.int64)
     k_row, k_col = _corner(k_matrix, b * k_b + kv * k_n, k_s, UNIT)
@@ -213,7 +382,9 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, dout
     rows = row + tl.arange(0, ROWS)
     index = start + (head * s + rows) * s
     full, end = _keys_seen(real_ptr, row, s, ROWS, KEYS, CAUSAL)
-    dout = _load(dout_ptr + (b * dout_b + head * dout_n) * UNIT, row, dout_s * UNIT, s, ROWS, HEAD, D)
+    dout = _load(
+        dout_ptr + (b * dout_b + head * dout_n) * UNIT, row, dout_s * UNIT, s, ROWS, HEAD, D
+    )
     out = _load(out_ptr + (b * s * heads + head) * HEAD, row, heads * HEAD, s, ROWS, HEAD, D)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     at = (b * heads + head) * s + rows
@@ -236,18 +407,59 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, k_matrix, v_matrix, real_ptr, table_ptr, dout
 
 
 @triton.jit(do_not_specialize=[*_PLAIN_BACKWARD, "kv_heads"])
-def dkdv_kernel(q_ptr, k_ptr, v_ptr, q_matrix, dout_matrix, real_ptr, table_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr,
-                dv_ptr, q_b, q_n, q_s, k_b, k_n, k_s, v_b, v_n, v_s, dout_b, dout_n, dout_s, heads, kv_heads, s, scale,
-                counter_ptr, key0, key1, threshold, keep_scale, start, UNIT: tl.constexpr, HEAD: tl.constexpr,
-                D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
-                GROUPED: tl.constexpr):
+def dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_matrix,
+    dout_matrix,
+    real_ptr,
+    table_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    q_b,
+    q_n,
+    q_s,
+    k_b,
+    k_n,
+    k_s,
+    v_b,
+    v_n,
+    v_s,
+    dout_b,
+    dout_n,
+    dout_s,
+    heads,
+    kv_heads,
+    s,
+    scale,
+    counter_ptr,
+    key0,
+    key1,
+    threshold,
+    keep_scale,
+    start,
+    UNIT: tl.constexpr,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    GROUPED: tl.constexpr,
+):
     key, kv, b = _place(KEYS, False)
     keys = key + tl.arange(0, KEYS)
     k = _load(k_ptr + (b * k_b + kv * k_n) * UNIT, key, k_s * UNIT, s, KEYS, HEAD, D)
     v = _load(v_ptr + (b * v_b + kv * v_n) * UNIT, key, v_s * UNIT, s, KEYS, HEAD, D)
     end = s
     if real_ptr is not None:  # nothing to do where no key is real
-        end *= tl.max((tl.load(real_ptr + b * s + keys, mask=keys < s, other=0) != 0).to(tl.int32), 0)
+        end *= tl.max(
+            (tl.load(real_ptr + b * s + keys, mask=keys < s, other=0) != 0).to(tl.int32), 0
+        )
     step, sample = _counter(counter_ptr, b.to(tl.int32))
     noise = (key0, key1, step, sample, threshold)
     lse_ptr += b * heads * s
@@ -258,15 +470,69 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, q_matrix, dout_matrix, real_ptr, table_ptr,
         begins = order + heads + kv
         for i in range(tl.load(begins), tl.load(begins + 1)):
             head = tl.load(order + i).to(tl.int64)
-            dk, dv = _add_dkdv(dk, dv, k, v, q_matrix, q_ptr, b * q_b + head * q_n, q_s, dout_matrix, dout_ptr,
-                               b * dout_b + head * dout_n, dout_s, lse_ptr + head * s, delta_ptr + head * s, keys, key,
-                               end, s, scale * _LOG2E, keep_scale, noise, start + head * s * s, UNIT, HEAD, D, ROWS,
-                               KEYS, CAUSAL, DROPOUT)
+            dk, dv = _add_dkdv(
+                dk,
+                dv,
+                k,
+                v,
+                q_matrix,
+                q_ptr,
+                b * q_b + head * q_n,
+                q_s,
+                dout_matrix,
+                dout_ptr,
+                b * dout_b + head * dout_n,
+                dout_s,
+                lse_ptr + head * s,
+                delta_ptr + head * s,
+                keys,
+                key,
+                end,
+                s,
+                scale * _LOG2E,
+                keep_scale,
+                noise,
+                start + head * s * s,
+                UNIT,
+                HEAD,
+                D,
+                ROWS,
+                KEYS,
+                CAUSAL,
+                DROPOUT,
+            )
     else:
-        dk, dv = _add_dkdv(dk, dv, k, v, q_matrix, q_ptr, b * q_b + kv * q_n, q_s, dout_matrix, dout_ptr,
-                           b * dout_b + kv * dout_n, dout_s, lse_ptr + kv * s, delta_ptr + kv * s, keys, key, end, s,
-                           scale * _LOG2E, keep_scale, noise, start + kv * s * s, UNIT, HEAD, D, ROWS, KEYS, CAUSAL,
-                           DROPOUT)
+        dk, dv = _add_dkdv(
+            dk,
+            dv,
+            k,
+            v,
+            q_matrix,
+            q_ptr,
+            b * q_b + kv * q_n,
+            q_s,
+            dout_matrix,
+            dout_ptr,
+            b * dout_b + kv * dout_n,
+            dout_s,
+            lse_ptr + kv * s,
+            delta_ptr + kv * s,
+            keys,
+            key,
+            end,
+            s,
+            scale * _LOG2E,
+            keep_scale,
+            noise,
+            start + kv * s * s,
+            UNIT,
+            HEAD,
+            D,
+            ROWS,
+            KEYS,
+            CAUSAL,
+            DROPOUT,
+        )
     if real_ptr is not None:  # hidden keys have their own rows: what was added there is left out
         real = (tl.load(real_ptr + b * s + keys, mask=keys < s, other=0) != 0)[:, None]
         dk, dv = tl.where(real, dk, 0.0), tl.where(real, dv, 0.0)
@@ -276,17 +542,52 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, q_matrix, dout_matrix, real_ptr, table_ptr,
 
 
 @triton.jit
-def _add_dkdv(dk, dv, k, v, q_matrix, q_ptr, q_at, q_s, dout_matrix, dout_ptr, dout_at, dout_s, lse_ptr, delta_ptr,
-              keys, key, end, s, scale, keep_scale, noise, start, UNIT: tl.constexpr, HEAD: tl.constexpr,
-              D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr):
-    """The sums over the queries of one head; transposed tiles [KEYS, ROWS], so that P and dS go on from registers."""
+def _add_dkdv(
+    dk,
+    dv,
+    k,
+    v,
+    q_matrix,
+    q_ptr,
+    q_at,
+    q_s,
+    dout_matrix,
+    dout_ptr,
+    dout_at,
+    dout_s,
+    lse_ptr,
+    delta_ptr,
+    keys,
+    key,
+    end,
+    s,
+    scale,
+    keep_scale,
+    noise,
+    start,
+    UNIT: tl.constexpr,
+    HEAD: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """The sums over the queries of one head; transposed tiles [KEYS, ROWS], so that P and dS go on
+    from registers."""
     q_row, q_col = _corner(q_matrix, q_at, q_s, UNIT)
     dout_row, dout_col = _corner(dout_matrix, dout_at, dout_s, UNIT)
     q_ptr += q_at * UNIT
     dout_ptr += dout_at * UNIT
-    full = tl.cdiv(key + KEYS - 1, ROWS) * ROWS if CAUSAL else 0  # queries from here on see all of these keys
+    full = (
+        tl.cdiv(key + KEYS - 1, ROWS) * ROWS if CAUSAL else 0
+    )  # queries from here on see all of these keys
     for diagonal in tl.static_range(1 if CAUSAL else 0, -1, -1):
-        for row in range(key // ROWS * ROWS if diagonal else full, tl.minimum(full, end) if diagonal else end, ROWS):
+        for row in range(
+            key // ROWS * ROWS if diagonal else full,
+            tl.minimum(full, end) if diagonal else end,
+            ROWS,
+        ):
             rows = row + tl.arange(0, ROWS)
             q = _tile(q_matrix, q_row, q_col, q_ptr, row, q_s * UNIT, s, ROWS, HEAD, D, False)
             lse = tl.load(lse_ptr + rows, mask=rows < s, other=float("inf")) * _LOG2E
@@ -294,12 +595,26 @@ def _add_dkdv(dk, dv, k, v, q_matrix, q_ptr, q_at, q_s, dout_matrix, dout_ptr, d
             p = tl.exp2(scores * scale - lse[None, :])
             if diagonal:
                 p = tl.where(keys[:, None] <= rows[None, :], p, 0.0)
-            dout = _tile(dout_matrix, dout_row, dout_col, dout_ptr, row, dout_s * UNIT, s, ROWS, HEAD, D, False)
+            dout = _tile(
+                dout_matrix,
+                dout_row,
+                dout_col,
+                dout_ptr,
+                row,
+                dout_s * UNIT,
+                s,
+                ROWS,
+                HEAD,
+                D,
+                False,
+            )
             delta = tl.load(delta_ptr + rows, mask=rows < s, other=0.0)
             dp = tl.dot(v, tl.trans(dout), input_precision=_PRECISION)
             if DROPOUT:
                 kept = tl.trans(_kept(start + rows.to(tl.int64) * s, key, noise, KEYS, DROPOUT))
-                dv = tl.dot(tl.where(kept, p, 0.0).to(dout.dtype), dout, dv, input_precision=_PRECISION)
+                dv = tl.dot(
+                    tl.where(kept, p, 0.0).to(dout.dtype), dout, dv, input_precision=_PRECISION
+                )
                 dp = tl.where(kept, dp * keep_scale, 0.0)
             else:
                 dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=_PRECISION)
@@ -310,7 +625,8 @@ def _add_dkdv(dk, dv, k, v, q_matrix, q_ptr, q_at, q_s, dout_matrix, dout_ptr, d
 
 @triton.jit
 def _place(COUNT: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """This program's first position, head, sample. A head's programs follow each other: they share the L2 cache."""
+    """This program's first position, head, sample. A head's programs follow each other: they share
+    the L2 cache."""
     block = tl.program_id(0)
     if LAST_FIRST:  # the longest first: what runs last is short
         block = tl.num_programs(0) - 1 - block
@@ -319,7 +635,8 @@ def _place(COUNT: tl.constexpr, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def _keys_seen(real_ptr, row, s, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
-    """Blocks of keys before `full` are seen whole by these rows (but for padding), keys from `end` on by none."""
+    """Blocks of keys before `full` are seen whole by these rows (but for padding), keys from `end`
+    on by none."""
     if CAUSAL:
         full = (row + 1) // KEYS * KEYS
         end = tl.minimum(s, row + ROWS)
@@ -337,8 +654,11 @@ def _keys_seen(real_ptr, row, s, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL:
 
 
 @triton.jit
-def _scores(q, k, rows, key, real_ptr, s, KEYS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr):
-    """q k^T [ROWS, KEYS], -infinity where the key is not to be seen. EDGE: on the diagonal or at the end."""
+def _scores(
+    q, k, rows, key, real_ptr, s, KEYS: tl.constexpr, CAUSAL: tl.constexpr, EDGE: tl.constexpr
+):
+    """q k^T [ROWS, KEYS], -infinity where the key is not to be seen. EDGE: on the diagonal or at
+    the end."""
     keys = key + tl.arange(0, KEYS)
     scores = tl.dot(q, tl.trans(k), input_precision=_PRECISION)
     if EDGE:
@@ -354,9 +674,12 @@ def _scores(q, k, rows, key, real_ptr, s, KEYS: tl.constexpr, CAUSAL: tl.constex
 
 @triton.jit
 def _kept(index, key, noise, KEYS: tl.constexpr, DROPOUT: tl.constexpr):
-    """The elements of [ROWS, KEYS] that dropout keeps; `index` int64 [ROWS] is the mask's index of each row's key 0."""
+    """The elements of [ROWS, KEYS] that dropout keeps; `index` int64 [ROWS] is the mask's index of
+    each row's key 0."""
     key0, key1, step, sample, threshold = noise
-    if DROPOUT == _QUADS:  # rows begin at multiples of 4: a counter's words are those of four neighbours
+    if (
+        DROPOUT == _QUADS
+    ):  # rows begin at multiples of 4: a counter's words are those of four neighbours
         quad = (index >> 2)[:, None] + (key // 4 + tl.arange(0, KEYS // 4))[None, :]
         bits = _generate(quad, key0, key1, step, sample)
     else:

@@ -1,10 +1,12 @@
-"""The local passes of the vocabulary-parallel cross-entropy over logits [rows, columns], of any number of columns.
+"""The local passes of the vocabulary-parallel cross-entropy over logits [rows, columns], of any
+number of columns.
 
-Traffic a bf16 logit: statistics reads it, 2 bytes, and writes a few numbers a row; the gradient reads and overwrites
-it, 4 bytes. Arithmetic: one exponential each, about 10 operations, below what the traffic takes on A100 and H100.
-A thread keeps the maximum and the sum of what it reads itself; threads meet once a row. Rows are read 16 bytes at a
-time where their number of columns is a multiple of 16; how many of them are real columns does not matter: the others
-are read too, and left out.
+Traffic a bf16 logit: statistics reads it, 2 bytes, and writes a few numbers a row; the gradient
+reads and overwrites it, 4 bytes. Arithmetic: one exponential each, about 10 operations, below what
+the traffic takes on A100 and H100. A thread keeps the maximum and the sum of what it reads itself;
+threads meet once a row. Rows are read 16 bytes at a time where their number of columns is a
+multiple of 16; how many of them are real columns does not matter: the others are read too, and left
+out.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ _OF_THREAD = 16
 
 
 def cross_entropy(logits: Tensor, column: Tensor, num_real: int, with_sum: bool) -> Tensor:
-    """[3, rows]: maximum of the first num_real, sum of exponentials of what they are below it, the logit at `column` (0
-    if not among them); [4, rows] with the sum of what they are below the maximum.
+    """[3, rows]: maximum of the first num_real, sum of exponentials of what they are below it, the
+    logit at `column` (0 if not among them); [4, rows] with the sum of what they are below the
+    maximum.
 
     Shapes: logits [rows, v], column int64 [rows], contiguous -> float32.
     """
@@ -33,15 +36,31 @@ def cross_entropy(logits: Tensor, column: Tensor, num_real: int, with_sum: bool)
     rows, cols = logits.shape
     out = logits.new_empty((3 + with_sum, rows), dtype=torch.float32)
     vector = 16 // logits.element_size()
-    launch(statistics_kernel, rows, logits, column, out, rows, cols, num_real, WITH_SUM=with_sum,
-           LANES=32 * _WARPS, VECTOR=vector, num_warps=_WARPS)
+    launch(
+        statistics_kernel,
+        rows,
+        logits,
+        column,
+        out,
+        rows,
+        cols,
+        num_real,
+        WITH_SUM=with_sum,
+        LANES=32 * _WARPS,
+        VECTOR=vector,
+        num_warps=_WARPS,
+    )
     return out
 
 
-def cross_entropy_backward_(gradient: Tensor, logits: Tensor, column: Tensor, numbers: Tensor, num_real: int) -> None:
-    """gradient becomes exp(logits - top) * factor - level, less `target` at column; 0 beyond num_real.
+def cross_entropy_backward_(
+    gradient: Tensor, logits: Tensor, column: Tensor, numbers: Tensor, num_real: int
+) -> None:
+    """gradient becomes exp(logits - top) * factor - level, less `target` at column; 0 beyond
+    num_real.
 
-    Shapes: gradient and logits [rows, v], which may be one; column int64 [rows]; numbers float32 [4, rows]: top,
+    Shapes: gradient and logits [rows, v], which may be one; column int64 [rows]; numbers float32
+        [4, rows]: top,
     factor, target, level.
     """
     _check(logits, column)
@@ -51,8 +70,19 @@ def cross_entropy_backward_(gradient: Tensor, logits: Tensor, column: Tensor, nu
     rows, cols = logits.shape
     size = tile(cols, _WIDEST, _OF_THREAD)
     blocks = triton.cdiv(cols, size["COLS"])
-    launch(gradient_kernel, triton.cdiv(rows, size["ROWS"]) * blocks, gradient, logits, column, numbers, rows, cols,
-           blocks, num_real, **size)
+    launch(
+        gradient_kernel,
+        triton.cdiv(rows, size["ROWS"]) * blocks,
+        gradient,
+        logits,
+        column,
+        numbers,
+        rows,
+        cols,
+        blocks,
+        num_real,
+        **size,
+    )
 
 
 def _check(logits: Tensor, column: Tensor) -> None:
@@ -62,13 +92,24 @@ def _check(logits: Tensor, column: Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["rows", "num_real"])
-def statistics_kernel(logits_ptr, column_ptr, out_ptr, rows, cols, num_real, WITH_SUM: tl.constexpr,
-                      LANES: tl.constexpr, VECTOR: tl.constexpr):
+def statistics_kernel(
+    logits_ptr,
+    column_ptr,
+    out_ptr,
+    rows,
+    cols,
+    num_real,
+    WITH_SUM: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * cols
     hidden = float("-inf")
     lane = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    top = tl.full([LANES], hidden, tl.float32)  # of each lane, which adds its own: lanes meet at the end
+    top = tl.full(
+        [LANES], hidden, tl.float32
+    )  # of each lane, which adds its own: lanes meet at the end
     total = tl.zeros([LANES], tl.float32)
     origin = tl.zeros([LANES], tl.float32)  # the lane's first maximum: what `apart` is about
     apart = tl.zeros([LANES], tl.float32)
@@ -80,7 +121,9 @@ def statistics_kernel(logits_ptr, column_ptr, out_ptr, rows, cols, num_real, WIT
         following = at + LANES * VECTOR + lane
         x_next = tl.load(logits_ptr + following, mask=following < cols, other=0.0)
         above = tl.maximum(top, tl.max(x, 1))
-        level = tl.where(above == hidden, 0.0, above)  # where nothing is above -infinity yet, subtract nothing
+        level = tl.where(
+            above == hidden, 0.0, above
+        )  # where nothing is above -infinity yet, subtract nothing
         parts = _exp(x - level[:, None])
         total = total * _exp(top - level) + tl.sum(parts, 1)
         top = above
@@ -94,15 +137,27 @@ def statistics_kernel(logits_ptr, column_ptr, out_ptr, rows, cols, num_real, WIT
     here = (column >= 0) & (column < num_real)
     tl.store(out_ptr + row, highest)
     tl.store(out_ptr + rows + row, tl.sum(total * _exp(top - level), 0))
-    tl.store(out_ptr + 2 * rows + row, tl.load(logits_ptr + column, mask=here, other=0.0).to(tl.float32))
+    tl.store(
+        out_ptr + 2 * rows + row, tl.load(logits_ptr + column, mask=here, other=0.0).to(tl.float32)
+    )
     if WITH_SUM:
         below = tl.where(count > 0, apart + count * (origin - level), 0.0)
         tl.store(out_ptr + 3 * rows + row, tl.sum(below, 0))
 
 
 @triton.jit(do_not_specialize=["rows", "num_real"])
-def gradient_kernel(gradient_ptr, logits_ptr, column_ptr, numbers_ptr, rows, cols, blocks, num_real,
-                    ROWS: tl.constexpr, COLS: tl.constexpr):
+def gradient_kernel(
+    gradient_ptr,
+    logits_ptr,
+    column_ptr,
+    numbers_ptr,
+    rows,
+    cols,
+    blocks,
+    num_real,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     row = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)[:, None]
     begin = tl.program_id(0) % blocks * COLS
     col = begin + tl.arange(0, COLS)[None, :]

@@ -1,13 +1,16 @@
-"""A rank's rows of an embedding table: looks ids up, and adds gradients to the rows, without atomics.
+"""A rank's rows of an embedding table: looks ids up, and adds gradients to the rows, without
+atomics.
 
-Gradients go by ids in order: a program takes _ROWS neighbours of the sorted list, adds up runs of one id, and adds each
-sum to the id's row. Runs that go on into the next program's part leave their pieces in `partial`; one program a run
-then adds these in order. So the order of additions depends on the ids alone, an id that comes a thousand times costs
-what a thousand ids cost, and only rows that have an id are touched.
+Gradients go by ids in order: a program takes _ROWS neighbours of the sorted list, adds up runs of
+one id, and adds each sum to the id's row. Runs that go on into the next program's part leave their
+pieces in `partial`; one program a run then adds these in order. So the order of additions depends
+on the ids alone, an id that comes a thousand times costs what a thousand ids cost, and only rows
+that have an id are touched.
 
-Traffic: rows reads and writes an element for each of dy; the backward reads dy, and reads and writes the rows that have
-an id (overwrite: and writes zeros everywhere before). Up to _MOST_RANKED ids are sorted by counting, in one
-launch, how many come before each; of more, torch's sort moves 12 bytes an id four times.
+Traffic: rows reads and writes an element for each of dy; the backward reads dy, and reads and
+writes the rows that have an id (overwrite: and writes zeros everywhere before). Up to _MOST_RANKED
+ids are sorted by counting, in one launch, how many come before each; of more, torch's sort moves 12
+bytes an id four times.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from .rows import check, launch, tile
 
 OPERATORS = {"embedding": (), "embedding_backward_": ("gradient",)}
 
-_MOST_RANKED = 16384  # ids; more are sorted by torch, in time that grows with their number, not its square
+_MOST_RANKED = (
+    16384  # ids; more are sorted by torch, in time that grows with their number, not its square
+)
 _RANKED = 16  # ids that a program finds the places of
 _COMPARED = 128  # ids that they are compared with at a time
 _ROWS = 16  # of dy, that a program adds up
@@ -33,19 +38,34 @@ _WIDEST = 1024
 
 
 def embedding(ids: Tensor, weight: Tensor, start: int) -> Tensor:
-    """weight[id - start], zero where that is no row. Shapes: ids int64 [..], weight [rows, h] -> [.., h]."""
+    """weight[id - start], zero where that is no row. Shapes: ids int64 [..], weight [rows, h] ->
+    [.., h]."""
     _check(ids, weight)
     rows, cols = weight.shape
     out = weight.new_empty((*ids.shape, cols))
     size = tile(cols, _WIDEST)
     blocks = triton.cdiv(cols, size["COLS"])
-    launch(rows_kernel, triton.cdiv(ids.numel(), size["ROWS"]) * blocks, ids, weight, out, ids.numel(), rows, cols,
-           blocks, start, **size)
+    launch(
+        rows_kernel,
+        triton.cdiv(ids.numel(), size["ROWS"]) * blocks,
+        ids,
+        weight,
+        out,
+        ids.numel(),
+        rows,
+        cols,
+        blocks,
+        start,
+        **size,
+    )
     return out
 
 
-def embedding_backward_(gradient: Tensor, dy: Tensor, ids: Tensor, start: int, overwrite: bool) -> None:
-    """Adds to each row of `gradient` what dy has for it, in dy's or a wider type; overwrite: to zero.
+def embedding_backward_(
+    gradient: Tensor, dy: Tensor, ids: Tensor, start: int, overwrite: bool
+) -> None:
+    """Adds to each row of `gradient` what dy has for it, in dy's or a wider type; overwrite: to
+    zero.
 
     Shapes: gradient [rows, h], dy [.., h], ids int64 [..].
     """
@@ -53,9 +73,13 @@ def embedding_backward_(gradient: Tensor, dy: Tensor, ids: Tensor, start: int, o
     rows, cols = gradient.shape
     count = ids.numel()
     assert dy.is_contiguous(), "dy must be contiguous"
-    assert dy.numel() == count * cols, f"dy must have a row of {cols} for each of {count} ids, got {tuple(dy.shape)}"
+    assert dy.numel() == count * cols, (
+        f"dy must have a row of {cols} for each of {count} ids, got {tuple(dy.shape)}"
+    )
     wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
-    assert gradient.dtype in (dy.dtype, wide), f"the gradient must be {dy.dtype} or {wide}, not {gradient.dtype}"
+    assert gradient.dtype in (dy.dtype, wide), (
+        f"the gradient must be {dy.dtype} or {wide}, not {gradient.dtype}"
+    )
     if overwrite:
         gradient.zero_()
     if min(rows, cols, count) == 0:
@@ -65,25 +89,65 @@ def embedding_backward_(gradient: Tensor, dy: Tensor, ids: Tensor, start: int, o
     size.pop("ROWS")
     parts, blocks = triton.cdiv(count, _ROWS), triton.cdiv(cols, size["COLS"])
     partial = dy.new_empty((parts, 2, cols), dtype=wide)
-    launch(add_runs_kernel, parts * blocks, keys, order, dy, gradient, partial, count, rows, cols, blocks, ROWS=_ROWS,
-           **size)
+    launch(
+        add_runs_kernel,
+        parts * blocks,
+        keys,
+        order,
+        dy,
+        gradient,
+        partial,
+        count,
+        rows,
+        cols,
+        blocks,
+        ROWS=_ROWS,
+        **size,
+    )
     blocks = triton.cdiv(cols, _COLS)
-    launch(add_pieces_kernel, (parts - 1) * blocks, keys, gradient, partial, count, rows, cols, blocks, parts,
-           ROWS=_ROWS, COLS=_COLS, PIECES=_PIECES, num_warps=4)
+    launch(
+        add_pieces_kernel,
+        (parts - 1) * blocks,
+        keys,
+        gradient,
+        partial,
+        count,
+        rows,
+        cols,
+        blocks,
+        parts,
+        ROWS=_ROWS,
+        COLS=_COLS,
+        PIECES=_PIECES,
+        num_warps=4,
+    )
 
 
 def _sorted(ids: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Each id's row in ascending order, `rows` for those of other ranks; and where in `ids` it is. Both int32 or
-    int64."""
+    """Each id's row in ascending order, `rows` for those of other ranks; and where in `ids` it is.
+    Both int32 or int64."""
     count = len(ids)
     if count <= _MOST_RANKED:
         keys, order = ids.new_empty((2, count), dtype=torch.int32)
-        launch(rank_kernel, triton.cdiv(count, _RANKED), ids, keys, order, count, rows, start, ROWS=_RANKED,
-               COLS=_COMPARED, num_warps=4)
+        launch(
+            rank_kernel,
+            triton.cdiv(count, _RANKED),
+            ids,
+            keys,
+            order,
+            count,
+            rows,
+            start,
+            ROWS=_RANKED,
+            COLS=_COMPARED,
+            num_warps=4,
+        )
         return keys, order
     row = ids - start
     elsewhere = (row < 0) | (row >= rows)
-    return torch.sort(row.masked_fill_(elsewhere, rows).int(), stable=True)  # 4 bytes: half the passes of 8
+    return torch.sort(
+        row.masked_fill_(elsewhere, rows).int(), stable=True
+    )  # 4 bytes: half the passes of 8
 
 
 def _check(ids: Tensor, table: Tensor) -> None:
@@ -95,8 +159,18 @@ def _check(ids: Tensor, table: Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["count", "rows", "start"])
-def rows_kernel(ids_ptr, weight_ptr, out_ptr, count, rows, cols, blocks, start, ROWS: tl.constexpr,
-                COLS: tl.constexpr):
+def rows_kernel(
+    ids_ptr,
+    weight_ptr,
+    out_ptr,
+    count,
+    rows,
+    cols,
+    blocks,
+    start,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     at = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
     row = tl.load(ids_ptr + at, mask=at < count, other=-1) - start
@@ -106,8 +180,11 @@ def rows_kernel(ids_ptr, weight_ptr, out_ptr, count, rows, cols, blocks, start, 
 
 
 @triton.jit(do_not_specialize=["count", "rows", "start"])
-def rank_kernel(ids_ptr, keys_ptr, order_ptr, count, rows, start, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Puts each id where it comes in order: behind as many as are smaller, or equal and before it."""
+def rank_kernel(
+    ids_ptr, keys_ptr, order_ptr, count, rows, start, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Puts each id where it comes in order: behind as many as are smaller, or equal and before
+    it."""
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     key = _key(ids_ptr, at, count, rows, start)
     mine = (key.to(tl.int64) << 32 | at)[:, None]
@@ -129,8 +206,19 @@ def _key(ids_ptr, at, count, rows, start):
 
 
 @triton.jit(do_not_specialize=["count", "rows"])
-def add_runs_kernel(keys_ptr, order_ptr, dy_ptr, gradient_ptr, partial_ptr, count, rows, cols, blocks,
-                    ROWS: tl.constexpr, COLS: tl.constexpr):
+def add_runs_kernel(
+    keys_ptr,
+    order_ptr,
+    dy_ptr,
+    gradient_ptr,
+    partial_ptr,
+    count,
+    rows,
+    cols,
+    blocks,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     part = tl.program_id(0) // blocks
     col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)
     first = part * ROWS
@@ -151,7 +239,9 @@ def add_runs_kernel(keys_ptr, order_ptr, dy_ptr, gradient_ptr, partial_ptr, coun
                 row_ptr = gradient_ptr + key.to(tl.int64) * cols + col
                 sums = tl.load(row_ptr, mask=col < cols, other=0.0).to(total.dtype) + total
                 tl.store(row_ptr, sums.to(gradient_ptr.dtype.element_ty), mask=col < cols)
-            elif ends | (at + 1 == end):  # a piece: of a run that began before (one at most), or goes on (also one)
+            elif ends | (
+                at + 1 == end
+            ):  # a piece: of a run that began before (one at most), or goes on (also one)
                 piece_ptr = partial_ptr + (part.to(tl.int64) * 2 + begun.to(tl.int64)) * cols + col
                 tl.store(piece_ptr, total, mask=col < cols)
         total = tl.where(ends, 0.0, total)
@@ -166,8 +256,19 @@ def _row(dy_ptr, order_ptr, at, end, col, cols):
 
 
 @triton.jit(do_not_specialize=["count", "rows", "parts"])
-def add_pieces_kernel(keys_ptr, gradient_ptr, partial_ptr, count, rows, cols, blocks, parts, ROWS: tl.constexpr,
-                      COLS: tl.constexpr, PIECES: tl.constexpr):
+def add_pieces_kernel(
+    keys_ptr,
+    gradient_ptr,
+    partial_ptr,
+    count,
+    rows,
+    cols,
+    blocks,
+    parts,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
     part = tl.program_id(0) // blocks  # not the last one
     first = part * ROWS
     col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
@@ -176,13 +277,21 @@ def add_pieces_kernel(keys_ptr, gradient_ptr, partial_ptr, count, rows, cols, bl
     before = tl.load(keys_ptr + first - 1, mask=first > 0, other=-1)
     begun_before = (key == before) & (key == tl.load(keys_ptr + first))
     if goes_on & (begun_before == 0) & (key < rows):  # the run begins in this part
-        total = tl.load(partial_ptr + (part.to(tl.int64) * 2 + 1) * cols + col, mask=col < cols, other=0.0)
+        total = tl.load(
+            partial_ptr + (part.to(tl.int64) * 2 + 1) * cols + col, mask=col < cols, other=0.0
+        )
         at = part + 1
         more = 1
         while more > 0:
             piece = at + tl.arange(0, PIECES)[:, None]
-            mine = (piece < parts) & (tl.load(keys_ptr + piece * ROWS, mask=piece < parts, other=-1) == key)
-            x = tl.load(partial_ptr + piece.to(tl.int64) * 2 * cols + col, mask=mine & (col < cols), other=0.0)
+            mine = (piece < parts) & (
+                tl.load(keys_ptr + piece * ROWS, mask=piece < parts, other=-1) == key
+            )
+            x = tl.load(
+                partial_ptr + piece.to(tl.int64) * 2 * cols + col,
+                mask=mine & (col < cols),
+                other=0.0,
+            )
             total += tl.sum(x, 0, keep_dims=True)
             more = (tl.sum(mine.to(tl.int32)) == PIECES).to(tl.int32)
             at += PIECES

@@ -1,10 +1,13 @@
-"""The k numbers of each row that are farthest from zero, packed with a bit for each number of the row, and back.
+"""The k numbers of each row that are farthest from zero, packed with a bit for each number of the
+row, and back.
 
-A program takes a row. The k-th largest size is found bit by bit, each by counting how many sizes are above it; of equal
-ones the first are taken, so bytes are those of the reference (hybridpar/ops/largest.py). Values are written byte by
-byte, as rows of a message may begin at odd addresses.
+A program takes a row. The k-th largest size is found bit by bit, each by counting how many sizes
+are above it; of equal ones the first are taken, so bytes are those of the reference
+(hybridpar/ops/largest.py). Values are written byte by byte, as rows of a message may begin at odd
+addresses.
 
-Traffic: a row is read once from memory and up to 33 times from the cache; values and bits are written once.
+Traffic: a row is read once from memory and up to 33 times from the cache; values and bits are
+written once.
 """
 
 from __future__ import annotations
@@ -46,15 +49,30 @@ def spread_(x: Tensor, values: Tensor, places: Tensor, rounded: bool) -> None:
     """Fills x [rows, cols] with values [rows, k values] at places, and zeros."""
     rows, cols = x.shape
     sizes = _sizes(x, rounded)
-    launch(spread_kernel, rows, x, _bytes(values), _bytes(places), cols, values.shape[1] // sizes["ITEM"],
-           values.stride(0), places.stride(0), **sizes)
+    launch(
+        spread_kernel,
+        rows,
+        x,
+        _bytes(values),
+        _bytes(places),
+        cols,
+        values.shape[1] // sizes["ITEM"],
+        values.stride(0),
+        places.stride(0),
+        **sizes,
+    )
 
 
 def _sizes(x: Tensor, rounded: bool) -> dict[str, Any]:
     check(x=x)
     cols = min(triton.next_power_of_2(max(x.shape[1], 16)), _WIDEST)
-    return {"ITEM": 2 if rounded else x.itemsize, "ROUNDED": rounded and x.dtype != torch.bfloat16, "COLS": cols,
-            "num_warps": max(1, cols // 128), "num_stages": 1}
+    return {
+        "ITEM": 2 if rounded else x.itemsize,
+        "ROUNDED": rounded and x.dtype != torch.bfloat16,
+        "COLS": cols,
+        "num_warps": max(1, cols // 128),
+        "num_stages": 1,
+    }
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -64,8 +82,16 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def largest_kernel(x_ptr, message_ptr, cols, k, row_bytes, ITEM: tl.constexpr, ROUNDED: tl.constexpr,
-                   COLS: tl.constexpr):
+def largest_kernel(
+    x_ptr,
+    message_ptr,
+    cols,
+    k,
+    row_bytes,
+    ITEM: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    COLS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * cols
     message_ptr += row * row_bytes
@@ -92,8 +118,17 @@ def largest_kernel(x_ptr, message_ptr, cols, k, row_bytes, ITEM: tl.constexpr, R
 
 
 @triton.jit
-def pick_kernel(x_ptr, values_ptr, places_ptr, cols, k, places_stride, ITEM: tl.constexpr, ROUNDED: tl.constexpr,
-                COLS: tl.constexpr):
+def pick_kernel(
+    x_ptr,
+    values_ptr,
+    places_ptr,
+    cols,
+    k,
+    places_stride,
+    ITEM: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    COLS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     values_ptr += row * k * ITEM
     taken = tl.program_id(0) * 0
@@ -109,8 +144,18 @@ def pick_kernel(x_ptr, values_ptr, places_ptr, cols, k, places_stride, ITEM: tl.
 
 
 @triton.jit
-def spread_kernel(x_ptr, values_ptr, places_ptr, cols, k, values_stride, places_stride, ITEM: tl.constexpr,
-                  ROUNDED: tl.constexpr, COLS: tl.constexpr):
+def spread_kernel(
+    x_ptr,
+    values_ptr,
+    places_ptr,
+    cols,
+    k,
+    values_stride,
+    places_stride,
+    ITEM: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    COLS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     values_ptr += row * values_stride
     taken = tl.program_id(0) * 0
@@ -121,7 +166,11 @@ def spread_kernel(x_ptr, values_ptr, places_ptr, cols, k, values_stride, places_
         bits = tl.zeros([COLS], tl.int32)
         for i in tl.static_range(ITEM):
             bits |= tl.load(values_ptr + at * ITEM + i, mask=keep, other=0).to(tl.int32) << (8 * i)
-        tl.store(x_ptr + row * cols + col, _number(bits, x_ptr.dtype.element_ty, ROUNDED), mask=col < cols)
+        tl.store(
+            x_ptr + row * cols + col,
+            _number(bits, x_ptr.dtype.element_ty, ROUNDED),
+            mask=col < cols,
+        )
         taken += tl.sum(marked)
 
 
@@ -147,7 +196,8 @@ def _above(x_ptr, cols, size, COLS: tl.constexpr):
 
 @triton.jit
 def _marked(places_ptr, col, cols, taken):
-    """Whether numbers are marked, and which value of the row each is, of which `taken` came before."""
+    """Whether numbers are marked, and which value of the row each is, of which `taken` came
+    before."""
     byte = tl.load(places_ptr + col // 8, mask=col < cols, other=0).to(tl.int32)
     marked = (byte >> (col % 8)) & 1
     return marked, taken + tl.cumsum(marked, 0) - 1
@@ -167,7 +217,8 @@ def _value(x, ROUNDED: tl.constexpr):
 
 @triton.jit
 def _bfloat16_bits(x):
-    """Of float32 numbers, rounded to the nearest, to even where two are: 16 bits, as torch rounds."""
+    """Of float32 numbers, rounded to the nearest, to even where two are: 16 bits, as torch
+    rounds."""
     bits = x.to(tl.int32, bitcast=True)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, nearest)

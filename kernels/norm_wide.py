@@ -1,8 +1,10 @@
-"""LayerNorm and RMSNorm of rows that do not fit in registers: kernels that go through a row by blocks, twice.
+"""LayerNorm and RMSNorm of rows that do not fit in registers: kernels that go through a row by
+blocks, twice.
 
-Traffic a bf16 element: forward reads x twice and writes y, 6 bytes; backward reads dy and x three times and writes dx,
-14 bytes, plus 2 for the gradient of the sum. The second reading of a row finds it in the cache (its program has just
-read it), so 4 and 10 come from memory. Sums of columns are a kernel of their own (the third reading).
+Traffic a bf16 element: forward reads x twice and writes y, 6 bytes; backward reads dy and x three
+times and writes dx, 14 bytes, plus 2 for the gradient of the sum. The second reading of a row finds
+it in the cache (its program has just read it), so 4 and 10 come from memory. Sums of columns are a
+kernel of their own (the third reading).
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _PROGRAMS = 2048  # that sum columns, of all columns
 _LEAST = 32  # rows that one sums
 
 
-def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: bool) -> tuple[Tensor, Tensor]:
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: bool
+) -> tuple[Tensor, Tensor]:
     """norm.norm for rows of any width."""
     rows, cols = x.shape[:-1].numel(), x.shape[-1]
     y, stats = torch.empty_like(x), x.new_empty((rows, 2), dtype=torch.float32)
@@ -28,24 +32,49 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centre: boo
     return y, stats
 
 
-def norm_backward(dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, stats: Tensor,
-                  centre: bool) -> tuple[Tensor, Tensor, Tensor]:
+def norm_backward(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, stats: Tensor, centre: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """norm.norm_backward for rows of any width; dsum, if any, is added to the gradient of x."""
     rows, cols = x.shape[:-1].numel(), x.shape[-1]
     dx, dweight, dbias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
-    launch(wide_backward_kernel, rows, dy, dsum, x, weight, stats, dx, cols, CENTRE=centre, **_BLOCK)
+    launch(
+        wide_backward_kernel, rows, dy, dsum, x, weight, stats, dx, cols, CENTRE=centre, **_BLOCK
+    )
     size = tile(cols, _NARROW)
     blocks = triton.cdiv(cols, size["COLS"])
     rows_each, groups = share(rows, max(1, _PROGRAMS // blocks), _LEAST, size["ROWS"])
     partial = x.new_empty((groups, 1 + centre, cols), dtype=torch.float32)
-    launch(columns_kernel, groups * blocks, dy, x, stats, partial, rows, cols, blocks, rows_each, CENTRE=centre, **size)
+    launch(
+        columns_kernel,
+        groups * blocks,
+        dy,
+        x,
+        stats,
+        partial,
+        rows,
+        cols,
+        blocks,
+        rows_each,
+        CENTRE=centre,
+        **size,
+    )
     add_up(partial, (dweight, dbias))
     return dx, dweight, dbias
 
 
 @triton.jit(do_not_specialize=["eps"])
-def wide_norm_kernel(x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, cols, eps, CENTRE: tl.constexpr,
-                     COLS: tl.constexpr):
+def wide_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    stats_ptr,
+    cols,
+    eps,
+    CENTRE: tl.constexpr,
+    COLS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * cols
     y_ptr += row * cols
@@ -55,7 +84,9 @@ def wide_norm_kernel(x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, cols, eps, C
     for at in range(0, cols, COLS):
         inside = at + lane < cols
         x = tl.load(x_ptr + at + lane, mask=inside, other=0.0).to(tl.float32)
-        if CENTRE:  # adds a block's squares about its mean to those of the blocks before (Chan et al. 1983)
+        if (
+            CENTRE
+        ):  # adds a block's squares about its mean to those of the blocks before (Chan et al. 1983)
             size = tl.minimum(cols - at, COLS)
             apart = tl.sum(x) / size - mean
             x = tl.where(inside, x - mean - apart, 0.0)
@@ -68,15 +99,28 @@ def wide_norm_kernel(x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, cols, eps, C
     for at in range(0, cols, COLS):
         inside = at + lane < cols
         x = tl.load(x_ptr + at + lane, mask=inside, other=0.0).to(tl.float32)
-        y = (x - mean) * inverse * tl.load(weight_ptr + at + lane, mask=inside, other=0.0).to(tl.float32)
+        y = (
+            (x - mean)
+            * inverse
+            * tl.load(weight_ptr + at + lane, mask=inside, other=0.0).to(tl.float32)
+        )
         if bias_ptr is not None:
             y += tl.load(bias_ptr + at + lane, mask=inside, other=0.0).to(tl.float32)
         tl.store(y_ptr + at + lane, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def wide_backward_kernel(dy_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr, cols, CENTRE: tl.constexpr,
-                         COLS: tl.constexpr):
+def wide_backward_kernel(
+    dy_ptr,
+    dsum_ptr,
+    x_ptr,
+    weight_ptr,
+    stats_ptr,
+    dx_ptr,
+    cols,
+    CENTRE: tl.constexpr,
+    COLS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     mean = tl.load(stats_ptr + 2 * row)
     inverse = tl.load(stats_ptr + 2 * row + 1)
@@ -104,12 +148,25 @@ def _wide_parts(dy_ptr, x_ptr, weight_ptr, row, col, cols, mean, inverse):
     inside = col < cols
     dy = tl.load(dy_ptr + row * cols + col, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * cols + col, mask=inside, other=0.0).to(tl.float32)
-    return dy * tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32), (x - mean) * inverse
+    return dy * tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32), (
+        x - mean
+    ) * inverse
 
 
 @triton.jit(do_not_specialize=["rows", "rows_each"])
-def columns_kernel(dy_ptr, x_ptr, stats_ptr, partial_ptr, rows, cols, blocks, rows_each, CENTRE: tl.constexpr,
-                   ROWS: tl.constexpr, COLS: tl.constexpr):
+def columns_kernel(
+    dy_ptr,
+    x_ptr,
+    stats_ptr,
+    partial_ptr,
+    rows,
+    cols,
+    blocks,
+    rows_each,
+    CENTRE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     group = tl.program_id(0) // blocks
     col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
     dweight = tl.zeros([ROWS, COLS], tl.float32)

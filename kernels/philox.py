@@ -1,11 +1,12 @@
 """Dropout by Philox4x32-10 on the GPU, a quarter of a generator call for each element.
 
-Element (i, r, c) of [num_samples, rows, cols] has 32 bits, word index % 4 of the generator's output for
+Element (i, r, c) of [num_samples, rows, cols] has 32 bits, word index % 4 of the generator's output
+for
 
     key (key0, key1)    counter (index // 4 low, index // 4 high, step, sample + i)    index = start + r * stride + c
 
-Traffic: the element is read and written. Arithmetic: about 25 integer operations an element, so 16-bit dropout is bound
-by neither alone.
+Traffic: the element is read and written. Arithmetic: about 25 integer operations an element, so
+16-bit dropout is bound by neither alone.
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
@@ -21,11 +22,26 @@ from .rows import launch
 OPERATORS = {"philox_dropout": ()}
 
 _MAX_QUADS = 256  # counters a program: 1024 elements, 8 a thread
-_PLAIN = ["key0", "key1", "threshold", "start", "stride", "scale"]  # vary by call: compile once for all values
+_PLAIN = [
+    "key0",
+    "key1",
+    "threshold",
+    "start",
+    "stride",
+    "scale",
+]  # vary by call: compile once for all values
 
 
-def philox_dropout(x: Tensor, key0: int, key1: int, counter: Tensor | None, threshold: int, scale: float, stride: int,
-                   start: int) -> Tensor:
+def philox_dropout(
+    x: Tensor,
+    key0: int,
+    key1: int,
+    counter: Tensor | None,
+    threshold: int,
+    scale: float,
+    stride: int,
+    start: int,
+) -> Tensor:
     """x * scale where the element's bits are at least `threshold`, otherwise 0.
 
     counter: int64 [2], the step and the number of the first sample; read on the device.
@@ -41,8 +57,21 @@ def philox_dropout(x: Tensor, key0: int, key1: int, counter: Tensor | None, thre
     quads = min(_MAX_QUADS, triton.next_power_of_2((cols + 6) // 4))
     blocks = triton.cdiv((cols + 6) // 4, quads)
     if x.numel():
-        launch(dropout_kernel, num_samples * rows * blocks, x, out, counter, *_signed(key0, key1, threshold), scale,
-               rows, cols, stride, start, blocks, QUADS=quads)
+        launch(
+            dropout_kernel,
+            num_samples * rows * blocks,
+            x,
+            out,
+            counter,
+            *_signed(key0, key1, threshold),
+            scale,
+            rows,
+            cols,
+            stride,
+            start,
+            blocks,
+            QUADS=quads,
+        )
     return out
 
 
@@ -52,8 +81,21 @@ def _signed(*words: int) -> list[int]:
 
 
 @triton.jit(do_not_specialize=_PLAIN)
-def dropout_kernel(x_ptr, out_ptr, counter_ptr, key0, key1, threshold, scale, rows, cols, stride, start, blocks,
-                   QUADS: tl.constexpr):
+def dropout_kernel(
+    x_ptr,
+    out_ptr,
+    counter_ptr,
+    key0,
+    key1,
+    threshold,
+    scale,
+    rows,
+    cols,
+    stride,
+    start,
+    blocks,
+    QUADS: tl.constexpr,
+):
     row, col, quad, i = _place(rows, stride, start, blocks, QUADS)
     step, sample = _counter(counter_ptr, i)
     bits = _generate(quad, key0, key1, step, sample)
@@ -66,7 +108,8 @@ def dropout_kernel(x_ptr, out_ptr, counter_ptr, key0, key1, threshold, scale, ro
 
 @triton.jit
 def _place(rows, stride, start, blocks, QUADS: tl.constexpr):
-    """This program's row of all, its columns (some of the first and last are outside), its counters, its sample."""
+    """This program's row of all, its columns (some of the first and last are outside), its
+    counters, its sample."""
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks
     first = start.to(tl.int64) + row % rows * stride
@@ -77,7 +120,8 @@ def _place(rows, stride, start, blocks, QUADS: tl.constexpr):
 
 @triton.jit
 def _counter(counter_ptr, i):
-    """The step, and the number of sample i; zeros of a null pointer, which a mask that drops nothing has."""
+    """The step, and the number of sample i; zeros of a null pointer, which a mask that drops
+    nothing has."""
     step, sample = 0, 0
     if counter_ptr is not None:
         step = tl.load(counter_ptr).to(tl.int32)
@@ -87,7 +131,8 @@ def _counter(counter_ptr, i):
 
 @triton.jit
 def _generate(quad, key0, key1, step, sample):
-    """The words of the counters in `quad`, those of one counter next to each other; uint32 [.., 4 * quad.shape[-1]]."""
+    """The words of the counters in `quad`, those of one counter next to each other; uint32 [.., 4 *
+    quad.shape[-1]]."""
     c0, c1, c2, c3 = _words(quad, key0, key1, step, sample)
     return tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
 

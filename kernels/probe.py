@@ -1,6 +1,8 @@
-"""A kernel that does nothing. Its launch shows that Triton can compile and start kernels on this machine.
+"""A kernel that does nothing. Its launch shows that Triton can compile and start kernels on this
+machine.
 
-Triton compiles its launcher with the machine's C compiler at the first launch, not when it is imported.
+Triton compiles its launcher with the machine's C compiler at the first launch, not when it is
+imported.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ import triton
 
 
 def probe() -> None:
-    """Launch the kernel on the current GPU. Raises: whatever Triton, the C compiler or the driver raises."""
+    """Launch the kernel on the current GPU. Raises: whatever Triton, the C compiler or the driver
+    raises."""
     nothing_kernel[(1,)](1)
 
 

@@ -1,14 +1,15 @@
-"""Parts that the row-wise kernels share: how they are started, how wide their tiles are, sums of columns, logistic.
+"""Parts that the row-wise kernels share: how they are started, how wide their tiles are, sums of
+columns, logistic.
 
-A tile is ROWS rows of COLS columns, powers of two, in the layout that memory has: a thread of a whole tile reads
-neighbours, 16 bytes at a time where a row's size is a multiple of 16 elements. A thread has 16 elements of it, or 8
-where it keeps much for each; narrow rows share a program of 4 warps, wide ones have more warps. Sizes are those that
-an H200 was fastest with, on every GPU.
+A tile is ROWS rows of COLS columns, powers of two, in the layout that memory has: a thread of a
+whole tile reads neighbours, 16 bytes at a time where a row's size is a multiple of 16 elements. A
+thread has 16 elements of it, or 8 where it keeps much for each; narrow rows share a program of 4
+warps, wide ones have more warps. Sizes are those that an H200 was fastest with, on every GPU.
 
-Sums of columns: each of a number of programs, which depends on the shape alone, adds its own rows in order to one row
-of `partial`; sum_kernel adds those in order. So the bits are those of any GPU, and there are no atomics.
-Traffic: a partial sum is written and read, 8 bytes for the 8 (norm) or 32 rows of a column that it has at least, and
-mostly within the L2 cache.
+Sums of columns: each of a number of programs, which depends on the shape alone, adds its own rows
+in order to one row of `partial`; sum_kernel adds those in order. So the bits are those of any GPU,
+and there are no atomics. Traffic: a partial sum is written and read, 8 bytes for the 8 (norm) or 32
+rows of a column that it has at least, and mostly within the L2 cache.
 """
 
 from __future__ import annotations
@@ -50,17 +51,23 @@ def check(**tensors: Tensor | None) -> None:
 
 
 def tile(cols: int, widest: int, of_thread: int = 16) -> dict[str, int]:
-    """ROWS, COLS and num_warps for rows of `cols`, of which a program has at most `widest` at a time.
+    """ROWS, COLS and num_warps for rows of `cols`, of which a program has at most `widest` at a
+    time.
 
     Units: of_thread: elements.
     """
     width = min(triton.next_power_of_2(max(cols, 16)), widest)
     rows = max(1, 128 * of_thread // width)
-    return {"ROWS": rows, "COLS": width, "num_warps": min(_MOST_WARPS, rows * width // (32 * of_thread))}
+    return {
+        "ROWS": rows,
+        "COLS": width,
+        "num_warps": min(_MOST_WARPS, rows * width // (32 * of_thread)),
+    }
 
 
 def share(rows: int, most: int, least: int, step: int) -> tuple[int, int]:
-    """Rows that each program sums, at least `least` and a multiple of `step`; number of programs, at most `most`.
+    """Rows that each program sums, at least `least` and a multiple of `step`; number of programs,
+    at most `most`.
 
     Units: rows; step and least are powers of two.
     """
@@ -77,13 +84,36 @@ def add_up(partial: Tensor, outs: Sequence[Tensor]) -> None:
     programs, sums, cols = partial.shape
     height = min(_SUM_ROWS, triton.next_power_of_2(max(programs, 1)))
     blocks = triton.cdiv(cols, _SUMS // height)
-    launch(sum_kernel, blocks * len(outs), partial, first, second, third, programs, cols, blocks,
-           SUMS=sums, ROWS=height, COLS=_SUMS // height, num_warps=_SUM_WARPS)
+    launch(
+        sum_kernel,
+        blocks * len(outs),
+        partial,
+        first,
+        second,
+        third,
+        programs,
+        cols,
+        blocks,
+        SUMS=sums,
+        ROWS=height,
+        COLS=_SUMS // height,
+        num_warps=_SUM_WARPS,
+    )
 
 
 @triton.jit(do_not_specialize=["programs"])
-def sum_kernel(partial_ptr, first_ptr, second_ptr, third_ptr, programs, cols, blocks, SUMS: tl.constexpr,
-               ROWS: tl.constexpr, COLS: tl.constexpr):
+def sum_kernel(
+    partial_ptr,
+    first_ptr,
+    second_ptr,
+    third_ptr,
+    programs,
+    cols,
+    blocks,
+    SUMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     which = tl.program_id(0) // blocks
     col = tl.program_id(0) % blocks * COLS + tl.arange(0, COLS)[None, :]
     total = tl.zeros([ROWS, COLS], tl.float32)
@@ -91,7 +121,9 @@ def sum_kernel(partial_ptr, first_ptr, second_ptr, third_ptr, programs, cols, bl
         for at in range(0, programs, ROWS):
             row = at + tl.arange(0, ROWS)[:, None]
             inside = (row < programs) & (col < cols)
-            total += tl.load(partial_ptr + (row * SUMS + which).to(tl.int64) * cols + col, mask=inside, other=0.0)
+            total += tl.load(
+                partial_ptr + (row * SUMS + which).to(tl.int64) * cols + col, mask=inside, other=0.0
+            )
     out_ptr = first_ptr
     if which == 1:
         out_ptr = second_ptr

@@ -1,11 +1,13 @@
-"""The elements of a tensor that are far from zero, packed into values and places, and added to another.
+"""The elements of a tensor that are far from zero, packed into values and places, and added to
+another.
 
-hybridpar/ops/sparse.py has the form of messages. A piece of a tensor is some rows of places: 8 elements of a byte of
-bits, or 255 with a count. How many elements each piece has is counted first, so where it writes follows from counts
-alone, and bytes are those of the reference. The k-th largest size is found by its digits of 8 bits, highest first.
+hybridpar/ops/sparse.py has the form of messages. A piece of a tensor is some rows of places: 8
+elements of a byte of bits, or 255 with a count. How many elements each piece has is counted first,
+so where it writes follows from counts alone, and bytes are those of the reference. The k-th largest
+size is found by its digits of 8 bits, highest first.
 
-Traffic an element of float32: a threshold reads 16 bytes, counting 4, packing 8 (it counts again), and what is sent is
-read and written once; adding touches what is sent alone, but for the bits.
+Traffic an element of float32: a threshold reads 16 bytes, counting 4, packing 8 (it counts again),
+and what is sent is read and written once; adding touches what is sent alone, but for the bits.
 """
 
 from __future__ import annotations
@@ -18,8 +20,12 @@ from torch import Tensor
 from .largest import _bfloat16_bits, _size
 from .rows import check, launch
 
-OPERATORS = {"sparse_threshold": (), "sparse_count": (), "sparse_pack_": ("x", "values", "places"),
-             "sparse_add_": ("x",)}
+OPERATORS = {
+    "sparse_threshold": (),
+    "sparse_count": (),
+    "sparse_pack_": ("x", "values", "places"),
+    "sparse_add_": ("x",),
+}
 
 _DIGIT = 256
 _SPAN = 16384  # elements of which a program counts digits
@@ -38,7 +44,18 @@ def sparse_threshold(x: Tensor, k: int) -> Tensor:
     programs = triton.cdiv(x.numel(), _SPAN)
     partial = torch.empty((programs, _DIGIT), dtype=torch.int32, device=x.device)
     for shift in (24, 16, 8, 0):
-        launch(digits_kernel, programs, x, found, partial, x.numel(), shift, SPAN=_SPAN, BLOCK=_BLOCK, num_warps=4)
+        launch(
+            digits_kernel,
+            programs,
+            x,
+            found,
+            partial,
+            x.numel(),
+            shift,
+            SPAN=_SPAN,
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
         counts = partial.sum(0).flip(0)
         with_higher = counts.cumsum(0)
         place = (with_higher < rest).sum().view(1)
@@ -68,8 +85,21 @@ def sparse_pack_(x: Tensor, threshold: Tensor, values: Tensor, places: Tensor) -
     if count == 0:
         places.zero_()
         return
-    launch(pack_kernel, len(ends), x, threshold, values.view(torch.int16) if _rounded(x, values) else values, places,
-           ends, n, count, triton.cdiv(n, form["WIDTH"]), ROUNDED=_rounded(x, values), **form, num_warps=8)
+    launch(
+        pack_kernel,
+        len(ends),
+        x,
+        threshold,
+        values.view(torch.int16) if _rounded(x, values) else values,
+        places,
+        ends,
+        n,
+        count,
+        triton.cdiv(n, form["WIDTH"]),
+        ROUNDED=_rounded(x, values),
+        **form,
+        num_warps=8,
+    )
 
 
 def sparse_add_(x: Tensor, values: Tensor, places: Tensor, overwrite: bool) -> None:
@@ -82,15 +112,36 @@ def sparse_add_(x: Tensor, values: Tensor, places: Tensor, overwrite: bool) -> N
     form = _form(n, count)
     rows = triton.cdiv(n, form["WIDTH"])
     counts = torch.empty(triton.cdiv(rows, form["ROWS"]), dtype=torch.int64, device=x.device)
-    launch(places_kernel, len(counts), places, counts, rows, BITS=form["COLS"] == 8, ROWS=form["ROWS"], num_warps=4)
+    launch(
+        places_kernel,
+        len(counts),
+        places,
+        counts,
+        rows,
+        BITS=form["COLS"] == 8,
+        ROWS=form["ROWS"],
+        num_warps=4,
+    )
     ends = counts.cumsum(0)
     if int(ends[-1]) != count:
         raise RuntimeError(f"the message is damaged: {int(ends[-1])} places of {count} values")
     if overwrite:
         x.zero_()
     if count:
-        launch(add_kernel, len(ends), x, values.view(torch.int16) if _rounded(x, values) else values, places, ends, n,
-               count, rows, ROUNDED=_rounded(x, values), **form, num_warps=8)
+        launch(
+            add_kernel,
+            len(ends),
+            x,
+            values.view(torch.int16) if _rounded(x, values) else values,
+            places,
+            ends,
+            n,
+            count,
+            rows,
+            ROUNDED=_rounded(x, values),
+            **form,
+            num_warps=8,
+        )
 
 
 def _form(n: int, count: int) -> dict[str, int]:
@@ -98,7 +149,9 @@ def _form(n: int, count: int) -> dict[str, int]:
 
 
 def _rounded(x: Tensor, values: Tensor) -> bool:
-    assert values.dtype in (x.dtype, torch.bfloat16), f"values must be {x.dtype} or bfloat16, not {values.dtype}"
+    assert values.dtype in (x.dtype, torch.bfloat16), (
+        f"values must be {x.dtype} or bfloat16, not {values.dtype}"
+    )
     return values.dtype != x.dtype
 
 
@@ -106,13 +159,16 @@ def _counts(x: Tensor, threshold: Tensor, piece: int) -> Tensor:
     """Of each piece. Shapes: -> int64 [pieces]."""
     check(x=x, threshold=threshold)
     counts = torch.empty(triton.cdiv(x.numel(), piece), dtype=torch.int64, device=x.device)
-    launch(count_kernel, len(counts), x, threshold, counts, x.numel(), piece, BLOCK=_BLOCK, num_warps=4)
+    launch(
+        count_kernel, len(counts), x, threshold, counts, x.numel(), piece, BLOCK=_BLOCK, num_warps=4
+    )
     return counts
 
 
 @triton.jit(do_not_specialize=["n", "shift"])
 def digits_kernel(x_ptr, found_ptr, partial_ptr, n, shift, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    """How often each value of a digit comes, among sizes whose higher digits are those that are found."""
+    """How often each value of a digit comes, among sizes whose higher digits are those that are
+    found."""
     found = tl.load(found_ptr)
     counts = tl.zeros([256], tl.int32)
     first = tl.program_id(0).to(tl.int64) * SPAN
@@ -138,8 +194,20 @@ def count_kernel(x_ptr, threshold_ptr, counts_ptr, n, piece, BLOCK: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["n", "count", "rows"])
-def pack_kernel(x_ptr, threshold_ptr, values_ptr, places_ptr, ends_ptr, n, count, rows, ROUNDED: tl.constexpr,
-                ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr):
+def pack_kernel(
+    x_ptr,
+    threshold_ptr,
+    values_ptr,
+    places_ptr,
+    ends_ptr,
+    n,
+    count,
+    rows,
+    ROUNDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     least = _size(tl.load(threshold_ptr))
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, COLS)[None, :]
@@ -177,8 +245,19 @@ def places_kernel(places_ptr, counts_ptr, rows, BITS: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit(do_not_specialize=["n", "count", "rows"])
-def add_kernel(x_ptr, values_ptr, places_ptr, ends_ptr, n, count, rows, ROUNDED: tl.constexpr, ROWS: tl.constexpr,
-               COLS: tl.constexpr, WIDTH: tl.constexpr):
+def add_kernel(
+    x_ptr,
+    values_ptr,
+    places_ptr,
+    ends_ptr,
+    n,
+    count,
+    rows,
+    ROUNDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, COLS)[None, :]
     byte = tl.load(places_ptr + row, mask=row < rows, other=0).to(tl.int32)
@@ -198,7 +277,8 @@ def add_kernel(x_ptr, values_ptr, places_ptr, ends_ptr, n, count, rows, ROUNDED:
 
 @triton.jit
 def _numbers(ends_ptr, marked):
-    """Which of all marked elements each of this piece is. Triton 3.6 scans no tensor that is one column."""
+    """Which of all marked elements each of this piece is. Triton 3.6 scans no tensor that is one
+    column."""
     of_row = tl.sum(marked, 1)
     before = tl.load(ends_ptr + tl.program_id(0)) - tl.sum(of_row) + tl.cumsum(of_row, 0) - of_row
     return before[:, None] + tl.cumsum(marked, 1) - 1

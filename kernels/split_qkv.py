@@ -1,15 +1,17 @@
-"""Joins the gradients of q, k and v into that of the fused qkv product, and sums the gradient of its bias.
+"""Joins the gradients of q, k and v into that of the fused qkv product, and sums the gradient of
+its bias.
 
-A row of the product is a row of slots of d features, group by group: the group's query heads, its key, its value. The
-first and the last group of a rank may have fewer query heads than the others. With rotary positions queries and keys
-are turned back on the way.
+A row of the product is a row of slots of d features, group by group: the group's query heads, its
+key, its value. The first and the last group of a rank may have fewer query heads than the others.
+With rotary positions queries and keys are turned back on the way.
 
-Traffic a bf16 element: reads and writes it, 4 bytes. Without this pass: rotary reads and writes two of three elements,
-a concatenation reads and writes all, and a sum reads all: 2.7 + 4 + 2 bytes.
+Traffic a bf16 element: reads and writes it, 4 bytes. Without this pass: rotary reads and writes two
+of three elements, a concatenation reads and writes all, and a sum reads all: 2.7 + 4 + 2 bytes.
 
-The bias's gradient is the columns' sums of what is written before it is rounded, see rows.py: a program has one slot
-and a range of rows. An angle is a product of integers in units of 2^-64 turns, whose overflow drops whole turns. It is
-as exact as one in float64, and takes none of its operations, which GPUs for graphics and the B300 have few of.
+The bias's gradient is the columns' sums of what is written before it is rounded, see rows.py: a
+program has one slot and a range of rows. An angle is a product of integers in units of 2^-64 turns,
+whose overflow drops whole turns. It is as exact as one in float64, and takes none of its
+operations, which GPUs for graphics and the B300 have few of.
 Source: arXiv 2104.09864 (rotary).
 """
 
@@ -37,22 +39,38 @@ _ANGLE = tl.constexpr(2 * math.pi / 2**32)  # of the upper half's unit
 _EIGHTH = tl.constexpr(2**61)
 
 
-def split_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, groups: list[int], with_bias: bool, base: float,
-                       turned: int, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+def split_qkv_backward(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    groups: list[int],
+    with_bias: bool,
+    base: float,
+    turned: int,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """The gradients of the product and of the bias (empty if not `with_bias`).
 
-    groups: query heads of each. turned: number of a head's first features that rotary positions of this base turned,
-    in pairs (i, i + turned / 2); 0: none.
-    Shapes: dq [b, n, s, d], dk, dv [b, g, s, d] without gaps in d, positions int64 [s] or [b, s], contiguous
+    groups: query heads of each. turned: number of a head's first features that rotary positions of
+    this base turned, in pairs (i, i + turned / 2); 0: none.
+    Shapes: dq [b, n, s, d], dk, dv [b, g, s, d] without gaps in d, positions int64 [s] or [b, s],
+        contiguous
     -> [b, s, (n + 2 g) d], [(n + 2 g) d].
     """
     b, n, s, d = dq.shape
-    assert dk.shape == dv.shape == (b, len(groups), s, d), f"dk and dv must be {[b, len(groups), s, d]}"
+    assert dk.shape == dv.shape == (b, len(groups), s, d), (
+        f"dk and dv must be {[b, len(groups), s, d]}"
+    )
     assert sum(groups) == n, f"{groups} must add up to {n} query heads"
-    assert all(m == max(groups) for m in groups[1:-1]), f"{groups}: between the first and the last, the largest"
-    assert d <= 1 or all(x.stride(3) == 1 for x in (dq, dk, dv)), "the last dimension must have no gaps"
+    assert all(m == max(groups) for m in groups[1:-1]), (
+        f"{groups}: between the first and the last, the largest"
+    )
+    assert d <= 1 or all(x.stride(3) == 1 for x in (dq, dk, dv)), (
+        "the last dimension must have no gaps"
+    )
     assert positions is None or (positions.is_contiguous() and positions.dtype == torch.int64), (
-        "positions must be int64, contiguous")
+        "positions must be int64, contiguous"
+    )
     rows, slots, half = b * s, n + 2 * len(groups), turned // 2
     dqkv, dbias = dq.new_empty((b, s, slots * d)), dq.new_empty(slots * d if with_bias else 0)
     rest = d - turned
@@ -62,22 +80,87 @@ def split_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, groups: list[int], wi
     sample_positions = 0 if positions is None or positions.numel() == s else s
     most = max(groups)
     if dqkv.numel():
-        launch(pack_kernel, parts * slots, dq, dk, dv, positions, dqkv, partial, rows, s, *dq.stride()[:3],
-               *dk.stride()[:3], *dv.stride()[:3], slots, most, most - groups[0], groups[-1], len(groups),
-               sample_positions, rows_each, HALF=half, REST=rest, STEP=-math.log2(base) / max(half, 1),
-               ROWS=size["ROWS"], PAIRS=triton.next_power_of_2(max(half, 1)),
-               COLS=triton.next_power_of_2(max(rest, 1)), STAGES=_STAGES, num_warps=size["num_warps"])
+        launch(
+            pack_kernel,
+            parts * slots,
+            dq,
+            dk,
+            dv,
+            positions,
+            dqkv,
+            partial,
+            rows,
+            s,
+            *dq.stride()[:3],
+            *dk.stride()[:3],
+            *dv.stride()[:3],
+            slots,
+            most,
+            most - groups[0],
+            groups[-1],
+            len(groups),
+            sample_positions,
+            rows_each,
+            HALF=half,
+            REST=rest,
+            STEP=-math.log2(base) / max(half, 1),
+            ROWS=size["ROWS"],
+            PAIRS=triton.next_power_of_2(max(half, 1)),
+            COLS=triton.next_power_of_2(max(rest, 1)),
+            STAGES=_STAGES,
+            num_warps=size["num_warps"],
+        )
     if partial is not None:
         add_up(partial, (dbias,))
     return dqkv, dbias
 
 
-@triton.jit(do_not_specialize=["rows", "size", "slots", "most", "skipped", "last", "groups", "sample_positions",
-                               "rows_each"])
-def pack_kernel(dq_ptr, dk_ptr, dv_ptr, positions_ptr, out_ptr, partial_ptr, rows, size, q_b, q_n, q_s, k_b, k_n, k_s,
-                v_b, v_n, v_s, slots, most, skipped, last, groups, sample_positions, rows_each, HALF: tl.constexpr,
-                REST: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, COLS: tl.constexpr,
-                STAGES: tl.constexpr):
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "size",
+        "slots",
+        "most",
+        "skipped",
+        "last",
+        "groups",
+        "sample_positions",
+        "rows_each",
+    ]
+)
+def pack_kernel(
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    positions_ptr,
+    out_ptr,
+    partial_ptr,
+    rows,
+    size,
+    q_b,
+    q_n,
+    q_s,
+    k_b,
+    k_n,
+    k_s,
+    v_b,
+    v_n,
+    v_s,
+    slots,
+    most,
+    skipped,
+    last,
+    groups,
+    sample_positions,
+    rows_each,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     slot = tl.program_id(0) % slots
     part = tl.program_id(0) // slots
     first, end = part * rows_each, tl.minimum((part + 1) * rows_each, rows)
@@ -117,8 +200,11 @@ def pack_kernel(dq_ptr, dk_ptr, dv_ptr, positions_ptr, out_ptr, partial_ptr, row
             if positions_ptr is None:
                 places = position.to(tl.int64)
             else:
-                places = tl.load(positions_ptr + sample.to(tl.int64) * sample_positions + position, mask=row < end,
-                                 other=0)
+                places = tl.load(
+                    positions_ptr + sample.to(tl.int64) * sample_positions + position,
+                    mask=row < end,
+                    other=0,
+                )
             cos, sin = _of_units(places * units)
             da, db = a * cos + b * sin, b * cos - a * sin
             tl.store(out_row + pair, da.to(out_ptr.dtype.element_ty), mask=inside)
@@ -134,7 +220,9 @@ def pack_kernel(dq_ptr, dk_ptr, dv_ptr, positions_ptr, out_ptr, partial_ptr, row
         partial_ptr += (part.to(tl.int64) * slots + slot) * HEAD
         if HALF > 0:
             tl.store(partial_ptr + pair, tl.sum(first_sums, 0, keep_dims=True), mask=pair < HALF)
-            tl.store(partial_ptr + HALF + pair, tl.sum(second_sums, 0, keep_dims=True), mask=pair < HALF)
+            tl.store(
+                partial_ptr + HALF + pair, tl.sum(second_sums, 0, keep_dims=True), mask=pair < HALF
+            )
         if REST > 0:
             tl.store(partial_ptr + 2 * HALF + col, tl.sum(sums, 0, keep_dims=True), mask=col < REST)
 

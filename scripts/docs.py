@@ -2,10 +2,11 @@
 
     pictures/*.svg    schedules, simulated            api.md    the public names, for mkdocstrings
     run/*             pictures of a run ($SITE_RUN)
-    repository/       the files of the repository that pages link to, as ../FILE, and those that they link to in turn
+    repository/       the files of the repository that pages link to, as ../FILE, and those that
+                      they link to in turn
 
-`python scripts/docs.py` writes docs/settings.md, every section of the configuration, from its source. It is committed,
-so that its links work in a checkout; a test says when it is out of date.
+`python scripts/docs.py` writes docs/settings.md, every section of the configuration, from its
+source. It is committed, so that its links work in a checkout; a test says when it is out of date.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ PICTURES: dict[str, dict[str, Any]] = {
     "zero_bubble": {"schedule": "1f1b", "split_backward": True, "zero_bubble": True},
     "v": {"schedule": "1f1b", "split_backward": True, "placement": "v"},
     "2bw": {"schedule": "2bw"},
-    "2bw_v_half": {"schedule": "2bw", "split_backward": True, "placement": "v", "activations": "half"},
+    "2bw_v_half": {
+        "schedule": "2bw",
+        "split_backward": True,
+        "placement": "v",
+        "activations": "half",
+    },
 }
 """Settings of the schedules that are drawn."""
 _RUN = ("plan.svg", "executed.svg", "loss.png")
@@ -46,11 +52,15 @@ def on_files(files: Files, config: Any) -> Files:
 
     made = {"api.md": api()} | {f"pictures/{name}.svg": picture(name) for name in PICTURES}
     run = Path(os.environ.get("SITE_RUN") or train(ROOT / "build" / "site-run"))
-    made |= {f"run/{name}": (run / name).read_bytes() for name in _RUN} | {"run/watch.html": dashboard(run)}
+    made |= {f"run/{name}": (run / name).read_bytes() for name in _RUN} | {
+        "run/watch.html": dashboard(run)
+    }
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
     for path in linked(ROOT / "docs"):
-        files.append(File.generated(config, f"repository/{path.relative_to(ROOT)}", abs_src_path=str(path)))
+        files.append(
+            File.generated(config, f"repository/{path.relative_to(ROOT)}", abs_src_path=str(path))
+        )
     return files
 
 
@@ -64,7 +74,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def linked(folder: Path) -> list[Path]:
-    """The files of the repository outside docs/ that its pages link to, directly or by way of such a file."""
+    """The files of the repository outside docs/ that its pages link to, directly or by way of such
+    a file."""
     found: dict[Path, None] = {}
     waiting = [(page, link) for page in sorted(folder.glob("*.md")) for link in links(page)]
     while waiting:
@@ -90,14 +101,20 @@ def picture(name: str) -> str:
 
     chunks = 2 if {"chunks", "placement"} & set(PICTURES[name]) else 1
     sizes = {"num_microbatches": 8, "split": [2] + [1] * (4 * chunks - 2) + [2]}
-    config = from_mapping({"model": {"num_layers": 4 * chunks, "vocab_size": 64}, "parallel": {"pp": 4, "dp": 1},
-                           "pipeline": PICTURES[name] | sizes})
+    config = from_mapping(
+        {
+            "model": {"num_layers": 4 * chunks, "vocab_size": 64},
+            "parallel": {"pp": 4, "dp": 1},
+            "pipeline": PICTURES[name] | sizes,
+        }
+    )
     timeline = preview(config, 2).timeline
     return draw_svg(timeline, title=name.replace("_", " "), unit=FORWARDS)
 
 
 def example(folder: Path) -> list[str]:
-    """Writes the example of start.md and text for it, and returns the arguments that train it on two ranks."""
+    """Writes the example of start.md and text for it, and returns the arguments that train it on
+    two ranks."""
     page = (ROOT / "docs" / "start.md").read_text()
     (folder / "my.toml").write_text(page.split("```toml\n")[1].split("```")[0])
     text = "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
@@ -112,7 +129,13 @@ def train(folder: Path) -> Path:
         return run
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "hybridpar", *example(folder), "--ranks", "2"]
-    subprocess.run(command, check=True, capture_output=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    subprocess.run(
+        command,
+        check=True,
+        capture_output=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     return run
 
 
@@ -128,14 +151,21 @@ def settings() -> str:
     from hybridpar.cli.help import descriptions
     from hybridpar.config import Config
 
-    lines = ["# Settings", "", "<!-- written by scripts/docs.py: change the descriptions in hybridpar/config -->", "",
-             "Every key is a line of a TOML file under its section, or a flag: `--section.key value`. `hybridpar "
-             "check` names all that are wrong at once."]
+    lines = [
+        "# Settings",
+        "",
+        "<!-- written by scripts/docs.py: change the descriptions in hybridpar/config -->",
+        "",
+        "Every key is a line of a TOML file under its section, or a flag: `--section.key value`. "
+        "`hybridpar "
+        "check` names all that are wrong at once.",
+    ]
     for section in dataclasses.fields(Config):
         defaults = section.default_factory()  # type: ignore[misc]
         kind = type(defaults)
         lines += ["", f"## {section.name}", "", "| key | default | |", "|---|---|---|"]
-        notes, hints = descriptions(kind), typing.get_type_hints(kind)
+        notes = descriptions(kind)
+        hints = typing.get_type_hints(kind)
         for key in dataclasses.fields(kind):
             note = " ".join([notes[key.name], *_choices(hints[key.name])]).replace("|", "\\|")
             lines.append(f"| `{key.name}` | `{_spelled(getattr(defaults, key.name))}` | {note} |")
@@ -152,7 +182,13 @@ def _spelled(value: Any) -> str:
     """A default as TOML spells it."""
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_spelled, value))}]"
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f'"{value}"'
+        if isinstance(value, str)
+        else str(value)
+    )
 
 
 def api() -> str:
@@ -161,11 +197,25 @@ def api() -> str:
     from hybridpar import conformance
 
     lines = ["# Python"]
-    for module, use in ((hybridpar, "`import hybridpar as hp` and `hp.NAME`"),
-                        (conformance, "`from hybridpar.conformance import NAME` ([what for](verify.md))")):
-        names = [name for name in sorted(module.__all__, key=str.lower) if hasattr(getattr(module, name), "__module__")]
-        lines += ["", f"All public names of {module.__name__}: {use}.", "",
-                  *(f"::: {getattr(module, name).__module__}.{name}\n" for name in names if name != "Factory")]
+    for module, use in (
+        (hybridpar, "`import hybridpar as hp` and `hp.NAME`"),
+        (conformance, "`from hybridpar.conformance import NAME` ([what for](verify.md))"),
+    ):
+        names = [
+            name
+            for name in sorted(module.__all__, key=str.lower)
+            if hasattr(getattr(module, name), "__module__")
+        ]
+        lines += [
+            "",
+            f"All public names of {module.__name__}: {use}.",
+            "",
+            *(
+                f"::: {getattr(module, name).__module__}.{name}\n"
+                for name in names
+                if name != "Factory"
+            ),
+        ]
     return "\n".join(lines)
 
 

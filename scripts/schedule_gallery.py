@@ -1,6 +1,6 @@
 """Writes docs/all_schedules.md: every schedule on one axis of time, and in one table what it costs.
 
-    python scripts/schedule_gallery.py [FILE]
+python scripts/schedule_gallery.py [FILE]
 """
 
 from __future__ import annotations
@@ -22,19 +22,29 @@ FILE = Path(__file__).resolve().parents[1] / "docs" / "all_schedules.md"
 TABLES = (4, 8), (8, 32)
 DRAWN = 3, 4
 """Ranks and micro-batches of the sizes that the table has, and of the drawings."""
-_COLUMNS, _LONGEST = 4, 40  # of half a forward; halves that are drawn
+# of half a forward; halves that are drawn
+_COLUMNS = 4
+_LONGEST = 40
 _ZERO: dict[str, Any] = {"zero_bubble": True}
 SCHEDULES: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("Naive", "naive", {}), ("GPipe", "gpipe", {}), ("1F1B", "1f1b", {}), ("ZB-H1", "1f1b", _ZERO),
-    ("ZB-H2", "1f1b", {"warmup": "latency", **_ZERO}), ("Interleaved", "interleaved", {"chunks": 2}),
+    ("Naive", "naive", {}),
+    ("GPipe", "gpipe", {}),
+    ("1F1B", "1f1b", {}),
+    ("ZB-H1", "1f1b", _ZERO),
+    ("ZB-H2", "1f1b", {"warmup": "latency", **_ZERO}),
+    ("Interleaved", "interleaved", {"chunks": 2}),
     ("Interleaved ZB-H1", "interleaved", {"chunks": 2, **_ZERO}),
-    ("ZB-V", "1f1b", {"placement": "v"}), ("There and back twice", "1f1b", {"placement": "v", "chunks": 4}),
+    ("ZB-V", "1f1b", {"placement": "v"}),
+    ("There and back twice", "1f1b", {"placement": "v", "chunks": 4}),
     ("V-Half", "1f1b", {"placement": "v", "activations": "half"}),
     ("V-Min", "1f1b", {"placement": "v", "activations": "min"}),
-    ("PipeDream", "pipedream", {}), ("2BW", "2bw", {}), ("2BW, longer warm-up", "2bw", {"warmup": "latency"}),
+    ("PipeDream", "pipedream", {}),
+    ("2BW", "2bw", {}),
+    ("2BW, longer warm-up", "2bw", {"warmup": "latency"}),
     ("2BW, interleaved", "2bw", {"chunks": 2}),
     ("2BW on V-Half", "2bw", {"placement": "v", "activations": "half"}),
-    ("2BW on V-Min", "2bw", {"placement": "v", "activations": "min"}))
+    ("2BW on V-Min", "2bw", {"placement": "v", "activations": "min"}),
+)
 """Name, schedule and options."""
 _HEAD = """# All schedules
 
@@ -58,8 +68,14 @@ def sizes_for(options: dict[str, Any], schedule: str, p: int, m: int) -> Sizes:
 
 
 def plan_for(schedule: Schedule, sizes: Sizes, num_batches: int) -> Any:
-    return make_plan(schedule, sizes, 0, num_batches, split=sizes.is_v or schedule.zero_bubble,
-                     clip=schedule.name != "pipedream")
+    return make_plan(
+        schedule,
+        sizes,
+        0,
+        num_batches,
+        split=sizes.is_v or schedule.zero_bubble,
+        clip=schedule.name != "pipedream",
+    )
 
 
 def costs_for(sizes: Sizes) -> Costs:
@@ -69,19 +85,34 @@ def costs_for(sizes: Sizes) -> Costs:
 def numbers(name: str, options: dict[str, Any], p: int, m: int) -> tuple[float, float, int, float]:
     """Idle share, activations, versions, messages."""
     schedule, sizes = make_schedule(name, **options), sizes_for(options, name, p, m)
-    costs, work = costs_for(sizes), 3.0 * m
+    costs = costs_for(sizes)
+    work = 3.0 * m
     report = check(plan_for(schedule, sizes, 3), sizes, schedule)
-    time = simulate(plan_for(schedule, sizes, 1), costs).makespan if schedule.flush else simulate(
-        plan_for(schedule, sizes, 6), costs).step_time(m)
-    sends = sum(ROWS[a.kind].met_by is not None for actions in plan_for(schedule, sizes, 1).values() for a in actions)
-    return (time / work - 1, max(live.activations for live in report.peaks) / sizes.chunks,
-            max(live.versions for live in report.peaks), sends / m)
+    time = (
+        simulate(plan_for(schedule, sizes, 1), costs).makespan
+        if schedule.flush
+        else simulate(plan_for(schedule, sizes, 6), costs).step_time(m)
+    )
+    sends = sum(
+        ROWS[a.kind].met_by is not None
+        for actions in plan_for(schedule, sizes, 1).values()
+        for a in actions
+    )
+    return (
+        time / work - 1,
+        max(live.activations for live in report.peaks) / sizes.chunks,
+        max(live.versions for live in report.peaks),
+        sends / m,
+    )
 
 
 def table() -> str:
     """A row for each schedule."""
     sizes = [f"p = {p}, m = {m}: idle | activations | versions | messages" for p, m in TABLES]
-    lines = [f"| | settings of `[pipeline]` | {' | '.join(sizes)} |", "|---" * (2 + 4 * len(TABLES)) + "|"]
+    lines = [
+        f"| | settings of `[pipeline]` | {' | '.join(sizes)} |",
+        "|---" * (2 + 4 * len(TABLES)) + "|",
+    ]
     for title, name, options in SCHEDULES:
         cells = []
         for p, m in TABLES:
@@ -99,7 +130,8 @@ def settings(name: str, options: dict[str, Any]) -> str:
 
 def picture(name: str, options: dict[str, Any]) -> str:
     """The first batches, or one that drains, as far as the axis goes."""
-    schedule, sizes = make_schedule(name, **options), sizes_for(options, name, *DRAWN)
+    schedule = make_schedule(name, **options)
+    sizes = sizes_for(options, name, *DRAWN)
     timeline = simulate(plan_for(schedule, sizes, 1 if schedule.flush else 4), costs_for(sizes))
     lines = draw(timeline, unit=0.5, width=_COLUMNS).splitlines()
     return "\n".join(line[: 9 + _COLUMNS * _LONGEST].rstrip() for line in lines)
@@ -107,11 +139,17 @@ def picture(name: str, options: dict[str, Any]) -> str:
 
 def page() -> str:
     p, m = DRAWN
-    drawn = "\n\n".join(f"{title}: {settings(name, options)}\n\n```text\n{picture(name, options)}\n```"
-                        for title, name, options in SCHEDULES)
-    return (f"{_HEAD}\n{table()}\n\n## On one axis\n\n{p} ranks, {m} micro-batches, {_COLUMNS} columns for half a "
-            "forward; without a drain, the first batches. `F0b` is on the second stage of a rank, `*` an update."
-            f"\n\n{drawn}\n")
+    drawn = "\n\n".join(
+        f"{title}: {settings(name, options)}\n\n```text\n{picture(name, options)}\n```"
+        for title, name, options in SCHEDULES
+    )
+    return (
+        f"{_HEAD}\n{table()}\n\n## On one axis\n\n{p} ranks, {m} micro-batches, {_COLUMNS} columns "
+        "for half a "
+        "forward; without a drain, the first batches. `F0b` is on the second stage of a rank, `*` "
+        "an update."
+        f"\n\n{drawn}\n"
+    )
 
 
 if __name__ == "__main__":

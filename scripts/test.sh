@@ -2,6 +2,7 @@
 # Installs hybridpar with its test tools, then checks style and types and runs the tests.   bash scripts/test.sh [pytest options]
 export EXTRAS=plot,hf,dev
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+"$PYTHON" -m ruff format --check .
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
 # three workers on two cores: ranks wait for each other, and supervisors for ranks

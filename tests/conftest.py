@@ -12,13 +12,23 @@ from hybridpar.train import loop, peak
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=10, help="how often each test of kill -9 kills; 100: a thorough run")
-    parser.addoption("--thorough", action="store_true", help="run all cases of the tests that are marked `sampled`; "
-                     "hypothesis draws other examples in every run")
+    parser.addoption(
+        "--kills",
+        type=int,
+        default=10,
+        help="how often each test of kill -9 kills; 100: a thorough run",
+    )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="run all cases of the tests that are marked `sampled`; "
+        "hypothesis draws other examples in every run",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Of hypothesis: how busy the machine is says nothing of the code, and a change's tests end alike everywhere."""
+    """Of hypothesis: how busy the machine is says nothing of the code, and a change's tests end
+    alike everywhere."""
     with contextlib.suppress(ImportError):  # what tests a GPU does without it
         from hypothesis import settings
 
@@ -28,7 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test that is `sampled(n)`, keeps every n-th case, and others as far as values would not take part else."""
+    """Of a test that is `sampled(n)`, keeps every n-th case, and others as far as values would not
+    take part else."""
     if config.getoption("--thorough"):
         return
     cases = defaultdict[str, list[Any]](list)
@@ -48,7 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: no collection looks through it again, nor copies it into a fork."""
+    """What is there by now stays: no collection looks through it again, nor copies it into a
+    fork."""
     gc.freeze()
 
 
@@ -72,15 +84,16 @@ def _one_thread(request: pytest.FixtureRequest):
 
 @pytest.fixture(autouse=True)
 def _little_beside_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes longer than most of the runs here, on their forked ranks, too: 200 tokens of text at the end, and a
-    peak that is measured for 0.15 s."""
+    """What takes longer than most of the runs here, on their forked ranks, too: 200 tokens of text
+    at the end, and a peak that is measured for 0.15 s."""
     monkeypatch.setattr(loop, "Sampling", partial(loop.Sampling, max_tokens=8))
     monkeypatch.setattr(peak, "_PROBE_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")
 def _warm(tmp_path_factory: pytest.TempPathFactory):
-    """Loads and sets up here, once, what each rank, a fork, would for itself: half of a short job's time."""
+    """Loads and sets up here, once, what each rank, a fork, would for itself: half of a short job's
+    time."""
     from train.runs import write_config
 
     from hybridpar.cli import main

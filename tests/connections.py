@@ -6,7 +6,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-HERE, THERE = "127.0.0.2", "127.0.0.3"
+HERE = "127.0.0.2"
+THERE = "127.0.0.3"
 Pair = tuple[socket.socket, socket.socket]
 
 

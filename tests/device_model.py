@@ -1,11 +1,16 @@
-"""Runs a plan's action lists as GPUs with NCCL would, without torch: hosts, streams and kernels that wait.
+"""Runs a plan's action lists as GPUs with NCCL would, without torch: hosts, streams and kernels
+that wait.
 
-    host      takes its actions one after the other and only launches, unless an action says that it waits
-    stream    runs what was launched on it in order: one stream computes, one for each axis transfers
-    receive   a kernel that waits for its send, and starts once what the host had launched before it is done
+    host      takes its actions one after the other and only launches, unless an action says that it
+              waits
+    stream    runs what was launched on it in order: one stream computes, one for each axis
+              transfers
+    receive   a kernel that waits for its send, and starts once what the host had launched before it
+              is done
 
-A transfer holds its stream at both ends until both have reached it, as a rendezvous of large messages does. That is
-stricter than NCCL is with small ones, and so is one stream for all neighbours on an axis, where NCCL may have one each.
+A transfer holds its stream at both ends until both have reached it, as a rendezvous of large
+messages does. That is stricter than NCCL is with small ones, and so is one stream for all
+neighbours on an axis, where NCCL may have one each.
 """
 
 from __future__ import annotations
@@ -60,7 +65,9 @@ class _Rank:
     actions: deque[Action]
     compute: list[_Kernel] = field(default_factory=list)
     num_computed: int = 0
-    transfers: dict[tuple[int, int], list[_Transfer]] = field(default_factory=lambda: defaultdict(list))  # by axis
+    transfers: dict[tuple[int, int], list[_Transfer]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # by axis
     num_done: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
     received: dict[_End, _Transfer] = field(default_factory=dict)
     sends: deque[_Transfer] = field(default_factory=deque)
@@ -69,18 +76,26 @@ class _Rank:
         if wait is Wait.NOTHING:
             return True
         has_computed = self.num_computed == len(self.compute)
-        return has_computed and (wait is Wait.STREAM or all(
-            self.num_done[axis] == len(transfers) for axis, transfers in self.transfers.items()))
+        return has_computed and (
+            wait is Wait.STREAM
+            or all(
+                self.num_done[axis] == len(transfers) for axis, transfers in self.transfers.items()
+            )
+        )
 
 
-def captures(actions: Iterable[Action], schedule: Schedule, sizes: Sizes, rank: int,
-             num_places: int) -> set[Action]:
+def captures(
+    actions: Iterable[Action], schedule: Schedule, sizes: Sizes, rank: int, num_places: int
+) -> set[Action]:
     """Return the actions of a rank that capture, by the rules of MicroBatchGraphs.
 
-    The first micro-batch of a kind runs kernel by kernel. After that each place captures a kind once: its F, B, I, W.
+    The first micro-batch of a kind runs kernel by kernel. After that each place captures a kind
+    once: its F, B, I, W.
     """
     versions = schedule.max_live_versions(sizes, rank)
-    seen, recorded, found = set(), set(), set()
+    seen = set()
+    recorded = set()
+    found = set()
     places: dict[tuple[int, int], int] = {}
     captured: set[tuple[int, int]] = set()  # in flight
     for action in actions:
@@ -89,7 +104,12 @@ def captures(actions: Iterable[Action], schedule: Schedule, sizes: Sizes, rank: 
         key = action.stage, action.microbatch
         batch, index = divmod(action.microbatch, sizes.num_microbatches)
         if action.kind is Kind.F:
-            kind = action.stage, action.version % versions, batch % schedule.num_gradient_buffers, index == 0
+            kind = (
+                action.stage,
+                action.version % versions,
+                batch % schedule.num_gradient_buffers,
+                index == 0,
+            )
             taken = {place for (stage, _), place in places.items() if stage == action.stage}
             place = next((place for place in range(num_places) if place not in taken), None)
             if place is None:
@@ -112,9 +132,17 @@ def captures(actions: Iterable[Action], schedule: Schedule, sizes: Sizes, rank: 
     return found
 
 
-def stuck(plan: Plan, schedule: Schedule, sizes: Sizes, wait: Wait, num_places: int = 0, window: int = 0,
-          where: Callable[[Action], bool] | None = None) -> dict[int, Action]:
-    """Return the action that each rank's host or device does not get past, by rank; none if the plan runs to its end.
+def stuck(
+    plan: Plan,
+    schedule: Schedule,
+    sizes: Sizes,
+    wait: Wait,
+    num_places: int = 0,
+    window: int = 0,
+    where: Callable[[Action], bool] | None = None,
+) -> dict[int, Action]:
+    """Return the action that each rank's host or device does not get past, by rank; none if the
+    plan runs to its end.
 
     Args:
         wait: what a host waits for before each capture.
@@ -122,18 +150,26 @@ def stuck(plan: Plan, schedule: Schedule, sizes: Sizes, wait: Wait, num_places: 
         window: unfinished sends of a rank (0: twice the ranks).
         where: the computations before which a host waits (None: those that capture).
     """
-    capturing = {rank: captures(actions, schedule, sizes, rank, num_places or sizes.num_ranks) if where is None else
-                 set(filter(where, actions)) for rank, actions in plan.items()}
+    capturing = {
+        rank: captures(actions, schedule, sizes, rank, num_places or sizes.num_ranks)
+        if where is None
+        else set(filter(where, actions))
+        for rank, actions in plan.items()
+    }
     ranks = {rank: _Rank(deque(actions)) for rank, actions in plan.items()}
     window = window or 2 * sizes.num_ranks
-    sums: dict[int, set[int]] = defaultdict(set)  # ranks that have reached the sum over all, by batch
+    sums: dict[int, set[int]] = defaultdict(
+        set
+    )  # ranks that have reached the sum over all, by batch
     met: dict[_End, int] = defaultdict(int)
 
     def launch(number: int, rank: _Rank, action: Action) -> bool:
         """Do what the host does with the action; False: it waits."""
         row = ROWS[action.kind]
         if row.side:
-            end = (row.met_by, action.stage + row.side) if row.met_by else (action.kind, action.stage)
+            end = (
+                (row.met_by, action.stage + row.side) if row.met_by else (action.kind, action.stage)
+            )
             transfer = _Transfer(behind=len(rank.compute), end=(*end, action.microbatch))
             turn = sizes.turn(action.stage)
             rank.transfers[turn, row.flow].append(transfer)
@@ -184,12 +220,21 @@ def stuck(plan: Plan, schedule: Schedule, sizes: Sizes, wait: Wait, num_places: 
                         break
                 rank.actions.popleft()
                 has_moved = True
-    return {number: rank.actions[0] if rank.actions else plan[number][-1] for number, rank in ranks.items()
-            if rank.actions or not rank.is_idle(Wait.DEVICE)}
+    return {
+        number: rank.actions[0] if rank.actions else plan[number][-1]
+        for number, rank in ranks.items()
+        if rank.actions or not rank.is_idle(Wait.DEVICE)
+    }
 
 
-def _run(number: int, rank: _Rank, norms: dict[tuple[int, int], int], sums: dict[int, set[int]],
-         met: dict[_End, int], num_ranks: int) -> bool:
+def _run(
+    number: int,
+    rank: _Rank,
+    norms: dict[tuple[int, int], int],
+    sums: dict[int, set[int]],
+    met: dict[_End, int],
+    num_ranks: int,
+) -> bool:
     """Run the kernels of a rank as far as they come; return whether one has ended."""
     has_moved = False
     progress = True
@@ -223,5 +268,3 @@ def _run(number: int, rank: _Rank, norms: dict[tuple[int, int], int], sums: dict
                 progress = True
         has_moved |= progress
     return has_moved
-
-

@@ -18,28 +18,57 @@ Sections = Mapping[str, dict[str, Any]]
 
 
 def gpt(sizes: tuple[int, int, int, int, int], *each: Sections) -> Config:
-    """A GPT of so many layers, features, heads, tokens and words, trained on batches of 3 micro-batches of 2 samples
-    where no section says otherwise; of several that name a key the last counts."""
-    model = dict(zip(("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"), sizes, strict=True))
+    """A GPT of so many layers, features, heads, tokens and words, trained on batches of 3
+    micro-batches of 2 samples where no section says otherwise; of several that name a key the last
+    counts."""
+    model = dict(
+        zip(
+            ("num_layers", "hidden_size", "num_heads", "seq_length", "vocab_size"),
+            sizes,
+            strict=True,
+        )
+    )
     every: list[Sections] = [
-        {"model": model, "pipeline": {"num_microbatches": 3}, "train": {"micro_batch_size": 2, "num_steps": 20},
-         "optim": {"lr": 1e-2}}, *each]
+        {
+            "model": model,
+            "pipeline": {"num_microbatches": 3},
+            "train": {"micro_batch_size": 2, "num_steps": 20},
+            "optim": {"lr": 1e-2},
+        },
+        *each,
+    ]
     names = dict.fromkeys(name for sections in every for name in sections)
-    return from_mapping({name: {k: v for sections in every for k, v in sections.get(name, {}).items()}
-                         for name in names})
+    return from_mapping(
+        {
+            name: {k: v for sections in every for k, v in sections.get(name, {}).items()}
+            for name in names
+        }
+    )
 
 
 def samples(engine: Engine) -> SyntheticLoader:
     """Random samples of its rank."""
-    config, grid = engine.config, engine.grid
-    return SyntheticLoader(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, grid.replica,
-                           grid.num_replicas)
+    config = engine.config
+    grid = engine.grid
+    return SyntheticLoader(
+        config.model,
+        config.train.micro_batch_size,
+        config.pipeline.num_microbatches,
+        grid.replica,
+        grid.num_replicas,
+    )
 
 
-def start(config: Config, device_type: str = "cpu", **of_engine: Any) -> tuple[Engine, SyntheticLoader]:
+def start(
+    config: Config, device_type: str = "cpu", **of_engine: Any
+) -> tuple[Engine, SyntheticLoader]:
     """This rank's engine and its samples."""
-    engine = Engine(config, ProcessGrid(sizes_of(config.parallel), device_type=device_type), torch.device("cpu"),
-                    **of_engine)
+    engine = Engine(
+        config,
+        ProcessGrid(sizes_of(config.parallel), device_type=device_type),
+        torch.device("cpu"),
+        **of_engine,
+    )
     return engine, samples(engine)
 
 
@@ -57,12 +86,19 @@ class Outcome:
         assert repr(self.steps) == repr(other.steps)
         assert self.evaluated == other.evaluated
         assert self.tensors.keys() == other.tensors.keys()
-        assert not [key for key, x in self.tensors.items() if not torch.equal(x, other.tensors[key])]
+        assert not [
+            key for key, x in self.tensors.items() if not torch.equal(x, other.tensors[key])
+        ]
 
 
-def train(engine: Engine, *stretches: int, steps: Sequence[StepResult] = (), gradients: bool = False) -> Outcome:
-    """Trains so many batches at a time. steps: before these. gradients: every batch's count, too, NaN as 0."""
-    loader, results, found = samples(engine), list(steps), dict[str, Tensor]()
+def train(
+    engine: Engine, *stretches: int, steps: Sequence[StepResult] = (), gradients: bool = False
+) -> Outcome:
+    """Trains so many batches at a time. steps: before these. gradients: every batch's count, too,
+    NaN as 0."""
+    loader = samples(engine)
+    results = list(steps)
+    found = dict[str, Tensor]()
 
     def keep(batch: int, tensors: Mapping[str, Tensor]) -> None:
         found.update((f"{batch}/{name}", tensor.nan_to_num()) for name, tensor in tensors.items())

@@ -1,9 +1,9 @@
 """A stand-in for what torch.cuda has for CUDA graphs, on a CPU.
 
-Nothing has happened when a capture ends; a replay runs the captured operators again, with the tensors of then. As on a
-GPU a capture refuses whatever waits, and its communication waits for nobody. A capture that is broken throws at its end
-and leaves the allocator and the generator as they are. A synchronization of the device waits for every receive that the
-rank has posted.
+Nothing has happened when a capture ends; a replay runs the captured operators again, with the
+tensors of then. As on a GPU a capture refuses whatever waits, and its communication waits for
+nobody. A capture that is broken throws at its end and leaves the allocator and the generator as
+they are. A synchronization of the device waits for every receive that the rank has posted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Deadlock(Exception):
 
 
 class Event:
-    """torch.cuda.Event, which a replay records where a graph has it: it sees what `watched` holds then."""
+    """torch.cuda.Event, which a replay records where a graph has it: it sees what `watched` holds
+    then."""
 
     watched: Buffer | None = None
     awaited: Event | None = None
@@ -77,7 +78,8 @@ class Allocator:
         self.underway: list[int] = []
         """Pools of captures that have not ended."""
         self.has_freed_workspaces = False
-        """Those of cuBLAS, which all graphs captured on a stream share. The end of any of these graphs frees them."""
+        """Those of cuBLAS, which all graphs captured on a stream share. The end of any of these
+        graphs frees them."""
 
     def begin(self, pool: int) -> None:
         if self.underway:
@@ -124,7 +126,8 @@ class Graph(TorchDispatchMode):
     number = 0
     """Captures begun."""
     breaks: Callable[[int, int], bool] | None = None
-    """Whether an operator breaks its capture, by the number of the capture and of the operator in it."""
+    """Whether an operator breaks its capture, by the number of the capture and of the operator in
+    it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +144,8 @@ class Graph(TorchDispatchMode):
         Graph.allocator.begin(pool)
         Graph.recording = self
         Graph.number += 1
-        self._pool, self._state = pool, Graph.generator.state
+        self._pool = pool
+        self._state = Graph.generator.state
         self._state.is_capturing = True
         self.__enter__()
 
@@ -150,7 +154,9 @@ class Graph(TorchDispatchMode):
         Graph.recording = None
         self._undo_writes()
         if self._is_broken:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture\nand so on")
+            raise RuntimeError(
+                "CUDA error: operation failed due to a previous error during capture\nand so on"
+            )
         Graph.allocator.end(0, self._pool)
         self._state.is_capturing = False
         self._is_captured = True
@@ -161,7 +167,9 @@ class Graph(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op in _WAITS or (Graph.breaks is not None and Graph.breaks(Graph.number, len(self.calls))):
+        if op in _WAITS or (
+            Graph.breaks is not None and Graph.breaks(Graph.number, len(self.calls))
+        ):
             self.refuse(str(op))
         for argument, x in zip(op._schema.arguments, args, strict=False):
             if argument.is_write:
@@ -194,7 +202,8 @@ class Graph(TorchDispatchMode):
 
 
 def _launched(op: Any, args: Any) -> Any:
-    """Return what a captured communication returns: it has not waited for the other ranks, as NCCL's does not."""
+    """Return what a captured communication returns: it has not waited for the other ranks, as
+    NCCL's does not."""
     work = FakeWork().boxed()
     return work if len(op._schema.returns) == 1 else (args[0], work)
 
@@ -204,15 +213,19 @@ def storage(x: Tensor) -> int | None:
 
 
 class Receives:
-    """The receives that this rank has posted and not waited for; finds ranks that wait for each other in a circle.
+    """The receives that this rank has posted and not waited for; finds ranks that wait for each
+    other in a circle.
 
-    Counts of sent messages and the waits of all ranks lie in the store of the process group. A circle stays once it is
-    there, so looking for it again and again finds it, however fast the ranks are.
+    Counts of sent messages and the waits of all ranks lie in the store of the process group. A
+    circle stays once it is there, so looking for it again and again finds it, however fast the
+    ranks are.
     """
 
     def __init__(self, run: str):
-        self._run, self._posted = run, list[_Received]()
-        self._sent, self._received = Counter[str](), Counter[str]()
+        self._run = run
+        self._posted = list[_Received]()
+        self._sent = Counter[str]()
+        self._received = Counter[str]()
 
     def isend(self, x: Tensor, to: int, axis: Axis) -> Any:
         key = self._key(axis, dist.get_rank(), axis.ranks[to])
@@ -222,7 +235,9 @@ class Receives:
     def irecv(self, buffer: Tensor, source: int, axis: Axis) -> Any:
         key = self._key(axis, axis.ranks[source], dist.get_rank())
         self._received[key] += 1
-        posted = _Received(irecv(buffer, source, axis), self, axis.ranks[source], key, self._received[key])
+        posted = _Received(
+            irecv(buffer, source, axis), self, axis.ranks[source], key, self._received[key]
+        )
         self._posted.append(posted)
         return posted
 
@@ -254,15 +269,20 @@ class Receives:
             return True
         key = f"{self._run}/waits/{rank}"
         waits = json.loads(_store().get(key)) if _store().check([key]) else []
-        return any(_is_missing(*edge) and self._reaches_circle(edge[0], (*path, rank)) for edge in waits)
+        return any(
+            _is_missing(*edge) and self._reaches_circle(edge[0], (*path, rank)) for edge in waits
+        )
 
 
 class _Received:
     """The work of a posted receive."""
 
     def __init__(self, work: Any, receives: Receives, source: int, key: str, number: int):
-        self._work, self._receives = work, receives
-        self.source, self.key, self.number = source, key, number
+        self._work = work
+        self._receives = receives
+        self.source = source
+        self.key = key
+        self.number = number
 
     def wait(self) -> None:
         self._receives.await_sent([self])
@@ -285,7 +305,9 @@ class fake_graph:
     """torch.cuda.graph, which synchronizes the device before it captures."""
 
     def __init__(self, graph: Graph, pool: int, stream: Stream, capture_error_mode: str):
-        self._graph, self._pool, self._mode = graph, pool, capture_error_mode
+        self._graph = graph
+        self._pool = pool
+        self._mode = capture_error_mode
 
     def __enter__(self) -> None:
         torch.cuda.synchronize()
@@ -301,13 +323,16 @@ def install(monkeypatch: pytest.MonkeyPatch, run: str = "") -> None:
     receives = Receives(run)
     pools = iter(range(10**6))
     Graph.allocator, Graph.generator = Allocator(), Generator()
-    Graph.number, Graph.breaks, Graph.recording = 0, None, None
+    Graph.number = 0
+    Graph.breaks = None
+    Graph.recording = None
     Event.watched = Event.awaited = Stream.current = None
 
     @contextmanager
     def stream(stream: Stream) -> Iterator[None]:
         before = Event.awaited, Stream.current
-        Event.awaited, Stream.current = None, stream
+        Event.awaited = None
+        Stream.current = stream
         try:
             yield
         finally:
@@ -318,12 +343,23 @@ def install(monkeypatch: pytest.MonkeyPatch, run: str = "") -> None:
             Graph.recording.refuse("synchronize")
         receives.await_all()
 
-    for name, value in {"Stream": Stream, "current_stream": Stream, "stream": stream, "CUDAGraph": Graph,
-                        "graph": fake_graph, "Event": Event, "graph_pool_handle": lambda: next(pools),
-                        "synchronize": synchronize, "empty_cache": synchronize, "_sleep": lambda cycles: None,
-                        "default_generators": (Graph.generator,)}.items():
+    for name, value in {
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": stream,
+        "CUDAGraph": Graph,
+        "graph": fake_graph,
+        "Event": Event,
+        "graph_pool_handle": lambda: next(pools),
+        "synchronize": synchronize,
+        "empty_cache": synchronize,
+        "_sleep": lambda cycles: None,
+        "default_generators": (Graph.generator,),
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *args: Graph.allocator.end(*args))
+    monkeypatch.setattr(
+        torch._C, "_cuda_endAllocateToPool", lambda *args: Graph.allocator.end(*args)
+    )
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: Graph.allocator.release(*args))
     for module in (embedding, cross_entropy):  # on a GPU ids are not looked at, as that waits
         monkeypatch.setattr(module, "check_range", lambda *args: None)

@@ -1,15 +1,17 @@
-"""A model of the order in which NCCL and CUDA run what the ranks of a job issue. Nothing is computed.
+"""A model of the order in which NCCL and CUDA run what the ranks of a job issue. Nothing is
+computed.
 
-    host            issues calls, and orders the compute stream behind them (`Work.wait`). It waits for the device only
-                    where it reads numbers, and at the first call between two ranks, which connects them
-    communicator    one stream on each rank. A call starts when the call before it on that stream is over, and when the
-                    compute stream has got to where it was issued
-    transfer        over when both ranks have started it: nothing is buffered. The i-th send from one rank to another
-                    meets the i-th receive there
+    host            issues calls, and orders the compute stream behind them (`Work.wait`). It waits
+                    for the device only where it reads numbers, and at the first call between two
+                    ranks, which connects them
+    communicator    one stream on each rank. A call starts when the call before it on that stream is
+                    over, and when the compute stream has got to where it was issued
+    transfer        over when both ranks have started it: nothing is buffered. The i-th send from
+                    one rank to another meets the i-th receive there
     collective      over when all ranks have started it
 
-So a receive that was posted early holds up a later send on the same communicator. In one hardware queue (see `Device`)
-it holds up everything.
+So a receive that was posted early holds up a later send on the same communicator. In one hardware
+queue (see `Device`) it holds up everything.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ Group = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a rank on a communicator. `source` and `target`: ranks in the group, of a transfer only."""
+    """A call of a rank on a communicator. `source` and `target`: ranks in the group, of a transfer
+    only."""
 
     group: Group
     operation: str
@@ -75,9 +78,10 @@ class Device:
     """How calls are laid out on streams.
 
     Attributes:
-        stream: The stream of a call. None: its communicator's, as where init_process_group was given a `device_id`.
-        one_queue: All streams of a rank share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS = 1): whatever was issued
-            first starts first.
+        stream: The stream of a call. None: its communicator's, as where init_process_group was
+            given a `device_id`.
+        one_queue: All streams of a rank share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS = 1):
+            whatever was issued first starts first.
     """
 
     stream: Callable[[Call], Any] = lambda call: call.group
@@ -104,7 +108,11 @@ def find_deadlock(events: Sequence[Sequence[Event]], device: Device = Device()) 
     job = _Job([_Rank(own, device) for own in events], device)
     while job.advance():
         pass
-    return "; ".join(f"rank {number}: {rank.stuck_at()}" for number, rank in enumerate(job.ranks) if not rank.is_over)
+    return "; ".join(
+        f"rank {number}: {rank.stuck_at()}"
+        for number, rank in enumerate(job.ranks)
+        if not rank.is_over
+    )
 
 
 @dataclass
@@ -136,11 +144,15 @@ class _Rank:
     @property
     def is_over(self) -> bool:
         return self.compute == len(self.events) and all(
-            index in self.over for index, event in enumerate(self.events) if isinstance(event, Call))
+            index in self.over for index, event in enumerate(self.events) if isinstance(event, Call)
+        )
 
     def stuck_at(self) -> str:
-        waiting = [str(event) for index, event in enumerate(self.events[: self.host])
-                   if isinstance(event, Call) and index not in self.over]
+        waiting = [
+            str(event)
+            for index, event in enumerate(self.events[: self.host])
+            if isinstance(event, Call) and index not in self.over
+        ]
         place = f"host at event {self.host} of {len(self.events)}"
         if self.host < len(self.events):
             place += f" ({self.events[self.host]})"
@@ -196,7 +208,11 @@ class _Job:
             event = rank.events[rank.compute]
             if isinstance(event, Wait) and event.call not in rank.over:
                 break
-            if self.device.one_queue and isinstance(event, Call) and not self._can_start(rank, rank.compute):
+            if (
+                self.device.one_queue
+                and isinstance(event, Call)
+                and not self._can_start(rank, rank.compute)
+            ):
                 break
             rank.compute += 1
         return rank.compute > begin
@@ -206,7 +222,9 @@ class _Job:
         return before is None or before in rank.over
 
     def _start(self, rank: _Rank) -> bool:
-        ready = [index for index in rank.waiting if index < rank.compute and self._can_start(rank, index)]
+        ready = [
+            index for index in rank.waiting if index < rank.compute and self._can_start(rank, index)
+        ]
         for index in ready:
             rank.waiting.remove(index)
             key = self._keys[id(rank), index]
@@ -222,13 +240,14 @@ class _Job:
         return 2 if source >= 0 else len(group[1])
 
 
-# -- what an engine issues ------------------------------------------------------------------------------------------
+# -- what an engine issues
 
 
 class _Handle(dist.Work):
     def __init__(self, events: list[Event], call: int):
         super().__init__()
-        self._events, self._call = events, call
+        self._events = events
+        self._call = call
 
     def wait(self, *args: Any) -> bool:
         self._events.append(Wait(self._call))
@@ -259,8 +278,16 @@ def _collective(name: str) -> Callable[..., Any]:
     return lambda self, *args: self._note(Call(self.group, name))
 
 
-for _name in ("allreduce", "broadcast", "reduce", "alltoall_base", "_allgather_base", "all_gather_single",
-              "_reduce_scatter_base", "reduce_scatter_single"):
+for _name in (
+    "allreduce",
+    "broadcast",
+    "reduce",
+    "alltoall_base",
+    "_allgather_base",
+    "all_gather_single",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+):
     setattr(_Group, _name, _collective(_name))
 
 
@@ -281,7 +308,8 @@ def issued(config: Config, rank: int, steps: int) -> list[Event]:
 
     def group(name: str, ranks: list[int]) -> _Group:
         made = _Group(ranks.index(rank), len(ranks))  # type: ignore[call-arg]
-        made.events, made.group = events, (name, tuple(ranks))
+        made.events = events
+        made.group = (name, tuple(ranks))
         return made
 
     grid = ProcessGrid.imagined(sizes_of(config.parallel), rank, group)

@@ -1,4 +1,5 @@
-"""Runs a function in N Gloo processes: `run_ranks(fn, n, *args)` returns what each rank returned, in rank order."""
+"""Runs a function in N Gloo processes: `run_ranks(fn, n, *args)` returns what each rank returned,
+in rank order."""
 
 from __future__ import annotations
 

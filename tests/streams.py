@@ -1,7 +1,8 @@
 """A stand-in for CUDA streams and events, on a modelled clock.
 
-Work on a stream runs as late as it may: when the host or another stream waits for it. So code that forgets to wait sees
-memory in the state from before. Each piece of work takes a given time of its stream; copies take that of a link.
+Work on a stream runs as late as it may: when the host or another stream waits for it. So code that
+forgets to wait sees memory in the state from before. Each piece of work takes a given time of its
+stream; copies take that of a link.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ class Machine:
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current.stream = self.current_stream(), stream
+        before = self.current_stream()
+        self.current.stream = stream
         try:
             yield
         finally:
             self.current.stream = before
 
-    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> None:
+    def copy(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False
+    ) -> None:
         assert non_blocking
         for target, source in zip(targets, sources, strict=True):
             self.current_stream().add(self._copy(target, source))
@@ -63,8 +67,11 @@ class Machine:
     def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace what torch.cuda has of this."""
         names = {
-            "Stream": lambda device=None: Stream(self), "Event": lambda enable_timing=False: Event(self, enable_timing),
-            "current_stream": self.current_stream, "stream": self.stream}
+            "Stream": lambda device=None: Stream(self),
+            "Event": lambda enable_timing=False: Event(self, enable_timing),
+            "current_stream": self.current_stream,
+            "stream": self.stream,
+        }
         for name, value in names.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch, "_foreach_copy_", self.copy)
@@ -72,7 +79,10 @@ class Machine:
 
 class Stream:
     def __init__(self, machine: Machine):
-        self._machine, self._work, self._done, self.now = machine, list[Callable[[float], float]](), 0, 0.0
+        self._machine = machine
+        self._work = list[Callable[[float], float]]()
+        self._done = 0
+        self.now = 0.0
 
     def add(self, work: Callable[[float], float]) -> int:
         """Queue work that is told when it starts and returns when it ends; returns its place."""
@@ -82,6 +92,7 @@ class Stream:
 
     def compute(self, seconds: float, call: Callable[[], object] = lambda: None) -> None:
         """Queue a kernel that takes so long."""
+
         def run(now: float) -> float:
             call()
             return now + seconds
@@ -105,7 +116,9 @@ class Stream:
 
 class Event:
     def __init__(self, machine: Machine, timed: bool):
-        self._machine, self._timed, self._place = machine, timed, 0
+        self._machine = machine
+        self._timed = timed
+        self._place = 0
         self._at: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:

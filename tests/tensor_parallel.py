@@ -1,4 +1,5 @@
-"""Helpers to compare a layer split over an axis with the same mathematics on whole tensors, in float64."""
+"""Helpers to compare a layer split over an axis with the same mathematics on whole tensors, in
+float64."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ TOLERANCE = {"rtol": 1e-11, "atol": 1e-12}
 
 def values(name: str, *shape: int) -> Tensor:
     """The same float64 numbers on every rank, different for every name."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())), dtype=torch.float64)
+    return torch.randn(
+        shape,
+        generator=torch.Generator().manual_seed(zlib.crc32(name.encode())),
+        dtype=torch.float64,
+    )
 
 
 def leaf(name: str, *shape: int) -> Tensor:
@@ -46,13 +51,17 @@ def gathered(value: Any, axis: Axis) -> list[Any]:
 
 
 def check_gradients(module: nn.Module, whole: dict[str, Tensor], axis: Axis) -> None:
-    """Every local gradient is the part of the whole one; assembled they are it, and its norm is counted once."""
+    """Every local gradient is the part of the whole one; assembled they are it, and its norm is
+    counted once."""
     entries = list(named_placements(module))
     reduce_shared_gradients([(p.grad, placement) for _, p, placement in entries], axis)
     for name, parameter, placement in entries:
         expected = whole[name].grad
         grad = parameter.grad
-        torch.testing.assert_close(grad, placement.take(expected, axis.rank), **TOLERANCE, msg=lambda m: f"{name}: {m}")  # noqa: B023
+        try:
+            torch.testing.assert_close(grad, placement.take(expected, axis.rank), **TOLERANCE)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
         parts = gathered(grad, axis)
         torch.testing.assert_close(placement.assemble(parts), expected, **TOLERANCE)
         if placement.shard is None:
@@ -61,7 +70,9 @@ def check_gradients(module: nn.Module, whole: dict[str, Tensor], axis: Axis) -> 
             dim = placement.shard.dim
             owned = placement.shard.owned(axis.rank, placement.shape[dim])
             counted = grad.movedim(dim, 0)[owned].square().sum()
-        torch.testing.assert_close(sum(gathered(counted, axis)), expected.square().sum(), **TOLERANCE)
+        torch.testing.assert_close(
+            sum(gathered(counted, axis)), expected.square().sum(), **TOLERANCE
+        )
 
 
 @contextmanager
@@ -70,4 +81,6 @@ def traffic(axis: Axis, **calls: int) -> Iterator[None]:
     axis.traffic.clear()
     yield
     expected = {op: n for op, n in calls.items() if n} if axis.size > 1 else {}
-    assert dict(axis.traffic.calls) == expected, f"expected {expected}, counted {dict(axis.traffic.calls)}"
+    assert dict(axis.traffic.calls) == expected, (
+        f"expected {expected}, counted {dict(axis.traffic.calls)}"
+    )

@@ -1,4 +1,5 @@
-"""Words of a command line that cannot be used: each is refused in one line, with what to write instead."""
+"""Words of a command line that cannot be used: each is refused in one line, with what to write
+instead."""
 
 from __future__ import annotations
 
@@ -27,44 +28,88 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("line", "says"), [
-    ("train my.toml --pipeline.schedule 1f2b", "pipedream, own, auto; did you mean --pipeline.schedule 1f1b?"),
-    ("train my.toml --pipeline.schedule zzz", "must be one of naive, gpipe, 1f1b,"),
-    ("train my.toml --pipeline.schedule", "auto; try --pipeline.schedule 1f1b"),
-    ("train my.toml --pipeline.early_switch of", "must be a whole number or one of off, auto; did you mean --pipelin"),
-    ("train my.toml --run.trackers wandb x", "must be one of wandb, mlflow; try --run.trackers wandb"),
-    ("train my.toml --model.bias yes", "must be true or false; try --model.bias true"),
-    ("train my.toml --model.bias", "must be true or false; try --model.bias true"),
-    ("train my.toml --optim.decay_steps 1e3", "must be a whole number; try --optim.decay_steps 1000"),
-    ("train my.toml --optim.lr 0,001", "must be a number; try --optim.lr 0.001"),
-    ("train my.toml --pipeline.split [2,4]", "try --pipeline.split 2 4"),
-    ("train my.toml --optim.betas 0.9 0.9 0.9", "--optim.betas takes 2 values, and '0.9' is one more"),
-    ("train my.toml stray", "'stray' is one argument too many: the command takes CONFIG.toml; leave 'stray' out"),
-    ("train my.toml --train.num_steps 3 4", "--train.num_steps takes one value, and '4' is one more; leave '4' out"),
-    ("train my.toml --run.name my run", "a value with spaces stands in quotation marks: --run.name 'my run'"),
-    ("train my.toml --json true", "--json takes no value, and 'true' stands behind it; write --json alone"),
-    ("train my.toml --json=true", "--json=true: takes no value; write --json alone"),
-    ("train my.toml train.num_steps=3", "'train.num_steps=3' is not a flag; did you mean --train.num_steps 3?"),
-    ("train my.toml -ranks 2", "unknown flag -ranks; did you mean --ranks?"),
-    ("train my.toml --learning_rate 1", "did you mean --optim.lr?"),
-    ("train my.toml --pipelin.schedule 1f1b", "did you mean --pipeline.schedule?"),
-    ("train my.toml --memory.colour 1", "unknown flag --memory.colour; there are --memory.budget, "),
-    ("train --ranks 2 my.toml", "must be a configuration file; try hybridpar train my.toml --ranks 2"),
-    ("train", "must be a configuration file; try hybridpar train my.toml"),
-    ("my.toml", "the first word must be a command; did you mean hybridpar train my.toml?"),
-    ("resume my.toml", "resume is not a command; did you mean train?"),
-    ("colour", "colour is not a command; there are train, verify, "),
-    ("generate", "--checkpoint is missing; try hybridpar generate --checkpoint runs/run"),
-    ("generate runs/a", "'runs/a' stands without a flag; did you mean --checkpoint runs/a?"),
-    ("watch", "RUN is missing; try hybridpar watch RUN"),
-    ("export", "RUN_OR_CHECKPOINT and OUTPUT are missing; try hybridpar export RUN_OR_CHECKPOINT OUTPUT"),
-    ("plan my.toml --cluster", "--cluster: needs a value; --help describes it"),
-    ("preprocess a.txt --kind gtp", "must be one of gpt, bert; did you mean --kind gpt?"),
-    ("train my.toml --train.device gpu", "did you mean --train.device cuda?"),
-    ("doctor now", "'now' is one argument too many: the command takes flags alone"),
-])
-def test_each_is_refused_with_what_to_write(line: str, says: str, inside: Path,
-                                            capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            "train my.toml --pipeline.schedule 1f2b",
+            "pipedream, own, auto; did you mean --pipeline.schedule 1f1b?",
+        ),
+        ("train my.toml --pipeline.schedule zzz", "must be one of naive, gpipe, 1f1b,"),
+        ("train my.toml --pipeline.schedule", "auto; try --pipeline.schedule 1f1b"),
+        (
+            "train my.toml --pipeline.early_switch of",
+            "must be a whole number or one of off, auto; did you mean --pipelin",
+        ),
+        (
+            "train my.toml --run.trackers wandb x",
+            "must be one of wandb, mlflow; try --run.trackers wandb",
+        ),
+        ("train my.toml --model.bias yes", "must be true or false; try --model.bias true"),
+        ("train my.toml --model.bias", "must be true or false; try --model.bias true"),
+        (
+            "train my.toml --optim.decay_steps 1e3",
+            "must be a whole number; try --optim.decay_steps 1000",
+        ),
+        ("train my.toml --optim.lr 0,001", "must be a number; try --optim.lr 0.001"),
+        ("train my.toml --pipeline.split [2,4]", "try --pipeline.split 2 4"),
+        (
+            "train my.toml --optim.betas 0.9 0.9 0.9",
+            "--optim.betas takes 2 values, and '0.9' is one more",
+        ),
+        (
+            "train my.toml stray",
+            "'stray' is one argument too many: the command takes CONFIG.toml; leave 'stray' out",
+        ),
+        (
+            "train my.toml --train.num_steps 3 4",
+            "--train.num_steps takes one value, and '4' is one more; leave '4' out",
+        ),
+        (
+            "train my.toml --run.name my run",
+            "a value with spaces stands in quotation marks: --run.name 'my run'",
+        ),
+        (
+            "train my.toml --json true",
+            "--json takes no value, and 'true' stands behind it; write --json alone",
+        ),
+        ("train my.toml --json=true", "--json=true: takes no value; write --json alone"),
+        (
+            "train my.toml train.num_steps=3",
+            "'train.num_steps=3' is not a flag; did you mean --train.num_steps 3?",
+        ),
+        ("train my.toml -ranks 2", "unknown flag -ranks; did you mean --ranks?"),
+        ("train my.toml --learning_rate 1", "did you mean --optim.lr?"),
+        ("train my.toml --pipelin.schedule 1f1b", "did you mean --pipeline.schedule?"),
+        (
+            "train my.toml --memory.colour 1",
+            "unknown flag --memory.colour; there are --memory.budget, ",
+        ),
+        (
+            "train --ranks 2 my.toml",
+            "must be a configuration file; try hybridpar train my.toml --ranks 2",
+        ),
+        ("train", "must be a configuration file; try hybridpar train my.toml"),
+        ("my.toml", "the first word must be a command; did you mean hybridpar train my.toml?"),
+        ("resume my.toml", "resume is not a command; did you mean train?"),
+        ("colour", "colour is not a command; there are train, verify, "),
+        ("generate", "--checkpoint is missing; try hybridpar generate --checkpoint runs/run"),
+        ("generate runs/a", "'runs/a' stands without a flag; did you mean --checkpoint runs/a?"),
+        ("watch", "RUN is missing; try hybridpar watch RUN"),
+        (
+            "export",
+            "RUN_OR_CHECKPOINT and OUTPUT are missing; try hybridpar export RUN_OR_CHECKPOINT "
+            "OUTPUT",
+        ),
+        ("plan my.toml --cluster", "--cluster: needs a value; --help describes it"),
+        ("preprocess a.txt --kind gtp", "must be one of gpt, bert; did you mean --kind gpt?"),
+        ("train my.toml --train.device gpu", "did you mean --train.device cuda?"),
+        ("doctor now", "'now' is one argument too many: the command takes flags alone"),
+    ],
+)
+def test_each_is_refused_with_what_to_write(
+    line: str, says: str, inside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(line.split())
     said = capsys.readouterr().err
@@ -87,7 +132,11 @@ def test_what_a_refusal_says_to_write_is_accepted(inside: Path) -> None:
     for flag in known:
         for words in wrong_words(flag.kind):
             said = complaint(known, [flag.name, *words])
-            works = said.rstrip("?").partition("try " if "; try " in said else "did you mean ")[2].split()
+            works = (
+                said.rstrip("?")
+                .partition("try " if "; try " in said else "did you mean ")[2]
+                .split()
+            )
             assert works[:1] == [flag.name], said
             assert not complaint(known, works)
             accepted[flag.name] = works
@@ -108,33 +157,46 @@ def test_ranges_suggest_the_default() -> None:
                 changed = dataclasses.replace(settings, **{key: kind(value)})
                 found = problems(dataclasses.replace(usual, **{section.name: changed}), 1)
                 share = rule.below == 1 and not default and value >= 1
-                assert [problem.suggestion for problem in found] == ["0.1" if share and value < 2 else "0.02" if share
-                                                                     else str(default)], found
+                assert [problem.suggestion for problem in found] == [
+                    "0.1" if share and value < 2 else "0.02" if share else str(default)
+                ], found
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("", "is empty: it has no section; try a line [model]"),
-    ("# nothing\n", "is empty: it has no section"),
-    ("[model\n", "line 1, column 7: Expected ']' at the end of a table declaration: [model; try [model]"),
-    ("[model]\nkind = gpt\n", 'line 2, column 8: Invalid value: kind = gpt; try kind = "gpt"'),
-    ("[model]\nnum_layers: 2\n", "num_layers: 2; try num_layers = 2"),
-    ("[model]\nnum_layers =\n", "write a value behind num_layers ="),
-    ("[model]\nnum_layers = 2\nnum_layers = 3\n", "line 3, column 15: Cannot overwrite a value: num_layers = 3; "),
-    ("[model]\n[train]\n[model]\n", "write all keys of a section below its first heading"),
-    ("[model]\nbias = True\n", "try bias = true"),
-    ("[model]\nkind = \u201cgpt\u201d\n", 'try kind = "gpt"'),
-    ("[optim]\nlr = .1\n", "try lr = 0.1"),
-    ("[optim]\nlr = 1,5\n", "try lr = 1.5"),
-    ("[optim]\nspec = None\n", "leave out the line of spec"),
-    ("[optim]\nbetas = (0.9, 0.99)\n", "try betas = [0.9, 0.99]"),
-    ("[train]\nnum_steps = 010\n", "try num_steps = 10"),
-    ('[run]\ndir = "C:\\my runs"\n', "try dir = 'C:\\my runs'"),
-    ('{"model": {}}', "it is JSON; write [section] in one line"),
-    ("model:\n  num_layers: 2\n", "model:; try [model]"),
-    (b"\xff\xfe[\0m\0", "it is UTF-16 text; save it as UTF-8"),
-    (b"\x89PNG\0\0\xff", "it is a binary file, not text"),
-    (b'[run]\nname = "caf\xe9"\n', "line 2, column 12: byte 0xe9 is not UTF-8; save the file as UTF-8"),
-])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is empty: it has no section; try a line [model]"),
+        ("# nothing\n", "is empty: it has no section"),
+        (
+            "[model\n",
+            "line 1, column 7: Expected ']' at the end of a table declaration: [model; try [model]",
+        ),
+        ("[model]\nkind = gpt\n", 'line 2, column 8: Invalid value: kind = gpt; try kind = "gpt"'),
+        ("[model]\nnum_layers: 2\n", "num_layers: 2; try num_layers = 2"),
+        ("[model]\nnum_layers =\n", "write a value behind num_layers ="),
+        (
+            "[model]\nnum_layers = 2\nnum_layers = 3\n",
+            "line 3, column 15: Cannot overwrite a value: num_layers = 3; ",
+        ),
+        ("[model]\n[train]\n[model]\n", "write all keys of a section below its first heading"),
+        ("[model]\nbias = True\n", "try bias = true"),
+        ("[model]\nkind = \u201cgpt\u201d\n", 'try kind = "gpt"'),
+        ("[optim]\nlr = .1\n", "try lr = 0.1"),
+        ("[optim]\nlr = 1,5\n", "try lr = 1.5"),
+        ("[optim]\nspec = None\n", "leave out the line of spec"),
+        ("[optim]\nbetas = (0.9, 0.99)\n", "try betas = [0.9, 0.99]"),
+        ("[train]\nnum_steps = 010\n", "try num_steps = 10"),
+        ('[run]\ndir = "C:\\my runs"\n', "try dir = 'C:\\my runs'"),
+        ('{"model": {}}', "it is JSON; write [section] in one line"),
+        ("model:\n  num_layers: 2\n", "model:; try [model]"),
+        (b"\xff\xfe[\0m\0", "it is UTF-16 text; save it as UTF-8"),
+        (b"\x89PNG\0\0\xff", "it is a binary file, not text"),
+        (
+            b'[run]\nname = "caf\xe9"\n',
+            "line 2, column 12: byte 0xe9 is not UTF-8; save the file as UTF-8",
+        ),
+    ],
+)
 def test_a_file_that_is_no_configuration(text: str | bytes, says: str, tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -144,9 +206,17 @@ def test_a_file_that_is_no_configuration(text: str | bytes, says: str, tmp_path:
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "works"), [
-    ("my.tml", "my.toml"), ("MY.toml", "my.toml"), ("my", "my.toml"), ("folder", "folder/config.toml"),
-    ("foldr/config.toml", "folder/config.toml"), ("colour.toml", "my.toml")])
+@pytest.mark.parametrize(
+    ("name", "works"),
+    [
+        ("my.tml", "my.toml"),
+        ("MY.toml", "my.toml"),
+        ("my", "my.toml"),
+        ("folder", "folder/config.toml"),
+        ("foldr/config.toml", "folder/config.toml"),
+        ("colour.toml", "my.toml"),
+    ],
+)
 def test_the_path_of_a_configuration_that_is_none(name: str, works: str, inside: Path) -> None:
     (inside / "folder").mkdir()
     (inside / "folder" / "config.toml").write_text("[train]\n")
@@ -163,21 +233,45 @@ def test_a_home_folder_is_written_out(inside: Path, monkeypatch: pytest.MonkeyPa
     assert (found.field, found.suggestion) == ("run.dir", '"/home/me/runs"')
 
 
-@pytest.mark.parametrize(("make", "says"), [
-    (lambda m: hybridpar.Trainer(m, optm={"lr": 1}), "did you mean optim?"),
-    (lambda m: hybridpar.Trainer(m, lr=0.1), "try optim={'lr': 0.1}"),
-    (lambda m: hybridpar.Trainer(m, epochs=3), "try train={'num_steps': 3}"),
-    (lambda m: hybridpar.Trainer(m, optim="adamw"), "must be a dict of keys; try optim={'name': 'adamw'}"),
-    (lambda m: hybridpar.Trainer(m, optim=None), "must be a dict of keys; try optim={'name': 'adamw'}"),
-    (lambda m: hybridpar.Trainer(m, datasets=[{"x": 1}]), "datasets = 'a list': must be a dict of datasets"),
-    (lambda m: hybridpar.Trainer(m, dataset={"train": []}), "did you mean datasets?"),
-    (lambda m: hybridpar.Trainer(model=m), "is the first argument, without a name; try Trainer(model, ..)"),
-    (lambda m: hybridpar.Trainer(m, {"optim": {"lr": 1}}), 'try sections as keywords: Trainer(model, optim={"lr"'),
-    (lambda m: hybridpar.Trainer(m, pipeline={"schedule": "1f2b"}), 'did you mean "1f1b"?'),
-    (lambda m: hybridpar.Trainer(m, pipeline={"scheduel": "1f1b"}), "did you mean pipeline.schedule?"),
-    (lambda m: hybridpar.ModelConfig(num_layer=2), "did you mean num_layers?"),
-    (lambda m: hybridpar.ModelConfig(colour=2), "colour = 2: is no setting; there are kind, num_layers,"),
-])
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda m: hybridpar.Trainer(m, optm={"lr": 1}), "did you mean optim?"),
+        (lambda m: hybridpar.Trainer(m, lr=0.1), "try optim={'lr': 0.1}"),
+        (lambda m: hybridpar.Trainer(m, epochs=3), "try train={'num_steps': 3}"),
+        (
+            lambda m: hybridpar.Trainer(m, optim="adamw"),
+            "must be a dict of keys; try optim={'name': 'adamw'}",
+        ),
+        (
+            lambda m: hybridpar.Trainer(m, optim=None),
+            "must be a dict of keys; try optim={'name': 'adamw'}",
+        ),
+        (
+            lambda m: hybridpar.Trainer(m, datasets=[{"x": 1}]),
+            "datasets = 'a list': must be a dict of datasets",
+        ),
+        (lambda m: hybridpar.Trainer(m, dataset={"train": []}), "did you mean datasets?"),
+        (
+            lambda m: hybridpar.Trainer(model=m),
+            "is the first argument, without a name; try Trainer(model, ..)",
+        ),
+        (
+            lambda m: hybridpar.Trainer(m, {"optim": {"lr": 1}}),
+            'try sections as keywords: Trainer(model, optim={"lr"',
+        ),
+        (lambda m: hybridpar.Trainer(m, pipeline={"schedule": "1f2b"}), 'did you mean "1f1b"?'),
+        (
+            lambda m: hybridpar.Trainer(m, pipeline={"scheduel": "1f1b"}),
+            "did you mean pipeline.schedule?",
+        ),
+        (lambda m: hybridpar.ModelConfig(num_layer=2), "did you mean num_layers?"),
+        (
+            lambda m: hybridpar.ModelConfig(colour=2),
+            "colour = 2: is no setting; there are kind, num_layers,",
+        ),
+    ],
+)
 def test_keywords_of_a_program(make: Any, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make(hybridpar.ModelConfig())
@@ -186,12 +280,16 @@ def test_keywords_of_a_program(make: Any, says: str) -> None:
 
 def test_a_section_may_be_an_object_and_a_source_a_path() -> None:
     optim = dataclasses.replace(Config().optim, lr=0.5)
-    trainer = hybridpar.Trainer(hybridpar.ModelConfig(), optim=optim, data={"corpus": Path("a.txt")})
+    trainer = hybridpar.Trainer(
+        hybridpar.ModelConfig(), optim=optim, data={"corpus": Path("a.txt")}
+    )
     assert trainer.config.optim.lr == 0.5
     assert trainer.config.data.corpus == ("a.txt",)
 
 
-def test_every_command_refuses_what_it_does_not_know(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_refuses_what_it_does_not_know(
+    inside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in COMMANDS:
         with pytest.raises(SystemExit) as ended:
             main([name, "my.toml", "--colour", "3"])

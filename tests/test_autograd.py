@@ -1,4 +1,5 @@
-"""Recomputation, and what importing it costs; stages that are recomputed are in pipeline/run/test_stage.py."""
+"""Recomputation, and what importing it costs; stages that are recomputed are in
+pipeline/run/test_stage.py."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def test_what_is_kept_is_the_input_and_hooks_from_outside_see_it() -> None:
         seen.append(x)
         return x
 
-    x, weight = (torch.linspace(low, 1, 5, dtype=torch.float64, requires_grad=True) for low in (-1, 0.5))
+    x, weight = (
+        torch.linspace(low, 1, 5, dtype=torch.float64, requires_grad=True) for low in (-1, 0.5)
+    )
     expected = torch.autograd.grad(function(x, weight), (x, weight))
     with saved_tensors_hooks(see, lambda x: x):
         out = recomputed(function, x, weight)
@@ -55,13 +58,21 @@ def test_it_runs_up_to_the_last_tensor_that_is_needed() -> None:
     assert torch.equal(x.grad, torch.ones(3).exp())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("again", "message"), [
-    (lambda x: x.exp().sum(), "saved 2 tensors at first, and 1 when it ran again"),
-    (lambda x: x[:2].exp().sin().sum(), r"saved \(\(3,\), torch.float32\) at first, and \(\(2,\), torch.float32\)"),
-    (lambda x: x.double().exp().sin().sum(), r"saved .* and \(\(3,\), torch.float64\) when"),
-], ids=["fewer", "shape", "type"])
+@pytest.mark.parametrize(
+    ("again", "message"),
+    [
+        (lambda x: x.exp().sum(), "saved 2 tensors at first, and 1 when it ran again"),
+        (
+            lambda x: x[:2].exp().sin().sum(),
+            r"saved \(\(3,\), torch.float32\) at first, and \(\(2,\), torch.float32\)",
+        ),
+        (lambda x: x.double().exp().sin().sum(), r"saved .* and \(\(3,\), torch.float64\) when"),
+    ],
+    ids=["fewer", "shape", "type"],
+)
 def test_a_function_that_does_something_else_the_second_time_is_refused(
-        again: Callable[[Tensor], Tensor], message: str) -> None:
+    again: Callable[[Tensor], Tensor], message: str
+) -> None:
     runs: list[int] = []
 
     def function(x: Tensor) -> Tensor:
@@ -74,7 +85,9 @@ def test_a_function_that_does_something_else_the_second_time_is_refused(
 
 
 @pytest.mark.parametrize("backward_casts", [False, True])
-def test_it_runs_again_under_the_same_autocast_and_draws_the_same_numbers(backward_casts: bool) -> None:
+def test_it_runs_again_under_the_same_autocast_and_draws_the_same_numbers(
+    backward_casts: bool,
+) -> None:
     """Whatever was drawn since, which goes on as if nothing had been drawn again."""
     weight = torch.randn(8, 8)
 

@@ -1,4 +1,5 @@
-"""hybridpar memory: the report before a run and of what a run recorded, its files, and what is wrong with its input."""
+"""hybridpar memory: the report before a run and of what a run recorded, its files, and what is
+wrong with its input."""
 
 from __future__ import annotations
 
@@ -32,19 +33,29 @@ def recorded(folder: Path, config: Path, traces: dict[int, list[Span]]) -> Path:
     (folder / "config.toml").write_text(to_toml(resolved))
     for rank, spans in traces.items():
         header = replace(HEADER, rank=rank, place={"pp": rank, "dp": 0, "tp": 0})
-        (folder / MEMORY / f"rank{rank}.jsonl").write_text(header_line(header) + "".join(map(span_line, spans)))
+        (folder / MEMORY / f"rank{rank}.jsonl").write_text(
+            header_line(header) + "".join(map(span_line, spans))
+        )
     return folder
 
 
 @pytest.fixture
 def run(tmp_path: Path, config: Path) -> Path:
-    return recorded(tmp_path / "runs" / "my", config, {0: trace(3, rank=0), 1: trace(3, rank=1, unit=64 * KIB)})
+    return recorded(
+        tmp_path / "runs" / "my", config, {0: trace(3, rank=0), 1: trace(3, rank=1, unit=64 * KIB)}
+    )
 
 
-def test_the_peak_before_a_run_is_the_predicted_one(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_peak_before_a_run_is_the_predicted_one(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--parallel.pp", "2", "--parallel.dp", "1", "--checkpoint.asynchronous", "False"]
-    memory = predict(from_mapping({"parallel": {"pp": 2, "dp": 1}, "checkpoint": {"asynchronous": False}},
-                                  load_toml(config)))
+    memory = predict(
+        from_mapping(
+            {"parallel": {"pp": 2, "dp": 1}, "checkpoint": {"asynchronous": False}},
+            load_toml(config),
+        )
+    )
     fullest = max(range(2), key=lambda rank: memory[rank].total)
     assert main(["memory", str(config), *flags, "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
@@ -54,7 +65,12 @@ def test_the_peak_before_a_run_is_the_predicted_one(config: Path, capsys: pytest
     assert plain["peak"]["bytes"] == memory[fullest].total
     assert sum(plain["peak"]["by_category"].values()) == memory[fullest].total
     assert plain["swaps"] == []
-    assert main(["memory", str(config), *flags, "--rank", str(1 - fullest), "--batches", "1", "--json"]) == 0
+    assert (
+        main(
+            ["memory", str(config), *flags, "--rank", str(1 - fullest), "--batches", "1", "--json"]
+        )
+        == 0
+    )
     plain = json.loads(capsys.readouterr().out)
     assert (plain["rank"], plain["num_steps"]) == (1 - fullest, 1)
 
@@ -64,7 +80,11 @@ def test_files(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert main(["memory", str(config), "--output", str(folder), "--batches", "2"]) == 0
     said = capsys.readouterr().out
     assert sorted(path.name for path in folder.iterdir()) == [
-        "memory.html", "memory.perfetto.json", "memory.svg", "trace.jsonl"]
+        "memory.html",
+        "memory.perfetto.json",
+        "memory.svg",
+        "trace.jsonl",
+    ]
     header, spans = read_trace(folder / "trace.jsonl")
     assert header.predicted
     assert {span.step for span in spans} >= {1, 2}
@@ -74,12 +94,29 @@ def test_files(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path)
         assert line in page
 
 
-def test_times_of_a_cluster_make_swaps_possible(config: Path, capsys: pytest.CaptureFixture[str],
-                                                tmp_path: Path) -> None:
+def test_times_of_a_cluster_make_swaps_possible(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     cluster = tmp_path / "cluster.toml"
-    cluster.write_text('servers = 1\ndevices_per_server = 2\ndevice = "v100-16gb"\ninner = "nvlink2"\n')
-    assert main(["memory", str(config), "--parallel.pp", "2", "--train.dtype", "bf16", "--cluster", str(cluster),
-                 "--json"]) == 0
+    cluster.write_text(
+        'servers = 1\ndevices_per_server = 2\ndevice = "v100-16gb"\ninner = "nvlink2"\n'
+    )
+    assert (
+        main(
+            [
+                "memory",
+                str(config),
+                "--parallel.pp",
+                "2",
+                "--train.dtype",
+                "bf16",
+                "--cluster",
+                str(cluster),
+                "--json",
+            ]
+        )
+        == 0
+    )
     plain = json.loads(capsys.readouterr().out)
     assert {swap["link"] for swap in plain["swaps"]} >= {"pcie3", "pcie4", "pcie5", "c2c"}
 
@@ -98,37 +135,56 @@ def test_a_run_shows_the_fullest_rank_or_one(run: Path, capsys: pytest.CaptureFi
     assert "rank 0" in (run / "pictures" / "memory.svg").read_text()
 
 
-def test_what_became_of_planned_memory(run: Path, config: Path, capsys: pytest.CaptureFixture[str],
-                                       tmp_path: Path) -> None:
+def test_what_became_of_planned_memory(
+    run: Path, config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     counts = Counts(hits=1200, occupied=3, top=1 << 20, most_living=1 << 20, num_bytes=1 << 20)
     empty = recorded(tmp_path / "none", config, {})
     for folder in (run, empty):
         (folder / MEMORY / "planned1.json").write_text(json.dumps(asdict(counts)))
         assert main(["memory", "--run", str(folder)]) == 0
-        assert capsys.readouterr().out.splitlines()[-1].split() == ["1", "1.00", "1.00", "1.00", "1,200", "0", "3", "0"]
+        assert capsys.readouterr().out.splitlines()[-1].split() == [
+            "1",
+            "1.00",
+            "1.00",
+            "1.00",
+            "1,200",
+            "0",
+            "3",
+            "0",
+        ]
         assert main(["memory", "--run", str(folder), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["planned"] == {"1": asdict(counts)}
     (run / MEMORY / "planned1.json").write_text("[]")
     assert "planned1.json: is no count of planned memory" in fails(capsys, "memory", "--run", run)
 
 
-def test_check_says_what_a_plan_would_make_of_it(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_what_a_plan_would_make_of_it(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--parallel.pp", "2", "--ranks", "2", "--train.planned_memory", "True"]
     assert main(["check", str(config), *flags]) == 0
     assert "planned memory: on rank 0 an arena of 0." in capsys.readouterr().out
     assert main(["check", str(config), *flags, "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)["planned"]
-    assert plain["largest_live"] <= plain["arena"] <= 1.2 * plain["largest_live"] < plain["reserved"]
+    assert (
+        plain["largest_live"] <= plain["arena"] <= 1.2 * plain["largest_live"] < plain["reserved"]
+    )
     compressed = ["--parallel.dp", "2", "--compression.gradients", "dct", *flags[2:]]
     assert main(["check", str(config), *compressed, "--json"]) == 0
     assert "planned" not in json.loads(capsys.readouterr().out)  # no events are predicted
 
 
-def test_what_cannot_be(run: Path, config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "rank = 7: the grid has 1 ranks, from 0 on; try 0" in fails(capsys, "memory", config, "--rank", "7")
-    assert "rank = 7: was not recorded, but 0, 1 were; try 0" in fails(capsys, "memory", "--run", run, "--rank", "7")
-    assert "nowhere': does not exist; try" in fails(
-        capsys, "memory", "--run", tmp_path / "nowhere")
+def test_what_cannot_be(
+    run: Path, config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "rank = 7: the grid has 1 ranks, from 0 on; try 0" in fails(
+        capsys, "memory", config, "--rank", "7"
+    )
+    assert "rank = 7: was not recorded, but 0, 1 were; try 0" in fails(
+        capsys, "memory", "--run", run, "--rank", "7"
+    )
+    assert "nowhere': does not exist; try" in fails(capsys, "memory", "--run", tmp_path / "nowhere")
     message = fails(capsys, "memory", config, "--run", tmp_path / "nowhere")
     assert "nowhere': is not a run folder; try runs/NAME" in message
     empty = recorded(tmp_path / "empty", config, {})
@@ -149,11 +205,14 @@ def test_what_cannot_be(run: Path, config: Path, capsys: pytest.CaptureFixture[s
     assert file.read_text() == "mine"
 
 
-def test_an_output_does_not_replace_the_configuration(tmp_path: Path, config: Path,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_output_does_not_replace_the_configuration(
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mine = tmp_path / "memory.svg"
     mine.write_text(config.read_text())
-    assert "is what is read, and would be lost" in fails(capsys, "memory", mine, "--output", tmp_path)
+    assert "is what is read, and would be lost" in fails(
+        capsys, "memory", mine, "--output", tmp_path
+    )
 
 
 def test_check_says_the_short_form(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,20 +222,35 @@ def test_check_says_the_short_form(config: Path, capsys: pytest.CaptureFixture[s
     assert "would save" in said
 
 
-def test_a_trace_of_another_grid_is_refused_and_one_beyond_the_grid_is_old(run: Path,
-                                                                           capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_of_another_grid_is_refused_and_one_beyond_the_grid_is_old(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     old = run / MEMORY / "rank2.jsonl"
     old.write_text("old")
     assert main(["memory", "--run", str(run), "--json"]) == 0
     capsys.readouterr()
     path = run / MEMORY / "rank0.jsonl"
-    path.write_text(header_line(Header(place={"pp": 0, "dp": 1, "tp": 0})) + "".join(map(span_line, trace(1))))
+    path.write_text(
+        header_line(Header(place={"pp": 0, "dp": 1, "tp": 0})) + "".join(map(span_line, trace(1)))
+    )
     message = fails(capsys, "memory", "--run", run)
-    assert "rank0.jsonl: is of rank 0 at {'pp': 0, 'dp': 1, 'tp': 0}; rank 0 of this run is at" in message
+    assert (
+        "rank0.jsonl: is of rank 0 at {'pp': 0, 'dp': 1, 'tp': 0}; rank 0 of this run is at"
+        in message
+    )
 
 
 def test_a_rank_that_recorded_nothing_yet(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run / MEMORY / "rank1.jsonl"
     path.write_text(path.read_text().splitlines(keepends=True)[0])
     assert main(["memory", "--run", str(run)]) == 0
-    assert capsys.readouterr().out.splitlines()[3].split() == ["1", "pp=1", "dp=0", "tp=0", "-", "-", "0", "0.00"]
+    assert capsys.readouterr().out.splitlines()[3].split() == [
+        "1",
+        "pp=1",
+        "dp=0",
+        "tp=0",
+        "-",
+        "-",
+        "0",
+        "0.00",
+    ]

@@ -1,4 +1,5 @@
-"""The configuration: what is read is what was written, and every mistake is named, with what would work."""
+"""The configuration: what is read is what was written, and every mistake is named, with what would
+work."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ def test_toml_round_trip(path: Path, tmp_path: Path) -> None:
     assert config.run.name == path.stem
 
 
-@given(lr=st.floats(0, 1), betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)), split=st.lists(st.integers(1, 9)))
+@given(
+    lr=st.floats(0, 1),
+    betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),
+    split=st.lists(st.integers(1, 9)),
+)
 def test_values_survive(lr: float, betas: tuple[float, float], split: list[int]) -> None:
     changes = {"optim": {"lr": lr, "betas": list(betas)}, "pipeline": {"split": split}}
     config = from_mapping(changes)
@@ -38,39 +43,78 @@ def test_a_file_changes_only_what_it_names() -> None:
     assert from_mapping({"model": {"hidden_size": 64}}, base).model.num_layers == 7
 
 
-@pytest.mark.parametrize(("document", "says"), [
-    ({"modle": {}}, "modle = '...': is not a section of the configuration; did you mean [model]?"),
-    ({"hidden_size": 64}, "hidden_size = 64: is a key of [model], and stands in no section; try model.hidden_size"),
-    ({"model": 3}, "is a section and needs keys"),
-    ({"model": {"num_layer": 3}},
-     "model.num_layer = 3: is not a key of the configuration; did you mean model.num_layers?"),
-    ({"train": {"lr": 0.1}}, "train.lr = 0.1: is not a key of the configuration; did you mean optim.lr or outer.lr?"),
-    ({"parallel": {"tensor_model_parallel_size": 2}}, "flag of Megatron-LM (docs/coming_from.md); try parallel.tp"),
-    ({"train": {"bf16": True}}, 'flag of Megatron-LM (docs/coming_from.md); try train.dtype = "bf16"'),
-    ({"model": {"num_attention_heads": 8}}, "(docs/coming_from.md); try model.num_heads"),
-    ({"train": {"overlap-grad-reduce": True}}, "(docs/coming_from.md); try without it"),
-    ({"model": {"num_layers": "3"}}, "model.num_layers = '3': must be of type int; try 3"),
-    ({"model": {"num_layers": True}}, "must be of type int"),
-    ({"model": {"num_layers": 3.0}}, "must be of type int; try 3"),
-    ({"model": {"kind": "gtp"}}, "model.kind = 'gtp': must be one of gpt, bert; did you mean \"gpt\"?"),
-    ({"optim": {"betas": [0.9]}}, "optim.betas = [0.9]: must have 2 entries; try [0.9, 0.999]"),
-    ({"model": {"kind": "Brt"}}, "model.kind = 'Brt': must be one of gpt, bert; did you mean \"bert\"?"),
-    ({"model": {"bias": 1}}, "model.bias = 1: must be of type bool; try true"),
-    ({"model": {"bias": "off"}}, "model.bias = 'off': must be of type bool; try false"),
-    ({"optim": {"lr": "1e-3"}}, "optim.lr = '1e-3': must be of type float; try 0.001"),
-    ({"optim": {"lr": "fast"}}, "must be of type float; try 0.0003"),
-    ({"optim": {"learning_rate": 0.1}}, "did you mean optim.lr?"),
-    ({"model": {"n_layer": 2}}, "did you mean model.num_layers?"),
-    ({"model": {"colour": 2}}, "model.colour = 2: is not a key of [model]; hybridpar train --help lists all"),
-    ({"memory": {"colour": 2}}, "is not a key of [memory]; there are budget, folder,"),
-    ({"batch_size": 2}, "stands in no section, and is not the name of one; did you mean train.micro_batch_size?"),
-    ({"optimizer": {}}, "did you mean [optim]?"),
-    ({"colour": {}}, "is not a section of the configuration; there are model, parallel, pipeline, optim, train,"),
-    ({"optim": "sgd"}, """try [optim] in a line, and name = "adamw" in the next one"""),
-    ({"run": {"trackers": "wand"}}, "run.trackers = 'wand': must be one of wandb, mlflow; did you mean \"wandb\"?"),
-    ({"pipeline": {"split": "3,4"}}, "must be a list; try [3, 4]"),
-    ({"pipeline": {"split": [3, "4"]}}, "must be of type int"),
-])
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        (
+            {"modle": {}},
+            "modle = '...': is not a section of the configuration; did you mean [model]?",
+        ),
+        (
+            {"hidden_size": 64},
+            "hidden_size = 64: is a key of [model], and stands in no section; try model.hidden_size",
+        ),
+        ({"model": 3}, "is a section and needs keys"),
+        (
+            {"model": {"num_layer": 3}},
+            "model.num_layer = 3: is not a key of the configuration; did you mean model.num_layers?",
+        ),
+        (
+            {"train": {"lr": 0.1}},
+            "train.lr = 0.1: is not a key of the configuration; did you mean optim.lr or outer.lr?",
+        ),
+        (
+            {"parallel": {"tensor_model_parallel_size": 2}},
+            "flag of Megatron-LM (docs/coming_from.md); try parallel.tp",
+        ),
+        (
+            {"train": {"bf16": True}},
+            'flag of Megatron-LM (docs/coming_from.md); try train.dtype = "bf16"',
+        ),
+        ({"model": {"num_attention_heads": 8}}, "(docs/coming_from.md); try model.num_heads"),
+        ({"train": {"overlap-grad-reduce": True}}, "(docs/coming_from.md); try without it"),
+        ({"model": {"num_layers": "3"}}, "model.num_layers = '3': must be of type int; try 3"),
+        ({"model": {"num_layers": True}}, "must be of type int"),
+        ({"model": {"num_layers": 3.0}}, "must be of type int; try 3"),
+        (
+            {"model": {"kind": "gtp"}},
+            "model.kind = 'gtp': must be one of gpt, bert; did you mean \"gpt\"?",
+        ),
+        ({"optim": {"betas": [0.9]}}, "optim.betas = [0.9]: must have 2 entries; try [0.9, 0.999]"),
+        (
+            {"model": {"kind": "Brt"}},
+            "model.kind = 'Brt': must be one of gpt, bert; did you mean \"bert\"?",
+        ),
+        ({"model": {"bias": 1}}, "model.bias = 1: must be of type bool; try true"),
+        ({"model": {"bias": "off"}}, "model.bias = 'off': must be of type bool; try false"),
+        ({"optim": {"lr": "1e-3"}}, "optim.lr = '1e-3': must be of type float; try 0.001"),
+        ({"optim": {"lr": "fast"}}, "must be of type float; try 0.0003"),
+        ({"optim": {"learning_rate": 0.1}}, "did you mean optim.lr?"),
+        ({"model": {"n_layer": 2}}, "did you mean model.num_layers?"),
+        (
+            {"model": {"colour": 2}},
+            "model.colour = 2: is not a key of [model]; hybridpar train --help lists all",
+        ),
+        ({"memory": {"colour": 2}}, "is not a key of [memory]; there are budget, folder,"),
+        (
+            {"batch_size": 2},
+            "stands in no section, and is not the name of one; did you mean train.micro_batch_size?",
+        ),
+        ({"optimizer": {}}, "did you mean [optim]?"),
+        (
+            {"colour": {}},
+            "is not a section of the configuration; there are model, parallel, pipeline, optim, "
+            "train,",
+        ),
+        ({"optim": "sgd"}, """try [optim] in a line, and name = "adamw" in the next one"""),
+        (
+            {"run": {"trackers": "wand"}},
+            "run.trackers = 'wand': must be one of wandb, mlflow; did you mean \"wandb\"?",
+        ),
+        ({"pipeline": {"split": "3,4"}}, "must be a list; try [3, 4]"),
+        ({"pipeline": {"split": [3, "4"]}}, "must be of type int"),
+    ],
+)
 def test_mistakes_are_named(document: dict, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping(document)
@@ -115,39 +159,65 @@ def test_one_value_of_a_list_may_stand_alone() -> None:
 
 
 def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "TORCHELASTIC_RUN_ID"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GLOO_SOCKET_IFNAME",
+        "TORCHELASTIC_RUN_ID",
+    ):
         monkeypatch.delenv(name, raising=False)
     assert Launch.from_environment() == Launch(0, 0, 1, 1)
-    for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")):
+    for name, value in (
+        ("RANK", "5"),
+        ("LOCAL_RANK", "1"),
+        ("WORLD_SIZE", "8"),
+        ("LOCAL_WORLD_SIZE", "4"),
+    ):
         monkeypatch.setenv(name, value)
     assert Launch.from_environment() == Launch(5, 1, 8, 4, launched=True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert Launch.from_environment(["train"]) == Launch(5, 1, 8, 8, launched=True, loopback=True, args=("train",))
+    assert Launch.from_environment(["train"]) == Launch(
+        5, 1, 8, 8, launched=True, loopback=True, args=("train",)
+    )
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert not Launch.from_environment().loopback
     for name, supervisor in (("hybridpar", 0), (f"{JOB}17", 17)):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
         assert Launch.from_environment().supervisor == supervisor
         assert Launch.from_environment().agent == 0  # this test's parent is no torchrun
-    for name, value, rule in (("RANK", "8", "below WORLD_SIZE = 8"), ("LOCAL_RANK", "-1", "a whole number"),
-                              ("LOCAL_RANK", "8", "below LOCAL_WORLD_SIZE = 8"),
-                              ("LOCAL_WORLD_SIZE", "0", "a whole number from 1 to 8"),
-                              ("WORLD_SIZE", "two", "a whole number"), ("WORLD_SIZE", "0", "a whole number from 1"),
-                              ("MASTER_PORT", "99999", "a whole number from 1 to 65535")):
+    for name, value, rule in (
+        ("RANK", "8", "below WORLD_SIZE = 8"),
+        ("LOCAL_RANK", "-1", "a whole number"),
+        ("LOCAL_RANK", "8", "below LOCAL_WORLD_SIZE = 8"),
+        ("LOCAL_WORLD_SIZE", "0", "a whole number from 1 to 8"),
+        ("WORLD_SIZE", "two", "a whole number"),
+        ("WORLD_SIZE", "0", "a whole number from 1"),
+        ("MASTER_PORT", "99999", "a whole number from 1 to 65535"),
+    ):
         monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError, match=f"{name} = .*{rule}"):
             Launch.from_environment()
         monkeypatch.setenv(name, "1")
 
 
-@pytest.mark.parametrize(("given", "expected"), [
-    ({"RANK": "1"}, "RANK = '1': .*below WORLD_SIZE = 1"),
-    ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE = '2': .*at most WORLD_SIZE = 1"),
-    ({"WORLD_SIZE": "4"}, (0, 0, 4, 4)), ({"LOCAL_RANK": "1"}, (0, 1, 1, 1)),
-    ({"RANK": "5", "WORLD_SIZE": "8"}, (5, 5, 8, 8)),
-    ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (5, 1, 8, 4)),
-    ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, (5, 1, 8, 8))], ids=str)
-def test_launch_without_a_variable(given: dict[str, str], expected: object, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"RANK": "1"}, "RANK = '1': .*below WORLD_SIZE = 1"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE = '2': .*at most WORLD_SIZE = 1"),
+        ({"WORLD_SIZE": "4"}, (0, 0, 4, 4)),
+        ({"LOCAL_RANK": "1"}, (0, 1, 1, 1)),
+        ({"RANK": "5", "WORLD_SIZE": "8"}, (5, 5, 8, 8)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (5, 1, 8, 4)),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, (5, 1, 8, 8)),
+    ],
+    ids=str,
+)
+def test_launch_without_a_variable(
+    given: dict[str, str], expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
@@ -162,8 +232,13 @@ def test_launch_without_a_variable(given: dict[str, str], expected: object, monk
 
 
 def test_batch_sizes() -> None:
-    config: Config = from_mapping({
-        "model": {"seq_length": 10}, "parallel": {"dp": 3}, "pipeline": {"num_microbatches": 5},
-        "train": {"micro_batch_size": 2}})
+    config: Config = from_mapping(
+        {
+            "model": {"seq_length": 10},
+            "parallel": {"dp": 3},
+            "pipeline": {"num_microbatches": 5},
+            "train": {"micro_batch_size": 2},
+        }
+    )
     assert config.global_batch_size == 30
     assert config.batch_tokens == 300

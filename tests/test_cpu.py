@@ -14,11 +14,14 @@ from hybridpar import cpu
 from hybridpar.cpu import host_room, zeros
 
 SMAPS = Path("/proc/self/smaps")
-linux = pytest.mark.skipif(not (SMAPS.exists() and hasattr(mmap, "MADV_HUGEPAGE")), reason="needs Linux's huge pages")
+linux = pytest.mark.skipif(
+    not (SMAPS.exists() and hasattr(mmap, "MADV_HUGEPAGE")), reason="needs Linux's huge pages"
+)
 
 
 def flags_at(address: int) -> list[str]:
-    """The VmFlags of the mapping that holds an address (man 5 proc); 'hg': huge pages were asked for."""
+    """The VmFlags of the mapping that holds an address (man 5 proc); 'hg': huge pages were asked
+    for."""
     inside = False
     for line in SMAPS.read_text().splitlines():
         first, *rest = line.split()
@@ -41,7 +44,8 @@ def test_large_zeros_ask_for_huge_pages_from_end_to_end() -> None:
 
 @linux
 def test_memory_near_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, place = torch.device("cuda", 0), SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    gpu = torch.device("cuda", 0)
+    place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: place)
     monkeypatch.setattr(cpu, "_PCI", tmp_path)
@@ -54,7 +58,11 @@ def test_memory_near_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     maps = Path("/proc/self/numa_maps")
     if not maps.exists():
         pytest.skip("this kernel knows no NUMA")
-    start = max(found for line in maps.read_text().splitlines() if (found := int(line.split()[0], 16)) <= x.data_ptr())
+    start = max(
+        found
+        for line in maps.read_text().splitlines()
+        if (found := int(line.split()[0], 16)) <= x.data_ptr()
+    )
     assert f"{start:x} prefer:0" in maps.read_text().replace("=", ":")
 
 
@@ -64,14 +72,17 @@ def test_zeros_are_those_of_torch(device: str, shape: int | tuple[int, ...]) -> 
     used: list[Tensor] = [torch.ones(shape) for _ in range(2)]
     del used  # whose memory may be taken again
     for dtype in (torch.float32, torch.bfloat16):
-        x, expected = zeros(shape, dtype, device), torch.zeros(shape, dtype=dtype, device=device)
+        x = zeros(shape, dtype, device)
+        expected = torch.zeros(shape, dtype=dtype, device=device)
         assert (x.shape, x.dtype, x.device) == (expected.shape, expected.dtype, expected.device)
         assert device == "meta" or torch.equal(x, expected)
 
 
 def test_what_the_host_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of the machine's memory and of the limits of this control group and those above it."""
-    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    """The least of the machine's memory and of the limits of this control group and those above
+    it."""
+    proc = tmp_path / "proc"
+    groups = tmp_path / "cgroup"
     monkeypatch.setattr(cpu, "_PROC", proc)
     monkeypatch.setattr(cpu, "_CGROUPS", groups)
     assert host_room() > 1 << 60, "not Linux: unknown"

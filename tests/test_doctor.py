@@ -1,4 +1,5 @@
-"""`hybridpar doctor`: what is here, what was built, what each operator runs, and why not other code."""
+"""`hybridpar doctor`: what is here, what was built, what each operator runs, and why not other
+code."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from hybridpar.cli.doctor import lines
 from hybridpar.ops import registry
 
 
-def test_says_what_every_operator_runs_and_why_not_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_says_what_every_operator_runs_and_why_not_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     status = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)
     built = native.missing() is None
@@ -26,7 +29,10 @@ def test_says_what_every_operator_runs_and_why_not_the_others(capsys: pytest.Cap
     for op, choice in found["operators"]["cpu"].items():
         for dtype in {"float32", "bfloat16"} - set(choice["measured"]):
             compiled = built and any(row.name == "cpp" for row in registry.backends(op))
-            compiled = compiled and (op, dtype) != ("sparse", "bfloat16")  # a type that gradients never have
+            compiled = compiled and (op, dtype) != (
+                "sparse",
+                "bfloat16",
+            )  # a type that gradients never have
             assert choice[dtype] == ("cpp" if compiled else "torch")
         others = {row.name for row in registry.backends(op)} - {"torch"}
         assert set(choice["cannot"]) == (others - {"cpp"} if built else others)
@@ -36,7 +42,9 @@ def test_says_what_every_operator_runs_and_why_not_the_others(capsys: pytest.Cap
     assert "not apex for any: runs on a GPU, not on cpu" in text
 
 
-def test_a_missing_extension_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_extension_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(native, "missing", lambda: "the extension is not built (no compiler)")
     assert main(["doctor"]) == 1
     out, err = capsys.readouterr()

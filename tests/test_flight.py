@@ -60,13 +60,23 @@ def test_a_phase_begins_anew_and_an_end_keeps_what_was_done(tmp_path: Path) -> N
     flight.end(LOST, "é" * 1000)
     found = read(tmp_path / "rank")
     assert found is not None
-    assert (found.phase, found.action, found.peers, found.error) == (LOST, "F0@1v0", (0,), "é" * 256)
+    assert (found.phase, found.action, found.peers, found.error) == (
+        LOST,
+        "F0@1v0",
+        (0,),
+        "é" * 256,
+    )
     with Waiting(flight, "recv", "pp", 0):
         pass
     flight.phase("saving")
     found = read(tmp_path / "rank")
     assert found is not None
-    assert (found.kind, found.waits, found.limit_s, found.situation()) == ("", False, 0.0, " while saving")
+    assert (found.kind, found.waits, found.limit_s, found.situation()) == (
+        "",
+        False,
+        0.0,
+        " while saving",
+    )
     flight.end(LOST, "connection closed")
     assert (ended := flight.read()) is not None
     assert ended.situation() == "", "an end is no phase to be in"
@@ -144,7 +154,9 @@ def test_a_second_record_of_one_name_is_found(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir(exist_ok=True)
         for flight in records:
             flight.leave()
-        records.append(Flight(tmp_path / folder / "rank_98765", {"pid": os.getpid(), "folder": folder}))
+        records.append(
+            Flight(tmp_path / folder / "rank_98765", {"pid": os.getpid(), "folder": folder})
+        )
         records[-1].phase(f"training {len(records)}")
         observer._search_at = 0.0
         record, _ = observer.look()

@@ -30,7 +30,9 @@ def test_one_process_needs_no_process_group() -> None:
     assert grid.rank == 0
     assert grid.describe() == "rank 0 (stage 0, replica 0, tensor part 0)"
     place = {"pp": 1, "dp": 0, "tp": 1}
-    assert describe(5, range(1, 6, 2), place) == "rank 5 (stages 1, 3 and 5, replica 0, tensor part 1)"
+    assert (
+        describe(5, range(1, 6, 2), place) == "rank 5 (stages 1, 3 and 5, replica 0, tensor part 1)"
+    )
 
 
 def test_axes_count_separately() -> None:
@@ -54,7 +56,9 @@ def test_sizes_that_are_none(sizes: Any) -> None:
 
 
 def test_more_ranks_than_processes() -> None:
-    with pytest.raises(ConfigError, match=r"pp \* dp \* tp is 6 but the job has 1 processes; try torchrun"):
+    with pytest.raises(
+        ConfigError, match=r"pp \* dp \* tp is 6 but the job has 1 processes; try torchrun"
+    ):
         ProcessGrid(tp=3, pp=2)
 
 
@@ -83,9 +87,12 @@ def describe_axes(tp: int, pp: int, dp: int) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 3, 1), (1, 3, 2), (2, 2, 2), (3, 1, 1), (1, 2, 1)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp"), [(2, 3, 1), (1, 3, 2), (2, 2, 2), (3, 1, 1), (1, 2, 1)]
+)
 def test_rank_order(tp: int, pp: int, dp: int) -> None:
-    """tp fastest, then dp, then pp; every axis holds the ranks that differ in its coordinate only."""
+    """tp fastest, then dp, then pp; every axis holds the ranks that differ in its coordinate
+    only."""
     axes = run_ranks(describe_axes, tp * pp * dp, tp, pp, dp)
     for s, d, t in product(range(pp), range(dp), range(tp)):
         rank = (s * dp + d) * tp + t
@@ -94,7 +101,8 @@ def test_rank_order(tp: int, pp: int, dp: int) -> None:
         assert axes[rank] == {
             "tp": tuple((s * dp + d) * tp + i for i in range(tp)),
             "dp": tuple((s * dp + i) * tp + t for i in range(dp)),
-            "pp": line, "pp_reverse": line,
+            "pp": line,
+            "pp_reverse": line,
             "ends": ends if pp > 1 and s in (0, pp - 1) else (rank,),
             "world": tuple(range(tp * pp * dp)),
         }
@@ -119,7 +127,8 @@ def test_any_axes_and_lines_joined_of_them() -> None:
 
 def test_sites_are_outermost_and_each_has_all_lines_of_a_grid() -> None:
     sizes = sizes_of(ParallelConfig(pp=2, tp=2, dp=1, sites=2))
-    lines, one = lines_of(sizes), lines_of(sizes_of(ParallelConfig(pp=2, tp=2, dp=1)))
+    lines = lines_of(sizes)
+    one = lines_of(sizes_of(ParallelConfig(pp=2, tp=2, dp=1)))
     assert lines["site"] == [[rank, rank + 4] for rank in range(4)]
     assert lines["home"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert not {"site", "home"} & set(one)
@@ -127,7 +136,12 @@ def test_sites_are_outermost_and_each_has_all_lines_of_a_grid() -> None:
         of_both = [[rank + first for rank in line] for first in (0, 4) for line in one[name]]
         assert sorted(lines[name]) == sorted(of_both)
     grid = ProcessGrid.imagined(sizes, 5, lambda name, ranks: name)
-    assert (grid.site.rank, grid.home.ranks, grid.replica, grid.num_replicas) == (1, (4, 5, 6, 7), 1, 2)
+    assert (grid.site.rank, grid.home.ranks, grid.replica, grid.num_replicas) == (
+        1,
+        (4, 5, 6, 7),
+        1,
+        2,
+    )
     alone = ProcessGrid()
     assert alone.home is alone.world
     assert alone.site.size == 1
@@ -136,7 +150,8 @@ def test_sites_are_outermost_and_each_has_all_lines_of_a_grid() -> None:
 def wrong_size_and_two_grids() -> None:
     with pytest.raises(ConfigError, match="is 3 but the job has 2"):
         ProcessGrid(tp=3)
-    a, b = ProcessGrid(tp=2), ProcessGrid(dp=2)
+    a = ProcessGrid(tp=2)
+    b = ProcessGrid(dp=2)
     assert (a.tp.size, a.dp.size, b.tp.size, b.dp.size) == (2, 1, 1, 2)
     alone = ProcessGrid()  # a grid of one's own, inside a job
     assert alone.tp.ranks == (dist.get_rank(),)
@@ -160,10 +175,14 @@ def one_thread_and_one_timeout_for_all_groups() -> None:
 
 
 def socket_threads() -> int:
-    return sum(path.read_text().startswith("gloo_tcp") for path in Path("/proc/self/task").glob("*/comm"))
+    return sum(
+        path.read_text().startswith("gloo_tcp") for path in Path("/proc/self/task").glob("*/comm")
+    )
 
 
 @pytest.mark.ranks
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads the way Linux shows them")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="counts threads the way Linux shows them"
+)
 def test_one_thread_and_one_timeout_for_all_groups() -> None:
     run_ranks(one_thread_and_one_timeout_for_all_groups, 2)

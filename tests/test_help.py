@@ -1,4 +1,5 @@
-"""Every flag of every command, and every key of the configuration, has a description; the help shows the usual ones."""
+"""Every flag of every command, and every key of the configuration, has a description; the help
+shows the usual ones."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from hybridpar.config import Config
 SECTIONS = {field.name: type(getattr(Config(), field.name)) for field in dataclasses.fields(Config)}
 
 
-WITH_CONFIG = [name for name, command in COMMANDS.items() if "config" in command.__dataclass_fields__]
+WITH_CONFIG = [
+    name for name, command in COMMANDS.items() if "config" in command.__dataclass_fields__
+]
 
 
 def without_description(settings: type) -> set[str]:
@@ -43,8 +46,9 @@ def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("name", WITH_CONFIG)
-def test_the_short_help_names_what_people_set(name: str, width: int, capsys: pytest.CaptureFixture[str],
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_short_help_names_what_people_set(
+    name: str, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     lines = shown(capsys, name, "--help").splitlines()
     assert len(lines) < 100
@@ -66,8 +70,9 @@ def test_settings_of_the_short_help_take_a_line_each_and_exist() -> None:
         assert len(text) <= 46
 
 
-def test_the_whole_help_has_every_flag_by_section(capsys: pytest.CaptureFixture[str],
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_help_has_every_flag_by_section(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = shown(capsys, "train", "--help-all")
     for flag in flags_of(COMMANDS["train"], Config()):

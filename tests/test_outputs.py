@@ -1,4 +1,5 @@
-"""Files that flags name: one that cannot be written is refused at once, and nothing of the user's is lost."""
+"""Files that flags name: one that cannot be written is refused at once, and nothing of the user's
+is lost."""
 
 from __future__ import annotations
 
@@ -22,13 +23,18 @@ def refused(read: list[Path | str], **paths: str | None) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_written_is_refused_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_is_refused_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine = tmp_path / "mine.txt"
     mine.write_text("mine")
-    for path, rule in ((tmp_path, "is a folder, not a file; try"), ("", "is a folder, not a file; try FILE"),
-                       (mine / "x", "cannot be written (Not a directory); try"),
-                       (mine / "deep" / "x", "cannot be written (Not a directory); try"),
-                       (tmp_path / ("x" * 300), "cannot be written (File name too long); try")):
+    for path, rule in (
+        (tmp_path, "is a folder, not a file; try"),
+        ("", "is a folder, not a file; try FILE"),
+        (mine / "x", "cannot be written (Not a directory); try"),
+        (mine / "deep" / "x", "cannot be written (Not a directory); try"),
+        (tmp_path / ("x" * 300), "cannot be written (File name too long); try"),
+    ):
         assert rule in refused([], out=str(path))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert "cannot be written (Permission denied)" in refused([], out=str(mine))
@@ -37,7 +43,8 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_left(tmp_path: Path, m
 
 
 def test_an_output_takes_the_place_of_no_input_and_of_no_other_output(tmp_path: Path) -> None:
-    read, new = tmp_path / "a.toml", str(tmp_path / "new")
+    read = tmp_path / "a.toml"
+    new = str(tmp_path / "new")
     read.write_text("")
     (tmp_path / "link").symlink_to(read)
     assert "is what is read, and would be lost; try" in refused([read, ""], out=str(read))
@@ -80,26 +87,47 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_text(path, "new")
-    with pytest.raises(ConfigError, match=r"out = .*cannot be written \(No space left on device\); try"):
+    with pytest.raises(
+        ConfigError, match=r"out = .*cannot be written \(No space left on device\); try"
+    ):
         write_output("out", str(path), "new")
     assert os.listdir(tmp_path) == ["plan.toml"]
     assert path.read_text() == "old"
 
 
-@pytest.mark.parametrize(("command", "flag"), [
-    ("plan", "output"), ("plan", "svg"), ("profile", "output"), ("simulate", "svg"), ("simulate", "perfetto"),
-    ("graph", "output"), ("place", "output"),
-])
-def test_every_command_looks_first(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, flag: str,
-                                   monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("plan", "output"),
+        ("plan", "svg"),
+        ("profile", "output"),
+        ("simulate", "svg"),
+        ("simulate", "perfetto"),
+        ("graph", "output"),
+        ("place", "output"),
+    ],
+)
+def test_every_command_looks_first(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    flag: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Before it reads the profile, which is not there, or measures anything."""
     monkeypatch.chdir(tmp_path)
     config = write_config(tmp_path)
     before = sorted(os.listdir(tmp_path))
-    others = {"plan": ["--profile", "none.json"], "simulate": ["--profile", "none.json"],
-              "graph": ["--profile", "none.json"]}.get(command, [])
-    for path, rule in ((tmp_path, "is a folder, not a file"), (config / "x", "cannot be written (Not a directory)"),
-                       (config, "is what is read, and would be lost")):
+    others = {
+        "plan": ["--profile", "none.json"],
+        "simulate": ["--profile", "none.json"],
+        "graph": ["--profile", "none.json"],
+    }.get(command, [])
+    for path, rule in (
+        (tmp_path, "is a folder, not a file"),
+        (config / "x", "cannot be written (Not a directory)"),
+        (config, "is what is read, and would be lost"),
+    ):
         assert main([command, str(config), *others, f"--{flag}", str(path)]) == 1
         out, err = capsys.readouterr()
         assert f"hybridpar: {flag} = " in err

@@ -18,14 +18,27 @@ needs_source = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="runs
 
 
 def python(code, *, cwd, **env):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, timeout=200,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **env})
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )
 
 
 def build(**env):
-    """Asks setup.py for its name, which makes it decide what to build; returns exit status and stderr."""
-    run = subprocess.run([sys.executable, "setup.py", "--name"], capture_output=True, text=True, cwd=ROOT, timeout=200,
-                         env={**os.environ, **env})
+    """Asks setup.py for its name, which makes it decide what to build; returns exit status and
+    stderr."""
+    run = subprocess.run(
+        [sys.executable, "setup.py", "--name"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=200,
+        env={**os.environ, **env},
+    )
     return run.returncode, run.stderr
 
 
@@ -37,7 +50,10 @@ def test_kernels_are_part_of_the_package(tmp_path):
 
 
 def test_importing_loads_no_extension(tmp_path):
-    code = "import hybridpar.ops, hybridpar.random, sys; print([m for m in sys.modules if m == 'hybridpar._C'])"
+    code = (
+        "import hybridpar.ops, hybridpar.random, sys; print([m for m in sys.modules if m == "
+        "'hybridpar._C'])"
+    )
     run = python(code, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert run.stdout.strip() == "[]", run.stderr
 
@@ -61,25 +77,35 @@ def test_a_command_without_its_extra_says_what_to_install(tmp_path, command):
 import sys
 sys.modules["scipy"] = None
 from hybridpar.cli import main
-sys.exit(main(["{command}", "{ROOT / 'scripts/configs/gpt_tiny.toml'}"]))
+sys.exit(main(["{command}", "{ROOT / "scripts/configs/gpt_tiny.toml"}"]))
 """
     run = python(code, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert run.returncode != 0
-    assert run.stderr.strip().splitlines()[-1].endswith(
-        f"command = '{command}': needs scipy; try pip install 'hybridpar[placement]'"), run.stderr
+    assert (
+        run.stderr.strip()
+        .splitlines()[-1]
+        .endswith(f"command = '{command}': needs scipy; try pip install 'hybridpar[placement]'")
+    ), run.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("hybridpar._C") is None, reason="the extension is not built")
+@pytest.mark.skipif(
+    importlib.util.find_spec("hybridpar._C") is None, reason="the extension is not built"
+)
 def test_the_checkout_knows_the_arguments_of_its_extension():
     importlib.import_module("hybridpar._C")
-    assert native.arguments_digest() == native._EXPECTED, "build it again; if it is new, put the left into native.py"
+    assert native.arguments_digest() == native._EXPECTED, (
+        "build it again; if it is new, put the left into native.py"
+    )
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 def test_extension_has_every_operator_on_the_cpu():
     for name in set(native.operators()) - {"attention_hopper"}:
         keys = ("CPU", "CompositeExplicitAutograd")
-        assert any(torch._C._dispatch_has_kernel_for_dispatch_key(f"hybridpar::{name}", key) for key in keys), name
+        assert any(
+            torch._C._dispatch_has_kernel_for_dispatch_key(f"hybridpar::{name}", key)
+            for key in keys
+        ), name
 
 
 def test_a_missing_or_old_extension_is_a_reason(monkeypatch):
@@ -102,7 +128,9 @@ def test_a_recorder_that_cannot_be_used_is_a_reason(monkeypatch):
     module.torch_version = torch.__version__.partition("+")[0]
     assert "build it again" in native._load_recorder.__wrapped__()
     module.Observer = SimpleNamespace(resized=None)
-    assert native._load_recorder.__wrapped__().endswith("cannot be used with this torch (another fallback is there)")
+    assert native._load_recorder.__wrapped__().endswith(
+        "cannot be used with this torch (another fallback is there)"
+    )
 
 
 @needs_source
@@ -110,7 +138,10 @@ def test_modes_that_cannot_be_met_fail_and_say_why():
     for env, message in [
         ({"HYBRIDPAR_BUILD": "gpu"}, "must be one of auto, cpu, cuda, none"),
         ({"HYBRIDPAR_BUILD": "cuda", "CUDA_HOME": "/nowhere"}, "no nvcc (looked in /nowhere/bin"),
-        ({"HYBRIDPAR_BUILD": "cuda", "HYBRIDPAR_CUDA_ARCHS": "9.0"}, "must be compute capabilities of 8.0 or more"),
+        (
+            {"HYBRIDPAR_BUILD": "cuda", "HYBRIDPAR_CUDA_ARCHS": "9.0"},
+            "must be compute capabilities of 8.0 or more",
+        ),
         ({"HYBRIDPAR_BUILD": "cpu", "CXX": "/nowhere/c++"}, "no C++ compiler"),
     ]:
         status, stderr = build(**env)
@@ -169,8 +200,13 @@ runpy.run_path("setup.py", run_name="__main__")
 @pytest.mark.skipif(native.missing() is not None, reason="needs a compiler")
 def test_what_compiles_is_built_without_what_may_be_left_out(tmp_path):
     arguments = ("build_ext", "--inplace", "-b", tmp_path / "b", "-t", tmp_path / "t", tmp_path)
-    run = subprocess.run([sys.executable, "-c", ONE_FAILS, *arguments], capture_output=True, text=True, cwd=ROOT,
-                         env={**os.environ, "HYBRIDPAR_BUILD": "auto"})
+    run = subprocess.run(
+        [sys.executable, "-c", ONE_FAILS, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "HYBRIDPAR_BUILD": "auto"},
+    )
     assert run.returncode == 0, run.stderr
     for name in ("_C_recorder", "_C_cuda"):
         assert f"(hybridpar.{name}): the compilation failed" in run.stderr

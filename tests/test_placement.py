@@ -1,4 +1,5 @@
-"""Splits, shards and placements: together the parts are the whole, and every element has exactly one owner."""
+"""Splits, shards and placements: together the parts are the whole, and every element has exactly
+one owner."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from torch import nn
 from hybridpar import ColumnParallelLinear, Dropout
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
-from hybridpar.nn import Init, ParallelModule, Placement, Shard, named_placements, split_ranges, split_sizes
+from hybridpar.nn import (
+    Init,
+    ParallelModule,
+    Placement,
+    Shard,
+    named_placements,
+    split_ranges,
+    split_sizes,
+)
 from hybridpar.nn.placement import has_shared_rows
 
 NORMAL = Init("normal", 0.02)
@@ -22,7 +31,8 @@ NORMAL = Init("normal", 0.02)
 
 @st.composite
 def shards(draw: st.DrawFn) -> tuple[int, Shard]:
-    """A dimension and any split of it that covers it: several ranges a rank, overlaps, empty ranks, any order."""
+    """A dimension and any split of it that covers it: several ranges a rank, overlaps, empty ranks,
+    any order."""
     cuts = sorted(draw(st.sets(st.integers(1, 11), max_size=5)))
     size = draw(st.integers(cuts[-1] if cuts else 1, 12))
     pieces = [r for r in zip([0, *cuts], [*cuts, size], strict=True) if r[0] < r[1]]
@@ -40,7 +50,8 @@ def placement_of(size: int, shard: Shard) -> Placement:
 
 @given(st.integers(0, 100), st.integers(1, 20))
 def test_split(size: int, parts: int) -> None:
-    sizes, ranges = split_sizes(size, parts), split_ranges(size, parts)
+    sizes = split_sizes(size, parts)
+    ranges = split_ranges(size, parts)
     assert len(sizes) == parts
     assert sum(sizes) == size
     assert max(sizes) - min(sizes) <= 1
@@ -81,9 +92,23 @@ def test_how_it_is_held_along_every_axis(case: tuple[int, Shard]) -> None:
     size, shard = case
     split = placement_of(size, shard)
     other = replace(split, shard=replace(shard, axis="ep"), tied="word", partial=("tp",))
-    assert [split.along(axis).value for axis in ("pp", "dp", "tp", "x")] == ["split", "partial", "split", "copy"]
-    assert [other.along(axis).value for axis in ("pp", "dp", "tp", "ep")] == ["partial", "partial", "partial", "split"]
-    assert (split.rank_at({"tp": 3, "ep": 2}), other.rank_at({"tp": 3, "ep": 2}), other.rank_at({})) == (3, 2, 0)
+    assert [split.along(axis).value for axis in ("pp", "dp", "tp", "x")] == [
+        "split",
+        "partial",
+        "split",
+        "copy",
+    ]
+    assert [other.along(axis).value for axis in ("pp", "dp", "tp", "ep")] == [
+        "partial",
+        "partial",
+        "partial",
+        "split",
+    ]
+    assert (
+        split.rank_at({"tp": 3, "ep": 2}),
+        other.rank_at({"tp": 3, "ep": 2}),
+        other.rank_at({}),
+    ) == (3, 2, 0)
 
 
 def test_replicated() -> None:
@@ -102,7 +127,12 @@ def test_take_refuses_another_shape() -> None:
 
 def test_parameters_are_local_and_placed() -> None:
     module = ParallelModule(Axis("tp", 1, (0, 1, 2), group=object()))
-    module.add_parameter("weight", Placement((7, 2), NORMAL, Shard.even(0, 7, 3)), device="meta", dtype=torch.bfloat16)
+    module.add_parameter(
+        "weight",
+        Placement((7, 2), NORMAL, Shard.even(0, 7, 3)),
+        device="meta",
+        dtype=torch.bfloat16,
+    )
     assert module.weight.shape == (2, 2)
     assert module.weight.is_meta
     assert module.weight.dtype == torch.bfloat16
@@ -117,17 +147,23 @@ def test_named_placements() -> None:
 
     model = nn.ModuleDict({"a": layer(), "b": nn.Sequential(layer(), nn.Identity())})
     assert [name for name, _, _ in named_placements(model)] == ["a.weight", "b.0.weight"]
-    assert all(placement.shard is None for _, _, placement in named_placements(model))  # nothing is split over one rank
+    assert all(
+        placement.shard is None for _, _, placement in named_placements(model)
+    )  # nothing is split over one rank
     model["b"][0].weight = model["a"].weight
     assert [name for name, _, _ in named_placements(model)] == ["a.weight"]
     with pytest.raises(AssertionError, match=r"0\.weight has no placement"):
         list(named_placements(nn.Sequential(nn.Linear(2, 2))))
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: ColumnParallelLinear(4, 4, 2), "axis = 2: must be a hybridpar.Axis"),  # type: ignore[arg-type]
-    (lambda: Init("x"), "Init.kind = 'x': must be one of normal, zeros"),  # type: ignore[arg-type]
-    (lambda: Dropout("x", "name"), "model.dropout = 'x': must be a number")])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ColumnParallelLinear(4, 4, 2), "axis = 2: must be a hybridpar.Axis"),  # type: ignore[arg-type]
+        (lambda: Init("x"), "Init.kind = 'x': must be one of normal, zeros"),  # type: ignore[arg-type]
+        (lambda: Dropout("x", "name"), "model.dropout = 'x': must be a number"),
+    ],
+)  # type: ignore[arg-type]
 def test_a_layer_refuses_what_cannot_work(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()

@@ -14,9 +14,21 @@ MASK = 0xFFFFFFFF
 
 # Random123's kat_vectors for philox 4x32 with 10 rounds: counter, key, output.
 KNOWN = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    (
+        "00000000 00000000 00000000 00000000",
+        "00000000 00000000",
+        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ),
+    (
+        "ffffffff ffffffff ffffffff ffffffff",
+        "ffffffff ffffffff",
+        "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ),
+    (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
 ]
 
 
@@ -28,9 +40,11 @@ def philox_by_hand(counter, key):
     """Ten rounds in Python's unbounded integers."""
     c, (k0, k1) = list(counter), key
     for _ in range(10):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        a = 0xD2511F53 * c[0]
+        b = 0xCD9E8D57 * c[2]
         c = [b >> 32 ^ c[1] ^ k0, b & MASK, a >> 32 ^ c[3] ^ k1, a & MASK]
-        k0, k1 = k0 + 0x9E3779B9 & MASK, k1 + 0xBB67AE85 & MASK
+        k0 = k0 + 0x9E3779B9 & MASK
+        k1 = k1 + 0xBB67AE85 & MASK
     return c
 
 
@@ -46,7 +60,12 @@ def draw_reference(seed, site, step, sample, **box):
 
 @pytest.mark.parametrize("draw", [random.random_bits, draw_reference])
 def test_every_part_of_the_counter_counts(draw):
-    seed, site, step, sample, start, stride = 2**63 + 12345, 0xCAFEBABE, 2**32 - 1, 2**32 - 3, 2**36 - 2, 2**33 + 3
+    seed = 2**63 + 12345
+    site = 0xCAFEBABE
+    step = 2**32 - 1
+    sample = 2**32 - 3
+    start = 2**36 - 2
+    stride = 2**33 + 3
     bits = draw(seed, site, step, sample, num_samples=3, rows=2, cols=5, stride=stride, start=start)
     for i, r, c in torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(5)).tolist():
         index = start + r * stride + c
@@ -56,25 +75,57 @@ def test_every_part_of_the_counter_counts(draw):
 
 
 @settings(max_examples=60, deadline=None)
-@given(num_samples=st.integers(0, 4), rows=st.integers(0, 5), cols=st.integers(0, 70), gap=st.integers(0, 9),
-       start=st.integers(0, 2**40), first=st.integers(0, 3))
+@given(
+    num_samples=st.integers(0, 4),
+    rows=st.integers(0, 5),
+    cols=st.integers(0, 70),
+    gap=st.integers(0, 9),
+    start=st.integers(0, 2**40),
+    first=st.integers(0, 3),
+)
 def test_a_part_is_a_slice_of_the_whole(num_samples, rows, cols, gap, start, first):
     stride = cols + gap
-    whole = random.random_bits(1, 2, 3, 40, num_samples=1 + first + num_samples, rows=1, cols=rows * stride + gap,
-                               stride=0, start=start)
-    part = random.random_bits(1, 2, 3, 40 + first, num_samples=num_samples, rows=rows, cols=cols, stride=stride,
-                              start=start + gap)
+    whole = random.random_bits(
+        1,
+        2,
+        3,
+        40,
+        num_samples=1 + first + num_samples,
+        rows=1,
+        cols=rows * stride + gap,
+        stride=0,
+        start=start,
+    )
+    part = random.random_bits(
+        1,
+        2,
+        3,
+        40 + first,
+        num_samples=num_samples,
+        rows=rows,
+        cols=cols,
+        stride=stride,
+        start=start + gap,
+    )
     assert part.dtype == torch.int32
     assert part.shape == (num_samples, rows, cols)
     for i in range(num_samples):
-        expected = whole[first + i, 0, gap:].view(rows, stride)[:, :cols] if rows * stride else part[i]
+        expected = (
+            whole[first + i, 0, gap:].view(rows, stride)[:, :cols] if rows * stride else part[i]
+        )
         assert torch.equal(part[i], expected)
 
 
 @needs_native
 @settings(max_examples=60, deadline=None)
-@given(num_samples=st.integers(0, 3), rows=st.integers(0, 6), cols=st.integers(0, 1500), stride=st.integers(0, 3000),
-       start=st.integers(0, 2**45), seed=st.integers(0, 2**64 - 1))
+@given(
+    num_samples=st.integers(0, 3),
+    rows=st.integers(0, 6),
+    cols=st.integers(0, 1500),
+    stride=st.integers(0, 3000),
+    start=st.integers(0, 2**45),
+    seed=st.integers(0, 2**64 - 1),
+)
 def test_cpp_gives_the_bits_of_the_reference(num_samples, rows, cols, stride, start, seed):
     box = {"num_samples": num_samples, "rows": rows, "cols": cols, "stride": stride, "start": start}
     expected = random.bits_reference(random.philox_key(seed, 7), 8, 9, **box)
@@ -92,8 +143,16 @@ def test_reference_is_the_same_in_pieces(monkeypatch):
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_cpp_gives_the_normal_numbers_of_the_reference(dtype):
-    box = {"rows": 3, "cols": 33333, "stride": 33343, "start": 11, "dtype": dtype}  # pieces begin within rows
-    assert torch.equal(random.normal(2**40 + 1, 77, **box), random.normal_reference(2**40 + 1, 77, **box))
+    box = {
+        "rows": 3,
+        "cols": 33333,
+        "stride": 33343,
+        "start": 11,
+        "dtype": dtype,
+    }  # pieces begin within rows
+    assert torch.equal(
+        random.normal(2**40 + 1, 77, **box), random.normal_reference(2**40 + 1, 77, **box)
+    )
 
 
 @needs_native
@@ -111,17 +170,37 @@ def test_cpp_does_not_depend_on_the_number_of_threads():
 
 def test_normal_numbers_never_change():
     """A new release must start from the same parameters; this is the hash of some of them."""
-    values = random.normal(1234, random.site("blocks.0.attention.qkv.weight"), rows=3, cols=5000, stride=7000, start=3,
-                           dtype=torch.float64)
+    values = random.normal(
+        1234,
+        random.site("blocks.0.attention.qkv.weight"),
+        rows=3,
+        cols=5000,
+        stride=7000,
+        start=3,
+        dtype=torch.float64,
+    )
     assert hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16] == "572e6ed6c3432dc8"
 
 
 def test_normal_from_bits_is_the_quantile():
     bits = torch.randint(-(2**31), 2**31, (3000,), generator=torch.Generator().manual_seed(1))
-    special = [0, 1, 2, 2**31 - 1, -(2**31), -(2**31) + 1, -1, -2, int(0.075 * 2**32), int(0.925 * 2**32) - 2**32]
+    special = [
+        0,
+        1,
+        2,
+        2**31 - 1,
+        -(2**31),
+        -(2**31) + 1,
+        -1,
+        -2,
+        int(0.075 * 2**32),
+        int(0.925 * 2**32) - 2**32,
+    ]
     bits = torch.cat([bits, torch.tensor(special)]).int()
     quantile = statistics.NormalDist().inv_cdf
-    exact = torch.tensor([quantile(((b & MASK) + 0.5) / 2**32) for b in bits.tolist()], dtype=torch.float64)
+    exact = torch.tensor(
+        [quantile(((b & MASK) + 0.5) / 2**32) for b in bits.tolist()], dtype=torch.float64
+    )
     got = random.normal_from_bits(bits)
     assert (got - exact).abs().max() < 1e-14
     assert torch.equal(random.normal_from_bits(~bits), -got)  # ~b mirrors the probability
@@ -131,7 +210,8 @@ def test_normal_from_bits_is_the_quantile():
 def test_normal_numbers_are_normal():
     n = 1_000_000
     z = random.normal(3, 4, rows=1, cols=n, stride=0, start=0, dtype=torch.float64)[0]
-    # Within five standard errors of the moments 0, 1, 0, 3; and Kolmogorov-Smirnov at a level of about 1e-5.
+    # Within five standard errors of the moments 0, 1, 0, 3; and Kolmogorov-Smirnov at a level of
+    # about 1e-5.
     for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs(float((z**power).mean()) - moment) < 5 * (variance / n) ** 0.5, power
     distribution = torch.special.ndtr(z.sort().values)
@@ -157,8 +237,18 @@ def test_seed_out_of_range(seed):
         random.philox_key(seed, 0)
 
 
-@pytest.mark.parametrize("bad", [{"step": -1}, {"step": 2**32}, {"sample": -1}, {"sample": 2**32 - 1}, {"start": -1},
-                                 {"rows": -1}, {"stride": -2}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"step": -1},
+        {"step": 2**32},
+        {"sample": -1},
+        {"sample": 2**32 - 1},
+        {"start": -1},
+        {"rows": -1},
+        {"stride": -2},
+    ],
+)
 def test_counters_out_of_range(bad):
     good = {"step": 0, "sample": 0, "num_samples": 2, "rows": 1, "cols": 1, "stride": 1, "start": 0}
     with pytest.raises(ValueError, match="must"):

@@ -46,7 +46,15 @@ def test_only_regular_files_of_a_known_size_are_read(tmp_path: Path) -> None:
 
 
 def test_a_pipe_or_a_device_hangs_nobody(tmp_path: Path) -> None:
-    for name in ("x.toml", "manifest.json", "x.idx", "tokenizer.json", "graph.json", "step_00000001.json", "m.jsonl"):
+    for name in (
+        "x.toml",
+        "manifest.json",
+        "x.idx",
+        "tokenizer.json",
+        "graph.json",
+        "step_00000001.json",
+        "m.jsonl",
+    ):
         os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match="is no regular file"):
         load_toml(tmp_path / "x.toml")
@@ -69,7 +77,9 @@ def test_a_checkpoint_holds_no_links_to_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("{}")
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / "manifest.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read \(is a symbolic link that leads"):
+    with pytest.raises(
+        CheckpointError, match=r"manifest\.json: cannot be read \(is a symbolic link that leads"
+    ):
         read_manifest(tmp_path / "step")
 
 
@@ -79,11 +89,22 @@ def test_a_run_stays_in_its_folder(name: str) -> None:
 
 
 def test_numbers_that_no_machine_has_are_refused_at_once() -> None:
-    wild = {"model": {"hidden_size": 2**62, "num_layers": 10**12, "rotary_base": 0}, "optim": {"lr": float("inf")},
-            "train": {"timeout_s": 1e300, "threads": 2000}, "data": {"weights": [float("nan")], "cache": "a\0b"}}
+    wild = {
+        "model": {"hidden_size": 2**62, "num_layers": 10**12, "rotary_base": 0},
+        "optim": {"lr": float("inf")},
+        "train": {"timeout_s": 1e300, "threads": 2000},
+        "data": {"weights": [float("nan")], "cache": "a\0b"},
+    }
     assert {p.field for p in problems(from_mapping(wild), 1)} == {
-        "model.hidden_size", "model.num_layers", "model.rotary_base", "optim.lr", "train.timeout_s", "train.threads",
-        "data.weights", "data.cache"}
+        "model.hidden_size",
+        "model.num_layers",
+        "model.rotary_base",
+        "optim.lr",
+        "train.timeout_s",
+        "train.threads",
+        "data.weights",
+        "data.cache",
+    }
 
 
 def test_messages_are_short_and_printable() -> None:
@@ -97,29 +118,50 @@ def test_messages_are_short_and_printable() -> None:
 
 
 DEEP = [
-    "a." * 16 + "a = 1", f"[{'a.' * 50_000}b]", "'x' . \"y.\\\"z\"\t." * 9 + "a = 1", "x = { " + "a." * 16 + "b = 1 }"]
+    "a." * 16 + "a = 1",
+    f"[{'a.' * 50_000}b]",
+    '\'x\' . "y.\\"z"\t.' * 9 + "a = 1",
+    "x = { " + "a." * 16 + "b = 1 }",
+]
 
 
 @pytest.mark.parametrize("key", DEEP, ids=range(len(DEEP)))
-@pytest.mark.parametrize("before", ["", "# it's\na = 'b\"'\n", 'a = """\n\\"""\'\n"""\n', "b = \'\'\'\"\n\'\'\'\n"])
-def test_a_key_of_many_parts_is_refused_before_it_is_read(tmp_path: Path, before: str, key: str) -> None:
+@pytest.mark.parametrize(
+    "before", ["", "# it's\na = 'b\"'\n", 'a = """\n\\"""\'\n"""\n', "b = '''\"\n'''\n"]
+)
+def test_a_key_of_many_parts_is_refused_before_it_is_read(
+    tmp_path: Path, before: str, key: str
+) -> None:
     path = tmp_path / "x.toml"
     path.write_text(f"{before}{key}\n")
-    with pytest.raises(ValueError, match=rf"^the key at line {before.count(chr(10)) + 1} has more than 16 parts"):
+    with pytest.raises(
+        ValueError, match=rf"^the key at line {before.count(chr(10)) + 1} has more than 16 parts"
+    ):
         read_toml(path, 1 << 20)
 
 
-@pytest.mark.parametrize("value", [
-    f"'{'a.' * 50_000}'", f'"{"a." * 50_000}"', f'"""\n{"a." * 50_000}"""', f"1 # {'a.' * 50_000}b",
-    str([f"{i}.txt" for i in range(999)]), "1979-05-27T07:32:00.999", str([i / 7 for i in range(999)])])
+@pytest.mark.parametrize(
+    "value",
+    [
+        f"'{'a.' * 50_000}'",
+        f'"{"a." * 50_000}"',
+        f'"""\n{"a." * 50_000}"""',
+        f"1 # {'a.' * 50_000}b",
+        str([f"{i}.txt" for i in range(999)]),
+        "1979-05-27T07:32:00.999",
+        str([i / 7 for i in range(999)]),
+    ],
+)
 def test_dots_elsewhere_are_no_keys(tmp_path: Path, value: str) -> None:
     path = tmp_path / "x.toml"
     path.write_text(f"{'a.' * 15}a = {value}\n")
     assert read_toml(path, 1 << 20)
 
 
-@pytest.mark.parametrize("text", [
-    '\\"' * 250_000, '"""' + '\\"""' * 125_000, "'" * 500_001, "a" * 500_000, "a." * 250_000])
+@pytest.mark.parametrize(
+    "text",
+    ['\\"' * 250_000, '"""' + '\\"""' * 125_000, "'" * 500_001, "a" * 500_000, "a." * 250_000],
+)
 def test_what_is_no_toml_is_left_to_the_parser(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.toml"
     path.write_text(text)

@@ -1,4 +1,5 @@
-"""Every snippet of the documentation runs, but for those that say why not. One run serves all that need one.
+"""Every snippet of the documentation runs, but for those that say why not. One run serves all that
+need one.
 
 The site builds without a warning, links checked, and its tables name what exists.
 """
@@ -29,12 +30,18 @@ from hybridpar.pipeline.plan.schedules import SCHEDULES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
-SNIPPETS = [(page.name, language, body) for page in PAGES
-            for language, body in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)]
+SNIPPETS = [
+    (page.name, language, body)
+    for page in PAGES
+    for language, body in re.findall(
+        r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+]
 PYTHON = [(page, body) for page, language, body in SNIPPETS if language == "python"]
 TOML = [(page, body) for page, language, body in SNIPPETS if language == "toml"]
 IN_ORDER = ("README.md", "start.md", "own_models.md")
-"""Pages that are a newcomer's first: all that they show works in their order, from an empty folder."""
+"""Pages that are a newcomer's first: all that they show works in their order, from an empty
+folder."""
 
 
 def commands_of(body: str) -> list[list[str]]:
@@ -43,9 +50,14 @@ def commands_of(body: str) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-COMMANDS = list(dict.fromkeys(
-    shlex.join(words) for page, language, body in SNIPPETS if language == "bash" and page not in IN_ORDER
-    for words in commands_of(body)))
+COMMANDS = list(
+    dict.fromkeys(
+        shlex.join(words)
+        for page, language, body in SNIPPETS
+        if language == "bash" and page not in IN_ORDER
+        for words in commands_of(body)
+    )
+)
 
 
 def docs_hook() -> ModuleType:
@@ -60,7 +72,8 @@ def docs_hook() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what commands of the pages name: my.toml, my_text.jsonl, model.py, runs/my, and the checkout's."""
+    """A folder with what commands of the pages name: my.toml, my_text.jsonl, model.py, runs/my, and
+    the checkout's."""
     folder = tmp_path_factory.mktemp("docs")
     for name in ("scripts", "examples", "docs"):
         (folder / name).symlink_to(ROOT / name)
@@ -88,20 +101,27 @@ def test_every_block_says_what_it_is() -> None:
     assert {language for _, language, _ in SNIPPETS} <= {"python", "bash", "toml", "text", "ini"}
     assert PYTHON
     assert TOML
-    commands = [words for _, language, body in SNIPPETS if language == "bash" for words in commands_of(body)]
+    commands = [
+        words for _, language, body in SNIPPETS if language == "bash" for words in commands_of(body)
+    ]
     strange = [words for words in commands if words[0] != "hybridpar"]
     assert not strange, "no command of ours: say '# not run here: ' and why"
 
 
-@pytest.mark.parametrize(("page", "body"), PYTHON, ids=[f"{page}-{i}" for i, (page, _) in enumerate(PYTHON)])
-def test_python_runs(page: str, body: str, inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("page", "body"), PYTHON, ids=[f"{page}-{i}" for i, (page, _) in enumerate(PYTHON)]
+)
+def test_python_runs(
+    page: str, body: str, inside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (inside / "snippet.py").write_text(body)
     runpy.run_path(str(inside / "snippet.py"), run_name="__main__")
 
 
 @pytest.mark.ranks
 def test_the_layer_example_does_not_depend_on_the_number_of_ranks(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "snippet.py").write_text(next(body for page, body in PYTHON if page == "layers.md"))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as under torchrun
     sums = []  # on 3 ranks some keys and values are on two
@@ -111,14 +131,18 @@ def test_the_layer_example_does_not_depend_on_the_number_of_ranks(
         assert len(found) == num_ranks
         assert len(set(found)) == 1, out
         sums.append(float(found[0]))
-    assert sums[0] == pytest.approx(sums[1], abs=1e-3)  # float32 sums of 3072 elements, in another order
+    assert sums[0] == pytest.approx(
+        sums[1], abs=1e-3
+    )  # float32 sums of 3072 elements, in another order
 
 
 def _run_as_main(path: Path) -> None:
     runpy.run_path(str(path), run_name="__main__")
 
 
-@pytest.mark.parametrize(("page", "body"), TOML, ids=[f"{page}-{i}" for i, (page, _) in enumerate(TOML)])
+@pytest.mark.parametrize(
+    ("page", "body"), TOML, ids=[f"{page}-{i}" for i, (page, _) in enumerate(TOML)]
+)
 def test_a_configuration_is_read(page: str, body: str, inside: Path) -> None:
     (inside / "block.toml").write_text(body)
     load_toml(inside / "block.toml")
@@ -133,9 +157,15 @@ def test_commands(command: str, inside: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", IN_ORDER)
-def test_a_first_page_works_in_its_order(page: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                         capsys: pytest.CaptureFixture[str]) -> None:
-    """On one run folder. Training is of fewer steps, on a small text, and its ranks are forks of this process."""
+def test_a_first_page_works_in_its_order(
+    page: str,
+    shared: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On one run folder. Training is of fewer steps, on a small text, and its ranks are forks of
+    this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     few: list[str] = []
@@ -153,16 +183,21 @@ def test_a_first_page_works_in_its_order(page: str, shared: Path, tmp_path: Path
             num_steps += 12  # of fewer nothing is measured
             at = words.index("--ranks")
             ranks = int(words[at + 1])
-            run_job(ranks, *words[1:at], *words[at + 2 :], *few, "--train.num_steps", str(num_steps))
+            run_job(
+                ranks, *words[1:at], *words[at + 2 :], *few, "--train.num_steps", str(num_steps)
+            )
     (rows,) = Path("runs").glob("*/metrics.jsonl")
     assert [step for step, _, _ in steps(metrics(rows.parent))] == list(range(1, num_steps + 1))
 
 
-def test_the_site_builds_without_warnings(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_site_builds_without_warnings(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
     commands = pytest.importorskip("mkdocs.commands.build")
     config = pytest.importorskip("mkdocs.config").load_config(
-        str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path / "site"))
+        str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path / "site")
+    )
     monkeypatch.setenv("SITE_RUN", str(shared / "runs" / "my"))
     commands.build(config)  # strict: a broken link, anchor or reference raises
     site = tmp_path / "site"
@@ -172,8 +207,13 @@ def test_the_site_builds_without_warnings(shared: Path, tmp_path: Path, monkeypa
     assert "Bytes of memory that the state of a process may take" in settings
     for name in hybridpar.__all__:
         assert re.search(rf'<h2 id="hybridpar[.\w]*\.{name}"', names), name
-    for picture in ("pictures/2bw.svg", "run/executed.svg", "run/loss.png", "run/watch.html",
-                    "repository/examples/vit.py"):
+    for picture in (
+        "pictures/2bw.svg",
+        "run/executed.svg",
+        "run/loss.png",
+        "run/watch.html",
+        "repository/examples/vit.py",
+    ):
         assert (site / picture).stat().st_size > 1000
 
 
@@ -194,7 +234,8 @@ def test_the_page_of_settings_is_up_to_date() -> None:
 
 
 def test_links_of_the_pages_work_in_a_checkout() -> None:
-    """All but those to pictures, which are drawn as the site is built (pictures/, run/): gallery.md says so."""
+    """All but those to pictures, which are drawn as the site is built (pictures/, run/): gallery.md
+    says so."""
     made = docs_hook()
     for page in PAGES:
         for link in made.links(page):
@@ -239,11 +280,15 @@ def test_keys_of_other_systems_lead_to_keys_that_exist() -> None:
         for theirs, ours in rows:
             assert keys_of(ours) - files <= known_keys(), ours
             answers = keys_of(ours) - files or re.search(
-                r"^(always so|not there)|`--ranks`|hybridpar \w+|Trainer|SequentialSpec|NNODES", ours)
+                r"^(always so|not there)|`--ranks`|hybridpar \w+|Trainer|SequentialSpec|NNODES",
+                ours,
+            )
             assert answers, f"{theirs}: {ours!r} is no key, nor 'always so', nor 'not there'"
 
 
-@pytest.mark.parametrize(("system", "least"), [("Megatron-LM", 130), ("torchtitan", 80), ("DeepSpeed", 70)])
+@pytest.mark.parametrize(
+    ("system", "least"), [("Megatron-LM", 130), ("torchtitan", 80), ("DeepSpeed", 70)]
+)
 def test_every_setting_of_another_system_has_a_row(system: str, least: int) -> None:
     names = names_elsewhere()[system]
     assert len(names) >= least
@@ -269,18 +314,30 @@ def test_the_command_line_answers_to_flags_of_megatron_as_the_page_does() -> Non
                 assert f"`{key}" in ours, flag
                 if value:
                     from_mapping(tomllib.loads(setting))  # raises if the value is none of the key's
-    assert {name[2:].replace("-", "_") for name in names_elsewhere()["Megatron-LM"]} <= MEGATRON.keys()
+    assert {
+        name[2:].replace("-", "_") for name in names_elsewhere()["Megatron-LM"]
+    } <= MEGATRON.keys()
 
 
 def test_keys_in_the_pages_exist() -> None:
     sections: dict[str, Any] = to_mapping(Config())
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
-    found = {(page.name, section, key) for page in pages if page.name != "coming_from.md"
-             for section, key in re.findall(r"`(?:--)?([a-z]+)\.([a-z_]+)(?:`| =)", page.read_text())
-             if section in sections}
-    own = {"model": {"depth", "width", "spec", "py"}, "plan": {"toml", "svg"}, "memory": {"html"},
-           "kernels": {"json"}}
-    assert not {name for name in found if name[2] not in {*sections[name[1]], *own.get(name[1], ())}}
+    found = {
+        (page.name, section, key)
+        for page in pages
+        if page.name != "coming_from.md"
+        for section, key in re.findall(r"`(?:--)?([a-z]+)\.([a-z_]+)(?:`| =)", page.read_text())
+        if section in sections
+    }
+    own = {
+        "model": {"depth", "width", "spec", "py"},
+        "plan": {"toml", "svg"},
+        "memory": {"html"},
+        "kernels": {"json"},
+    }
+    assert not {
+        name for name in found if name[2] not in {*sections[name[1]], *own.get(name[1], ())}
+    }
 
 
 def test_every_file_that_is_named_exists() -> None:

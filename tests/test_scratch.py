@@ -1,4 +1,5 @@
-"""Temporary folders of killed processes are removed by the next one, and never those of a live one."""
+"""Temporary folders of killed processes are removed by the next one, and never those of a live
+one."""
 
 from __future__ import annotations
 
@@ -28,8 +29,11 @@ with scratch_folder("mine", Path(sys.argv[1])) as folder:
 
 
 def holder(parent: Path, how: str = "") -> tuple[str, int, subprocess.Popen[str]]:
-    """A process in the block of a scratch folder: the folder's name, and the process that is alive there."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(parent), how], stdout=subprocess.PIPE, text=True)
+    """A process in the block of a scratch folder: the folder's name, and the process that is alive
+    there."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(parent), how], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     name, pid = process.stdout.readline().split()
     return name, int(pid), process
@@ -39,10 +43,19 @@ def names(parent: Path) -> set[str]:
     return {path.name for path in parent.iterdir()}
 
 
-def test_the_next_removes_what_a_killed_process_left_and_nothing_of_a_live_one(tmp_path: Path) -> None:
+def test_the_next_removes_what_a_killed_process_left_and_nothing_of_a_live_one(
+    tmp_path: Path,
+) -> None:
     """A fork that outlives the process counts as live."""
-    for name in ("mine", "mine.old", "mine.a.b", "mine.bak.20261128", f"mine.{KERNEL}.short",
-                 f"other.{KERNEL}.12345678", f"mine.{KERNEL}.12345678.c"):
+    for name in (
+        "mine",
+        "mine.old",
+        "mine.a.b",
+        "mine.bak.20261128",
+        f"mine.{KERNEL}.short",
+        f"other.{KERNEL}.12345678",
+        f"mine.{KERNEL}.12345678.c",
+    ):
         (tmp_path / name).mkdir()
     (tmp_path / f"mine.{KERNEL}.12345678").touch()
     others = names(tmp_path)

@@ -52,7 +52,9 @@ class Row(SequentialSpec):
 
 def test_a_script_ends_with_its_own_line_and_the_message(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1
     lines = done.stderr.strip().splitlines()
     assert len(lines) <= 6, done.stderr
@@ -62,14 +64,20 @@ def test_a_script_ends_with_its_own_line_and_the_message(tmp_path: Path) -> None
 
 def test_the_line_of_the_user_s_code_is_in_the_message() -> None:
     line = Wrong.forward.__code__.co_firstlineno + 1
-    with pytest.raises(ConfigError, match=rf"module 1 \(Wrong\).*\(test_short_errors.py, line {line}\)") as failed:
+    with pytest.raises(
+        ConfigError, match=rf"module 1 \(Wrong\).*\(test_short_errors.py, line {line}\)"
+    ) as failed:
         Trainer(Row()).verify({"pp": 2})
-    assert len(traceback.extract_tb(failed.value.__traceback__)) == 2, "this test, and what shortens"
+    assert len(traceback.extract_tb(failed.value.__traceback__)) == 2, (
+        "this test, and what shortens"
+    )
     assert failed.value.__suppress_context__
 
 
 @pytest.mark.ranks
-def test_a_rank_that_raises_on_purpose_has_its_message_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_raises_on_purpose_has_its_message_alone(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(HybridparError, match="draws from torch's global generator") as failed:
         Trainer(Row(draws=True)).verify({"pp": 2})
     assert "Traceback" not in str(failed.value)
@@ -78,14 +86,22 @@ def test_a_rank_that_raises_on_purpose_has_its_message_alone(capfd: pytest.Captu
 
 def test_modules_and_tensors_are_named_and_not_written_out() -> None:
     large = nn.Sequential(*[nn.Linear(5, 5) for _ in range(9)])
-    assert str(config_error("model", large, "is wrong")) == "model = the torch.nn.Module Sequential: is wrong"
-    assert str(config_error("x", torch.zeros(2, 3), "is wrong")) == "x = a tensor of shape (2, 3): is wrong"
+    assert (
+        str(config_error("model", large, "is wrong"))
+        == "model = the torch.nn.Module Sequential: is wrong"
+    )
+    assert (
+        str(config_error("x", torch.zeros(2, 3), "is wrong"))
+        == "x = a tensor of shape (2, 3): is wrong"
+    )
 
 
 @pytest.mark.parametrize("call", ["fit", "verify"])
 def test_an_error_in_a_loss_shows_its_own_lines_alone(
-        call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the script of a user, as files of tests are."""
+
     def loss(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return out.mean() * batch["z"]
 

@@ -1,8 +1,10 @@
-"""Silent numerical bugs that were found in frameworks like this one, each as a configuration that would show it here.
+"""Silent numerical bugs that were found in frameworks like this one, each as a configuration that
+would show it here.
 
-The oracle is one process in float64 (hybridpar.verify), so a loss, gradient, norm or weight that is off by a factor, a
-replica or a shard fails. Issue numbers are those of NVIDIA/Megatron-LM unless said otherwise. Not applicable here:
-context and sequence parallelism (#673, #906, #1256, #1446), mixtures of experts (#5916), multi-token prediction, LLaVA.
+The oracle is one process in float64 (hybridpar.verify), so a loss, gradient, norm or weight that is
+off by a factor, a replica or a shard fails. Issue numbers are those of NVIDIA/Megatron-LM unless
+said otherwise. Not applicable here: context and sequence parallelism (#673, #906, #1256, #1446),
+mixtures of experts (#5916), multi-token prediction, LLaVA.
 """
 
 from __future__ import annotations
@@ -20,23 +22,41 @@ from hybridpar.verify.run import verify
 BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     # 7452 (1): label smoothing over a split vocabulary: another loss on every rank, wrong gradients
     "label smoothing with tp": ({"tp": 3}, {"model": {"label_smoothing": 0.1}}),
-    "label smoothing in chunks": ({"tp": 2, "pp": 2}, {"model": {"label_smoothing": 0.1, "logits_chunk": 5}}),
+    "label smoothing in chunks": (
+        {"tp": 2, "pp": 2},
+        {"model": {"label_smoothing": 0.1, "logits_chunk": 5}},
+    ),
     # 7452 (3): a mean of means where replicas count different numbers of labels
-    "unequal valid tokens over dp": ({"tp": 2, "dp": 3}, {"model": {"kind": "bert"}, "train": {"micro_batch_size": 1}}),
+    "unequal valid tokens over dp": (
+        {"tp": 2, "dp": 3},
+        {"model": {"kind": "bert"}, "train": {"micro_batch_size": 1}},
+    ),
     "unequal valid tokens over micro-batches": (
-        {"pp": 2}, {"model": {"kind": "bert"}, "train": {"micro_batch_size": 1}}),
-    # 7452 (8): a parameter split by heads that is left out of the clipping norm; TransformerEngine #715: one that is
-    # counted tp times. Here keys and values are held by several ranks, norms by all; clipping makes the norm matter
-    "grad norm counts everything once": ({"tp": 4}, {"model": {"num_kv_heads": 2}, "optim": {"clip_grad": 0.01}}),
+        {"pp": 2},
+        {"model": {"kind": "bert"}, "train": {"micro_batch_size": 1}},
+    ),
+    # 7452 (8): a parameter split by heads that is left out of the clipping norm; TransformerEngine
+    # #715: one that is counted tp times. Here keys and values are held by several ranks, norms by
+    # all; clipping makes the norm matter
+    "grad norm counts everything once": (
+        {"tp": 4},
+        {"model": {"num_kv_heads": 2}, "optim": {"clip_grad": 0.01}},
+    ),
     # 1736, 1754: padding of the vocabulary takes part in the softmax, so the loss depends on tp
     "odd vocabulary": ({"tp": 4}, {"model": {"vocab_size": 53}}),
     # torchtitan #1409: a tied embedding whose two copies drift apart across stages
     "tied embeddings over stages": ({"pp": 3, "dp": 2}, {"optim": {"clip_grad": 0.01}}),
-    # msr-fiddle/pipedream #64: clipping, loss scale and tied gradients switched off without a word under 2bw
+    # msr-fiddle/pipedream #64: clipping, loss scale and tied gradients switched off without a word
+    # under 2bw
     "2bw keeps clipping and ties": (
-        {"pp": 2, "dp": 2}, {"pipeline": {"schedule": "2bw"}, "optim": {"clip_grad": 0.01}}),
+        {"pp": 2, "dp": 2},
+        {"pipeline": {"schedule": "2bw"}, "optim": {"clip_grad": 0.01}},
+    ),
     # 1256: dropout not in the right random context: masks that differ between ranks, or repeat
-    "dropout masks with tp": ({"tp": 2, "dp": 2}, {"model": {"dropout": 0.3, "attention_dropout": 0.3}}),
+    "dropout masks with tp": (
+        {"tp": 2, "dp": 2},
+        {"model": {"dropout": 0.3, "attention_dropout": 0.3}},
+    ),
 }
 
 
@@ -44,16 +64,31 @@ BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", BUGS)
 def test_bug(name: str) -> None:
     grid, changes = BUGS[name]
-    base = from_mapping({
-        "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "seq_length": 12, "vocab_size": 61},
-        "train": {"micro_batch_size": 2, "num_steps": 5}, "optim": {"lr": 1e-2},
-    })
+    base = from_mapping(
+        {
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 32,
+                "num_heads": 4,
+                "seq_length": 12,
+                "vocab_size": 61,
+            },
+            "train": {"micro_batch_size": 2, "num_steps": 5},
+            "optim": {"lr": 1e-2},
+        }
+    )
     report = verify(from_mapping(changes, base), grid, 3)
     assert report.ok, report.first_divergence
 
 
 def test_no_layer_is_lost_when_stages_do_not_divide_them() -> None:
     """1304: 30 layers over 4 stages silently became 28."""
-    config = from_mapping({"model": {"num_layers": 30, "hidden_size": 32, "num_heads": 4}, "parallel": {"pp": 4}})
-    built = [number for blocks in stage_split(config) for number in build_blocks(config.model, Axis("tp"), blocks)]
+    config = from_mapping(
+        {"model": {"num_layers": 30, "hidden_size": 32, "num_heads": 4}, "parallel": {"pp": 4}}
+    )
+    built = [
+        number
+        for blocks in stage_split(config)
+        for number in build_blocks(config.model, Axis("tp"), blocks)
+    ]
     assert built == list(range(32))

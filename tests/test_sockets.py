@@ -1,4 +1,5 @@
-"""Connections to other hosts: here two loopback addresses, which are two hosts to whoever compares addresses."""
+"""Connections to other hosts: here two loopback addresses, which are two hosts to whoever compares
+addresses."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def test_bytes_are_counted_with_their_headers(pair: Pair) -> None:
         received += len(there.recv(1 << 16))
     there.sendall(b"1234567")
     assert here.recv(7) == b"1234567"
-    one, other = connection_to(THERE), connection_to(HERE)
+    one = connection_to(THERE)
+    other = connection_to(HERE)
     sent = one.sent - before.sent
     assert 100_000 < sent < 200_000, "TCP may repeat segments, of up to 64 KiB, on a busy machine"
     assert 7 < one.received - before.received < 10_000

@@ -1,6 +1,8 @@
-"""Every value that a refusal suggests helps: applied to random configurations until none is refused.
+"""Every value that a refusal suggests helps: applied to random configurations until none is
+refused.
 
-A suggestion is a value of the refused field, or `section.key = value`; of several, divided by ", or ", each must help.
+A suggestion is a value of the refused field, or `section.key = value`; of several, divided by ", or
+", each must help.
 """
 
 from __future__ import annotations
@@ -29,17 +31,54 @@ from hybridpar.planner.cluster import read_cluster
 from hybridpar.planner.hardware import DEVICES, LINKS, find_device, find_link
 from hybridpar.validate import problems
 
-SECTIONS = ("model", "parallel", "pipeline", "optim", "train", "data", "memory", "compression", "checkpoint",
-            "anomalies", "outer", "faults", "kernels", "run", "plan")
-_WORDS = {"recompute": ("none", "all", "stage", "selective", "0", "0,2-5", "stage:0", "selective:0,7", "some")}
-_UNTOUCHED = {"spec", "rule", "cache", "tokenizer", "device", "corpus", "valid_corpus", "valid_sets"}
+SECTIONS = (
+    "model",
+    "parallel",
+    "pipeline",
+    "optim",
+    "train",
+    "data",
+    "memory",
+    "compression",
+    "checkpoint",
+    "anomalies",
+    "outer",
+    "faults",
+    "kernels",
+    "run",
+    "plan",
+)
+_WORDS = {
+    "recompute": (
+        "none",
+        "all",
+        "stage",
+        "selective",
+        "0",
+        "0,2-5",
+        "stage:0",
+        "selective:0,7",
+        "some",
+    )
+}
+_UNTOUCHED = {
+    "spec",
+    "rule",
+    "cache",
+    "tokenizer",
+    "device",
+    "corpus",
+    "valid_corpus",
+    "valid_sets",
+}
 """Keys that name what must exist elsewhere."""
 _MOST_ROUNDS = 8
 
 
 def draw_value(random: Random, name: str, kind: Any, rule: Any) -> Any:
     """A value of an annotated type, which its rule or its section may forbid."""
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    inner = typing.get_args(kind)
     if origin is Annotated:
         return draw_value(random, name, inner[0], next(iter(inner[1:]), rule))
     if origin is Literal:
@@ -48,7 +87,9 @@ def draw_value(random: Random, name: str, kind: Any, rule: Any) -> Any:
         return draw_value(random, name, random.choice(inner), rule)
     if origin is tuple:
         if len(inner) == 2 and inner[1] is Ellipsis:
-            return [draw_value(random, name, inner[0], rule) for _ in range(random.choice((0, 1, 2, 4)))]
+            return [
+                draw_value(random, name, inner[0], rule) for _ in range(random.choice((0, 1, 2, 4)))
+            ]
         return [draw_value(random, name, each, rule) for each in inner]
     if kind is bool:
         return random.random() < 0.5
@@ -66,11 +107,21 @@ def draw_document(random: Random) -> dict[str, Any]:
     document: dict[str, Any] = {}
     usual = Config()
     for section in SECTIONS:
-        hints = {name: hint for name, hint in hints_of(type(getattr(usual, section))).items()
-                 if name not in _UNTOUCHED}
-        share = random.choice((0.0, 0.1, 0.3)) if section not in ("pipeline", "parallel") else random.choice((0.2, 0.5))
-        document[section] = {name: draw_value(random, name, *hint) for name, hint in hints.items()
-                             if random.random() < share}
+        hints = {
+            name: hint
+            for name, hint in hints_of(type(getattr(usual, section))).items()
+            if name not in _UNTOUCHED
+        }
+        share = (
+            random.choice((0.0, 0.1, 0.3))
+            if section not in ("pipeline", "parallel")
+            else random.choice((0.2, 0.5))
+        )
+        document[section] = {
+            name: draw_value(random, name, *hint)
+            for name, hint in hints.items()
+            if random.random() < share
+        }
     return document
 
 
@@ -92,7 +143,8 @@ def value_of(text: str) -> Any:
 
 
 def choices(problem: Problem) -> list[list[tuple[str, str]]]:
-    """Every way out that the problem names, as fields and texts of their values. "ranks": the number of processes."""
+    """Every way out that the problem names, as fields and texts of their values. "ranks": the
+    number of processes."""
     found = []
     for one in problem.suggestion.split(", or "):
         if "my_package" in one:  # stands for a class of the user's
@@ -109,7 +161,9 @@ def choices(problem: Problem) -> list[list[tuple[str, str]]]:
     return found
 
 
-def applied(document: dict[str, Any], world_size: int, choice: list[tuple[str, str]]) -> tuple[dict[str, Any], int]:
+def applied(
+    document: dict[str, Any], world_size: int, choice: list[tuple[str, str]]
+) -> tuple[dict[str, Any], int]:
     """The document and the number of processes with a suggestion in them."""
     changed = json.loads(json.dumps(document))
     for field, text in choice:
@@ -123,7 +177,8 @@ def applied(document: dict[str, Any], world_size: int, choice: list[tuple[str, s
 
 def require_help(seed: int) -> None:
     random = Random(seed)
-    document, world = draw_document(random), random.choice((1, 2, 4, 6, 8))
+    document = draw_document(random)
+    world = random.choice((1, 2, 4, 6, 8))
     for _ in range(_MOST_ROUNDS * 3):
         found = refusals(document, world)
         if not found:
@@ -132,11 +187,17 @@ def require_help(seed: int) -> None:
             assert problem.suggestion, f"seed {seed}: {problem}"
             for choice in choices(problem):
                 left = refusals(*applied(document, world, choice))
-                same = [other for other in left if (other.field, other.rule) == (problem.field, problem.rule)]
+                same = [
+                    other
+                    for other in left
+                    if (other.field, other.rule) == (problem.field, problem.rule)
+                ]
                 assert not same, f"seed {seed}: {problem}\n  {choice} does not help: {same}"
         for problem in found:
             document, world = applied(document, world, choices(problem)[0])
-    raise AssertionError(f"seed {seed}: suggestions lead to no configuration that is accepted: {found}")
+    raise AssertionError(
+        f"seed {seed}: suggestions lead to no configuration that is accepted: {found}"
+    )
 
 
 def test_suggestions_help(request: pytest.FixtureRequest) -> None:
@@ -145,20 +206,39 @@ def test_suggestions_help(request: pytest.FixtureRequest) -> None:
 
 
 _NUMBERS = (-1, 0, 1, 2, 3, 8, 0.5, 1.0, 1.5, 40.0, 2_000_000, 10**12, float("inf"), float("nan"))
-_CLUSTER = ("servers", "devices_per_server", "device", "inner", "outer", "outer_links", "levels", "price", "stragglers",
-            "others")
+_CLUSTER = (
+    "servers",
+    "devices_per_server",
+    "device",
+    "inner",
+    "outer",
+    "outer_links",
+    "levels",
+    "price",
+    "stragglers",
+    "others",
+)
 _LINK = ("name", "gbit_per_s", "back_gbit_per_s", "latency_us", "share", "half_duplex")
-_TABLES = {"device": ("name", "tflops", "memory_gib", "memory_gb_per_s", "matmul_share"), "inner": _LINK,
-           "outer": _LINK, "link": _LINK, "levels": ("groups", "link", "links"), "others": ("servers", "device")}
+_TABLES = {
+    "device": ("name", "tflops", "memory_gib", "memory_gb_per_s", "matmul_share"),
+    "inner": _LINK,
+    "outer": _LINK,
+    "link": _LINK,
+    "levels": ("groups", "link", "links"),
+    "others": ("servers", "device"),
+}
 
 
 def draw_table(random: Random, keys: tuple[str, ...]) -> dict[str, Any]:
-    """A table of a cluster file: some of its keys, some of them misspelled, some with a value of another's form."""
+    """A table of a cluster file: some of its keys, some of them misspelled, some with a value of
+    another's form."""
     table = {}
     for key in keys:
         if random.random() < 0.15:
             continue
-        misspelled = random.choice((key[:-1], key + "s", key.upper(), key.replace("_", ""), "colour"))
+        misspelled = random.choice(
+            (key[:-1], key + "s", key.upper(), key.replace("_", ""), "colour")
+        )
         table[misspelled if random.random() < 0.08 else key] = draw_entry(random, key)
     return table
 
@@ -174,8 +254,13 @@ def draw_entry(random: Random, key: str) -> Any:
     if key in _TABLES:
         name = random.choice([*DEVICES] if key == "device" else [*LINKS])
         return random.choice((name, name[:-2], name.upper(), "wire"))
-    return "mine" if key == "name" else random.choice((True, False)) if key == "half_duplex" else (
-        random.choice(_NUMBERS) if random.random() < 0.3 else random.choice((1, 2, 8)))
+    return (
+        "mine"
+        if key == "name"
+        else random.choice((True, False))
+        if key == "half_duplex"
+        else (random.choice(_NUMBERS) if random.random() < 0.3 else random.choice((1, 2, 8)))
+    )
 
 
 def as_toml(value: Any) -> str:
@@ -188,7 +273,9 @@ def as_toml(value: Any) -> str:
 
 
 def cluster_refusals(path: Path, document: dict[str, Any]) -> list[Problem]:
-    path.write_text("\n".join(f"{key} = {as_toml(value)}" for key, value in document.items()), encoding="utf-8")
+    path.write_text(
+        "\n".join(f"{key} = {as_toml(value)}" for key, value in document.items()), encoding="utf-8"
+    )
     try:
         read_cluster(path)
     except ConfigError as error:
@@ -197,7 +284,8 @@ def cluster_refusals(path: Path, document: dict[str, Any]) -> list[Problem]:
 
 
 def with_suggestion(document: dict[str, Any], problem: Problem) -> dict[str, Any]:
-    """The document of a cluster file with the suggestion: another value, or another name of an unknown key, or none."""
+    """The document of a cluster file with the suggestion: another value, or another name of an
+    unknown key, or none."""
     changed: Any = deepcopy(document)
     file, _, field = problem.field.partition(": ")
     assert file == "cluster.toml", "each problem names its file"
@@ -222,18 +310,34 @@ def test_suggestions_for_a_cluster_help(request: pytest.FixtureRequest, tmp_path
             for problem in found:
                 assert problem.suggestion, f"seed {seed}: {problem}"
             changed = with_suggestion(document, found[0])
-            same = [other for other in cluster_refusals(path, changed)
-                    if (other.field, other.rule) == (found[0].field, found[0].rule)]
+            same = [
+                other
+                for other in cluster_refusals(path, changed)
+                if (other.field, other.rule) == (found[0].field, found[0].rule)
+            ]
             assert not same, f"seed {seed}: {same} after {found[0]}"
             document = changed
         else:
-            raise AssertionError(f"seed {seed}: suggestions lead to no cluster that is accepted: {found}")
+            raise AssertionError(
+                f"seed {seed}: suggestions lead to no cluster that is accepted: {found}"
+            )
 
 
-@pytest.mark.parametrize(("key", "works"), [
-    ("outer_link", "outer_links"), ("servrs", "servers"), ("straggler", "stragglers"), ("level", "levels"),
-    ("device_per_server", "devices_per_server"), ("Price", "price"), ("colour", "without it")])
-def test_an_unknown_key_of_a_cluster_is_told_the_nearest(key: str, works: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "works"),
+    [
+        ("outer_link", "outer_links"),
+        ("servrs", "servers"),
+        ("straggler", "stragglers"),
+        ("level", "levels"),
+        ("device_per_server", "devices_per_server"),
+        ("Price", "price"),
+        ("colour", "without it"),
+    ],
+)
+def test_an_unknown_key_of_a_cluster_is_told_the_nearest(
+    key: str, works: str, tmp_path: Path
+) -> None:
     (found, *_) = cluster_refusals(tmp_path / "cluster.toml", {key: 1})
     assert found.field == f"cluster.toml: {key}"
     assert found.suggestion == works
@@ -258,9 +362,12 @@ def said_of(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("command", [Plan, Check, Simulate])
-def test_a_misspelled_flag_is_told_one_that_is_known(command: type[Any], config_file: Path,
-                                                     capsys: pytest.CaptureFixture[str]) -> None:
-    random, name, known = Random(1), command.__name__.lower(), flags_of(command, Config())
+def test_a_misspelled_flag_is_told_one_that_is_known(
+    command: type[Any], config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = Random(1)
+    name = command.__name__.lower()
+    known = flags_of(command, Config())
     for flag in sorted(flag for flag in known if len(flag) > 3):
         cut = random.randrange(1, len(flag))
         wrong = flag[:cut] + flag[cut + 1 :]
@@ -273,9 +380,12 @@ def test_a_misspelled_flag_is_told_one_that_is_known(command: type[Any], config_
 
 
 @pytest.mark.parametrize("command", [Plan, Check, Simulate])
-@pytest.mark.parametrize("words", [["-1"], ["0"], ["1.5"], ["many"], ["nan"], ["inf"], ["99999999999"], []])
-def test_suggestions_for_numbers_of_flags_help(command: type[Any], words: list[str], config_file: Path,
-                                               capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["-1"], ["0"], ["1.5"], ["many"], ["nan"], ["inf"], ["99999999999"], []]
+)
+def test_suggestions_for_numbers_of_flags_help(
+    command: type[Any], words: list[str], config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     hints = typing.get_type_hints(command)
     start = [command.__name__.lower(), str(config_file)]
     for flag in own_flags(command):
@@ -295,19 +405,35 @@ def test_the_suggestion_for_a_grid_helps(text: str) -> None:
     assert parse_grid(caught.value.problems[0].suggestion)
 
 
-@pytest.mark.parametrize(("name", "works"), [
-    ("h100", "h100-80gb"), ("H200", "h200-141gb"), ("v100", "v100-16gb"), ("a100_80gb", "a100-80gb"),
-    ("a100-40", "a100-40gb"), ("tpu", "a100-80gb")])
+@pytest.mark.parametrize(
+    ("name", "works"),
+    [
+        ("h100", "h100-80gb"),
+        ("H200", "h200-141gb"),
+        ("v100", "v100-16gb"),
+        ("a100_80gb", "a100-80gb"),
+        ("a100-40", "a100-40gb"),
+        ("tpu", "a100-80gb"),
+    ],
+)
 def test_a_device_is_told_the_nearest_name(name: str, works: str) -> None:
     with pytest.raises(ConfigError, match=f"try {works}$"):
         find_device(name)
 
 
-@pytest.mark.parametrize(("field", "name", "works"), [
-    ("outer", "ib400", "infiniband-ndr"), ("outer", "infiniband-100", "infiniband-edr"),
-    ("outer", "eth25", "ethernet-25"), ("outer", "100gbe", "ethernet-100"),
-    ("inner", "nvlink-4", "nvlink4"), ("inner", "PCIe5", "pcie5"),
-    ("outer", "wire", "ethernet-25"), ("inner", "wire", "nvlink3")])
+@pytest.mark.parametrize(
+    ("field", "name", "works"),
+    [
+        ("outer", "ib400", "infiniband-ndr"),
+        ("outer", "infiniband-100", "infiniband-edr"),
+        ("outer", "eth25", "ethernet-25"),
+        ("outer", "100gbe", "ethernet-100"),
+        ("inner", "nvlink-4", "nvlink4"),
+        ("inner", "PCIe5", "pcie5"),
+        ("outer", "wire", "ethernet-25"),
+        ("inner", "wire", "nvlink3"),
+    ],
+)
 def test_a_link_is_told_the_nearest_name(field: str, name: str, works: str) -> None:
     with pytest.raises(ConfigError, match=f"try {works}$"):
         find_link(name, field)

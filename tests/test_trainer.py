@@ -1,4 +1,5 @@
-"""`fit` starts the processes of its grid as forks, stops when it is asked to, and leaves nobody behind."""
+"""`fit` starts the processes of its grid as forks, stops when it is asked to, and leaves nobody
+behind."""
 
 from __future__ import annotations
 
@@ -35,12 +36,24 @@ def loss(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 def trainer_of(folder: Path, **sections: Any) -> Trainer:
     """Of a row on two stages, for 6 steps."""
-    train = {"num_steps": 6, "micro_batch_size": 2, "device": "cpu", "threads": 1, "eval_interval": 3,
-             "eval_batches": 2}
-    settings: dict[str, Any] = {"parallel": {"pp": 2}, "pipeline": {"schedule": "2bw", "num_microbatches": 4},
-                                "optim": {"lr": 1e-2, "decay": "constant"}, "run": {"dir": str(folder)}}
+    train = {
+        "num_steps": 6,
+        "micro_batch_size": 2,
+        "device": "cpu",
+        "threads": 1,
+        "eval_interval": 3,
+        "eval_batches": 2,
+    }
+    settings: dict[str, Any] = {
+        "parallel": {"pp": 2},
+        "pipeline": {"schedule": "2bw", "num_microbatches": 4},
+        "optim": {"lr": 1e-2, "decay": "constant"},
+        "run": {"dir": str(folder)},
+    }
     settings |= {"loss": loss, "train": train | sections.pop("train", {})}
-    return Trainer(modules(), datasets={"train": SAMPLES, "valid": SAMPLES[:16]}, **(settings | sections))
+    return Trainer(
+        modules(), datasets={"train": SAMPLES, "valid": SAMPLES[:16]}, **(settings | sections)
+    )
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -51,24 +64,38 @@ def steps_in(folder: Path) -> list[int]:
 def test_fit_starts_the_ranks_of_its_grid(tmp_path: Path) -> None:
     """Callbacks run there; what comes back is as if one process had trained."""
     handler = signal.getsignal(signal.SIGTERM)
-    trainer, row = trainer_of(tmp_path / "two"), modules()
+    trainer = trainer_of(tmp_path / "two")
+    row = modules()
     before = trainer.evaluate()
     assert not (tmp_path / "two" / "run" / "config.toml").exists()
     seen: list[int] = []
-    outcome = trainer.fit(on_step=lambda result: (tmp_path / f"{os.getpid()}").touch() or seen.append(result.step))
+    outcome = trainer.fit(
+        on_step=lambda result: (tmp_path / f"{os.getpid()}").touch() or seen.append(result.step)
+    )
     assert len([path for path in tmp_path.iterdir() if path.name.isdecimal()]) == 2
     assert (seen, outcome.step, outcome.exit_code) == ([], 6, 0)
     assert signal.getsignal(signal.SIGTERM) is handler
     assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in os.environ
-    alone = trainer_of(tmp_path / "one", parallel={"pp": 1}, pipeline={"schedule": "2bw", "num_microbatches": 4})
+    alone = trainer_of(
+        tmp_path / "one", parallel={"pp": 1}, pipeline={"schedule": "2bw", "num_microbatches": 4}
+    )
     expected = alone.fit()
     assert list(outcome.history.losses) == [1, 2, 3, 4, 5, 6]
-    assert np.allclose([*outcome.history.losses.values()], [*expected.history.losses.values()], rtol=1e-5)
+    assert np.allclose(
+        [*outcome.history.losses.values()], [*expected.history.losses.values()], rtol=1e-5
+    )
     assert list(outcome.history.validation) == [0, 3, 6]
     assert sum(before.values()) == pytest.approx(outcome.history.validation[0]["val_loss"])
-    assert sum(trainer.evaluate().values()) == pytest.approx(outcome.history.validation[6]["val_loss"])
-    assert sum(trainer.evaluate().values()) == pytest.approx(sum(alone.evaluate().values()), rel=1e-5)
-    on_grids = [trainer_of(tmp_path / "two", parallel={"pp": 1, "dp": dp}, train={"eval_batches": 1}) for dp in (1, 2)]
+    assert sum(trainer.evaluate().values()) == pytest.approx(
+        outcome.history.validation[6]["val_loss"]
+    )
+    assert sum(trainer.evaluate().values()) == pytest.approx(
+        sum(alone.evaluate().values()), rel=1e-5
+    )
+    on_grids = [
+        trainer_of(tmp_path / "two", parallel={"pp": 1, "dp": dp}, train={"eval_batches": 1})
+        for dp in (1, 2)
+    ]
     one, two = (sum(on_grid.evaluate().values()) for on_grid in on_grids)
     assert one == pytest.approx(two, rel=1e-5), "other samples"
     trained = trainer.state_dict()
@@ -100,8 +127,15 @@ print("threads", torch.get_num_threads(), "step", trainer.fit().step)
 """)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     with script.open() as stdin:  # a program without a file, as in a notebook
-        done = subprocess.run([sys.executable, "-"], stdin=stdin, capture_output=True, text=True, timeout=LONG_S,
-                              env=environment, check=False)
+        done = subprocess.run(
+            [sys.executable, "-"],
+            stdin=stdin,
+            capture_output=True,
+            text=True,
+            timeout=LONG_S,
+            env=environment,
+            check=False,
+        )
     assert done.stdout == "threads 2 step 2\n", done.stderr
 
 
@@ -109,9 +143,15 @@ print("threads", torch.get_num_threads(), "step", trainer.fit().step)
 def test_a_rank_that_returns_stop_stops_all(tmp_path: Path) -> None:
     """2bw has batches under way; the run goes on later, as if nothing had been."""
     trainer = trainer_of(tmp_path / "run", train={"num_steps": 12, "eval_interval": 0})
-    stopped = trainer.fit(on_step=lambda result: STOP if os.environ["RANK"] == "1" and result.step == 2 else None)
+    stopped = trainer.fit(
+        on_step=lambda result: STOP if os.environ["RANK"] == "1" and result.step == 2 else None
+    )
     assert 2 <= stopped.step < 12
-    assert (stopped.asked_to_stop, stopped.exit_code, stopped.as_json()["stopped_by"]) == (True, 0, "program")
+    assert (stopped.asked_to_stop, stopped.exit_code, stopped.as_json()["stopped_by"]) == (
+        True,
+        0,
+        "program",
+    )
     assert steps_in(tmp_path / "run") == [stopped.step]
     asked = trainer.fit(on_save=lambda folder: None, on_step=lambda result: trainer.request_stop())
     assert stopped.step < asked.step < 12
@@ -132,14 +172,18 @@ def test_a_stop_from_an_evaluation_comes_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_an_error_of_a_callback_is_its_own_and_comes_after_a_save(tmp_path: Path, capfd: Any) -> None:
+def test_an_error_of_a_callback_is_its_own_and_comes_after_a_save(
+    tmp_path: Path, capfd: Any
+) -> None:
     def fail(result: Any) -> None:
         if os.environ["RANK"] == "1" and result.step == 2:
             raise ValueError("of the caller")
 
     trainer = trainer_of(tmp_path, train={"num_steps": 12, "eval_interval": 0})
-    with pytest.raises(CallbackError, match=r"^rank 1: the callback on_step raised ValueError: of the caller \(step 2\)"
-                       ) as caught:
+    with pytest.raises(
+        CallbackError,
+        match=r"^rank 1: the callback on_step raised ValueError: of the caller \(step 2\)",
+    ) as caught:
         trainer.fit(on_step=fail)
     assert 'raise ValueError("of the caller")' in str(caught.value)
     assert len(steps_in(tmp_path)) == 1
@@ -186,8 +230,15 @@ def test_an_error_of_all_ranks_is_raised_here(tmp_path: Path) -> None:
             raise ZeroDivisionError
         return loss(out, batch)
 
-    trainer = Trainer(modules(), loss=fail, datasets={"train": SAMPLES}, parallel={"pp": 2}, faults={"restarts": 0},
-                      run={"dir": str(tmp_path)}, train={"micro_batch_size": 2, "device": "cpu", "threads": 1})
+    trainer = Trainer(
+        modules(),
+        loss=fail,
+        datasets={"train": SAMPLES},
+        parallel={"pp": 2},
+        faults={"restarts": 0},
+        run={"dir": str(tmp_path)},
+        train={"micro_batch_size": 2, "device": "cpu", "threads": 1},
+    )
     with pytest.raises(HybridparError, match=r"(?s)^rank 1 .*ZeroDivisionError"):
         trainer.fit()
 
@@ -198,23 +249,35 @@ def test_ranks_that_torchrun_started_must_have_equal_modules(tmp_path: Path) -> 
         row = modules()
         if os.environ["RANK"] == "1":
             nn.init.zeros_(row[2].bias)
-        trainer = Trainer(row, loss=loss, datasets={"train": SAMPLES}, run={"dir": str(tmp_path)},
-                          train={"device": "cpu", "micro_batch_size": 2}, parallel={"pp": 2})
-        with pytest.raises(HybridparError, match=r"rank 1: modules = .*other weights .*try torch\.manual_seed"):
+        trainer = Trainer(
+            row,
+            loss=loss,
+            datasets={"train": SAMPLES},
+            run={"dir": str(tmp_path)},
+            train={"device": "cpu", "micro_batch_size": 2},
+            parallel={"pp": 2},
+        )
+        with pytest.raises(
+            HybridparError, match=r"rank 1: modules = .*other weights .*try torch\.manual_seed"
+        ):
             trainer.fit()
 
     fork_ranks(2, fit)
 
 
 def started(folder: Path) -> Any:
-    """A fork of this process that trains for long, with the numbers of its ranks as they begin the second step."""
+    """A fork of this process that trains for long, with the numbers of its ranks as they begin the
+    second step."""
+
     def note(result: Any) -> None:
         time.sleep(0.02)
         if result.step == 2:
             (folder / f"rank{os.getpid()}").touch()
 
     def fit() -> None:
-        outcome = trainer_of(folder, train={"num_steps": 10**6, "eval_interval": 0}).fit(on_step=note)
+        outcome = trainer_of(folder, train={"num_steps": 10**6, "eval_interval": 0}).fit(
+            on_step=note
+        )
         (folder / "outcome").write_text(f"{outcome.stopped_by} {outcome.step}")
 
     process = get_context("fork").Process(target=fit)
@@ -260,6 +323,7 @@ def test_ranks_of_a_killed_program_save_and_end(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_a_rank_that_is_killed_is_started_again(tmp_path: Path) -> None:
     """From the last checkpoint, by the supervisor; the program learns of it from stderr alone."""
+
     def die(result: Any) -> None:
         mark = tmp_path / "killed"
         if os.environ["RANK"] == "1" and result.step == 4 and not mark.exists():

@@ -11,7 +11,8 @@ from hybridpar.turns import Turns
 
 
 def test_the_next_one_goes_on_where_one_waits() -> None:
-    turns, said = Turns(3), list[str]()
+    turns = Turns(3)
+    said = list[str]()
 
     def function(me: str, waits: int, seconds: float) -> str:
         for i in range(waits):
@@ -23,14 +24,17 @@ def test_the_next_one_goes_on_where_one_waits() -> None:
     for _ in range(2):  # with the same threads
         said.clear()
         turns.give_way()  # nobody else is there
-        functions = [partial(function, *each) for each in (("a", 1, 3e-3), ("b", 3, 0.0), ("c", 2, 1e-3))]
+        functions = [
+            partial(function, *each) for each in (("a", 1, 3e-3), ("b", 3, 0.0), ("c", 2, 1e-3))
+        ]
         assert turns.run(functions) == ["a", "b", "c"]
         assert said == ["a0", "b0", "c0", "b1", "c1", "b2"]
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_an_error_ends_all(wrong: int) -> None:
-    turns, done = Turns(3), list[int]()
+    turns = Turns(3)
+    done = list[int]()
 
     def function(me: int) -> None:
         turns.give_way()

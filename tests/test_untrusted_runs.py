@@ -77,19 +77,25 @@ name = "sent"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a module, a configuration, and the run folder that another process made of them."""
+    """A folder with a module, a configuration, and the run folder that another process made of
+    them."""
     folder = tmp_path_factory.mktemp("elsewhere")
     (folder / "crafted_code.py").write_text(MODULE.format(mark=str(folder / "mark")))
     (folder / "my.toml").write_text(CONFIG)
-    job = subprocess.run([sys.executable, "-m", "hybridpar", "train", "my.toml"], cwd=folder, capture_output=True,
-                         text=True)
+    job = subprocess.run(
+        [sys.executable, "-m", "hybridpar", "train", "my.toml"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
     assert job.returncode == 0, job.stdout + job.stderr
     return folder
 
 
 @pytest.fixture
 def sent(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The run folder, for a user who stands elsewhere, in a process that has not imported its code."""
+    """The run folder, for a user who stands elsewhere, in a process that has not imported its
+    code."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (trained / "mark").unlink(missing_ok=True)
@@ -130,10 +136,14 @@ def test_starting_a_run_of_that_name_imports_nothing(sent: Path) -> None:
     assert not was_imported(sent)
 
 
-@pytest.mark.parametrize("command", [
-    ["simulate", "--run", "RUN"], ["memory", "--run", "RUN"], ["replay", "RUN", "--step", "13"]], ids=lambda c: c[0])
+@pytest.mark.parametrize(
+    "command",
+    [["simulate", "--run", "RUN"], ["memory", "--run", "RUN"], ["replay", "RUN", "--step", "13"]],
+    ids=lambda c: c[0],
+)
 def test_commands_import_what_they_are_told_to_trust(
-        sent: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    sent: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     args = [str(sent) if arg == "RUN" else arg for arg in command]
     assert main(args) == 1
     said = capsys.readouterr().err
@@ -146,7 +156,9 @@ def test_commands_import_what_they_are_told_to_trust(
 
 def in_process_of_its_own(args: list[str], folder: Path) -> None:
     """A class that one process has imported stays known there. This one is to know of none."""
-    job = subprocess.run([sys.executable, "-m", "hybridpar", *args], cwd=folder, capture_output=True, text=True)
+    job = subprocess.run(
+        [sys.executable, "-m", "hybridpar", *args], cwd=folder, capture_output=True, text=True
+    )
     assert job.returncode == 0, job.stdout + job.stderr
 
 
@@ -156,7 +168,8 @@ def test_replay_takes_the_code_where_the_user_stands(sent: Path) -> None:
 
 
 def test_replay_takes_no_code_that_lies_in_the_run_folder(
-        sent: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    sent: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also where the user stands in it, or it is a package there."""
     source = (sent.parents[1] / "crafted_code.py").read_text()
     monkeypatch.chdir(sent)

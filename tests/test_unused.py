@@ -16,17 +16,31 @@ GPT_TINY = Path(__file__).parent.parent / "scripts" / "configs" / "gpt_tiny.toml
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "naive", "interleaved", "pipedream", "auto"])
-def test_the_configuration_of_2bw_runs_with_every_schedule(schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["check", str(GPT_TINY), "--ranks", "2", "--parallel.pp", "2", "--pipeline.schedule", schedule]
+def test_the_configuration_of_2bw_runs_with_every_schedule(
+    schedule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "check",
+        str(GPT_TINY),
+        "--ranks",
+        "2",
+        "--parallel.pp",
+        "2",
+        "--pipeline.schedule",
+        schedule,
+    ]
     config = parse(words).config
     assert not problems(config, 2)
     assert config.optim.staleness == "none"
     assert config.pipeline.early_switch == "off"
     assert capsys.readouterr().err.splitlines() == [
-        f'hybridpar: pipeline.early_switch = 1 is left out: pipeline.schedule = "{schedule}" has no use for it, '
+        f'hybridpar: pipeline.early_switch = 1 is left out: pipeline.schedule = "{schedule}" has '
+        "no use for it, "
         'only "2bw"',
-        f'hybridpar: optim.staleness = "extrapolation" is left out: pipeline.schedule = "{schedule}" has no use for '
-        'it, only "2bw"']
+        'hybridpar: optim.staleness = "extrapolation" is left out: pipeline.schedule = '
+        f'"{schedule}" has no use for '
+        'it, only "2bw"',
+    ]
 
 
 def test_one_process_of_a_job_says_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,18 +48,54 @@ def test_one_process_of_a_job_says_it(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("sections", "left_out"), [
-    ({"pipeline": {"schedule": "2bw", "early_switch": 1}, "optim": {"staleness": "prediction"}}, []),
-    ({"pipeline": {"schedule": "1f1b"}, "optim": {"staleness": "nesterov"}}, []),
-    ({"pipeline": {"schedule": "pipedream", "sync_steps": 3}, "optim": {"staleness": "lr_rescale"}}, []),
-    ({"pipeline": {"schedule": "gpipe", "warmup": "latency", "sync_steps": 3, "zero_bubble": True}},
-     ["pipeline.warmup", "pipeline.zero_bubble", "pipeline.sync_steps"]),
-    ({"pipeline": {"schedule": "1f1b", "gradient_buffers": 2}}, ["pipeline.gradient_buffers"]),
-    ({"optim": {"staleness": "lr_rescale", "staleness_steps": 5}}, ["optim.staleness"]),
-    ({"pipeline": {"placement": "v", "split_backward": True, "zero_bubble": True, "warmup": "latency"}},
-     ["pipeline.warmup", "pipeline.zero_bubble"]),
-    ({"pipeline": {"schedule": "1f1b", "chunks": 2}}, []),  # changes the stages: refused, with the schedule that has it
-])
+@pytest.mark.parametrize(
+    ("sections", "left_out"),
+    [
+        (
+            {
+                "pipeline": {"schedule": "2bw", "early_switch": 1},
+                "optim": {"staleness": "prediction"},
+            },
+            [],
+        ),
+        ({"pipeline": {"schedule": "1f1b"}, "optim": {"staleness": "nesterov"}}, []),
+        (
+            {
+                "pipeline": {"schedule": "pipedream", "sync_steps": 3},
+                "optim": {"staleness": "lr_rescale"},
+            },
+            [],
+        ),
+        (
+            {
+                "pipeline": {
+                    "schedule": "gpipe",
+                    "warmup": "latency",
+                    "sync_steps": 3,
+                    "zero_bubble": True,
+                }
+            },
+            ["pipeline.warmup", "pipeline.zero_bubble", "pipeline.sync_steps"],
+        ),
+        ({"pipeline": {"schedule": "1f1b", "gradient_buffers": 2}}, ["pipeline.gradient_buffers"]),
+        ({"optim": {"staleness": "lr_rescale", "staleness_steps": 5}}, ["optim.staleness"]),
+        (
+            {
+                "pipeline": {
+                    "placement": "v",
+                    "split_backward": True,
+                    "zero_bubble": True,
+                    "warmup": "latency",
+                }
+            },
+            ["pipeline.warmup", "pipeline.zero_bubble"],
+        ),
+        (
+            {"pipeline": {"schedule": "1f1b", "chunks": 2}},
+            [],
+        ),  # changes the stages: refused, with the schedule that has it
+    ],
+)
 def test_only_what_means_nothing_is_left_out(sections: dict[str, Any], left_out: list[str]) -> None:
     config = from_mapping(sections, Config())
     kept, lines = without_unused(config)
@@ -62,8 +112,13 @@ def test_python_leaves_out_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_settings_of_the_rate_beside_points_are_left_out() -> None:
     points = [[0, 0.0], [5, 1e-3]]
-    config = from_mapping({"optim": {"lr": 1e-2, "warmup_steps": 3, "decay": "wsd", "lr_points": points}})
+    config = from_mapping(
+        {"optim": {"lr": 1e-2, "warmup_steps": 3, "decay": "wsd", "lr_points": points}}
+    )
     found, lines = without_unused(config)
-    assert lines == [f"optim.{name} = {value} is left out: optim.lr_points says the learning rate of every update"
-                     for name, value in (("lr", "0.01"), ("warmup_steps", "3"), ("decay", '"wsd"'))]
+    assert lines == [
+        f"optim.{name} = {value} is left out: optim.lr_points says the learning rate of every "
+        "update"
+        for name, value in (("lr", "0.01"), ("warmup_steps", "3"), ("decay", '"wsd"'))
+    ]
     assert found.optim == from_mapping({"optim": {"lr_points": points}}).optim

@@ -1,6 +1,7 @@
-"""A pytest plugin for Triton's interpreter, which makes it three times as fast: its language is patched once a launch,
-not at every call of a device function; types of blocks, of which there are few, are made once; a reduction by a
-function of the kernels' calls it with halves of blocks, not with single numbers."""
+"""A pytest plugin for Triton's interpreter, which makes it three times as fast: its language is
+patched once a launch, not at every call of a device function; types of blocks, of which there are
+few, are made once; a reduction by a function of the kernels' calls it with halves of blocks, not
+with single numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def call(self: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> An
     return self.rewrite()(*args, **kwargs)
 
 
-make_block_type, np_dtype_of = core.block_type.__init__, interpreter._get_np_dtype
+make_block_type = core.block_type.__init__
+np_dtype_of = interpreter._get_np_dtype
 attributes: dict[Any, dict[str, Any]] = {}
 
 
@@ -40,24 +42,37 @@ def init_block_type(self: core.block_type, element_ty: core.dtype, shape: Any) -
     key = element_ty.name, *(size if type(size) is int else size.value for size in sizes)
     if key not in attributes:
         make_block_type(self, element_ty, shape)
-        attributes[key] = {**vars(self), "of_tensors": of_tensors(self.shape), "numbers": np_dtype_of(element_ty)}
+        attributes[key] = {
+            **vars(self),
+            "of_tensors": of_tensors(self.shape),
+            "numbers": np_dtype_of(element_ty),
+        }
     vars(self).update(attributes[key])
 
 
 def init_tensor(self: core.tensor, handle: Any, of_type: core.dtype) -> None:
-    vars(self).update(vars(of_type)["of_tensors"] if of_type.is_block() else OF_SCALARS, handle=handle, type=of_type,
-                      dtype=of_type.scalar)
+    vars(self).update(
+        vars(of_type)["of_tensors"] if of_type.is_block() else OF_SCALARS,
+        handle=handle,
+        type=of_type,
+        dtype=of_type.scalar,
+    )
 
 
 def reduce(self: interpreter.ReduceOps, tensors: tuple[core.tensor, ...]) -> list[core.tensor]:
     """Along an axis of a power of two."""
-    types, parts = [x.dtype for x in tensors], [x.handle.data for x in tensors]
+    types = [x.dtype for x in tensors]
+    parts = [x.handle.data for x in tensors]
     while parts[0].shape[self.axis] > 1:
         halves = zip(*(np.split(part, 2, self.axis) for part in parts), strict=True)
-        made = self.combine_fn.fn(*(self.to_tensor(*one) for half in halves for one in zip(half, types, strict=True)))
+        made = self.combine_fn.fn(
+            *(self.to_tensor(*one) for half in halves for one in zip(half, types, strict=True))
+        )
         parts = [x.handle.data for x in made]
-    return [self.to_tensor(part if self.keep_dims else part.squeeze(self.axis), dtype)
-            for part, dtype in zip(parts, types, strict=True)]
+    return [
+        self.to_tensor(part if self.keep_dims else part.squeeze(self.axis), dtype)
+        for part, dtype in zip(parts, types, strict=True)
+    ]
 
 
 interpreter.InterpretedFunction.__call__ = call  # type: ignore[method-assign]

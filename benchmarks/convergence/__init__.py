@@ -1,1 +1,2 @@
-"""The convergence study: what stale gradients cost at equal tokens, and what wins it back. See README.md."""
+"""The convergence study: what stale gradients cost at equal tokens, and what wins it back. See
+README.md."""

@@ -1,4 +1,5 @@
-"""Runs the study and reports it: `python -m benchmarks.convergence run --workers 2`, then `... report`."""
+"""Runs the study and reports it: `python -m benchmarks.convergence run --workers 2`, then
+`... report`."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def _wanted(args: argparse.Namespace) -> list[Item]:
         chosen = [v for group in args.groups for v in groups(model)[group]]
         if args.only:
             if unknown := [name for name in args.only if name not in known]:
-                raise SystemExit(f"{model} has no variant {', '.join(unknown)}; it has {', '.join(known)}")
+                raise SystemExit(
+                    f"{model} has no variant {', '.join(unknown)}; it has {', '.join(known)}"
+                )
             chosen = [known[name] for name in args.only]
         items += items_of(load_toml(BASES[model]), chosen, args.seeds)
     return items
@@ -57,11 +60,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("command", choices=["run", "report"])
     parser.add_argument("--models", nargs="+", choices=BASES, default=list(BASES))
     parser.add_argument("--groups", nargs="+", choices=groups("gpt"), default=list(groups("gpt")))
-    parser.add_argument("--only", nargs="+", metavar="VARIANT", help="these variants, whatever their group")
-    parser.add_argument("--seeds", nargs="+", type=int, help="only these; by default all that a variant is to have")
+    parser.add_argument(
+        "--only", nargs="+", metavar="VARIANT", help="these variants, whatever their group"
+    )
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, help="only these; by default all that a variant is to have"
+    )
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, of one thread each")
     parser.add_argument("--dry-run", action="store_true", help="only list what is left")
-    parser.add_argument("--work", type=Path, default=Path("runs/convergence"), help="folder for runs under way")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/convergence"), help="folder for runs under way"
+    )
     parser.add_argument("--results", type=Path, default=results.RESULTS)
     return parser
 

@@ -16,35 +16,48 @@ from benchmarks.convergence.study import Variant
 from benchmarks.files import write_svg
 
 Runs = Mapping[str, Mapping[int, Result]]
-_SYNC, _STALE = "#c7680f", "#2c6ab1"
+_SYNC = "#c7680f"
+_STALE = "#2c6ab1"
 
 
 def draw(model: str, variants: Sequence[Variant], runs: Runs, folder: Path) -> None:
     """Writes <model>_curves.svg and <model>_final.svg into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     full = [v for v in variants if len(v.seeds) > 1 and v.baseline in runs]
-    for name, figure in (("curves", _curves(model, full, runs)), ("final", _final(model, full, runs))):
+    for name, figure in (
+        ("curves", _curves(model, full, runs)),
+        ("final", _final(model, full, runs)),
+    ):
         write_svg(figure, folder / f"{model}_{name}.svg")
 
 
 def _curves(model: str, variants: Sequence[Variant], runs: Runs) -> Figure:
-    """Left: training loss of the baseline and of 2bw. Right: how far each is above its baseline, on the same tokens."""
+    """Left: training loss of the baseline and of 2bw. Right: how far each is above its baseline, on
+    the same tokens."""
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for axes, title in ((left, f"{model.upper()}: training loss"), (right, "above its baseline on the same tokens")):
+    for axes, title in (
+        (left, f"{model.upper()}: training loss"),
+        (right, "above its baseline on the same tokens"),
+    ):
         _style(axes, "tokens (millions)", title)
     for name, color in (("sync", _SYNC), ("2bw", _STALE)):
         if name in runs:
-            left.plot(*_mean_curve(runs[name], runs[name].keys()), color=color, label=name, linewidth=1.5)
+            left.plot(
+                *_mean_curve(runs[name], runs[name].keys()), color=color, label=name, linewidth=1.5
+            )
     colors = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
     shown = [v for v in variants if v.name != v.baseline and not v.name.startswith("sync")]
     for i, variant in enumerate(shown):
-        ours, base = runs[variant.name], runs[variant.baseline]
+        ours = runs[variant.name]
+        base = runs[variant.baseline]
         if seeds := ours.keys() & base.keys():
             tokens, losses = _mean_curve(ours, seeds)
             _, baseline = _mean_curve(base, seeds)
-            gaps = _smoothed(losses[:len(baseline)] - baseline[:len(losses)])
-            right.plot(tokens[:len(gaps)], gaps, label=variant.name, color=colors[i % 20], linewidth=1.2)
+            gaps = _smoothed(losses[: len(baseline)] - baseline[: len(losses)])
+            right.plot(
+                tokens[: len(gaps)], gaps, label=variant.name, color=colors[i % 20], linewidth=1.2
+            )
     right.axhline(0, color=_SYNC, linewidth=1)
     for axes in (left, right):
         if axes.get_legend_handles_labels()[0]:
@@ -73,7 +86,9 @@ def _style(axes: Axes, xlabel: str, title: str) -> None:
     axes.grid(alpha=0.25)
 
 
-def _mean_curve(runs: Mapping[int, Result], seeds: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
+def _mean_curve(
+    runs: Mapping[int, Result], seeds: Collection[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Millions of tokens, and the training loss there, mean over `seeds`."""
     chosen = [runs[seed] for seed in seeds]
     steps = np.array([step for step, _ in chosen[0].train_loss])

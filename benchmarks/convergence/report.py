@@ -1,4 +1,5 @@
-"""From results to tables: what each variant loses to its baseline, how sure that is, and what it is worth in tokens."""
+"""From results to tables: what each variant loses to its baseline, how sure that is, and what it is
+worth in tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ from benchmarks.convergence.study import (
     variants,
 )
 
-BEGIN, END = "<!-- tables: python -m benchmarks.convergence report -->", "<!-- end of tables -->"
+BEGIN = "<!-- tables: python -m benchmarks.convergence report -->"
+END = "<!-- end of tables -->"
 BAR_PERCENT = 0.5
 START_TOLERANCE = 1e-3
-"""Largest difference of the loss before the first step: bf16, summed in another order where a batch is cut finer."""
+"""Largest difference of the loss before the first step: bf16, summed in another order where a batch
+is cut finer."""
 # 97.5 % quantiles of Student's t by degrees of freedom: two-sided 95 % intervals of a few seeds
 _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
@@ -38,9 +41,11 @@ Losses = Mapping[int, float]
 
 @dataclass(frozen=True)
 class Gap:
-    """Mean difference to the baseline over the seeds that both have, in percent of the baseline's loss.
+    """Mean difference to the baseline over the seeds that both have, in percent of the baseline's
+    loss.
 
-    `interval`: half the width of its 95 % confidence interval; None with a single seed. `loss`: the difference itself.
+    `interval`: half the width of its 95 % confidence interval; None with a single seed. `loss`: the
+    difference itself.
     """
 
     percent: float
@@ -64,10 +69,12 @@ def gap(losses: Losses, baseline: Losses) -> Gap | None:
 
 
 def worth(loss_gap: float, budgets: Mapping[float, float]) -> float | None:
-    """The share of the tokens with which the baseline ends `loss_gap` above its loss with all of them.
+    """The share of the tokens with which the baseline ends `loss_gap` above its loss with all of
+    them.
 
-    `budgets`: how far above it is with each share that was tried; 1.0 gives 0. Linear in the logarithm of the share
-    between them, and beyond the outermost two. None where fewer than two shares are known.
+    `budgets`: how far above it is with each share that was tried; 1.0 gives 0. Linear in the
+    logarithm of the share between them, and beyond the outermost two. None where fewer than two
+    shares are known.
     """
     known = sorted(budgets.items(), reverse=True)  # from all tokens, gap 0, to fewer, larger gaps
     if len(known) < 2:
@@ -83,10 +90,13 @@ def by_variant(results: Sequence[Result]) -> dict[str, dict[int, Result]]:
     table: dict[str, dict[int, Result]] = {}
     for result in results:
         like = first.setdefault(result.seed, result)
-        begins, alike = result.val_loss[0][1], like.val_loss[0][1]
+        begins = result.val_loss[0][1]
+        alike = like.val_loss[0][1]
         if abs(begins - alike) > START_TOLERANCE:
-            raise ValueError(f"{result.model}, seed {result.seed}: {result.variant} begins with validation loss "
-                             f"{begins}, {like.variant} with {alike}: they have other data or weights")
+            raise ValueError(
+                f"{result.model}, seed {result.seed}: {result.variant} begins with validation loss "
+                f"{begins}, {like.variant} with {alike}: they have other data or weights"
+            )
         table.setdefault(result.variant, {})[result.seed] = result
     return table
 
@@ -95,7 +105,8 @@ class Study:
     """All results of one model, and what follows from them."""
 
     def __init__(self, model: str, results: Sequence[Result]):
-        self.model, self.results = model, results
+        self.model = model
+        self.results = results
         self.runs = by_variant(results)
 
     def losses(self, variant: str) -> dict[int, float]:
@@ -109,66 +120,112 @@ class Study:
         found = {1.0: 0.0}
         for variant in groups(self.model)["budgets"]:
             if known := self.gap(variant):
-                run, full = (next(iter(self.runs[name].values())) for name in (variant.name, variant.baseline))
+                run, full = (
+                    next(iter(self.runs[name].values()))
+                    for name in (variant.name, variant.baseline)
+                )
                 found[run.tokens / full.tokens] = known.loss
         return found
 
-    # -- Markdown ------------------------------------------------------------------------------------------------------
+    # -- Markdown
 
     def markdown(self) -> str:
         """Everything about this model."""
         if not self.results:
             return f"### {self.model.upper()}\n\nNo results yet."
         chosen = groups(self.model)
-        parts = [f"### {self.model.upper()}", self._facts(), self._table(chosen["adamw"]), self._table(chosen["muon"]),
-                 self._budget_line(), self._rate_table("AdamW", "", taken_rate(self.model)),
-                 self._rate_table("Muon", "muon-", MUON_RATES[self.model])]
-        parts.append(f"![Loss curves](plots/{self.model}_curves.svg)\n![Final loss](plots/{self.model}_final.svg)")
+        parts = [
+            f"### {self.model.upper()}",
+            self._facts(),
+            self._table(chosen["adamw"]),
+            self._table(chosen["muon"]),
+            self._budget_line(),
+            self._rate_table("AdamW", "", taken_rate(self.model)),
+            self._rate_table("Muon", "muon-", MUON_RATES[self.model]),
+        ]
+        parts.append(
+            f"![Loss curves](plots/{self.model}_curves.svg)\n![Final "
+            f"loss](plots/{self.model}_final.svg)"
+        )
         return "\n\n".join(part for part in parts if part)
 
     def _facts(self) -> str:
         run = self.results[0]
         commits = sorted({r.machine["commit"][:7] for r in self.results})
         hours = sum(r.seconds for r in self.results) / 3600
-        return (f"{max(r.tokens for r in self.results):,} tokens a run; {run.eval_tokens:,} tokens of validation; "
-                f"{len(self.results)} runs, {hours:.1f} core-hours on {run.machine['cpu']}, torch "
-                f"{run.machine['torch']}, Python {run.machine['python']}; commits {', '.join(commits)}.")
+        return (
+            f"{max(r.tokens for r in self.results):,} tokens a run; {run.eval_tokens:,} tokens of "
+            "validation; "
+            f"{len(self.results)} runs, {hours:.1f} core-hours on {run.machine['cpu']}, torch "
+            f"{run.machine['torch']}, Python {run.machine['python']}; commits {', '.join(commits)}."
+        )
 
     def _table(self, chosen: Sequence[Variant]) -> str:
         """A row for each variant that has results; empty where none has."""
-        budgets, rows = self.budgets(), []
+        budgets = self.budgets()
+        rows = []
         for variant in chosen:
             if not (losses := self.losses(variant.name)):
                 continue
             difference = self.gap(variant) if variant.name != variant.baseline else None
-            share = worth(difference.loss, budgets) if difference and variant.baseline == BUDGET_BASELINE else None
-            cells = (f"{variant.name}: {variant.about}", variant.stale, spread_text(losses), gap_text(difference),
-                     f"{100 * share:.0f} %" if share else "")
+            share = (
+                worth(difference.loss, budgets)
+                if difference and variant.baseline == BUDGET_BASELINE
+                else None
+            )
+            cells = (
+                f"{variant.name}: {variant.about}",
+                variant.stale,
+                spread_text(losses),
+                gap_text(difference),
+                f"{100 * share:.0f} %" if share else "",
+            )
             rows.append(f"| {' | '.join(cells)} |")
-        head = ["| variant | stale micro-batches | validation loss at the end | against 1f1b | tokens worth |",
-                "|---|---|---|---|---|"]
+        head = [
+            "| variant | stale micro-batches | validation loss at the end | against 1f1b | tokens "
+            "worth |",
+            "|---|---|---|---|---|",
+        ]
         return "\n".join([*head, *rows]) if rows else ""
 
     def _budget_line(self) -> str:
-        texts = [f"{100 * share:.0f} % of the tokens: +{loss:.4f}" for share, loss in sorted(self.budgets().items())
-                 if share < 1]
+        texts = [
+            f"{100 * share:.0f} % of the tokens: +{loss:.4f}"
+            for share, loss in sorted(self.budgets().items())
+            if share < 1
+        ]
         if not texts:
             return ""
-        return f"Synchronous runs of other lengths, each with its own decay, against the full one: {'; '.join(texts)}."
+        return (
+            "Synchronous runs of other lengths, each with its own decay, against the full one: "
+            f"{'; '.join(texts)}."
+        )
 
     def _rate_table(self, optimizer: str, prefix: str, taken: float) -> str:
         """A row for each learning rate that has a result; empty where only the one taken has."""
-        rows, seed = [], SEEDS[0]
+        rows = []
+        seed = SEEDS[0]
         for lr in sorted({*SWEEPS[prefix], taken}):
             suffix = "" if lr == taken else rate_suffix(lr)
-            sync, *others = (self.losses(f"{prefix}{rule}{suffix}").get(seed) for rule in RATE_RULES)
+            sync, *others = (
+                self.losses(f"{prefix}{rule}{suffix}").get(seed) for rule in RATE_RULES
+            )
             if sync is not None:
                 against = {seed: sync}
-                cells = [f"{sync:.4f}", *("" if loss is None else f"{loss:.4f}, {gap_text(gap({seed: loss}, against))}"
-                                          for loss in others)]
+                cells = [
+                    f"{sync:.4f}",
+                    *(
+                        ""
+                        if loss is None
+                        else f"{loss:.4f}, {gap_text(gap({seed: loss}, against))}"
+                        for loss in others
+                    ),
+                ]
                 rows.append(f"| {lr:g}{' (taken)' if lr == taken else ''} | {' | '.join(cells)} |")
-        head = [f"| {optimizer}, learning rate (seed {seed}) | {' | '.join(RATE_RULES)} |",
-                "|---|" + "---|" * len(RATE_RULES)]
+        head = [
+            f"| {optimizer}, learning rate (seed {seed}) | {' | '.join(RATE_RULES)} |",
+            "|---|" + "---|" * len(RATE_RULES),
+        ]
         return "\n".join([*head, *rows]) if len(rows) > 1 else ""
 
 
@@ -177,14 +234,18 @@ def spread_text(losses: Losses) -> str:
     values = list(losses.values())
     if len(values) == 1:
         return f"{values[0]:.4f} (1 seed)"
-    return f"{fmean(values):.4f} ± {stdev(values):.4f}" + (f" ({len(values)} seeds)" if len(values) != 3 else "")
+    return f"{fmean(values):.4f} ± {stdev(values):.4f}" + (
+        f" ({len(values)} seeds)" if len(values) != 3 else ""
+    )
 
 
 def gap_text(value: Gap | None) -> str:
     """'+1.80 % ± 0.30': bold within the bar, with a star where seeds alone explain it."""
     if value is None:
         return ""
-    text = f"{value.percent:+.2f} %" + (f" ± {value.interval:.2f}" if value.interval is not None else "")
+    text = f"{value.percent:+.2f} %" + (
+        f" ± {value.interval:.2f}" if value.interval is not None else ""
+    )
     text = f"**{text}**" if value.percent <= BAR_PERCENT else text
     return text + ("" if value.interval is None or value.significant else " (within seed noise)")
 

@@ -1,8 +1,9 @@
 """Trains what has no result yet, a process a run, a few at a time.
 
-    results/<model>/<run>.json    done: skipped from now on           outdated: of another configuration, trained anew
-    <work>/<model>/<run>/         under way: the run folder, removed once its result is written; goes on after a stop
-    <work>/<model>/<run>.log      what the training printed
+results/<model>/<run>.json    done: skipped from now on           outdated: of another configuration, trained anew
+<work>/<model>/<run>/         under way: the run folder, removed once its result is written; goes on
+                              after a stop
+<work>/<model>/<run>.log      what the training printed
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from hybridpar.train.folder import CONFIG, METRICS
 from hybridpar.train.metrics import read_metrics
 
 _POLL_S = 0.2
-DONE, OUTDATED, LEFT = "done", "outdated", "left"
+DONE = "done"
+OUTDATED = "outdated"
+LEFT = "left"
 
 
 @dataclass(frozen=True)
@@ -60,19 +63,28 @@ class Folders:
     work: Path
 
     def config_of(self, item: Item) -> Config:
-        """The configuration of `item` with its folders, which the runs of a model share the prepared corpus of."""
-        config, work = item.config, self.work.resolve()
-        return replace(config, run=replace(config.run, name=item.name, dir=str(work / item.model)),
-                       data=replace(config.data, cache=config.data.cache or str(work / "data")))
+        """The configuration of `item` with its folders, which the runs of a model share the
+        prepared corpus of."""
+        config = item.config
+        work = self.work.resolve()
+        return replace(
+            config,
+            run=replace(config.run, name=item.name, dir=str(work / item.model)),
+            data=replace(config.data, cache=config.data.cache or str(work / "data")),
+        )
 
 
-def items_of(base: Config, variants: Sequence[Variant], seeds: Sequence[int] | None = None) -> Iterator[Item]:
+def items_of(
+    base: Config, variants: Sequence[Variant], seeds: Sequence[int] | None = None
+) -> Iterator[Item]:
     """The runs of `variants`, those of one seed together; `seeds`: only these."""
     for seed in sorted({seed for variant in variants for seed in variant.seeds}):
         if seeds is None or seed in seeds:
             for variant in variants:
                 if seed in variant.seeds:
-                    yield Item(variant.name, config_of(base, variant, seed), changes_of(base, variant))
+                    yield Item(
+                        variant.name, config_of(base, variant, seed), changes_of(base, variant)
+                    )
 
 
 def state_of(item: Item, folder: Path) -> str:
@@ -83,12 +95,16 @@ def state_of(item: Item, folder: Path) -> str:
     return DONE if results.is_of(results.read(path), item.config) else OUTDATED
 
 
-def run_all(items: Sequence[Item], folders: Folders, workers: int, say: Callable[[str], None]) -> list[str]:
-    """Trains `items`, `workers` at a time, and writes their results; returns the names of those that failed.
+def run_all(
+    items: Sequence[Item], folders: Folders, workers: int, say: Callable[[str], None]
+) -> list[str]:
+    """Trains `items`, `workers` at a time, and writes their results; returns the names of those
+    that failed.
 
     SIGINT and SIGTERM: lets the runs save and leave, then raises KeyboardInterrupt.
     """
-    waiting, failed = list(items), []
+    waiting = list(items)
+    failed = []
     running: dict[subprocess.Popen[bytes], Item] = {}
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -125,12 +141,19 @@ def _start(item: Item, folders: Folders) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": str(max(config.train.threads, 1))}
     with config.run.folder.with_name(f"{item.name}.log").open("ab") as log:
         # a session of its own: Ctrl-C reaches it once, through us
-        return subprocess.Popen([sys.executable, "-m", "hybridpar", "train", str(toml)], env=environment,
-                                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, "-m", "hybridpar", "train", str(toml)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
 
 def forget_other_run(config: Config) -> None:
-    """Removes a run folder that was begun with a configuration of other numbers, so that it is not gone on with."""
+    """Removes a run folder that was begun with a configuration of other numbers, so that it is not
+    gone on with."""
     folder = config.run.folder
     if not folder.exists():
         return
@@ -144,13 +167,16 @@ def forget_other_run(config: Config) -> None:
 
 
 def _finish(item: Item, exit_code: int, folders: Folders) -> str:
-    """Writes the result of a run that has ended and removes its folder; says what is wrong, if something is."""
+    """Writes the result of a run that has ended and removes its folder; says what is wrong, if
+    something is."""
     config = folders.config_of(item)
     folder = config.run.folder
     if exit_code:
         return f"exit code {exit_code}, see {folder.with_name(f'{item.name}.log')}"
     try:
-        result = results.harvest(read_metrics(folder / METRICS), item.config, item.changes, machine(), item.variant)
+        result = results.harvest(
+            read_metrics(folder / METRICS), item.config, item.changes, machine(), item.variant
+        )
     except ValueError as error:
         return str(error)
     results.write(result, folders.results)

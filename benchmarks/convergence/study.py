@@ -1,12 +1,14 @@
-"""What is compared: a synchronous baseline for each model (gpt.toml, bert.toml), and variants as changes to it.
+"""What is compared: a synchronous baseline for each model (gpt.toml, bert.toml), and variants as
+changes to it.
 
     micro-batches of batch t    0  1  2  3  4  5  6  7
     sync                        t  t  t  t  t  t  t  t        the version of the weights that each runs on
     2bw                         -  -  -  -  -  -  -  -        - is t-1
     2bw, early switch, L = 1    -  -  -  -  t  t  t  t        the first STAGES - 1 + L
 
-Which version a micro-batch runs on is a function of its index alone, so a grid changes nothing but the order of
-summation, and one process stands for a pipeline of STAGES. A pipeline's `early_switch` L is STAGES - 1 + L there.
+Which version a micro-batch runs on is a function of its index alone, so a grid changes nothing but
+the order of summation, and one process stands for a pipeline of STAGES. A pipeline's `early_switch`
+L is STAGES - 1 + L there.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ EXTRAPOLATED = {"optim.staleness": "extrapolation"}
 MORE_MOMENTUM = {"optim.betas": [0.95, 0.95]}
 MUON = {"optim.name": "muon", "optim.momentum": 0.95, "optim.nesterov": True}
 RATE_RULES: Mapping[str, tuple[str, Changes]] = {
-    "sync": ("none", {}), "2bw": ("all", BW), "2bw-early-extrapolation": ("4 of 8", {**EARLY, **EXTRAPOLATED}),
+    "sync": ("none", {}),
+    "2bw": ("all", BW),
+    "2bw-early-extrapolation": ("4 of 8", {**EARLY, **EXTRAPOLATED}),
 }
 """What is run at several learning rates."""
 BUDGET_BASELINE = "muon-sync"
@@ -81,19 +85,47 @@ def _adamw() -> Iterator[Variant]:
     yield Variant("2bw-prediction", "weight prediction", _corrected("prediction"))
     yield Variant("2bw-nesterov", "Nesterov correction", _corrected("nesterov"))
     yield Variant("2bw-lr_rescale", "learning rate rescaled at first", _corrected("lr_rescale"))
-    yield Variant("2bw-sync-warmup", "1f1b during the warm-up",
-                  {**BW, "pipeline.sync_steps": lambda base: base.optim.warmup_steps}, "all, later")
+    yield Variant(
+        "2bw-sync-warmup",
+        "1f1b during the warm-up",
+        {**BW, "pipeline.sync_steps": lambda base: base.optim.warmup_steps},
+        "all, later",
+    )
     one = SEEDS[:1]
-    yield Variant("2bw-early-m16", "early switch, L = 1, batch cut into 16", {**EARLY, **CUT_FINER}, "4 of 16",
-                  seeds=one)
-    yield Variant("2bw-early-m32", "early switch, L = 1, batch cut into 32", {**EARLY, **CUT_FINEST}, "4 of 32",
-                  seeds=one)
-    yield Variant("2bw-early-extrapolation", "early switch, L = 1, extrapolation", {**EARLY, **EXTRAPOLATED}, "4 of 8",
-                  seeds=one)
-    yield Variant("2bw-early-m32-extrapolation", "early switch, L = 1, batch cut into 32, extrapolation",
-                  {**EARLY, **CUT_FINEST, **EXTRAPOLATED}, "4 of 32", seeds=one)
-    yield Variant("2bw-extrapolation-beta95", "extrapolation, first beta 0.95",
-                  {**BW, **EXTRAPOLATED, **MORE_MOMENTUM}, seeds=one)
+    yield Variant(
+        "2bw-early-m16",
+        "early switch, L = 1, batch cut into 16",
+        {**EARLY, **CUT_FINER},
+        "4 of 16",
+        seeds=one,
+    )
+    yield Variant(
+        "2bw-early-m32",
+        "early switch, L = 1, batch cut into 32",
+        {**EARLY, **CUT_FINEST},
+        "4 of 32",
+        seeds=one,
+    )
+    yield Variant(
+        "2bw-early-extrapolation",
+        "early switch, L = 1, extrapolation",
+        {**EARLY, **EXTRAPOLATED},
+        "4 of 8",
+        seeds=one,
+    )
+    yield Variant(
+        "2bw-early-m32-extrapolation",
+        "early switch, L = 1, batch cut into 32, extrapolation",
+        {**EARLY, **CUT_FINEST, **EXTRAPOLATED},
+        "4 of 32",
+        seeds=one,
+    )
+    yield Variant(
+        "2bw-extrapolation-beta95",
+        "extrapolation, first beta 0.95",
+        {**BW, **EXTRAPOLATED, **MORE_MOMENTUM},
+        seeds=one,
+    )
     yield Variant("sync-beta95", "1f1b, first beta 0.95", MORE_MOMENTUM, "none", seeds=one)
     yield Variant("2bw-beta95", "first beta 0.95", {**BW, **MORE_MOMENTUM}, seeds=one)
 
@@ -101,24 +133,41 @@ def _adamw() -> Iterator[Variant]:
 def _muon(lr: float) -> Iterator[Variant]:
     muon = {**MUON, **_rate(lr)}
     for name, about, changes, stale in (
-        ("sync", "1f1b", {}, "none"), ("2bw", "2bw as in the paper", BW, "all"),
+        ("sync", "1f1b", {}, "none"),
+        ("2bw", "2bw as in the paper", BW, "all"),
         ("2bw-early", "early switch, L = 1", EARLY, "4 of 8"),
         ("2bw-extrapolation", "extrapolation", _corrected("extrapolation"), "all"),
-        ("2bw-early-extrapolation", "early switch, L = 1, extrapolation", {**EARLY, **EXTRAPOLATED}, "4 of 8"),
-        ("2bw-early-m16-extrapolation", "early switch, L = 1, batch cut into 16, extrapolation",
-         {**EARLY, **CUT_FINER, **EXTRAPOLATED}, "4 of 16"),
+        (
+            "2bw-early-extrapolation",
+            "early switch, L = 1, extrapolation",
+            {**EARLY, **EXTRAPOLATED},
+            "4 of 8",
+        ),
+        (
+            "2bw-early-m16-extrapolation",
+            "early switch, L = 1, batch cut into 16, extrapolation",
+            {**EARLY, **CUT_FINER, **EXTRAPOLATED},
+            "4 of 16",
+        ),
         ("2bw-prediction", "weight prediction", _corrected("prediction"), "all"),
     ):
         yield Variant(f"muon-{name}", f"Muon, {about}", {**muon, **changes}, stale, "muon-sync")
 
 
 def _rates(prefix: str, optimizer: Changes, taken: float) -> Iterator[Variant]:
-    """The learning rates that the one taken was chosen from: one seed, and 2bw to tell staleness from instability."""
+    """The learning rates that the one taken was chosen from: one seed, and 2bw to tell staleness
+    from instability."""
     for lr in SWEEPS[prefix]:
         if lr != taken:
             for rule, (stale, changes) in RATE_RULES.items():
-                yield Variant(f"{prefix}{rule}{rate_suffix(lr)}", f"{rule}, learning rate {lr:g}",
-                              {**optimizer, **_rate(lr), **changes}, stale, f"{prefix}sync{rate_suffix(lr)}", SEEDS[:1])
+                yield Variant(
+                    f"{prefix}{rule}{rate_suffix(lr)}",
+                    f"{rule}, learning rate {lr:g}",
+                    {**optimizer, **_rate(lr), **changes},
+                    stale,
+                    f"{prefix}sync{rate_suffix(lr)}",
+                    SEEDS[:1],
+                )
 
 
 def rate_suffix(lr: float) -> str:
@@ -130,14 +179,21 @@ def _budgets(lr: float) -> Iterator[Variant]:
     """What fewer tokens cost: the measure of what a loss is worth."""
     for share in (0.9, 0.8):
         percent = round(100 * share)
-        yield Variant(f"{BUDGET_BASELINE}-{percent}", f"Muon, 1f1b, {percent} % of the tokens",
-                      {**MUON, **_rate(lr), **_steps(share)}, "none", BUDGET_BASELINE, SEEDS[:1])
+        yield Variant(
+            f"{BUDGET_BASELINE}-{percent}",
+            f"Muon, 1f1b, {percent} % of the tokens",
+            {**MUON, **_rate(lr), **_steps(share)},
+            "none",
+            BUDGET_BASELINE,
+            SEEDS[:1],
+        )
 
 
 def groups(model: str) -> dict[str, tuple[Variant, ...]]:
     """The variants by the question they answer."""
     return {
-        "adamw": tuple(_adamw()), "muon": tuple(_muon(MUON_RATES[model])),
+        "adamw": tuple(_adamw()),
+        "muon": tuple(_muon(MUON_RATES[model])),
         "budgets": tuple(_budgets(MUON_RATES[model])),
         "rates": tuple(_rates("", {}, taken_rate(model))),
         "muon-rates": tuple(_rates("muon-", MUON, MUON_RATES[model])),
@@ -156,11 +212,14 @@ def variants(model: str) -> dict[str, Variant]:
 
 def changes_of(base: Config, variant: Variant) -> dict[str, Any]:
     """The changes of `variant` to `base`, with their values."""
-    return {name: value(base) if callable(value) else value for name, value in variant.changes.items()}
+    return {
+        name: value(base) if callable(value) else value for name, value in variant.changes.items()
+    }
 
 
 def config_of(base: Config, variant: Variant, seed: int) -> Config:
-    """The configuration of one run. Raises: ConfigError if a change is not one that the configuration knows."""
+    """The configuration of one run. Raises: ConfigError if a change is not one that the
+    configuration knows."""
     sections: dict[str, dict[str, Any]] = {"train": {"seed": seed}}
     for name, value in changes_of(base, variant).items():
         section, key = name.split(".")
@@ -170,5 +229,7 @@ def config_of(base: Config, variant: Variant, seed: int) -> Config:
 
 def comparable(config: Config) -> Config:
     """`config` without what has no influence on the numbers: equal ones train the same run."""
-    train = replace(config.train, threads=0, save_interval=0, log_interval=1, timeout_s=60.0, keep_memory=True)
+    train = replace(
+        config.train, threads=0, save_interval=0, log_interval=1, timeout_s=60.0, keep_memory=True
+    )
     return replace(config, train=train, run=RunConfig(), data=replace(config.data, cache=""))

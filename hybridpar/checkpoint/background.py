@@ -1,4 +1,5 @@
-"""One rank's part of one save, in a thread of its own: copy, write, leave a note; the first rank then publishes."""
+"""One rank's part of one save, in a thread of its own: copy, write, leave a note; the first rank
+then publishes."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ Check = Callable[[handover.Written], None]
 
 @dataclass(frozen=True)
 class Note:
-    """Says in a flight record how far a save has come. `limit_s`: how long that may stay the same."""
+    """Says in a flight record how far a save has come. `limit_s`: how long that may stay the
+    same."""
 
     flight: Flight
     step: int
@@ -40,16 +42,27 @@ class Note:
 
 
 class Task(threading.Thread):
-    """Goes on while training does. No collectives; its time goes to copying memory, checksums and writing, which leave
-    Python's lock to others.
+    """Goes on while training does. No collectives; its time goes to copying memory, checksums and
+    writing, which leave Python's lock to others.
 
-    `copied`: set when training may change its state. `given_up`: to be set where another rank has failed. `error`: what
-    kept this one from its end. `folder`: what has been published, on the rank that does.
+    `copied`: set when training may change its state. `given_up`: to be set where another rank has
+    failed. `error`: what kept this one from its end. `folder`: what has been published, on the rank
+    that does.
     """
 
-    def __init__(self, aside: Path, publish: Callable[[threading.Event], Path] | None, note: Note, *, gives_way: bool):
+    def __init__(
+        self,
+        aside: Path,
+        publish: Callable[[threading.Event], Path] | None,
+        note: Note,
+        *,
+        gives_way: bool,
+    ):
         super().__init__(name="checkpoint", daemon=True)
-        self.aside, self._publish, self._note, self._gives_way = aside, publish, note, gives_way
+        self.aside = aside
+        self._publish = publish
+        self._note = note
+        self._gives_way = gives_way
         self.copied, self.given_up = threading.Event(), threading.Event()
         self.error: Exception | None = None
         self.folder: Path | None = None
@@ -57,9 +70,13 @@ class Task(threading.Thread):
         self._write: Write | None = None
         self._check: Check | None = None
 
-    def writes(self, take: Callable[[], dict[str, Tensor]], write: Write, check: Check | None = None) -> None:
+    def writes(
+        self, take: Callable[[], dict[str, Tensor]], write: Write, check: Check | None = None
+    ) -> None:
         """Has it write what `take` gives, once that is there, and check what has been written."""
-        self._take, self._write, self._check = take, write, check
+        self._take = take
+        self._write = write
+        self._check = check
 
     def run(self) -> None:
         try:
@@ -90,7 +107,8 @@ class Task(threading.Thread):
             self.folder = self._publish(self.given_up)
 
     def failure(self, who: str, num_bytes: int) -> str:
-        """The failure of rank `who` in words (empty: none yet). `num_bytes`: of the whole checkpoint."""
+        """The failure of rank `who` in words (empty: none yet). `num_bytes`: of the whole
+        checkpoint."""
         return "" if self.error is None else explain(self.error, who, num_bytes)
 
     @property
@@ -104,8 +122,11 @@ def explain(error: Exception, who: str, num_bytes: int) -> str:
     why = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
     room = ""
     if isinstance(error, OSError) and error.errno in _FULL:
-        room = (f"; it takes {num_bytes / 1e9:.3g} GB, beside those that are kept until it is there: make room, or set "
-                "checkpoint.keep = 1")
+        room = (
+            f"; it takes {num_bytes / 1e9:.3g} GB, beside those that are kept until it is there: "
+            "make room, or set "
+            "checkpoint.keep = 1"
+        )
     return f"{who} cannot write the checkpoint: {why}{room}"
 
 

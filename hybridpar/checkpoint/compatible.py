@@ -1,4 +1,5 @@
-"""Rules by which a run goes on from a checkpoint of another one, as it is or with changes that the user names."""
+"""Rules by which a run goes on from a checkpoint of another one, as it is or with changes that the
+user names."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ FREE = ("dropout", "attention_dropout", "init_std", "label_smoothing", "logits_c
 """Keys of [model] that say how it is trained, not what it computes."""
 BATCH = ("train.micro_batch_size", "pipeline.num_microbatches", "parallel.dp", "parallel.sites")
 """Their product is the global batch, which keeps its size unless it is named."""
-STREAM = (*(f"data.{f.name}" for f in fields(DataConfig) if f.name not in ("tokenizer", "cache")), "train.seed")
+STREAM = (
+    *(f"data.{f.name}" for f in fields(DataConfig) if f.name not in ("tokenizer", "cache")),
+    "train.seed",
+)
 """Keys that decide which samples come, and in which order."""
 Corpora = tuple[str, str] | None
 """Fingerprints of the data there and here; None: not known yet."""
@@ -24,25 +28,40 @@ CONTINUABLE = (*(f"model.{key}" for key in FREE), *BATCH, *STREAM)
 
 
 def check_compatible(saved: Config, wanted: Config, where: Path, corpora: Corpora = None) -> None:
-    """Compares a configuration with the one that left something at `where`. The grid, the schedule, ZeRO, staleness and
-    learning rates may change; `changes` need to be named by `wanted`, and all else must be as it was.
+    """Compares a configuration with the one that left something at `where`. The grid, the schedule,
+    ZeRO, staleness and learning rates may change; `changes` need to be named by `wanted`, and all
+    else must be as it was.
 
-    Raises: CheckpointError naming every field that keeps a run from going on, and what would let it.
+    Raises: CheckpointError naming every field that keeps a run from going on, and what would let
+        it.
     """
     if never := [f"{'; '.join(texts)} ({why})" for why, texts in _fixed(saved, wanted) if texts]:
-        raise CheckpointError(f"{where} belongs to another run: {'; '.join(never)}. Choose another run.name")
+        raise CheckpointError(
+            f"{where} belongs to another run: {'; '.join(never)}. Choose another run.name"
+        )
     named = wanted.train.continue_with
     if refused := [name for name in changes(saved, wanted, corpora) if name not in named]:
         reasons = "; ".join(_reasons(saved, wanted, corpora, refused))
         if corpora is None:  # what will be refused next, where these make other data
-            refused += [name for name in _different(saved, wanted) if name in STREAM and name not in (*named, *refused)]
-        raise CheckpointError(f"{where} {reasons}. To go on with what is here: train.continue_with = "
-                              f"{json.dumps([*named, *refused])}. Or choose another run.name")
+            refused += [
+                name
+                for name in _different(saved, wanted)
+                if name in STREAM and name not in (*named, *refused)
+            ]
+        raise CheckpointError(
+            f"{where} {reasons}. To go on with what is here: train.continue_with = "
+            f"{json.dumps([*named, *refused])}. Or choose another run.name"
+        )
 
 
 def changes(saved: Config, wanted: Config, corpora: Corpora = None) -> list[str]:
-    """The keys, all in CONTINUABLE, of changes that need to be named; parameters as for `check_compatible`."""
-    found = [name for name in _different(saved, wanted) if name.startswith("model.") or name == "train.seed"]
+    """The keys, all in CONTINUABLE, of changes that need to be named; parameters as for
+    `check_compatible`."""
+    found = [
+        name
+        for name in _different(saved, wanted)
+        if name.startswith("model.") or name == "train.seed"
+    ]
     if saved.global_batch_size != wanted.global_batch_size:
         found += [name for name in _different(saved, wanted) if name in BATCH]
     if corpora and corpora[0] != corpora[1]:
@@ -63,12 +82,22 @@ def _different(saved: Config, wanted: Config) -> Iterator[str]:
 
 def _fixed(saved: Config, wanted: Config) -> Iterator[tuple[str, list[str]]]:
     """Reasons why some keys cannot change, each with those of its keys that have."""
-    saved, wanted = _with_positions(saved), _with_positions(wanted)
+    saved = _with_positions(saved)
+    wanted = _with_positions(wanted)
     model = [f"model.{key}" for key in to_mapping(wanted)["model"] if key not in FREE]
-    for why, names in (("its weights are those of that model", model),
-                       ("the optimizer's state is of that one", ["optim.name", "optim.spec"]),
-                       ("its weights and their optimizer's state have that precision", ["train.dtype"])):
-        yield why, [_was(saved, wanted, name) for name in names if setting(saved, name) != setting(wanted, name)]
+    for why, names in (
+        ("its weights are those of that model", model),
+        ("the optimizer's state is of that one", ["optim.name", "optim.spec"]),
+        ("its weights and their optimizer's state have that precision", ["train.dtype"]),
+    ):
+        yield (
+            why,
+            [
+                _was(saved, wanted, name)
+                for name in names
+                if setting(saved, name) != setting(wanted, name)
+            ],
+        )
 
 
 def _was(saved: Config, wanted: Config, name: str) -> str:
@@ -76,18 +105,29 @@ def _was(saved: Config, wanted: Config, name: str) -> str:
 
 
 def _reasons(saved: Config, wanted: Config, corpora: Corpora, refused: list[str]) -> Iterator[str]:
-    yield from (f"has another setting: {_was(saved, wanted, name)}" for name in refused
-                if name.startswith("model.") or name == "train.seed")
+    yield from (
+        f"has another setting: {_was(saved, wanted, name)}"
+        for name in refused
+        if name.startswith("model.") or name == "train.seed"
+    )
     if any(name in BATCH for name in refused):
-        yield (f"was trained on batches of {_batch(saved)}, here they are {_batch(wanted)}; {_remedy(saved, wanted)}")
+        yield (
+            f"was trained on batches of {_batch(saved)}, here they are {_batch(wanted)}; "
+            f"{_remedy(saved, wanted)}"
+        )
     if corpora and corpora[0] != corpora[1] and any(name in STREAM for name in refused):
-        yield (f"was trained on other data than data.corpus = {shown(list(wanted.data.corpus))} holds now (fingerprint "
-               f"{corpora[0]}, now {corpora[1]}), unless another version of hybridpar computed the fingerprint in "
-               "another way")
+        yield (
+            f"was trained on other data than data.corpus = {shown(list(wanted.data.corpus))} holds "
+            "now (fingerprint "
+            f"{corpora[0]}, now {corpora[1]}), unless another version of hybridpar computed the "
+            "fingerprint in "
+            "another way"
+        )
 
 
 def _with_positions(config: Config) -> Config:
-    """`config` with max_positions as the size of a learned table (0 stands for seq_length), and 0 without one."""
+    """`config` with max_positions as the size of a learned table (0 stands for seq_length), and 0
+    without one."""
     model = config.model
     if not isinstance(model, ModelConfig):
         return config
@@ -96,14 +136,18 @@ def _with_positions(config: Config) -> Config:
 
 
 def _batch(config: Config) -> str:
-    return (f"{config.global_batch_size} samples (micro_batch_size {config.train.micro_batch_size} x "
-            f"num_microbatches {config.pipeline.num_microbatches} x dp {config.parallel.dp}"
-            + (f" x sites {config.parallel.sites})" if config.parallel.sites > 1 else ")"))
+    return (
+        f"{config.global_batch_size} samples (micro_batch_size {config.train.micro_batch_size} x "
+        f"num_microbatches {config.pipeline.num_microbatches} x dp {config.parallel.dp}"
+        + (f" x sites {config.parallel.sites})" if config.parallel.sites > 1 else ")")
+    )
 
 
 def _remedy(saved: Config, wanted: Config) -> str:
     """How the batch keeps its size."""
-    size, dp, one = saved.global_batch_size, wanted.parallel.replicas, wanted.train.micro_batch_size
+    size = saved.global_batch_size
+    dp = wanted.parallel.replicas
+    one = wanted.train.micro_batch_size
     if size % (dp * one) == 0:
         return f"try pipeline.num_microbatches = {size // (dp * one)}"
     if size % dp == 0:

@@ -13,14 +13,17 @@ from hybridpar.reading import reason
 
 
 def as_bytes(text: str) -> bytes:
-    """Encode a text as UTF-8; the name of a file in it may have other bytes, which stay what they are."""
+    """Encode a text as UTF-8; the name of a file in it may have other bytes, which stay what they
+    are."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file beside its place and renames it there, so that a reader or a crash never meets half of it.
+    """Writes a file beside its place and renames it there, so that a reader or a crash never meets
+    half of it.
 
-    A device or a pipe is written into: it stays what it is. Raises: OSError, and nothing has changed then.
+    A device or a pipe is written into: it stays what it is. Raises: OSError, and nothing has
+    changed then.
     """
     content = as_bytes(text)
     if path.exists() and not path.is_file():
@@ -45,11 +48,14 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Raises: ConfigError if `path` holds something already; CheckpointError if it cannot be written.
     """
-    given, path = path, path.absolute()
+    given = path
+    path = path.absolute()
     aside = path.with_name(f".{path.name}.part")
     try:
         if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
-            raise config_error("output", str(given), "is there already, and nothing is overwritten", f"{path}-2")
+            raise config_error(
+                "output", str(given), "is there already, and nothing is overwritten", f"{path}-2"
+            )
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
@@ -57,7 +63,9 @@ def new_folder(path: Path) -> Iterator[Path]:
             path.rmdir()
         aside.rename(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({reason(error)}); name another folder") from None
+        raise CheckpointError(
+            f"{path}: cannot be written ({reason(error)}); name another folder"
+        ) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -72,7 +80,8 @@ def sync(path: Path) -> None:
 
 
 def forget(path: Path) -> None:
-    """Has the next reader of a file that was synced read it from its disk, where the system takes such a hint."""
+    """Has the next reader of a file that was synced read it from its disk, where the system takes
+    such a hint."""
     if hasattr(os, "posix_fadvise"):
         handle = os.open(path, os.O_RDONLY)
         try:

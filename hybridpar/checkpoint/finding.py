@@ -1,11 +1,12 @@
-"""Finds a checkpoint to read, and keeps it there meanwhile, also beside a job that saves and removes older ones.
+"""Finds a checkpoint to read, and keeps it there meanwhile, also beside a job that saves and
+removes older ones.
 
     list | hold the newest | is it still there? | check it, read it | let go
            a save leaves held ones (folders.prune)
 
-A checkpoint that goes nevertheless (it was removed in the moment before it was held; its job is on another machine,
-which does not see this one's locks; or several newer ones are held, too) is no damaged one: its folder has lost its
-name, and reading starts over with the newest.
+A checkpoint that goes nevertheless (it was removed in the moment before it was held; its job is on
+another machine, which does not see this one's locks; or several newer ones are held, too) is no
+damaged one: its folder has lost its name, and reading starts over with the newest.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ Say = Callable[[str], None]
 
 
 def read_held(path: str | Path, say: Say, read: Callable[[Path], T]) -> T:
-    """Return what `read` returns of the checkpoint that a path names: itself, or the newest of a run that is whole.
+    """Return what `read` returns of the checkpoint that a path names: itself, or the newest of a
+    run that is whole.
 
-    `read` is called again with the newest one where the checkpoint was removed under its hands, so it must leave
-    nothing behind where it raises a CheckpointError.
+    `read` is called again with the newest one where the checkpoint was removed under its hands, so
+    it must leave nothing behind where it raises a CheckpointError.
     Raises: CheckpointError if there is none; whatever `read` raises.
     """
     found: list[T] = []
@@ -40,7 +42,9 @@ def read_held(path: str | Path, say: Say, read: Callable[[Path], T]) -> T:
     return found[-1]
 
 
-def hold_found(path: str | Path, say: Say, look: Callable[[Path], Any] = lambda folder: None) -> Hold:
+def hold_found(
+    path: str | Path, say: Say, look: Callable[[Path], Any] = lambda folder: None
+) -> Hold:
     """Return the hold on the checkpoint that a path names, once `look` has been called with it.
 
     Raises: as `read_held`.
@@ -69,7 +73,8 @@ def find(path: str | Path, say: Say) -> Path:
 
 
 def newest(root: Path, say: Say) -> Path:
-    """The folder of the newest checkpoint under `root` that is whole. Raises: CheckpointError if there is none."""
+    """The folder of the newest checkpoint under `root` that is whole. Raises: CheckpointError if
+    there is none."""
     with _hold_newest(root, say) as hold:
         return hold.folder
 
@@ -77,7 +82,9 @@ def newest(root: Path, say: Say) -> Path:
 def _hold(path: Path, say: Say) -> Hold:
     if not path.is_dir():
         near = runs_near(path) or nearest_path(path)
-        raise CheckpointError(f"{path}: is not a run folder, nor a checkpoint in one" + (near and f"; try {near}"))
+        raise CheckpointError(
+            f"{path}: is not a run folder, nor a checkpoint in one" + (near and f"; try {near}")
+        )
     if path.name == "checkpoints":
         path = path.parent
     if not (path / MANIFEST).is_file():
@@ -88,7 +95,9 @@ def _hold(path: Path, say: Say) -> Hold:
     try:
         return Hold(path)
     except (HeldError, OSError):
-        raise CheckpointError(f"{path}: is being removed by the job that saves there (checkpoint.keep)") from None
+        raise CheckpointError(
+            f"{path}: is being removed by the job that saves there (checkpoint.keep)"
+        ) from None
 
 
 def _hold_newest(root: Path, say: Say) -> Hold:
@@ -115,7 +124,8 @@ def _hold_newest(root: Path, say: Say) -> Hold:
 
 
 def _hold_whole(folder: Path) -> Hold | None:
-    """Return the hold on a checkpoint that is whole; None if it is removed right now. Raises: CheckpointError."""
+    """Return the hold on a checkpoint that is whole; None if it is removed right now. Raises:
+    CheckpointError."""
     try:
         hold = Hold(folder)
     except HeldError:
@@ -136,5 +146,8 @@ def _hold_whole(folder: Path) -> Hold | None:
 
 
 def _removed_too_fast(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path}: {MOST_TRIES} checkpoints in a row were removed while they were read; give the job "
-                           "that saves there a larger checkpoint.keep, or a larger train.save_interval")
+    return CheckpointError(
+        f"{path}: {MOST_TRIES} checkpoints in a row were removed while they were read; give the "
+        "job "
+        "that saves there a larger checkpoint.keep, or a larger train.save_interval"
+    )

@@ -1,7 +1,7 @@
 """Notes of the ranks that write to the one that publishes: files beside the shards.
 
-A save goes on beside training, whose collectives must meet in order; so there are none here. A rank that dies leaves no
-note, and what it had a part in is never published.
+A save goes on beside training, whose collectives must meet in order; so there are none here. A rank
+that dies leaves no note, and what it had a part in is never published.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hybridpar.grid import APART, BATCH, MODEL, AxisSizes, Place, sizes_of
 from hybridpar.reading import errors_as, parse_json, read_limited
 
 _MAX_BYTES = 64 << 20
-_FIRST_LOOK_S, _LONGEST_PAUSE_S = 0.001, 0.2
+_FIRST_LOOK_S = 0.001
+_LONGEST_PAUSE_S = 0.2
 
 Written = tuple[ShardFile, tuple[int, ...]]
 """A file, and the versions of the weights that its stage has."""
@@ -31,8 +32,9 @@ class GivenUp(Exception):
 
 
 def writers(sizes: AxisSizes, every_replica: bool) -> list[Place]:
-    """Places of the ranks that have a file to write: the first of those that hold the same part of the model; all
-    replicas where each keeps state of its own (ZeRO, error feedback). Those of every site have files of their own."""
+    """Places of the ranks that have a file to write: the first of those that hold the same part of
+    the model; all replicas where each keeps state of its own (ZeRO, error feedback). Those of every
+    site have files of their own."""
     split = (*MODEL, *APART, *BATCH) if every_replica else (*MODEL, *APART)
     names = (*MODEL, *(name for name in sizes if name not in MODEL))
     indices = product(*(range(sizes[name] if name in split else 1) for name in names))
@@ -49,8 +51,12 @@ def leave(folder: Path, written: Written) -> None:
 
 
 def collect(folder: Path, config: Config, given_up: Event) -> list[Written]:
-    """Waits for the notes of all writers, and takes them away. Raises: GivenUp, OSError, CheckpointError."""
-    paths = [_note(folder, file_name(where)) for where in writers(sizes_of(config.parallel), config.replicas_differ)]
+    """Waits for the notes of all writers, and takes them away. Raises: GivenUp, OSError,
+    CheckpointError."""
+    paths = [
+        _note(folder, file_name(where))
+        for where in writers(sizes_of(config.parallel), config.replicas_differ)
+    ]
     written = [_read(path, config) for path in _as_they_come(paths, given_up)]
     for path in paths:
         path.unlink()
@@ -69,8 +75,14 @@ def _as_they_come(paths: list[Path], given_up: Event) -> Iterator[Path]:
 
 def _read(path: Path, config: Config) -> Written:
     with errors_as(CheckpointError, path, "is damaged"):
-        entry = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES, within=path.parent)), path.name)
-        return parse_shard(entry, config), from_plain(tuple[int, ...], entry.get("versions"), "versions")
+        entry = from_plain(
+            dict[str, Any],
+            parse_json(read_limited(path, _MAX_BYTES, within=path.parent)),
+            path.name,
+        )
+        return parse_shard(entry, config), from_plain(
+            tuple[int, ...], entry.get("versions"), "versions"
+        )
 
 
 def _note(folder: Path, shard: str) -> Path:

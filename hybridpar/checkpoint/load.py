@@ -31,47 +31,73 @@ from hybridpar.state import RankState
 from hybridpar.state.kinds import OuterRemainder, Sent
 
 
-def resume(root: Path, engine: Trainee, corpus: str, say: Callable[[str], None], *, up_to: int | None = None,
-           go_on_at: int = 0) -> int:
-    """Loads the newest whole checkpoint under `root` into `engine`; its step, or 0 if there is none.
+def resume(
+    root: Path,
+    engine: Trainee,
+    corpus: str,
+    say: Callable[[str], None],
+    *,
+    up_to: int | None = None,
+    go_on_at: int = 0,
+) -> int:
+    """Loads the newest whole checkpoint under `root` into `engine`; its step, or 0 if there is
+    none.
 
-    `up_to`: the latest step to load (None: any). `go_on_at`: a later step that training goes on after, as if the
-    batches between had not been in the data.
+    `up_to`: the latest step to load (None: any). `go_on_at`: a later step that training goes on
+    after, as if the batches between had not been in the data.
 
-    The checkpoint may be of another grid, schedule or ZeRO setting (restate.py). Each rank reads what it needs and
-    compares it with its checksums. If one finds damage, all pass over this checkpoint, and `say` is told the file and
-    the damage. If train.continue_with lets data or batches change, the engine's `data_start` says since when.
+    The checkpoint may be of another grid, schedule or ZeRO setting (restate.py). Each rank reads
+    what it needs and compares it with its checksums. If one finds damage, all pass over this
+    checkpoint, and `say` is told the file and the damage. If train.continue_with lets data or
+    batches change, the engine's `data_start` says since when.
     Collectives: on all ranks of the grid.
-    Raises: CheckpointError, on all ranks: another model, batch size or corpus, or no checkpoint is whole.
+    Raises: CheckpointError, on all ranks: another model, batch size or corpus, or no checkpoint is
+        whole.
     """
     world = engine.grid.world
-    steps = [step for step in gather_objects(published_steps(root), world)[0] if up_to is None or step <= up_to]
+    steps = [
+        step
+        for step in gather_objects(published_steps(root), world)[0]
+        if up_to is None or step <= up_to
+    ]
     for step in steps:
         folder = folder_of(root, step)
-        damage, mismatch, site = "", "", 0
+        damage = ""
+        mismatch = ""
+        site = 0
         try:
             manifest = read_manifest(folder)
             mismatch = _mismatch(manifest, engine.config, corpus, folder)
             mismatch = mismatch or sites.mismatch(manifest, engine.config, folder)
             site = sites.source(manifest, engine)
-            manifest = sites.going_on(_going_on(manifest.of_site(site), engine.config, corpus), engine.config)
+            manifest = sites.going_on(
+                _going_on(manifest.of_site(site), engine.config, corpus), engine.config
+            )
         except CheckpointError as error:
             damage = str(error)
         outcomes = gather_objects((damage, mismatch), world)
         if wrong := [text for _, text in outcomes if text]:
             raise CheckpointError(wrong[0])
         damages = [text for text, _ in outcomes if text] or failures_together(
-            world, load, Saved(folder, manifest, engine.grid.flight, site), engine, max(go_on_at - step, 0))
+            world,
+            load,
+            Saved(folder, manifest, engine.grid.flight, site),
+            engine,
+            max(go_on_at - step, 0),
+        )
         if not damages:
             return step
         say(f"{damages[0]}: passed over")
     if steps:
-        raise CheckpointError(f"{root}: none of the {len(steps)} checkpoints is whole; move them away to start again")
+        raise CheckpointError(
+            f"{root}: none of the {len(steps)} checkpoints is whole; move them away to start again"
+        )
     return 0
 
 
 def failures_together(world: Axis, do: Callable[..., None], *args: Any) -> list[str]:
-    """Calls `do(*args)` on every rank; the CheckpointErrors of all as texts, on every rank. Collectives: one gather."""
+    """Calls `do(*args)` on every rank; the CheckpointErrors of all as texts, on every rank.
+    Collectives: one gather."""
     failure = ""
     try:
         do(*args)
@@ -81,7 +107,8 @@ def failures_together(world: Axis, do: Callable[..., None], *args: Any) -> list[
 
 
 def load(saved: Saved, engine: Trainee, ahead: int = 0) -> None:
-    """Gives `engine` the state of a checkpoint of any grid, as far as its rank needs it. `ahead`: as for Restated.
+    """Gives `engine` the state of a checkpoint of any grid, as far as its rank needs it. `ahead`:
+    as for Restated.
 
     Raises: CheckpointError.
     """
@@ -92,7 +119,9 @@ def load(saved: Saved, engine: Trainee, ahead: int = 0) -> None:
 
 
 def _begin_at_anchor(full: FullWeights, state: RankState) -> None:
-    """Gives a rank the weights that sites had in common last, from which it has not gone anywhere."""
+    """Gives a rank the weights that sites had in common last, from which it has not gone
+    anywhere."""
+
     def write(tensors: Mapping[str, Tensor]) -> None:
         for name, target in tensors.items():
             target.copy_(full.read_part(state.whole_slots[name]))
@@ -119,23 +148,31 @@ def _mismatch(manifest: Manifest, config: Config, corpus: str, folder: Path) -> 
 
 
 def _going_on(manifest: Manifest, config: Config, corpus: str) -> Manifest:
-    """The manifest with the next batch's place in the stream: batches of another size go on behind the last sample, and
-    other data begin with their first one, where losses may be others too."""
-    state, step, size = manifest.state, manifest.step, manifest.config.global_batch_size
-    same_data, before = manifest.corpus == corpus, manifest.state.data_start
+    """The manifest with the next batch's place in the stream: batches of another size go on behind
+    the last sample, and other data begin with their first one, where losses may be others too."""
+    state = manifest.state
+    step = manifest.step
+    size = manifest.config.global_batch_size
+    same_data = manifest.corpus == corpus
+    before = manifest.state.data_start
     if same_data and size == config.global_batch_size:
         return manifest
-    start = DataStart(step, before.position(step, size) if same_data else 0, before.consumed(step, size))
-    return replace(manifest, state=replace(state, data_start=start, recent=state.recent if same_data else {}))
+    start = DataStart(
+        step, before.position(step, size) if same_data else 0, before.consumed(step, size)
+    )
+    return replace(
+        manifest, state=replace(state, data_start=start, recent=state.recent if same_data else {})
+    )
 
 
 class FullWeights:
-    """The newest weights of a checkpoint, put together one at a time: the fp32 master where there is one; of several
-    sites, the anchor, which they had in common last.
+    """The newest weights of a checkpoint, put together one at a time: the fp32 master where there
+    is one; of several sites, the anchor, which they had in common last.
 
-    `flight` is told of each. A weight that is tied across stages appears under both its names. What is read is compared
-    with its checksums.
-    Raises: CheckpointError, here and below, if a file is missing or damaged, or if the files are not of the model that
+    `flight` is told of each. A weight that is tied across stages appears under both its names. What
+    is read is compared with its checksums.
+    Raises: CheckpointError, here and below, if a file is missing or damaged, or if the files are
+        not of the model that
     they are said to be of.
     """
 
@@ -148,12 +185,15 @@ class FullWeights:
         self._check_model()
 
     def _check_model(self) -> None:
-        """Compares the model with the tensors, whose blocks were counted: nothing larger than the files is built."""
+        """Compares the model with the tensors, whose blocks were counted: nothing larger than the
+        files is built."""
         model = self.manifest.config.model
         largest = max(max(place.shape, default=1) for place in self.placements.values())
         for name in ("hidden_size", "num_heads", "kv_heads", "ffn_size", "vocab_size"):
             if isinstance(model, ModelConfig) and (size := getattr(model, name)) > largest:
-                raise CheckpointError(f"{self.folder}: its model has {name} {size}, its largest tensor {largest}")
+                raise CheckpointError(
+                    f"{self.folder}: its model has {name} {size}, its largest tensor {largest}"
+                )
         try:
             stage = Stage(build_blocks(model, Axis("tp"), range(model.num_blocks)))
         except ConfigError as error:
@@ -162,25 +202,34 @@ class FullWeights:
             saved = self.placements.get(name)
             if saved is None or saved.shape != place.shape:
                 what = "is missing" if saved is None else f"has shape {list(saved.shape)}"
-                raise CheckpointError(f"{self.folder}: {name} {what}, its model needs {list(place.shape)}")
+                raise CheckpointError(
+                    f"{self.folder}: {name} {what}, its model needs {list(place.shape)}"
+                )
 
     def read(self, name: str) -> Tensor:
         """The global tensor of a parameter. Raises: CheckpointError."""
         place = self.placements[name]
-        return self.read_part(ParameterSlot(name, Placement(place.shape, place.init, tied=place.tied)))
+        return self.read_part(
+            ParameterSlot(name, Placement(place.shape, place.init, tied=place.tied))
+        )
 
     def read_part(self, slot: ParameterSlot) -> Tensor:
-        """A rank's part of a parameter, named as here or tied to one. Shapes: slot.shape. Raises: CheckpointError."""
+        """A rank's part of a parameter, named as here or tied to one. Shapes: slot.shape. Raises:
+        CheckpointError."""
         return self._saved.read_common(slot)
 
     def find_tied(self, name: str, tied: str) -> str | None:
-        """The name of a parameter here: its own, or that of one that is tied to it; None where there is neither."""
+        """The name of a parameter here: its own, or that of one that is tied to it; None where
+        there is neither."""
         if name in self.placements:
             return name
-        return next((other for other, place in self.placements.items() if tied and place.tied == tied), None)
+        return next(
+            (other for other, place in self.placements.items() if tied and place.tied == tied), None
+        )
 
 
 def load_full(folder: Path) -> tuple[Config, dict[str, Tensor]]:
-    """The configuration, and all of FullWeights. Shapes: the global ones, by parameter name. Raises: as there."""
+    """The configuration, and all of FullWeights. Shapes: the global ones, by parameter name.
+    Raises: as there."""
     full = FullWeights(folder)
     return full.manifest.config, {name: full.read(name) for name in full.placements}

@@ -3,15 +3,17 @@
     checkpoints/
         step_00000100/
             pp0-tp0.safetensors  pp0-tp1.safetensors ...     the shards of each pipeline stage and tensor part
-            pp0-tp0-dp1.safetensors ...                      what other replicas keep: with ZeRO optimizer state, and
-                                                             what they have not sent of compressed gradients
-            pp0-tp0-site1.safetensors ...                    of several sites: the same of each but the first
-            manifest.json                                    written last: who made them, at which step, checksums,
-                                                             its own among them
+            pp0-tp0-dp1.safetensors ...                      what other replicas keep: with ZeRO
+                                                             optimizer state, and what they have not
+                                                             sent of compressed gradients
+            pp0-tp0-site1.safetensors ...                    of several sites: the same of each but
+                                                             the first
+            manifest.json                                    written last: who made them, at which
+                                                             step, checksums, its own among them
         step_00000200/ ...
 
-A shard's tensors have the keys of state.kinds, and its own header says how they are placed (shards.py); nothing
-is pickled, and no name leads out of the folder.
+A shard's tensors have the keys of state.kinds, and its own header says how they are placed
+(shards.py); nothing is pickled, and no name leads out of the folder.
 """
 
 from __future__ import annotations
@@ -29,7 +31,17 @@ import torch
 
 from hybridpar import __version__
 from hybridpar.checkpoint.files import sync, write_text
-from hybridpar.config import FINITE, Config, Whole, Within, from_mapping, from_plain, rank_of_stage, span, to_mapping
+from hybridpar.config import (
+    FINITE,
+    Config,
+    Whole,
+    Within,
+    from_mapping,
+    from_plain,
+    rank_of_stage,
+    span,
+    to_mapping,
+)
 from hybridpar.data import FROM_THE_START, DataStart
 from hybridpar.errors import CheckpointError, ConfigError, shown
 from hybridpar.grid import ALONE, BATCH, MODEL, Place, sizes_of, where_of
@@ -57,8 +69,8 @@ def step_of(name: str) -> int | None:
 class ShardFile:
     """One file: what the rank at `place` wrote, the axes that divide the model first.
 
-    `blocks`: those of the stage, from the first to before the last; where a rank holds several chunks of the model, so
-    of each in turn. `checksums`: as from tensorfile.write_tensors.
+    `blocks`: those of the stage, from the first to before the last; where a rank holds several
+    chunks of the model, so of each in turn. `checksums`: as from tensorfile.write_tensors.
     """
 
     place: Place
@@ -77,28 +89,37 @@ class ShardFile:
 
     def as_plain(self) -> dict[str, Any]:
         """JSON values, as `parse_shard` takes them."""
-        return {"name": self.name, **self.place, "blocks": self.blocks, "num_bytes": self.num_bytes,
-                "checksums": self.checksums}
+        return {
+            "name": self.name,
+            **self.place,
+            "blocks": self.blocks,
+            "num_bytes": self.num_bytes,
+            "checksums": self.checksums,
+        }
 
 
 def saved_place(config: Config, place: Place = ALONE) -> Place:
-    """`place` on the axes of a configuration's grid, as a checkpoint writes it: those that divide the model first."""
+    """`place` on the axes of a configuration's grid, as a checkpoint writes it: those that divide
+    the model first."""
     return {name: place.get(name, 0) for name in (*MODEL, *sizes_of(config.parallel))}
 
 
 def file_name(place: Place) -> str:
     """Name of the file of the rank at `place`: pp0-tp1.safetensors, pp0-tp1-dp2.safetensors."""
-    return "-".join(f"{name}{index}" for name, index in place.items() if name in MODEL or index) + ".safetensors"
+    return (
+        "-".join(f"{name}{index}" for name, index in place.items() if name in MODEL or index)
+        + ".safetensors"
+    )
 
 
 @dataclass(frozen=True)
 class TrainingState:
     """Where training stood, besides its tensors; equal on all ranks of a site.
 
-    `versions`: of the weights, those that all stages have saved. `num_updates`: steps the optimizer took.
-    `loss_scales`: the one that came with each version. `recent`: the last losses and norms, where they are kept to tell
-    anomalies by. `data_start`: the place of batches in the stream of data. `outer_start`: the step after which sites
-    began to train apart.
+    `versions`: of the weights, those that all stages have saved. `num_updates`: steps the optimizer
+    took. `loss_scales`: the one that came with each version. `recent`: the last losses and norms,
+    where they are kept to tell anomalies by. `data_start`: the place of batches in the stream of
+    data. `outer_start`: the step after which sites began to train apart.
     """
 
     batches_done: Whole
@@ -114,25 +135,31 @@ class TrainingState:
     def of(meta: Mapping[str, Any]) -> TrainingState:
         """The state in plain values of Engine.state_meta, or of a manifest. Raises: ValueError."""
         state: TrainingState = from_plain(TrainingState, meta, "state", lenient=True)
-        done, versions = state.batches_done, state.versions
+        done = state.batches_done
+        versions = state.versions
         if not versions or list(versions) != sorted(set(versions)) or versions[-1] != done:
             raise ValueError(f"versions must ascend to batches_done = {done}")
         steps = state.num_updates, state.data_start.batch, state.outer_start, *state.loss_scales
         if not all(0 <= step <= done for step in steps):
-            raise ValueError("num_updates, data_start, outer_start and loss_scales must be of steps up to batches_done "
-                             f"= {done}")
+            raise ValueError(
+                "num_updates, data_start, outer_start and loss_scales must be of steps up to "
+                "batches_done "
+                f"= {done}"
+            )
         return state
 
     def as_meta(self) -> dict[str, Any]:
         """Plain values, as Engine.load_state takes them."""
         return asdict(self) | {
-            "versions": list(self.versions), "loss_scales": {str(v): scale for v, scale in self.loss_scales.items()}}
+            "versions": list(self.versions),
+            "loss_scales": {str(v): scale for v, scale in self.loss_scales.items()},
+        }
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's table of contents. `corpus`: fingerprint of the data stream. `val_loss`: at this step. `state`: of
-    the first site; `other_sites`: of the others."""
+    """A checkpoint's table of contents. `corpus`: fingerprint of the data stream. `val_loss`: at
+    this step. `state`: of the first site; `other_sites`: of the others."""
 
     config: Config
     corpus: str
@@ -151,17 +178,25 @@ class Manifest:
         return self.state.batches_done
 
     def to_json(self) -> str:
-        parallel, step = self.config.parallel, self.step
+        parallel = self.config.parallel
+        step = self.step
         sites = {"sites": parallel.sites} if parallel.sites > 1 else {}
         document = {
-            "format": FORMAT, "step": step,
+            "format": FORMAT,
+            "step": step,
             "grid": {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, **sites},
             "data": {"corpus": self.corpus, "samples": self._position()},
-            "val_loss": self.val_loss, "versions": {"hybridpar": __version__, "torch": torch.__version__},
+            "val_loss": self.val_loss,
+            "versions": {"hybridpar": __version__, "torch": torch.__version__},
             "state": self.state.as_meta(),
-            **({"other_sites": [state.as_meta() for state in self.other_sites]} if self.other_sites else {}),
+            **(
+                {"other_sites": [state.as_meta() for state in self.other_sites]}
+                if self.other_sites
+                else {}
+            ),
             "shards": [shard.as_plain() for shard in self.shards],
-            "config": to_mapping(self.config)}
+            "config": to_mapping(self.config),
+        }
         return _with_checksum(document)
 
     def _position(self) -> int:
@@ -174,14 +209,16 @@ def _with_checksum(document: Mapping[str, Any]) -> str:
 
 
 def _checksum(document: Mapping[str, Any]) -> str:
-    """Checksum of values, whatever their layout. Floats are written such that they read back as they were."""
+    """Checksum of values, whatever their layout. Floats are written such that they read back as
+    they were."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint.
 
-    Raises: CheckpointError if there is none, if it is damaged or of another format, or if its step is not the step
+    Raises: CheckpointError if there is none, if it is damaged or of another format, or if its step
+        is not the step
     that the folder's name says.
     """
     path = folder / MANIFEST
@@ -195,13 +232,17 @@ def read_manifest(folder: Path) -> Manifest:
             raise
     if step_of(folder.name) not in (None, manifest.step):
         raise CheckpointError(
-            f"{folder}: its manifest is of step {manifest.step}, so the folder was renamed or copied; name it "
-            f"{folder_name(manifest.step)} if no folder has that name, or move it out of {folder.absolute().parent}")
+            f"{folder}: its manifest is of step {manifest.step}, so the folder was renamed or "
+            "copied; name it "
+            f"{folder_name(manifest.step)} if no folder has that name, or move it out of "
+            f"{folder.absolute().parent}"
+        )
     return manifest
 
 
 def misnamed_step(folder: Path) -> int | None:
-    """Return the step of a manifest, if it is another step than the folder's name says; None if it is damaged."""
+    """Return the step of a manifest, if it is another step than the folder's name says; None if it
+    is damaged."""
     with contextlib.suppress(OSError, ValueError, CheckpointError):
         step: int = from_plain(Whole, _read_document(folder / MANIFEST).get("step"), "step")
         return None if step_of(folder.name) in (None, step) else step
@@ -209,8 +250,11 @@ def misnamed_step(folder: Path) -> int | None:
 
 
 def _read_document(path: Path) -> dict[str, Any]:
-    """The values of a manifest, without its checksum. Raises: OSError, ValueError, CheckpointError."""
-    document = from_plain(dict[str, Any], parse_json(read_limited(path, _MAX_BYTES, within=path.parent)), "it")
+    """The values of a manifest, without its checksum. Raises: OSError, ValueError,
+    CheckpointError."""
+    document = from_plain(
+        dict[str, Any], parse_json(read_limited(path, _MAX_BYTES, within=path.parent)), "it"
+    )
     if (version := document.get("format")) != FORMAT:
         raise CheckpointError(f"{path}: has format {shown(version)}, this version reads {FORMAT}")
     if document.pop(_CHECKSUM, "") != _checksum(document):
@@ -219,7 +263,8 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def add_val_loss(folder: Path, val_loss: float) -> None:
-    """Add the validation loss of its step to the manifest of a checkpoint; a kill leaves the old or the new manifest.
+    """Add the validation loss of its step to the manifest of a checkpoint; a kill leaves the old or
+    the new manifest.
 
     Raises: CheckpointError if the manifest is damaged or cannot be written.
     """
@@ -261,9 +306,17 @@ def _parse(document: Any) -> Manifest:
     if any(read.step != of_site.batches_done for of_site in (state, *others)):
         raise ValueError("it names two steps")
     if len(others) != config.parallel.sites - 1:
-        raise ValueError(f"it has the state of {len(others) + 1} sites, its grid {config.parallel.sites}")
-    manifest = Manifest(config, read.data.corpus, state, tuple(parse_shard(shard, config) for shard in read.shards),
-                        read.val_loss, others)
+        raise ValueError(
+            f"it has the state of {len(others) + 1} sites, its grid {config.parallel.sites}"
+        )
+    manifest = Manifest(
+        config,
+        read.data.corpus,
+        state,
+        tuple(parse_shard(shard, config) for shard in read.shards),
+        read.val_loss,
+        others,
+    )
     if read.data.samples != manifest._position():
         raise ValueError("its step and its position in the data do not agree")
     _check_stages(manifest)
@@ -282,34 +335,55 @@ class _Shard:
 
 def parse_shard(entry: Any, config: Config) -> ShardFile:
     """A file of a checkpoint of `config`. Raises: ValueError."""
-    read, sizes = from_plain(_Shard, entry, "a shard", lenient=True), sizes_of(config.parallel)
-    place = {name: from_plain(Annotated[int, Within(0, sizes[name] - 1)], entry.get(name), name)
-             for name in saved_place(config)}
+    read = from_plain(_Shard, entry, "a shard", lenient=True)
+    sizes = sizes_of(config.parallel)
+    place = {
+        name: from_plain(Annotated[int, Within(0, sizes[name] - 1)], entry.get(name), name)
+        for name in saved_place(config)
+    }
     for i in range(0, max(len(read.blocks), 1), 2):
         span(read.blocks[i : i + 2], "blocks", config.model.num_blocks)
     shard = ShardFile(place, read.blocks, read.num_bytes, read.checksums)
     if read.name != shard.name:
-        raise ValueError(f"the file of {where_of([place['pp']], place)} must be called {shard.name}, "
-                         f"not {shown(read.name)}")
+        raise ValueError(
+            f"the file of {where_of([place['pp']], place)} must be called {shard.name}, "
+            f"not {shown(read.name)}"
+        )
     if not re.fullmatch("([0-9a-f]{8})+", shard.checksums):
         raise ValueError(f"{shard.name} has no checksums")
     return shard
 
 
 def _check_stages(manifest: Manifest) -> None:
-    """Every stage and tensor part of each site is there once, and the stages are all blocks. Raises: ValueError."""
+    """Every stage and tensor part of each site is there once, and the stages are all blocks.
+    Raises: ValueError."""
     parallel = manifest.config.parallel
     if len({shard.name for shard in manifest.shards}) < len(manifest.shards):
         raise ValueError("it names a file twice")
     firsts = [shard for shard in manifest.shards if not any(shard.place[name] for name in BATCH)]
     if len(firsts) != parallel.pp * parallel.tp * parallel.sites:
-        raise ValueError(f"it names other files than those of {parallel.pp} stages and {parallel.tp} tensor parts")
+        raise ValueError(
+            f"it names other files than those of {parallel.pp} stages and {parallel.tp} tensor "
+            "parts"
+        )
     held = {(shard.place["pp"], shard.blocks) for shard in manifest.shards}
-    stages = sorted((start, stop, pp) for pp, blocks in dict(held).items()
-                    for start, stop in zip(blocks[::2], blocks[1::2], strict=True))
+    stages = sorted(
+        (start, stop, pp)
+        for pp, blocks in dict(held).items()
+        for start, stop in zip(blocks[::2], blocks[1::2], strict=True)
+    )
     edges = [0, *(stop for _, stop, _ in stages)]
-    around = [rank_of_stage(number, parallel.pp, manifest.config.pipeline.placement) for number in range(len(stages))]
-    if len(held) != parallel.pp or [s for s, _, _ in stages] != edges[:-1] or [pp for _, _, pp in stages] != around:
+    around = [
+        rank_of_stage(number, parallel.pp, manifest.config.pipeline.placement)
+        for number in range(len(stages))
+    ]
+    if (
+        len(held) != parallel.pp
+        or [s for s, _, _ in stages] != edges[:-1]
+        or [pp for _, _, pp in stages] != around
+    ):
         raise ValueError("its stages do not follow each other")
     if edges[-1] != manifest.config.model.num_blocks:
-        raise ValueError(f"its stages have {edges[-1]} blocks, its model {manifest.config.model.num_blocks}")
+        raise ValueError(
+            f"its stages have {edges[-1]} blocks, its model {manifest.config.model.num_blocks}"
+        )

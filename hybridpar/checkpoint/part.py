@@ -40,8 +40,8 @@ class Trainee(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's file: its place on the grid, and its content. `blocks`: as in manifest.ShardFile. `versions`: of the
-    weights that it has. `read`: gives the content of one of the tensors."""
+    """One rank's file: its place on the grid, and its content. `blocks`: as in manifest.ShardFile.
+    `versions`: of the weights that it has. `read`: gives the content of one of the tensors."""
 
     where: Place
     blocks: tuple[int, ...]
@@ -52,29 +52,42 @@ class Part:
 
     @staticmethod
     def of(engine: Trainee) -> Part:
-        """The part of this rank; `tensors` are those that it trains, without those that the first replica has, too."""
-        grid, state = engine.grid, engine.state
+        """The part of this rank; `tensors` are those that it trains, without those that the first
+        replica has, too."""
+        grid = engine.grid
+        state = engine.state
         held = [engine.split[stage] for stage in Sizes.of(engine.config).stages_of(grid.pp.rank)]
         tensors = {key: tensor for kind in writes(engine) for key, tensor in kind.tensors().items()}
-        return Part(saved_place(engine.config, grid.place),
-                    tuple(edge for blocks in held for edge in (blocks.start, blocks.stop)),
-                    TrainingState.of(engine.state_meta()).versions, tensors, header_of(state.placements, state.parts),
-                    state.memory.read)
+        return Part(
+            saved_place(engine.config, grid.place),
+            tuple(edge for blocks in held for edge in (blocks.start, blocks.stop)),
+            TrainingState.of(engine.state_meta()).versions,
+            tensors,
+            header_of(state.placements, state.parts),
+            state.memory.read,
+        )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors, without the header."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def write(self, folder: Path, tensors: Mapping[str, Tensor] | None = None, *,
-              flight: Flight = NO_FLIGHT) -> Written:
+    def write(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Tensor] | None = None,
+        *,
+        flight: Flight = NO_FLIGHT,
+    ) -> Written:
         """Writes the file, with a copy of the tensors where there is one. Raises: OSError."""
         size, checksums = write_tensors(
-            folder / file_name(self.where), tensors or self.tensors, self.header, flight, self.read)
+            folder / file_name(self.where), tensors or self.tensors, self.header, flight, self.read
+        )
         return ShardFile(self.where, self.blocks, size, checksums), self.versions
 
     def check(self, folder: Path, written: Written, *, flight: Flight = NO_FLIGHT) -> None:
-        """Compares the file with its checksums. Raises: CheckpointError where it is not what was written."""
+        """Compares the file with its checksums. Raises: CheckpointError where it is not what was
+        written."""
         path, (shard, _) = folder / file_name(self.where), written
         forget(path)
         TensorFile(path, (shard.num_bytes, shard.checksums)).check(flight)
@@ -86,7 +99,11 @@ def is_writer(engine: Trainee) -> bool:
 
 
 def writes(engine: Trainee) -> list[StateKind]:
-    """The kinds of state that go into this rank's file: what all replicas have into that of the first one alone."""
+    """The kinds of state that go into this rank's file: what all replicas have into that of the
+    first one alone."""
     shares = engine.config.parallel.zero > 0
-    return [kind for kind in engine.state.kinds if kind.saved and (
-        engine.grid.dp.is_first or kind.differs or (shares and not kind.whole))]
+    return [
+        kind
+        for kind in engine.state.kinds
+        if kind.saved and (engine.grid.dp.is_first or kind.differs or (shares and not kind.whole))
+    ]

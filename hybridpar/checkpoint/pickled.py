@@ -1,9 +1,10 @@
 """Files of torch.save, read with suspicion: nothing that they name is imported or called.
 
-All names in a file are looked at first: those of plain tensors and values may be there. A caller may list others that
-are known and carry nothing we need (settings, enumerations, states of random generators): an inert stand-in takes their
-place, which only keeps the attributes it is given. Then torch's own weights-only unpickler reads it, which would refuse
-every name that it does not know. So a file can hold anything, and run nothing.
+All names in a file are looked at first: those of plain tensors and values may be there. A caller
+may list others that are known and carry nothing we need (settings, enumerations, states of random
+generators): an inert stand-in takes their place, which only keeps the attributes it is given. Then
+torch's own weights-only unpickler reads it, which would refuse every name that it does not know. So
+a file can hold anything, and run nothing.
 """
 
 from __future__ import annotations
@@ -27,20 +28,25 @@ from hybridpar.reading import BoundedReader, open_regular
 _ZIP = b"PK\x03\x04"
 _PROGRAM = "/data.pkl"
 _NUM_OLD = 5
-"""Pickles in a file from before torch 1.6: a number, the format, the system's types, what was saved, its storages."""
-_MOST_OPERATIONS, _MOST_WAITING, _DEEPEST = 2_000_000, 100_000, 100
-"""Operations of all pickles of a file, some 35 a tensor; objects on the stack, of which Python puts 1000 into a list or
-a dictionary at a time; and the depth of objects."""
+"""Pickles in a file from before torch 1.6: a number, the format, the system's types, what was
+saved, its storages."""
+_MOST_OPERATIONS = 2_000_000
+_MOST_WAITING = 100_000
+_DEEPEST = 100
+"""Operations of all pickles of a file, some 35 a tensor; objects on the stack, of which Python puts
+1000 into a list or a dictionary at a time; and the depth of objects."""
 _INTO = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
 """Operations that put objects into the one below them, which stays."""
 _PLAIN = re.compile(
     r"collections\.OrderedDict|builtins\.(set|complex)|_codecs\.encode"
     r"|torch\.(Tensor|Size|device|layout|b?float\d\w*|u?int\d+|bool|complex\d+)|torch\.(storage\.)?(?!Typed)\w*Storage"
-    r"|torch\._utils\._rebuild_(tensor(_v[23])?|parameter(_with_state)?)|torch\._tensor\._rebuild_from_type_v2")
+    r"|torch\._utils\._rebuild_(tensor(_v[23])?|parameter(_with_state)?)|torch\._tensor\._rebuild_from_type_v2"
+)
 
 
 class Inert:
-    """Stands for an object of a class that is not loaded; its attributes are those that the file gives it."""
+    """Stands for an object of a class that is not loaded; its attributes are those that the file
+    gives it."""
 
     def __init__(self, *_: object):
         pass
@@ -50,14 +56,17 @@ class Inert:
 
     def __setstate__(self, state: object) -> None:
         if isinstance(state, dict):
-            self.__dict__.update({key: value for key, value in state.items() if isinstance(key, str)})
+            self.__dict__.update(
+                {key: value for key, value in state.items() if isinstance(key, str)}
+            )
 
     def __reduce__(self) -> str:
         raise TypeError("a stand-in is not written")
 
 
 def load_pickled(path: Path, inert: str = r"(?!)") -> Any:
-    """The value that torch.save has put into a file; its tensors are mapped, not read, where the format allows that.
+    """The value that torch.save has put into a file; its tensors are mapped, not read, where the
+    format allows that.
 
     inert: pattern of the names that a stand-in takes the place of.
     Raises: CheckpointError if the file is missing, damaged, or names anything else.
@@ -68,20 +77,31 @@ def load_pickled(path: Path, inert: str = r"(?!)") -> Any:
             named = [name for name in _names(file, is_zip) if not _PLAIN.fullmatch(name)]
             if foreign := [name for name in named if not re.fullmatch(inert, name)]:
                 raise CheckpointError(
-                    f"{path}: names {', '.join(foreign[:8])}: only plain tensors and values are loaded, as others "
-                    "could run any code. Where you trust it, load it with its own program and save its tensors alone")
+                    f"{path}: names {', '.join(foreign[:8])}: only plain tensors and values are "
+                    "loaded, as others "
+                    "could run any code. Where you trust it, load it with its own program and save "
+                    "its tensors alone"
+                )
             serialization.add_safe_globals([(Inert, name) for name in named])
             file.seek(0)
-            return torch.load(path if is_zip else file, map_location="cpu", weights_only=True, mmap=is_zip)
+            return torch.load(
+                path if is_zip else file, map_location="cpu", weights_only=True, mmap=is_zip
+            )
     except CheckpointError:
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
     except Exception as error:  # a damaged pickle can raise any
         # torch's own text begins with the advice to load it without care
-        inner = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
+        inner = (
+            error.__context__
+            if isinstance(error, pickle.UnpicklingError) and error.__context__
+            else error
+        )
         reason = str(inner).strip().partition("\n")[0] or type(inner).__name__
-        raise CheckpointError(f"{path}: is damaged, or not a file of torch.save ({reason})") from None
+        raise CheckpointError(
+            f"{path}: is damaged, or not a file of torch.save ({reason})"
+        ) from None
 
 
 def _names(file: IO[bytes], is_zip: bool) -> list[str]:
@@ -90,11 +110,15 @@ def _names(file: IO[bytes], is_zip: bool) -> list[str]:
     if is_zip:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-            if packed := [entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED]:
+            if packed := [
+                entry.filename for entry in entries if entry.compress_type != zipfile.ZIP_STORED
+            ]:
                 raise ValueError(f"{packed[0]} is compressed")
             for entry in entries:  # torch.save may leave them out (set_crc32_options)
                 entry.CRC = None  # type: ignore[assignment]
-            described = [entry for entry in entries if entry.filename.lower().endswith(_PROGRAM)]  # as torch finds it
+            described = [
+                entry for entry in entries if entry.filename.lower().endswith(_PROGRAM)
+            ]  # as torch finds it
             if len(described) != 1:
                 raise ValueError(f"it has {len(described)} files data.pkl, and not one")
             programs = [(BytesIO(archive.read(described[0])), 1)]
@@ -112,9 +136,9 @@ def _names(file: IO[bytes], is_zip: bool) -> list[str]:
 class Depths:
     """How deep the objects of a pickle nest, followed operation by operation without making them.
 
-    Python hashes and prints nested tuples by recursion in C, so a million of them would end the process. Each entry of
-    the stack is the depth of its object. A dictionary that is filled after another has taken it in counts as it was
-    then; `_walk` bounds those.
+    Python hashes and prints nested tuples by recursion in C, so a million of them would end the
+    process. Each entry of the stack is the depth of its object. A dictionary that is filled after
+    another has taken it in counts as it was then; `_walk` bounds those.
     """
 
     def __init__(self) -> None:
@@ -123,13 +147,17 @@ class Depths:
         self._count = 0
 
     def follow(self, operation: pickletools.OpcodeInfo, value: Any) -> None:
-        """Take in the next operation. Raises: ValueError for too many, too deep objects, or a damaged pickle."""
+        """Take in the next operation. Raises: ValueError for too many, too deep objects, or a
+        damaged pickle."""
         self._count += 1
         if self._count > _MOST_OPERATIONS:
             raise ValueError(f"it has more than {_MOST_OPERATIONS} operations")
-        stack, name = self._stack, operation.name
+        stack = self._stack
+        name = operation.name
         if len(stack) > _MOST_WAITING:
-            raise ValueError(f"more than {_MOST_WAITING} of its objects wait for one that takes them in")
+            raise ValueError(
+                f"more than {_MOST_WAITING} of its objects wait for one that takes them in"
+            )
         if name in ("PROTO", "FRAME"):
             return
         if name == "STOP":
@@ -156,7 +184,8 @@ class Depths:
         if operation.name in _INTO:
             outer, *inner = taken
         else:
-            outer, inner = 0, taken
+            outer = 0
+            inner = taken
         depth = max([outer, *(one + 1 for one in inner)])
         if depth > _DEEPEST:
             raise ValueError(f"its objects nest deeper than {_DEEPEST}")
@@ -164,7 +193,8 @@ class Depths:
 
     def _taken(self, operation: pickletools.OpcodeInfo) -> list[int]:
         """Take an operation's arguments from the stack, and return their depths."""
-        before, stack = list(operation.stack_before), self._stack
+        before = list(operation.stack_before)
+        stack = self._stack
         taken: list[int] = []
         if pickletools.markobject in before:
             while (entry := stack.pop()) is not None:
@@ -194,13 +224,18 @@ def _only_ours() -> Iterator[None]:
 
 
 def tensors_in(value: Any, path: Path) -> dict[str, Tensor]:
-    """The tensors of nested mappings, by dotted name. Raises: CheckpointError for some that are not plain ones."""
+    """The tensors of nested mappings, by dotted name. Raises: CheckpointError for some that are not
+    plain ones."""
     found: dict[str, Tensor] = {}
     for name, tensor in _walk(value, path):
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-            raise CheckpointError(f"{path}: {name} is no plain tensor ({tensor.layout}, {tensor.device})")
+            raise CheckpointError(
+                f"{path}: {name} is no plain tensor ({tensor.layout}, {tensor.device})"
+            )
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise CheckpointError(f"{path}: {name} has shape {list(tensor.shape)}, more than the file holds of it")
+            raise CheckpointError(
+                f"{path}: {name} has shape {list(tensor.shape)}, more than the file holds of it"
+            )
         if name in found:
             raise CheckpointError(f"{path}: has {name} twice")
         found[name] = tensor.detach()
@@ -208,7 +243,8 @@ def tensors_in(value: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _walk(value: Any, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors and their names, depth first, without recursion. Raises: CheckpointError for a very deep one."""
+    """Yield tensors and their names, depth first, without recursion. Raises: CheckpointError for a
+    very deep one."""
     waiting: list[tuple[str, int, Any]] = [("", 0, value)]
     seen = set()
     while waiting:

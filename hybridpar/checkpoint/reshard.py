@@ -1,8 +1,9 @@
-"""Where the elements that one rank needs lie in what other ranks have written: arithmetic alone, nothing is read.
+"""Where the elements that one rank needs lie in what other ranks have written: arithmetic alone,
+nothing is read.
 
-    global   [ 0 1 2 3 4 5 6 7 8 9 ]
-    saved    rank 0: [ 0 1 2 3 4 ]     rank 1: [ 5 6 7 8 9 ]
-    wanted   rank 1 of 3: [ 4 5 6 ]    pieces: 1 element at 4 of rank 0 to 0, 2 elements at 0 of rank 1 to 1
+global   [ 0 1 2 3 4 5 6 7 8 9 ]
+saved    rank 0: [ 0 1 2 3 4 ]     rank 1: [ 5 6 7 8 9 ]
+wanted   rank 1 of 3: [ 4 5 6 ]    pieces: 1 element at 4 of rank 0 to 0, 2 elements at 0 of rank 1 to 1
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ Located = tuple[int, int, int]  # global start, global stop, position in the loc
 
 
 def find_pieces(wanted: Placement, rank: int, saved: Placement) -> dict[int, Pieces]:
-    """Pieces of the saved parts that make up part `rank` of the wanted ones, by the index of the saved part.
+    """Pieces of the saved parts that make up part `rank` of the wanted ones, by the index of the
+    saved part.
 
-    Each element has one source, the part of the same index where it has it: rows may be held by several.
+    Each element has one source, the part of the same index where it has it: rows may be held by
+    several.
     Shapes: rows of (first element there, first element here, how many), counted in flat tensors.
     Raises: ValueError if the two are not the same parameter.
     """
@@ -30,11 +33,12 @@ def find_pieces(wanted: Placement, rank: int, saved: Placement) -> dict[int, Pie
     dims = {shard.dim for shard in (wanted.shard, saved.shard) if shard is not None} or {0}
     if len(dims) > 1:
         raise ValueError("is split along another dimension")
-    dim, = dims
+    (dim,) = dims
     missing = _located(wanted.shard, rank, wanted.shape[dim])
     here = sum(stop - start for start, stop, _ in missing)
     num_sources = 1 if saved.shard is None else len(saved.shard.ranges)
-    outer, inner = prod(wanted.shape[:dim]), prod(wanted.shape[dim + 1 :])
+    outer = prod(wanted.shape[:dim])
+    inner = prod(wanted.shape[dim + 1 :])
     found: dict[int, Pieces] = {}
     for source in sorted(range(num_sources), key=lambda source: source != rank):
         ranges = _located(saved.shard, source, saved.shape[dim])
@@ -63,7 +67,8 @@ def clip(pieces: Pieces, column: int, part: Range) -> Pieces:
 def _located(shard: Shard | None, rank: int, size: int) -> list[Located]:
     """The global ranges that a rank holds, and where in its tensor they begin."""
     ranges: tuple[Range, ...] = ((0, size),) if shard is None else shard.ranges[rank]
-    found, at = [], 0
+    found = []
+    at = 0
     for start, stop in ranges:
         if start < stop:
             found.append((start, stop, at))
@@ -73,7 +78,8 @@ def _located(shard: Shard | None, rank: int, size: int) -> list[Located]:
 
 def _inside(ranges: list[Located], start: int, stop: int) -> Iterator[Located]:
     for a, b, at in ranges:
-        low, high = max(a, start), min(b, stop)
+        low = max(a, start)
+        high = min(b, stop)
         if low < high:
             yield low, high, at + low - a
 
@@ -86,9 +92,12 @@ def _outside(ranges: list[Located], start: int, stop: int) -> Iterator[Located]:
 
 
 def _flat(lines: list[Located], outer: int, inner: int, there: int, here: int) -> Pieces:
-    """Ranges along one dimension, of extents `there` and `here`, as pieces of flat tensors; neighbours are joined."""
+    """Ranges along one dimension, of extents `there` and `here`, as pieces of flat tensors;
+    neighbours are joined."""
     table = np.array(lines, np.int64) * inner
-    steps = np.arange(outer, dtype=np.int64)[:, None, None] * np.array([there * inner, here * inner, 0])
+    steps = np.arange(outer, dtype=np.int64)[:, None, None] * np.array(
+        [there * inner, here * inner, 0]
+    )
     pieces = (table[None] + steps).reshape(-1, 3)
     pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
     ends = pieces[:-1, :2] + pieces[:-1, 2:]

@@ -25,10 +25,12 @@ class SavedShard:
 
     Its tensors have the keys of state.kinds, and their parameters are placed as `placements` say.
 
-    `parts`: elements of the local tensor that the rank updates, of the parameters that it updates in part; tensors of
-    those are vectors, but for kinds of whole parameters; those of kinds that are not `shaped` have any shape. All that
-    is read of `file` is compared with the manifest's checksums.
-    Raises: CheckpointError if the file is missing, damaged, or not what the manifest and itself say.
+    `parts`: elements of the local tensor that the rank updates, of the parameters that it updates
+    in part; tensors of those are vectors, but for kinds of whole parameters; those of kinds that
+    are not `shaped` have any shape. All that is read of `file` is compared with the manifest's
+    checksums.
+    Raises: CheckpointError if the file is missing, damaged, or not what the manifest and itself
+        say.
     """
 
     def __init__(self, folder: Path, where: ShardFile, config: Config):
@@ -37,8 +39,13 @@ class SavedShard:
         with errors_as(CheckpointError, self.file.path, "is damaged"):
             placements, parts = (_parse_json(self.file, key) for key in ("placements", "parts"))
             sizes = sizes_of(config.parallel)
-            self.placements = {name: _parse_placement(name, value, sizes) for name, value in placements.items()}
-            self.parts = {name: span(value, f"the part of {name}", self._numel(name)) for name, value in parts.items()}
+            self.placements = {
+                name: _parse_placement(name, value, sizes) for name, value in placements.items()
+            }
+            self.parts = {
+                name: span(value, f"the part of {name}", self._numel(name))
+                for name, value in parts.items()
+            }
             self._check_blocks(all_have_parameters=isinstance(config.model, ModelConfig))
             for name, info in self.file.tensors.items():
                 self._check_tensor(name, info)
@@ -55,11 +62,15 @@ class SavedShard:
     def _check_blocks(self, *, all_have_parameters: bool) -> None:
         """Compare the blocks of the parameters with those of the manifest.
 
-        Every block of GPT and BERT has parameters, so counting them keeps a model from being larger than its files. A
-        block of a custom model, say an activation, may have none.
+        Every block of GPT and BERT has parameters, so counting them keeps a model from being larger
+        than its files. A block of a custom model, say an activation, may have none.
         """
         own = {str(number) for blocks in self.where.spans for number in blocks}
-        found = {name.split(".")[1] for name in self.placements if name.startswith("blocks.") and name.count(".") > 1}
+        found = {
+            name.split(".")[1]
+            for name in self.placements
+            if name.startswith("blocks.") and name.count(".") > 1
+        }
         # a tied head is kept with the embedding, and may have nothing else
         least = len(own) - (len(own) > 1 and any(place.tied for place in self.placements.values()))
         if (all_have_parameters and len(found) < least) or not found <= own:
@@ -75,7 +86,9 @@ class SavedShard:
             start, stop = self.parts[parameter]
             shape = (stop - start,)
         if kind.shaped and info.shape != shape:
-            raise ValueError(f"{name} has shape {list(info.shape)}, its placement says {list(shape)}")
+            raise ValueError(
+                f"{name} has shape {list(info.shape)}, its placement says {list(shape)}"
+            )
 
     @cached_property
     def kept(self) -> frozenset[tuple[str, str]]:
@@ -89,15 +102,24 @@ def header_of(placements: Mapping[str, Placement], parts: Mapping[str, Range]) -
 
 
 def placements_to_plain(placements: Mapping[str, Placement]) -> dict[str, Any]:
-    """Placements as JSON values: what it takes to put shards together, or to cut them anew for another grid."""
+    """Placements as JSON values: what it takes to put shards together, or to cut them anew for
+    another grid."""
     return {
         name: {
-            "shape": list(p.shape), "weight_decay": p.weight_decay > 0, "tied": p.tied,
+            "shape": list(p.shape),
+            "weight_decay": p.weight_decay > 0,
+            "tied": p.tied,
             **({} if p.trainable else {"trainable": False}),
-            "shard": None if p.shard is None else {
-                "dim": p.shard.dim, "ranges": [[list(r) for r in ranges] for ranges in p.shard.ranges],
-                **({"axis": p.shard.axis} if p.shard.axis != "tp" else {})}}
-        for name, p in placements.items()}
+            "shard": None
+            if p.shard is None
+            else {
+                "dim": p.shard.dim,
+                "ranges": [[list(r) for r in ranges] for ranges in p.shard.ranges],
+                **({"axis": p.shard.axis} if p.shard.axis != "tp" else {}),
+            },
+        }
+        for name, p in placements.items()
+    }
 
 
 def _parse_json(file: TensorFile, key: str) -> dict[str, Any]:
@@ -129,16 +151,31 @@ class _Placed:
 def _parse_placement(name: str, value: Any, sizes: AxisSizes) -> Placement:
     """Raises: ValueError."""
     read: _Placed = from_plain(_Placed, value, name, lenient=True)
-    shard = None if read.shard is None else _parse_split(f"{name}.shard", read.shard, read.shape, sizes)
-    return Placement(read.shape, Init("zeros"), shard, weight_decay=read.weight_decay, tied=read.tied,
-                     trainable=read.trainable)
+    shard = (
+        None if read.shard is None else _parse_split(f"{name}.shard", read.shard, read.shape, sizes)
+    )
+    return Placement(
+        read.shape,
+        Init("zeros"),
+        shard,
+        weight_decay=read.weight_decay,
+        tied=read.tied,
+        trainable=read.trainable,
+    )
 
 
 def _parse_split(what: str, read: _Split, shape: tuple[int, ...], sizes: AxisSizes) -> Shard:
     if read.dim >= len(shape):
-        raise ValueError(f"{what}.dim is {shown(read.dim)}, the parameter has {len(shape)} dimensions")
+        raise ValueError(
+            f"{what}.dim is {shown(read.dim)}, the parameter has {len(shape)} dimensions"
+        )
     if len(read.ranges) != sizes.get(read.axis, 1):
-        raise ValueError(f"{what}: is split over {len(read.ranges)} ranks, the grid has {shown(read.axis)} = "
-                         f"{sizes.get(read.axis, 1)}")
-    return Shard(read.dim, tuple(tuple(span(r, what, shape[read.dim]) for r in ranges) for ranges in read.ranges),
-                 read.axis)
+        raise ValueError(
+            f"{what}: is split over {len(read.ranges)} ranks, the grid has {shown(read.axis)} = "
+            f"{sizes.get(read.axis, 1)}"
+        )
+    return Shard(
+        read.dim,
+        tuple(tuple(span(r, what, shape[read.dim]) for r in ranges) for ranges in read.ranges),
+        read.axis,
+    )

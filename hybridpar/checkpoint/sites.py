@@ -1,12 +1,16 @@
 """Checkpoints of several sites: each goes on from its own files.
 
-    k sites -> k, as they were            each from its own, to the bit on the same grid; messages under way leave again
-    k -> fewer                            the first ones each from its own, as if the others had never been
-    k -> more                             those that come back have the anchor, and the first site's moments
-    1 -> k                                all from the one's state; its weights are the anchor
-    another every, fragments,             all from the first site's state, where the weights of all are the same: after
-    delay or precision                    an outer step without fragments, delay and mix
-    generate, export, train.start_from    the anchor: what all sites had in common last
+k sites -> k, as they were            each from its own, to the bit on the same grid; messages under
+                                      way leave again
+k -> fewer                            the first ones each from its own, as if the others had never
+                                      been
+k -> more                             those that come back have the anchor, and the first site's
+                                      moments
+1 -> k                                all from the one's state; its weights are the anchor
+another every, fragments,             all from the first site's state, where the weights of all are
+                                      the same: after
+delay or precision                    an outer step without fragments, delay and mix
+generate, export, train.start_from    the anchor: what all sites had in common last
 """
 
 from __future__ import annotations
@@ -25,24 +29,39 @@ _TIMELINE = ("outer.every", "outer.fragments", "outer.delay", "outer.precision")
 
 def mismatch(manifest: Manifest, wanted: Config, where: Path) -> str:
     """Why `wanted` cannot go on from a checkpoint of several sites; empty where it can."""
-    saved, step = manifest.config, manifest.step
+    saved = manifest.config
+    step = manifest.step
     changed = _changed(saved, wanted)
     if saved.parallel.sites == 1 or changed in ([], _NUMBER):
         return ""
-    timeline, mix = OuterTimeline.of(saved.outer, manifest.state.outer_start), saved.outer.mix
+    timeline = OuterTimeline.of(saved.outer, manifest.state.outer_start)
+    mix = saved.outer.mix
     if timeline.is_common(step, mix):
         return ""
     ahead = timeline.next_common(step, mix)
-    remedy = f"they next are after step {ahead}: train on until then as before" if ahead is not None else (
-        "with these settings they never all are: start a new run from their anchor with train.start_from = "
-        f"{str(where)!r}")
-    return (f"{where} is of {saved.parallel.sites} sites whose weights are not the same at step {step}, so "
-            f"{', '.join(changed)} cannot change here; {remedy}")
+    remedy = (
+        f"they next are after step {ahead}: train on until then as before"
+        if ahead is not None
+        else (
+            "with these settings they never all are: start a new run from their anchor with "
+            "train.start_from = "
+            f"{str(where)!r}"
+        )
+    )
+    return (
+        f"{where} is of {saved.parallel.sites} sites whose weights are not the same at step "
+        f"{step}, so "
+        f"{', '.join(changed)} cannot change here; {remedy}"
+    )
 
 
 def _changed(saved: Config, wanted: Config) -> list[str]:
     sites = _NUMBER if saved.parallel.sites != wanted.parallel.sites else []
-    return sites + [name for name in _TIMELINE if wanted.parallel.sites > 1 and _of(saved, name) != _of(wanted, name)]
+    return sites + [
+        name
+        for name in _TIMELINE
+        if wanted.parallel.sites > 1 and _of(saved, name) != _of(wanted, name)
+    ]
 
 
 def _of(config: Config, name: str) -> object:
@@ -51,14 +70,21 @@ def _of(config: Config, name: str) -> object:
 
 def source(manifest: Manifest, engine: Trainee) -> int:
     """The site whose files a rank goes on from."""
-    rank, saved = engine.grid.site.rank, manifest.config
-    return rank if rank < saved.parallel.sites and _changed(saved, engine.config) in ([], _NUMBER) else 0
+    rank = engine.grid.site.rank
+    saved = manifest.config
+    return (
+        rank
+        if rank < saved.parallel.sites and _changed(saved, engine.config) in ([], _NUMBER)
+        else 0
+    )
 
 
 def comes_back(manifest: Manifest, engine: Trainee) -> bool:
     """Whether a rank is of a site that joins several others."""
     sites = manifest.config.parallel.sites
-    return engine.grid.site.rank >= sites > 1 and _changed(manifest.config, engine.config) == _NUMBER
+    return (
+        engine.grid.site.rank >= sites > 1 and _changed(manifest.config, engine.config) == _NUMBER
+    )
 
 
 def going_on(manifest: Manifest, wanted: Config) -> Manifest:

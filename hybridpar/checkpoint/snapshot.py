@@ -1,4 +1,5 @@
-"""A copy of a rank's state in host memory, made while training does what does not change that state.
+"""A copy of a rank's state in host memory, made while training does what does not change that
+state.
 
     save          forward, backward ........................  UPDATE
     begin         copying, in a thread (GPUs: in the stream)  waits for its end
@@ -35,13 +36,15 @@ class Snapshot:
         needed = sum(_padded(t.nbytes) for t in tensors)
         if needed > self._memory.nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # not both at once
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=any(t.is_cuda for t in tensors))
+            self._memory = torch.empty(
+                needed, dtype=torch.uint8, pin_memory=any(t.is_cuda for t in tensors)
+            )
 
     def begin(self, tensors: Mapping[str, Tensor]) -> Finish:
         """Starts a copy; what comes back ends it, in any thread, and gives the copies.
 
-        Until it has, tensors on the CPU must not change; those on a GPU may, by later work of the current stream. The
-        copies stay what they are until `begin` is called again.
+        Until it has, tensors on the CPU must not change; those on a GPU may, by later work of the
+        current stream. The copies stay what they are until `begin` is called again.
         """
         self.reserve(tensors.values())
         copies = self._places(tensors)
@@ -58,7 +61,8 @@ class Snapshot:
         return wait
 
     def _places(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        places, at = {}, 0
+        places = {}
+        at = 0
         for name, tensor in tensors.items():
             size = prod(tensor.shape) * tensor.element_size()
             places[name] = self._memory[at : at + size].view(tensor.dtype).view(tensor.shape)

@@ -17,9 +17,14 @@ from hybridpar.optim import ParameterSlot
 from hybridpar.pipeline.run.stage import Stage
 
 
-def whole_model(model: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Stage:
-    """All blocks in one stage, on the CPU, with these weights. Raises: CheckpointError if one is missing."""
-    stage = Stage(build_blocks(model, Axis("tp"), range(model.num_blocks), device="cpu", dtype=dtype))
+def whole_model(
+    model: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+) -> Stage:
+    """All blocks in one stage, on the CPU, with these weights. Raises: CheckpointError if one is
+    missing."""
+    stage = Stage(
+        build_blocks(model, Axis("tp"), range(model.num_blocks), device="cpu", dtype=dtype)
+    )
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             if name not in weights:
@@ -31,9 +36,12 @@ def whole_model(model: ModelConfig, weights: Mapping[str, Tensor], dtype: torch.
 def load_stage(full: FullWeights, tp: Axis, numbers: range) -> Stage:
     """Some blocks of a checkpoint's model, with what this tp rank has of them, in fp32 on the CPU.
 
-    Reads that alone, one parameter at a time. Raises: CheckpointError if a file is missing or damaged.
+    Reads that alone, one parameter at a time. Raises: CheckpointError if a file is missing or
+    damaged.
     """
-    stage = Stage(build_blocks(full.manifest.config.model, tp, numbers, device="cpu", dtype=torch.float32))
+    stage = Stage(
+        build_blocks(full.manifest.config.model, tp, numbers, device="cpu", dtype=torch.float32)
+    )
     with torch.no_grad():
         for name, parameter, place in named_placements(stage):
             parameter.copy_(full.read_part(ParameterSlot(name, place, {"tp": tp.rank})))

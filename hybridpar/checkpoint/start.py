@@ -22,14 +22,16 @@ from hybridpar.errors import CheckpointError, ConfigError, Problem, config_error
 def find_start(path: str | Path, model: ModelSpec) -> Path:
     """The checkpoint that `train.start_from` names. Reads no weights.
 
-    Raises: CheckpointError if it is none; ConfigError naming every key in which its model is another one.
+    Raises: CheckpointError if it is none; ConfigError naming every key in which its model is
+        another one.
     """
     with hold_start(path, model) as hold:
         return hold.folder
 
 
 def hold_start(path: str | Path, model: ModelSpec) -> Hold:
-    """The hold on the checkpoint that `train.start_from` names: a job that saves there does not remove it meanwhile.
+    """The hold on the checkpoint that `train.start_from` names: a job that saves there does not
+    remove it meanwhile.
 
     Raises: as `find_start`.
     """
@@ -40,24 +42,45 @@ def _check_model(folder: Path, path: str | Path, model: ModelSpec) -> None:
     saved = read_manifest(folder).config.model
     if type(saved) is not type(model):
         rule = f"is another model than train.start_from = {str(path)!r} has"
-        works = f"kind = {saved.kind!r}" if isinstance(saved, ModelConfig) else f"spec = {spec_name(type(saved))!r}"
+        works = (
+            f"kind = {saved.kind!r}"
+            if isinstance(saved, ModelConfig)
+            else f"spec = {spec_name(type(saved))!r}"
+        )
         raise config_error("model", spec_name(type(model)), rule, works)
-    there, here = model_settings(saved), model_settings(model)
+    there = model_settings(saved)
+    here = model_settings(model)
     free = (*FREE, "seq_length", "max_positions")  # the size of a position table is compared apart
-    wrong = [Problem(f"model.{key}", here[key], f"train.start_from = {str(path)!r} has {value!r}", repr(value))
-             for key, value in there.items() if key not in free and here[key] != value]
-    if (isinstance(saved, ModelConfig) and isinstance(model, ModelConfig)
-            and saved.position == model.position == "learned" and saved.num_positions != model.num_positions):
+    wrong = [
+        Problem(
+            f"model.{key}",
+            here[key],
+            f"train.start_from = {str(path)!r} has {value!r}",
+            repr(value),
+        )
+        for key, value in there.items()
+        if key not in free and here[key] != value
+    ]
+    if (
+        isinstance(saved, ModelConfig)
+        and isinstance(model, ModelConfig)
+        and saved.position == model.position == "learned"
+        and saved.num_positions != model.num_positions
+    ):
         rule = f"train.start_from = {str(path)!r} has a table of {saved.num_positions} positions"
-        wrong.append(Problem("model.max_positions", model.max_positions, rule, str(saved.num_positions)))
+        wrong.append(
+            Problem("model.max_positions", model.max_positions, rule, str(saved.num_positions))
+        )
     if wrong:
         raise ConfigError(*wrong)
 
 
 def check_tokens(run: Path, tokenizer: Tokenizer | None, named: str) -> None:
-    """Compares the tokens that the weights of a run folder know with those of the data, where both are known.
+    """Compares the tokens that the weights of a run folder know with those of the data, where both
+    are known.
 
-    `named`: data.tokenizer. Raises: ConfigError if they are others; DataError for a damaged tokenizer.
+    `named`: data.tokenizer. Raises: ConfigError if they are others; DataError for a damaged
+    tokenizer.
     """
     path = run / "tokenizer.json"
     if tokenizer is None or not os.path.lexists(path):
@@ -71,9 +94,11 @@ def start_from(folder: Path, engine: Trainee) -> None:
     """Gives `engine` the weights of a checkpoint of any grid; its optimizer starts anew.
 
     Each rank reads what it needs, one parameter at a time.
-    Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any cannot read.
+    Collectives: on all ranks of the grid. Raises: CheckpointError, on all ranks, if any cannot
+        read.
     """
-    grid, state = engine.grid, engine.state
+    grid = engine.grid
+    state = engine.state
 
     def load() -> None:
         full = FullWeights(folder, grid.flight)

@@ -1,18 +1,22 @@
 """safetensors files, written in one pass and read in pieces, with a checksum of each piece.
 
-    8 bytes: n, little endian | n bytes: JSON {name: {dtype, shape, data_offsets}, "__metadata__": texts} | the tensors
-    checksum of the header ...........................................................................  | of each chunk
+    8 bytes: n, little endian | n bytes: JSON {name: {dtype, shape, data_offsets}, "__metadata__":
+    texts} | the tensors checksum of the header
+    ...........................................................................  | of each chunk
 
-A tensor is cut into chunks of 1 MiB, counted from its own start. So a reader of parts of some tensors can compare all
-that it uses and reads little else: one checksum of a whole file would take reading it all. CRC-32 finds what disks,
-networks and memory damage, at 4 GB/s (SHA-256: 1.4 GB/s), which a save beside training takes from it. It is no
-protection from forgery: for that sign the folder.
+A tensor is cut into chunks of 1 MiB, counted from its own start. So a reader of parts of some
+tensors can compare all that it uses and reads little else: one checksum of a whole file would take
+reading it all. CRC-32 finds what disks, networks and memory damage, at 4 GB/s (SHA-256: 1.4 GB/s),
+which a save beside training takes from it. It is no protection from forgery: for that sign the
+folder.
 
-Each chunk is also looked through for numbers that are not finite, as it is written and as it is read, while it is in
-the cache: a state with NaN in it never becomes a checkpoint, and one that an older version has saved is not loaded.
+Each chunk is also looked through for numbers that are not finite, as it is written and as it is
+read, while it is in the cache: a state with NaN in it never becomes a checkpoint, and one that an
+older version has saved is not loaded.
 
-Nothing is unpickled. A file is read only after its header has been checked: types, sizes, and tensors that follow each
-other without gap or overlap to the end of the file; so no more is ever allocated than the file holds.
+Nothing is unpickled. A file is read only after its header has been checked: types, sizes, and
+tensors that follow each other without gap or overlap to the end of the file; so no more is ever
+allocated than the file holds.
 """
 
 from __future__ import annotations
@@ -42,8 +46,11 @@ from hybridpar.reading import errors_as, open_regular, parse_json
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _EXPONENTS: dict[torch.dtype, NDArray[Any]] = {
-    torch.float64: np.array(0x7FF0 << 48, np.uint64), torch.float32: np.array(0x7F80 << 16, np.uint32),
-    torch.bfloat16: np.array(0x7F80, np.uint16), torch.float16: np.array(0x7C00, np.uint16)}
+    torch.float64: np.array(0x7FF0 << 48, np.uint64),
+    torch.float32: np.array(0x7F80 << 16, np.uint32),
+    torch.bfloat16: np.array(0x7F80, np.uint16),
+    torch.float16: np.array(0x7C00, np.uint16),
+}
 """Bits of the exponent, all of which are set in infinity and NaN and in no other number."""
 _METADATA = "__metadata__"
 _MAX_HEADER = 100_000_000  # as the library has it
@@ -69,31 +76,47 @@ class TensorInfo:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], flight: Flight = NO_FLIGHT,
-                  read: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> tuple[int, str]:
-    """Writes a file and makes its content last; its size in bytes, and its checksums as hexadecimal digits.
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    flight: Flight = NO_FLIGHT,
+    read: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> tuple[int, str]:
+    """Writes a file and makes its content last; its size in bytes, and its checksums as hexadecimal
+    digits.
 
-    `flight` is told of every chunk. Tensors may be on any device; one that is not contiguous or not on the CPU is
-    copied, one at a time. `read`: gives what is to be written of a tensor.
-    Raises: OSError; NotFiniteError naming the first tensor with a number that is not finite. The file is no use then.
+    `flight` is told of every chunk. Tensors may be on any device; one that is not contiguous or not
+    on the CPU is copied, one at a time. `read`: gives what is to be written of a tensor.
+    Raises: OSError; NotFiniteError naming the first tensor with a number that is not finite. The
+        file is no use then.
     """
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so each is aligned
+    names = sorted(
+        tensors, key=lambda name: (-tensors[name].element_size(), name)
+    )  # so each is aligned
     header: dict[str, object] = {_METADATA: dict(metadata)}
     stop = 0
     for name in names:
-        start, stop = stop, stop + tensors[name].nbytes
+        start = stop
+        stop = stop + tensors[name].nbytes
         header[name] = {
-            "dtype": _NAMES[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [start, stop]}
+            "dtype": _NAMES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, stop],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    sums, size = [], 0
+    sums = []
+    size = 0
     with path.open("wb", buffering=0) as file:
-        for piece in chain([memoryview(len(text).to_bytes(8, "little") + text)],
-                           chain.from_iterable(_finite_chunks(name, read(tensors[name])) for name in names)):
+        for piece in chain(
+            [memoryview(len(text).to_bytes(8, "little") + text)],
+            chain.from_iterable(_finite_chunks(name, read(tensors[name])) for name in names),
+        ):
             sums.append(_checksum(piece))
             size += len(piece)
             while piece:
-                piece = piece[file.write(piece):]
+                piece = piece[file.write(piece) :]
             flight.tick()
         os.fsync(file.fileno())
     return size, "".join(sums)
@@ -117,9 +140,12 @@ def _finite_chunks(name: str, tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _is_finite(chunk: memoryview, dtype: torch.dtype) -> bool:
-    """Whether all numbers of some memory are finite. Allocates as much again, and keeps no lock of Python meanwhile."""
+    """Whether all numbers of some memory are finite. Allocates as much again, and keeps no lock of
+    Python meanwhile."""
     exponent = _EXPONENTS[dtype]
-    return not chunk.nbytes or bool((np.frombuffer(chunk, exponent.dtype) & exponent).max() < exponent)
+    return not chunk.nbytes or bool(
+        (np.frombuffer(chunk, exponent.dtype) & exponent).max() < exponent
+    )
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -130,7 +156,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 class TensorFile:
     """A file whose header has been read and checked; it is open only while something is read.
 
-    `written`: the result of `write_tensors`, with which all that is read is compared; None: nothing is compared.
+    `written`: the result of `write_tensors`, with which all that is read is compared; None: nothing
+    is compared.
     Raises: CheckpointError if it is missing, truncated, damaged, or no safetensors file.
     """
 
@@ -139,8 +166,10 @@ class TensorFile:
         expected, checksums = written or (-1, "")
         self._sums = [checksums[i : i + _DIGITS] for i in range(0, len(checksums), _DIGITS)]
         self._scratch = bytearray()
-        with (errors_as(CheckpointError, path, "is damaged, or no safetensors file"),
-              open_regular(path, within=path.parent) as file):
+        with (
+            errors_as(CheckpointError, path, "is damaged, or no safetensors file"),
+            open_regular(path, within=path.parent) as file,
+        ):
             size = os.fstat(file.fileno()).st_size
             if written is not None and size != expected:
                 raise ValueError(f"it has {size} bytes, should have {expected}")
@@ -157,8 +186,11 @@ class TensorFile:
 
     def _number_chunks(self) -> dict[str, int]:
         """Number of the checksum of each tensor's first chunk."""
-        first, number = {}, 1
-        for name, info in sorted(self.tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        first = {}
+        number = 1
+        for name, info in sorted(
+            self.tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)
+        ):
             first[name] = number
             number += -(-info.num_bytes // CHUNK)
         if self._sums and len(self._sums) != number:
@@ -182,28 +214,40 @@ class TensorFile:
                     flight.tick()
 
     def read(self, name: str, pieces: Pieces, target: Tensor) -> None:
-        """Copies pieces of a tensor, as rows of (first element there, first element here, how many), into `target`.
+        """Copies pieces of a tensor, as rows of (first element there, first element here, how
+        many), into `target`.
 
-        Pieces do not overlap there. Each chunk in which one lies is read once, whole, and compared with its checksum.
-        Shapes: target flat, contiguous, on the CPU, of the tensor's dtype. Raises: CheckpointError; NotFiniteError if
+        Pieces do not overlap there. Each chunk in which one lies is read once, whole, and compared
+        with its checksum.
+        Shapes: target flat, contiguous, on the CPU, of the tensor's dtype. Raises: CheckpointError;
+            NotFiniteError if
         a chunk that was read has a number that is not finite.
         """
-        info, view = self.tensors[name], _bytes_of(target)
+        info = self.tensors[name]
+        view = _bytes_of(target)
         assert target.dtype == info.dtype, f"{name} is {info.dtype}, not {target.dtype}"
         pieces = pieces[np.argsort(pieces[:, 0], kind="stable")] * info.dtype.itemsize
-        starts, stops = pieces[:, 0], pieces[:, 0] + pieces[:, 2]
+        starts = pieces[:, 0]
+        stops = pieces[:, 0] + pieces[:, 2]
         with self._reading(name) as file:
             for number in _touched(starts, stops):
                 start, stop = self._span(name, number)
-                inside = pieces[np.searchsorted(stops, start, "right") : np.searchsorted(starts, stop, "left")].tolist()
+                inside = pieces[
+                    np.searchsorted(stops, start, "right") : np.searchsorted(starts, stop, "left")
+                ].tolist()
                 there, here, count = inside[0]
                 if there <= start and there + count >= stop:  # it is all of one piece
-                    self._read_chunk(file, name, number, view[here + start - there : here + stop - there])
+                    self._read_chunk(
+                        file, name, number, view[here + start - there : here + stop - there]
+                    )
                     continue
                 chunk = self._read_chunk(file, name, number, self._spare()[: stop - start])
                 for there, here, count in inside:
-                    first, last = max(there, start), min(there + count, stop)
-                    view[here + first - there : here + last - there] = chunk[first - start : last - start]
+                    first = max(there, start)
+                    last = min(there + count, stop)
+                    view[here + first - there : here + last - there] = chunk[
+                        first - start : last - start
+                    ]
 
     def _span(self, name: str, number: int) -> tuple[int, int]:
         return number * CHUNK, min((number + 1) * CHUNK, self.tensors[name].num_bytes)
@@ -224,15 +268,18 @@ class TensorFile:
     @contextmanager
     def _reading(self, name: str) -> Iterator[FileIO]:
         failure = f"{name} cannot be read"
-        with (errors_as(CheckpointError, self.path, f"is damaged, {failure}", failure=failure),
-              open_regular(self.path, within=self.path.parent) as file):
+        with (
+            errors_as(CheckpointError, self.path, f"is damaged, {failure}", failure=failure),
+            open_regular(self.path, within=self.path.parent) as file,
+        ):
             yield file
 
 
 def _touched(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> list[int]:
     """The chunks in which ranges of bytes lie, in order; empty ranges lie in none."""
     lie = starts < stops
-    first, after = starts[lie] // CHUNK, (stops[lie] - 1) // CHUNK + 1
+    first = starts[lie] // CHUNK
+    after = (stops[lie] - 1) // CHUNK + 1
     length = int(after.max(initial=0)) + 1
     changes = np.bincount(first, minlength=length) - np.bincount(after, minlength=length)
     return np.flatnonzero(np.cumsum(changes)).tolist()
@@ -258,20 +305,28 @@ def _parse_header(text: bytes, size: int) -> tuple[dict[str, str], dict[str, Ten
     """Texts, and tensors that fill `size` bytes. Raises: ValueError."""
     header = from_plain(dict[str, Any], parse_json(text), "the header")
     metadata = from_plain(dict[str, str], header.pop(_METADATA, {}), _METADATA)
-    found, stops = {}, {}
+    found = {}
+    stops = {}
     for name, entry in header.items():
         told: _Entry = from_plain(_Entry, entry, name, lenient=True)
-        kind, shape = DTYPES.get(told.dtype), told.shape
+        kind = DTYPES.get(told.dtype)
+        shape = told.shape
         if kind is None:
-            raise ValueError(f"{name} is of type {shown(told.dtype)}, not one of {', '.join(DTYPES)}")
+            raise ValueError(
+                f"{name} is of type {shown(told.dtype)}, not one of {', '.join(DTYPES)}"
+            )
         start, stop = span(told.data_offsets, f"{name}.data_offsets", size)
         if len(shape) > _MAX_DIMS or prod(shape) * kind.itemsize != stop - start:
-            raise ValueError(f"{name} has {stop - start} bytes, which is not shape {list(shape)[:_MAX_DIMS]}")
+            raise ValueError(
+                f"{name} has {stop - start} bytes, which is not shape {list(shape)[:_MAX_DIMS]}"
+            )
         found[name], stops[name] = TensorInfo(kind, shape, start), stop
     at = 0
     for name in sorted(found, key=lambda name: (found[name].start, stops[name])):
         if found[name].start != at:
-            raise ValueError(f"{name} begins at byte {found[name].start}, what comes before ends at {at}")
+            raise ValueError(
+                f"{name} begins at byte {found[name].start}, what comes before ends at {at}"
+            )
         at = stops[name]
     if at != size:
         raise ValueError(f"its tensors end at byte {at} of {size}")

@@ -1,4 +1,5 @@
-"""Checks the words of a command line before tyro parses them: what cannot be used gets one message, with what works."""
+"""Checks the words of a command line before tyro parses them: what cannot be used gets one message,
+with what works."""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ from hybridpar.config.typed import entries_of, hints_of
 
 _FLAG = re.compile(r"-+[A-Za-z]|--$")
 """Beginning of a word that is taken for a flag; -1 and -inf are numbers."""
-_TRUE, _FALSE = ("yes", "y", "on", "1", "true"), ("no", "n", "off", "0", "false")
+_TRUE = ("yes", "y", "on", "1", "true")
+_FALSE = ("no", "n", "off", "0", "false")
 
 
 @dataclass(frozen=True)
 class Argument:
     """A flag or a positional argument of a command.
 
-    name: with the dashes of a flag. kind: its type. usual: its value where it is left out. most: how many words it
-    takes, None for any number.
+    name: with the dashes of a flag. kind: its type. usual: its value where it is left out. most:
+    how many words it takes, None for any number.
     """
 
     name: str
@@ -62,7 +64,8 @@ class Argument:
 
 
 def own_arguments(command: type[Any]) -> Iterator[Argument]:
-    """Return the arguments of a command that are not keys of the configuration, in the order of its fields."""
+    """Return the arguments of a command that are not keys of the configuration, in the order of its
+    fields."""
     hints = typing.get_type_hints(command, include_extras=True)
     for field in dataclasses.fields(command):
         if field.name == "config":
@@ -76,12 +79,18 @@ def own_arguments(command: type[Any]) -> Iterator[Argument]:
             name = next((note.metavar for note in named if note.metavar), field.name.upper())
         required = field.default is dataclasses.MISSING and typing.get_origin(kind) is not tuple
         most = 1 if "UseAppendAction" in map(str, notes) else _words_of(kind)
-        yield Argument(name if positional else f"--{name}", kind, field.default, required,
-                       0 if kind is bool else most)
+        yield Argument(
+            name if positional else f"--{name}",
+            kind,
+            field.default,
+            required,
+            0 if kind is bool else most,
+        )
 
 
 def config_arguments(config: Config) -> Iterator[Argument]:
-    """Return a flag for each key of the configuration; of a list of tables for each key of the entries that it has."""
+    """Return a flag for each key of the configuration; of a list of tables for each key of the
+    entries that it has."""
     for section in dataclasses.fields(config):
         settings: Any = getattr(config, section.name)
         for key, (kind, _) in hints_of(type(settings)).items():  # type: ignore[arg-type]
@@ -101,8 +110,11 @@ def tables_of(config: Config) -> set[str]:
     found = set()
     for section in dataclasses.fields(config):
         settings: Any = getattr(config, section.name)
-        found |= {f"{section.name}.{key}" for key, (kind, _) in hints_of(type(settings)).items()  # type: ignore[arg-type]
-                  if entries_of(kind) is not None}
+        found |= {
+            f"{section.name}.{key}"
+            for key, (kind, _) in hints_of(type(settings)).items()  # type: ignore[arg-type]
+            if entries_of(kind) is not None
+        }
     return found
 
 
@@ -116,7 +128,8 @@ def _words_of(kind: Any) -> int | None:
 
 
 def complaint(arguments: Sequence[Argument], words: Sequence[str]) -> str:
-    """Return what is wrong with the words of a command line, and what to write instead; empty if nothing is.
+    """Return what is wrong with the words of a command line, and what to write instead; empty if
+    nothing is.
 
     Args:
         arguments: All that the command takes.
@@ -132,7 +145,9 @@ def complaint(arguments: Sequence[Argument], words: Sequence[str]) -> str:
         if not _FLAG.match(word):
             place = next((one for one in places if one.most is None or one not in given), None)
             if place is None:
-                needs = [a for a in arguments if a.required and a.name not in words and a not in given]
+                needs = [
+                    a for a in arguments if a.required and a.name not in words and a not in given
+                ]
                 return _stray(word, given, taken, flags, needs[0] if needs else None)
             given.append(place)
             continue
@@ -141,23 +156,37 @@ def complaint(arguments: Sequence[Argument], words: Sequence[str]) -> str:
         if flag is None:
             return unknown_flag(head, {name[2:] for name in flags})
         taken = [value] if equals else []
-        while not equals and left and not _FLAG.match(left[0]) and (flag.most is None or len(taken) < flag.most):
+        while (
+            not equals
+            and left
+            and not _FLAG.match(left[0])
+            and (flag.most is None or len(taken) < flag.most)
+        ):
             taken.append(left.pop(0))
         if problem := _wrong_words(head, flag, taken):
             return problem
         given.append(flag)
-    missing = [argument.name for argument in arguments if argument.required and argument not in given]
-    return f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing" if missing else ""
+    missing = [
+        argument.name for argument in arguments if argument.required and argument not in given
+    ]
+    return (
+        f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing" if missing else ""
+    )
 
 
 def usage(arguments: Sequence[Argument]) -> str:
     """Return the arguments that a command needs, in order, as they are written."""
-    names = [argument for argument in arguments if argument.required or not argument.name.startswith("--")]
+    names = [
+        argument
+        for argument in arguments
+        if argument.required or not argument.name.startswith("--")
+    ]
     return " ".join(f"{a.name} {a.example}" if a.name.startswith("--") else a.name for a in names)
 
 
 def unknown_flag(head: str, known: Collection[str]) -> str:
-    """Return the message about a flag that a command does not have. known: its flags, without dashes."""
+    """Return the message about a flag that a command does not have. known: its flags, without
+    dashes."""
     if head == "--":
         return "-- stands alone; write --NAME VALUE"
     if near := meant(head.lstrip("-"), known):
@@ -173,8 +202,13 @@ def unknown_flag(head: str, known: Collection[str]) -> str:
     return f"unknown flag {head}" + (f"; {listed}" if listed else "")
 
 
-def _stray(word: str, given: Sequence[Argument], taken: Sequence[str], flags: Mapping[str, Argument],
-           needed: Argument | None) -> str:
+def _stray(
+    word: str,
+    given: Sequence[Argument],
+    taken: Sequence[str],
+    flags: Mapping[str, Argument],
+    needed: Argument | None,
+) -> str:
     """Return the message about a word that no argument takes.
 
     Args:
@@ -187,7 +221,10 @@ def _stray(word: str, given: Sequence[Argument], taken: Sequence[str], flags: Ma
     key, equals, value = word.partition("=")
     near = meant(key, [name[2:] for name in flags])
     if near and (equals or "." in key or f"--{key}" in flags):
-        return f"{word!r} is not a flag; did you mean --{near[0]} {value or flags[f'--{near[0]}'].example}?"
+        return (
+            f"{word!r} is not a flag; did you mean --{near[0]} "
+            f"{value or flags[f'--{near[0]}'].example}?"
+        )
     last = given[-1] if given else None
     if last is not None and last.most == 0:
         hint = "leave the flag out" if word.lower() in _FALSE else f"write {last.name} alone"
@@ -196,8 +233,11 @@ def _stray(word: str, given: Sequence[Argument], taken: Sequence[str], flags: Ma
         return f"{word!r} stands without a flag; did you mean {needed.name} {shlex.quote(word)}?"
     if last is not None and last.name.startswith("--") and last.entry is str:
         whole = shlex.quote(" ".join([*taken, word]))
-        return (f"{last.name} takes one value, and {word!r} is a second one; a value with spaces stands in quotation "
-                f"marks: {last.name} {whole}")
+        return (
+            f"{last.name} takes one value, and {word!r} is a second one; a value with spaces "
+            "stands in quotation "
+            f"marks: {last.name} {whole}"
+        )
     if last is not None and last.name.startswith("--"):
         count = f"{last.most} values" if last.most != 1 else "one value"
         return f"{last.name} takes {count}, and {word!r} is one more; leave {word!r} out"
@@ -208,7 +248,11 @@ def _stray(word: str, given: Sequence[Argument], taken: Sequence[str], flags: Ma
 def _wrong_words(head: str, flag: Argument, words: Sequence[str]) -> str:
     """Return what is wrong with the value of a flag; empty if nothing is."""
     if flag.most == 0:
-        return f"{head}={words[0]}: takes no value; write {head} alone, or leave it out" if words else ""
+        return (
+            f"{head}={words[0]}: takes no value; write {head} alone, or leave it out"
+            if words
+            else ""
+        )
     line = " ".join([head, *words])
     wrong = next((word for word in words if not _fits(flag.entry, word)), None)
     too_few = len(words) < (flag.most or 0)
@@ -222,8 +266,11 @@ def _wrong_words(head: str, flag: Argument, words: Sequence[str]) -> str:
 
 
 def _mended(flag: Argument, words: Sequence[str]) -> list[str]:
-    """Return the words with each that does not fit replaced by what was probably meant; none where that is unknown."""
-    pieces = [piece for word in words for piece in re.split(r"[,;\s]+", word.strip("[]()")) if piece]
+    """Return the words with each that does not fit replaced by what was probably meant; none where
+    that is unknown."""
+    pieces = [
+        piece for word in words for piece in re.split(r"[,;\s]+", word.strip("[]()")) if piece
+    ]
     many = flag.most is None or flag.most > 1
     found = [_nearest(flag.entry, piece) for piece in (pieces if many else words)]
     if not found or "" in found or (flag.most is not None and len(found) != flag.most):

@@ -15,20 +15,25 @@ from hybridpar.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Check:
-    """Report everything wrong with a configuration at once, for any number of processes, without starting any."""
+    """Report everything wrong with a configuration at once, for any number of processes, without
+    starting any."""
 
     path: ConfigFile
     config: Overrides
     ranks: JobRanks = 0
     """Processes of the job, none of which is started; 0: as many as the grid has."""
     profile: str = ""
-    """A file of `hybridpar profile`. Adds what links need and give, the time of a step, and what each remedy costs."""
+    """A file of `hybridpar profile`. Adds what links need and give, the time of a step, and what
+    each remedy costs."""
     cluster: str = ""
-    """A cluster.toml: the same for those machines, with estimated times (or those of the profile)."""
+    """A cluster.toml: the same for those machines, with estimated times (or those of the
+    profile)."""
     memory_gb: Annotated[float, Within(0, 1e9)] = 0.0
-    """Memory of a device, or of a process on CPUs, in 1e9 bytes; 0: the profile's or cluster's, else this machine's."""
+    """Memory of a device, or of a process on CPUs, in 1e9 bytes; 0: the profile's or cluster's,
+    else this machine's."""
     largest: bool = False
-    """Also say how many layers of this width would fit, now and with each setting that saves memory."""
+    """Also say how many layers of this width would fit, now and with each setting that saves
+    memory."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -66,20 +71,34 @@ class Check:
             config = from_mapping({"memory": {"offload_activations": offload.away}}, config)
         memory = predict(config, device=device)
         stages = stage_split(config)
-        model = ModuleList(build_blocks(config.model, Axis("tp"), range(config.model.num_blocks)).values())
+        model = ModuleList(
+            build_blocks(config.model, Axis("tp"), range(config.model.num_blocks)).values()
+        )
         several = {"sites": config.parallel.sites} if config.parallel.sites > 1 else {}
-        grid, parameters = config.parallel, sum(p.numel() for p in model.parameters())
+        grid = config.parallel
+        parameters = sum(p.numel() for p in model.parameters())
         plain = {
-            "ok": True, "grid": {"tp": grid.tp, "pp": grid.pp, "dp": grid.dp, **several},
-            "stages": [[b.start, b.stop] for b in stages], "parameters": parameters,
-            "batch_samples": config.global_batch_size, "batch_tokens": config.batch_tokens,
+            "ok": True,
+            "grid": {"tp": grid.tp, "pp": grid.pp, "dp": grid.dp, **several},
+            "stages": [[b.start, b.stop] for b in stages],
+            "parameters": parameters,
+            "batch_samples": config.global_batch_size,
+            "batch_tokens": config.batch_tokens,
             "training_flops_per_token": training_flops_per_token(config.model),
-            "device": device.type, "peak_memory": [stage.as_json() for stage in memory], "absent": absent}
-        tiers, host, sites = forecasts(config), forecast_host(config), site_traffic(config)
-        name, fullest = Sizes.of(config).rank_name, max(range(len(memory)), key=lambda rank: memory[rank].total)
+            "device": device.type,
+            "peak_memory": [stage.as_json() for stage in memory],
+            "absent": absent,
+        }
+        tiers = forecasts(config)
+        host = forecast_host(config)
+        sites = site_traffic(config)
+        name = Sizes.of(config).rank_name
+        fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
         arena = forecast_planned(config, lines_of(sizes_of(grid))["pp"][0][fullest])
         fit, fit_lines = fit_report(config, memory, room, name, largest=self.largest)
-        groups = summarize(config.optim, global_placements(config.model)) if config.optim.groups else []
+        groups = (
+            summarize(config.optim, global_placements(config.model)) if config.optim.groups else []
+        )
         if self.json:
             plain |= {"groups": [asdict(one) for one in groups]} if groups else {}
             plain |= {"tiers": [asdict(one) for one in tiers]} | fit
@@ -87,25 +106,36 @@ class Check:
             plain |= {key: asdict(found) for key, found in forecasted.items() if found}
             plain |= {"sites": sites.as_json()} if sites else {}
             if cost is not None:
-                plain |= {"step_ms": 1e3 * cost.step_time, "links": [need.as_json() for need in link_needs(cost)]}
+                plain |= {
+                    "step_ms": 1e3 * cost.step_time,
+                    "links": [need.as_json() for need in link_needs(cost)],
+                }
             print(json.dumps(plain))
             return 0
         likeliest = knobs(config, fullest, memory[fullest])[:1]
         saving = next(iter(savings(config, fullest, memory[fullest], likeliest, device)), None)
         blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in stages)
         if (chunks := config.pipeline.num_chunks) > 1:
-            blocks += (f"; rank r holds r and {2 * grid.pp - 1} - r" if config.pipeline.placement == "v" else
-                       f"; each rank holds {chunks}, which are {grid.pp} apart")
+            blocks += (
+                f"; rank r holds r and {2 * grid.pp - 1} - r"
+                if config.pipeline.placement == "v"
+                else f"; each rank holds {chunks}, which are {grid.pp} apart"
+            )
         rates = f"  {describe_points(config.optim.lr_points)}\n" if config.optim.lr_points else ""
         if groups:
             rates += f"\nparameters by group, with the highest learning rate of each\n{group_table(groups)}\n"
         at_sites = f" at {grid.sites} sites" if several else ""
-        print(f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}{at_sites}, {grid.num_ranks} processes\n"
-              f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the last one the head)\n"
-              f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
-              f"{rates}"
-              f"\npredicted peak memory of a process of each {name} with train.device = {device.type}, in MiB\n"
-              f"{table(memory, name)}\n" + "\n".join(short_form(memory, name, saving)))
+        print(
+            f"{self.path}: fine on tp={grid.tp} pp={grid.pp} dp={grid.dp}{at_sites}, "
+            f"{grid.num_ranks} processes\n"
+            f"  {parameters:,} parameters; blocks of the stages: {blocks} (0 the embedding, the "
+            "last one the head)\n"
+            f"  a batch: {config.global_batch_size} samples, {config.batch_tokens:,} tokens\n"
+            f"{rates}"
+            f"\npredicted peak memory of a process of each {name} with train.device = "
+            f"{device.type}, in MiB\n"
+            f"{table(memory, name)}\n" + "\n".join(short_form(memory, name, saving))
+        )
         for number, tier in enumerate(tiers):
             print(f"{name} {number}: {tier}")
         for found in (host, offload, arena, sites):
@@ -121,7 +151,8 @@ class Check:
 
 
 def _absent(config: Config) -> list[str]:
-    """Files that the configuration names and this machine does not have; the one that is to train may."""
+    """Files that the configuration names and this machine does not have; the one that is to train
+    may."""
     from hybridpar.checkpoint import find_start
     from hybridpar.data import absent_sources
 

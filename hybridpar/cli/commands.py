@@ -1,4 +1,5 @@
-"""Commands of the command line: a dataclass each, whose fields are its flags and whose `run` returns the exit code.
+"""Commands of the command line: a dataclass each, whose fields are its flags and whose `run`
+returns the exit code.
 
 A command imports its libraries when it runs, so that `--help` is quick.
 """
@@ -34,13 +35,14 @@ class Train:
     path: ConfigFile
     config: Overrides
     ranks: Ranks = 0
-    """Start so many ranks on this machine, and start them again if one fails ([faults]). 0: torchrun starts them, or
-    there is one."""
+    """Start so many ranks on this machine, and start them again if one fails ([faults]). 0:
+    torchrun starts them, or there is one."""
     inject: tuple[str, ...] = ()
-    """Faults to inject, once each, such as "kill rank 3 at step 20" (hybridpar/train/faults/inject.py)."""
+    """Faults to inject, once each, such as "kill rank 3 at step 20"
+    (hybridpar/train/faults/inject.py)."""
     verbose: bool = False
-    """Say more: how fast the machine is, how the executed schedule differs from the simulated one and why, what was not
-    measured."""
+    """Say more: how fast the machine is, how the executed schedule differs from the simulated one
+    and why, what was not measured."""
     json: bool = False
     """One JSON object on stdout at the end."""
 
@@ -65,8 +67,8 @@ class Preprocess:
     """Turn text into a tokenised corpus (.bin, .idx, tokenizer.json) that data.corpus can name."""
 
     sources: Positional[tuple[str, ...]]
-    """Files of text, JSON lines, JSON, CSV, parquet or Arrow, folders of them, Hugging Face datasets, or stdlib (the
-    Python standard library's source)."""
+    """Files of text, JSON lines, JSON, CSV, parquet or Arrow, folders of them, Hugging Face
+    datasets, or stdlib (the Python standard library's source)."""
     input: tuple[str, ...] = ()
     """More sources, under Megatron-LM's name of this flag."""
     text_key: str = "text"
@@ -82,7 +84,8 @@ class Preprocess:
     max_bytes: Annotated[int, Within(0, 2**60)] = 0
     """Use only so many bytes of the text; 0: all."""
     on_bad_record: Literal["error", "skip"] = "error"
-    """Policy for a record that cannot be read: an error, or leave it out, and name and count those that were."""
+    """Policy for a record that cannot be read: an error, or leave it out, and name and count those
+    that were."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -92,13 +95,29 @@ class Preprocess:
         sources = (*self.sources, *self.input)
         if not sources:
             raise config_error("sources", [], "name no text", "hybridpar preprocess stdlib")
-        made = prepare(sources, self.output, self.vocab_size, kind=self.kind, tokenizer=self.tokenizer or None,
-                       text_key=self.text_key, max_bytes=self.max_bytes or None, on_bad_record=self.on_bad_record)
+        made = prepare(
+            sources,
+            self.output,
+            self.vocab_size,
+            kind=self.kind,
+            tokenizer=self.tokenizer or None,
+            text_key=self.text_key,
+            max_bytes=self.max_bytes or None,
+            on_bad_record=self.on_bad_record,
+        )
         plain: dict[str, Any] = {
-            "ok": True, "prefix": str(made.prefix), "tokenizer": str(made.tokenizer_path),
-            "documents": made.num_documents, "tokens": made.num_tokens, "vocab_size": made.vocab_size,
-            "bad_records": made.num_bad}
-        counts = f"{made.num_documents:,} documents, {made.num_tokens:,} tokens, vocabulary {made.vocab_size}"
+            "ok": True,
+            "prefix": str(made.prefix),
+            "tokenizer": str(made.tokenizer_path),
+            "documents": made.num_documents,
+            "tokens": made.num_tokens,
+            "vocab_size": made.vocab_size,
+            "bad_records": made.num_bad,
+        }
+        counts = (
+            f"{made.num_documents:,} documents, {made.num_tokens:,} tokens, vocabulary "
+            f"{made.vocab_size}"
+        )
         counts += f", {made.num_bad:,} bad records left out" if made.num_bad else ""
         for line in made.notes():
             print(line, file=sys.stderr)
@@ -144,13 +163,16 @@ class Generate:
         starts = self.ranks if not launch.launched else 0
         if self.tp * self.pp != (processes := starts or launch.world_size):
             rule = f"tp * pp is {self.tp * self.pp}, and there are {processes} processes"
-            raise config_error("parallel", f"tp={self.tp} pp={self.pp}", rule, f"--ranks {self.tp * self.pp}")
+            raise config_error(
+                "parallel", f"tp={self.tp} pp={self.pp}", rule, f"--ranks {self.tp * self.pp}"
+            )
         if starts:
             from hybridpar.train.faults.supervisor import run_ranks
 
             return run_ranks(starts, launch.args)
         speaks = launch.rank == 0
-        texts, live = [""] * len(prompts), speaks and len(prompts) == 1 and not self.json
+        texts = [""] * len(prompts)
+        live = speaks and len(prompts) == 1 and not self.json
         with on_grid(self.checkpoint, self.tp, self.pp, self.threads, launch) as generator:
             if live:
                 print(prompts[0], end="", flush=True)
@@ -159,16 +181,24 @@ class Generate:
                 if live:
                     print(piece, end="", flush=True)
         if speaks and self.json:
-            made = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+            made = [
+                {"prompt": prompt, "text": text}
+                for prompt, text in zip(prompts, texts, strict=True)
+            ]
             print(json.dumps({"ok": True} | (made[0] if len(made) == 1 else {"texts": made})))
         elif speaks:
-            print("" if live else "\n\n".join(prompt + text for prompt, text in zip(prompts, texts, strict=True)))
+            print(
+                ""
+                if live
+                else "\n\n".join(prompt + text for prompt, text in zip(prompts, texts, strict=True))
+            )
         return 0
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Show a run in a browser, live: loss, speed, where time goes, the timeline, memory, failures."""
+    """Show a run in a browser, live: loss, speed, where time goes, the timeline, memory,
+    failures."""
 
     folder: Positional[Annotated[Path, arg(metavar="RUN")]]
     """A run folder, such as runs/NAME."""
@@ -177,7 +207,8 @@ class Watch:
     port: Annotated[int, Within(0, 2**16 - 1)] = 0
     """Port on 127.0.0.1; 0: a free one."""
     trust: bool = False
-    """Import the code of a custom model that the run folder names, in order to predict the run's memory."""
+    """Import the code of a custom model that the run folder names, in order to predict the run's
+    memory."""
 
     def run(self, launch: Launch) -> int:
         from hybridpar.watch import Board, page, serve
@@ -187,7 +218,11 @@ class Watch:
             check_outputs([], html=self.html)
             write_output("html", self.html, page(board))
         else:
-            serve(board, self.port, lambda address: print(f"{address}    (Ctrl-C ends it)", flush=True))
+            serve(
+                board,
+                self.port,
+                lambda address: print(f"{address}    (Ctrl-C ends it)", flush=True),
+            )
         return 0
 
 
@@ -210,7 +245,24 @@ class Doctor:
 
 
 COMMANDS: dict[str, type[Any]] = {
-    kind.__name__.lower(): kind for kind in (
-        Train, Verify, Conform, Replay, Check, Memory, Profile, Plan, Simulate, Graph, Place, Preprocess, Generate,
-        Export, Import, Watch, Doctor)
+    kind.__name__.lower(): kind
+    for kind in (
+        Train,
+        Verify,
+        Conform,
+        Replay,
+        Check,
+        Memory,
+        Profile,
+        Plan,
+        Simulate,
+        Graph,
+        Place,
+        Preprocess,
+        Generate,
+        Export,
+        Import,
+        Watch,
+        Doctor,
+    )
 }

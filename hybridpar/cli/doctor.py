@@ -1,4 +1,5 @@
-"""Report on this machine: its hardware, what of hybridpar was built for it, which code each operator runs, and why."""
+"""Report on this machine: its hardware, what of hybridpar was built for it, which code each
+operator runs, and why."""
 
 from __future__ import annotations
 
@@ -30,15 +31,32 @@ def examine() -> dict[str, Any]:
     """Collects everything that `hybridpar doctor` says, as plain data."""
     devices = ["cpu", *["cuda"] * torch.cuda.is_available()]
     return {
-        "versions": {"hybridpar": __version__, "python": platform.python_version(), **_versions(),
-                     "cuda of torch": torch.version.cuda},
-        "machine": {"system": f"{platform.system()} {platform.machine()}", **_cpu(), "memory_gib": _memory_gib(),
-                    "gpus": [_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
-                    "c++": shutil.which("c++"), "nvcc": shutil.which("nvcc")},
-        "built": {"hybridpar._C": native.missing() or "yes", "hybridpar._C_cuda": native.missing_cuda() or "yes",
-                  "hybridpar._C_recorder": native.missing_recorder() or "yes"},
+        "versions": {
+            "hybridpar": __version__,
+            "python": platform.python_version(),
+            **_versions(),
+            "cuda of torch": torch.version.cuda,
+        },
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            **_cpu(),
+            "memory_gib": _memory_gib(),
+            "gpus": [_gpu(i) for i in range(torch.cuda.device_count())]
+            if torch.cuda.is_available()
+            else [],
+            "c++": shutil.which("c++"),
+            "nvcc": shutil.which("nvcc"),
+        },
+        "built": {
+            "hybridpar._C": native.missing() or "yes",
+            "hybridpar._C_cuda": native.missing_cuda() or "yes",
+            "hybridpar._C_recorder": native.missing_recorder() or "yes",
+        },
         "triton": _triton() if "cuda" in devices else None,
-        "operators": {device: {op: _choices(op, device) for op in registry.ops()} for device in devices}}
+        "operators": {
+            device: {op: _choices(op, device) for op in registry.ops()} for device in devices
+        },
+    }
 
 
 def _versions() -> dict[str, str | None]:
@@ -57,7 +75,8 @@ def _cpu() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "cores": available_cores(),
-        "instructions": [name for name in CPU_FLAGS if name in known]}
+        "instructions": [name for name in CPU_FLAGS if name in known],
+    }
 
 
 def _memory_gib() -> float | None:
@@ -70,43 +89,59 @@ def _memory_gib() -> float | None:
 def _gpu(index: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(index)
     return {
-        "name": properties.name, "capability": f"{properties.major}.{properties.minor}",
-        "memory_gib": round(properties.total_memory / 2**30, 1), "multiprocessors": properties.multi_processor_count}
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+    }
 
 
 def _triton() -> dict[str, Any]:
-    """Launch a Triton kernel on this machine's GPU; return all problems, and a warning for people."""
+    """Launch a Triton kernel on this machine's GPU; return all problems, and a warning for
+    people."""
     libraries.examine_triton(warn=False)  # `problem` says it
     found = libraries.triton_library()
     return {"problems": found.problems(), "warning": libraries.warning_of(found)}
 
 
 def _choices(op: str, device: str) -> dict[str, Any]:
-    """The backend that `auto` takes for each type of elements, the types for which measured times decided that, where
-    the times come from, and the reasons why other backends cannot run there."""
-    reports = {str(dtype).removeprefix("torch."): registry.report(op, device, dtype, SHAPES.get(op, ""))
-               for dtype in DTYPES}
-    return {**{name: report.active for name, report in reports.items()},
-            "measured": [name for name, report in reports.items() if report.measured],
-            "source": {name: report.source for name, report in reports.items()},
-            "cannot": next(iter(reports.values())).rejected}
+    """The backend that `auto` takes for each type of elements, the types for which measured times
+    decided that, where the times come from, and the reasons why other backends cannot run there."""
+    reports = {
+        str(dtype).removeprefix("torch."): registry.report(op, device, dtype, SHAPES.get(op, ""))
+        for dtype in DTYPES
+    }
+    return {
+        **{name: report.active for name, report in reports.items()},
+        "measured": [name for name, report in reports.items() if report.measured],
+        "source": {name: report.source for name, report in reports.items()},
+        "cannot": next(iter(reports.values())).rejected,
+    }
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Formats the data of `examine` for people."""
-    versions, machine = found["versions"], found["machine"]
+    versions = found["versions"]
+    machine = found["machine"]
     yield ", ".join(f"{name} {version or '(none)'}" for name, version in versions.items())
-    yield f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}; " \
-          f"{' '.join(machine['instructions']) or 'no vector instructions that we know'}"
+    yield (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; "
+        f"{machine['system']}; "
+        f"{' '.join(machine['instructions']) or 'no vector instructions that we know'}"
+    )
     for gpu in machine["gpus"]:
-        yield f"{gpu['name']}, {gpu['memory_gib']} GiB, capability {gpu['capability']}, " \
-              f"{gpu['multiprocessors']} multiprocessors"
+        yield (
+            f"{gpu['name']}, {gpu['memory_gib']} GiB, capability {gpu['capability']}, "
+            f"{gpu['multiprocessors']} multiprocessors"
+        )
     yield f"C++ compiler: {machine['c++'] or 'none'}; nvcc: {machine['nvcc'] or 'none'}"
     yield ""
     for name, state in found["built"].items():
         yield f"{name}: {state}"
     if found["triton"] is not None:
-        for problem in found["triton"]["problems"] or ["compiles and launches kernels, and all of ours are there"]:
+        for problem in found["triton"]["problems"] or [
+            "compiles and launches kernels, and all of ours are there"
+        ]:
             yield f"triton on the GPU: {problem}"
     for device, operators in found["operators"].items():
         yield ""
@@ -117,7 +152,9 @@ def _table(device: str, operators: Mapping[str, Mapping[str, Any]]) -> Iterator[
     dtypes = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     yield f"{'operators on ' + device:<20}" + "".join(f"{dtype:<10}" for dtype in dtypes)
     for op, choice in operators.items():
-        yield f"  {op:<18}" + "".join(f"{choice[dtype] + '*' * (dtype in choice['measured']):<10}" for dtype in dtypes)
+        yield f"  {op:<18}" + "".join(
+            f"{choice[dtype] + '*' * (dtype in choice['measured']):<10}" for dtype in dtypes
+        )
     yield "  * the fastest by measured times; else the first that can, in the order of the table"
     sources: dict[str, list[str]] = {}
     for op, choice in operators.items():
@@ -134,14 +171,19 @@ def _table(device: str, operators: Mapping[str, Mapping[str, Any]]) -> Iterator[
         for name, reason in choice["cannot"].items():
             grouped.setdefault((name, reason), []).append(op)
     for (name, reason), ops in grouped.items():
-        all_of_it = len(ops) == sum(name in {row.name for row in registry.backends(op)} for op in operators)
+        all_of_it = len(ops) == sum(
+            name in {row.name for row in registry.backends(op)} for op in operators
+        )
         yield f"not {name} for {'any' if all_of_it and len(ops) > 2 else ', '.join(ops)}: {reason}"
 
 
 def problem(found: Mapping[str, Any]) -> str | None:
     """A message on what an installation lacks; None where nothing is missing."""
     if found["built"]["hybridpar._C"] != "yes" and sys.platform == "linux":
-        return "the C++ operators are missing, plain torch runs instead: HYBRIDPAR_BUILD=cpu pip install says why"
+        return (
+            "the C++ operators are missing, plain torch runs instead: HYBRIDPAR_BUILD=cpu pip "
+            "install says why"
+        )
     if found["triton"] is not None and found["triton"]["warning"]:
         return f"there is a GPU, and Triton is not all there: {found['triton']['warning']}"
     return None

@@ -1,4 +1,5 @@
-"""Entry of the command line: arguments become a command, and an error one message and an exit code."""
+"""Entry of the command line: arguments become a command, and an error one message and an exit
+code."""
 
 from __future__ import annotations
 
@@ -19,12 +20,27 @@ import tyro
 from tyro.conf import FlagCreatePairsOff
 
 from hybridpar import __version__
-from hybridpar.cli.arguments import complaint, config_arguments, own_arguments, tables_of, unknown_flag, usage
+from hybridpar.cli.arguments import (
+    complaint,
+    config_arguments,
+    own_arguments,
+    tables_of,
+    unknown_flag,
+    usage,
+)
 from hybridpar.cli.commands import COMMANDS
 from hybridpar.cli.help import short_help
 from hybridpar.cli.shortage import describe, is_shortage, require_room
 from hybridpar.cli.values import out_of_range
-from hybridpar.config import Config, Launch, from_mapping, load_toml, read_run_config, unloaded_code, without_unused
+from hybridpar.config import (
+    Config,
+    Launch,
+    from_mapping,
+    load_toml,
+    read_run_config,
+    unloaded_code,
+    without_unused,
+)
 from hybridpar.config.elsewhere import megatron_flag
 from hybridpar.config.names import meant
 from hybridpar.errors import ConfigError, HybridparError, about_file, config_error
@@ -37,19 +53,46 @@ from hybridpar.train.stop import end_at_interrupt
 HELP = {"-h", "--help"}
 """Flags that ask for the usual settings of a command."""
 HELP_ALL = "--help-all"
-_RENAMED = {"world_size": "ranks", "devices": "ranks", "nproc_per_node": "ranks", "nproc": "ranks", "nprocs": "ranks",
-            "num_processes": "ranks", "micro_batch": "micro_batch_sizes", "micro_batches": "micro_batch_sizes",
-            "device_gb": "memory_gb", "steps": "batches"}
+_RENAMED = {
+    "world_size": "ranks",
+    "devices": "ranks",
+    "nproc_per_node": "ranks",
+    "nproc": "ranks",
+    "nprocs": "ranks",
+    "num_processes": "ranks",
+    "micro_batch": "micro_batch_sizes",
+    "micro_batches": "micro_batch_sizes",
+    "device_gb": "memory_gb",
+    "steps": "batches",
+}
 """Flags of commands that had another name, or that torchrun has."""
 SPEC = "--model.spec"
-"""The flag that names the class of a model of one's own, which decides what other keys [model] has."""
-_ELSEWHERE = {"run": ["train"], "fit": ["train"], "resume": ["train"], "tokenize": ["preprocess"],
-              "prepare": ["preprocess"], "sample": ["generate"], "convert": ["import", "export"], "test": ["verify"],
-              "eval": ["train"], "validate": ["check"], "search": ["plan"], "dashboard": ["watch"]}
+"""The flag that names the class of a model of one's own, which decides what other keys [model]
+has."""
+_ELSEWHERE = {
+    "run": ["train"],
+    "fit": ["train"],
+    "resume": ["train"],
+    "tokenize": ["preprocess"],
+    "prepare": ["preprocess"],
+    "sample": ["generate"],
+    "convert": ["import", "export"],
+    "test": ["verify"],
+    "eval": ["train"],
+    "validate": ["check"],
+    "search": ["plan"],
+    "dashboard": ["watch"],
+}
 """Names that other programs give to commands."""
 _BY_SIGNAL = 128
 """From here on an exit code says which signal has stopped a run that has saved."""
-_LASTING = FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError
+_LASTING = (
+    FileNotFoundError,
+    FileExistsError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+)
 """Errors of files that a new start meets again; those of a disk or a network may pass."""
 
 
@@ -65,7 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _print_anything() -> None:
     """Let stdout write an escape for a character that its encoding lacks, as stderr does."""
     out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and (out.encoding.lower(), out.errors) != ("utf-8", "surrogateescape"):
+    if isinstance(out, io.TextIOWrapper) and (out.encoding.lower(), out.errors) != (
+        "utf-8",
+        "surrogateescape",
+    ):
         out.reconfigure(errors="backslashreplace")
 
 
@@ -77,7 +123,9 @@ def _run(args: list[str]) -> int:
         flight = watchdog.begin(launch, watchdog.START_S if trains else 0.0)
         if launch.elastic:
             end_at_interrupt()
-        speaks = launch.local_rank == 0 and not launch.supervisor  # which has parsed the same arguments
+        speaks = (
+            launch.local_rank == 0 and not launch.supervisor
+        )  # which has parsed the same arguments
         command = parse(args, speaks)
         require_room()
         if trains:
@@ -100,7 +148,8 @@ def _run(args: list[str]) -> int:
 
 
 def _report_unexpected(error: Exception, launch: Launch, args: Sequence[str]) -> int:
-    """Report a file that cannot be used, or that memory has run out. Raises: the error, if it is a defect of ours."""
+    """Report a file that cannot be used, or that memory has run out. Raises: the error, if it is a
+    defect of ours."""
     many = launch.world_size > 1
     as_json = "--json" in args
     if isinstance(error, OSError) and (message := about_file(error)):
@@ -108,14 +157,19 @@ def _report_unexpected(error: Exception, launch: Launch, args: Sequence[str]) ->
         final = isinstance(error, _LASTING)
         return _report(RankError(f"{who}{message}"), launch, as_json=as_json, final=final)
     if is_shortage(error):
-        return _report(RankError(describe(error, f"rank {launch.rank}" if many else args[0])), launch, as_json=as_json)
+        return _report(
+            RankError(describe(error, f"rank {launch.rank}" if many else args[0])),
+            launch,
+            as_json=as_json,
+        )
     raise error
 
 
 def parse(args: Sequence[str], speaks: bool = True) -> Any:
     """The command as its dataclass; only one process of a job `speaks`.
 
-    Exits with 0 after --help and --version, with 2 if the command line is wrong. Raises: ConfigError (load_toml).
+    Exits with 0 after --help and --version, with 2 if the command line is wrong. Raises:
+    ConfigError (load_toml).
     """
     if not args or args[0] in ("-h", "--help"):
         print(_help(), file=sys.stdout if args else sys.stderr)
@@ -123,10 +177,13 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
     if args[0] == "--version":
         print(__version__)
         raise SystemExit(0)
-    name, rest = args[0], list(args[1:])
+    name = args[0]
+    rest = list(args[1:])
     if name not in COMMANDS:
         _refuse_command(name, speaks)
-    command, default, config = COMMANDS[name], tyro.MISSING_NONPROP, Config()
+    command = COMMANDS[name]
+    default = tyro.MISSING_NONPROP
+    config = Config()
     if "config" in command.__dataclass_fields__:
         if HELP & set(rest):
             print(short_help(name, command) if speaks else "", end="\n" * speaks)
@@ -137,7 +194,9 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
             if "run" not in own_flags(command) or not (run := _value("--run", rest)):
                 _refuse_without_file(name, rest, speaks)
             if not Path(run).is_dir():
-                raise config_error("run", run, "does not exist", runs_near(Path(run)) or "runs/NAME")
+                raise config_error(
+                    "run", run, "does not exist", runs_near(Path(run)) or "runs/NAME"
+                )
             path = Path(run, "config.toml")
             config = read_run_config(path, trust="--trust" in rest)
             if (error := unloaded_code(config)) is not None:
@@ -152,7 +211,9 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
     rest = ["--help" if word == HELP_ALL else word for word in rest]
     _check_flags(name, rest, speaks, config)
     if not HELP & set(rest):
-        _check_words(name, rest, speaks, config if "config" in command.__dataclass_fields__ else None)
+        _check_words(
+            name, rest, speaks, config if "config" in command.__dataclass_fields__ else None
+        )
     made = _parsed(name, _booleans_as_python(rest, config), default, speaks)
     if problems := out_of_range(made):
         raise ConfigError(*problems)
@@ -160,19 +221,31 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
 
 
 def _parsed(name: str, words: list[str], default: Any, speaks: bool) -> Any:
-    """The command that tyro makes of its words, or its help; exits with 2 if the words make none."""
+    """The command that tyro makes of its words, or its help; exits with 2 if the words make
+    none."""
     helps = bool(HELP & set(words))
     try:
-        return tyro.cli(COMMANDS[name], prog=f"hybridpar {name}", args=words, default=default, use_underscores=True,
-                        console_outputs=speaks and helps, config=(FlagCreatePairsOff,))
+        return tyro.cli(
+            COMMANDS[name],
+            prog=f"hybridpar {name}",
+            args=words,
+            default=default,
+            use_underscores=True,
+            console_outputs=speaks and helps,
+            config=(FlagCreatePairsOff,),
+        )
     except SystemExit as end:
         if end.code and not helps:
-            _refuse(f"hybridpar {name}: cannot read {shlex.join(words)}; try hybridpar {name} --help", speaks)
+            _refuse(
+                f"hybridpar {name}: cannot read {shlex.join(words)}; try hybridpar {name} --help",
+                speaks,
+            )
         raise
 
 
 def _without_unused(command: Any, speaks: bool) -> Any:
-    """Return the command without the settings that its schedule does not use; says which they are."""
+    """Return the command without the settings that its schedule does not use; says which they
+    are."""
     config, lines = without_unused(command.config)
     for line in lines if speaks else ():
         print(f"hybridpar: {line}", file=sys.stderr)
@@ -182,13 +255,16 @@ def _without_unused(command: Any, speaks: bool) -> Any:
 def _booleans_as_python(args: Sequence[str], config: Config) -> list[str]:
     """Spells `--section.key true`, in any case, as True, the only spelling that tyro reads."""
     kinds = {argument.name[2:]: argument.kind for argument in config_arguments(config)}
-    flag, words = "", []
+    flag = ""
+    words = []
     for arg in args:
         head, equals, value = arg.partition("=")
         if head.startswith("--"):
             flag = head[2:].replace("-", "_")
         else:
-            head, equals, value = "", "", arg
+            head = ""
+            equals = ""
+            value = arg
         if kinds.get(flag) is bool and value.lower() in ("true", "false"):
             value = value.capitalize()
         words.append(head + equals + value)
@@ -201,29 +277,42 @@ def _check_flags(name: str, args: Iterable[str], speaks: bool, config: Config) -
         word = flag[2:].replace("-", "_")
         if word not in known:
             if word in tables_of(config):
-                _refuse(f"hybridpar {name}: {flag} is a list of tables, which the configuration's file has: "
-                        f"[[{word}]]. Flags change its entries, such as {flag}.0.lr", speaks)
+                _refuse(
+                    f"hybridpar {name}: {flag} is a list of tables, which the configuration's file "
+                    "has: "
+                    f"[[{word}]]. Flags change its entries, such as {flag}.0.lr",
+                    speaks,
+                )
             if renamed := _new_name(word, name, known):
                 _refuse(f"hybridpar {name}: {flag} {renamed}", speaks)
-            same_key = [k for k in sorted(known) if "." in k and k.rpartition(".")[2] == word.rpartition(".")[2]]
+            same_key = [
+                k
+                for k in sorted(known)
+                if "." in k and k.rpartition(".")[2] == word.rpartition(".")[2]
+            ]
             if not same_key and "parallel.tp" in known and (answer := megatron_flag(word)):
                 _refuse(f"hybridpar {name}: {flag} {answer}", speaks)
             _refuse(f"hybridpar {name}: {unknown_flag(flag, known)}", speaks)
 
 
 def _new_name(word: str, command: str, known: Collection[str]) -> str:
-    """What to write for a flag of another name, as the end of a sentence; empty if there is none."""
+    """What to write for a flag of another name, as the end of a sentence; empty if there is
+    none."""
     now = _RENAMED.get(word, word)
     if now in known:
         return f"is named --{now}"
     if now == "ranks" and "parallel.tp" in known:
-        return (f"is not a flag of {command}, which takes as many processes as the grid has: --parallel.tp x "
-                "--parallel.pp x --parallel.dp")
+        return (
+            f"is not a flag of {command}, which takes as many processes as the grid has: "
+            "--parallel.tp x "
+            "--parallel.pp x --parallel.dp"
+        )
     return ""
 
 
 def _check_words(name: str, words: Sequence[str], speaks: bool, config: Config | None) -> None:
-    """Refuse a command line that tyro could not parse. config: the command's, with what its file says."""
+    """Refuse a command line that tyro could not parse. config: the command's, with what its file
+    says."""
     known = [*own_arguments(COMMANDS[name]), *(() if config is None else config_arguments(config))]
     if problem := complaint(known, words):
         example = f"; try hybridpar {name} {usage(known)}" if problem.endswith(" missing") else ""
@@ -231,19 +320,24 @@ def _check_words(name: str, words: Sequence[str], speaks: bool, config: Config |
 
 
 def flags_of(command: type[Any], config: Config) -> set[str]:
-    """The names of a command's flags, without dashes: its own and `section.key` of the configuration."""
+    """The names of a command's flags, without dashes: its own and `section.key` of the
+    configuration."""
     of_config = config_arguments(config) if "config" in command.__dataclass_fields__ else ()
     return own_flags(command) | {argument.name[2:] for argument in of_config}
 
 
 def own_flags(command: type[Any]) -> set[str]:
     """The names of a command's flags that are not keys of the configuration."""
-    return {argument.name[2:] for argument in own_arguments(command) if argument.name.startswith("--")}
+    return {
+        argument.name[2:] for argument in own_arguments(command) if argument.name.startswith("--")
+    }
 
 
 def _without(flag: str, args: Sequence[str]) -> list[str]:
     """The arguments without a flag and its value."""
-    place = next((i for i, arg in enumerate(args) if arg == flag or arg.startswith(f"{flag}=")), len(args))
+    place = next(
+        (i for i, arg in enumerate(args) if arg == flag or arg.startswith(f"{flag}=")), len(args)
+    )
     return [*args[:place], *args[place + (2 if args[place : place + 1] == [flag] else 1) :]]
 
 
@@ -255,33 +349,50 @@ def _value(flag: str, args: Sequence[str]) -> str:
     return ""
 
 
-def _with_valid_sets(command: str, config: Config, args: Sequence[str], speaks: bool) -> tuple[Config, list[str]]:
-    """The configuration with the sets of `--data.valid_sets.NAME SOURCE ..`, and the arguments without these flags."""
+def _with_valid_sets(
+    command: str, config: Config, args: Sequence[str], speaks: bool
+) -> tuple[Config, list[str]]:
+    """The configuration with the sets of `--data.valid_sets.NAME SOURCE ..`, and the arguments
+    without these flags."""
     sets: dict[str, list[str]] = {}
     others: list[str] = []
     words = others
     for arg in args:
         flag, equals, value = arg.partition("=")
         if flag in ("--data.valid_sets", "--data.valid-sets"):
-            _refuse(f"hybridpar {command}: {flag} needs the name of a set; try {flag}.other SOURCE", speaks)
+            _refuse(
+                f"hybridpar {command}: {flag} needs the name of a set; try {flag}.other SOURCE",
+                speaks,
+            )
         if arg.startswith("--"):
             section, _, name = flag.replace("-", "_").partition("data.valid_sets.")
-            words = sets.setdefault(flag[-len(name):], []) if section == "__" and name else others
+            words = sets.setdefault(flag[-len(name) :], []) if section == "__" and name else others
         if words is others:
             others.append(arg)
         elif not arg.startswith("--") or equals:
             words.append(value if arg.startswith("--") else arg)
     if not sets:
         return config, others
-    return from_mapping({"data": {"valid_sets": {**config.data.valid_sets, **sets}}}, config), others
+    return from_mapping(
+        {"data": {"valid_sets": {**config.data.valid_sets, **sets}}}, config
+    ), others
 
 
 def _help() -> str:
-    lines = [f"  {name:<11} {(command.__doc__ or '').rstrip()}" for name, command in COMMANDS.items()]
-    return "\n".join([
-        "hybridpar: train GPT, BERT and your own models on any grid of processes", "", *lines, "",
-        "hybridpar COMMAND --help tells more, --help-all everything. Flags are --section.key value, over what "
-        "CONFIG.toml says."])
+    lines = [
+        f"  {name:<11} {(command.__doc__ or '').rstrip()}" for name, command in COMMANDS.items()
+    ]
+    return "\n".join(
+        [
+            "hybridpar: train GPT, BERT and your own models on any grid of processes",
+            "",
+            *lines,
+            "",
+            "hybridpar COMMAND --help tells more, --help-all everything. Flags are --section.key "
+            "value, over what "
+            "CONFIG.toml says.",
+        ]
+    )
 
 
 def _refuse(text: str, speaks: bool) -> NoReturn:
@@ -295,7 +406,10 @@ def _refuse_command(name: str, speaks: bool) -> NoReturn:
     """Reports an unknown command, with the one that was probably meant; exits with 2."""
     near = meant(name, COMMANDS) or list(_ELSEWHERE.get(name.lower(), ()))
     if name.endswith(".toml"):
-        _refuse(f"hybridpar: the first word must be a command; did you mean hybridpar train {name}?", speaks)
+        _refuse(
+            f"hybridpar: the first word must be a command; did you mean hybridpar train {name}?",
+            speaks,
+        )
     works = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(COMMANDS)}"
     _refuse(f"hybridpar: {name} is not a command; {works}", speaks)
 
@@ -307,14 +421,16 @@ def _refuse_without_file(name: str, words: Sequence[str], speaks: bool) -> NoRet
     rest = [word for word in words if word not in files[:1] and word != "-"]
     file = (files or here or ["CONFIG.toml"])[0]
     again = shlex.join(["hybridpar", name, file, *rest])
-    _refuse(f"hybridpar {name}: the first argument must be a configuration file; try {again}", speaks)
+    _refuse(
+        f"hybridpar {name}: the first argument must be a configuration file; try {again}", speaks
+    )
 
 
 def _end_job(launch: Launch, text: str, late: str = "") -> None:
     """Ends a job that torchrun would start again, on all hosts.
 
-    text: the reason, for the other hosts. late: what is yet to be said where the first rank of this host has not ended
-    the job in time.
+    text: the reason, for the other hosts. late: what is yet to be said where the first rank of this
+    host has not ended the job in time.
     """
     from hybridpar.train.launch import leave, stop_agent
 
@@ -325,7 +441,8 @@ def _end_job(launch: Launch, text: str, late: str = "") -> None:
 
 
 def _report(error: HybridparError, launch: Launch, *, as_json: bool, final: bool = False) -> int:
-    """Prints an error once a host: on its first rank where all ranks have it, else on the rank that has it.
+    """Prints an error once a host: on its first rank where all ranks have it, else on the rank that
+    has it.
 
     final: it ends the job, as those do that would come again.
     """
@@ -333,11 +450,16 @@ def _report(error: HybridparError, launch: Launch, *, as_json: bool, final: bool
     problems = error.problems if isinstance(error, ConfigError) else ()
 
     heading = f"{len(problems)} problems:\n" if len(problems) > 1 else ""
-    line, speaks = f"hybridpar: {heading}{error}", alone or launch.local_rank == 0
+    line = f"hybridpar: {heading}{error}"
+    speaks = alone or launch.local_rank == 0
     if speaks:
         print(line, file=sys.stderr, flush=True)
     if as_json and launch.rank == 0:
-        plain = {"ok": False, "error": str(error), "problems": [dataclasses.asdict(p) for p in problems]}
+        plain = {
+            "ok": False,
+            "error": str(error),
+            "problems": [dataclasses.asdict(p) for p in problems],
+        }
         print(json.dumps(plain, default=str), flush=True)
     if launch.agent and (final or not error.may_pass):
         _end_job(launch, f"has refused: {error}", "" if speaks else line)

@@ -18,8 +18,8 @@ from hybridpar.reading import to_json
 
 @dataclass(frozen=True)
 class Export:
-    """Write a checkpoint of any grid as a folder that Hugging Face transformers reads: GPT-2, LLaMA, GPT-NeoX or BERT.
-    """
+    """Write a checkpoint of any grid as a folder that Hugging Face transformers reads: GPT-2,
+    LLaMA, GPT-NeoX or BERT."""
 
     checkpoint: Positional[Annotated[Path, arg(metavar="RUN_OR_CHECKPOINT")]]
     """A run folder (its newest checkpoint), or one checkpoint in it."""
@@ -30,8 +30,8 @@ class Export:
     max_file_gb: float = 5.0
     """Weights beyond this size go to several files, in 10^9 bytes."""
     verify: bool = False
-    """Load both sides afterwards. Every tensor must be the checkpoint's, rounded to `dtype`; logits are compared, too.
-    Needs transformers."""
+    """Load both sides afterwards. Every tensor must be the checkpoint's, rounded to `dtype`; logits
+    are compared, too. Needs transformers."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -39,35 +39,54 @@ class Export:
         from hybridpar.checkpoint import read_held
 
         if not 0 < self.max_file_gb <= 1e9:
-            raise config_error("max_file_gb", self.max_file_gb, "must be positive, and at most 1e9", "5")
+            raise config_error(
+                "max_file_gb", self.max_file_gb, "must be positive, and at most 1e9", "5"
+            )
         say = partial(print, file=sys.stderr)
-        return read_held(self.checkpoint, say, partial(self._export, say))  # also while it is verified
+        return read_held(
+            self.checkpoint, say, partial(self._export, say)
+        )  # also while it is verified
 
     def _export(self, say: Callable[[str], None], checkpoint: Path) -> int:
         from hybridpar.checkpoint.huggingface import export_folder
 
-        made = export_folder(checkpoint, self.output, dtype=self.dtype, max_file_bytes=int(self.max_file_gb * 1e9),
-                             say=say)
-        what = f"{made.num_parameters:,} parameters of {made.checkpoint} as {made.architecture}, {made.dtype}"
-        return _exchanged(asdict(made), f"{made.folder}: {what}", made.checkpoint, made.folder,
-                          verify=self.verify, as_json=self.json)
+        made = export_folder(
+            checkpoint,
+            self.output,
+            dtype=self.dtype,
+            max_file_bytes=int(self.max_file_gb * 1e9),
+            say=say,
+        )
+        what = (
+            f"{made.num_parameters:,} parameters of {made.checkpoint} as {made.architecture}, "
+            f"{made.dtype}"
+        )
+        return _exchanged(
+            asdict(made),
+            f"{made.folder}: {what}",
+            made.checkpoint,
+            made.folder,
+            verify=self.verify,
+            as_json=self.json,
+        )
 
 
 @dataclass(frozen=True)
 class Import:
-    """Make a checkpoint of a local Hugging Face folder (GPT-2, LLaMA, Mistral, GPT-NeoX or BERT) or of a GPT of
-    Megatron-LM, to train on any grid."""
+    """Make a checkpoint of a local Hugging Face folder (GPT-2, LLaMA, Mistral, GPT-NeoX or BERT) or
+    of a GPT of Megatron-LM, to train on any grid."""
 
     source: Positional[Annotated[Path, arg(metavar="FOLDER")]]
-    """A folder with config.json, model.safetensors or pytorch_model.bin (or an index and parts) and tokenizer.json;
-    or one with iter_0000100/mp_rank_00/model_optim_rng.pt (or that of one iteration)."""
+    """A folder with config.json, model.safetensors or pytorch_model.bin (or an index and parts) and
+    tokenizer.json; or one with iter_0000100/mp_rank_00/model_optim_rng.pt (or that of one
+    iteration)."""
     output: Positional[Annotated[Path, arg(metavar="OUTPUT")]]
     """The new folder: config.toml, tokenizer.json and a checkpoint."""
     vocab_size: int | None = None
     """Megatron-LM: size of the vocabulary; further rows of the embedding are padding."""
     verify: bool = False
-    """Load both sides afterwards and compare their tensors and logits; needs transformers, or megatron-core for
-    Megatron-LM, of whose models logits alone are compared."""
+    """Load both sides afterwards and compare their tensors and logits; needs transformers, or
+    megatron-core for Megatron-LM, of whose models logits alone are compared."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -78,31 +97,52 @@ class Import:
         if is_megatron(self.source):
             made = import_megatron(self.source, self.output, self.vocab_size)
         elif self.vocab_size is not None:
-            raise config_error("vocab_size", self.vocab_size, f"is for Megatron-LM's files; {self.source} has none of "
-                               "them", "without it")
+            raise config_error(
+                "vocab_size",
+                self.vocab_size,
+                f"is for Megatron-LM's files; {self.source} has none of them",
+                "without it",
+            )
         else:
             made = import_folder(self.source, self.output)
         what = f"{made.num_parameters:,} parameters of a {made.model_type}, {made.dtype}"
-        text = f"{made.folder}: {what}; hybridpar train {made.folder / 'config.toml'} goes on from it"
-        return _exchanged(asdict(made), text, made.checkpoint, self.source, verify=self.verify, as_json=self.json)
+        text = (
+            f"{made.folder}: {what}; hybridpar train {made.folder / 'config.toml'} goes on from it"
+        )
+        return _exchanged(
+            asdict(made), text, made.checkpoint, self.source, verify=self.verify, as_json=self.json
+        )
 
 
-def _exchanged(made: dict[str, Any], text: str, checkpoint: Path, folder: Path, *, verify: bool, as_json: bool) -> int:
-    """Says what an export or import has made, and compares both sides where that is asked for; the exit code."""
+def _exchanged(
+    made: dict[str, Any], text: str, checkpoint: Path, folder: Path, *, verify: bool, as_json: bool
+) -> int:
+    """Says what an export or import has made, and compares both sides where that is asked for; the
+    exit code."""
     from hybridpar.checkpoint.huggingface import compare
     from hybridpar.checkpoint.megatron import compare_megatron, is_megatron
 
     out = sys.stderr if as_json else sys.stdout
-    plain: dict[str, Any] = {"ok": True, **{k: str(v) if isinstance(v, Path) else v for k, v in made.items()}}
+    plain: dict[str, Any] = {
+        "ok": True,
+        **{k: str(v) if isinstance(v, Path) else v for k, v in made.items()},
+    }
     print(text, file=out)
     for note in made["notes"]:
         print(f"  note: {note}", file=out)
     if verify:
         bare = bool(made.get("started_anew"))
-        found = (compare_megatron(checkpoint, folder) if is_megatron(folder) else
-                 compare(checkpoint, folder, bare=bare))
-        plain |= {"ok": found.ok, "tolerance": found.tolerance, "largest_difference": found.difference,
-                  "relative_difference": found.relative}
+        found = (
+            compare_megatron(checkpoint, folder)
+            if is_megatron(folder)
+            else compare(checkpoint, folder, bare=bare)
+        )
+        plain |= {
+            "ok": found.ok,
+            "tolerance": found.tolerance,
+            "largest_difference": found.difference,
+            "relative_difference": found.relative,
+        }
         plain["different_tensors"] = list(found.different)
         print(f"  verify: {'features' if bare else 'logits'} of {found}", file=out)
     if as_json:

@@ -1,4 +1,5 @@
-"""`hybridpar check` and `plan`: whether a configuration fits into the memory there is, and what would make it."""
+"""`hybridpar check` and `plan`: whether a configuration fits into the memory there is, and what
+would make it."""
 
 from __future__ import annotations
 
@@ -20,15 +21,17 @@ _WORTH_SAYING = 0.005
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that a process may take. limit: bytes; 0: not known. machine: its profile; None: there is none."""
+    """Memory that a process may take. limit: bytes; 0: not known. machine: its profile; None: there
+    is none."""
 
     limit: float
     machine: Machine | None = None
 
     @staticmethod
     def of(config: Config, launch: Launch, profile: str, cluster: str, memory_gb: float) -> Room:
-        """Of so many GB; else of a profile or a cluster; else of this machine, if the job has as few processes as it
-        has cores or GPUs. `config`: resolved. Raises: ConfigError, DataError."""
+        """Of so many GB; else of a profile or a cluster; else of this machine, if the job has as
+        few processes as it has cores or GPUs. `config`: resolved. Raises: ConfigError,
+        DataError."""
         from hybridpar.planner.local_profile import machine_for
 
         machine = None
@@ -47,16 +50,18 @@ def _memory_here(config: Config) -> float:
     from hybridpar.memory.limit import limit_here
     from hybridpar.memory.predict import default_device
 
-    ranks, kind = config.parallel.num_ranks, default_device(config).type
+    ranks = config.parallel.num_ranks
+    kind = default_device(config).type
     places = torch.cuda.device_count() if kind == "cuda" else available_cores()
     return limit_here(kind, ranks) if ranks <= places else 0.0
 
 
 def saves_most(config: Config) -> str:
-    """Return a line about the setting that saves a rank of a resolved configuration most of the host's memory.
+    """Return a line about the setting that saves a rank of a resolved configuration most of the
+    host's memory.
 
-    It is shown where a rank has failed, so nothing is raised. A rank on the CPU is predicted with each setting. A rank
-    on a GPU has little in the host's memory but what settings move there.
+    It is shown where a rank has failed, so nothing is raised. A rank on the CPU is predicted with
+    each setting. A rank on a GPU has little in the host's memory but what settings move there.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -66,11 +71,16 @@ def saves_most(config: Config) -> str:
     try:
         device = default_device(config)
         if device.type != "cpu":
-            moved = (("memory.host_optimizer = false", config.memory.host_optimizer),
-                     ("memory.offload_activations = 0", bool(config.memory.offload_activations)),
-                     ("checkpoint.asynchronous = false", config.saves_beside_training))
+            moved = (
+                ("memory.host_optimizer = false", config.memory.host_optimizer),
+                ("memory.offload_activations = 0", bool(config.memory.offload_activations)),
+                ("checkpoint.asynchronous = false", config.saves_beside_training),
+            )
             names = [name for name, is_on in moved if is_on]
-            return f"less of the host's memory: {names[0] if names else 'fewer ranks on this host (--ranks)'}"
+            return (
+                "less of the host's memory: "
+                f"{names[0] if names else 'fewer ranks on this host (--ranks)'}"
+            )
         peak = max(stage.needed for stage in predict(config, device=device))
         best = Fitting(peak / 2, device).smallest(config)
     except SignalException:  # torch's agent makes an exception of a request to stop
@@ -78,19 +88,27 @@ def saves_most(config: Config) -> str:
     except Exception as error:
         return f"`hybridpar memory` says what needs less ({type(error).__name__} here)"
     if best is None:
-        return f"a rank is predicted to need {peak / _GB:.3g} GB, and no setting is known that needs less"
-    return f"a rank is predicted to need {peak / _GB:.3g} GB; {best.settings} saves most: {best.peak / _GB:.3g} GB"
+        return (
+            f"a rank is predicted to need {peak / _GB:.3g} GB, and no setting is known that needs "
+            "less"
+        )
+    return (
+        f"a rank is predicted to need {peak / _GB:.3g} GB; {best.settings} saves most: "
+        f"{best.peak / _GB:.3g} GB"
+    )
 
 
-def fit_report(config: Config, memory: Sequence[StageMemory], room: Room, rank_name: str, *,
-               largest: bool) -> tuple[dict[str, Any], list[str]]:
-    """Plain values and lines: whether a resolved configuration fits and what would make it, its predicted step time,
-    and the largest model that fits. memory: its prediction."""
+def fit_report(
+    config: Config, memory: Sequence[StageMemory], room: Room, rank_name: str, *, largest: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Plain values and lines: whether a resolved configuration fits and what would make it, its
+    predicted step time, and the largest model that fits. memory: its prediction."""
     from hybridpar.memory.predict import default_device
     from hybridpar.planner.remedies import Fitting
 
     peaks = [stage.needed for stage in memory]
-    most, device = max(peaks), room.machine.device if room.machine else default_device(config)
+    most = max(peaks)
+    device = room.machine.device if room.machine else default_device(config)
     plain: dict[str, Any] = {"memory_limit": room.limit or None}
     lines = _times(config, room, plain)
     if not room.limit:
@@ -100,14 +118,19 @@ def fit_report(config: Config, memory: Sequence[StageMemory], room: Room, rank_n
     if most > room.limit:
         found = fitting.remedies(config)
         plain["remedies"] = [vars(remedy) for remedy in found]
-        lines += [f"{rank_name} {peaks.index(most)} needs {most / _GB:.3g} GB, and there are {room.limit / _GB:.3g}: "
-                  + ("what would make it fit" if found else "nothing that is known makes it fit"),
-                  *(f"  {remedy}" for remedy in found)]
+        lines += [
+            f"{rank_name} {peaks.index(most)} needs {most / _GB:.3g} GB, and there are "
+            f"{room.limit / _GB:.3g}: "
+            + ("what would make it fit" if found else "nothing that is known makes it fit"),
+            *(f"  {remedy}" for remedy in found),
+        ]
     if largest:
         sizes = fitting.largest(config)
         plain["largest"] = dict(sizes)
-        lines += [f"the largest model of this width in {room.limit / _GB:.3g} GB a process, on this grid",
-                  *(f"  {number:>5} layers  {settings}" for settings, number in sizes)]
+        lines += [
+            f"the largest model of this width in {room.limit / _GB:.3g} GB a process, on this grid",
+            *(f"  {number:>5} layers  {settings}" for settings, number in sizes),
+        ]
     return plain, lines
 
 
@@ -119,27 +142,40 @@ def _times(config: Config, room: Room, plain: dict[str, Any]) -> list[str]:
     if room.machine is None:
         return []
     cost = StepCost(config, room.machine)
-    step, exposed = cost.step_time, exposed_moves(cost)
+    step = cost.step_time
+    exposed = exposed_moves(cost)
     plain |= {"step_ms": 1e3 * step, "exposed_moves_ms": 1e3 * exposed}
-    lines = [f"predicted: {1e3 * step:.4g} ms a step, {cost.tokens_per_s:,.0f} {config.model.counts}/s"]
+    lines = [
+        f"predicted: {1e3 * step:.4g} ms a step, {cost.tokens_per_s:,.0f} {config.model.counts}/s"
+    ]
     if cost.moves is not None:
         waits = f"{1e3 * exposed:.3g} ms of it ({exposed / step:.0%}) are waiting for"
-        lines.append(f"{waits if exposed > _WORTH_SAYING * step else 'compute hides'} {cost.moves.what}")
+        lines.append(
+            f"{waits if exposed > _WORTH_SAYING * step else 'compute hides'} {cost.moves.what}"
+        )
     return lines
 
 
 def closest_remedies(failed: Sequence[Candidate], limit: float) -> list[str]:
-    """Lines: what would make the configuration fit that lacks the least, of those that were given up."""
+    """Lines: what would make the configuration fit that lacks the least, of those that were given
+    up."""
     from hybridpar.planner.memory import MemoryCheck
     from hybridpar.planner.remedies import Fitting
     from hybridpar.planner.report import describe
 
     check = MemoryCheck(limit)
-    nearest = min(failed, key=lambda one: (one.config.train.micro_batch_size, check.least(one.cost)), default=None)
+    nearest = min(
+        failed,
+        key=lambda one: (one.config.train.micro_batch_size, check.least(one.cost)),
+        default=None,
+    )
     if nearest is None:
         return []
     machine = nearest.cost.machine
     found = Fitting(limit, machine.device, machine).remedies(nearest.config)
     if not found:
         return [f"no setting that is known makes {describe(nearest.config)} fit"]
-    return [f"what would make {describe(nearest.config)} fit:", *(f"  {remedy}" for remedy in found)]
+    return [
+        f"what would make {describe(nearest.config)} fit:",
+        *(f"  {remedy}" for remedy in found),
+    ]

@@ -1,4 +1,5 @@
-"""The help of a command that takes a configuration: its flags, and the settings that people change most.
+"""The help of a command that takes a configuration: its flags, and the settings that people change
+most.
 
 `--help-all` prints all settings, by section.
 """
@@ -51,22 +52,41 @@ def short_help(name: str, command: type[Any]) -> str:
     """The short help of the command `name`, whose fields are `command`'s."""
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     config = Config()
-    own = [(_spelled_flag(field, hint), _described(text, field.default))
-           for field, hint, text in _own_fields(command)]
+    own = [
+        (_spelled_flag(field, hint), _described(text, field.default))
+        for field, hint, text in _own_fields(command)
+    ]
     own.append(("--help-all", "Print every setting, by section."))
     usual = [(f"--{key}", f"{text} [{_value(config, key)}]") for key, text in USUAL.items()]
     column = max(len(flag) for flag, _ in usual) + 4
     example = "--model.num_layers 12"
-    return "\n".join([
-        f"usage: hybridpar {name} CONFIG.toml [flags]",
-        "", *textwrap.wrap(" ".join((command.__doc__ or "").split()), width),
-        "", "flags of this command [default]:", *_table(own, column, width),
-        "", *textwrap.wrap(f"settings that most people change [default], each a flag ({example}) or a line of the "
-                           "file (num_layers = 12 under [model]):", width),
-        *_table(usual, column, width),
-        "", *textwrap.wrap(f"All {_number_of(config)} settings: hybridpar {name} --help-all, or docs/settings.md. "
-                           "Examples of files: scripts/configs. Flags of Megatron-LM, torchtitan and DeepSpeed: "
-                           "docs/coming_from.md.", width)])
+    return "\n".join(
+        [
+            f"usage: hybridpar {name} CONFIG.toml [flags]",
+            "",
+            *textwrap.wrap(" ".join((command.__doc__ or "").split()), width),
+            "",
+            "flags of this command [default]:",
+            *_table(own, column, width),
+            "",
+            *textwrap.wrap(
+                f"settings that most people change [default], each a flag ({example}) or a line of "
+                "the "
+                "file (num_layers = 12 under [model]):",
+                width,
+            ),
+            *_table(usual, column, width),
+            "",
+            *textwrap.wrap(
+                f"All {_number_of(config)} settings: hybridpar {name} --help-all, or "
+                "docs/settings.md. "
+                "Examples of files: scripts/configs. Flags of Megatron-LM, torchtitan and "
+                "DeepSpeed: "
+                "docs/coming_from.md.",
+                width,
+            ),
+        ]
+    )
 
 
 def descriptions(kind: type[Any]) -> dict[str, str]:
@@ -86,8 +106,11 @@ def _own_fields(command: type[Any]) -> list[tuple[dataclasses.Field[Any], Any, s
     """The fields of a command that are flags, each with its annotated type and its description."""
     hints = typing.get_type_hints(command, include_extras=True)
     texts = descriptions(command)
-    return [(field, hints[field.name], texts[field.name]) for field in dataclasses.fields(command)
-            if field.name not in ("path", "config")]
+    return [
+        (field, hints[field.name], texts[field.name])
+        for field in dataclasses.fields(command)
+        if field.name not in ("path", "config")
+    ]
 
 
 def _spelled_flag(field: dataclasses.Field[Any], hint: Any) -> str:
@@ -112,7 +135,10 @@ def _value(config: Config, key: str) -> str:
 
 
 def _number_of(config: Config) -> int:
-    return sum(len(dataclasses.fields(getattr(config, section.name))) for section in dataclasses.fields(config))
+    return sum(
+        len(dataclasses.fields(getattr(config, section.name)))
+        for section in dataclasses.fields(config)
+    )
 
 
 def _table(rows: list[tuple[str, str]], column: int, width: int) -> list[str]:

@@ -28,21 +28,27 @@ if TYPE_CHECKING:
     from hybridpar.memory.walk import StageMemory
     from hybridpar.pipeline.plan.costs import Costs
 
-_TRACE, _SVG, _HTML, _PERFETTO = "trace.jsonl", "memory.svg", "memory.html", "memory.perfetto.json"
+_TRACE = "trace.jsonl"
+_SVG = "memory.svg"
+_HTML = "memory.html"
+_PERFETTO = "memory.perfetto.json"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Say which blocks make up a rank's memory, when they are used, and what settings save; predicted or recorded."""
+    """Say which blocks make up a rank's memory, when they are used, and what settings save;
+    predicted or recorded."""
 
     path: ConfigFile
     config: Overrides
     measured: Annotated[str, arg(name="run")] = ""
     """A run folder: use what it recorded (train.record_memory), and its configuration."""
     trust: bool = False
-    """With --run and no configuration file: import the code of a custom model that the run folder names."""
+    """With --run and no configuration file: import the code of a custom model that the run folder
+    names."""
     rank: Annotated[int, Within(-1, 2**40)] = -1
-    """A rank of the job; -1: the one with the largest peak, of all that recorded, or of the first pipeline."""
+    """A rank of the job; -1: the one with the largest peak, of all that recorded, or of the first
+    pipeline."""
     ranks: JobRanks = 0
     """Processes of the job, none of which is started; 0: as many as the grid has."""
     batches: Annotated[int, Within(1, 1000)] = 4
@@ -52,7 +58,8 @@ class Memory:
     cluster: str = ""
     """A cluster.toml: predict with estimated times on those machines (or those of the profile)."""
     output: str = ""
-    """A folder for memory.html, memory.svg, memory.perfetto.json and, for predictions, trace.jsonl."""
+    """A folder for memory.html, memory.svg, memory.perfetto.json and, for predictions,
+    trace.jsonl."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -63,17 +70,27 @@ class Memory:
 
         names = (_SVG, _HTML, _PERFETTO, *([] if self.measured else [_TRACE]))
         for name in names if self.output else ():
-            check_outputs([self.path, self.profile, self.cluster], output=str(Path(self.output, name)))
-        config, costs = resolved(self.config, self.ranks), None
+            check_outputs(
+                [self.path, self.profile, self.cluster], output=str(Path(self.output, name))
+            )
+        config = resolved(self.config, self.ranks)
+        costs = None
         if self.profile or self.cluster:
             cost = cost_on_machine(self.config, self.profile, self.cluster, launch)
-            config, costs = cost.config, cost.costs
+            config = cost.config
+            costs = cost.costs
         if self.measured:  # a run folder that somebody else may have made
             check_size(config)
         counts = self._planned(config) if self.measured else {}
-        placed = {"planned": {str(rank): asdict(one) for rank, one in counts.items()}} if counts else {}
+        placed = (
+            {"planned": {str(rank): asdict(one) for rank, one in counts.items()}} if counts else {}
+        )
         if counts and not self._paths(config):
-            print(json.dumps({"ok": True} | placed) if self.json else as_text([planned_section(counts)]))
+            print(
+                json.dumps({"ok": True} | placed)
+                if self.json
+                else as_text([planned_section(counts)])
+            )
             return 0
         trace = self._recorded(config) if self.measured else self._predicted(config, costs)
         account = examine(trace.header, trace.behaviour, trace.read, timed=trace.timed)
@@ -81,7 +98,11 @@ class Memory:
         sections = [*report(account, memory, saved), *([planned_section(counts)] if counts else [])]
         if self.output:
             self._write(trace, account, sections)
-        print(json.dumps(as_json(account, saved) | placed) if self.json else as_text([*trace.others, *sections]))
+        print(
+            json.dumps(as_json(account, saved) | placed)
+            if self.json
+            else as_text([*trace.others, *sections])
+        )
         return 0
 
     def _predicted(self, config: Config, costs: Costs | None) -> _Trace:
@@ -93,7 +114,9 @@ class Memory:
         from hybridpar.train.preview import preview
 
         if self.rank >= (number := config.parallel.num_ranks):
-            raise config_error("rank", self.rank, f"the grid has {number} ranks, from 0 on", str(number - 1))
+            raise config_error(
+                "rank", self.rank, f"the grid has {number} ranks, from 0 on", str(number - 1)
+            )
         rank = self.rank
         if rank < 0:
             peaks = [stage.total for stage in predict(config)]
@@ -109,18 +132,29 @@ class Memory:
         from hybridpar.memory.trace_file import read_trace
 
         paths = self._paths(config)
-        traces = [(_header(path, rank, config), analyse(read_trace(path)[1])) for rank, path in paths.items()]
+        traces = [
+            (_header(path, rank, config), analyse(read_trace(path)[1]))
+            for rank, path in paths.items()
+        ]
         header, behaviour = max(traces, key=lambda trace: trace[1].peak.num_bytes)
         path = paths[header.rank]
-        return _Trace(header, behaviour, lambda: read_trace(path)[1], True,
-                      [ranks_section(traces)] if len(traces) > 1 else [])
+        return _Trace(
+            header,
+            behaviour,
+            lambda: read_trace(path)[1],
+            True,
+            [ranks_section(traces)] if len(traces) > 1 else [],
+        )
 
     def _planned(self, config: Config) -> dict[int, Counts]:
         """Counts of the run's planned memory, by rank; none where it had none."""
         from hybridpar.memory.planned import Counts
         from hybridpar.train.folder import MEMORY
 
-        paths = {rank: Path(self.measured, MEMORY, f"planned{rank}.json") for rank in range(config.parallel.num_ranks)}
+        paths = {
+            rank: Path(self.measured, MEMORY, f"planned{rank}.json")
+            for rank in range(config.parallel.num_ranks)
+        }
         return {rank: Counts.read(path) for rank, path in paths.items() if os.path.lexists(path)}
 
     def _paths(self, config: Config) -> dict[int, Path]:
@@ -129,17 +163,26 @@ class Memory:
 
         run = Path(self.measured)
         if not run.is_dir():
-            raise config_error("run", self.measured, "is not a run folder", runs_near(run) or "runs/NAME")
+            raise config_error(
+                "run", self.measured, "is not a run folder", runs_near(run) or "runs/NAME"
+            )
         # ranks beyond the grid are of an earlier job, on another grid
-        paths = {rank: path for rank in range(config.parallel.num_ranks)
-                 if os.path.lexists(path := Path(self.measured, MEMORY, f"rank{rank}.jsonl"))}
+        paths = {
+            rank: path
+            for rank in range(config.parallel.num_ranks)
+            if os.path.lexists(path := Path(self.measured, MEMORY, f"rank{rank}.jsonl"))
+        }
         if not paths and not self._planned(config):
-            raise config_error("run", self.measured, "recorded no memory", "a run with train.record_memory = 3")
+            raise config_error(
+                "run", self.measured, "recorded no memory", "a run with train.record_memory = 3"
+            )
         if self.rank < 0:
             return paths
         if self.rank not in paths:
             known = ", ".join(map(str, paths))
-            raise config_error("rank", self.rank, f"was not recorded, but {known} were", str(min(paths)))
+            raise config_error(
+                "rank", self.rank, f"was not recorded, but {known} were", str(min(paths))
+            )
         return {self.rank: paths[self.rank]}
 
     def _write(self, trace: _Trace, account: Account, sections: Sequence[Section]) -> None:
@@ -147,7 +190,11 @@ class Memory:
         from hybridpar.memory.page import html_page, perfetto
         from hybridpar.memory.trace_file import header_line, span_line
 
-        files = {_SVG: stacked(pictures(account)), _HTML: html_page(account, sections), _PERFETTO: perfetto(account)}
+        files = {
+            _SVG: stacked(pictures(account)),
+            _HTML: html_page(account, sections),
+            _PERFETTO: perfetto(account),
+        }
         if not self.measured:
             files[_TRACE] = header_line(trace.header) + "".join(map(span_line, trace.read()))
         for name, text in files.items():
@@ -156,7 +203,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Trace:
-    """Memory events of a rank. timed: times are seconds. others: what is to be said of other ranks."""
+    """Memory events of a rank. timed: times are seconds. others: what is to be said of other
+    ranks."""
 
     header: Header
     behaviour: Behaviour
@@ -170,9 +218,13 @@ def _header(path: Path, rank: int, config: Config) -> Header:
     from hybridpar.grid import place_of, sizes_of
     from hybridpar.memory.trace_file import read_trace
 
-    header, place = read_trace(path)[0], place_of(rank, sizes_of(config.parallel))
+    header = read_trace(path)[0]
+    place = place_of(rank, sizes_of(config.parallel))
     if (header.rank, header.place) != (rank, place):
-        raise DataError(f"{path}: is of rank {header.rank} at {header.place}; rank {rank} of this run is at {place}")
+        raise DataError(
+            f"{path}: is of rank {header.rank} at {header.place}; rank {rank} of this run is at "
+            f"{place}"
+        )
     return header
 
 
@@ -183,6 +235,7 @@ def _savings(config: Config, header: Header) -> tuple[StageMemory, list[Saving]]
     from hybridpar.memory import predict
     from hybridpar.memory.knobs import knobs, savings
 
-    rank, device = header.place["pp"], torch.device("cuda" if header.device.startswith("cuda") else "cpu")
+    rank = header.place["pp"]
+    device = torch.device("cuda" if header.device.startswith("cuda") else "cpu")
     memory = predict(config, device=device, ranks=[rank])[0]
     return memory, savings(config, rank, memory, knobs(config, rank, memory), device)

@@ -1,4 +1,5 @@
-"""Output files that flags of a command name: checked before anything takes long, then written as a whole."""
+"""Output files that flags of a command name: checked before anything takes long, then written as a
+whole."""
 
 from __future__ import annotations
 
@@ -13,12 +14,15 @@ from hybridpar.errors import config_error
 
 
 def check_outputs(read: Iterable[str | Path], **paths: str | None) -> None:
-    """Checks that the files these flags name can be written (None: that flag is not used). Leaves nothing behind.
+    """Checks that the files these flags name can be written (None: that flag is not used). Leaves
+    nothing behind.
 
     read: the files that the command reads; no output may replace them.
     Raises: ConfigError.
     """
-    taken = {os.path.realpath(path): "is what is read, and would be lost" for path in read if str(path)}
+    taken = {
+        os.path.realpath(path): "is what is read, and would be lost" for path in read if str(path)
+    }
     for flag, path in paths.items():
         if path is None:
             continue
@@ -26,13 +30,16 @@ def check_outputs(read: Iterable[str | Path], **paths: str | None) -> None:
             place = _place(path)
             _try(place)
         if rule := taken.get(str(place)):
-            raise config_error(flag, path, rule, str(Path(path).with_name(f"new-{Path(path).name}")))
+            raise config_error(
+                flag, path, rule, str(Path(path).with_name(f"new-{Path(path).name}"))
+            )
         if not _is_special(place):
             taken[str(place)] = f"is what {flag} writes"
 
 
 def write_output(flag: str, path: str, text: str) -> None:
-    """Writes the file that a flag names; through a link where it is one. Folders on the way to it are made.
+    """Writes the file that a flag names; through a link where it is one. Folders on the way to it
+    are made.
 
     Raises: ConfigError.
     """

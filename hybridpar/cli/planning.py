@@ -1,4 +1,5 @@
-"""The commands that measure and plan, `profile` and `plan`; and the costs of a configuration on a machine."""
+"""The commands that measure and plan, `profile` and `plan`; and the costs of a configuration on a
+machine."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from hybridpar.cli.fitting import closest_remedies
 from hybridpar.cli.outputs import check_outputs, write_output
-from hybridpar.cli.values import ConfigFile, Devices, MicroBatches, Overrides, Ranks, Within, parse_grid
+from hybridpar.cli.values import (
+    ConfigFile,
+    Devices,
+    MicroBatches,
+    Overrides,
+    Ranks,
+    Within,
+    parse_grid,
+)
 from hybridpar.config import Config, Launch, PipelineConfig, read_run_config, to_toml
 from hybridpar.errors import config_error
 
@@ -46,12 +55,22 @@ class Profile:
 
         resolved(self.config)
         check_outputs([self.path], output=self.output)
-        profile = measure_machine(self.config, launch, degrees=self.tp, sizes=self.micro_batch_sizes, quick=self.quick,
-                         ranks=self.ranks)
+        profile = measure_machine(
+            self.config,
+            launch,
+            degrees=self.tp,
+            sizes=self.micro_batch_sizes,
+            quick=self.quick,
+            ranks=self.ranks,
+        )
         if launch.rank:
             return 0
         write_output("output", self.output, profile_json(profile))
-        print(json.dumps({"ok": True, "profile": self.output}) if self.json else "\n".join(profile_lines(profile)))
+        print(
+            json.dumps({"ok": True, "profile": self.output})
+            if self.json
+            else "\n".join(profile_lines(profile))
+        )
         if not self.json:
             print(self.output)
         return 0
@@ -59,23 +78,29 @@ class Profile:
 
 @dataclass(frozen=True)
 class Plan:
-    """Choose grid, split, micro-batch size, schedule and recomputation, and say why; writes a plan for `train`."""
+    """Choose grid, split, micro-batch size, schedule and recomputation, and say why; writes a plan
+    for `train`."""
 
     path: ConfigFile
     config: Overrides
     profile: str = ""
-    """A file of `hybridpar profile`; empty: this machine is measured, quickly, and the times are kept."""
+    """A file of `hybridpar profile`; empty: this machine is measured, quickly, and the times are
+    kept."""
     cluster: str = ""
-    """A cluster.toml: plan for those machines. With a profile, its blocks are used, and these links."""
+    """A cluster.toml: plan for those machines. With a profile, its blocks are used, and these
+    links."""
     ranks: Devices = 0
-    """Processes of the job, each with a device of its own; 0: all GPUs or cores here, or all devices of the cluster."""
+    """Processes of the job, each with a device of its own; 0: all GPUs or cores here, or all
+    devices of the cluster."""
     batch_size: Annotated[int, Within(0, 2**30)] = 0
     """Samples of a step, in all; 0: the configuration's micro-batches on its replicas."""
     grid: str = ""
-    """Sizes to keep, such as tp=2,pp=1. Axes with more than one rank in the configuration are kept, too."""
+    """Sizes to keep, such as tp=2,pp=1. Axes with more than one rank in the configuration are kept,
+    too."""
     schedules: tuple[str, ...] = ()
-    """Schedules to choose from; empty: the configuration's, 1f1b and interleaved. One that trains on old gradients
-    (2bw, pipedream) is chosen if it is 5 % faster than all others, or if it is the only one named."""
+    """Schedules to choose from; empty: the configuration's, 1f1b and interleaved. One that trains
+    on old gradients (2bw, pipedream) is chosen if it is 5 % faster than all others, or if it is the
+    only one named."""
     micro_batch_sizes: MicroBatches = ()
     """Micro-batch sizes to choose from; empty: those profiled, and powers of two between."""
     top: Annotated[int, Within(1, 10_000)] = 5
@@ -99,29 +124,53 @@ class Plan:
         from hybridpar.planner.search import search
 
         _of_one_site(self.config)
-        resolved(replace(  # all but what is to be chosen
-            self.config, parallel=replace(self.config.parallel, tp=1, pp=1, dp=1),
-            memory=self.config.memory.on_another_grid(),
-            pipeline=PipelineConfig(num_microbatches=self.config.pipeline.num_microbatches),
-            optim=replace(self.config.optim, staleness="none")))
-        check_outputs([self.path, self.profile, self.cluster], output=self.output, svg=self.svg or None)
+        resolved(
+            replace(  # all but what is to be chosen
+                self.config,
+                parallel=replace(self.config.parallel, tp=1, pp=1, dp=1),
+                memory=self.config.memory.on_another_grid(),
+                pipeline=PipelineConfig(num_microbatches=self.config.pipeline.num_microbatches),
+                optim=replace(self.config.optim, staleness="none"),
+            )
+        )
+        check_outputs(
+            [self.path, self.profile, self.cluster], output=self.output, svg=self.svg or None
+        )
         if self.brief and (begun := self._begun()) is not None:
             write_output("output", self.output, to_toml(begun))
-            print(f"plan: {report.describe(begun)}, as {self.config.run.folder} began", file=sys.stderr)
+            print(
+                f"plan: {report.describe(begun)}, as {self.config.run.folder} began",
+                file=sys.stderr,
+            )
             return 0
         for name in self.schedules:
             find_schedule(name)  # refuses an unknown one before the machine is measured
-        request = Request(self._keep(), self.batch_size, self.schedules, self.micro_batch_sizes, self.top,
-                          quick=self.brief, compression=self.compression)
-        machine = machine_for(self.config, launch, self.profile, self.cluster, self.ranks, self._keep())
+        request = Request(
+            self._keep(),
+            self.batch_size,
+            self.schedules,
+            self.micro_batch_sizes,
+            self.top,
+            quick=self.brief,
+            compression=self.compression,
+        )
+        machine = machine_for(
+            self.config, launch, self.profile, self.cluster, self.ranks, self._keep()
+        )
         if not (hardware := machine.profile.hardware).was_quiet:
-            print(f"other programs took {100 * hardware.taken:.0f} % of the cores while this machine was measured: the "
-                  "plan's times are not to be trusted; plan again when they are done", file=sys.stderr)
+            print(
+                f"other programs took {100 * hardware.taken:.0f} % of the cores while this machine "
+                "was measured: the "
+                "plan's times are not to be trusted; plan again when they are done",
+                file=sys.stderr,
+            )
         result = search(self.config, machine, request)
         self._show(result, machine)
         if not result.ranked:
-            said = ["hybridpar plan: nothing fits: " + "; ".join(report.failures(result)),
-                    *closest_remedies(result.failed, result.limit)]
+            said = [
+                "hybridpar plan: nothing fits: " + "; ".join(report.failures(result)),
+                *closest_remedies(result.failed, result.limit),
+            ]
             print("\n".join(said), file=sys.stderr)
             return 1
         write_output("output", self.output, report.plan_toml(result.ranked[0]))
@@ -140,31 +189,42 @@ class Plan:
             from rich.console import Console
 
             source = "estimated" if machine.profile.estimated else "measured"
-            print(f"{machine.num_devices} x {machine.profile.hardware.name}, {source} times of blocks")
+            print(
+                f"{machine.num_devices} x {machine.profile.hardware.name}, {source} times of blocks"
+            )
             Console(width=None if sys.stdout.isatty() else 160).print(report.table(result))
             print("\n".join([*report.reasons(result), *report.failures(result)]))
-            print("taken for granted:", *(f"  {line}" for line in assumption_lines(machine)), sep="\n")
+            print(
+                "taken for granted:", *(f"  {line}" for line in assumption_lines(machine)), sep="\n"
+            )
 
     def _show_choice(self, result: Result, machine: Machine, request: Request) -> None:
         from hybridpar.planner import report
         from hybridpar.planner.fewer import as_fast_on_fewer
         from hybridpar.planner.links_report import link_lines
 
-        best, hardware = result.ranked[0], machine.profile.hardware
+        best = result.ranked[0]
+        hardware = machine.profile.hardware
         out = sys.stdout if not self.json and not self.brief else sys.stderr
         price = f", {best.cost.price:.4g} for a million" if best.cost.price else ""
         share = f"; measured with {hardware.efficiency:.0%} of the cores" if hardware.cores else ""
         speed = f"{best.cost.tokens_per_s:,.0f} {best.config.model.counts}/s"
-        print(f"plan: {report.describe(best.config)}: {1e3 * best.cost.step_time:.4g} ms a step, {speed} "
-              f"predicted{price}; {report.bound_by(best, result.limit)}{share}",
-              file=out)
+        print(
+            f"plan: {report.describe(best.config)}: {1e3 * best.cost.step_time:.4g} ms a step, "
+            f"{speed} "
+            f"predicted{price}; {report.bound_by(best, result.limit)}{share}",
+            file=out,
+        )
         for line in link_lines(best.cost):
             print(f"  {line}", file=out)
         if not self.brief:
             if (fewer := as_fast_on_fewer(self.config, machine, request, best)) is not None:
                 number = fewer.cost.machine.num_devices
-                print(f"  {number} devices are as fast: {1e3 * fewer.cost.step_time:.4g} ms with "
-                      f"{report.describe(fewer.config)} (--ranks {number})", file=out)
+                print(
+                    f"  {number} devices are as fast: {1e3 * fewer.cost.step_time:.4g} ms with "
+                    f"{report.describe(fewer.config)} (--ranks {number})",
+                    file=out,
+                )
             print(f"{self.output}: {self._command(machine)}", file=out)
 
     def _command(self, machine: Machine) -> str:
@@ -172,11 +232,16 @@ class Plan:
         servers = -(-machine.num_devices // machine.devices_per_server)
         if servers == 1:
             return f"hybridpar train {self.output} --ranks {machine.num_devices}"
-        return (f"on each of the {servers} servers, R = 0 to {servers - 1}: torchrun --nnodes {servers} --node-rank R "
-                f"--nproc-per-node {machine.devices_per_server} --master-addr SERVER0 -m hybridpar train {self.output}")
+        return (
+            f"on each of the {servers} servers, R = 0 to {servers - 1}: torchrun --nnodes "
+            f"{servers} --node-rank R "
+            f"--nproc-per-node {machine.devices_per_server} --master-addr SERVER0 -m hybridpar "
+            f"train {self.output}"
+        )
 
     def _begun(self) -> Config | None:
-        """This configuration, divided as that of the run that is in its folder; None: there is none."""
+        """This configuration, divided as that of the run that is in its folder; None: there is
+        none."""
         path = self.config.run.folder / "config.toml"
         if not path.exists():
             return None
@@ -185,9 +250,14 @@ class Plan:
         grid = {axis: getattr(before.parallel, axis) for axis in ("tp", "pp", "dp")}
         if any(grid[axis] != size for axis, size in given.items()):
             return None  # train says what is wrong with that
-        return replace(self.config, parallel=before.parallel, pipeline=before.pipeline, optim=before.optim,
-                       plan=before.plan, train=replace(
-                           self.config.train, micro_batch_size=before.train.micro_batch_size))
+        return replace(
+            self.config,
+            parallel=before.parallel,
+            pipeline=before.pipeline,
+            optim=before.optim,
+            plan=before.plan,
+            train=replace(self.config.train, micro_batch_size=before.train.micro_batch_size),
+        )
 
     def _keep(self) -> dict[str, int]:
         parallel = self.config.parallel
@@ -200,11 +270,16 @@ class Plan:
         from hybridpar.planner.report import describe
 
         timeline = best.cost.ordering.timeline(best.cost.sizes, best.cost.costs, 2)
-        write_output("svg", self.svg, draw_svg(timeline.scaled(1e3), title=describe(best.config), unit="milliseconds"))
+        write_output(
+            "svg",
+            self.svg,
+            draw_svg(timeline.scaled(1e3), title=describe(best.config), unit="milliseconds"),
+        )
 
 
 def cost_on_machine(config: Config, profile: str, cluster: str, launch: Launch) -> StepCost:
-    """The cost of the configuration, with its grid filled in, on the machine of a profile or a cluster."""
+    """The cost of the configuration, with its grid filled in, on the machine of a profile or a
+    cluster."""
     from hybridpar.planner.cost import StepCost
     from hybridpar.planner.local_profile import machine_for
 
@@ -215,13 +290,17 @@ def cost_on_machine(config: Config, profile: str, cluster: str, launch: Launch) 
 
 
 def _of_one_site(config: Config) -> None:
-    """Raises: ConfigError for several sites, which train apart: each is planned, and has its costs, by itself."""
+    """Raises: ConfigError for several sites, which train apart: each is planned, and has its costs,
+    by itself."""
     if (sites := config.parallel.sites) > 1:
-        raise config_error("parallel.sites", sites, "is not planned for: plan the grid of one site", "1")
+        raise config_error(
+            "parallel.sites", sites, "is not planned for: plan the grid of one site", "1"
+        )
 
 
 def resolved(config: Config, ranks: int = 0) -> Config:
-    """The configuration with its grid filled in (ranks 0: as many processes as it has). Raises: ConfigError."""
+    """The configuration with its grid filled in (ranks 0: as many processes as it has). Raises:
+    ConfigError."""
     from hybridpar.validate import resolve
 
     return resolve(config, ranks or max(1, config.parallel.num_ranks))

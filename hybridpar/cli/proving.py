@@ -20,7 +20,8 @@ from hybridpar.reading import nearest_path, runs_near, to_json
 
 @dataclass(frozen=True)
 class Verify:
-    """Compare a few batches on a process grid with the same ones in one process, in float64, tensor by tensor."""
+    """Compare a few batches on a process grid with the same ones in one process, in float64, tensor
+    by tensor."""
 
     path: ConfigFile
     config: Overrides
@@ -29,7 +30,8 @@ class Verify:
     batches: Annotated[int, Within(1, 10_000)] = 4
     """Batches of each run that are compared."""
     nan_batches: tuple[int, ...] = ()
-    """Batches (from 0) whose gradient is made NaN on one rank: all ranks must skip their updates."""
+    """Batches (from 0) whose gradient is made NaN on one rank: all ranks must skip their
+    updates."""
     resume_at: int = 0
     """Save after so many batches, start afresh from the checkpoint, and go on; 0: never."""
     json: bool = False
@@ -42,7 +44,10 @@ class Verify:
         own = {"tp": parallel.tp, "pp": parallel.pp, "dp": max(parallel.dp, 1)}
         sizes = parse_grid(self.grid) if self.grid else own
         resolved(on_grid(self.config, sizes))
-        for name, number in (("resume_at", self.resume_at), *(("nan_batches", n) for n in self.nan_batches)):
+        for name, number in (
+            ("resume_at", self.resume_at),
+            *(("nan_batches", n) for n in self.nan_batches),
+        ):
             if not 0 <= number < self.batches:
                 rule = f"must be at least 0 and below the number of batches, {self.batches}"
                 raise config_error(name, number, rule, str(self.batches - 1))
@@ -60,14 +65,17 @@ class Verify:
 
 @dataclass(frozen=True)
 class Conform:
-    """Compare parallel modules of any framework with one process, case by case, and name what is wrong."""
+    """Compare parallel modules of any framework with one process, case by case, and name what is
+    wrong."""
 
     factories: Positional[str]
-    """A module and a dict of factories in it, "my_module:FACTORIES" (hybridpar/conformance says what a factory is)."""
+    """A module and a dict of factories in it, "my_module:FACTORIES" (hybridpar/conformance says
+    what a factory is)."""
     ranks: Annotated[tuple[int, ...], Within(1, 64)] = (1, 2, 3, 4)
     """Numbers of processes to run each case on."""
     tolerance: Annotated[float, Within(above=0, most=1)] = 1e-9
-    """Largest difference, as a share of the largest element; take 1e-5 for modules that compute in float32."""
+    """Largest difference, as a share of the largest element; take 1e-5 for modules that compute in
+    float32."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -77,36 +85,47 @@ class Conform:
         results = conform(_factories(self.factories), self.ranks, tolerance=self.tolerance)
         wrong = [result for result in results if result.findings]
         if self.json:
-            print(json.dumps({"ok": not wrong, "results": [result.as_json() for result in results]}))
+            print(
+                json.dumps({"ok": not wrong, "results": [result.as_json() for result in results]})
+            )
         else:
             print(*results, f"{len(results)} runs, {len(wrong)} with differences", sep="\n")
         return 1 if wrong else 0
 
 
 def _factories(name: str) -> dict[str, Any]:
-    """The factories that "module:name" names; modules of this folder come first. Raises: ConfigError."""
+    """The factories that "module:name" names; modules of this folder come first. Raises:
+    ConfigError."""
     module, _, attribute = name.partition(":")
     sys.path[:0] = [str(Path.cwd())] * (str(Path.cwd()) not in sys.path)
     try:
         found = getattr(importlib.import_module(module), attribute, None) if module else None
     except ImportError as error:
-        raise config_error("factories", name, f"cannot be imported ({error})", "my_module:FACTORIES") from error
+        raise config_error(
+            "factories", name, f"cannot be imported ({error})", "my_module:FACTORIES"
+        ) from error
     if not isinstance(found, dict):
-        raise config_error("factories", name, "must be a module and a dict of factories in it", "my_module:FACTORIES")
+        raise config_error(
+            "factories",
+            name,
+            "must be a module and a dict of factories in it",
+            "my_module:FACTORIES",
+        )
     return found
 
 
 @dataclass(frozen=True)
 class Replay:
-    """Run one step of a run again on one CPU process, and say where its numbers stop being finite."""
+    """Run one step of a run again on one CPU process, and say where its numbers stop being
+    finite."""
 
     path: Positional[Annotated[Path, arg(metavar="BUNDLE_OR_RUN")]]
     """A replay bundle from a run's folder anomalies/; or a run folder, and a --step."""
     step: Annotated[int, Within(0, 2**40)] = 0
     """The step to run again, as numbered in the metrics of the run folder."""
     trust: bool = False
-    """Import a custom model's code from the folder that the run noted. Without it, Python looks in the working folder
-    and in installed packages."""
+    """Import a custom model's code from the folder that the run noted. Without it, Python looks in
+    the working folder and in installed packages."""
     threads: Threads = 0
     """CPU threads; 0: all cores."""
     json: bool = False
@@ -117,17 +136,33 @@ class Replay:
         from hybridpar.verify.replay import replay
 
         if self.step and not self.path.exists():
-            raise config_error("path", str(self.path), "does not exist", runs_near(self.path) or "runs/NAME")
+            raise config_error(
+                "path", str(self.path), "does not exist", runs_near(self.path) or "runs/NAME"
+            )
         if not self.path.is_dir() and self.path.suffix != ".json" and not self.step:
-            raise config_error("path", str(self.path), "is neither a bundle nor a run folder",
-                               "runs/NAME/anomalies/step_00000100.json, or runs/NAME --step 100")
+            raise config_error(
+                "path",
+                str(self.path),
+                "is neither a bundle nor a run folder",
+                "runs/NAME/anomalies/step_00000100.json, or runs/NAME --step 100",
+            )
         if not self.path.exists():
-            raise config_error("path", str(self.path), "does not exist",
-                               nearest_path(self.path) or "runs/NAME/anomalies/step_00000100.json")
+            raise config_error(
+                "path",
+                str(self.path),
+                "does not exist",
+                nearest_path(self.path) or "runs/NAME/anomalies/step_00000100.json",
+            )
         if self.path.is_dir() != (self.step > 0):
-            raise config_error("step", self.step, "says which step of a run folder; a bundle has its own",
-                               "hybridpar replay runs/NAME --step 100")
+            raise config_error(
+                "step",
+                self.step,
+                "says which step of a run folder; a bundle has its own",
+                "hybridpar replay runs/NAME --step 100",
+            )
         set_threads(self.threads, launch)
-        report = replay(self.path, self.step, lambda text: print(text, file=sys.stderr), trust=self.trust)
+        report = replay(
+            self.path, self.step, lambda text: print(text, file=sys.stderr), trust=self.trust
+        )
         print(to_json(report.as_json()) if self.json else "\n".join(report.lines()))
         return 0 if report.agrees else 1

@@ -1,8 +1,9 @@
-"""A command that has no memory or no thread left, perhaps for the libraries that it imports, says so in one line.
+"""A command that has no memory or no thread left, perhaps for the libraries that it imports, says
+so in one line.
 
-Python raises MemoryError or ImportError only sometimes. Under a limit of the address space (ulimit -v) torch's C++
-code, OpenBLAS and the loader of libraries each end the process in their own way, so the room is looked at before they
-load.
+Python raises MemoryError or ImportError only sometimes. Under a limit of the address space (ulimit
+-v) torch's C++ code, OpenBLAS and the loader of libraries each end the process in their own way, so
+the room is looked at before they load.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def is_shortage(error: Exception) -> bool:
 
 
 def require_room() -> None:
-    """Check that torch's libraries fit into the address space that this process may use. Raises: MemoryError."""
+    """Check that torch's libraries fit into the address space that this process may use. Raises:
+    MemoryError."""
     if "torch" in sys.modules:
         return
     limit = _address_limit()
@@ -37,7 +39,10 @@ def require_room() -> None:
     except OSError:
         return
     folder = Path(spec.origin).parent / "lib"
-    need = sum((folder / name).stat().st_size for name in _LIBRARIES if (folder / name).exists()) + _BESIDE_LIBRARIES
+    need = (
+        sum((folder / name).stat().st_size for name in _LIBRARIES if (folder / name).exists())
+        + _BESIDE_LIBRARIES
+    )
     if limit - used < need:
         raise MemoryError(f"torch's libraries take {need / 1e6:,.0f} MB of address space")
 
@@ -51,7 +56,10 @@ def describe(error: Exception, who: str) -> str:
 def _way_out() -> str:
     limit = _address_limit()
     if limit is None:
-        return "free memory (free -m, ulimit -u, the limits of a container), or start fewer processes here (--ranks)"
+        return (
+            "free memory (free -m, ulimit -u, the limits of a container), or start fewer processes "
+            "here (--ranks)"
+        )
     allowed = f"this shell allows a process {limit / 1e6:,.0f} MB (ulimit -v)"
     return f"{allowed}; allow more, such as with ulimit -v unlimited"
 

@@ -25,25 +25,29 @@ _WIDEST = 400
 
 @dataclass(frozen=True)
 class Simulate:
-    """Draw the pipeline schedule of a configuration, and predict idle times and the time of a step."""
+    """Draw the pipeline schedule of a configuration, and predict idle times and the time of a
+    step."""
 
     path: ConfigFile
     config: Overrides
     measured: Annotated[str, arg(name="run")] = ""
-    """A run folder: simulate with its measured costs and its configuration; other schedules and numbers of
-    micro-batches may be asked for."""
+    """A run folder: simulate with its measured costs and its configuration; other schedules and
+    numbers of micro-batches may be asked for."""
     trust: bool = False
-    """With --run and no configuration file: import the code of a custom model that the run folder names."""
+    """With --run and no configuration file: import the code of a custom model that the run folder
+    names."""
     profile: str = ""
     """Simulate with the times of a file of `hybridpar profile`."""
     cluster: str = ""
-    """A cluster.toml: simulate on those machines, with estimated times (or those of the profile)."""
+    """A cluster.toml: simulate on those machines, with estimated times (or those of the
+    profile)."""
     svg: str = ""
     """Also write a picture to this file."""
     perfetto: str = ""
     """Also write a trace for ui.perfetto.dev to this file."""
     batches: Annotated[int, Within(1, 10_000)] = 3
-    """Batches to draw; the third is the first of a 2bw run with other weights than the first batch."""
+    """Batches to draw; the third is the first of a 2bw run with other weights than the first
+    batch."""
     json: bool = False
     """Print the result as one JSON object on stdout."""
 
@@ -53,14 +57,22 @@ class Simulate:
         from hybridpar.planner.stragglers import spread
         from hybridpar.train.preview import costs_of_run, preview
 
-        check_outputs([self.path, self.profile, self.cluster], svg=self.svg or None, perfetto=self.perfetto or None)
-        config, costs, late = resolved(self.config), None, None
+        check_outputs(
+            [self.path, self.profile, self.cluster],
+            svg=self.svg or None,
+            perfetto=self.perfetto or None,
+        )
+        config = resolved(self.config)
+        costs = None
+        late = None
         if self.measured:  # a run folder that somebody else may have made
             check_size(config)
         run = costs_of_run(Path(self.measured), config) if self.measured else None
         if self.profile or self.cluster:
             cost = cost_on_machine(self.config, self.profile, self.cluster, launch)
-            config, costs, late = cost.config, cost.costs, spread(cost)
+            config = cost.config
+            costs = cost.costs
+            late = spread(cost)
         elif run:
             costs = run.measured.costs
         shown = preview(config, self.batches, costs)
@@ -68,27 +80,49 @@ class Simulate:
         self._draw(config, shown, rank_name, timed=costs is not None)
         time = f"{shown.step_time:.2f} times the forward of the costliest {rank_name}"
         if run:
-            time = (f"{1e3 * shown.step_time:.4g} ms, from the costs of {self.measured} (where one took "
-                    f"{1e3 * run.measured.step_time:.4g} ms with {run.ordering.schedule} and "
-                    f"{run.sizes.num_microbatches} micro-batches)")
+            time = (
+                f"{1e3 * shown.step_time:.4g} ms, from the costs of {self.measured} (where one "
+                "took "
+                f"{1e3 * run.measured.step_time:.4g} ms with {run.ordering.schedule} and "
+                f"{run.sizes.num_microbatches} micro-batches)"
+            )
         elif costs:
-            time = (f"{1e3 * shown.step_time:.4g} ms on {config.parallel.num_ranks} ranks, "
-                    f"{config.batch_tokens / shown.step_time:,.0f} {config.model.counts}/s")
+            time = (
+                f"{1e3 * shown.step_time:.4g} ms on {config.parallel.num_ranks} ranks, "
+                f"{config.batch_tokens / shown.step_time:,.0f} {config.model.counts}/s"
+            )
         out = sys.stderr if self.json else sys.stdout
         print(f"steady state: a batch takes {time}{f'; {late}' if late else ''}", file=out)
         for rank, bubble in enumerate(shown.bubble):
-            print(f"  {rank_name} {rank}: idle {100 * bubble:4.1f} %, at most {shown.peak_activations[rank]} "
-                  f"micro-batches in flight, {shown.peak_versions[rank]} weight versions", file=out)
+            print(
+                f"  {rank_name} {rank}: idle {100 * bubble:4.1f} %, at most "
+                f"{shown.peak_activations[rank]} "
+                f"micro-batches in flight, {shown.peak_versions[rank]} weight versions",
+                file=out,
+            )
         if self.json:
             pipeline = config.pipeline
-            print(json.dumps({
-                "ok": True, "schedule": pipeline.schedule, "stages": config.parallel.pp, "chunks": pipeline.num_chunks,
-                "ranks": config.parallel.num_ranks, "num_microbatches": pipeline.num_microbatches,
-                "step_time": shown.step_time, "stragglers": [late.median, late.late] if late else None,
-                "bubble": shown.bubble, "peak_activations": shown.peak_activations,
-                "peak_versions": shown.peak_versions, "makespan": shown.timeline.makespan,
-                "unit": "s" if costs else f"forward of the costliest {rank_name}",
-                "measured_step_time": run.measured.step_time if run else None, "svg": self.svg or None}))
+            print(
+                json.dumps(
+                    {
+                        "ok": True,
+                        "schedule": pipeline.schedule,
+                        "stages": config.parallel.pp,
+                        "chunks": pipeline.num_chunks,
+                        "ranks": config.parallel.num_ranks,
+                        "num_microbatches": pipeline.num_microbatches,
+                        "step_time": shown.step_time,
+                        "stragglers": [late.median, late.late] if late else None,
+                        "bubble": shown.bubble,
+                        "peak_activations": shown.peak_activations,
+                        "peak_versions": shown.peak_versions,
+                        "makespan": shown.timeline.makespan,
+                        "unit": "s" if costs else f"forward of the costliest {rank_name}",
+                        "measured_step_time": run.measured.step_time if run else None,
+                        "svg": self.svg or None,
+                    }
+                )
+            )
         return 0
 
     def _draw(self, config: Config, shown: Preview, rank_name: str, timed: bool) -> None:
@@ -97,21 +131,35 @@ class Simulate:
         from hybridpar.pipeline.plan.perfetto import trace_entries, trace_json
         from hybridpar.pipeline.plan.svg import FORWARDS, draw_svg
 
-        pipeline, ranks = config.pipeline, config.parallel.pp
-        # a second has so many units of the simulation; what takes one where nothing is measured is drawn as 1 ms
+        pipeline = config.pipeline
+        ranks = config.parallel.pp
+        # a second has so many units of the simulation; what takes one where nothing is measured is
+        # drawn as 1 ms
         per_second = 1.0 if timed else 1e3
         in_ms = 1e3 / per_second
         held = f" on {ranks} ranks" if pipeline.num_chunks > 1 else ""
-        title = (f"{pipeline.schedule}, {ranks * pipeline.num_chunks} stages{held}, {pipeline.num_microbatches} "
-                 "micro-batches a batch")
+        title = (
+            f"{pipeline.schedule}, {ranks * pipeline.num_chunks} stages{held}, "
+            f"{pipeline.num_microbatches} "
+            "micro-batches a batch"
+        )
         if self.svg:
             unit = "milliseconds" if timed else FORWARDS
-            write_output("svg", self.svg, draw_svg(shown.timeline.scaled(in_ms), title=f"{title} (simulated)",
-                                                   unit=unit))
+            write_output(
+                "svg",
+                self.svg,
+                draw_svg(shown.timeline.scaled(in_ms), title=f"{title} (simulated)", unit=unit),
+            )
         if self.perfetto:
             each = config.parallel.num_ranks // ranks
-            held_by = [f", ranks {rank * each}-{rank * each + each - 1}" if each > 1 else "" for rank in range(ranks)]
-            names = {rank: (rank, f"{rank_name} {rank}{processes}") for rank, processes in enumerate(held_by)}
+            held_by = [
+                f", ranks {rank * each}-{rank * each + each - 1}" if each > 1 else ""
+                for rank in range(ranks)
+            ]
+            names = {
+                rank: (rank, f"{rank_name} {rank}{processes}")
+                for rank, processes in enumerate(held_by)
+            }
             entries = trace_entries(shown.timeline, names, per_second=per_second)
             write_output("perfetto", self.perfetto, trace_json(entries))
         # a forward or backward takes two columns at least
@@ -123,8 +171,12 @@ class Simulate:
 
 
 def _cut(picture: str, out: TextIO) -> str:
-    """Return a text with lines that are as long as a terminal's at most; unchanged for a file or a pipe."""
+    """Return a text with lines that are as long as a terminal's at most; unchanged for a file or a
+    pipe."""
     if not out.isatty():
         return picture
     columns = shutil.get_terminal_size().columns
-    return "\n".join(line if len(line) <= columns else f"{line[:columns - 4]} ..." for line in picture.splitlines())
+    return "\n".join(
+        line if len(line) <= columns else f"{line[: columns - 4]} ..."
+        for line in picture.splitlines()
+    )

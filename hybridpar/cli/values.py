@@ -11,7 +11,10 @@ from tyro.conf import FlagConversionOff, Positional, arg
 from hybridpar.config import Config, Within, broken_rules
 from hybridpar.errors import Problem, config_error, not_utf8
 
-_FILE = "The configuration: a TOML file with sections such as [model] and [train]; scripts/configs has examples."
+_FILE = (
+    "The configuration: a TOML file with sections such as [model] and [train]; scripts/configs has "
+    "examples."
+)
 ConfigFile = Positional[Annotated[Path, arg(metavar="CONFIG.toml", help=_FILE)]]
 Overrides = Annotated[Config, arg(name=""), FlagConversionOff]
 Threads = Annotated[int, Within(0, 2**10)]
@@ -24,7 +27,8 @@ MicroBatches = Annotated[tuple[int, ...], Within(1, 2**20)]
 
 
 def as_utf8(text: str) -> str:
-    """The text of an argument whose bytes are UTF-8, also in a locale that knows only ASCII; else `text` as it is."""
+    """The text of an argument whose bytes are UTF-8, also in a locale that knows only ASCII; else
+    `text` as it is."""
     try:
         return os.fsencode(text).decode() if not_utf8(text) else text
     except UnicodeError:
@@ -33,9 +37,18 @@ def as_utf8(text: str) -> str:
 
 def out_of_range(command: Any) -> list[Problem]:
     """Every value of a command's own flags that its rule does not allow."""
-    return [Problem(name, list(value) if isinstance(value, tuple) else value, rule.rule,
-                    str(rule.least if isinstance(value, tuple) else getattr(type(command), name, rule.least)))
-            for name, value, rule in broken_rules(command) if isinstance(rule, Within)]
+    return [
+        Problem(
+            name,
+            list(value) if isinstance(value, tuple) else value,
+            rule.rule,
+            str(
+                rule.least if isinstance(value, tuple) else getattr(type(command), name, rule.least)
+            ),
+        )
+        for name, value, rule in broken_rules(command)
+        if isinstance(rule, Within)
+    ]
 
 
 def parse_grid(text: str) -> dict[str, int]:
@@ -43,7 +56,12 @@ def parse_grid(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.strip().partition("=")
-        if axis not in ("tp", "pp", "dp") or not size.isdecimal() or not 0 < int(size) <= 2**16 or axis in sizes:
+        if (
+            axis not in ("tp", "pp", "dp")
+            or not size.isdecimal()
+            or not 0 < int(size) <= 2**16
+            or axis in sizes
+        ):
             raise config_error("grid", text, "must be sizes of tp, pp and dp", "tp=2,pp=2,dp=2")
         sizes[axis] = int(size)
     return sizes

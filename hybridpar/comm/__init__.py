@@ -1,4 +1,5 @@
-"""Communication over one axis: functions of (tensor, axis). Size 1 is the identity; every call is counted."""
+"""Communication over one axis: functions of (tensor, axis). Size 1 is the identity; every call is
+counted."""
 
 from hybridpar.comm.autograd import (
     copy_to,
@@ -30,8 +31,29 @@ from hybridpar.comm.collectives import (
 from hybridpar.comm.p2p import irecv, isend
 
 __all__ = [
-    "Parts", "Waitable", "Work", "Works", "all_gather", "all_gather_async", "all_reduce", "all_reduce_async",
-    "all_to_all", "barrier", "broadcast", "copy_to", "gather_from", "gather_objects", "gather_sequence", "irecv",
-    "isend", "reduce_from", "reduce_from_", "reduce_scatter", "reduce_scatter_async", "scatter_sequence", "scatter_to",
-    "start_all_gather", "start_reduce_scatter",
+    "Parts",
+    "Waitable",
+    "Work",
+    "Works",
+    "all_gather",
+    "all_gather_async",
+    "all_reduce",
+    "all_reduce_async",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "copy_to",
+    "gather_from",
+    "gather_objects",
+    "gather_sequence",
+    "irecv",
+    "isend",
+    "reduce_from",
+    "reduce_from_",
+    "reduce_scatter",
+    "reduce_scatter_async",
+    "scatter_sequence",
+    "scatter_to",
+    "start_all_gather",
+    "start_reduce_scatter",
 ]

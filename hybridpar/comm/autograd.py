@@ -1,7 +1,8 @@
-"""The collectives that autograd sees: how a tensor passes between 'the same on every rank' and 'a part on each'.
+"""The collectives that autograd sees: how a tensor passes between 'the same on every rank' and 'a
+part on each'.
 
-On an axis of size 1 each is the identity. The arguments and the gradients that arrive are never written to; only
-`reduce_from_`, which says so in its name, works on its argument.
+On an axis of size 1 each is the identity. The arguments and the gradients that arrive are never
+written to; only `reduce_from_`, which says so in its name, works on its argument.
 
 Source: Megatron-LM (arXiv 1909.08053), section 3: f is `copy_to`, g is `reduce_from`.
 """
@@ -36,39 +37,51 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
 
     Collectives: forward one all-reduce, backward none.
     """
-    return x if axis.size == 1 else _ReduceFrom.apply(x.clone(memory_format=torch.contiguous_format), axis)
+    return (
+        x
+        if axis.size == 1
+        else _ReduceFrom.apply(x.clone(memory_format=torch.contiguous_format), axis)
+    )
 
 
 def reduce_from_(x: Tensor, axis: Axis) -> Tensor:
-    """`reduce_from` in place, for an `x` that was just computed and that nobody else holds (nor saved for backward)."""
+    """`reduce_from` in place, for an `x` that was just computed and that nobody else holds (nor
+    saved for backward)."""
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
 def gather_from(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """The parts of all ranks along `dim`, replicated; what follows must be the same computation on every rank.
+    """The parts of all ranks along `dim`, replicated; what follows must be the same computation on
+    every rank.
 
-    Shapes: as `collectives.all_gather`. Collectives: forward one all-gather, backward none (own slice).
+    Shapes: as `collectives.all_gather`. Collectives: forward one all-gather, backward none (own
+        slice).
     """
     return x if axis.size == 1 else _Moved.apply(x, axis, dim % x.dim(), sizes, all_gather, _own)
 
 
 def scatter_to(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """This rank's slice along `dim` of a replicated tensor. `sizes`: the extents of all ranks; None: equal ones.
+    """This rank's slice along `dim` of a replicated tensor. `sizes`: the extents of all ranks;
+    None: equal ones.
 
-    Shapes: [.., sum(sizes), ..] -> [.., sizes[rank], ..]. Collectives: forward none, backward one all-gather.
+    Shapes: [.., sum(sizes), ..] -> [.., sizes[rank], ..]. Collectives: forward none, backward one
+        all-gather.
     """
     if axis.size == 1:
         return x
     dim %= x.dim()
     if sizes is None:
-        assert x.shape[dim] % axis.size == 0, f"scatter_to of {x.shape[dim]} over {axis.size} ranks needs sizes"
+        assert x.shape[dim] % axis.size == 0, (
+            f"scatter_to of {x.shape[dim]} over {axis.size} ranks needs sizes"
+        )
         sizes = [x.shape[dim] // axis.size] * axis.size
     assert sum(sizes) == x.shape[dim], f"scatter_to of extent {x.shape[dim]} into sizes {sizes}"
     return _Moved.apply(x, axis, dim, sizes, _own, all_gather)
 
 
 def gather_sequence(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
-    """The parts of all ranks along dimension 1, handed to computations that differ from rank to rank.
+    """The parts of all ranks along dimension 1, handed to computations that differ from rank to
+    rank.
 
     Shapes: [b, sizes[rank], ..] -> [b, sum(sizes), ..].
     Collectives: forward one all-gather, backward one reduce_scatter.
@@ -94,7 +107,8 @@ class _CopyTo(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # A gradient may be shared with other consumers, or expanded from fewer elements: reduce a copy.
+        # A gradient may be shared with other consumers, or expanded from fewer elements: reduce a
+        # copy.
         return all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.axis), None
 
 
@@ -114,8 +128,15 @@ class _Moved(Function):
     """A tensor as `there(x, axis, dim, sizes)` gives it, and its gradient as `back` does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None, there: Move,
-                back: Move) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+        dim: int,
+        sizes: Sequence[int] | None,
+        there: Move,
+        back: Move,
+    ) -> Tensor:
         ctx.back = partial(back, axis=axis, dim=dim, sizes=sizes)
         return there(x, axis, dim, sizes)
 

@@ -1,7 +1,9 @@
-"""Collectives over one axis. Tensors on a device that its group does not take (Gloo: a GPU) go through host memory.
+"""Collectives over one axis. Tensors on a device that its group does not take (Gloo: a GPU) go
+through host memory.
 
-On an axis of size 1 each is the identity and is not counted. Otherwise every call is counted in `axis.traffic`, with
-the bytes of the tensor this rank contributes. Every rank of the axis must make the same calls in the same order.
+On an axis of size 1 each is the identity and is not counted. Otherwise every call is counted in
+`axis.traffic`, with the bytes of the tensor this rank contributes. Every rank of the axis must make
+the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -23,22 +25,34 @@ Op = Literal["sum", "max"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _SILENT = nullcontext()
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # likewise
+_all_gather = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # renamed in torch 2.13
+_reduce_scatter = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)  # likewise
 
 
 class Work:
     """A communication under way, which keeps its tensors alive. `Work()` has already finished.
 
-    `wait()` returns when the result may be used: on CPU when it is there, on CUDA when the current stream is ordered
-    after it. Waiting again does nothing. `waiting`: entered meanwhile.
+    `wait()` returns when the result may be used: on CPU when it is there, on CUDA when the current
+    stream is ordered after it. Waiting again does nothing. `waiting`: entered meanwhile.
     """
 
     __slots__ = ("_finish", "_handle", "_tensors", "_waiting")
 
-    def __init__(self, handle: dist.Work | None = None, *tensors: Tensor, finish: Callable[[], Any] | None = None,
-                 waiting: AbstractContextManager[Any] = _SILENT):
-        self._handle, self._tensors, self._finish, self._waiting = handle, tensors, finish, waiting
+    def __init__(
+        self,
+        handle: dist.Work | None = None,
+        *tensors: Tensor,
+        finish: Callable[[], Any] | None = None,
+        waiting: AbstractContextManager[Any] = _SILENT,
+    ):
+        self._handle = handle
+        self._tensors = tensors
+        self._finish = finish
+        self._waiting = waiting
 
     def wait(self) -> None:
         if self._handle is not None:
@@ -46,17 +60,20 @@ class Work:
                 self._handle.wait()
             if self._finish is not None:
                 self._finish()
-        self._handle, self._tensors, self._finish = None, (), None
+        self._handle = None
+        self._tensors = ()
+        self._finish = None
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once, also asked by another thread. Not known of p2p messages with Gloo, which
-        are done once waited for."""
+        """Whether `wait` would return at once, also asked by another thread. Not known of p2p
+        messages with Gloo, which are done once waited for."""
         handle = self._handle
         return handle is None or handle.is_completed()
 
 
 def message(x: Tensor, axis: Axis) -> Tensor:
-    """`x` as the axis's group takes it: itself where that can be, else a contiguous copy, in host memory if need be.
+    """`x` as the axis's group takes it: itself where that can be, else a contiguous copy, in host
+    memory if need be.
 
     A copy from a GPU waits for the current stream: what is sent must be there.
     """
@@ -64,14 +81,16 @@ def message(x: Tensor, axis: Axis) -> Tensor:
 
 
 def room_for(shape: Sequence[int], x: Tensor, axis: Axis) -> Tensor:
-    """An empty tensor of the type of `x` that the axis's group takes. Host memory for a GPU is pinned."""
+    """An empty tensor of the type of `x` that the axis's group takes. Host memory for a GPU is
+    pinned."""
     if not axis.via_host:
         return x.new_empty(shape)
     return torch.empty(shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
 
 
 def put_back(message: Tensor, x: Tensor) -> Tensor:
-    """Overwrites `x` with what its `message` has become, in the order of the current stream; returns it."""
+    """Overwrites `x` with what its `message` has become, in the order of the current stream;
+    returns it."""
     if message is not x:
         x.detach().copy_(message, non_blocking=True)
     return x
@@ -127,16 +146,22 @@ Parts = Sequence[tuple[int, int, int]]
 
 
 def reduce_scatter_async(x: Tensor, parts: Parts, axis: Axis) -> Works:
-    """Starts the sum of `x` over the axis such that each part is complete on its owner; the rest of `x` is scratch.
+    """Starts the sum of `x` over the axis such that each part is complete on its owner; the rest of
+    `x` is scratch.
 
-    Parts may be uneven, and an owner may have several or none. As one reduction for each part: with Gloo that moves as
-    few bytes as an all-reduce does and takes half the time of its reduce_scatter_tensor (25 against 52 ms, 16 MB).
-    Shapes: x [n], contiguous, the same on every rank. Collectives: one reduce for each part; with NCCL one
+    Parts may be uneven, and an owner may have several or none. As one reduction for each part: with
+    Gloo that moves as few bytes as an all-reduce does and takes half the time of its
+    reduce_scatter_tensor (25 against 52 ms, 16 MB).
+    Shapes: x [n], contiguous, the same on every rank. Collectives: one reduce for each part; with
+        NCCL one
     reduce-scatter, where parts are even.
     """
     if _in_one_call(x, parts, axis):
-        waiting, own = axis.call("reduce_scatter", x.nbytes), x.view(axis.size, -1)[axis.rank]
-        return Works([Work(_reduce_scatter(own, x, group=axis.group, async_op=True), x, waiting=waiting)])
+        waiting = axis.call("reduce_scatter", x.nbytes)
+        own = x.view(axis.size, -1)[axis.rank]
+        return Works(
+            [Work(_reduce_scatter(own, x, group=axis.group, async_op=True), x, waiting=waiting)]
+        )
     return _part_by_part("reduce", dist.reduce, "group_dst", x, parts, axis)
 
 
@@ -144,13 +169,16 @@ def all_gather_async(x: Tensor, parts: Parts, axis: Axis) -> Works:
     """Starts filling every rank's `x` with each part as its owner has it, in place.
 
     As one broadcast for each part (Gloo: 11 ms for 16 MB on two ranks, its all-gather 45).
-    Shapes: x [n], contiguous, the same on every rank. Collectives: one broadcast for each part; with NCCL one
+    Shapes: x [n], contiguous, the same on every rank. Collectives: one broadcast for each part;
+        with NCCL one
     all-gather, where parts are even.
     """
     if _in_one_call(x, parts, axis):
         own = x.view(axis.size, -1)[axis.rank]
         waiting = axis.call("all_gather", own.nbytes)
-        return Works([Work(_all_gather(x, own, group=axis.group, async_op=True), x, waiting=waiting)])
+        return Works(
+            [Work(_all_gather(x, own, group=axis.group, async_op=True), x, waiting=waiting)]
+        )
     return _part_by_part("broadcast", dist.broadcast, "group_src", x, parts, axis)
 
 
@@ -159,19 +187,26 @@ def _in_one_call(x: Tensor, parts: Parts, axis: Axis) -> bool:
 
 
 def _are_even(x: Tensor, parts: Parts, axis: Axis) -> bool:
-    """Whether each rank has one part, in axis order, all are of one size, and there is nothing else."""
+    """Whether each rank has one part, in axis order, all are of one size, and there is nothing
+    else."""
     each = x.numel() // axis.size
-    return axis.size > 1 and x.numel() == each * axis.size > 0 and [*parts] == [
-        (rank, rank * each, (rank + 1) * each) for rank in range(axis.size)]
+    return (
+        axis.size > 1
+        and x.numel() == each * axis.size > 0
+        and [*parts] == [(rank, rank * each, (rank + 1) * each) for rank in range(axis.size)]
+    )
 
 
-def _part_by_part(name: str, collective: Callable[..., Any], whom: str, x: Tensor, parts: Parts, axis: Axis) -> Works:
+def _part_by_part(
+    name: str, collective: Callable[..., Any], whom: str, x: Tensor, parts: Parts, axis: Axis
+) -> Works:
     """Starts `collective(part, whom=owner)` for every part of `x` that is not empty."""
     assert x.is_contiguous(), "parts of a copy would be lost"
 
     def start(owner: int, a: int, b: int) -> Work:
         part = x[a:b]
-        waiting, sent = axis.call(name, part.nbytes), message(part, axis)
+        waiting = axis.call(name, part.nbytes)
+        sent = message(part, axis)
         handle = collective(sent, group=axis.group, async_op=True, **{whom: owner})
         return Work(handle, part, sent, finish=lambda: put_back(sent, part), waiting=waiting)
 
@@ -181,79 +216,107 @@ def _part_by_part(name: str, collective: Callable[..., Any], whom: str, x: Tenso
 def all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """The tensors of all ranks, concatenated along `dim` in axis order.
 
-    `sizes`: the extent along `dim` of each rank's tensor; None where they are equal. Uneven ones travel padded to the
-    largest.
+    `sizes`: the extent along `dim` of each rank's tensor; None where they are equal. Uneven ones
+    travel padded to the largest.
     Shapes: [.., sizes[rank], ..] -> [.., sum(sizes), ..]. Collectives: one all-gather.
     """
     return start_all_gather(x, axis, dim, sizes)()
 
 
-def start_all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None) -> Callable[[], Tensor]:
-    """Starts `all_gather`; the function that it returns waits for the result. `x` may change meanwhile."""
+def start_all_gather(
+    x: Tensor, axis: Axis, dim: int, sizes: Sequence[int] | None = None
+) -> Callable[[], Tensor]:
+    """Starts `all_gather`; the function that it returns waits for the result. `x` may change
+    meanwhile."""
     if axis.size == 1:
         return lambda: x
     dim %= x.dim()
     sizes = [x.shape[dim]] * axis.size if sizes is None else list(sizes)
     assert len(sizes) == axis.size, f"all_gather over {axis.size} ranks with sizes {sizes}"
-    assert x.shape[dim] == sizes[axis.rank], f"rank {axis.rank} gathers {x.shape[dim]} along dim {dim}, sizes {sizes}"
+    assert x.shape[dim] == sizes[axis.rank], (
+        f"rank {axis.rank} gathers {x.shape[dim]} along dim {dim}, sizes {sizes}"
+    )
     waiting = axis.call("all_gather", x.nbytes)
     longest = max(sizes)
     front = x.movedim(dim, 0)
     padded = room_for((longest, *front.shape[1:]), x, axis)
     padded[: sizes[axis.rank]] = front
     gathered = room_for((axis.size * longest, *front.shape[1:]), x, axis)
-    handle = _all_gather(gathered, padded, group=axis.group, async_op=True) if gathered.numel() else None
-    work, device = Work(handle, padded, waiting=waiting), x.device
+    handle = (
+        _all_gather(gathered, padded, group=axis.group, async_op=True) if gathered.numel() else None
+    )
+    work = Work(handle, padded, waiting=waiting)
+    device = x.device
 
     def finish() -> Tensor:
         work.wait()
         whole = gathered.to(device, non_blocking=True)
         if min(sizes) < longest:
-            whole = torch.cat([part[:size] for part, size in zip(whole.split(longest), sizes, strict=True)])
+            whole = torch.cat(
+                [part[:size] for part, size in zip(whole.split(longest), sizes, strict=True)]
+            )
         return whole.movedim(0, dim).contiguous()
 
     return finish
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-    """This rank's slice along `dim` of the sum of `x` over the axis. `sizes`: extents of all ranks' slices.
+    """This rank's slice along `dim` of the sum of `x` over the axis. `sizes`: extents of all ranks'
+    slices.
 
-    Shapes: [.., sum(sizes), ..], the same on every rank -> [.., sizes[rank], ..]; extents may differ, and be 0.
+    Shapes: [.., sum(sizes), ..], the same on every rank -> [.., sizes[rank], ..]; extents may
+        differ, and be 0.
     Collectives: one reduce for each slice that is not empty.
     """
     return start_reduce_scatter(x, axis, dim, sizes)()
 
 
-def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Callable[[], Tensor]:
-    """Starts `reduce_scatter`; the function that it returns waits for the slice. `x` may change meanwhile."""
-    assert x.shape[dim] == sum(sizes), f"reduce_scatter of extent {x.shape[dim]} into sizes {list(sizes)}"
+def start_reduce_scatter(
+    x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]
+) -> Callable[[], Tensor]:
+    """Starts `reduce_scatter`; the function that it returns waits for the slice. `x` may change
+    meanwhile."""
+    assert x.shape[dim] == sum(sizes), (
+        f"reduce_scatter of extent {x.shape[dim]} into sizes {list(sizes)}"
+    )
     if axis.size == 1:
         return lambda: x
     front = x.movedim(dim, 0).clone(memory_format=torch.contiguous_format)
-    each, ends = prod(front.shape[1:]), (0, *accumulate(sizes))
+    each = prod(front.shape[1:])
+    ends = (0, *accumulate(sizes))
     parts = [(owner, ends[owner] * each, ends[owner + 1] * each) for owner in range(axis.size)]
     work = reduce_scatter_async(front.view(-1), parts, axis)
 
     def finish() -> Tensor:
         work.wait()
         mine = front[ends[axis.rank] : ends[axis.rank + 1]]
-        return mine.movedim(0, dim).clone(memory_format=torch.contiguous_format)  # a view would keep all of it
+        return mine.movedim(0, dim).clone(
+            memory_format=torch.contiguous_format
+        )  # a view would keep all of it
 
     return finish
 
 
-def all_to_all(x: Tensor, axis: Axis, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Tensor:
-    """Sends consecutive pieces of the flat `x` to the ranks in axis order; returns what they sent, in axis order.
+def all_to_all(
+    x: Tensor, axis: Axis, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+) -> Tensor:
+    """Sends consecutive pieces of the flat `x` to the ranks in axis order; returns what they sent,
+    in axis order.
 
     Shapes: [sum(send_sizes)] -> [sum(receive_sizes)]; sizes may differ between ranks, and be 0.
     Collectives: one all-to-all.
     """
-    assert x.shape == (sum(send_sizes),), f"all_to_all of {tuple(x.shape)} with sizes {list(send_sizes)}"
+    assert x.shape == (sum(send_sizes),), (
+        f"all_to_all of {tuple(x.shape)} with sizes {list(send_sizes)}"
+    )
     if axis.size == 1:
         return x
-    sent, received = message(x, axis), room_for((sum(receive_sizes),), x, axis)
+    sent = message(x, axis)
+    received = room_for((sum(receive_sizes),), x, axis)
     with axis.call("all_to_all", x.nbytes):
-        dist.all_to_all_single(received, sent, list(receive_sizes), list(send_sizes), group=axis.group)
+        dist.all_to_all_single(
+            received, sent, list(receive_sizes), list(send_sizes), group=axis.group
+        )
     return received.to(x.device, non_blocking=True)
 
 
@@ -274,7 +337,8 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 
 def gather_objects(obj: Any, axis: Axis) -> list[Any]:
-    """Return the objects of all ranks, in axis order, on every rank. For small things outside the training step.
+    """Return the objects of all ranks, in axis order, on every rank. For small things outside the
+    training step.
 
     They travel as JSON (comm/objects.py), so reading them runs no code.
 
@@ -291,11 +355,15 @@ def gather_objects(obj: Any, axis: Axis) -> list[Any]:
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         everyone = _gather_rows(padded, axis).cpu()
-    return [from_bytes(row[:length].numpy().tobytes()) for row, length in zip(everyone, lengths, strict=True)]
+    return [
+        from_bytes(row[:length].numpy().tobytes())
+        for row, length in zip(everyone, lengths, strict=True)
+    ]
 
 
 def _gather_rows(row: Tensor, axis: Axis) -> Tensor:
-    """Return the rows of all ranks. Shapes: [n] -> [ranks, n]. Collectives: one all-gather, not counted."""
+    """Return the rows of all ranks. Shapes: [n] -> [ranks, n]. Collectives: one all-gather, not
+    counted."""
     rows = row.new_empty(axis.size * len(row))
     _all_gather(rows, row, group=axis.group)
     return rows.view(axis.size, len(row))

@@ -1,13 +1,15 @@
-"""Python objects as bytes that run nothing when they are read: what ranks send each other beside tensors.
+"""Python objects as bytes that run nothing when they are read: what ranks send each other beside
+tensors.
 
-JSON holds numbers, strings, booleans, None and lists as they are. Anything else is an object with one key, its tag:
+JSON holds numbers, strings, booleans, None and lists as they are. Anything else is an object with
+one key, its tag:
 
-    {"tuple": [..]}  {"set": [..]}  {"dict": [[key, value], ..]}  {"bytes": base64}  {"path": "runs/x"}
-    {"enum": ["hybridpar.module:Class", value]}
+    {"tuple": [..]}  {"set": [..]}  {"dict": [[key, value], ..]}  {"bytes": base64}  {"path":
+    "runs/x"} {"enum": ["hybridpar.module:Class", value]}
     {"record": ["hybridpar.module:Class", {field: value, ..}]}     a dataclass or a NamedTuple
 
-Only classes of hybridpar that this process has imported are made, so whoever can reach the ports of a job can make no
-other code run.
+Only classes of hybridpar that this process has imported are made, so whoever can reach the ports of
+a job can make no other code run.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return the object that `to_bytes` made `data` from. Raises: ValueError for any other bytes."""
+    """Return the object that `to_bytes` made `data` from. Raises: ValueError for any other
+    bytes."""
     try:
         return _restored(json.loads(data))
     except (KeyError, AttributeError, TypeError, RecursionError) as error:
@@ -61,11 +64,15 @@ def _plain(value: Any) -> Any:
         return _record(value, value._fields)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _record(value, [field.name for field in dataclasses.fields(value) if field.init])
-    raise TypeError(f"{type(value).__name__} has no form in which ranks send it; see comm/objects.py")
+    raise TypeError(
+        f"{type(value).__name__} has no form in which ranks send it; see comm/objects.py"
+    )
 
 
 def _record(value: Any, names: Any) -> dict[str, Any]:
-    return {"record": [_class_name(type(value)), {name: _plain(getattr(value, name)) for name in names}]}
+    return {
+        "record": [_class_name(type(value)), {name: _plain(getattr(value, name)) for name in names}]
+    }
 
 
 def _restored(value: Any) -> Any:
@@ -95,18 +102,23 @@ def _restored(value: Any) -> Any:
 
 def _class_name(kind: type) -> str:
     if not _is_ours(kind.__module__):
-        raise TypeError(f"{kind.__module__}.{kind.__qualname__} is no class of hybridpar; see comm/objects.py")
+        raise TypeError(
+            f"{kind.__module__}.{kind.__qualname__} is no class of hybridpar; see comm/objects.py"
+        )
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _known_class(name: str) -> type:
-    """Return the class of hybridpar that has this name, if this process has imported it. Raises: ValueError."""
+    """Return the class of hybridpar that has this name, if this process has imported it. Raises:
+    ValueError."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module) if _is_ours(module) else None
     for part in path.split("."):
         found = getattr(found, part, None)
     if not isinstance(found, type) or not _is_ours(found.__module__):
-        raise ValueError(f"an object of another rank is of {name!r}, which is no class of hybridpar known here")
+        raise ValueError(
+            f"an object of another rank is of {name!r}, which is no class of hybridpar known here"
+        )
     return found
 
 

@@ -1,6 +1,7 @@
 """Messages between two ranks of an axis, counted as `send` and `recv`.
 
-Messages from one rank to another arrive in the order they were sent: both sides must post them in the same order.
+Messages from one rank to another arrive in the order they were sent: both sides must post them in
+the same order.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from hybridpar.grid import Axis
 
 
 def isend(x: Tensor, to: int, axis: Axis) -> Work:
-    """Starts sending `x` to axis rank `to`; it must not change, and is kept alive, until the work was waited for."""
+    """Starts sending `x` to axis rank `to`; it must not change, and is kept alive, until the work
+    was waited for."""
     assert to != axis.rank, f"rank {to} of axis {axis.name} sends to itself"
-    sent, peer = message(x.detach(), axis), axis.ranks[to]
+    sent = message(x.detach(), axis)
+    peer = axis.ranks[to]
     waiting = axis.call("send", x.nbytes, peer)
     with waiting:  # where the link is broken already, that fails and says so
         handle = dist.isend(sent, group=axis.group, group_dst=to)
@@ -26,10 +29,12 @@ def isend(x: Tensor, to: int, axis: Axis) -> Work:
 
 
 def irecv(buffer: Tensor, source: int, axis: Axis) -> Work:
-    """Posts a receive from axis rank `source` into `buffer`, which must be contiguous and left alone until waited."""
+    """Posts a receive from axis rank `source` into `buffer`, which must be contiguous and left
+    alone until waited."""
     assert source != axis.rank, f"rank {source} of axis {axis.name} receives from itself"
     assert buffer.is_contiguous(), "a receive needs a contiguous buffer"
-    buffer, peer = buffer.detach(), axis.ranks[source]
+    buffer = buffer.detach()
+    peer = axis.ranks[source]
     taken = room_for(buffer.shape, buffer, axis) if axis.via_host else buffer
     waiting = axis.call("recv", buffer.nbytes, peer)
     with waiting:
@@ -40,14 +45,15 @@ def irecv(buffer: Tensor, source: int, axis: Axis) -> Work:
 def connect(axis: Axis, links: Iterable[tuple[int, int]], device: torch.device) -> None:
     """Send one byte over each link, in order, so that NCCL connects the two ranks of each now.
 
-    At the first transfer from one rank to another NCCL holds up the hosts of both until both have called it. A plan
-    that posts receives ahead is not made for that: with pipeline.schedule = "naive" rank 0 would wait for the first
-    gradient, which rank 1 sends after the first activation, which rank 0 has not sent yet.
+    At the first transfer from one rank to another NCCL holds up the hosts of both until both have
+    called it. A plan that posts receives ahead is not made for that: with pipeline.schedule =
+    "naive" rank 0 would wait for the first gradient, which rank 1 sends after the first activation,
+    which rank 0 has not sent yet.
 
     Args:
         axis: Its ranks call this together.
-        links: Sender and receiver, as ranks of the axis, in the same order on all of them. That order has no circle,
-            whatever the links are.
+        links: Sender and receiver, as ranks of the axis, in the same order on all of them. That
+            order has no circle, whatever the links are.
         device: Where the byte lies.
     """
     for source, target in links:

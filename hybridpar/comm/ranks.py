@@ -20,27 +20,42 @@ from hybridpar.errors import HybridparError, trace_from_users_code
 from hybridpar.scratch import scratch_folder
 
 
-def run_on_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, backend: str = "gloo", start: str = "fork",
-                 timeout_s: float = 120.0) -> list[Any]:
-    """Calls `fn(*args)`, a function of a module, on every rank of a fresh job; the results in rank order.
+def run_on_ranks(
+    fn: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    backend: str = "gloo",
+    start: str = "fork",
+    timeout_s: float = 120.0,
+) -> list[Any]:
+    """Calls `fn(*args)`, a function of a module, on every rank of a fresh job; the results in rank
+    order.
 
-    Each rank has one thread. `start`: of the processes; CUDA needs "spawn". `timeout_s`: of the collectives.
-    Raises: HybridparError with the traceback of the first rank that failed, or the message alone if it raised one; the
+    Each rank has one thread. `start`: of the processes; CUDA needs "spawn". `timeout_s`: of the
+    collectives.
+    Raises: HybridparError with the traceback of the first rank that failed, or the message alone if
+        it raised one; the
     others are ended.
     """
     if backend == "nccl":
         use_all_gpu_queues()  # here, as a rank may set up CUDA before it gets to `fn`
     with scratch_folder() as folder:
-        readers, writers = zip(*(mp.get_context(start).Pipe(duplex=False) for _ in range(num_ranks)), strict=True)
+        readers, writers = zip(
+            *(mp.get_context(start).Pipe(duplex=False) for _ in range(num_ranks)), strict=True
+        )
         job = (backend, f"{folder}/store", num_ranks, timeout_s)
-        processes = mp.start_processes(_rank_main, (job, writers, fn, args), num_ranks, join=False, start_method=start)
+        processes = mp.start_processes(
+            _rank_main, (job, writers, fn, args), num_ranks, join=False, start_method=start
+        )
         assert processes is not None
         for writer in writers:
             writer.close()
         results, failures = _listen(readers)
         log = logging.getLogger("torch.multiprocessing.spawn")
         level = log.level
-        log.setLevel(logging.ERROR)  # it would warn of every rank that it ends after the first has failed
+        log.setLevel(
+            logging.ERROR
+        )  # it would warn of every rank that it ends after the first has failed
         try:
             while not processes.join():
                 pass
@@ -49,7 +64,9 @@ def run_on_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, backend: st
         finally:
             log.setLevel(level)
     if failures:  # a rank that lost its peer is a consequence
-        rank, text = min(failures.items(), key=lambda failure: ("Connection" in failure[1], len(failure[1])))
+        rank, text = min(
+            failures.items(), key=lambda failure: ("Connection" in failure[1], len(failure[1]))
+        )
         raise HybridparError(f"rank {rank} of {num_ranks} failed:\n{text}")
     return [results[rank] for rank in range(num_ranks)]
 
@@ -66,7 +83,8 @@ def _listen(readers: Sequence[Connection]) -> tuple[dict[int, Any], dict[int, st
             try:
                 result, failure = torch.load(io.BytesIO(reader.recv_bytes()), weights_only=False)
             except EOFError:
-                result, failure = None, "the process ended"
+                result = None
+                failure = "the process ended"
             if failure:
                 failures[rank] = failure
             else:
@@ -74,16 +92,27 @@ def _listen(readers: Sequence[Connection]) -> tuple[dict[int, Any], dict[int, st
     return results, failures
 
 
-def _rank_main(rank: int, job: tuple[str, str, int, float], writers: Sequence[Connection], fn: Callable[..., Any],
-               args: tuple[Any, ...]) -> None:
-    gc.freeze()  # what is garbage by now may wait in its destructor for a thread that a fork has not
+def _rank_main(
+    rank: int,
+    job: tuple[str, str, int, float],
+    writers: Sequence[Connection],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    # what is garbage by now may wait in its destructor for a thread that a fork has not
+    gc.freeze()
     backend, path, num_ranks, timeout_s = job
     for other in {*range(num_ranks)} - {rank}:
         writers[other].close()  # else nobody would notice that rank's end
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(backend, store=dist.FileStore(path, num_ranks), rank=rank, world_size=num_ranks,
-                                timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(path, num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
         torch.save((fn(*args), ""), result := io.BytesIO())  # of tensors a third of pickle's time
         dist.barrier()
         dist.destroy_process_group()

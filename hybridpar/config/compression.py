@@ -1,4 +1,5 @@
-"""The section [compression]: what is sent between ranks in fewer bytes than it has, with what is lost made up for."""
+"""The section [compression]: what is sent between ranks in fewer bytes than it has, with what is
+lost made up for."""
 
 from __future__ import annotations
 
@@ -15,52 +16,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """Codecs of what ranks send to each other. Evaluation, generation and export use none, except with a subspace.
+    """Codecs of what ranks send to each other. Evaluation, generation and export use none, except
+    with a subspace.
 
-    What replicas do not send of a batch's gradients is added to the next one's (error feedback), except with sbpca. It
-    is as large as the gradients, on every replica and with any parallel.zero.
+    What replicas do not send of a batch's gradients is added to the next one's (error feedback),
+    except with sbpca. It is as large as the gradients, on every replica and with any parallel.zero.
     `gradients` has no effect if parallel.dp is 1 and no weight is tied across stages.
     """
 
     messages: Literal["none", "bf16", "int8", "int4", "dct", "subspace"] = "none"
-    """Activations between stages in training. bf16. int8, int4: 8 or 4 bits a feature, and a bfloat16 scale for each 64
-    features of a token; 4 bits after a Hadamard rotation. fp32 takes 2, 3.9 or 7.5 times the bytes. dct: each
-    token's features farthest from zero, and a bit for each feature; the others are zeros behind the link (after
-    arXiv 2010.08899). subspace: a token's coordinates along fixed random directions; the projection becomes a part
-    of the model, also in evaluations, needs the same stages from then on, and is not exported. In small studies int4
-    learned more than either for the same bytes. Exact are messages into a head that is a stage of its own, and what
-    a rank of a V hands to itself."""
+    """Activations between stages in training. bf16. int8, int4: 8 or 4 bits a feature, and a
+    bfloat16 scale for each 64 features of a token; 4 bits after a Hadamard rotation. fp32 takes 2,
+    3.9 or 7.5 times the bytes. dct: each token's features farthest from zero, and a bit for each
+    feature; the others are zeros behind the link (after arXiv 2010.08899). subspace: a token's
+    coordinates along fixed random directions; the projection becomes a part of the model, also in
+    evaluations, needs the same stages from then on, and is not exported. In small studies int4
+    learned more than either for the same bytes. Exact are messages into a head that is a stage of
+    its own, and what a rank of a V hands to itself."""
     messages_backward: Literal["same", "none", "bf16", "int8", "int4"] = "same"
-    """Gradients between stages. same: as `messages`; with dct, those of the features that were sent."""
+    """Gradients between stages. same: as `messages`; with dct, those of the features that were
+    sent."""
     messages_kept: Annotated[float, Within(above=0, most=1)] = 0.1
-    """dct: share of a token's features that is sent, of `tensor`, too. subspace: directions, as a share of features."""
+    """dct: share of a token's features that is sent, of `tensor`, too. subspace: directions, as a
+    share of features."""
     messages_values: Literal["full", "bf16"] = "full"
     """dct, subspace: type of the numbers that are sent, both ways; full: train.dtype."""
     tensor: Literal["none", "bf16", "int8", "int4", "dct"] = "none"
-    """What tp ranks send of their parts of a layer's sums, four times a layer and micro-batch, in training. Every rank
-    gets the parts of all others, so more ranks save less. dct: the largest features of each part; only these have a
-    gradient (messages_kept)."""
+    """What tp ranks send of their parts of a layer's sums, four times a layer and micro-batch, in
+    training. Every rank gets the parts of all others, so more ranks save less. dct: the largest
+    features of each part; only these have a gradient (messages_kept)."""
     gradients: Literal["none", "bf16", "int8", "int4", "dct", "powersgd", "sbpca"] = "none"
-    """What replicas send. bf16, int8, int4: rounded gradients; every replica gets those of all others, so with 4, 8 and
-    16 replicas they take as many bytes as whole ones. dct: elements above a threshold, with their places (arXiv
-    2010.08899). powersgd: two factors of each matrix (arXiv 1905.13727). sbpca: factors of each linear layer's
-    weight, made from activations and their gradients when the batch is over; no gradient is computed whole, and what
-    is lost stays lost (streaming batch PCA, doi 10.1145/3577214). Layers of torch, such as nn.Linear, send theirs
+    """What replicas send. bf16, int8, int4: rounded gradients; every replica gets those of all
+    others, so with 4, 8 and 16 replicas they take as many bytes as whole ones. dct: elements above
+    a threshold, with their places (arXiv 2010.08899). powersgd: two factors of each matrix (arXiv
+    1905.13727). sbpca: factors of each linear layer's weight, made from activations and their
+    gradients when the batch is over; no gradient is computed whole, and what is lost stays lost
+    (streaming batch PCA, doi 10.1145/3577214). Layers of torch, such as nn.Linear, send theirs
     whole."""
     gradients_kept: Annotated[float, Within(above=0, most=1)] = 0.01
     """dct: share of a tensor's elements above a threshold that has just been set."""
     gradients_limit: Annotated[float, Within(1, most=1e6)] = 2.0
-    """dct: most elements that a batch sends of a tensor, in multiples of gradients_kept; the rest waits."""
+    """dct: most elements that a batch sends of a tensor, in multiples of gradients_kept; the rest
+    waits."""
     gradients_period: AtLeastOne = 100
     """dct: batches from one setting of the thresholds to the next."""
     gradients_values: Literal["full", "bf16", "int8", "int4"] = "full"
-    """dct, powersgd: type of the elements or factors that are sent; full: that of gradients. int8, int4: powersgd
-    alone; four or seven times as many columns fit into as many bytes, and they keep far more than rounding loses."""
+    """dct, powersgd: type of the elements or factors that are sent; full: that of gradients. int8,
+    int4: powersgd alone; four or seven times as many columns fit into as many bytes, and they keep
+    far more than rounding loses."""
     gradients_rank: AtLeastOne = 4
     """powersgd, sbpca: columns of each factor."""
     gradients_blocks: AtLeastOne = 4
-    """sbpca: blocks of a batch, made of whole micro-batches in order; at most as many as there are micro-batches. Each
-    is a step, takes as many bytes as a batch of powersgd, and two messages after each other."""
+    """sbpca: blocks of a batch, made of whole micro-batches in order; at most as many as there are
+    micro-batches. Each is a step, takes as many bytes as a batch of powersgd, and two messages
+    after each other."""
     gradients_start: Count = 0
     """First batch that is compressed; those before send whole gradients."""
     gradients_smallest: Count = 1024
@@ -68,13 +77,15 @@ class CompressionConfig:
 
     @property
     def replicas_differ(self) -> bool:
-        """Whether every replica keeps something of its own: what it has not sent of its gradients."""
+        """Whether every replica keeps something of its own: what it has not sent of its
+        gradients."""
         return self.gradients not in ("none", "sbpca")
 
     @property
     def both_ways(self) -> tuple[str, str]:
         """The names of the codecs of activations and of their gradients."""
-        forward, backward = self.messages, self.messages_backward
+        forward = self.messages
+        backward = self.messages_backward
         return forward, forward if backward == "same" else backward
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
@@ -82,24 +93,46 @@ class CompressionConfig:
         for reason in self._against_gradients(config) if self.gradients != "none" else ():
             yield Problem("compression.gradients", self.gradients, reason, "none")
         shapes = [config.model.activation_shape(n) for n in range(config.model.num_blocks - 1)]
-        if self.both_ways != ("none", "none") and any(isinstance(s, dict) or s != shapes[0] for s in shapes):
-            yield Problem("compression.messages", self.messages, "needs one tensor of one shape between all blocks, "
-                          f"and {config.model.kind} has others", "none")
+        if self.both_ways != ("none", "none") and any(
+            isinstance(s, dict) or s != shapes[0] for s in shapes
+        ):
+            yield Problem(
+                "compression.messages",
+                self.messages,
+                "needs one tensor of one shape between all blocks, "
+                f"and {config.model.kind} has others",
+                "none",
+            )
         if self.gradients in ("dct", "sbpca") and self.gradients_values in ("int8", "int4"):
-            yield Problem("compression.gradients_values", self.gradients_values, "is of powersgd's factors, and "
-                          f"compression.gradients is {self.gradients}", "full")
+            yield Problem(
+                "compression.gradients_values",
+                self.gradients_values,
+                f"is of powersgd's factors, and compression.gradients is {self.gradients}",
+                "full",
+            )
         if self.tensor != "none" and config.parallel.sequence:
-            yield Problem("compression.tensor", self.tensor, "does not go with parallel.sequence, with which a rank "
-                          "gets its part of a sum alone", "none")
+            yield Problem(
+                "compression.tensor",
+                self.tensor,
+                "does not go with parallel.sequence, with which a rank "
+                "gets its part of a sum alone",
+                "none",
+            )
 
     @staticmethod
     def _against_gradients(config: Config) -> Iterator[str]:
         if config.parallel.sites > 1:
-            yield (f"does not go with parallel.sites = {config.parallel.sites}, within which links are fast: "
-                   "outer.precision is for what sites send")
+            yield (
+                f"does not go with parallel.sites = {config.parallel.sites}, within which links "
+                "are fast: "
+                "outer.precision is for what sites send"
+            )
         if config.memory.budget:
-            yield (f"does not go with memory.budget = {config.memory.budget}: what a replica has not sent is needed "
-                   "whole, once a batch")
+            yield (
+                f"does not go with memory.budget = {config.memory.budget}: what a replica has not "
+                "sent is needed "
+                "whole, once a batch"
+            )
 
 
 UNCOMPRESSED = CompressionConfig()

@@ -166,11 +166,13 @@ MEGATRON: dict[str, str] = {
     "profile_step_start": ABSENT,
     "profile_step_end": ABSENT,
 }
-"""What stands for a flag (its dashes as underscores): a setting, or one with its value as TOML has it."""
+"""What stands for a flag (its dashes as underscores): a setting, or one with its value as TOML has
+it."""
 
 
 def megatron_flag(name: str) -> str:
-    """What to do about a flag of Megatron-LM, as the end of a sentence; empty if it is none. `name`: without dashes."""
+    """What to do about a flag of Megatron-LM, as the end of a sentence; empty if it is none.
+    `name`: without dashes."""
     setting = MEGATRON.get(name, "")
     if setting == ALWAYS:
         return f"is always so here: leave it out ({PAGE})"

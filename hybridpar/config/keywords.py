@@ -25,21 +25,33 @@ def from_keywords(sections: Mapping[str, Any], base: Config, others: Sequence[st
         others: Names of the function's other keywords, which an unknown name may stand for.
 
     Raises:
-        ConfigError: Names every keyword that is no section, with what to write, and what `from_mapping` refuses.
+        ConfigError: Names every keyword that is no section, with what to write, and what
+            `from_mapping` refuses.
     """
     plain = to_mapping(base)
-    problems = [problem for name, table in sections.items()
-                if (problem := _wrong_keyword(name, table, plain, others)) is not None]
+    problems = [
+        problem
+        for name, table in sections.items()
+        if (problem := _wrong_keyword(name, table, plain, others)) is not None
+    ]
     if problems:
         raise ConfigError(*problems)
-    return from_mapping({name: {key: _as_text(value) for key, value in _table(table).items()}
-                         for name, table in sections.items()}, base)
+    return from_mapping(
+        {
+            name: {key: _as_text(value) for key, value in _table(table).items()}
+            for name, table in sections.items()
+        },
+        base,
+    )
 
 
 def _table(given: Any) -> Mapping[str, Any]:
     """A section's keys and values."""
-    return given if isinstance(given, Mapping) else {field.name: getattr(given, field.name)
-                                                     for field in dataclasses.fields(given)}
+    return (
+        given
+        if isinstance(given, Mapping)
+        else {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    )
 
 
 def _as_text(value: Any) -> Any:
@@ -49,21 +61,39 @@ def _as_text(value: Any) -> Any:
     return [_as_text(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def _wrong_keyword(name: str, table: Any, plain: Mapping[str, Mapping[str, Any]],
-                   others: Sequence[str]) -> Problem | None:
+def _wrong_keyword(
+    name: str, table: Any, plain: Mapping[str, Mapping[str, Any]], others: Sequence[str]
+) -> Problem | None:
     """What is wrong with a keyword; None: it is a section with keys."""
-    is_table = isinstance(table, Mapping) or (dataclasses.is_dataclass(table) and not isinstance(table, type))
+    is_table = isinstance(table, Mapping) or (
+        dataclasses.is_dataclass(table) and not isinstance(table, type)
+    )
     if name == "model" and not isinstance(table, Mapping):
-        return Problem(name, type(table).__name__, "is the first argument, without a name", "Trainer(model, ..)")
+        return Problem(
+            name,
+            type(table).__name__,
+            "is the first argument, without a name",
+            "Trainer(model, ..)",
+        )
     if name in plain:
         key = next((one for one in _MAIN_KEYS if one in plain[name]), next(iter(plain[name])))
         works = f"{name}={{{key!r}: {plain[name][key]!r}}}"
-        return None if is_table else Problem(name, table, "is a section, so it must be a dict of keys", works)
+        return (
+            None
+            if is_table
+            else Problem(name, table, "is a section, so it must be a dict of keys", works)
+        )
     given = "..." if is_table else table
-    if not is_table and (near := meant(name, [f"{section}.{key}" for section in plain for key in plain[section]])):
+    if not is_table and (
+        near := meant(name, [f"{section}.{key}" for section in plain for key in plain[section]])
+    ):
         section, _, key = near[0].partition(".")
         works = f"{section}={{{key!r}: {table!r}}}"
         return Problem(name, given, "is not a keyword: keys stand in their sections", works)
     if near := meant(name, [*plain, *others]):
-        return Problem(name, given, "is not a section of the configuration", " or ".join(near), is_guess=True)
-    return Problem(name, given, f"is not a section of the configuration; there are {', '.join(plain)}")
+        return Problem(
+            name, given, "is not a section of the configuration", " or ".join(near), is_guess=True
+        )
+    return Problem(
+        name, given, f"is not a section of the configuration; there are {', '.join(plain)}"
+    )

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """Where the state of training is kept: weights, gradients, master copy and the optimizer's state.
+    """Where the state of training is kept: weights, gradients, master copy and the optimizer's
+    state.
 
-    With a budget, what is needed soon is in memory and the rest in a file (of a GPU: in memory of the host). What comes
-    when is known from the plan, so the least is moved, ahead of its use. Losses and weights stay the same to the bit if
-    `parts` do.
+    With a budget, what is needed soon is in memory and the rest in a file (of a GPU: in memory of
+    the host). What comes when is known from the plan, so the least is moved, ahead of its use.
+    Losses and weights stay the same to the bit if `parts` do.
     """
 
     budget: Count = 0
@@ -27,18 +28,21 @@ class MemoryConfig:
     folder: str = ""
     """Folder of that file, on a fast disk of the machine; empty: the run's."""
     parts: Count = 0
-    """Parts that a stage's blocks are cut into; one is computed with at a time. 0: each block is a part with a budget,
-    a host optimizer, or parallel.zero 2 or 3; else the stage is whole. Another number changes the order in which three
-    replicas or more sum gradients, and so bits; with parallel.zero 1 that of the gradient norm."""
+    """Parts that a stage's blocks are cut into; one is computed with at a time. 0: each block is a
+    part with a budget, a host optimizer, or parallel.zero 2 or 3; else the stage is whole. Another
+    number changes the order in which three replicas or more sum gradients, and so bits; with
+    parallel.zero 1 that of the gradient norm."""
     host_optimizer: bool = False
-    """The optimizer's state and the master copy are in the host's memory, and the host updates them beside training:
-    gradients go there, weights come back. Under 2bw training waits for neither if a batch is long enough; `hybridpar
-    check` says. Muon's matrices stay. Losses and weights stay the same to the bit if `parts` do."""
+    """The optimizer's state and the master copy are in the host's memory, and the host updates them
+    beside training: gradients go there, weights come back. Under 2bw training waits for neither if
+    a batch is long enough; `hybridpar check` says. Muon's matrices stay. Losses and weights stay
+    the same to the bit if `parts` do."""
     offload_activations: int | tuple[int, ...] | Literal["auto"] = 0
-    """Number of a rank's micro-batches whose activations wait for their backward in a file in `folder`, or, of a GPU,
-    in pinned memory of its host; at most two fewer than it has in flight. Losses and weights stay the same to the bit.
-    A rank's CUDA graphs do not run if any of its micro-batches leave. A list has a number for each rank of a pipeline.
-    "auto": as many on each as cost no time, measured at the start; the loss of CUDA graphs counts as a cost."""
+    """Number of a rank's micro-batches whose activations wait for their backward in a file in
+    `folder`, or, of a GPU, in pinned memory of its host; at most two fewer than it has in flight.
+    Losses and weights stay the same to the bit. A rank's CUDA graphs do not run if any of its
+    micro-batches leave. A list has a number for each rank of a pipeline. "auto": as many on each as
+    cost no time, measured at the start; the loss of CUDA graphs counts as a cost."""
 
     @property
     def num_away(self) -> int | tuple[int, ...]:
@@ -54,16 +58,28 @@ class MemoryConfig:
     def conflicts(self, config: Config) -> Iterator[Problem]:
         away = self.offload_activations
         for reason in self._against_offload(config) if away != 0 else ():
-            yield Problem("memory.offload_activations", list(away) if isinstance(away, tuple) else away, reason, "0")
+            yield Problem(
+                "memory.offload_activations",
+                list(away) if isinstance(away, tuple) else away,
+                reason,
+                "0",
+            )
         if self.budget and config.optim.staleness == "prediction":
-            yield Problem("memory.budget", self.budget, "does not go with optim.staleness = prediction, which keeps a "
-                          "second copy of all weights for evaluations", "0")
+            yield Problem(
+                "memory.budget",
+                self.budget,
+                "does not go with optim.staleness = prediction, which keeps a "
+                "second copy of all weights for evaluations",
+                "0",
+            )
         if self.host_optimizer:
             yield from self._host_conflicts(config)
 
     def _against_offload(self, config: Config) -> Iterator[str]:
-        """What is wrong with activations in a file: their number, and settings that they do not go with."""
-        numbers, pp = (self.num_away,) if isinstance(self.num_away, int) else self.num_away, config.parallel.pp
+        """What is wrong with activations in a file: their number, and settings that they do not go
+        with."""
+        numbers = (self.num_away,) if isinstance(self.num_away, int) else self.num_away
+        pp = config.parallel.pp
         if min(numbers, default=0) < 0:
             yield "must not be negative"
         if self.num_away == numbers and len(numbers) != pp:
@@ -74,11 +90,25 @@ class MemoryConfig:
     def _host_conflicts(self, config: Config) -> Iterator[Problem]:
         optim = config.optim
         if self.budget:
-            yield Problem("memory.budget", self.budget, "does not go with memory.host_optimizer, which keeps in memory "
-                          "all that it updates", "0")
+            yield Problem(
+                "memory.budget",
+                self.budget,
+                "does not go with memory.host_optimizer, which keeps in memory all that it updates",
+                "0",
+            )
         if optim.name == "lamb":
-            yield Problem("optim.name", "lamb", "does not go with memory.host_optimizer: it takes norms of whole "
-                          "parameters, over ranks", "adamw")
+            yield Problem(
+                "optim.name",
+                "lamb",
+                "does not go with memory.host_optimizer: it takes norms of whole "
+                "parameters, over ranks",
+                "adamw",
+            )
         if not config.norms_first:
-            yield Problem("optim.clip_grad", optim.clip_grad, "must be above 0 with memory.host_optimizer and schedule "
-                          "pipedream: the host waits for the norm", "1.0")
+            yield Problem(
+                "optim.clip_grad",
+                optim.clip_grad,
+                "must be above 0 with memory.host_optimizer and schedule "
+                "pipedream: the host waits for the norm",
+                "1.0",
+            )

@@ -19,7 +19,8 @@ class ModelConfig(ModelSpec):
 
     counts: ClassVar[str] = "tokens"  # type: ignore[misc]  # which others say for themselves
     kind: Literal["gpt", "bert"] = "gpt"
-    """Model family: a GPT (causal, predicts the next token) or a BERT (bidirectional, predicts masked tokens)."""
+    """Model family: a GPT (causal, predicts the next token) or a BERT (bidirectional, predicts
+    masked tokens)."""
     num_layers: Annotated[int, Within(1, 10_000)] = 4
     """Transformer layers."""
     hidden_size: Annotated[int, Within(1, 2**20)] = 256
@@ -33,10 +34,11 @@ class ModelConfig(ModelSpec):
     seq_length: Annotated[int, Within(1, 2**24)] = 128
     """Tokens of a sample."""
     max_positions: Annotated[int, Within(0, 2**24)] = 0
-    """Rows of the learned position table, of which the first seq_length are used; of a rotary model only what export
-    writes down. 0: seq_length."""
+    """Rows of the learned position table, of which the first seq_length are used; of a rotary model
+    only what export writes down. 0: seq_length."""
     vocab_size: Annotated[int, Within(1, 2**28)] = 8192
-    """Tokens in the vocabulary: rows of the embedding, and of the tokenizer that is trained on the text."""
+    """Tokens in the vocabulary: rows of the embedding, and of the tokenizer that is trained on the
+    text."""
     tie_embeddings: bool = True
     """Use the weights of the token embedding for the output layer, too."""
     position: Literal["learned", "rotary"] = "learned"
@@ -50,9 +52,11 @@ class ModelConfig(ModelSpec):
     norm_eps: NotNegative = 0.0
     """Added to the variance before its root; 0: 1e-5 for layer_norm, 1e-6 for rms_norm."""
     norm_position: Literal["auto", "pre", "post"] = "auto"
-    """Place of the norm: a sublayer's input, or the sum it leaves; auto: as in the papers, gpt pre, bert post."""
+    """Place of the norm: a sublayer's input, or the sum it leaves; auto: as in the papers, gpt pre,
+    bert post."""
     parallel_residual: bool = False
-    """Attention and MLP of a layer both read its input, as in GPT-NeoX; otherwise the MLP reads what attention left."""
+    """Attention and MLP of a layer both read its input, as in GPT-NeoX; otherwise the MLP reads
+    what attention left."""
     activation: Literal["gelu", "gelu_exact", "swiglu"] = "gelu"
     """gelu: the tanh form; gelu_exact: by the error function, as published BERT weights have it."""
     bias: bool = True
@@ -66,7 +70,8 @@ class ModelConfig(ModelSpec):
     label_smoothing: Share = 0.0
     """Smoothing of the training loss; evaluations have none."""
     logits_chunk: Count = 0
-    """Tokens whose logits exist at a time: computed twice, which takes time and saves memory; 0: all, computed once."""
+    """Tokens whose logits exist at a time: computed twice, which takes time and saves memory; 0:
+    all, computed once."""
     sentence_head: Literal["nsp", "sop", "none"] = "sop"
     """BERT only: next-sentence prediction, sentence-order prediction, or neither."""
 
@@ -75,9 +80,18 @@ class ModelConfig(ModelSpec):
         problems = []
         for name in settings:
             if name not in known:
-                near = [one.removeprefix("model.") for one in meant(f"model.{name}", [f"model.{one}" for one in known])]
-                rule = "is not a setting of ModelConfig" if near else f"is no setting; there are {', '.join(known)}"
-                problems.append(Problem(name, settings[name], rule, " or ".join(near), is_guess=True))
+                near = [
+                    one.removeprefix("model.")
+                    for one in meant(f"model.{name}", [f"model.{one}" for one in known])
+                ]
+                rule = (
+                    "is not a setting of ModelConfig"
+                    if near
+                    else f"is no setting; there are {', '.join(known)}"
+                )
+                problems.append(
+                    Problem(name, settings[name], rule, " or ".join(near), is_guess=True)
+                )
         if problems:
             raise ConfigError(*problems)
         return super().__new__(cls)
@@ -93,7 +107,9 @@ class ModelConfig(ModelSpec):
 
     @property
     def post_norm(self) -> bool:
-        return self.norm_position == "post" or (self.norm_position == "auto" and self.kind == "bert")
+        return self.norm_position == "post" or (
+            self.norm_position == "auto" and self.kind == "bert"
+        )
 
     @property
     def norm_epsilon(self) -> float:
@@ -139,24 +155,47 @@ class ModelConfig(ModelSpec):
 
     def conflicts(self) -> Iterator[Problem]:
         """Settings that do not go together."""
-        heads, hidden = self.num_heads, self.hidden_size
+        heads = self.num_heads
+        hidden = self.hidden_size
         if hidden % heads:
-            yield Problem("model.num_heads", heads, f"must divide model.hidden_size = {hidden}",
-                          str(_nearest_divisor(hidden, heads)))
+            yield Problem(
+                "model.num_heads",
+                heads,
+                f"must divide model.hidden_size = {hidden}",
+                str(_nearest_divisor(hidden, heads)),
+            )
         elif self.position == "rotary" and self.rotary_fraction == 1 and hidden // heads % 2:
-            rule = f"needs an even head size, and model.hidden_size / model.num_heads is {hidden // heads}"
+            rule = (
+                "needs an even head size, and model.hidden_size / model.num_heads is "
+                f"{hidden // heads}"
+            )
             yield Problem("model.position", "rotary", rule, '"learned"')
         if self.position == "learned" and 0 < self.max_positions < self.seq_length:
             short = self.kind == "bert" and self.max_positions < 8
-            yield Problem("model.seq_length", self.seq_length, "must be at most model.max_positions = "
-                          f"{self.max_positions}, the rows of the position table",
-                          f"model.max_positions = {max(self.seq_length, 8)}" if short else str(self.max_positions))
+            yield Problem(
+                "model.seq_length",
+                self.seq_length,
+                "must be at most model.max_positions = "
+                f"{self.max_positions}, the rows of the position table",
+                f"model.max_positions = {max(self.seq_length, 8)}"
+                if short
+                else str(self.max_positions),
+            )
         if self.parallel_residual and self.post_norm:
-            yield Problem("model.parallel_residual", True, "needs the norms before attention and MLP, and "
-                          f"model.norm_position is {self.norm_position} ({self.kind})", 'model.norm_position = "pre"')
+            yield Problem(
+                "model.parallel_residual",
+                True,
+                "needs the norms before attention and MLP, and "
+                f"model.norm_position is {self.norm_position} ({self.kind})",
+                'model.norm_position = "pre"',
+            )
         if heads % self.kv_heads:
-            yield Problem("model.num_kv_heads", self.num_kv_heads, f"must divide model.num_heads = {heads}",
-                          str(_nearest_divisor(heads, self.kv_heads)))
+            yield Problem(
+                "model.num_kv_heads",
+                self.num_kv_heads,
+                f"must divide model.num_heads = {heads}",
+                str(_nearest_divisor(heads, self.kv_heads)),
+            )
         if self.kind == "bert" and self.seq_length < 8:
             rule = "must leave room for [CLS], two segments and two [SEP]"
             yield Problem("model.seq_length", self.seq_length, rule, "8")

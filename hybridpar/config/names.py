@@ -1,4 +1,5 @@
-"""Finds the name that was probably meant by one that is unknown: of a key, a section, a flag or a command."""
+"""Finds the name that was probably meant by one that is unknown: of a key, a section, a flag or a
+command."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 _LIKE = 0.7
-"""Likeness from which on a name may have been meant, as difflib counts it. Below are names that share letters only."""
+"""Likeness from which on a name may have been meant, as difflib counts it. Below are names that
+share letters only."""
 _TYPED_WRONG = 0.85
 """Likeness from which on a word is taken for a misspelled one."""
 _MOST_MEANT = 3
@@ -43,7 +45,8 @@ _SAME = {
 
 
 def meant(word: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that `word` may stand for, the likeliest first; none where nothing is like it.
+    """Return the known names that `word` may stand for, the likeliest first; none where nothing is
+    like it.
 
     Args:
         word: An unknown name, with or without the name of a section and a dot before it.
@@ -53,21 +56,33 @@ def meant(word: str, known: Iterable[str]) -> list[str]:
     word = word.lower().replace("-", "_")
     section, _, key = word.rpartition(".")
     same_key = [name for name in names if name.rpartition(".")[2] == key]
-    elsewhere = key if key in _SAME else next(iter(difflib.get_close_matches(key, _SAME, 1, _TYPED_WRONG)), "")
+    elsewhere = (
+        key
+        if key in _SAME
+        else next(iter(difflib.get_close_matches(key, _SAME, 1, _TYPED_WRONG)), "")
+    )
     others = [name for name in _SAME.get(elsewhere, ()) if name in names]
-    nearest_section = difflib.get_close_matches(section, {name.rpartition(".")[0] for name in names} - {""}, 1, _LIKE)
+    nearest_section = difflib.get_close_matches(
+        section, {name.rpartition(".")[0] for name in names} - {""}, 1, _LIKE
+    )
     beside = [name for name in same_key if name.rpartition(".")[0] in nearest_section]
-    return beside or (others if key in _SAME else []) or same_key or _like(word, key, names) or others
+    return (
+        beside or (others if key in _SAME else []) or same_key or _like(word, key, names) or others
+    )
 
 
 def _like(word: str, key: str, names: Sequence[str]) -> list[str]:
     """Return the name whose key is most like that of a word, of the same section if it has one."""
     beside = [name for name in names if name.rpartition(".")[0] == word.rpartition(".")[0]]
     begins = [name for name in beside if name.rpartition(".")[2].startswith(key)]
-    begins = begins or [name for name in names if len(key) > 1 and name.rpartition(".")[2].startswith(key)]
+    begins = begins or [
+        name for name in names if len(key) > 1 and name.rpartition(".")[2].startswith(key)
+    ]
     if begins:
         return begins[:_MOST_MEANT]
-    likeness = {name: difflib.SequenceMatcher(None, key, name.rpartition(".")[2]).ratio() for name in names}
+    likeness = {
+        name: difflib.SequenceMatcher(None, key, name.rpartition(".")[2]).ratio() for name in names
+    }
     if "." not in word:  # a dot may be missing
         whole = {name: difflib.SequenceMatcher(None, word, name).ratio() for name in names}
         likeness = {name: max(ratio, whole[name]) for name, ratio in likeness.items()}

@@ -23,21 +23,25 @@ class ParallelConfig:
     dp: Annotated[int, Within(0, 2**20)] = 0
     """0: number of processes / (tp * pp * sites)."""
     zero: Literal[0, 1, 2, 3] = 0
-    """State that replicas split. 1: optimizer state, and the fp32 master weights of bf16 and fp16. 2: gradients, too; a
-    block at a time is whole, and is summed over the replicas after each micro-batch. 3: weights, too, gathered block by
-    block. With pipeline.schedule = gpipe, pp = 1 and no tied embeddings a block is summed once a batch, and gathered
-    twice. Whole in any case: an embedding that is tied across stages and, if tp is above 1, norms and biases."""
+    """State that replicas split. 1: optimizer state, and the fp32 master weights of bf16 and fp16.
+    2: gradients, too; a block at a time is whole, and is summed over the replicas after each
+    micro-batch. 3: weights, too, gathered block by block. With pipeline.schedule = gpipe, pp = 1
+    and no tied embeddings a block is summed once a batch, and gathered twice. Whole in any case: an
+    embedding that is tied across stages and, if tp is above 1, norms and biases."""
     sites: Annotated[int, Within(1, 2**10)] = 1
-    """Copies of the whole grid that train apart, each on samples of its own, for slow links between them. They meet
-    every outer.every steps ([outer], DiLoCo). The first 1 / sites of the ranks are the first site. A batch has sites
+    """Copies of the whole grid that train apart, each on samples of its own, for slow links between
+    them. They meet every outer.every steps ([outer], DiLoCo). The first 1 / sites of the ranks are
+    the first site. A batch has sites
     * dp * num_microbatches * micro_batch_size samples."""
     sequence: bool = False
-    """Sequence parallelism over tp: each rank has seq_length / tp rows of norms, dropout, residuals and messages
-    between stages, and all-reduces become reduce-scatters and all-gathers. Any seq_length; no effect if tp is 1."""
+    """Sequence parallelism over tp: each rank has seq_length / tp rows of norms, dropout, residuals
+    and messages between stages, and all-reduces become reduce-scatters and all-gathers. Any
+    seq_length; no effect if tp is 1."""
     tp_pieces: AtLeastOne = 1
-    """Pieces of a micro-batch that are computed in turns: sums over tp of one are under way while another is computed,
-    forward and backward (DeepSpeed-Domino). 2 helps if ranks of tp wait for a link. Gradients are those of so many
-    smaller micro-batches. CPUs, GPT and BERT; no effect if tp is 1."""
+    """Pieces of a micro-batch that are computed in turns: sums over tp of one are under way while
+    another is computed, forward and backward (DeepSpeed-Domino). 2 helps if ranks of tp wait for a
+    link. Gradients are those of so many smaller micro-batches. CPUs, GPT and BERT; no effect if tp
+    is 1."""
 
     @property
     def num_ranks(self) -> int:
@@ -52,24 +56,32 @@ class ParallelConfig:
     def conflicts(self, config: Config) -> Iterator[Problem]:
         """Settings that do not go with those of other sections; the same in every section."""
         if self.tp > (most := config.model.max_tp):
-            yield Problem("parallel.tp", self.tp, f"must be at most {config.model.max_tp_rule}", str(most))
+            yield Problem(
+                "parallel.tp", self.tp, f"must be at most {config.model.max_tp_rule}", str(most)
+            )
         if self.sequence and not isinstance(config.model, ModelConfig):
             yield Problem("parallel.sequence", True, "works with GPT and BERT only", "false")
         if self.zero > 1 and config.memory.host_optimizer:
-            yield Problem("parallel.zero", self.zero, "does not go with memory.host_optimizer = true", "1")
+            yield Problem(
+                "parallel.zero", self.zero, "does not go with memory.host_optimizer = true", "1"
+            )
         if self.tp_pieces > 1:
             yield from self._no_pieces(config)
 
     def _no_pieces(self, config: Config) -> Iterator[Problem]:
         """What keeps micro-batches from being computed in pieces."""
-        train, b = config.train, config.train.micro_batch_size
+        train = config.train
+        b = config.train.micro_batch_size
         rules = {
             f"must divide train.micro_batch_size, {b}": b % self.tp_pieces != 0,
             "works with GPT and BERT only": not isinstance(config.model, ModelConfig),
             "works on CPUs only, as all backwards of a GPU have one thread": train.device == "cuda",
-            "does not go with memory.offload_activations, which looks at one thread's tensors":
-                config.memory.offload_activations != 0,
-            "does not go with train.record_memory and planned_memory, which follow one thread":
-                train.record_memory > 0 or train.planned_memory}
+            "does not go with memory.offload_activations, which looks at one thread's tensors": (
+                config.memory.offload_activations != 0
+            ),
+            "does not go with train.record_memory and planned_memory, which follow one thread": (
+                train.record_memory > 0 or train.planned_memory
+            ),
+        }
         for rule in (rule for rule, broken in rules.items() if broken):
             yield Problem("parallel.tp_pieces", self.tp_pieces, rule, "1")

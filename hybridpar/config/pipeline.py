@@ -15,58 +15,76 @@ if TYPE_CHECKING:
 
 
 def rank_of_stage(stage: int, num_ranks: int, placement: str) -> int:
-    """The rank that holds a stage. loop: round and round; v: there and back, and there again where it has more."""
+    """The rank that holds a stage. loop: round and round; v: there and back, and there again where
+    it has more."""
     turn, rank = divmod(stage, num_ranks)
     return num_ranks - 1 - rank if placement == "v" and turn % 2 else rank
 
 
-FOUND = ("split", "chunks", "warmup", "early_switch", "split_backward", "placement", "activations", "order",
-         "zero_bubble")
+FOUND = (
+    "split",
+    "chunks",
+    "warmup",
+    "early_switch",
+    "split_backward",
+    "placement",
+    "activations",
+    "order",
+    "zero_bubble",
+)
 """Settings of the pipeline that pipeline.schedule = "auto" finds."""
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "2bw", "pipedream", "own", "auto"] = "1f1b"
-    """own: `order`. auto: from all schedules that train the same and fit into memory, the fastest, with its chunks,
-    placement, warm-up, split backwards and order. Measured and simulated before the first step."""
+    schedule: Literal[
+        "naive", "gpipe", "1f1b", "interleaved", "2bw", "pipedream", "own", "auto"
+    ] = "1f1b"
+    """own: `order`. auto: from all schedules that train the same and fit into memory, the fastest,
+    with its chunks, placement, warm-up, split backwards and order. Measured and simulated before
+    the first step."""
     num_microbatches: Annotated[int, Within(1, 2**20)] = 4
     """Micro-batches in a batch of each replica (gradient accumulation when pp = 1)."""
     split: tuple[int, ...] = ()
-    """Blocks of each stage, embedding and head included; empty: balanced by the estimated time of a whole step, with
-    embedding, head and optimizer. The estimate depends on the configuration alone."""
+    """Blocks of each stage, embedding and head included; empty: balanced by the estimated time of a
+    whole step, with embedding, head and optimizer. The estimate depends on the configuration
+    alone."""
     chunks: Count = 0
-    """interleaved, 2bw, own: stages on each rank; stage c * pp + r is chunk c of rank r. 0: 1, interleaved: 2.
-    placement v: an even number; 0: 2. All others have one."""
+    """interleaved, 2bw, own: stages on each rank; stage c * pp + r is chunk c of rank r. 0: 1,
+    interleaved: 2. placement v: an even number; 0: 2. All others have one."""
     recompute: str = "none"
-    """Layers whose activations are computed again in the backward pass: 'none', 'all', or a list such as '0,2-5'.
-    'stage', 'stage:0,2-3': a stage keeps only its input. 'selective', 'selective:0,2-5': outputs of norms and
-    activations alone, which costs little time."""
+    """Layers whose activations are computed again in the backward pass: 'none', 'all', or a list
+    such as '0,2-5'. 'stage', 'stage:0,2-3': a stage keeps only its input. 'selective',
+    'selective:0,2-5': outputs of norms and activations alone, which costs little time."""
     warmup: Literal["depth", "latency", "bandwidth"] = "depth"
-    """Forwards that stage r runs ahead. depth: p-1-r. latency: 2(p-1-r), which hides transfers of up to half a forward
-    and backward. bandwidth, 2bw alone: 3(p-1-r), which hides those of up to a whole one."""
+    """Forwards that stage r runs ahead. depth: p-1-r. latency: 2(p-1-r), which hides transfers of
+    up to half a forward and backward. bandwidth, 2bw alone: 3(p-1-r), which hides those of up to a
+    whole one."""
     early_switch: int | Literal["off", "auto"] = "off"
-    """2bw. 'off': all micro-batches of a batch use the older weights, as in the paper. L: only the first pp-1+L do.
-    'auto': the smallest L that costs no time, measured before the first step."""
+    """2bw. 'off': all micro-batches of a batch use the older weights, as in the paper. L: only the
+    first pp-1+L do. 'auto': the smallest L that costs no time, measured before the first step."""
     gradient_buffers: Literal[0, 1, 2] = 0
-    """2bw. 2: a batch accumulates while the one before is reduced and applied; 1 saves the memory and waits. 0: what
-    the schedule can use."""
+    """2bw. 2: a batch accumulates while the one before is reduced and applied; 1 saves the memory
+    and waits. 0: what the schedule can use."""
     split_backward: bool = False
-    """A backward runs in two parts: the gradient of a stage's input (I) leaves while those of its weights (W) are still
-    computed. Losses and weights stay the same to the bit; each part keeps its inputs for longer."""
+    """A backward runs in two parts: the gradient of a stage's input (I) leaves while those of its
+    weights (W) are still computed. Losses and weights stay the same to the bit; each part keeps its
+    inputs for longer."""
     placement: Literal["loop", "v"] = "loop"
-    """Where the stages of a rank are, if it has several. loop: stage c * pp + r is chunk c of rank r. v, with 1f1b, 2bw
-    or own, and split_backward: rank r has stages r and 2 * pp - 1 - r, so embedding and head are on one. With chunks
-    = 4 and more, there and back again; not 2bw."""
+    """Where the stages of a rank are, if it has several. loop: stage c * pp + r is chunk c of rank
+    r. v, with 1f1b, 2bw or own, and split_backward: rank r has stages r and 2 * pp - 1 - r, so
+    embedding and head are on one. With chunks = 4 and more, there and back again; not 2bw."""
     activations: Literal["full", "half", "min"] = "full"
-    """placement v: most that a rank keeps for backwards. full: as much as 1f1b's first rank (ZB-V, the fewest gaps).
-    half: about half of that (V-Half). min: about a third (V-Min), with gaps if I or W takes longer than F."""
+    """placement v: most that a rank keeps for backwards. full: as much as 1f1b's first rank (ZB-V,
+    the fewest gaps). half: about half of that (V-Half). min: about a third (V-Min), with gaps if I
+    or W takes longer than F."""
     order: tuple[str, ...] = ()
-    """own: what each rank computes of a batch, such as "F0 F1 B0 B1": forwards and backwards of its micro-batches. With
-    split_backward I and W may stand for B. F0b, F0c .. are on the second, third .. stage of a rank."""
+    """own: what each rank computes of a batch, such as "F0 F1 B0 B1": forwards and backwards of its
+    micro-batches. With split_backward I and W may stand for B. F0b, F0c .. are on the second, third
+    .. stage of a rank."""
     zero_bubble: bool = False
-    """1f1b and interleaved, with split_backward: W waits, and fills the drain; on each rank for as many micro-batches
-    as it holds fewer than the first rank."""
+    """1f1b and interleaved, with split_backward: W waits, and fills the drain; on each rank for as
+    many micro-batches as it holds fewer than the first rank."""
     sync_steps: Annotated[int, Within(0, 2**40)] = 0
     """2bw, pipedream: number of first steps that run as 1f1b, without stale gradients."""
 
@@ -82,22 +100,44 @@ class PipelineConfig:
     def conflicts(self, config: Config) -> Iterator[Problem]:
         if self.schedule == "auto":
             rule = 'must be left out with pipeline.schedule = "auto", which finds it'
-            yield from (Problem(f"pipeline.{f.name}", getattr(self, f.name), rule, json.dumps(f.default))
-                        for f in fields(self) if f.name in FOUND and getattr(self, f.name) != f.default)
+            yield from (
+                Problem(f"pipeline.{f.name}", getattr(self, f.name), rule, json.dumps(f.default))
+                for f in fields(self)
+                if f.name in FOUND and getattr(self, f.name) != f.default
+            )
             return
         if self.early_switch == "auto" and self.schedule != "2bw":
             rule = f"schedule {self.schedule} has no such option, only 2bw"
             yield Problem("pipeline.early_switch", "auto", rule, "off")
         if self.zero_bubble and not self.split_backward:
-            yield Problem("pipeline.split_backward", "false", "must be true with pipeline.zero_bubble, which moves the "
-                          "second part of a backward", "true")
+            yield Problem(
+                "pipeline.split_backward",
+                "false",
+                "must be true with pipeline.zero_bubble, which moves the second part of a backward",
+                "true",
+            )
         if self.placement == "v" and not self.split_backward:
-            yield Problem("pipeline.split_backward", "false", "must be true with pipeline.placement = v, whose order "
-                          "is of both parts of a backward", "true")
-        if not self.split_backward and any(word[0] in "IW" for line in self.order for word in line.split()):
-            yield Problem("pipeline.split_backward", "false", "must be true where pipeline.order has I and W", "true")
+            yield Problem(
+                "pipeline.split_backward",
+                "false",
+                "must be true with pipeline.placement = v, whose order "
+                "is of both parts of a backward",
+                "true",
+            )
+        if not self.split_backward and any(
+            word[0] in "IW" for line in self.order for word in line.split()
+        ):
+            yield Problem(
+                "pipeline.split_backward",
+                "false",
+                "must be true where pipeline.order has I and W",
+                "true",
+            )
         if self.num_chunks > 1 and self.early_switch == "auto":
-            rule = f"is of one stage on each rank, and each has {self.num_chunks} (pipeline.placement, pipeline.chunks)"
+            rule = (
+                f"is of one stage on each rank, and each has {self.num_chunks} "
+                "(pipeline.placement, pipeline.chunks)"
+            )
             yield Problem("pipeline.early_switch", "auto", rule, "off")
         if self.activations != "full" and (self.placement != "v" or self.schedule == "own"):
             rule = "needs pipeline.placement = v and schedule 1f1b or 2bw"

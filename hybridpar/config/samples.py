@@ -1,4 +1,5 @@
-"""Samples for whatever runs a custom model without training it: `verify`, profiles, shapes and predicted memory."""
+"""Samples for whatever runs a custom model without training it: `verify`, profiles, shapes and
+predicted memory."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _MOST = 256
 class SampleSource:
     """The first samples of a data set.
 
-    dataset: what training is given in place of the data set: the data set itself, or of an iterator one that yields
+    dataset: what training is given in place of the data set: the data set itself, or of an iterator
+    one that yields
         the samples again that were taken from it.
     """
 
@@ -25,12 +27,15 @@ class SampleSource:
         self._taken: list[Any] = []
 
     def sample(self, number: int, seed: int) -> dict[str, Any]:
-        """Return one sample, the same for the same arguments. Raises: ConfigError if the data set is empty."""
+        """Return one sample, the same for the same arguments. Raises: ConfigError if the data set
+        is empty."""
         samples: Any = self.dataset
         if not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
             samples = self._taken = self._taken or self._first()
         if not len(samples):
-            raise config_error("datasets", "train", "must have at least one sample", '[{"x": .., "y": ..}, ..]')
+            raise config_error(
+                "datasets", "train", "must have at least one sample", '[{"x": .., "y": ..}, ..]'
+            )
         return samples[(number + seed) % len(samples)]
 
     def _first(self) -> list[Any]:

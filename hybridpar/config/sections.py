@@ -27,11 +27,12 @@ from hybridpar.errors import Problem, config_error
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """An entry of optim.groups: what is different for the parameters whose global names match its pattern."""
+    """An entry of optim.groups: what is different for the parameters whose global names match its
+    pattern."""
 
     pattern: str
-    """Global names, such as "blocks.0.*" or "*.bias": * stands for any characters (dots too), ? for one, [ab] for one
-    of these."""
+    """Global names, such as "blocks.0.*" or "*.bias": * stands for any characters (dots too), ? for
+    one, [ab] for one of these."""
     lr: NotNegative = 1.0
     """Factor of the learning rate."""
     weight_decay: NotNegative = 1.0
@@ -51,24 +52,28 @@ class OptimConfig:
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: Count = 0
-    """Updates over which the learning rate rises to lr. Schedules count updates: a step whose update is skipped, by an
-    overflow of fp16 or an anomaly, uses up none of the warm-up or the decay."""
+    """Updates over which the learning rate rises to lr. Schedules count updates: a step whose
+    update is skipped, by an overflow of fp16 or an anomaly, uses up none of the warm-up or the
+    decay."""
     decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """wsd: constant but for the last steps, so a run can be made longer (train.num_steps) from before these."""
+    """wsd: constant but for the last steps, so a run can be made longer (train.num_steps) from
+    before these."""
     decay_steps: Count = 0
-    """Update at which min_lr is reached, 0: train.num_steps; wsd: how many updates the decay at the end takes, 0: a
-    fifth of train.num_steps."""
+    """Update at which min_lr is reached, 0: train.num_steps; wsd: how many updates the decay at the
+    end takes, 0: a fifth of train.num_steps."""
     lr_points: Annotated[tuple[tuple[int, float], ...], Within(0)] = ()
-    """Learning rates by update, in the place of the five settings above: [[0, 0.0], [100, 1e-3], [1000, 1e-4]]. Between
-    two points the rate is linear; before the first and after the last it is constant. The first update is number 0."""
+    """Learning rates by update, in the place of the five settings above: [[0, 0.0], [100, 1e-3],
+    [1000, 1e-4]]. Between two points the rate is linear; before the first and after the last it is
+    constant. The first update is number 0."""
     groups: tuple[ParameterGroup, ...] = ()
-    """[[optim.groups]]: parameters with another learning rate or weight decay, or none. Each entry has a `pattern` of
-    global names, `lr` and `weight_decay` (factors, 1.0), and `frozen` (false). The first pattern that matches a
-    parameter decides."""
+    """[[optim.groups]]: parameters with another learning rate or weight decay, or none. Each entry
+    has a `pattern` of global names, `lr` and `weight_decay` (factors, 1.0), and `frozen` (false).
+    The first pattern that matches a parameter decides."""
     weight_decay: NotNegative = 0.01
     """Weight decay, not of biases and norms. Decoupled; with sgd it is added to the gradient."""
     betas: Annotated[tuple[float, float], Within(0, below=1)] = (0.9, 0.999)
-    """Decay of the averages of gradients and of their squares: adamw, lamb, and what muon leaves to adamw."""
+    """Decay of the averages of gradients and of their squares: adamw, lamb, and what muon leaves to
+    adamw."""
     eps: Positive = 1e-8
     """Added to the denominator: adamw, lamb, and what muon leaves to adamw."""
     momentum: NotNegative = 0.9
@@ -78,7 +83,8 @@ class OptimConfig:
     staleness: Literal["none", "extrapolation", "prediction", "nesterov", "lr_rescale"] = "none"
     """Remedy for gradients that are a step old (schedules 2bw and pipedream)."""
     staleness_steps: Count = 0
-    """lr_rescale: steps over which the learning rate returns to its full value; 0: a tenth of train.num_steps."""
+    """lr_rescale: steps over which the learning rate returns to its full value; 0: a tenth of
+    train.num_steps."""
     clip_grad: NotNegative = 1.0
     """Largest global gradient norm; 0: no clipping."""
     loss_scale: Positive = 65536.0
@@ -93,24 +99,47 @@ class OptimConfig:
         if any(step <= before for (before, _), (step, _) in pairwise(self.lr_points)):
             ordered = [list(point) for point in sorted(dict(self.lr_points).items())]
             given = [list(point) for point in self.lr_points]
-            yield Problem("optim.lr_points", given, "must be points [update, learning rate], each of a later update "
-                          "than the one before", str(ordered))
+            yield Problem(
+                "optim.lr_points",
+                given,
+                "must be points [update, learning rate], each of a later update "
+                "than the one before",
+                str(ordered),
+            )
         for number, group in enumerate(self.groups):
             for name, value, broken in broken_rules(group):
                 yield Problem(f"optim.groups[{number}].{name}", value, broken.rule, "1.0")
         schedule = config.pipeline.schedule
         works = schedules_with_staleness(self.staleness)
         if works and schedule not in works:
-            yield Problem("optim.staleness", self.staleness, "makes up for old gradients as pipeline.schedule = "
-                          f"{' or '.join(works)} has them, not {schedule}", '"none"')
+            yield Problem(
+                "optim.staleness",
+                self.staleness,
+                "makes up for old gradients as pipeline.schedule = "
+                f"{' or '.join(works)} has them, not {schedule}",
+                '"none"',
+            )
         if self.staleness == "nesterov" and self.name in ("lamb", "own"):
-            yield Problem("optim.staleness", "nesterov", f"{self.name} has no Nesterov form",
-                          '"extrapolation"' if schedule == "2bw" else '"none"')
+            yield Problem(
+                "optim.staleness",
+                "nesterov",
+                f"{self.name} has no Nesterov form",
+                '"extrapolation"' if schedule == "2bw" else '"none"',
+            )
         if (self.name == "own") != bool(self.spec):
-            yield Problem("optim.spec", self.spec, f"goes with optim.name = own, and optim.name is {self.name}",
-                          '"my_package.my_module:MyRule", or optim.name = "adamw"' if self.name == "own" else
-                          'optim.name = "own"')
-        if self.name in ("sgd", "muon") and (self.nesterov or self.staleness == "nesterov") and self.momentum <= 0:
+            yield Problem(
+                "optim.spec",
+                self.spec,
+                f"goes with optim.name = own, and optim.name is {self.name}",
+                '"my_package.my_module:MyRule", or optim.name = "adamw"'
+                if self.name == "own"
+                else 'optim.name = "own"',
+            )
+        if (
+            self.name in ("sgd", "muon")
+            and (self.nesterov or self.staleness == "nesterov")
+            and self.momentum <= 0
+        ):
             yield Problem("optim.momentum", self.momentum, "Nesterov needs momentum above 0", "0.9")
 
 
@@ -121,34 +150,47 @@ class CheckpointConfig:
     keep: AtLeastOne = 2
     """Number of newest checkpoints that stay."""
     keep_best: Count = 0
-    """Number of checkpoints that stay besides, with the lowest validation losses of steps that were evaluated."""
+    """Number of checkpoints that stay besides, with the lowest validation losses of steps that were
+    evaluated."""
     best_by: str = ""
-    """Name of the validation set whose loss keep_best compares, if sets have names; empty: the first one."""
+    """Name of the validation set whose loss keep_best compares, if sets have names; empty: the
+    first one."""
     asynchronous: bool = True
-    """Training goes on while a copy of its state, in host memory, is written. The last save of a run has no copy."""
+    """Training goes on while a copy of its state, in host memory, is written. The last save of a
+    run has no copy."""
     max_failed_saves: AtLeastOne = 3
-    """Number of saves failing in a row that ends the run; after fewer it trains on, and the next one tries again."""
+    """Number of saves failing in a row that ends the run; after fewer it trains on, and the next
+    one tries again."""
     read_back: bool = False
-    """Every file is read again, from the disk where the system can be told so, and compared with its checksums before
-    the checkpoint is published."""
+    """Every file is read again, from the disk where the system can be told so, and compared with
+    its checksums before the checkpoint is published."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
-        train, sets = config.train, config.data.valid_sets
+        train = config.train
+        sets = config.data.valid_sets
         if self.best_by and sets and self.best_by not in sets:
-            rule = f"must be the name of a validation set, and data.valid_sets has {', '.join(sets)}"
+            rule = (
+                f"must be the name of a validation set, and data.valid_sets has {', '.join(sets)}"
+            )
             yield Problem("checkpoint.best_by", self.best_by, rule, f'"{next(iter(sets))}"')
         if self.keep_best and not train.eval_interval:
             rule = "needs validation losses, and train.eval_interval is 0"
             yield Problem("checkpoint.keep_best", self.keep_best, rule, "0")
         elif self.keep_best and train.save_interval % train.eval_interval:
-            yield Problem("train.save_interval", train.save_interval, "must be a multiple of train.eval_interval = "
-                          f"{train.eval_interval}, so that checkpoint.keep_best can tell which checkpoint is best",
-                          str(-(-train.save_interval // train.eval_interval) * train.eval_interval))
+            yield Problem(
+                "train.save_interval",
+                train.save_interval,
+                "must be a multiple of train.eval_interval = "
+                f"{train.eval_interval}, so that checkpoint.keep_best can tell which checkpoint is "
+                "best",
+                str(-(-train.save_interval // train.eval_interval) * train.eval_interval),
+            )
 
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """Backend of each op: 'auto' takes the fastest that can run here, any other name must be able to."""
+    """Backend of each op: 'auto' takes the fastest that can run here, any other name must be able
+    to."""
 
     layer_norm: str = "auto"
     """LayerNorm."""
@@ -194,7 +236,8 @@ class RunConfig:
     dir: str = "runs"
     """Folder of all runs."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
-    """Services that are sent the numbers of metrics.jsonl, each as its own environment variables set it up."""
+    """Services that are sent the numbers of metrics.jsonl, each as its own environment variables
+    set it up."""
     project: str = "hybridpar"
     """The run's project (wandb), or experiment (mlflow)."""
 
@@ -204,10 +247,20 @@ class RunConfig:
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         parts = Path(self.name).parts
-        if not parts or Path(self.name).is_absolute() or ".." in parts or not self.name.isprintable():
+        if (
+            not parts
+            or Path(self.name).is_absolute()
+            or ".." in parts
+            or not self.name.isprintable()
+        ):
             yield Problem("run.name", self.name, "must be the name of a folder in run.dir", "run")
         elif os.path.abspath(self.folder) == os.path.abspath(config.cache_folder):
-            yield Problem("run.name", self.name, "must not name the folder of prepared corpora (data.cache)", "run")
+            yield Problem(
+                "run.name",
+                self.name,
+                "must not name the folder of prepared corpora (data.cache)",
+                "run",
+            )
         for name in self.trackers:
             if importlib.util.find_spec(name) is None:
                 yield Problem("run.trackers", name, "is not installed", f"pip install {name}")
@@ -215,7 +268,8 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Predictions of `hybridpar plan` for this configuration; a run says at its end how they compare."""
+    """Predictions of `hybridpar plan` for this configuration; a run says at its end how they
+    compare."""
 
     step_ms: NotNegative = 0.0
     """Time of a step; 0: nothing is predicted."""
@@ -228,6 +282,7 @@ class PlanConfig:
 @dataclass(frozen=True)
 class Config:
     """All settings of a run: a field for each section of a TOML file."""
+
     model: ModelSpec = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
@@ -254,9 +309,14 @@ class Config:
     def norms_first(self) -> bool:
         """Whether an update waits for the norm of the whole gradient.
 
-        pipedream's stages update at different times; without clipping none needs to wait for the others.
+        pipedream's stages update at different times; without clipping none needs to wait for the
+        others.
         """
-        return self.pipeline.schedule != "pipedream" or self.optim.clip_grad > 0 or self.train.dtype == "fp16"
+        return (
+            self.pipeline.schedule != "pipedream"
+            or self.optim.clip_grad > 0
+            or self.train.dtype == "fp16"
+        )
 
     @property
     def feeds_back(self) -> bool:
@@ -265,13 +325,14 @@ class Config:
 
     @property
     def state_moves(self) -> bool:
-        """Whether some of what replicas share is whole of a part of the blocks at a time: with ZeRO-3 weights, and from
-        ZeRO-2 on gradients, if these are not compressed."""
+        """Whether some of what replicas share is whole of a part of the blocks at a time: with
+        ZeRO-3 weights, and from ZeRO-2 on gradients, if these are not compressed."""
         return self.parallel.zero > 1 + self.feeds_back and self.parallel.dp > 1
 
     @property
     def projects(self) -> bool:
-        """Whether messages between stages are projections, which then are a part of what was trained."""
+        """Whether messages between stages are projections, which then are a part of what was
+        trained."""
         return self.compression.messages == "subspace" and self.parallel.pp > 1
 
     @property
@@ -287,14 +348,19 @@ class Config:
     @property
     def saves_beside_training(self) -> bool:
         """Whether a copy of the training state will be written while training goes on."""
-        return self.checkpoint.asynchronous and not self.memory.budget and (
-            0 < self.train.save_interval < self.train.num_steps)
+        return (
+            self.checkpoint.asynchronous
+            and not self.memory.budget
+            and (0 < self.train.save_interval < self.train.num_steps)
+        )
 
     @property
     def has_equal_layers(self) -> bool:
-        """Whether all layers are alike, so that one shows what each takes: those of a GPT or BERT without a frozen
-        one."""
-        return isinstance(self.model, ModelConfig) and not any(group.frozen for group in self.optim.groups)
+        """Whether all layers are alike, so that one shows what each takes: those of a GPT or BERT
+        without a frozen one."""
+        return isinstance(self.model, ModelConfig) and not any(
+            group.frozen for group in self.optim.groups
+        )
 
     @property
     def cache_folder(self) -> Path:
@@ -310,12 +376,27 @@ class Config:
         """The model, where that is a GPT or a BERT. Raises: ConfigError."""
         if isinstance(self.model, ModelConfig):
             return self.model
-        raise config_error("model.spec", spec_name(type(self.model)), "works with GPT and BERT only",
-                           'model.kind = "gpt"')
+        raise config_error(
+            "model.spec",
+            spec_name(type(self.model)),
+            "works with GPT and BERT only",
+            'model.kind = "gpt"',
+        )
 
     def conflicts(self) -> Iterator[Problem]:
         """Settings that do not go together, whatever the job; each value alone is allowed."""
         yield from self.model.conflicts()
-        for section in (self.parallel, self.pipeline, self.optim, self.train, self.data, self.memory, self.run,
-                        self.checkpoint, self.anomalies, self.outer, self.compression):
+        for section in (
+            self.parallel,
+            self.pipeline,
+            self.optim,
+            self.train,
+            self.data,
+            self.memory,
+            self.run,
+            self.checkpoint,
+            self.anomalies,
+            self.outer,
+            self.compression,
+        ):
             yield from section.conflicts(self)

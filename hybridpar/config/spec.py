@@ -5,8 +5,8 @@
         depth: int = 6                       spec = "my_package:Classifier"
         width: int = 192                     depth = 12
 
-A model is a row of blocks, numbered from 0: `block(x, batch, key) -> x`. The first one takes no x, the last one returns
-its partial losses by name, or these and metrics.
+A model is a row of blocks, numbered from 0: `block(x, batch, key) -> x`. The first one takes no x,
+the last one returns its partial losses by name, or these and metrics.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ T = TypeVar("T")
 
 
 class ModelSpec:
-    """A model as a frozen dataclass: its fields are the keys of [model]; methods say how it is built.
+    """A model as a frozen dataclass: its fields are the keys of [model]; methods say how it is
+    built.
 
-    To be defined: `num_blocks`, `block`, `activation_shape`; to be trained on data, `dataset` or Trainer's `datasets`;
-    without either, `sample`. The defaults of the others are those of a model whose blocks no axis divides and whose
-    losses are means over samples.
+    To be defined: `num_blocks`, `block`, `activation_shape`; to be trained on data, `dataset` or
+    Trainer's `datasets`; without either, `sample`. The defaults of the others are those of a model
+    whose blocks no axis divides and whose losses are means over samples.
     """
 
     kind: str = ""
@@ -43,8 +44,9 @@ class ModelSpec:
     losses: ClassVar[Sequence[str]] = ("loss",)
     """Names of the partial losses that the last block returns. Their sum is trained."""
     metric_names: ClassVar[Sequence[str]] = ()
-    """Names of metrics, such as accuracy. With metrics, the last block returns two dicts, (losses, metrics), whose
-    numbers have the same divisors. Metrics are reported under their names, and train nothing."""
+    """Names of metrics, such as accuracy. With metrics, the last block returns two dicts, (losses,
+    metrics), whose numbers have the same divisors. Metrics are reported under their names, and
+    train nothing."""
     tie_embeddings: bool = False
     """Whether the first block and the last one share parameters (`Placement.tied`)."""
     max_tp: int = 1
@@ -65,20 +67,24 @@ class ModelSpec:
         raise self._undefined("num_blocks = 8")
 
     def block(self, number: int, build: Any) -> nn.Module:
-        """Block `number`, on the axes, the device and with the type of `build` (models.build.Build)."""
+        """Block `number`, on the axes, the device and with the type of `build`
+        (models.build.Build)."""
         raise self._undefined("def block(self, number, build): ...")
 
     def activation_shape(self, number: int) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
-        """The shape of one sample of block `number`'s output, features last. The last block's is not asked for.
+        """The shape of one sample of block `number`'s output, features last. The last block's is
+        not asked for.
 
         If a block returns several tensors in a dict, so are the shapes.
         """
         raise self._undefined("def activation_shape(self, number): ...")
 
     def sample(self, number: int, seed: int) -> dict[str, Any]:
-        """A random sample in the form of the data's: arrays by name, the same for the same arguments.
+        """A random sample in the form of the data's: arrays by name, the same for the same
+        arguments.
 
-        `verify`, profiles and predicted memory use it. By default it is one of the training set's samples.
+        `verify`, profiles and predicted memory use it. By default it is one of the training set's
+        samples.
         """
         source = _lent.get(spec_name(type(self))) or _own_samples(self)
         if source is None:
@@ -87,25 +93,28 @@ class ModelSpec:
 
     @classmethod
     def lend(cls, source: SampleSource) -> None:
-        """Give all models of this class the samples that `sample` returns, if the class does not define it."""
+        """Give all models of this class the samples that `sample` returns, if the class does not
+        define it."""
         _lent[spec_name(cls)] = source
 
     def dataset(self, part: str) -> Any:
         """The samples of "train" or "valid", dicts of arrays by name; None: there are none.
 
-        A map-style dataset (`len`, `[i]`) is shuffled. An iterable keeps its own order, and a resumed run skips what it
-        has seen. A function returns an iterator that begins at the sample of a given number. Several validation sets
-        are a dict by their names.
+        A map-style dataset (`len`, `[i]`) is shuffled. An iterable keeps its own order, and a
+        resumed run skips what it has seen. A function returns an iterator that begins at the sample
+        of a given number. Several validation sets are a dict by their names.
         """
         return None
 
     def num_targets(self, sample: dict[str, Any]) -> int:
-        """How many labels of a sample count: losses divide by their number in the batch, `batch["num_targets"]`."""
+        """How many labels of a sample count: losses divide by their number in the batch,
+        `batch["num_targets"]`."""
         return 1
 
     @property
     def counts_targets(self) -> bool:
-        """Whether the model counts labels; otherwise each sample is one target, and none need be read to count them."""
+        """Whether the model counts labels; otherwise each sample is one target, and none need be
+        read to count them."""
         return type(self).num_targets is not ModelSpec.num_targets
 
     @property
@@ -121,7 +130,8 @@ class ModelSpec:
         return {}
 
     def start_checksum(self, *, resumes: bool) -> str:
-        """A checksum of the weights that a program has made, from which training starts; empty: there are none.
+        """A checksum of the weights that a program has made, from which training starts; empty:
+        there are none.
 
         resumes: the trained weights come from a checkpoint instead.
         """
@@ -133,7 +143,8 @@ class ModelSpec:
         return "model.spec", spec_name(type(self))
 
     def forward_flops(self, number: int) -> int | None:
-        """Operations of the forward pass of block `number` for a sample. None: they are counted as its code runs."""
+        """Operations of the forward pass of block `number` for a sample. None: they are counted as
+        its code runs."""
         return None
 
     def conflicts(self) -> Iterator[Problem]:
@@ -146,7 +157,8 @@ class ModelSpec:
 
 
 _lent: dict[str, SampleSource] = {}
-"""Samples by the name of a class, as a configuration, which names the class, cannot hold a data set."""
+"""Samples by the name of a class, as a configuration, which names the class, cannot hold a data
+set."""
 
 
 @lru_cache(maxsize=4)
@@ -163,7 +175,8 @@ def spec_error(model: ModelSpec, rule: str, works: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class UnloadedModel(ModelSpec):
-    """A custom model of a run folder whose code was not imported: its name and its settings, and nothing else.
+    """A custom model of a run folder whose code was not imported: its name and its settings, and
+    nothing else.
 
     name: "module:class". settings: the keys of [model] with their values.
     """
@@ -189,13 +202,18 @@ class UnloadedModel(ModelSpec):
 
 
 def not_imported(field: str, name: str) -> ConfigError:
-    """The error for code that a run folder names and that nobody has imported. `field`: the key that names it."""
-    rule = "names code that is not imported: reading a run folder runs no code unless you say that you trust it"
+    """The error for code that a run folder names and that nobody has imported. `field`: the key
+    that names it."""
+    rule = (
+        "names code that is not imported: reading a run folder runs no code unless you say that "
+        "you trust it"
+    )
     return ConfigError(Problem(field, name, rule, "--trust, if you know who wrote the code"))
 
 
 def message_shape(model: ModelSpec, number: int) -> tuple[int, ...]:
-    """The shape of one sample of what goes on from block `number` to another stage: several tensors are one row.
+    """The shape of one sample of what goes on from block `number` to another stage: several tensors
+    are one row.
 
     A model of one block sends nothing.
     """
@@ -213,7 +231,8 @@ def model_settings(model: ModelSpec) -> dict[str, Any]:
 
 
 def spec_name(kind: type) -> str:
-    """The name under which a configuration finds the class: "module:class". Of a script, the module is its file."""
+    """The name under which a configuration finds the class: "module:class". Of a script, the module
+    is its file."""
     module = kind.__module__
     if module == "__main__" and (path := getattr(sys.modules["__main__"], "__file__", "")):
         module = Path(path).stem
@@ -221,19 +240,27 @@ def spec_name(kind: type) -> str:
 
 
 def known_spec(name: str) -> type[ModelSpec]:
-    """The class of that name, which must have been imported: what a checkpoint says imports nothing.
+    """The class of that name, which must have been imported: what a checkpoint says imports
+    nothing.
 
     Raises: ConfigError.
     """
     if (found := _imported(name, ModelSpec)) is None:
-        rule = "is a model that this program does not know, and what a checkpoint names is not imported"
-        raise ConfigError(Problem("model.spec", name, rule, f'a configuration with spec = "{name}", or its import'))
+        rule = (
+            "is a model that this program does not know, and what a checkpoint names is not "
+            "imported"
+        )
+        raise ConfigError(
+            Problem(
+                "model.spec", name, rule, f'a configuration with spec = "{name}", or its import'
+            )
+        )
     return found
 
 
 def _imported(name: str, base: type[T]) -> type[T] | None:
-    """The class of that name, where its module has been imported; the newest, if it was defined more than once, as
-    when a cell of a notebook runs again."""
+    """The class of that name, where its module has been imported; the newest, if it was defined
+    more than once, as when a cell of a notebook runs again."""
     left = [base]
     while left:
         kind = left.pop()
@@ -244,7 +271,8 @@ def _imported(name: str, base: type[T]) -> type[T] | None:
 
 
 def is_imported(name: str, base: type) -> bool:
-    """Whether the class that "module:class" names has been imported. `base`: what it inherits from."""
+    """Whether the class that "module:class" names has been imported. `base`: what it inherits
+    from."""
     return _imported(name, base) is not None
 
 
@@ -262,7 +290,9 @@ def import_spec(name: str, folders: Sequence[str | Path] = (".",)) -> type[Model
     return found
 
 
-def import_class(field: str, name: str, base: type[T], folders: Sequence[str | Path] = (".",)) -> type[T]:
+def import_class(
+    field: str, name: str, base: type[T], folders: Sequence[str | Path] = (".",)
+) -> type[T]:
     """The class that "module:class" names, imported; modules of `folders` come before others.
 
     `field`: the key that names it; `base`: what it must inherit from. Raises: ConfigError.
@@ -278,16 +308,23 @@ def import_class(field: str, name: str, base: type[T], folders: Sequence[str | P
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
-        rule = f"cannot be imported ({error}); Python looks in {', '.join(paths)} and in what is installed"
+        rule = (
+            f"cannot be imported ({error}); Python looks in {', '.join(paths)} and in what is "
+            "installed"
+        )
         raise ConfigError(Problem(field, name, rule, works)) from error
     if not (isinstance(found, type) and issubclass(found, base)):
-        rule = f"must name a class that inherits from hybridpar.{base.__name__}; {attribute} of {module} is {found!r}"
+        rule = (
+            f"must name a class that inherits from hybridpar.{base.__name__}; {attribute} of "
+            f"{module} is {found!r}"
+        )
         raise ConfigError(Problem(field, name, rule, works))
     return found
 
 
 def require_settings(kind: type[ModelSpec]) -> None:
-    """Raises: ConfigError where the class is no frozen dataclass whose fields all have types and defaults."""
+    """Raises: ConfigError where the class is no frozen dataclass whose fields all have types and
+    defaults."""
     if not is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         rule = "must be a frozen dataclass"
         raise ConfigError(Problem("model.spec", spec_name(kind), rule, "@dataclass(frozen=True)"))
@@ -297,10 +334,15 @@ def require_settings(kind: type[ModelSpec]) -> None:
     try:
         hints_of(kind)
     except (NameError, AttributeError) as error:
-        rule = f"must have annotations of names that are imported or defined at the top of its module ({error})"
+        rule = (
+            "must have annotations of names that are imported or defined at the top of its module "
+            f"({error})"
+        )
         raise ConfigError(Problem("model.spec", spec_name(kind), rule, "depth: int = 8")) from None
     try:
         hash(kind())
     except TypeError as error:
         rule = f"must have values that can be compared and kept as keys ({error})"
-        raise ConfigError(Problem("model.spec", spec_name(kind), rule, "tuple[int, ...] for a list")) from None
+        raise ConfigError(
+            Problem("model.spec", spec_name(kind), rule, "tuple[int, ...] for a list")
+        ) from None

@@ -36,27 +36,48 @@ MAX_TOML = 1 << 20
 """Bytes of a TOML file."""
 _EXAMPLES = {
     "data.valid_sets": '{wiki = ["wiki.txt"]}',
-    "data.valid_corpus": '["valid.txt"], or data.valid_sets = {wiki = ["wiki.txt"]}'}
+    "data.valid_corpus": '["valid.txt"], or data.valid_sets = {wiki = ["wiki.txt"]}',
+}
 """Values of keys whose default does not show their form."""
 MODEL_FOLDER = "model_folder"
-"""Name of a file beside a run's configuration: the folders of the modules that it names, a line each."""
+"""Name of a file beside a run's configuration: the folders of the modules that it names, a line
+each."""
 _MOST_FILES = 8
 """Most files of a folder that a message lists."""
-_SECTIONS = {"training": ("train",), "trainer": ("train",), "optimizer": ("optim",), "dataset": ("data",),
-             "logging": ("run",), "parallelism": ("parallel",), "scheduler": ("optim", "pipeline")}
+_SECTIONS = {
+    "training": ("train",),
+    "trainer": ("train",),
+    "optimizer": ("optim",),
+    "dataset": ("data",),
+    "logging": ("run",),
+    "parallelism": ("parallel",),
+    "scheduler": ("optim", "pipeline"),
+}
 """Names that other programs give to sections."""
-_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_TRUTH = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 """Words and numbers that stand for a truth value elsewhere."""
 
 
 def load_toml(path: str | Path, spec: str = "") -> Config:
-    """Reads a TOML file over the defaults, and imports the code that it names: the file is the user's program.
+    """Reads a TOML file over the defaults, and imports the code that it names: the file is the
+    user's program.
 
-    Classes that model.spec and optim.spec name are imported from beside the file, from the folder that a run has noted
-    there (MODEL_FOLDER), from the working folder, or from installed packages. `spec` replaces model.spec.
-    `read_run_config` reads the file of a run folder and imports nothing.
+    Classes that model.spec and optim.spec name are imported from beside the file, from the folder
+    that a run has noted there (MODEL_FOLDER), from the working folder, or from installed packages.
+    `spec` replaces model.spec. `read_run_config` reads the file of a run folder and imports
+    nothing.
 
-    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every wrong type; also if
+    Raises: ConfigError naming every unknown section or key (with the nearest known one) and every
+        wrong type; also if
     the file says nothing at all.
     """
     if not isinstance(path, str | Path):
@@ -72,10 +93,12 @@ def load_toml(path: str | Path, spec: str = "") -> Config:
 
 
 def read_run_config(path: Path, *, trust: bool = False) -> Config:
-    """Reads the configuration of a run folder (`path`: its config.toml) without importing what it names.
+    """Reads the configuration of a run folder (`path`: its config.toml) without importing what it
+    names.
 
-    Whoever sends a run folder chooses these names. A custom model that has not been imported becomes an
-    `UnloadedModel`. With `trust` the code is imported, as in `load_toml`. No link leads out of the folder.
+    Whoever sends a run folder chooses these names. A custom model that has not been imported
+    becomes an `UnloadedModel`. With `trust` the code is imported, as in `load_toml`. No link leads
+    out of the folder.
 
     Raises: ConfigError, as `load_toml`.
     """
@@ -86,9 +109,11 @@ def read_run_config(path: Path, *, trust: bool = False) -> Config:
 
 
 def import_beside_user(config: Config, folder: Path) -> None:
-    """Imports the code that the configuration of the run in `folder` names, if Python finds it without that folder.
+    """Imports the code that the configuration of the run in `folder` names, if Python finds it
+    without that folder.
 
-    It looks in the working folder and in installed packages. A module that lies in the run folder is not imported.
+    It looks in the working folder and in installed packages. A module that lies in the run folder
+    is not imported.
     Raises: ConfigError where the code is not found, or fails to be imported.
     """
     for field, name, base in _named_code(to_mapping(config)):
@@ -98,7 +123,8 @@ def import_beside_user(config: Config, folder: Path) -> None:
 
 
 def unloaded_code(config: Config) -> ConfigError | None:
-    """The error for the first code that the configuration names and that is not imported; None if there is none."""
+    """The error for the first code that the configuration names and that is not imported; None if
+    there is none."""
     for field, name, base in _named_code(to_mapping(config)):
         if not is_imported(name, base):
             return not_imported(field, name)
@@ -127,8 +153,12 @@ def _unreadable(path: Path, error: OSError) -> Problem:
         return Problem("config", str(path), "is a folder", works)
     rule = f"cannot be read ({error.strerror})"
     near = nearest_path(path)
-    others = [] if near else sorted(str(file) for file in path.parent.glob("*.toml") if file != path)
-    return Problem("config", str(path), rule, near or " or ".join(others if len(others) <= _MOST_FILES else ()))
+    others = (
+        [] if near else sorted(str(file) for file in path.parent.glob("*.toml") if file != path)
+    )
+    return Problem(
+        "config", str(path), rule, near or " or ".join(others if len(others) <= _MOST_FILES else ())
+    )
 
 
 def _noted_folders(path: Path) -> list[str]:
@@ -156,23 +186,31 @@ def _named_code(document: Mapping[str, Any]) -> Iterator[tuple[str, str, type]]:
 
 
 def _check_is_outside(field: str, name: str, folder: Path) -> None:
-    """Raises: ConfigError if Python would take the module of `name` from `folder`, or not find it."""
+    """Raises: ConfigError if Python would take the module of `name` from `folder`, or not find
+    it."""
     top = name.partition(":")[0].partition(".")[0]
     sys.path[:0] = [path for path in [str(Path.cwd())] if path not in sys.path]
     try:
         found = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         found = None
-    places = [] if found is None else [*(found.submodule_search_locations or []), *filter(None, [found.origin])]
+    places = (
+        []
+        if found is None
+        else [*(found.submodule_search_locations or []), *filter(None, [found.origin])]
+    )
     root = folder.resolve()
     if found is None or any(Path(place).resolve().is_relative_to(root) for place in places):
         raise not_imported(field, name)
 
 
-def from_mapping(document: Mapping[str, Any], base: Config | None = None, *, unloaded: bool = False) -> Config:
+def from_mapping(
+    document: Mapping[str, Any], base: Config | None = None, *, unloaded: bool = False
+) -> Config:
     """`base` (default: the defaults) with the sections and keys of `document` put over it.
 
-    unloaded: a model that has not been imported becomes an `UnloadedModel`; otherwise it is an error.
+    unloaded: a model that has not been imported becomes an `UnloadedModel`; otherwise it is an
+    error.
     Raises: ConfigError.
     """
     base = base or Config()
@@ -187,7 +225,11 @@ def from_mapping(document: Mapping[str, Any], base: Config | None = None, *, unl
         elif name == "model" and unloaded and (model := _unloaded_model(table)) is not None:
             changed[name] = model
         else:
-            start, keys = (_model(base.model, table, problems) if name == "model" else (getattr(base, name), table))
+            start, keys = (
+                _model(base.model, table, problems)
+                if name == "model"
+                else (getattr(base, name), table)
+            )
             changed[name] = _read_section(name, start, keys, base, problems)
     if problems:
         raise ConfigError(*problems)
@@ -195,11 +237,18 @@ def from_mapping(document: Mapping[str, Any], base: Config | None = None, *, unl
 
 
 def as_typed(config: Config) -> Config:
-    """`config`, which a program has made, with lists as tuples and the like. Raises: ConfigError for wrong types."""
+    """`config`, which a program has made, with lists as tuples and the like. Raises: ConfigError
+    for wrong types."""
     sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    return from_mapping({name: {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.init}
-                         if dataclasses.is_dataclass(section) else section for name, section in sections.items()},
-                        Config(type(config.model)()))
+    return from_mapping(
+        {
+            name: {f.name: getattr(section, f.name) for f in dataclasses.fields(section) if f.init}
+            if dataclasses.is_dataclass(section)
+            else section
+            for name, section in sections.items()
+        },
+        Config(type(config.model)()),
+    )
 
 
 def to_toml(config: Config) -> str:
@@ -226,12 +275,17 @@ def _plain(value: Any) -> Any:
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def _model(base: ModelSpec, table: Mapping[str, Any], problems: list[Problem]) -> tuple[ModelSpec, Mapping[str, Any]]:
-    """What the keys of [model] come over, and these: the defaults of the class that "spec" names, where it is one."""
+def _model(
+    base: ModelSpec, table: Mapping[str, Any], problems: list[Problem]
+) -> tuple[ModelSpec, Mapping[str, Any]]:
+    """What the keys of [model] come over, and these: the defaults of the class that "spec" names,
+    where it is one."""
     keys = {key: value for key, value in table.items() if key != "spec"}
     name = table.get("spec", "")
     if not isinstance(name, str):
-        problems.append(Problem("model.spec", name, "must be of type str", '"my_package.my_module:MyModel"'))
+        problems.append(
+            Problem("model.spec", name, "must be of type str", '"my_package.my_module:MyModel"')
+        )
     elif name and name != spec_name(type(base)):
         try:
             return known_spec(name)(), keys
@@ -246,39 +300,59 @@ def _unloaded_model(table: Mapping[str, Any]) -> UnloadedModel | None:
     name = table.get("spec", "")
     if not isinstance(name, str) or not name or is_imported(name, ModelSpec):
         return None
-    return UnloadedModel(name, tuple((key, tuple(value) if isinstance(value, list) else value)
-                                     for key, value in table.items() if key != "spec"))
+    return UnloadedModel(
+        name,
+        tuple(
+            (key, tuple(value) if isinstance(value, list) else value)
+            for key, value in table.items()
+            if key != "spec"
+        ),
+    )
 
 
 def _no_section(name: str, value: Any, base: Config) -> Problem:
-    """A name at the top of the file that is no section: misspelled, or a key that has lost its own."""
+    """A name at the top of the file that is no section: misspelled, or a key that has lost its
+    own."""
     plain = to_mapping(base)
     if not isinstance(value, Mapping):
         if holders := _holders(name, base):
             rule = f"is a key of {' or '.join(f'[{s}]' for s in holders)}, and stands in no section"
             return Problem(name, value, rule, f"{holders[0]}.{name}")
-        near = meant(name, [f"{section}.{key}" for section, table in plain.items() for key in table])
+        near = meant(
+            name, [f"{section}.{key}" for section, table in plain.items() for key in table]
+        )
         if near and name not in plain:
-            return Problem(name, value, "stands in no section, and is not the name of one", " or ".join(near), True)
+            return Problem(
+                name,
+                value,
+                "stands in no section, and is not the name of one",
+                " or ".join(near),
+                True,
+            )
     near = difflib.get_close_matches(name.lower(), plain, 1)
     near = [*_SECTIONS.get(name.lower(), near)]
     given = "..." if isinstance(value, Mapping) else value
     if near:
         works = " or ".join(f"[{one}]" for one in near)
         return Problem(name, given, "is not a section of the configuration", works, True)
-    return Problem(name, given, f"is not a section of the configuration; there are {', '.join(plain)}")
+    return Problem(
+        name, given, f"is not a section of the configuration; there are {', '.join(plain)}"
+    )
 
 
 def _no_table(name: str, value: object, base: Config) -> Problem:
     """A section that was given as a value."""
     keys = to_mapping(base)[name]
-    key = next((one for one in ("name", "kind", "corpus", "schedule") if one in keys), next(iter(keys)))
+    key = next(
+        (one for one in ("name", "kind", "corpus", "schedule") if one in keys), next(iter(keys))
+    )
     works = f"[{name}] in a line, and {key} = {_as_toml(keys[key])} in the next one"
     return Problem(name, value, "is a section and needs keys", works)
 
 
 def _of_megatron(section: str, key: str, value: object, whole: Config) -> Problem | None:
-    """The problem of a key that is a flag of Megatron-LM, with what to write; None if it is no such flag, or a key."""
+    """The problem of a key that is a flag of Megatron-LM, with what to write; None if it is no such
+    flag, or a key."""
     setting = MEGATRON.get(str(key).replace("-", "_"), "")
     ours, _, name = setting.partition(" = ")[0].partition(".")
     if not setting or _holders(key, whole) or (name and ours not in _holders(name, whole)):
@@ -293,13 +367,17 @@ def _holders(key: str, base: Config) -> list[str]:
 
 
 def _as_toml(value: Any) -> str:
-    """A value as it would be written in the file; JSON's form is TOML's for all that a configuration has."""
+    """A value as it would be written in the file; JSON's form is TOML's for all that a
+    configuration has."""
     return json.dumps(value, default=str)
 
 
-def _read_section(name: str, base: Any, table: Mapping[str, Any], whole: Config, problems: list[Problem]) -> Any:
+def _read_section(
+    name: str, base: Any, table: Mapping[str, Any], whole: Config, problems: list[Problem]
+) -> Any:
     section: Any = type(base)
-    hints, values = hints_of(section), {}
+    hints = hints_of(section)
+    values = {}
     for key, value in table.items():
         if key not in hints and (problem := _of_megatron(name, key, value, whole)):
             problems.append(problem)
@@ -318,33 +396,56 @@ def _read_section(name: str, base: Any, table: Mapping[str, Any], whole: Config,
             example = _EXAMPLES.get(f"{name}.{key}") or _as_toml(works)
             if entry:
                 example = f'[{{{next(iter(hints_of(entry)))} = "*"}}]'
-            problems.append(Problem(f"{name}.{key}", value, str(error), example, is_guess=option is not None))
+            problems.append(
+                Problem(f"{name}.{key}", value, str(error), example, is_guess=option is not None)
+            )
     return dataclasses.replace(base, **values)
 
 
 def _no_key(section: str, key: str, value: object, known: Sequence[str], whole: Config) -> Problem:
     """A key that its section does not have: misspelled, of another section, or unknown."""
-    everywhere = [f"{name}.{one}" for name, table in to_mapping(whole).items() for one in table if name != section]
+    everywhere = [
+        f"{name}.{one}"
+        for name, table in to_mapping(whole).items()
+        for one in table
+        if name != section
+    ]
     rule = "is not a key of the configuration"
     if near := meant(f"{section}.{key}", [*everywhere, *(f"{section}.{one}" for one in known)]):
         return Problem(f"{section}.{key}", value, rule, " or ".join(near), True)
-    return Problem(f"{section}.{key}", value, as_list(known, f"is not a key of [{section}]; there are") or
-                   f"is not a key of [{section}]; hybridpar train --help lists all")
+    return Problem(
+        f"{section}.{key}",
+        value,
+        as_list(known, f"is not a key of [{section}]; there are")
+        or f"is not a key of [{section}]; hybridpar train --help lists all",
+    )
 
 
 def _nearest_option(value: object, kind: Any) -> str | None:
     """Of the names that the annotated type allows, the one that was probably meant."""
-    options = [name for part in (kind, *typing.get_args(kind)) for name in typing.get_args(part)
-               if isinstance(name, str)]
+    options = [
+        name
+        for part in (kind, *typing.get_args(kind))
+        for name in typing.get_args(part)
+        if isinstance(name, str)
+    ]
     return next(iter(difflib.get_close_matches(str(value).lower(), options, 1)), None)
 
 
 def _without_quotes(value: object, kind: Any) -> object:
-    """Return the numbers or the truth value that a text of the file holds; None if it holds none."""
+    """Return the numbers or the truth value that a text of the file holds; None if it holds
+    none."""
     if kind is bool and str(value).lower() in _TRUTH:
         return _TRUTH[str(value).lower()]
-    if typing.get_origin(kind) is tuple and isinstance(value, str) and typing.get_args(kind)[0] in (int, float):
-        found = [_without_quotes(word, typing.get_args(kind)[0]) for word in re.findall(r"[^,;\s()\[\]]+", value)]
+    if (
+        typing.get_origin(kind) is tuple
+        and isinstance(value, str)
+        and typing.get_args(kind)[0] in (int, float)
+    ):
+        found = [
+            _without_quotes(word, typing.get_args(kind)[0])
+            for word in re.findall(r"[^,;\s()\[\]]+", value)
+        ]
         return None if None in found else found
     if kind not in (int, float) or isinstance(value, bool) or not isinstance(value, str | float):
         return None

@@ -32,63 +32,96 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: GPUs, if each process of a machine can have its own."""
     share_gpus: bool = False
-    """Processes may share GPUs and talk over Gloo, through host memory: slow, for trying out grids on few GPUs."""
+    """Processes may share GPUs and talk over Gloo, through host memory: slow, for trying out grids
+    on few GPUs."""
     eval_interval: Count = 0
     """Steps between evaluations (also one at the start and the end); 0: none."""
     eval_batches: Annotated[int, Within(1, 2**30)] = 4
-    """Batches of held-out samples in an evaluation, whose losses are means over all their labels. If there are fewer
-    samples than that, some count more than once, and the run says so."""
+    """Batches of held-out samples in an evaluation, whose losses are means over all their labels.
+    If there are fewer samples than that, some count more than once, and the run says so."""
     save_interval: Count = 0
     """Steps between checkpoints (also one at the end); 0: only at the end."""
     log_interval: AtLeastOne = 1
     """Steps between two lines of progress."""
     measure_memory: bool = False
-    """The run ends with the allocator's peak beside the predicted one. Slows the first batches down on CPUs."""
+    """The run ends with the allocator's peak beside the predicted one. Slows the first batches down
+    on CPUs."""
     record_memory: Count = 0
-    """Number of steps in which each rank records every malloc, free, read and write of a block of memory, in memory/ of
-    the run folder, for `hybridpar memory --run`. Without CUDA graphs."""
+    """Number of steps in which each rank records every malloc, free, read and write of a block of
+    memory, in memory/ of the run folder, for `hybridpar memory --run`. Without CUDA graphs."""
     planned_memory: bool = False
-    """Once steps repeat, their blocks of memory get planned places in one arena. What departs from the plan gets memory
-    as ever. Without CUDA graphs. Losses and weights stay the same to the bit."""
+    """Once steps repeat, their blocks of memory get planned places in one arena. What departs from
+    the plan gets memory as ever. Without CUDA graphs. Losses and weights stay the same to the
+    bit."""
     keep_memory: bool = True
-    """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system and taken anew."""
+    """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system
+    and taken anew."""
     cuda_graphs: bool = True
-    """On a GPU: capture micro-batches as CUDA graphs and replay them. Micro-batches of other shapes, and models whose
-    forward cannot be captured, run kernel by kernel."""
+    """On a GPU: capture micro-batches as CUDA graphs and replay them. Micro-batches of other
+    shapes, and models whose forward cannot be captured, run kernel by kernel."""
     graph_grids: bool = False
-    """Use CUDA graphs with pipelines (virtual stages and V schedules among them) and tensor parallelism, too. Off by
-    default, as this has run with stand-ins for a GPU only, not on a GPU."""
+    """Use CUDA graphs with pipelines (virtual stages and V schedules among them) and tensor
+    parallelism, too. Off by default, as this has run with stand-ins for a GPU only, not on a
+    GPU."""
     tf32: bool = False
-    """On a GPU: matrices of fp32 are multiplied in TF32, with 10 bits of mantissa, many times as fast."""
+    """On a GPU: matrices of fp32 are multiplied in TF32, with 10 bits of mantissa, many times as
+    fast."""
     fp8: bool = False
-    """Multiply hidden matrices in float8 (e4m3, one scale per row), forward and for gradients of inputs. Gradients of
-    weights stay in bf16. Requires dtype = "bf16" and, on a GPU, compute capability 9.0. The quantized weights take 2
-    bytes per parameter of hidden matrices and live version. Its speed is only estimated so far (docs/gpu.md)."""
+    """Multiply hidden matrices in float8 (e4m3, one scale per row), forward and for gradients of
+    inputs. Gradients of weights stay in bf16. Requires dtype = "bf16" and, on a GPU, compute
+    capability 9.0. The quantized weights take 2 bytes per parameter of hidden matrices and live
+    version. Its speed is only estimated so far (docs/gpu.md)."""
     timeout_s: Annotated[float, Within(above=0, most=1e8)] = 60.0
-    """Longest wait for another rank before the job is given up; or faults.patience_s, if that is longer."""
+    """Longest wait for another rank before the job is given up; or faults.patience_s, if that is
+    longer."""
     stop_signals: Annotated[tuple[str, ...], _SIGNALS] = ("INT", "TERM", "HUP")
-    """Signals at which the run saves and ends. INT is Ctrl-C, HUP a closed terminal (nohup: ignored). Batch systems may
-    send others: USR1."""
+    """Signals at which the run saves and ends. INT is Ctrl-C, HUP a closed terminal (nohup:
+    ignored). Batch systems may send others: USR1."""
     start_from: str = ""
-    """A run folder or a checkpoint, of any grid, with the weights that a new run starts from; empty: random ones."""
+    """A run folder or a checkpoint, of any grid, with the weights that a new run starts from;
+    empty: random ones."""
     continue_with: tuple[str, ...] = ()
-    """Settings that may differ from those of the run's checkpoints, such as "data.corpus", "train.micro_batch_size" or
-    "model.dropout". Weights, optimizer and step stay. The data go on where they were; other data begin anew."""
+    """Settings that may differ from those of the run's checkpoints, such as "data.corpus",
+    "train.micro_batch_size" or "model.dropout". Weights, optimizer and step stay. The data go on
+    where they were; other data begin anew."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
         if self.planned_memory and self.measure_memory and self.device == "cuda":
-            yield Problem("train.measure_memory", "true", "reads torch's allocator of CUDA memory, whose place "
-                          "train.planned_memory takes", "false")
+            yield Problem(
+                "train.measure_memory",
+                "true",
+                "reads torch's allocator of CUDA memory, whose place train.planned_memory takes",
+                "false",
+            )
         if self.fp8 and self.dtype != "bf16":
-            yield Problem("train.fp8", "true", f'requires train.dtype = "bf16", not "{self.dtype}"', "false")
+            yield Problem(
+                "train.fp8", "true", f'requires train.dtype = "bf16", not "{self.dtype}"', "false"
+            )
         if self.fp8 and config.parallel.tp > 1:
-            yield Problem("train.fp8", "true", f"not supported with parallel.tp = {config.parallel.tp}: each "
-                          "scale is of a full row, and tensor parallelism splits rows", "false, or parallel.tp = 1")
+            yield Problem(
+                "train.fp8",
+                "true",
+                f"not supported with parallel.tp = {config.parallel.tp}: each "
+                "scale is of a full row, and tensor parallelism splits rows",
+                "false, or parallel.tp = 1",
+            )
         if self.fp8 and config.parallel.zero == 3 and config.parallel.dp > 1:
-            yield Problem("train.fp8", "true", "not supported with parallel.zero = 3, which releases the weights that "
-                          "are quantized once a version", "false, or parallel.zero = 2")
+            yield Problem(
+                "train.fp8",
+                "true",
+                "not supported with parallel.zero = 3, which releases the weights that "
+                "are quantized once a version",
+                "false, or parallel.zero = 2",
+            )
         if self.fp8 and config.memory.budget:
-            yield Problem("train.fp8", "true", "not supported with memory.budget, which moves the weights that are "
-                          "quantized once a version", "false, or memory.budget = 0")
+            yield Problem(
+                "train.fp8",
+                "true",
+                "not supported with memory.budget, which moves the weights that are "
+                "quantized once a version",
+                "false, or memory.budget = 0",
+            )
         if self.share_gpus and self.device == "cpu":
-            yield Problem("train.share_gpus", "true", "needs GPUs, and train.device is cpu", "false")
+            yield Problem(
+                "train.share_gpus", "true", "needs GPUs, and train.device is cpu", "false"
+            )

@@ -22,7 +22,8 @@ from hybridpar.errors import shown
 
 @dataclass(frozen=True)
 class Within:
-    """Bounds of a number: `least` and `most` are allowed themselves, `above` and `below` are not."""
+    """Bounds of a number: `least` and `most` are allowed themselves, `above` and `below` are
+    not."""
 
     least: float = -inf
     most: float = inf
@@ -41,11 +42,19 @@ class Within:
             return "must not be negative"
         if self == FINITE:
             return "must be finite"
-        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        return "must be " + " and ".join(f"{word} {bound}" for word, bound in bounds.items() if abs(bound) != inf)
+        bounds = {
+            "at least": self.least,
+            "above": self.above,
+            "at most": self.most,
+            "below": self.below,
+        }
+        return "must be " + " and ".join(
+            f"{word} {bound}" for word, bound in bounds.items() if abs(bound) != inf
+        )
 
     def works(self, value: Any, default: Any) -> str:
-        """Return a value of the field that one would want: the default, or a share that was given in percent."""
+        """Return a value of the field that one would want: the default, or a share that was given
+        in percent."""
         if self.below == 1 and not isinstance(value, tuple) and value >= 1 and not default:
             return f"{value / 100:g}" if 2 <= value < 100 else "0.1"
         return str(list(default) if isinstance(default, tuple) else default)
@@ -83,10 +92,16 @@ FINITE = Within(-sys.float_info.max, sys.float_info.max)
 @functools.cache
 def hints_of(kind: type[Any]) -> dict[str, tuple[Any, Rule | None]]:
     """The type of each field of a dataclass, and its rule, if it has one."""
-    plain, full = typing.get_type_hints(kind), typing.get_type_hints(kind, include_extras=True)
+    plain = typing.get_type_hints(kind)
+    full = typing.get_type_hints(kind, include_extras=True)
     notes = {name: getattr(hint, "__metadata__", ()) for name, hint in full.items()}
-    return {f.name: (plain[f.name], next((note for note in notes[f.name] if isinstance(note, Rule)), None))
-            for f in dataclasses.fields(kind)}
+    return {
+        f.name: (
+            plain[f.name],
+            next((note for note in notes[f.name] if isinstance(note, Rule)), None),
+        )
+        for f in dataclasses.fields(kind)
+    }
 
 
 def broken_rules(settings: Any) -> Iterator[tuple[str, Any, Rule]]:
@@ -99,17 +114,23 @@ def broken_rules(settings: Any) -> Iterator[tuple[str, Any, Rule]]:
 
 def _allowed(value: Any, rule: Rule | None) -> bool:
     if isinstance(value, tuple | dict):
-        return all(_allowed(entry, rule) for entry in (value.values() if isinstance(value, dict) else value))
+        return all(
+            _allowed(entry, rule)
+            for entry in (value.values() if isinstance(value, dict) else value)
+        )
     return rule is None or value is None or rule.allows(value)
 
 
 def from_plain(kind: Any, value: Any, where: str, *, lenient: bool = False) -> Any:
-    """`value`, of JSON, as a dataclass, a dict or tuple of such, or a plain type, with a rule (Annotated) or without.
+    """`value`, of JSON, as a dataclass, a dict or tuple of such, or a plain type, with a rule
+    (Annotated) or without.
 
-    Fields with a default may be missing. lenient: values that a dataclass has no field for are passed over.
+    Fields with a default may be missing. lenient: values that a dataclass has no field for are
+    passed over.
     Raises: ValueError with the place, the value and the rule that it breaks.
     """
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    inner = typing.get_args(kind)
     read = functools.partial(from_plain, lenient=lenient)
     try:
         if origin is Annotated:
@@ -118,8 +139,10 @@ def from_plain(kind: Any, value: Any, where: str, *, lenient: bool = False) -> A
             table = vars(value) if type(value) is kind else convert(value, dict)
             return _dataclass_from(kind, table, where, lenient)
         if origin in (dict, Mapping):
-            return {inner[0](key): read(inner[1], entry, f"{where}.{key}")
-                    for key, entry in convert(value, dict).items()}
+            return {
+                inner[0](key): read(inner[1], entry, f"{where}.{key}")
+                for key, entry in convert(value, dict).items()
+            }
         if origin is tuple and dataclasses.is_dataclass(inner[0]):
             entries = value if isinstance(value, tuple) else convert(value, list)
             return tuple(read(inner[0], entry, f"{where}[{i}]") for i, entry in enumerate(entries))
@@ -136,7 +159,9 @@ def span(value: Any, where: str, most: int) -> tuple[int, int]:
     """`value`, of JSON, as the two ends of a range inside [0, most). Raises: ValueError."""
     start, stop = from_plain(tuple[int, int], value, where)
     if not 0 <= start <= stop <= most:
-        raise Misfit(f"{where} is {shown(value)}, which must be the ends of a range from 0 to {most}")
+        raise Misfit(
+            f"{where} is {shown(value)}, which must be the ends of a range from 0 to {most}"
+        )
     return start, stop
 
 
@@ -157,22 +182,29 @@ def _checked(found: Any, rule: Rule | None, value: Any, where: str) -> Any:
 
 
 def _dataclass_from(kind: Any, table: Mapping[str, Any], where: str, lenient: bool) -> Any:
-    hints, values = hints_of(kind), {}
+    hints = hints_of(kind)
+    values = {}
     for name, value in table.items():
         if name not in hints:
             if lenient:
                 continue
             raise Misfit(f"{where}.{name} is not known; there are {', '.join(hints)}")
         (type_, rule), place = hints[name], f"{where}.{name}"
-        values[name] = _checked(from_plain(type_, value, place, lenient=lenient), rule, value, place)
+        values[name] = _checked(
+            from_plain(type_, value, place, lenient=lenient), rule, value, place
+        )
     for field in dataclasses.fields(kind):
-        if field.name not in table and field.default is field.default_factory is dataclasses.MISSING:
+        if (
+            field.name not in table
+            and field.default is field.default_factory is dataclasses.MISSING
+        ):
             raise Misfit(f"{where}: {field.name!r} is missing")
     return kind(**values)
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """`value`, of TOML or JSON, as the annotated type. Raises: ValueError with the rule it breaks."""
+    """`value`, of TOML or JSON, as the annotated type. Raises: ValueError with the rule it
+    breaks."""
     origin = typing.get_origin(kind)
     if kind is Any:
         return value
@@ -189,7 +221,13 @@ def convert(value: Any, kind: Any) -> Any:
             raise ValueError("must be a list")
         if origin is tuple and inner[-1] is not Ellipsis and len(items) != len(inner):
             raise ValueError(f"must have {len(inner)} entries")
-        return tuple(map(convert, items, [inner[0]] * len(items) if Ellipsis in inner or origin is Sequence else inner))
+        return tuple(
+            map(
+                convert,
+                items,
+                [inner[0]] * len(items) if Ellipsis in inner or origin is Sequence else inner,
+            )
+        )
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
             raise ValueError("must be a table of names")

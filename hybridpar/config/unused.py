@@ -1,7 +1,8 @@
 """Settings that have no meaning under the chosen schedule: left out, with a line about each.
 
-A configuration file that was written for one schedule can so be run with another one by a single flag. Settings that
-change which model or grid is trained are never left out; the rules beside the sections refuse those.
+A configuration file that was written for one schedule can so be run with another one by a single
+flag. Settings that change which model or grid is trained are never left out; the rules beside the
+sections refuse those.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from hybridpar.config.sections import Config
 
 _STALENESS = {"extrapolation": ("2bw",), "prediction": ("2bw",), "lr_rescale": ("2bw", "pipedream")}
-"""Schedules whose gradients are as old as each remedy assumes. Other remedies work with every schedule."""
+"""Schedules whose gradients are as old as each remedy assumes. Other remedies work with every
+schedule."""
 _PIPELINE = {
     "warmup": ("1f1b", "2bw"),
     "early_switch": ("2bw",),
@@ -34,12 +36,14 @@ _RATES = ("lr", "min_lr", "warmup_steps", "decay", "decay_steps")
 
 
 def schedules_with_staleness(remedy: str) -> tuple[str, ...]:
-    """Return the schedules that a remedy for stale gradients works with; empty where it works with all of them."""
+    """Return the schedules that a remedy for stale gradients works with; empty where it works with
+    all of them."""
     return _STALENESS.get(remedy, ())
 
 
 def without_unused(config: Config) -> tuple[Config, list[str]]:
-    """Return `config` with the default in the place of every setting that its schedule does not use.
+    """Return `config` with the default in the place of every setting that its schedule does not
+    use.
 
     Returns:
         The configuration, and a line for people about each setting that was left out.
@@ -53,9 +57,14 @@ def without_unused(config: Config) -> tuple[Config, list[str]]:
         lines.append(_line("optim.staleness", optim.staleness, _only(pipeline.schedule, works)))
         optim = replace(optim, staleness="none", staleness_steps=0)
     for name in _RATES if optim.lr_points else ():
-        value, usual = getattr(optim, name), getattr(type(optim)(), name)
+        value = getattr(optim, name)
+        usual = getattr(type(optim)(), name)
         if value != usual:
-            lines.append(_line(f"optim.{name}", value, "optim.lr_points says the learning rate of every update"))
+            lines.append(
+                _line(
+                    f"optim.{name}", value, "optim.lr_points says the learning rate of every update"
+                )
+            )
             optim = replace(optim, **{name: usual})
     return replace(config, pipeline=pipeline, optim=optim), lines
 

@@ -1,4 +1,5 @@
-"""The cases: for each a module in one process, its inputs, and what a difference has meant in frameworks before.
+"""The cases: for each a module in one process, its inputs, and what a difference has meant in
+frameworks before.
 
 Issue numbers are those of NVIDIA/Megatron-LM unless said otherwise.
 """
@@ -14,15 +15,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-HIDDEN, FFN, VOCAB, ROWS = 8, 21, 53, 10
+HIDDEN = 8
+FFN = 21
+VOCAB = 53
+ROWS = 10
 """Sizes: none but the first divides by 2, 3 or 4, the number of rows by 2 alone."""
-HEADS, GROUPS, EXPERTS = 4, 2, 12
-"""Query heads, key and value heads of grouped attention, and experts, of which every token has two."""
+HEADS = 4
+GROUPS = 2
+EXPERTS = 12
+"""Query heads, key and value heads of grouped attention, and experts, of which every token has
+two."""
 
 
 class Layout(NamedTuple):
-    """What part of a parameter a rank holds: along `dim`, the rows `rows`, of which several ranks may have some; None:
-    in rank order, and all of it."""
+    """What part of a parameter a rank holds: along `dim`, the rows `rows`, of which several ranks
+    may have some; None: in rank order, and all of it."""
 
     dim: int | None = None
     rows: Tensor | None = None
@@ -32,9 +39,10 @@ class Layout(NamedTuple):
 class Built:
     """A parallel module on one rank, and what its framework does outside of it.
 
-    finish: what it does to gradients after the last backward of a batch. norm: its norm of all gradients, each element
-    once; None: not compared. layout: the part of a parameter that this rank holds, by name; None: as DTensor, hybridpar
-    and Megatron-LM (`partition_dim`) mark parameters, else a copy.
+    finish: what it does to gradients after the last backward of a batch. norm: its norm of all
+    gradients, each element once; None: not compared. layout: the part of a parameter that this rank
+    holds, by name; None: as DTensor, hybridpar and Megatron-LM (`partition_dim`) mark parameters,
+    else a copy.
     """
 
     module: nn.Module
@@ -44,18 +52,19 @@ class Built:
 
 
 Factory = Callable[[nn.Module, dist.ProcessGroup], nn.Module | Built]
-"""Builds the parallel form of a case's module on the ranks of a group, with its weights and the names of its
-parameters."""
+"""Builds the parallel form of a case's module on the ranks of a group, with its weights and the
+names of its parameters."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A module in one process, with which its parallel form must agree.
 
-    plain: builds it. inputs: of one step. dealt: ranks have the same inputs ("copies"), or each a share of the first
-    dimension ("rows"; shares differ by one). returned: the same for outputs; a scalar is a loss of all rows, and every
-    rank has it. steps: backward passes before the update. dropout: its probability, if the module drops; then masks are
-    compared, not numbers. bug: what was wrong elsewhere. source: where.
+    plain: builds it. inputs: of one step. dealt: ranks have the same inputs ("copies"), or each a
+    share of the first dimension ("rows"; shares differ by one). returned: the same for outputs; a
+    scalar is a loss of all rows, and every rank has it. steps: backward passes before the update.
+    dropout: its probability, if the module drops; then masks are compared, not numbers. bug: what
+    was wrong elsewhere. source: where.
     """
 
     plain: Callable[[], nn.Module]
@@ -95,7 +104,8 @@ class Loss(nn.Module):
 
     def __init__(self, smoothing: float = 0.0, vocab: int = VOCAB):
         super().__init__()
-        self.head, self.smoothing = nn.Linear(HIDDEN, vocab), smoothing
+        self.head = nn.Linear(HIDDEN, vocab)
+        self.smoothing = smoothing
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(self.head(x), labels, label_smoothing=self.smoothing)
@@ -106,7 +116,10 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.embedding, self.head = (
+            nn.Embedding(VOCAB, HIDDEN),
+            nn.Linear(HIDDEN, VOCAB, bias=False),
+        )
         self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -116,7 +129,8 @@ class Tied(nn.Module):
 class Attention(nn.Module):
     """Causal attention over one sequence, or over several `documents` in it, numbered by row.
 
-    Rows of `qkv` are [group, queries of the group + key + value, head dim], as Megatron-LM and GPT-NeoX have them.
+    Rows of `qkv` are [group, queries of the group + key + value, head dim], as Megatron-LM and
+    GPT-NeoX have them.
     """
 
     def __init__(self, groups: int = HEADS):
@@ -135,7 +149,8 @@ class Attention(nn.Module):
 
 
 def heads_of(qkv: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, and the key and value of each. Shapes: [s, rows of qkv] -> [heads, s, head dim] each."""
+    """Queries, and the key and value of each. Shapes: [s, rows of qkv] -> [heads, s, head dim]
+    each."""
     slots = qkv.unflatten(1, (groups, -1, HIDDEN // HEADS)).permute(1, 2, 0, 3)
     each = slots.shape[1] - 2
     key, value = (slots[:, i].repeat_interleave(each, 0) for i in (-2, -1))
@@ -143,15 +158,17 @@ def heads_of(qkv: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Experts(nn.Module):
-    """A mixture of experts: a token goes through its two likeliest ones, weighted by their probabilities.
+    """A mixture of experts: a token goes through its two likeliest ones, weighted by their
+    probabilities.
 
-    balanced: returns the mean square of that, and the loss that balances experts (arXiv 2101.03961, equations 4 to 6),
-    of all rows together.
+    balanced: returns the mean square of that, and the loss that balances experts (arXiv 2101.03961,
+    equations 4 to 6), of all rows together.
     """
 
     def __init__(self, balanced: bool = False):
         super().__init__()
-        self.router, self.balanced = nn.Linear(HIDDEN, EXPERTS, bias=False), balanced
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.balanced = balanced
         self.up = nn.Parameter(0.5 * torch.randn(EXPERTS, HIDDEN, 3))
         self.down = nn.Parameter(0.5 * torch.randn(EXPERTS, 3, HIDDEN))
 
@@ -162,7 +179,8 @@ class Experts(nn.Module):
 
 
 def routed(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities of experts, and 1 where a token goes to one, else 0. Shapes: [rows, experts] -> the same, twice."""
+    """Probabilities of experts, and 1 where a token goes to one, else 0. Shapes: [rows, experts] ->
+    the same, twice."""
     share = logits.softmax(1)
     return share, torch.zeros_like(share).scatter_(1, share.topk(2).indices, 1.0)
 
@@ -173,7 +191,8 @@ def through(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def balance(share: Tensor, chosen: Tensor) -> Tensor:
-    """The loss that is least where all experts have equally many tokens. Shapes: [rows, experts] each -> a number."""
+    """The loss that is least where all experts have equally many tokens. Shapes: [rows, experts]
+    each -> a number."""
     return share.shape[1] * (share.mean(0) * chosen.mean(0) / 2).sum()
 
 
@@ -186,7 +205,8 @@ def _ids() -> tuple[Tensor, ...]:
 
 
 def _labelled() -> tuple[Tensor, ...]:
-    """Rows with labels of which the first few do not count, so that shares have unequal numbers of those that do."""
+    """Rows with labels of which the first few do not count, so that shares have unequal numbers of
+    those that do."""
     labels = torch.randint(VOCAB, (ROWS,))
     labels[: ROWS // 3] = -100
     return (*_rows(), labels)
@@ -201,43 +221,120 @@ def _ones() -> tuple[Tensor, ...]:
 
 
 CASES: dict[str, Case] = {
-    "mlp": Case(Mlp, _rows, "a sum over ranks left out or made twice, a bias added by every rank, uneven shares"),
-    "accumulated": Case(Mlp, _rows, "gradients of several micro-batches summed over ranks more than once", steps=2),
-    "block": Case(Block, _rows, "a parameter left out of the clipping norm, or counted once a rank",
-                  "7452 (8); ROCm/TransformerEngine#715"),
-    "embedding": Case(lambda: nn.Embedding(VOCAB, HIDDEN), lambda: (torch.randperm(VOCAB),),
-                      "ids at the edge of a share"),
-    "loss": Case(Loss, _labelled, "padding of an odd vocabulary takes part; a loss off by log(ranks)",
-                 "1736; 1754; 7452 (2)"),
-    "smoothed_loss": Case(lambda: Loss(0.1), _labelled, "label smoothing over a share of the vocabulary", "7452 (1)"),
-    "sequence_norm": Case(lambda: nn.LayerNorm(HIDDEN), _rows, "gradients of norms that are of a rank's rows only",
-                          "1446", dealt="rows", returned="rows"),
-    "mean_loss": Case(Loss, _labelled, "a mean of means over unequal numbers of labels; a loss divided twice",
-                      "7452 (3); torchtitan#3280", dealt="rows"),
-    "tied": Case(Tied, lambda: (*_ids(), *_ids()), "copies of a tied table that drift apart, or count twice",
-                 "torchtitan#1409; pytorch#180952"),
-    "attention": Case(Attention, _rows, "heads in another order, a scale or mask of a rank's heads"),
-    "grouped_attention": Case(lambda: Attention(GROUPS), _rows, "a query with the key of another group; keys that "
-                              "several ranks have, each with a part of their gradient"),
-    "sequence_attention": Case(Attention, _rows, "masks that begin anew on each rank; gradients of keys that came from "
-                               "other ranks", "1464; diffusers#14265", dealt="rows", returned="rows"),
-    "packed_attention": Case(Attention, _documents, "documents of one sequence that see each other", "trl#6843",
-                             dealt="rows", returned="rows"),
-    "experts": Case(Experts, _rows, "tokens that are dropped, gradients of experts that count once a rank",
-                    "pytorch#160285; DeepSpeed#5259", dealt="rows", returned="rows"),
-    "expert_losses": Case(lambda: Experts(balanced=True), _rows, "a balancing loss of a rank's rows alone, one that "
-                          "counts once a rank, or whose gradient goes nowhere", "5047; Automodel#1408", dealt="rows"),
-    "dropout_copies": Case(lambda: nn.Dropout(0.5), _ones, "masks that differ where all ranks have the same", "1256",
-                           dropout=0.5),
-    "dropout_rows": Case(lambda: nn.Dropout(0.5), _ones, "masks that repeat from rank to rank", "1256", dealt="rows",
-                         returned="rows", dropout=0.5),
+    "mlp": Case(
+        Mlp,
+        _rows,
+        "a sum over ranks left out or made twice, a bias added by every rank, uneven shares",
+    ),
+    "accumulated": Case(
+        Mlp, _rows, "gradients of several micro-batches summed over ranks more than once", steps=2
+    ),
+    "block": Case(
+        Block,
+        _rows,
+        "a parameter left out of the clipping norm, or counted once a rank",
+        "7452 (8); ROCm/TransformerEngine#715",
+    ),
+    "embedding": Case(
+        lambda: nn.Embedding(VOCAB, HIDDEN),
+        lambda: (torch.randperm(VOCAB),),
+        "ids at the edge of a share",
+    ),
+    "loss": Case(
+        Loss,
+        _labelled,
+        "padding of an odd vocabulary takes part; a loss off by log(ranks)",
+        "1736; 1754; 7452 (2)",
+    ),
+    "smoothed_loss": Case(
+        lambda: Loss(0.1), _labelled, "label smoothing over a share of the vocabulary", "7452 (1)"
+    ),
+    "sequence_norm": Case(
+        lambda: nn.LayerNorm(HIDDEN),
+        _rows,
+        "gradients of norms that are of a rank's rows only",
+        "1446",
+        dealt="rows",
+        returned="rows",
+    ),
+    "mean_loss": Case(
+        Loss,
+        _labelled,
+        "a mean of means over unequal numbers of labels; a loss divided twice",
+        "7452 (3); torchtitan#3280",
+        dealt="rows",
+    ),
+    "tied": Case(
+        Tied,
+        lambda: (*_ids(), *_ids()),
+        "copies of a tied table that drift apart, or count twice",
+        "torchtitan#1409; pytorch#180952",
+    ),
+    "attention": Case(
+        Attention, _rows, "heads in another order, a scale or mask of a rank's heads"
+    ),
+    "grouped_attention": Case(
+        lambda: Attention(GROUPS),
+        _rows,
+        "a query with the key of another group; keys that "
+        "several ranks have, each with a part of their gradient",
+    ),
+    "sequence_attention": Case(
+        Attention,
+        _rows,
+        "masks that begin anew on each rank; gradients of keys that came from other ranks",
+        "1464; diffusers#14265",
+        dealt="rows",
+        returned="rows",
+    ),
+    "packed_attention": Case(
+        Attention,
+        _documents,
+        "documents of one sequence that see each other",
+        "trl#6843",
+        dealt="rows",
+        returned="rows",
+    ),
+    "experts": Case(
+        Experts,
+        _rows,
+        "tokens that are dropped, gradients of experts that count once a rank",
+        "pytorch#160285; DeepSpeed#5259",
+        dealt="rows",
+        returned="rows",
+    ),
+    "expert_losses": Case(
+        lambda: Experts(balanced=True),
+        _rows,
+        "a balancing loss of a rank's rows alone, one that "
+        "counts once a rank, or whose gradient goes nowhere",
+        "5047; Automodel#1408",
+        dealt="rows",
+    ),
+    "dropout_copies": Case(
+        lambda: nn.Dropout(0.5),
+        _ones,
+        "masks that differ where all ranks have the same",
+        "1256",
+        dropout=0.5,
+    ),
+    "dropout_rows": Case(
+        lambda: nn.Dropout(0.5),
+        _ones,
+        "masks that repeat from rank to rank",
+        "1256",
+        dealt="rows",
+        returned="rows",
+        dropout=0.5,
+    ),
 }
 """All cases, by the name under which a factory is given."""
 
 
 @dataclass
 class Ran:
-    """What one rank has after a batch: outputs and gradients of inputs by step, parameters by name, and the norm."""
+    """What one rank has after a batch: outputs and gradients of inputs by step, parameters by name,
+    and the norm."""
 
     outputs: list[Tensor] = field(default_factory=list)
     input_gradients: list[Tensor | None] = field(default_factory=list)

@@ -35,13 +35,16 @@ _F64: dict[str, Any] = {"dtype": torch.float64}
 
 def built(module: nn.Module, plain: nn.Module, axis: Axis) -> Built:
     """The module with plain's weights, and what training does to its gradients."""
-    weights, place = plain.state_dict(), {"tp": axis.rank}
+    weights = plain.state_dict()
+    place = {"tp": axis.rank}
     placed = list(named_placements(module))
     for name, parameter, placement in placed:
         parameter.data = placement.take(weights[name], axis.rank).clone()
 
     def finish() -> None:
-        reduce_shared_gradients([(p.grad, placement) for _, p, placement in placed if p.grad is not None], axis)
+        reduce_shared_gradients(
+            [(p.grad, placement) for _, p, placement in placed if p.grad is not None], axis
+        )
 
     def norm() -> Tensor:
         slots = [ParameterSlot(name, placement, place) for name, _, placement in placed]
@@ -73,7 +76,8 @@ class Block(nn.Module):
 class Loss(nn.Module):
     def __init__(self, axis: Axis, smoothing: float):
         super().__init__()
-        self.head, self.smoothing = ColumnParallelLinear(HIDDEN, VOCAB, axis, **_F64), smoothing
+        self.head = ColumnParallelLinear(HIDDEN, VOCAB, axis, **_F64)
+        self.smoothing = smoothing
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return _mean_loss(self.head(x), labels, self.head.axis, self.smoothing)
@@ -86,7 +90,9 @@ class Tied(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         axis = self.embedding.axis
-        return _mean_loss(column_linear(self.embedding(ids), self.embedding.weight, None, axis), labels, axis)
+        return _mean_loss(
+            column_linear(self.embedding(ids), self.embedding.weight, None, axis), labels, axis
+        )
 
 
 class Attention(ParallelAttention):
@@ -101,12 +107,14 @@ class Attention(ParallelAttention):
 
 
 class MeanLoss(nn.Module):
-    """A replica's part of the mean over all replicas' labels: it divides by the count of the whole batch."""
+    """A replica's part of the mean over all replicas' labels: it divides by the count of the whole
+    batch."""
 
     def __init__(self, plain: nn.Module, axis: Axis):
         super().__init__()
         assert isinstance(plain.head, nn.Linear)
-        self.head, self.axis = plain.head, axis
+        self.head = plain.head
+        self.axis = axis
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         num_targets = all_reduce((labels >= 0).sum(), self.axis)
@@ -124,7 +132,10 @@ class Masks(nn.Module):
 
     def __init__(self, axis: Axis, rows: bool):
         super().__init__()
-        self.dropout, self.axis, self.rows, self.step = Dropout(0.5, "dropout"), axis, rows, 0
+        self.dropout = Dropout(0.5, "dropout")
+        self.axis = axis
+        self.rows = rows
+        self.step = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.step += 1
@@ -134,8 +145,9 @@ class Masks(nn.Module):
 
 def _mean_loss(logits: Tensor, labels: Tensor, axis: Axis, smoothing: float = 0.0) -> Tensor:
     start, _ = split_ranges(VOCAB, axis.size)[axis.rank]
-    losses = vocab_parallel_cross_entropy(logits, labels, axis, vocab_start=start, valid_vocab=VOCAB,
-                                          label_smoothing=smoothing)
+    losses = vocab_parallel_cross_entropy(
+        logits, labels, axis, vocab_start=start, valid_vocab=VOCAB, label_smoothing=smoothing
+    )
     return losses.sum() / (labels >= 0).sum()
 
 
@@ -162,12 +174,19 @@ def _of(kind: Any, *args: Any) -> Factory:
 
 
 FACTORIES: dict[str, Factory] = {
-    "mlp": _of(Mlp), "accumulated": _of(Mlp), "block": _of(Block), "loss": _of(Loss, 0.0),
-    "smoothed_loss": _of(Loss, 0.1), "tied": _of(Tied),
-    "attention": _of(Attention), "grouped_attention": _of(Attention, GROUPS),
+    "mlp": _of(Mlp),
+    "accumulated": _of(Mlp),
+    "block": _of(Block),
+    "loss": _of(Loss, 0.0),
+    "smoothed_loss": _of(Loss, 0.1),
+    "tied": _of(Tied),
+    "attention": _of(Attention),
+    "grouped_attention": _of(Attention, GROUPS),
     "sequence_attention": _of(Attention, HEADS, True),
     "embedding": _of(lambda axis: VocabParallelEmbedding(VOCAB, HIDDEN, axis, **_F64)),
-    "sequence_norm": _norm_of_rows, "mean_loss": _replica,
+    "sequence_norm": _norm_of_rows,
+    "mean_loss": _replica,
     "dropout_copies": lambda plain, group: Masks(_axis(group), False),
-    "dropout_rows": lambda plain, group: Masks(_axis(group), True)}
+    "dropout_rows": lambda plain, group: Masks(_axis(group), True),
+}
 """A factory for every case whose layers there are: no packing, and no experts."""

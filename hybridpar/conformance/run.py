@@ -1,4 +1,5 @@
-"""Runs cases on 1 to 4 ranks beside one process, compares, and says what a difference looks like."""
+"""Runs cases on 1 to 4 ranks beside one process, compares, and says what a difference looks
+like."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _LR = 0.1
 
 @dataclass(frozen=True)
 class Finding:
-    """A difference: in what (output, input gradient, gradient, weight, norm, mask, or no such parameter), in which
-    parameter or step, and what it looks like."""
+    """A difference: in what (output, input gradient, gradient, weight, norm, mask, or no such
+    parameter), in which parameter or step, and what it looks like."""
 
     what: str
     name: str
@@ -37,7 +38,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """A case on so many ranks. refused: the error that the framework raised, which is no silent bug; else empty."""
+    """A case on so many ranks. refused: the error that the framework raised, which is no silent
+    bug; else empty."""
 
     case: str
     num_ranks: int
@@ -53,25 +55,44 @@ class Result:
         return asdict(self) | {"ok": self.ok}
 
     def __str__(self) -> str:
-        verdict = f"refused: {self.refused}" if self.refused else "; ".join(map(str, self.findings)) or "equal"
+        verdict = (
+            f"refused: {self.refused}"
+            if self.refused
+            else "; ".join(map(str, self.findings)) or "equal"
+        )
         return f"{self.case} on {self.num_ranks}: {verdict}"
 
 
-def conform(factories: Mapping[str, Factory], ranks: Iterable[int] = (1, 2, 3, 4), *,
-            cases: Mapping[str, Case] = CASES, tolerance: float = 1e-9, timeout_s: float = 60.0) -> list[Result]:
-    """Runs every factory's case on each number of ranks: forward, backward, norm and one update by SGD, in float64.
+def conform(
+    factories: Mapping[str, Factory],
+    ranks: Iterable[int] = (1, 2, 3, 4),
+    *,
+    cases: Mapping[str, Case] = CASES,
+    tolerance: float = 1e-9,
+    timeout_s: float = 60.0,
+) -> list[Result]:
+    """Runs every factory's case on each number of ranks: forward, backward, norm and one update by
+    SGD, in float64.
 
-    `cases`: those of the suite, or more. `tolerance`: largest difference as a share of the largest element; 1e-5 for
-    modules that compute in float32. A factory may be any function: ranks are forks of this process.
+    `cases`: those of the suite, or more. `tolerance`: largest difference as a share of the largest
+    element; 1e-5 for modules that compute in float32. A factory may be any function: ranks are
+    forks of this process.
     Raises: ConfigError for a name that is no case.
     """
     if unknown := [name for name in factories if name not in cases]:
-        raise config_error("cases", unknown[0], f"is no case; there are {', '.join(cases)}", next(iter(cases)))
-    return [_result((name, cases[name]), factory, num, tolerance, timeout_s)
-            for name, factory in factories.items() for num in ranks]
+        raise config_error(
+            "cases", unknown[0], f"is no case; there are {', '.join(cases)}", next(iter(cases))
+        )
+    return [
+        _result((name, cases[name]), factory, num, tolerance, timeout_s)
+        for name, factory in factories.items()
+        for num in ranks
+    ]
 
 
-def _result(named: tuple[str, Case], factory: Factory, num_ranks: int, tolerance: float, timeout_s: float) -> Result:
+def _result(
+    named: tuple[str, Case], factory: Factory, num_ranks: int, tolerance: float, timeout_s: float
+) -> Result:
     name, case = named
     try:
         ran = run_on_ranks(_on_rank, num_ranks, case, factory, timeout_s=timeout_s)
@@ -88,7 +109,9 @@ def _batch(case: Case) -> tuple[nn.Module, list[tuple[Tensor, ...]]]:
         module = case.plain().double()
         with torch.no_grad():
             for parameter in module.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))  # norms do not stay at ones and zeros
+                parameter.add_(
+                    0.1 * torch.randn_like(parameter)
+                )  # norms do not stay at ones and zeros
         return module, [case.inputs() for _ in range(2 if case.dropout else case.steps)]
 
 
@@ -99,7 +122,9 @@ def _on_rank(case: Case, factory: Factory) -> Ran:
     assert group is not None
     made = factory(copy.deepcopy(plain), group)
     built = made if isinstance(made, Built) else Built(made)
-    torch.manual_seed(11)  # the same on all ranks, as frameworks that want other numbers must see to it themselves
+    torch.manual_seed(
+        11
+    )  # the same on all ranks, as frameworks that want other numbers must see to it themselves
     sizes = split_sizes(batch[0][0].shape[0], group.size())
     start = sum(sizes[: group.rank()])
     mine = slice(start, start + sizes[group.rank()])
@@ -117,7 +142,9 @@ def _on_rank(case: Case, factory: Factory) -> Ran:
     return ran
 
 
-def _train(module: nn.Module, batch: Sequence[tuple[Tensor, ...]], rows: slice = slice(None)) -> Ran:
+def _train(
+    module: nn.Module, batch: Sequence[tuple[Tensor, ...]], rows: slice = slice(None)
+) -> Ran:
     """Forward and backward of each step; the loss of an output is its sum with fixed weights."""
     ran = Ran()
     for number, inputs in enumerate(batch):
@@ -127,7 +154,9 @@ def _train(module: nn.Module, batch: Sequence[tuple[Tensor, ...]], rows: slice =
             output = output.to_local() if rows != slice(None) else output.full_tensor()
         if output.dim():
             drawn = torch.Generator().manual_seed(number)
-            weights = torch.randn(64, *output.shape[1:], generator=drawn, dtype=torch.float64)[rows][: len(output)]
+            weights = torch.randn(64, *output.shape[1:], generator=drawn, dtype=torch.float64)[
+                rows
+            ][: len(output)]
             (output * weights).sum().backward()
         else:
             output.backward()
@@ -143,11 +172,18 @@ def _plain(case: Case) -> Ran:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     required = {name for name, _ in module.named_parameters()}
     for name, parameter in parameters.items():
-        value, grad = parameter.detach(), parameter.grad
+        value = parameter.detach()
+        grad = parameter.grad
         assert grad is not None, name
-        ran.parameters[name] = {"gradient": grad, "value": value, "weight": value - _LR * grad,
-                                "required": name in required}
-    ran.norm = math.sqrt(sum(float(ran.parameters[name]["gradient"].square().sum()) for name in required))
+        ran.parameters[name] = {
+            "gradient": grad,
+            "value": value,
+            "weight": value - _LR * grad,
+            "required": name in required,
+        }
+    ran.norm = math.sqrt(
+        sum(float(ran.parameters[name]["gradient"].square().sum()) for name in required)
+    )
     return ran
 
 
@@ -157,9 +193,16 @@ def _parameters(built: Built) -> dict[str, dict[str, Any]]:
     found = {}
     for name, parameter in built.module.named_parameters(remove_duplicate=False):
         owner = owners[name.rpartition(".")[0]]
-        layout = built.layout(name, parameter) if built.layout else _layout(owner, name.rpartition(".")[2], parameter)
-        found[name] = {"value": _local(parameter.detach()), "layout": layout,
-                       "gradient": None if parameter.grad is None else _local(parameter.grad)}
+        layout = (
+            built.layout(name, parameter)
+            if built.layout
+            else _layout(owner, name.rpartition(".")[2], parameter)
+        )
+        found[name] = {
+            "value": _local(parameter.detach()),
+            "layout": layout,
+            "gradient": None if parameter.grad is None else _local(parameter.grad),
+        }
     return found
 
 
@@ -184,19 +227,24 @@ def _differences(case: Case, ran: Sequence[Ran], close: Closeness) -> Iterable[F
         if wrong := [tuple(one.shape) for one in got if one.shape != want.shape]:
             yield Finding(what, name, f"has shape {wrong[0]}, not {tuple(want.shape)}")
         elif not all(close(one, want) for one in got):
-            yield Finding(what, name, about_tensor(got, want, parameters if what == "output" else {}, close))
+            yield Finding(
+                what, name, about_tensor(got, want, parameters if what == "output" else {}, close)
+            )
 
     parameters = {name: found["value"] for name, found in plain.parameters.items()}
     for step, want in enumerate(plain.outputs):
         got = [one.outputs[step] for one in ran]
         whole = [torch.cat(got)] if case.returned == "rows" and want.dim() else got
         yield from compared("output", f"step {step}" if case.steps > 1 else "", whole, want)
-        wanted, grads = plain.input_gradients[step], [one.input_gradients[step] for one in ran]
+        wanted = plain.input_gradients[step]
+        grads = [one.input_gradients[step] for one in ran]
         known = [grad for grad in grads if grad is not None]
         if wanted is not None and len(known) < len(grads):
             yield Finding("input gradient", "", "there is none")
         elif wanted is not None:
-            yield from compared("input gradient", "", [torch.cat(known)] if case.dealt == "rows" else known, wanted)
+            yield from compared(
+                "input gradient", "", [torch.cat(known)] if case.dealt == "rows" else known, wanted
+            )
     for name, found in plain.parameters.items():
         held = [one.parameters[name] for one in ran if name in one.parameters]
         if not held:
@@ -207,8 +255,11 @@ def _differences(case: Case, ran: Sequence[Ran], close: Closeness) -> Iterable[F
             yield Finding("gradient", name, "there is none")
             continue
         wrong = [*_shared(held, name, found["gradient"], close)] or list(
-            compared("gradient", name, _whole(held, "gradient", found["value"]), found["gradient"]))
-        yield from wrong or compared("weight", name, _whole(held, "weight", found["value"]), found["weight"])
+            compared("gradient", name, _whole(held, "gradient", found["value"]), found["gradient"])
+        )
+        yield from wrong or compared(
+            "weight", name, _whole(held, "weight", found["value"]), found["weight"]
+        )
     yield from _norms(ran, plain, close)
 
 
@@ -216,8 +267,15 @@ def _norms(ran: Sequence[Ran], plain: Ran, close: Closeness) -> Iterable[Finding
     assert plain.norm is not None
     for rank, one in enumerate(ran):
         if one.norm is not None and not math.isclose(one.norm, plain.norm, rel_tol=close.tolerance):
-            squares = {name: float(found["gradient"].square().sum()) for name, found in plain.parameters.items()}
-            split = {name: found["layout"].dim is not None for name, found in one.parameters.items() if name in squares}
+            squares = {
+                name: float(found["gradient"].square().sum())
+                for name, found in plain.parameters.items()
+            }
+            split = {
+                name: found["layout"].dim is not None
+                for name, found in one.parameters.items()
+                if name in squares
+            }
             looks = about_norm(one.norm, plain.norm, squares, split, len(ran))
             yield Finding("norm", f"rank {rank}" if rank else "", looks)
             return
@@ -237,7 +295,9 @@ def _whole(held: Sequence[Mapping[str, Any]], what: str, like: Tensor) -> list[T
     return [full]
 
 
-def _shared(held: Sequence[Mapping[str, Any]], name: str, want: Tensor, close: Closeness) -> Iterable[Finding]:
+def _shared(
+    held: Sequence[Mapping[str, Any]], name: str, want: Tensor, close: Closeness
+) -> Iterable[Finding]:
     """Rows that several ranks hold, and have other gradients of."""
     dim, rows = held[0]["layout"]
     if rows is None or len(held) == 1:
@@ -247,22 +307,36 @@ def _shared(held: Sequence[Mapping[str, Any]], name: str, want: Tensor, close: C
         total.index_add_(dim, one["layout"].rows, one["gradient"])
     if any(not close(one["gradient"], want.index_select(dim, one["layout"].rows)) for one in held):
         if close(total, want):
-            yield Finding("gradient", name, "ranks that hold the same rows have a part of it each: a sum is missing")
+            yield Finding(
+                "gradient",
+                name,
+                "ranks that hold the same rows have a part of it each: a sum is missing",
+            )
         elif len(torch.cat([one["layout"].rows for one in held])) > want.shape[dim]:
             yield Finding("gradient", name, "is wrong on some of the ranks that hold the same rows")
 
 
 def _masks(case: Case, ran: Sequence[Ran]) -> Iterable[Finding]:
-    """What is wrong with masks: among ranks, from step to step, from forward to backward, and in number and scale."""
+    """What is wrong with masks: among ranks, from step to step, from forward to backward, and in
+    number and scale."""
     masks = [[output != 0 for output in one.outputs] for one in ran]
     first = [of_rank[0] for of_rank in masks]
     if case.returned == "copies" and any(not torch.equal(mask, first[0]) for mask in first):
         yield Finding("mask", "", "differs from rank to rank, where all have the same values")
     if case.returned == "rows":
         rows = min(map(len, first))
-        pairs = [(a, b) for b in range(len(first)) for a in range(b) if torch.equal(first[a][:rows], first[b][:rows])]
+        pairs = [
+            (a, b)
+            for b in range(len(first))
+            for a in range(b)
+            if torch.equal(first[a][:rows], first[b][:rows])
+        ]
         if pairs:
-            yield Finding("mask", "", "ranks {} and {} drop the same places of different rows".format(*pairs[0]))
+            yield Finding(
+                "mask",
+                "",
+                "ranks {} and {} drop the same places of different rows".format(*pairs[0]),
+            )
     if any(torch.equal(before, after) for before, after in masks):
         yield Finding("mask", "", "is the same at the next step")
     for one, of_rank in zip(ran, masks, strict=True):
@@ -270,10 +344,17 @@ def _masks(case: Case, ran: Sequence[Ran]) -> Iterable[Finding]:
         if gradient is None or not torch.equal(gradient != 0, of_rank[0]):
             yield Finding("mask", "", "of the backward is another one than that of the forward")
             break
-    kept, number = sum(int(mask.sum()) for mask in first), sum(mask.numel() for mask in first)
-    sigma = math.sqrt(case.dropout * (1 - case.dropout) / number) * (len(first) if case.returned == "copies" else 1)
+    kept = sum(int(mask.sum()) for mask in first)
+    number = sum(mask.numel() for mask in first)
+    sigma = math.sqrt(case.dropout * (1 - case.dropout) / number) * (
+        len(first) if case.returned == "copies" else 1
+    )
     if abs(kept / number - (1 - case.dropout)) > 6 * sigma:
         yield Finding("mask", "", f"keeps {kept / number:.3f} of all, not {1 - case.dropout}")
-    if any(not Closeness()(one.outputs[0][mask], torch.full_like(one.outputs[0][mask], 1 / (1 - case.dropout)))
-           for one, mask in zip(ran, first, strict=True)):
+    if any(
+        not Closeness()(
+            one.outputs[0][mask], torch.full_like(one.outputs[0][mask], 1 / (1 - case.dropout))
+        )
+        for one, mask in zip(ran, first, strict=True)
+    ):
         yield Finding("mask", "", f"what is kept is not scaled by {1 / (1 - case.dropout)}")

@@ -1,14 +1,16 @@
 """Data: text -> tokens on disk -> samples -> micro-batches.
 
-    open_data    config -> prepared corpora, training and validation streams; calls everything below
-    prepare      corpus.py (formats.py, readers.py, columns.py) -> pieces.py, tokenizer.py -> indexed.py: text to a
-                 .bin/.idx pair, once, as a stream (prepared.py); bad_records.py: what cannot be read
-    Tokenizer    tokenizer.py, with what the files beside a tokenizer.json say (tokenizer_folder.py)
-    datasets     gpt.py, bert.py: samples of a part of a pair
-    Blend        order.py, blend.py: an endless shuffled stream of samples, from any position
-    MappedDataset    mapped.py: samples of a custom dataset, in a Blend; sample_rules.py: those for GPT and BERT
-    StreamedSamples  stream.py: what an iterable of one's own gives, in its order
-    BatchLoader  the stream dealt out as micro-batches
+open_data    config -> prepared corpora, training and validation streams; calls everything below
+prepare      corpus.py (formats.py, readers.py, columns.py) -> pieces.py, tokenizer.py ->
+             indexed.py: text to a .bin/.idx pair, once, as a stream (prepared.py); bad_records.py:
+             what cannot be read
+Tokenizer    tokenizer.py, with what the files beside a tokenizer.json say (tokenizer_folder.py)
+datasets     gpt.py, bert.py: samples of a part of a pair
+Blend        order.py, blend.py: an endless shuffled stream of samples, from any position
+MappedDataset    mapped.py: samples of a custom dataset, in a Blend; sample_rules.py: those for GPT
+                 and BERT
+StreamedSamples  stream.py: what an iterable of one's own gives, in its order
+BatchLoader  the stream dealt out as micro-batches
 """
 
 from hybridpar.data.bert import BertDataset
@@ -22,8 +24,29 @@ from hybridpar.data.prepared import Prepared, check_vocab, open_prepared, prepar
 from hybridpar.data.tokenizer import BertVocabulary, Tokenizer, train_tokenizer
 
 __all__ = [
-    "FROM_THE_START", "NO_DATASETS", "BatchLoader", "BertDataset", "BertVocabulary", "Blend", "Data", "DataStart",
-    "Dataset", "GPTDataset", "IndexedDataset", "IndexedWriter", "Prepared", "SampleOrder", "Samples", "Tokenizer",
-    "absent_sources", "check_vocab", "open_data", "open_prepared", "prepare", "prepare_tokenizer", "split_tokens",
-    "token_dtype", "train_tokenizer",
+    "FROM_THE_START",
+    "NO_DATASETS",
+    "BatchLoader",
+    "BertDataset",
+    "BertVocabulary",
+    "Blend",
+    "Data",
+    "DataStart",
+    "Dataset",
+    "GPTDataset",
+    "IndexedDataset",
+    "IndexedWriter",
+    "Prepared",
+    "SampleOrder",
+    "Samples",
+    "Tokenizer",
+    "absent_sources",
+    "check_vocab",
+    "open_data",
+    "open_prepared",
+    "prepare",
+    "prepare_tokenizer",
+    "split_tokens",
+    "token_dtype",
+    "train_tokenizer",
 ]

@@ -1,7 +1,9 @@
-"""Records of a corpus that cannot be read: an error, or left out, counted and named (`data.on_bad_record`).
+"""Records of a corpus that cannot be read: an error, or left out, counted and named
+(`data.on_bad_record`).
 
-A record is a line of JSON lines, an element of JSON, a row of CSV, parquet or Arrow, or a file of plain text. A file
-that is damaged as a whole, or is no text at all, is an error whatever the policy.
+A record is a line of JSON lines, an element of JSON, a row of CSV, parquet or Arrow, or a file of
+plain text. A file that is damaged as a whole, or is no text at all, is an error whatever the
+policy.
 """
 
 from __future__ import annotations
@@ -27,14 +29,18 @@ class BadRecords:
     """
 
     def __init__(self, *, skips: bool = False, journal: IO[str] | None = None):
-        self.skips, self._journal = skips, journal
+        self.skips = skips
+        self._journal = journal
         self.count = 0
         self.first: list[str] = []
 
     def add(self, error: DataError) -> None:
-        """Count the record that `error` is about. Raises: DataError, if bad records are not left out."""
+        """Count the record that `error` is about. Raises: DataError, if bad records are not left
+        out."""
         if not self.skips:
-            raise DataError(f'{error}; data.on_bad_record = "skip" leaves bad records out') from None
+            raise DataError(
+                f'{error}; data.on_bad_record = "skip" leaves bad records out'
+            ) from None
         self.count += 1
         if len(self.first) < NUM_NAMED:
             self.first.append(str(error))

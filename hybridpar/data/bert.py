@@ -1,26 +1,30 @@
-"""BERT samples: [CLS] A [SEP] B [SEP], with masked tokens to restore and a question about the two segments.
+"""BERT samples: [CLS] A [SEP] B [SEP], with masked tokens to restore and a question about the two
+segments.
 
     sentence head   A and B                                                                        sentence label
     nsp             B follows A, or (half the time) comes from another document                    1: another document
     sop             A and B follow each other, half the time with places exchanged                 1: exchanged
     none            only A                                                                         -100
 
-A document is cut into windows of whole sentences that fill a sequence; a sample is a window, so an epoch visits every
-window once. Each epoch moves all windows of a document by the same share of a window. Of the two leftovers, before
-the first window and in the last, the longer one is used.
+A document is cut into windows of whole sentences that fill a sequence; a sample is a window, so an
+epoch visits every window once. Each epoch moves all windows of a document by the same share of a
+window. Of the two leftovers, before the first window and in the last, the longer one is used.
 
     windows            | s0 s1 s2 | s3 s4 s5 s6 | s7 s8 |
     moved by half        s0 | s1 s2 s3 | s4 s5 s6 | s7 s8 |       three samples again: s0 is left out
 
-Everything else is drawn anew in each epoch from (seed, epoch, sample): a shorter target length (1 in 10), where A ends,
-B, the ends that are cut off a pair that is too long, the masked places and their stand-ins.
+Everything else is drawn anew in each epoch from (seed, epoch, sample): a shorter target length (1
+in 10), where A ends, B, the ends that are cut off a pair that is too long, the masked places and
+their stand-ins.
 
-A pair is two stretches (start, length) of the token file, so a whole micro-batch is built by arithmetic on arrays.
-Shape letters: b samples, s sequence.
+A pair is two stretches (start, length) of the token file, so a whole micro-batch is built by
+arithmetic on arrays. Shape letters: b samples, s sequence.
 
-Source: Devlin et al., "BERT", 2019, section 3.1 and appendix A.2, and its create_pretraining_data.py (pairs,
-truncation); Lan et al., "ALBERT", 2020, section 3.1 (sop). Differences: the rest of a shortened sample's window is not
-used in that epoch, and for sop a window of one sentence is cut between two tokens.
+Source: Devlin et al., "BERT", 2019, section 3.1 and appendix A.2, and its
+    create_pretraining_data.py (pairs,
+truncation); Lan et al., "ALBERT", 2020, section 3.1 (sop). Differences: the rest of a shortened
+sample's window is not used in that epoch, and for sop a window of one sentence is cut between two
+tokens.
 """
 
 from __future__ import annotations
@@ -42,10 +46,25 @@ Ints = NDArray[np.int64]
 IGNORED = -100
 _MASKED = 0.15
 _SHORT = 0.1
-_PUT_MASK, _PUT_RANDOM = 0.8, 0.9  # of the masked places: up to here [MASK], from there to here a random token
+# of the masked places: up to here [MASK], from there to here a random token
+_PUT_MASK = 0.8
+_PUT_RANDOM = 0.9
 _CHUNK = 1 << 20
 # Purposes of draws.
-_IS_SHORT, _TARGET, _PIVOT, _CUT, _COIN, _DOCUMENT, _SENTENCE, _CUT_A, _CUT_B, _PLACE, _STAND_IN, _TOKEN = range(12)
+(
+    _IS_SHORT,
+    _TARGET,
+    _PIVOT,
+    _CUT,
+    _COIN,
+    _DOCUMENT,
+    _SENTENCE,
+    _CUT_A,
+    _CUT_B,
+    _PLACE,
+    _STAND_IN,
+    _TOKEN,
+) = range(12)
 _MOVE = "data.bert.move"
 
 
@@ -65,31 +84,53 @@ class BertDataset:
 
     `tokens`: the part to use, as positions (start, stop) in `indexed.tokens` (default: all).
 
-    Raises: ConfigError if sequences are too short to hold a pair; DataError if the part has no sample, or only one
+    Raises: ConfigError if sequences are too short to hold a pair; DataError if the part has no
+        sample, or only one
     document for 'nsp'.
     """
 
-    def __init__(self, indexed: IndexedDataset, seq_length: int, vocabulary: BertVocabulary, *, seed: int,
-                 head: Head = "sop", tokens: tuple[int, int] | None = None):
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        seq_length: int,
+        vocabulary: BertVocabulary,
+        *,
+        seed: int,
+        head: Head = "sop",
+        tokens: tuple[int, int] | None = None,
+    ):
         start, stop = tokens if tokens is not None else (0, indexed.num_tokens)
         self._capacity = seq_length - (2 if head == "none" else 3)
         if self._capacity < 2:
-            raise config_error("model.seq_length", seq_length, "is too short for a pair of segments", "128")
-        self.seq_length, self.head, self.vocabulary = seq_length, head, vocabulary
-        self._name, self._tokens = indexed.bin_path, indexed.tokens
+            raise config_error(
+                "model.seq_length", seq_length, "is too short for a pair of segments", "128"
+            )
+        self.seq_length = seq_length
+        self.head = head
+        self.vocabulary = vocabulary
+        self._name = indexed.bin_path
+        self._tokens = indexed.tokens
         self._key, self._move_key = root_key(seed, "data.bert"), root_key(seed, _MOVE)
         self._sentences, self._documents = _boundaries(indexed, start, stop)
         self._windows = self._cut_windows()
         self._next_windows = np.append(self._windows[1:], len(self._sentences) - 1)
         if not len(self._windows):
-            raise DataError(f"{indexed.prefix}: a part of {stop - start} tokens has no two tokens of one document")
+            raise DataError(
+                f"{indexed.prefix}: a part of {stop - start} tokens has no two tokens of one "
+                "document"
+            )
         if head == "nsp" and len(self._documents) < 3:
-            raise DataError(f"{indexed.prefix}: next-sentence prediction needs two documents, this part has "
-                            f"{len(self._documents) - 1}; model.sentence_head = 'sop' works with one")
+            raise DataError(
+                f"{indexed.prefix}: next-sentence prediction needs two documents, this part has "
+                f"{len(self._documents) - 1}; model.sentence_head = 'sop' works with one"
+            )
         self._is_special = np.zeros(vocabulary.size, np.bool_)
         self._is_special[list(vocabulary.special)] = True
         self._ordinary = np.flatnonzero(~self._is_special)
-        text = f"bert {indexed.fingerprint} {start} {stop} {seq_length} {head} {seed} {vocabulary} moved"
+        text = (
+            f"bert {indexed.fingerprint} {start} {stop} {seq_length} {head} {seed} {vocabulary} "
+            "moved"
+        )
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def __len__(self) -> int:
@@ -99,7 +140,8 @@ class BertDataset:
     def batch(self, indices: Ints, epochs: Ints) -> dict[str, NDArray[Any]]:
         """Samples by number, each as it is in its epoch.
 
-        Shapes: `indices`, `epochs` [b]; returns `tokens`, `labels`, `token_types` [b, s] int64, `padding_mask` [b, s]
+        Shapes: `indices`, `epochs` [b]; returns `tokens`, `labels`, `token_types` [b, s] int64,
+            `padding_mask` [b, s]
         bool (True = real token), `sentence_labels` [b] int64.
         """
         keys = derive(self._key, epochs, indices)
@@ -109,13 +151,16 @@ class BertDataset:
         labels = np.where(chosen, tokens, IGNORED)
         place = np.arange(self.seq_length)[None, :]
         end_a = pairs.length_a[:, None] + 2
-        end = np.where(pairs.length_b > 0, pairs.length_a + pairs.length_b + 3, pairs.length_a + 2)[:, None]
+        end = np.where(pairs.length_b > 0, pairs.length_a + pairs.length_b + 3, pairs.length_a + 2)[
+            :, None
+        ]
         return {
             "tokens": self._replace(tokens, chosen, keys),
             "labels": labels,
             "token_types": ((place >= end_a) & (place < end)).astype(np.int64),
             "padding_mask": place < end,
-            "sentence_labels": pairs.label}
+            "sentence_labels": pairs.label,
+        }
 
     def num_targets(self, indices: Ints, epochs: Ints) -> int:
         """Number of labels of these samples that count. Shapes: `indices`, `epochs` [b]."""
@@ -139,7 +184,8 @@ class BertDataset:
         return windows[self._sentences[stops] - self._sentences[windows] >= 2]
 
     def _stop(self, sentences: Ints, num_tokens: Ints) -> Ints:
-        """The sentence behind a stretch, from each of these on, of so many tokens or up to the document's end."""
+        """The sentence behind a stretch, from each of these on, of so many tokens or up to the
+        document's end."""
         enough = np.searchsorted(self._sentences, self._sentences[sentences] + num_tokens)
         return np.minimum(enough, self._documents[self._document_of(sentences) + 1])
 
@@ -147,12 +193,14 @@ class BertDataset:
         return np.searchsorted(self._documents, sentences, side="right") - 1
 
     def _moved(self, indices: Ints, epochs: Ints) -> tuple[Ints, Ints]:
-        """Each window in its epoch: its first sentence, and the one it ends before. Shapes: [b] all.
+        """Each window in its epoch: its first sentence, and the one it ends before. Shapes: [b]
+        all.
 
         Two or more sentences of a window stay in it, so it has two tokens.
         """
         document = self._document_of(self._windows[indices])
-        begin, end = self._documents[document], self._documents[document + 1]
+        begin = self._documents[document]
+        end = self._documents[document + 1]
         leading = np.searchsorted(self._windows, begin)
         drawn = derive(self._move_key, epochs, document)
 
@@ -172,10 +220,13 @@ class BertDataset:
     def _pairs(self, window: tuple[Ints, Ints], keys: Bits) -> _Pairs:
         """Segments of each sample. Shapes: `window`, `keys` [b]."""
         short = _chance(derive(keys, _IS_SHORT)) < _SHORT
-        target = np.where(short, 2 + below(derive(keys, _TARGET), self._capacity - 1), self._capacity)
+        target = np.where(
+            short, 2 + below(derive(keys, _TARGET), self._capacity - 1), self._capacity
+        )
         first = window[0]
         stop = np.minimum(self._stop(first, target), window[1])
-        start, end = self._sentences[first], self._sentences[stop]
+        start = self._sentences[first]
+        end = self._sentences[stop]
         if self.head == "none":
             pairs = _Pairs(start, end - start, end, np.zeros_like(end), np.full_like(end, IGNORED))
             return self._truncate(pairs, keys)
@@ -187,49 +238,80 @@ class BertDataset:
             coin |= ~several
             pivot = np.where(several, pivot, end)
             other, length = self._elsewhere(first, np.maximum(target - (pivot - start), 1), keys)
-            pairs = _Pairs(start, pivot - start, np.where(coin, other, pivot), np.where(coin, length, end - pivot),
-                           coin.astype(np.int64))
+            pairs = _Pairs(
+                start,
+                pivot - start,
+                np.where(coin, other, pivot),
+                np.where(coin, length, end - pivot),
+                coin.astype(np.int64),
+            )
         else:
-            pivot = np.where(several, pivot, start + 1 + below(derive(keys, _CUT), np.maximum(end - start - 1, 1)))
-            head, tail = pivot - start, end - pivot
-            pairs = _Pairs(np.where(coin, pivot, start), np.where(coin, tail, head),
-                           np.where(coin, start, pivot), np.where(coin, head, tail), coin.astype(np.int64))
+            pivot = np.where(
+                several,
+                pivot,
+                start + 1 + below(derive(keys, _CUT), np.maximum(end - start - 1, 1)),
+            )
+            head = pivot - start
+            tail = end - pivot
+            pairs = _Pairs(
+                np.where(coin, pivot, start),
+                np.where(coin, tail, head),
+                np.where(coin, start, pivot),
+                np.where(coin, head, tail),
+                coin.astype(np.int64),
+            )
         return self._truncate(pairs, keys)
 
     def _elsewhere(self, first: Ints, num_tokens: Ints, keys: Bits) -> tuple[Ints, Ints]:
-        """Start and length of a stretch of about so many tokens in another document than sentence `first`'s."""
+        """Start and length of a stretch of about so many tokens in another document than sentence
+        `first`'s."""
         own = self._document_of(first)
         document = below(derive(keys, _DOCUMENT), len(self._documents) - 2)
         document += document >= own
-        begin, end = self._documents[document], self._documents[document + 1]
+        begin = self._documents[document]
+        end = self._documents[document + 1]
         sentence = begin + below(derive(keys, _SENTENCE), end - begin)
         start = self._sentences[sentence]
         return start, self._sentences[self._stop(sentence, num_tokens)] - start
 
     def _truncate(self, pairs: _Pairs, keys: Bits) -> _Pairs:
-        """Drops tokens one by one from the longer segment (the second, if equal), each from its front or its back."""
+        """Drops tokens one by one from the longer segment (the second, if equal), each from its
+        front or its back."""
         excess = np.maximum(pairs.length_a + pairs.length_b - self._capacity, 0)
         difference = pairs.length_a - pairs.length_b
-        level = np.minimum(np.abs(difference), excess)  # until both are as long, only the longer one loses
+        level = np.minimum(
+            np.abs(difference), excess
+        )  # until both are as long, only the longer one loses
         rest = excess - level
         drop_a = np.where(difference > 0, level, 0) + rest // 2
         drop_b = np.where(difference > 0, 0, level) + (rest + 1) // 2
         front_a = count_heads(derive(keys, _CUT_A), drop_a)
         front_b = count_heads(derive(keys, _CUT_B), drop_b)
-        return _Pairs(pairs.start_a + front_a, pairs.length_a - drop_a,
-                      pairs.start_b + front_b, pairs.length_b - drop_b, pairs.label)
+        return _Pairs(
+            pairs.start_a + front_a,
+            pairs.length_a - drop_a,
+            pairs.start_b + front_b,
+            pairs.length_b - drop_b,
+            pairs.label,
+        )
 
     def _assemble(self, pairs: _Pairs) -> tuple[Ints, NDArray[np.bool_]]:
-        """The sequences, unmasked, and which of their places hold ordinary tokens. Shapes: returns two of [b, s]."""
+        """The sequences, unmasked, and which of their places hold ordinary tokens. Shapes: returns
+        two of [b, s]."""
         place = np.arange(self.seq_length)[None, :]
         end_a = 1 + pairs.length_a[:, None]
         end_b = end_a + 1 + pairs.length_b[:, None]
-        in_a, in_b = (place >= 1) & (place < end_a), (place > end_a) & (place < end_b)
-        source = np.where(in_a, pairs.start_a[:, None] + place - 1, pairs.start_b[:, None] + place - end_a - 1)
+        in_a = (place >= 1) & (place < end_a)
+        in_b = (place > end_a) & (place < end_b)
+        source = np.where(
+            in_a, pairs.start_a[:, None] + place - 1, pairs.start_b[:, None] + place - end_a - 1
+        )
         ids = self._tokens[np.where(in_a | in_b, source, 0)].astype(np.int64)
         if ids.max(initial=0) >= self.vocabulary.size or ids.min(initial=0) < 0:
-            raise DataError(f"{self._name}: has ids from {ids.min()} to {ids.max()}; the tokenizer has "
-                            f"{self.vocabulary.size}")
+            raise DataError(
+                f"{self._name}: has ids from {ids.min()} to {ids.max()}; the tokenizer has "
+                f"{self.vocabulary.size}"
+            )
         tokens = np.where(in_a | in_b, ids, self.vocabulary.pad)
         tokens[:, 0] = self.vocabulary.cls
         rows = np.arange(len(tokens))
@@ -252,10 +334,13 @@ class BertDataset:
         return chosen
 
     def _replace(self, tokens: Ints, chosen: NDArray[np.bool_], keys: Bits) -> Ints:
-        """The sequences with stand-ins at the chosen places. Shapes: `tokens`, `chosen` [b, s]; returns [b, s]."""
+        """The sequences with stand-ins at the chosen places. Shapes: `tokens`, `chosen` [b, s];
+        returns [b, s]."""
         rows, places = np.nonzero(chosen)
         which = _chance(derive(derive(keys, _STAND_IN)[rows], places))
-        drawn = self._ordinary[below(derive(derive(keys, _TOKEN)[rows], places), len(self._ordinary))]
+        drawn = self._ordinary[
+            below(derive(derive(keys, _TOKEN)[rows], places), len(self._ordinary))
+        ]
         kept = tokens[rows, places]
         masked = tokens.copy()
         drawn_or_kept = np.where(which < _PUT_RANDOM, drawn, kept)
@@ -264,7 +349,8 @@ class BertDataset:
 
 
 def _num_masked(pairs: _Pairs, ordinary: NDArray[np.bool_]) -> Ints:
-    """15 % of a sample's tokens besides [CLS] and [SEP], rounded, and at least one if one may be. Shapes: [b]."""
+    """15 % of a sample's tokens besides [CLS] and [SEP], rounded, and at least one if one may be.
+    Shapes: [b]."""
     wanted = np.floor((pairs.length_a + pairs.length_b) * _MASKED + 0.5).astype(np.int64)
     return np.minimum(np.maximum(wanted, 1), ordinary.sum(axis=1))
 
@@ -281,7 +367,8 @@ def _distinct(ascending: Ints) -> Ints:
 def _boundaries(indexed: IndexedDataset, start: int, stop: int) -> tuple[Ints, Ints]:
     """Sentences and documents with any tokens in tokens[start:stop].
 
-    Shapes: returns [S + 1], the token at which each sentence starts, and the end; [D + 1], the sentence at which each
+    Shapes: returns [S + 1], the token at which each sentence starts, and the end; [D + 1], the
+        sentence at which each
     document starts, and S.
     """
     sentences = _distinct(np.clip(indexed.sequence_starts, start, stop))

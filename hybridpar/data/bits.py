@@ -1,10 +1,12 @@
-"""Random bits of the data layer: a hash of (key, counters), vectorised over numpy arrays of counters.
+"""Random bits of the data layer: a hash of (key, counters), vectorised over numpy arrays of
+counters.
 
-`hybridpar.random` draws for consecutive samples of a batch; a data set needs a few numbers for each of many scattered
-(epoch, sample) pairs, on the CPU, in numpy. Same principle: a number depends on what it is for, never on when it is
-drawn.
+`hybridpar.random` draws for consecutive samples of a batch; a data set needs a few numbers for each
+of many scattered (epoch, sample) pairs, on the CPU, in numpy. Same principle: a number depends on
+what it is for, never on when it is drawn.
 
-Source: the output function of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
+Source: the output function of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
+    generators",
 OOPSLA 2014), applied to key + GAMMA * (counter + 1) for one counter after the other.
 """
 
@@ -29,7 +31,8 @@ def root_key(seed: int, name: str) -> Bits:
 
 
 def derive(key: Bits, *counters: int | NDArray[np.integer]) -> Bits:
-    """64 random bits for each combination of key and non-negative counters; also a key for further ones.
+    """64 random bits for each combination of key and non-negative counters; also a key for further
+    ones.
 
     Shapes: `key` [..] and every counter broadcast together; returns their common shape.
     """
@@ -41,11 +44,14 @@ def derive(key: Bits, *counters: int | NDArray[np.integer]) -> Bits:
 
 
 def below(bits: Bits, limit: int | NDArray[np.integer]) -> NDArray[np.int64]:
-    """Uniform integers from 0 to limit - 1 (limit up to 2**32; no value's share is off by more than 2**-32).
+    """Uniform integers from 0 to limit - 1 (limit up to 2**32; no value's share is off by more than
+    2**-32).
 
     Shapes: `bits` [..] and `limit` broadcast; returns their common shape.
     """
-    return ((bits >> _HALF_WORD) * np.asarray(limit).astype(np.uint64) >> _HALF_WORD).astype(np.int64)
+    return ((bits >> _HALF_WORD) * np.asarray(limit).astype(np.uint64) >> _HALF_WORD).astype(
+        np.int64
+    )
 
 
 def count_heads(key: Bits, tosses: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -53,7 +59,9 @@ def count_heads(key: Bits, tosses: NDArray[np.int64]) -> NDArray[np.int64]:
     num_words = -(-int(tosses.max(initial=0)) // 64)
     words = derive(key[:, None], np.arange(num_words)[None, :])
     coins = np.unpackbits(words.astype("<u8").view(np.uint8), axis=1)
-    return (coins * (np.arange(coins.shape[1])[None, :] < tosses[:, None])).sum(axis=1, dtype=np.int64)
+    return (coins * (np.arange(coins.shape[1])[None, :] < tosses[:, None])).sum(
+        axis=1, dtype=np.int64
+    )
 
 
 def _mix(x: Bits) -> Bits:

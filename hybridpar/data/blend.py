@@ -1,12 +1,14 @@
 """Several data sets as one endless stream, each with its share, at any length of the run.
 
-At each position the data set that is furthest behind its share comes next. With shares that are whole numbers (w of
-W), the sequence repeats after W positions with every debt settled, so a table of W entries answers for any position:
+At each position the data set that is furthest behind its share comes next. With shares that are
+whole numbers (w of W), the sequence repeats after W positions with every debt settled, so a table
+of W entries answers for any position:
 
     shares 2 : 1        position   0 1 2 | 3 4 5 | ...        data set   0 1 0 | 0 1 0 | ...
 
-Why it repeats: before the choice the debts add up to 1, so the largest is above 0 and above -1 after it was paid, and
-other debts only grow. After W positions all are whole numbers above -1 whose sum is 0.
+Why it repeats: before the choice the debts add up to 1, so the largest is above 0 and above -1
+after it was paid, and other debts only grow. After W positions all are whole numbers above -1 whose
+sum is 0.
 """
 
 from __future__ import annotations
@@ -32,26 +34,34 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def batch(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> dict[str, NDArray[Any]]: ...
+    def batch(
+        self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
+    ) -> dict[str, NDArray[Any]]: ...
 
     def num_targets(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> int: ...
 
 
 class Blend:
-    """An endless shuffled stream of samples from data sets with weights (default: in proportion to their samples).
+    """An endless shuffled stream of samples from data sets with weights (default: in proportion to
+    their samples).
 
-    Raises: ConfigError if the weights are not one positive number a data set, each at least 1 in 10000 of their sum.
+    Raises: ConfigError if the weights are not one positive number a data set, each at least 1 in
+        10000 of their sum.
     """
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float] = (), *, seed: int):
         self.datasets = tuple(datasets)
         self.shares = _whole_shares(tuple(weights) or _by_size(self.datasets), len(self.datasets))
         self._choice, self._rank = _period(self.shares)
-        self._orders = [SampleOrder(len(d), seed, f"data.order.{i}") for i, d in enumerate(self.datasets)]
+        self._orders = [
+            SampleOrder(len(d), seed, f"data.order.{i}") for i, d in enumerate(self.datasets)
+        ]
         text = f"{seed} {self.shares} {[d.fingerprint for d in self.datasets]}"
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def locate(self, counter: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def locate(
+        self, counter: ArrayLike
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Data set, its epoch, and the sample in it, at each position of the stream.
 
         Shapes: `counter` [n] non-negative; returns three of [n].
@@ -59,14 +69,16 @@ class Blend:
         rounds, position = np.divmod(np.asarray(counter, np.int64), len(self._choice))
         members = self._choice[position]
         drawn = rounds * np.array(self.shares)[members] + self._rank[position]
-        epochs, samples = np.zeros_like(drawn), np.zeros_like(drawn)
+        epochs = np.zeros_like(drawn)
+        samples = np.zeros_like(drawn)
         for member in np.unique(members):
             mine = members == member
             epochs[mine], samples[mine] = self._orders[member].locate(drawn[mine])
         return members, epochs, samples
 
     def batch(self, counter: ArrayLike) -> dict[str, NDArray[Any]]:
-        """The samples at these positions. Shapes: `counter` [b]; returns the data sets' entries, [b, ..]."""
+        """The samples at these positions. Shapes: `counter` [b]; returns the data sets' entries,
+        [b, ..]."""
         members, epochs, samples = self.locate(counter)
         merged: dict[str, NDArray[Any]] = {}
         for member in np.unique(members):
@@ -86,8 +98,12 @@ class Blend:
     def num_repeats(self, count: int) -> int:
         """Return how many of the first `count` positions have a sample that an earlier one has."""
         rounds, left = divmod(count, len(self._choice))
-        drawn = rounds * np.array(self.shares) + np.bincount(self._choice[:left], minlength=len(self.datasets))
-        return sum(max(int(n) - len(dataset), 0) for n, dataset in zip(drawn, self.datasets, strict=True))
+        drawn = rounds * np.array(self.shares) + np.bincount(
+            self._choice[:left], minlength=len(self.datasets)
+        )
+        return sum(
+            max(int(n) - len(dataset), 0) for n, dataset in zip(drawn, self.datasets, strict=True)
+        )
 
 
 def _by_size(datasets: Sequence[Dataset]) -> tuple[float, ...]:
@@ -97,29 +113,47 @@ def _by_size(datasets: Sequence[Dataset]) -> tuple[float, ...]:
 
 
 def _whole_shares(weights: tuple[float, ...], num_datasets: int) -> tuple[int, ...]:
-    """Weights as whole numbers with a sum of at most _TICKS, exact where the weights are (as 0.7 and 0.3 are)."""
+    """Weights as whole numbers with a sum of at most _TICKS, exact where the weights are (as 0.7
+    and 0.3 are)."""
     if not weights or len(weights) != num_datasets:
-        raise config_error("data.weights", weights, f"must have one weight for each of {num_datasets} data sets",
-                           str(tuple([1.0] * num_datasets)))
+        raise config_error(
+            "data.weights",
+            weights,
+            f"must have one weight for each of {num_datasets} data sets",
+            str(tuple([1.0] * num_datasets)),
+        )
     if not all(math.isfinite(w) and w > 0 for w in weights):
-        raise config_error("data.weights", weights, "must be positive numbers; leave out a corpus that is not wanted")
+        raise config_error(
+            "data.weights",
+            weights,
+            "must be positive numbers; leave out a corpus that is not wanted",
+        )
     exact = [w / math.fsum(weights) * _TICKS for w in weights]
     shares = [math.floor(e + 1e-9) for e in exact]
     owed = sorted(range(num_datasets), key=lambda d: (shares[d] - exact[d], d))
-    for d in owed[:_TICKS - sum(shares)]:
+    for d in owed[: _TICKS - sum(shares)]:
         shares[d] += 1
     if min(shares) < 1:
-        raise config_error("data.weights", weights, f"each must be at least 1 in {_TICKS} of their sum",
-                           str(tuple(max(w, 2 * math.fsum(weights) / _TICKS) for w in weights)))
+        raise config_error(
+            "data.weights",
+            weights,
+            f"each must be at least 1 in {_TICKS} of their sum",
+            str(tuple(max(w, 2 * math.fsum(weights) / _TICKS) for w in weights)),
+        )
     divisor = math.gcd(*shares)
     return tuple(s // divisor for s in shares)
 
 
 def _period(shares: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Data set at each position of a period, and how many of its samples came before in it. Shapes: both [W]."""
-    total, weights = sum(shares), np.array(shares)
-    choice, rank = np.empty(total, np.int64), np.empty(total, np.int64)
-    debt, counts = np.zeros_like(weights), np.zeros_like(weights)  # debt in units of 1 / W
+    """Data set at each position of a period, and how many of its samples came before in it. Shapes:
+    both [W]."""
+    total = sum(shares)
+    weights = np.array(shares)
+    choice = np.empty(total, np.int64)
+    rank = np.empty(total, np.int64)
+    # debt in units of 1 / W
+    debt = np.zeros_like(weights)
+    counts = np.zeros_like(weights)
     for i in range(total):
         debt += weights
         member = int(debt.argmax())

@@ -1,8 +1,11 @@
-"""Text columns of parquet and Arrow files, and folders of Hugging Face `datasets`, through pyarrow (the extra [data]).
+"""Text columns of parquet and Arrow files, and folders of Hugging Face `datasets`, through pyarrow
+(the extra [data]).
 
-Source: https://arrow.apache.org/docs/format/Columnar.html; state.json and dataset_dict.json as `datasets` saves them to
-disk: the one names the Arrow files of its folder, the other the folders beside it, one for each part. Of a dataset that
-was shuffled or filtered, older versions save all rows, and beside them the numbers of those that count.
+Source: https://arrow.apache.org/docs/format/Columnar.html; state.json and dataset_dict.json as
+    `datasets` saves them to
+disk: the one names the Arrow files of its folder, the other the folders beside it, one for each
+part. Of a dataset that was shuffled or filtered, older versions save all rows, and beside them the
+numbers of those that count.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from numpy.typing import NDArray
 from hybridpar.errors import DataError, shown
 from hybridpar.reading import BoundedReader, errors_as, open_regular, read_json
 
-_STATE, _SPLITS = "state.json", "dataset_dict.json"
-_DATA_FILES, _INDICES_FILES = "_data_files", ("_indices_data_files", "_indices_files")
+_STATE = "state.json"
+_SPLITS = "dataset_dict.json"
+_DATA_FILES = "_data_files"
+_INDICES_FILES = ("_indices_data_files", "_indices_files")
 _INDICES = "indices"
 """The column of a file of indices."""
 _SAVE_AGAIN = "save the dataset again"
@@ -36,7 +41,9 @@ def import_pyarrow(path: Path, what: str) -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise DataError(f"{path}: is {what}, which is read with pyarrow: pip install 'hybridpar[data]'") from None
+        raise DataError(
+            f"{path}: is {what}, which is read with pyarrow: pip install 'hybridpar[data]'"
+        ) from None
     return pyarrow
 
 
@@ -72,7 +79,8 @@ def read_columns(raw: BoundedReader, path: Path, kind: str, text_key: str) -> It
 
 
 def read_selected(indices: Path, files: Sequence[Path], text_key: str) -> Iterator[Row]:
-    """The texts of the rows that a file of indices names, in its order, by their numbers in all `files` together.
+    """The texts of the rows that a file of indices names, in its order, by their numbers in all
+    `files` together.
 
     The files are mapped into memory, as rows come in any order.
     Raises: DataError if a file is damaged, or has no such column of text.
@@ -86,8 +94,12 @@ def read_selected(indices: Path, files: Sequence[Path], text_key: str) -> Iterat
     with _damage(indices, "Arrow"):
         for rows in _index_batches(indices):
             if rows.size and int(rows.max()) >= num_rows:
-                raise DataError(f"{indices}: names row {int(rows.max()) + 1} of {num_rows}; {_SAVE_AGAIN}")
-            for row, at in zip(rows.tolist(), np.searchsorted(ends, rows, side="right").tolist(), strict=True):
+                raise DataError(
+                    f"{indices}: names row {int(rows.max()) + 1} of {num_rows}; {_SAVE_AGAIN}"
+                )
+            for row, at in zip(
+                rows.tolist(), np.searchsorted(ends, rows, side="right").tolist(), strict=True
+            ):
                 column = columns[at]
                 yield Row(row + 1, column[row - int(ends[at]) + len(column)].as_py())
 
@@ -98,8 +110,11 @@ def _index_batches(path: Path) -> Iterator[NDArray[np.int64]]:
 
     schema, batches = _opened(_mapped(path), _kind_of(path))
     if schema.names != [_INDICES] or not pyarrow.types.is_integer(schema.types[0]):
-        raise DataError(f"{path}: has the columns {shown(schema.names)}, and must have whole numbers in {_INDICES!r} "
-                        f"alone; {_SAVE_AGAIN}")
+        raise DataError(
+            f"{path}: has the columns {shown(schema.names)}, and must have whole numbers in "
+            f"{_INDICES!r} "
+            f"alone; {_SAVE_AGAIN}"
+        )
     for batch in batches:
         column = batch.column(0)
         column.validate(full=True)
@@ -119,16 +134,31 @@ def _damage(path: Path, kind: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (arrow.ArrowException, OSError, ValueError, MemoryError, OverflowError, KeyError, IndexError) as error:
-        raise DataError(f"{path}: is damaged {kind} ({str(error) or type(error).__name__})") from None
+    except (
+        arrow.ArrowException,
+        OSError,
+        ValueError,
+        MemoryError,
+        OverflowError,
+        KeyError,
+        IndexError,
+    ) as error:
+        raise DataError(
+            f"{path}: is damaged {kind} ({str(error) or type(error).__name__})"
+        ) from None
 
 
 def _mapped(path: Path) -> Any:
     """The bytes of a file, mapped read-only, as a file of pyarrow. Raises: DataError."""
     import pyarrow
 
-    with errors_as(DataError, path, "is damaged Arrow"), open_regular(path) as file:  # ValueError: it is empty
-        return pyarrow.BufferReader(pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+    with (
+        errors_as(DataError, path, "is damaged Arrow"),
+        open_regular(path) as file,
+    ):  # ValueError: it is empty
+        return pyarrow.BufferReader(
+            pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        )
 
 
 def _kind_of(path: Path) -> str:
@@ -167,12 +197,15 @@ def _opened(file: Any, kind: str) -> tuple[Any, Iterable[Any]]:
 
 
 def _as_bytes(column: Any) -> Any:
-    """A column of text as one of bytes, so that a row that is not UTF-8 does not damage the others."""
+    """A column of text as one of bytes, so that a row that is not UTF-8 does not damage the
+    others."""
     import pyarrow
     import pyarrow.types as types
 
     if types.is_dictionary(column.type):
-        return pyarrow.DictionaryArray.from_arrays(column.indices, _as_bytes(column.dictionary), safe=False)
+        return pyarrow.DictionaryArray.from_arrays(
+            column.indices, _as_bytes(column.dictionary), safe=False
+        )
     plain = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
     return column.view(plain.get(column.type) or pyarrow.binary_view())
 
@@ -183,8 +216,11 @@ def _check_column(schema: Any, path: Path, kind: str, text_key: str) -> int:
 
     text = [field.name for field in schema if _is_text(pyarrow.types, field.type)]
     if schema.names.count(text_key) != 1 or text_key not in text:
-        rule = f"has no column of text {text_key!r}; data.text_key names one of {shown(text)}" if text else (
-            f"has no column of text; its columns are {shown(list(schema.names))}")
+        rule = (
+            f"has no column of text {text_key!r}; data.text_key names one of {shown(text)}"
+            if text
+            else (f"has no column of text; its columns are {shown(list(schema.names))}")
+        )
         raise DataError(f"{path}: is {kind} and {rule}")
     return int(schema.names.index(text_key))
 
@@ -195,7 +231,8 @@ def _is_text(types: Any, kind: Any) -> bool:
 
 
 def saved_dataset(folder: Path) -> SavedDataset | None:
-    """The files of a folder that `datasets` has saved, of its part `train` if it has parts; None: it is none.
+    """The files of a folder that `datasets` has saved, of its part `train` if it has parts; None:
+    it is none.
 
     Raises: DataError if it is damaged, or has parts and none is called train.
     """
@@ -203,7 +240,10 @@ def saved_dataset(folder: Path) -> SavedDataset | None:
     if splits.is_file():
         names = _names(splits, _plain(splits).get("splits"))
         if _TRAIN not in names:
-            rule = f"is a Hugging Face dataset of the parts {shown(names)}; name one of these folders in it"
+            rule = (
+                f"is a Hugging Face dataset of the parts {shown(names)}; name one of these folders "
+                "in it"
+            )
             raise DataError(f"{folder}: {rule}")
         folder = folder / _TRAIN
     state = folder / _STATE
@@ -215,12 +255,18 @@ def saved_dataset(folder: Path) -> SavedDataset | None:
     files = _listed(state, found.get(_DATA_FILES))
     if not files:
         raise DataError(f"{state}: is of a Hugging Face dataset that has no files")
-    return SavedDataset(files, _listed(state, next((found[key] for key in _INDICES_FILES if found.get(key)), [])))
+    return SavedDataset(
+        files, _listed(state, next((found[key] for key in _INDICES_FILES if found.get(key)), []))
+    )
 
 
 def _listed(state: Path, found: Any) -> list[Path]:
     """The files that an entry of a state.json lists. Raises: DataError if it is damaged."""
-    names = [f.get("filename") if isinstance(f, dict) else None for f in found] if isinstance(found, list) else None
+    names = (
+        [f.get("filename") if isinstance(f, dict) else None for f in found]
+        if isinstance(found, list)
+        else None
+    )
     return [state.with_name(name) for name in _names(state, names)]
 
 
@@ -234,6 +280,11 @@ def _plain(path: Path) -> dict[str, Any]:
 def _names(path: Path, found: Any) -> list[str]:
     """Plain names of files. Raises: DataError if they are none."""
     if not isinstance(found, list) or not all(
-            isinstance(n, str) and n not in ("", ".", "..") and n.isprintable() and Path(n).name == n for n in found):
-        raise DataError(f"{path}: is of a damaged Hugging Face dataset: it lists {shown(found)}, not names of files")
+        isinstance(n, str) and n not in ("", ".", "..") and n.isprintable() and Path(n).name == n
+        for n in found
+    ):
+        raise DataError(
+            f"{path}: is of a damaged Hugging Face dataset: it lists {shown(found)}, not names of "
+            "files"
+        )
     return found

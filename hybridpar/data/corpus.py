@@ -1,10 +1,12 @@
-"""Documents from files, folders, patterns, Hugging Face datasets, or the Python standard library's own source text.
+"""Documents from files, folders, patterns, Hugging Face datasets, or the Python standard library's
+own source text.
 
-A source is 'stdlib', a file, a folder (all files below it with one of SUFFIXES), a folder that `datasets` has saved
-(the rows that count, in their order), or a pattern such as 'books/*.txt'. A file is what its first bytes say
-(formats.py): plain text is one document, in other formats each record holds one, under `text_key`. The files of a
-folder, a pattern or the standard library come in the order of a hash of their names: always the same, yet any stretch
-is a fair sample, so that the end of a corpus can serve for validation. Empty documents are left out.
+A source is 'stdlib', a file, a folder (all files below it with one of SUFFIXES), a folder that
+`datasets` has saved (the rows that count, in their order), or a pattern such as 'books/*.txt'. A
+file is what its first bytes say (formats.py): plain text is one document, in other formats each
+record holds one, under `text_key`. The files of a folder, a pattern or the standard library come in
+the order of a hash of their names: always the same, yet any stretch is a fair sample, so that the
+end of a corpus can serve for validation. Empty documents are left out.
 """
 
 from __future__ import annotations
@@ -49,11 +51,13 @@ class SourceFile:
     text_key: str = TEXT_KEY
     """The field or column that holds the text, where the file has those."""
     selects_from: tuple[Path, ...] = ()
-    """Arrow files whose rows this file of indices selects; empty: the file holds its text itself."""
+    """Arrow files whose rows this file of indices selects; empty: the file holds its text
+    itself."""
 
 
 def source_files(source: str | Path, text_key: str = TEXT_KEY) -> list[SourceFile]:
-    """The files of one source, in the order in which they are read. Raises: DataError if there are none."""
+    """The files of one source, in the order in which they are read. Raises: DataError if there are
+    none."""
     text = str(source)
     if text == STDLIB:
         return _stdlib_files()
@@ -66,39 +70,62 @@ def source_files(source: str | Path, text_key: str = TEXT_KEY) -> list[SourceFil
     if path.is_dir():
         found = _folder_files(path, text_key)
         plain = [suffix for suffix in SUFFIXES if suffix.count(".") == 1]
-        rule = f"holds no files ending in {', '.join(plain)} (or in one of these with .gz or .zst behind it)"
+        rule = (
+            f"holds no files ending in {', '.join(plain)} (or in one of these with .gz or .zst "
+            "behind it)"
+        )
     else:
         matches = [p for p in map(Path, glob.glob(text, recursive=True)) if p.is_file()]
         _check_alone(matches)
         found = [SourceFile(p, p.as_posix(), text_key=text_key) for p in matches]
-        rule = "matches no file" if glob.has_magic(text) else "does not exist (nor do .bin/.idx files of this prefix)"
+        rule = (
+            "matches no file"
+            if glob.has_magic(text)
+            else "does not exist (nor do .bin/.idx files of this prefix)"
+        )
     if not found:
         if text == "-" or (path.exists() and not path.is_dir()):
-            raise DataError(f"{text}: is no regular file; a corpus is read more than once, so save the text in a file")
+            raise DataError(
+                f"{text}: is no regular file; a corpus is read more than once, so save the text in "
+                "a file"
+            )
         near = nearest_path(path) or next(iter(get_close_matches(text, [STDLIB])), "")
         raise DataError(f"{text}: {rule}; " + (f"try {near}" if near else _ANY))
     return sorted(found, key=_shuffled)
 
 
 def _folder_files(root: Path, text_key: str) -> list[SourceFile]:
-    """The files below a folder that may hold text; of a dataset in it, those that its own folder would give."""
+    """The files below a folder that may hold text; of a dataset in it, those that its own folder
+    would give."""
     found: list[SourceFile] = []
     for folder, names, files in _folders(root):
         if (dataset := saved_dataset(folder)) is not None:
             names.clear()  # what is below it is its own
             found += _dataset_files(dataset, text_key, root)
             continue
-        found += [SourceFile(path, path.relative_to(root).as_posix(), text_key=text_key)
-                  for path in files if path.name.lower().endswith(SUFFIXES)]
+        found += [
+            SourceFile(path, path.relative_to(root).as_posix(), text_key=text_key)
+            for path in files
+            if path.name.lower().endswith(SUFFIXES)
+        ]
     return found
 
 
-def _dataset_files(dataset: SavedDataset, text_key: str, root: Path | None = None) -> list[SourceFile]:
+def _dataset_files(
+    dataset: SavedDataset, text_key: str, root: Path | None = None
+) -> list[SourceFile]:
     """The files of a dataset, each with its name below `root` (None: its own name)."""
     files = dataset.indices or dataset.files
     selects_from = tuple(dataset.files) if dataset.indices else ()
-    return [SourceFile(path, path.name if root is None else path.relative_to(root).as_posix(), text_key=text_key,
-                       selects_from=selects_from) for path in files]
+    return [
+        SourceFile(
+            path,
+            path.name if root is None else path.relative_to(root).as_posix(),
+            text_key=text_key,
+            selects_from=selects_from,
+        )
+        for path in files
+    ]
 
 
 def _check_alone(paths: Sequence[Path]) -> None:
@@ -106,8 +133,10 @@ def _check_alone(paths: Sequence[Path]) -> None:
     for folder, path in {path.parent: path for path in paths if path.suffix == ".arrow"}.items():
         dataset = saved_dataset(folder)
         if dataset is not None and dataset.indices:
-            raise DataError(f"{path}: is of a Hugging Face dataset whose rows {shown(dataset.indices[0].name)} "
-                            f"selects; name the folder {folder}")
+            raise DataError(
+                f"{path}: is of a Hugging Face dataset whose rows {shown(dataset.indices[0].name)} "
+                f"selects; name the folder {folder}"
+            )
 
 
 def corpus_files(sources: Sequence[str | Path], text_key: str = TEXT_KEY) -> list[SourceFile]:
@@ -116,14 +145,17 @@ def corpus_files(sources: Sequence[str | Path], text_key: str = TEXT_KEY) -> lis
 
 
 def corpus_key(files: Sequence[SourceFile]) -> str:
-    """Changes when a file is added, removed or modified (names, sizes and times; contents are not read).
+    """Changes when a file is added, removed or modified (names, sizes and times; contents are not
+    read).
 
     Raises: DataError if a file cannot be looked at.
     """
     digest = hashlib.sha256()
     for file in files:
         status = _status(file.path)
-        digest.update(json.dumps([file.name, file.text_key, status.st_size, status.st_mtime_ns]).encode())
+        digest.update(
+            json.dumps([file.name, file.text_key, status.st_size, status.st_mtime_ns]).encode()
+        )
         for path in file.selects_from:
             status = _status(path)
             digest.update(json.dumps([path.name, status.st_size, status.st_mtime_ns]).encode())
@@ -136,17 +168,23 @@ def num_bytes(files: Sequence[SourceFile]) -> int:
     return sum(_status(path).st_size for path in paths)
 
 
-def read_parts(files: Sequence[SourceFile], max_bytes: int | None = None, bad: BadRecords | None = None,
-               ) -> Iterator[Part]:
-    """The documents of the files, none of them empty, in parts, until there are `max_bytes` of text (None: all).
+def read_parts(
+    files: Sequence[SourceFile],
+    max_bytes: int | None = None,
+    bad: BadRecords | None = None,
+) -> Iterator[Part]:
+    """The documents of the files, none of them empty, in parts, until there are `max_bytes` of text
+    (None: all).
 
-    bad: is told of records that cannot be read, such as those without text under the file's `text_key`; None: the first
-    of them is an error.
-    Raises: DataError naming the file, what it is, and the line, for what cannot be read, and for a named file that is
+    bad: is told of records that cannot be read, such as those without text under the file's
+    `text_key`; None: the first of them is an error.
+    Raises: DataError naming the file, what it is, and the line, for what cannot be read, and for a
+        named file that is
     empty; also if there is no document.
     """
     bad = bad or BadRecords()
-    taken, begins = 0, True
+    taken = 0
+    begins = True
     formats: set[str] = set()
     for file in files:
         for part, num_bytes in _read(file, formats, bad):
@@ -159,8 +197,13 @@ def read_parts(files: Sequence[SourceFile], max_bytes: int | None = None, bad: B
             yield part
     if not taken:
         what = f" ({', '.join(sorted(formats))})" if formats else ""
-        skipped = f"; {bad.count} bad records were left out, such as {bad.first[0]}" if bad.count else ""
-        raise DataError(f"{', '.join(file.name for file in files[:3])}: no text in {len(files)} files{what}{skipped}")
+        skipped = (
+            f"; {bad.count} bad records were left out, such as {bad.first[0]}" if bad.count else ""
+        )
+        raise DataError(
+            f"{', '.join(file.name for file in files[:3])}: no text in {len(files)} "
+            f"files{what}{skipped}"
+        )
 
 
 def check_source(source: str | Path, text_key: str) -> None:
@@ -182,25 +225,38 @@ def _read(file: SourceFile, formats: set[str], bad: BadRecords) -> Iterator[Size
             raise DataError(f"{file.path}: is empty; {_ANY}")
         return
     formats.add(str(found))
-    yield from read_file(file.path, file.text_key, found, BadRecords(skips=True) if file.optional else bad)
+    yield from read_file(
+        file.path, file.text_key, found, BadRecords(skips=True) if file.optional else bad
+    )
 
 
 def _stdlib_files() -> list[SourceFile]:
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [path for folder, _, files in _folders(root) if folder != root / _TABLES for path in files]
-    found = [SourceFile(p, p.relative_to(root).as_posix(), optional=True) for p in paths
-             if p.suffix == ".py" and not p.name.startswith(_MACHINE_FILES)]
+    paths = [
+        path for folder, _, files in _folders(root) if folder != root / _TABLES for path in files
+    ]
+    found = [
+        SourceFile(p, p.relative_to(root).as_posix(), optional=True)
+        for p in paths
+        if p.suffix == ".py" and not p.name.startswith(_MACHINE_FILES)
+    ]
     if not found:
-        raise DataError(f"{root}: this Python has no standard library in source form; name text files as the corpus")
+        raise DataError(
+            f"{root}: this Python has no standard library in source form; name text files as the "
+            "corpus"
+        )
     return sorted(found, key=_shuffled)
 
 
 def _folders(root: Path) -> Iterator[tuple[Path, list[str], list[Path]]]:
-    """Folders from `root` on, without hidden ones and what is installed for Python in it: each with the names of those
-    in it that come later, which may be taken away, and with its files, without hidden ones and links."""
+    """Folders from `root` on, without hidden ones and what is installed for Python in it: each with
+    the names of those in it that come later, which may be taken away, and with its files, without
+    hidden ones and links."""
     for name, names, files in os.walk(root):
         folder = Path(name)
-        names[:] = [n for n in names if n not in _FOREIGN_FOLDERS and not n.startswith((".", "config-"))]
+        names[:] = [
+            n for n in names if n not in _FOREIGN_FOLDERS and not n.startswith((".", "config-"))
+        ]
         paths = [folder / file for file in files if not file.startswith(".")]
         yield folder, names, [path for path in paths if not path.is_symlink()]
 

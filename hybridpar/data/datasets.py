@@ -1,4 +1,5 @@
-"""Streams of samples from the configuration: prepared corpora, held-out parts, data sets, blends."""
+"""Streams of samples from the configuration: prepared corpora, held-out parts, data sets,
+blends."""
 
 from __future__ import annotations
 
@@ -38,36 +39,63 @@ class Data:
 
     train: Samples
     valid: Mapping[str, Samples]
-    """Validation sets by name. The held-out part, or data.valid_corpus, has the name "". The same samples at every
-    evaluation."""
+    """Validation sets by name. The held-out part, or data.valid_corpus, has the name "". The same
+    samples at every evaluation."""
     prepared: tuple[Prepared, ...]
     tokenizer: Tokenizer | None
     notes: tuple[str, ...] = ()
     """Lines for people, such as about bad records that were left out."""
 
 
-def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: int, quiet: bool = False,
-              datasets: Mapping[str, Any] = NO_DATASETS, kept: int = 1 << 10, evaluates: bool = True) -> Data:
-    """Opens the corpora, after preparing in `folder` those that are text; without weights, all text is one corpus.
+def open_data(
+    model: ModelSpec,
+    data: DataConfig,
+    folder: str | Path,
+    *,
+    seed: int,
+    quiet: bool = False,
+    datasets: Mapping[str, Any] = NO_DATASETS,
+    kept: int = 1 << 10,
+    evaluates: bool = True,
+) -> Data:
+    """Opens the corpora, after preparing in `folder` those that are text; without weights, all text
+    is one corpus.
 
-    `datasets`, by part ("train", "valid"), are in the stead of corpora; of a model that is not GPT or BERT, of those
-    that it names itself. `kept`: samples of one that is a stream stay in memory. `evaluates`: whether the validation
-    sets are used; if not, a corpus that is too small to hold something out is trained on as a whole.
+    `datasets`, by part ("train", "valid"), are in the stead of corpora; of a model that is not GPT
+    or BERT, of those that it names itself. `kept`: samples of one that is a stream stay in memory.
+    `evaluates`: whether the validation sets are used; if not, a corpus that is too small to hold
+    something out is trained on as a whole.
 
-    Any number of processes may call it at once: on one machine one works and the others wait for it.
+    Any number of processes may call it at once: on one machine one works and the others wait for
+    it.
 
-    Raises: ConfigError if corpora, weights, tokenizer and model do not go together, or a part of a corpus is too small
+    Raises: ConfigError if corpora, weights, tokenizer and model do not go together, or a part of a
+        corpus is too small
     for a sample; DataError for files that are damaged or unreadable.
     """
     if datasets or not isinstance(model, ModelConfig):
-        return replace(_own_data(model, seed, datasets, kept),
-                       tokenizer=Tokenizer.load(data.tokenizer) if data.tokenizer else None)
-    options: Any = {"kind": model.kind, "text_key": data.text_key, "quiet": quiet, "on_bad_record": data.on_bad_record}
+        return replace(
+            _own_data(model, seed, datasets, kept),
+            tokenizer=Tokenizer.load(data.tokenizer) if data.tokenizer else None,
+        )
+    options: Any = {
+        "kind": model.kind,
+        "text_key": data.text_key,
+        "quiet": quiet,
+        "on_bad_record": data.on_bad_record,
+    }
     sources = data.valid_sources
-    tokenized = {name: open_prepared(_prefix(name)) for name in (*data.corpus, *chain(*sources.values()))
-                 if is_indexed(_prefix(name))}
+    tokenized = {
+        name: open_prepared(_prefix(name))
+        for name in (*data.corpus, *chain(*sources.values()))
+        if is_indexed(_prefix(name))
+    }
     texts, own = _parted(data.corpus, tokenized)
-    path = Path(data.tokenizer) if data.tokenizer else next((p.tokenizer_path for p in own if p.tokenizer_path), None)
+    path = (
+        Path(data.tokenizer)
+        if data.tokenizer
+        else next((p.tokenizer_path for p in own if p.tokenizer_path), None)
+    )
     if path is None and own and texts:
         raise _tokenizer_needed(texts[0], str(own[0].prefix))
     made: dict[str, Prepared] = {}
@@ -75,9 +103,14 @@ def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: i
         shared = path
         if path is None and len(texts) > 1:
             shared = prepare_tokenizer(texts, folder, model.vocab_size, **options)
-        made = {text: prepare(text, folder, model.vocab_size, tokenizer=shared, **options) for text in texts}
+        made = {
+            text: prepare(text, folder, model.vocab_size, tokenizer=shared, **options)
+            for text in texts
+        }
     elif texts:
-        made = dict.fromkeys(texts, prepare(texts, folder, model.vocab_size, tokenizer=path, **options))
+        made = dict.fromkeys(
+            texts, prepare(texts, folder, model.vocab_size, tokenizer=path, **options)
+        )
     prepared = [tokenized[name] if name in tokenized else made[name] for name in data.corpus]
     prepared = prepared if data.weights else list(dict.fromkeys(prepared))
     tokenizer = Tokenizer.load(path) if path else prepared[0].tokenizer() if texts else None
@@ -94,19 +127,34 @@ def open_data(model: ModelSpec, data: DataConfig, folder: str | Path, *, seed: i
 
 
 def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any], kept: int) -> Data:
-    found = {part: datasets[part] if part in datasets else model.dataset(part) for part in ("train", "valid")}
-    train = None if found["train"] is None else _own_samples(model, found["train"], "train", seed, kept)
+    found = {
+        part: datasets[part] if part in datasets else model.dataset(part)
+        for part in ("train", "valid")
+    }
+    train = (
+        None if found["train"] is None else _own_samples(model, found["train"], "train", seed, kept)
+    )
     sets = found["valid"] if isinstance(found["valid"], Mapping) else {"": found["valid"]}
     valid: dict[str, Samples] = {}
     for name, dataset in sets.items():
         if isinstance(found["valid"], Mapping) and not is_name(name):
-            raise config_error("datasets", name, f"is the name of a validation set, which {NAME_RULE}",
-                               '{"train": .., "valid": {"wiki": .., "code": ..}}')
+            raise config_error(
+                "datasets",
+                name,
+                f"is the name of a validation set, which {NAME_RULE}",
+                '{"train": .., "valid": {"wiki": .., "code": ..}}',
+            )
         if dataset is not None:
-            valid[name] = _own_samples(model, dataset, f"valid/{name}" if name else "valid", seed, kept)
+            valid[name] = _own_samples(
+                model, dataset, f"valid/{name}" if name else "valid", seed, kept
+            )
     if train is None and isinstance(model, ModelConfig):
-        raise config_error("datasets", sorted(datasets), 'must have samples to train on, under "train"',
-                           '{"train": samples, "valid": None}')
+        raise config_error(
+            "datasets",
+            sorted(datasets),
+            'must have samples to train on, under "train"',
+            '{"train": samples, "valid": None}',
+        )
     if train is None:
         rule = 'has no data to train on: its method dataset("train") returns None'
         raise spec_error(model, rule, "a dataset of dicts of arrays")
@@ -116,17 +164,25 @@ def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any], kept: in
 def _own_samples(model: ModelSpec, dataset: Any, part: str, seed: int, kept: int) -> Samples:
     if isinstance(dataset, Mapping):
         names = shown(sorted(map(str, dataset)))
-        raise DataError(f"dataset({part!r}) of {model.kind} is a dict of {names}, which must be a list of samples, "
-                        "each a dict of arrays")
+        raise DataError(
+            f"dataset({part!r}) of {model.kind} is a dict of {names}, which must be a list of "
+            "samples, "
+            "each a dict of arrays"
+        )
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return Blend([MappedDataset(model, dataset, part)], seed=seed)
     if callable(dataset) or hasattr(dataset, "__iter__"):
         return StreamedSamples(model, dataset, part, kept)
-    raise DataError(f"dataset({part!r}) of {model.kind} is a {type(dataset).__name__}, which must be a map-style "
-                    "dataset (len(d), d[i]), an iterable, or a function of the first sample's number")
+    raise DataError(
+        f"dataset({part!r}) of {model.kind} is a {type(dataset).__name__}, which must be a "
+        "map-style "
+        "dataset (len(d), d[i]), an iterable, or a function of the first sample's number"
+    )
 
 
-def _parted(names: Sequence[str], tokenized: Mapping[str, Prepared]) -> tuple[list[str], list[Prepared]]:
+def _parted(
+    names: Sequence[str], tokenized: Mapping[str, Prepared]
+) -> tuple[list[str], list[Prepared]]:
     """The corpora that are text, and those that are tokenised already."""
     return [n for n in names if n not in tokenized], [tokenized[n] for n in names if n in tokenized]
 
@@ -136,11 +192,15 @@ def _tokenizer_needed(text: str, tokenized: str) -> ConfigError:
     return config_error("data.tokenizer", "", rule, "the tokenizer.json that it was made with")
 
 
-def split_tokens(indexed: IndexedDataset, fraction: float, min_tokens: int) -> tuple[Part, Part | None]:
-    """Positions (start, stop) of the training part, and of the last `fraction` of the tokens (None if 0), to hold out.
+def split_tokens(
+    indexed: IndexedDataset, fraction: float, min_tokens: int
+) -> tuple[Part, Part | None]:
+    """Positions (start, stop) of the training part, and of the last `fraction` of the tokens (None
+    if 0), to hold out.
 
-    The cut is between documents if that can make the held-out part half to twice as long as asked for, else between
-    sequences, else (a corpus that is one long text) anywhere. It depends on nothing but the index.
+    The cut is between documents if that can make the held-out part half to twice as long as asked
+    for, else between sequences, else (a corpus that is one long text) anywhere. It depends on
+    nothing but the index.
 
     Raises: ConfigError if either part would have fewer than `min_tokens`.
     """
@@ -151,13 +211,18 @@ def split_tokens(indexed: IndexedDataset, fraction: float, min_tokens: int) -> t
     cut = round(total - wanted)
     for places in (indexed.document_starts, indexed.sequence_starts):
         right = int(np.searchsorted(places, cut))
-        near = min((int(p) for p in places[max(right - 1, 0):right + 1]), key=lambda p: abs(p - cut))
+        near = min(
+            (int(p) for p in places[max(right - 1, 0) : right + 1]), key=lambda p: abs(p - cut)
+        )
         if wanted / 2 <= total - near <= 2 * wanted and 0 < near < total:
             cut = near
             break
     if min(cut, total - cut) < min_tokens:
         works = math.ceil(min_tokens / total * 2e4) / 1e4
-        rule = f"parts {indexed.prefix} into {cut} and {total - cut} tokens, but a sample needs {min_tokens}"
+        rule = (
+            f"parts {indexed.prefix} into {cut} and {total - cut} tokens, but a sample needs "
+            f"{min_tokens}"
+        )
         better = str(works) if works < 0.5 else "0 (no validation), or more text"
         if total < min_tokens:  # not even as one part
             better = "more text, or a smaller model.seq_length"
@@ -166,7 +231,8 @@ def split_tokens(indexed: IndexedDataset, fraction: float, min_tokens: int) -> t
 
 
 def absent_sources(data: DataConfig) -> list[str]:
-    """Corpora and the tokenizer that this machine does not have, or cannot read, each with its key and why."""
+    """Corpora and the tokenizer that this machine does not have, or cannot read, each with its key
+    and why."""
     found = []
     sets = {f"valid_sets.{name}": sources for name, sources in data.valid_sets.items()}
     for key, names in {"corpus": data.corpus, "valid_corpus": data.valid_corpus, **sets}.items():
@@ -185,7 +251,9 @@ def _prefix(name: str) -> str:
     return name[:-4] if name.endswith((".bin", ".idx")) else name
 
 
-def _check(model: ModelConfig, prepared: list[Prepared], tokenizer: Tokenizer | None, used: Path | None) -> None:
+def _check(
+    model: ModelConfig, prepared: list[Prepared], tokenizer: Tokenizer | None, used: Path | None
+) -> None:
     """Raises: ConfigError with all that does not go together."""
     problems: list[Problem] = []
     for one in prepared:
@@ -196,24 +264,44 @@ def _check(model: ModelConfig, prepared: list[Prepared], tokenizer: Tokenizer | 
         if one.kind not in ("", model.kind):
             rule = f"was prepared for {one.kind}, this is {model.kind}"
             problems.append(Problem("data.corpus", str(one.prefix), rule, "preparing it again"))
-        if one.tokenizer_path and tokenizer and one.tokenizer().fingerprint != tokenizer.fingerprint:
+        if (
+            one.tokenizer_path
+            and tokenizer
+            and one.tokenizer().fingerprint != tokenizer.fingerprint
+        ):
             rule = f"is not the tokenizer that {one.prefix} was made with"
             problems.append(Problem("data.tokenizer", str(used), rule, str(one.tokenizer_path)))
     if model.kind == "bert" and tokenizer is None:
         rule = "is needed: BERT masks tokens, and .bin/.idx files do not say which are special"
-        problems.append(Problem("data.tokenizer", "", rule, "the tokenizer.json that they were made with"))
+        problems.append(
+            Problem("data.tokenizer", "", rule, "the tokenizer.json that they were made with")
+        )
     if problems:
         raise ConfigError(*problems)
 
 
-def _blend(model: ModelConfig, data: DataConfig, prepared: list[Prepared], sets: Mapping[str, list[Prepared]],
-           tokenizer: Tokenizer | None, seed: int, *, evaluates: bool) -> Data:
+def _blend(
+    model: ModelConfig,
+    data: DataConfig,
+    prepared: list[Prepared],
+    sets: Mapping[str, list[Prepared]],
+    tokenizer: Tokenizer | None,
+    seed: int,
+    *,
+    evaluates: bool,
+) -> Data:
     def dataset(indexed: IndexedDataset, part: Part, order_seed: int | None) -> Dataset:
         if model.kind == "gpt":
             return GPTDataset(indexed, model.seq_length, part, seed=order_seed)
         assert tokenizer is not None
-        return BertDataset(indexed, model.seq_length, tokenizer.bert(), seed=seed, head=model.sentence_head,
-                           tokens=part)
+        return BertDataset(
+            indexed,
+            model.seq_length,
+            tokenizer.bert(),
+            seed=seed,
+            head=model.sentence_head,
+            tokens=part,
+        )
 
     train: list[Dataset] = []
     held_out: list[Dataset] = []
@@ -223,13 +311,20 @@ def _blend(model: ModelConfig, data: DataConfig, prepared: list[Prepared], sets:
         except ConfigError:
             if evaluates:
                 raise
-            trained, part = (0, indexed.num_tokens), None
+            trained = (0, indexed.num_tokens)
+            part = None
         train.append(dataset(indexed, trained, seed))
         if part is not None:
             held_out.append(dataset(indexed, part, None))
     valid = {"": Blend(held_out, data.weights, seed=seed)} if held_out else {}
     for name, of_set in sets.items():
         texts = [one.open() for one in of_set]
-        valid[name] = Blend([dataset(text, (0, text.num_tokens), None) for text in texts], (), seed=seed)
-    notes = (line for one in dict.fromkeys([*prepared, *chain(*sets.values())]) for line in one.notes())
-    return Data(Blend(train, data.weights, seed=seed), valid, tuple(prepared), tokenizer, tuple(notes))
+        valid[name] = Blend(
+            [dataset(text, (0, text.num_tokens), None) for text in texts], (), seed=seed
+        )
+    notes = (
+        line for one in dict.fromkeys([*prepared, *chain(*sets.values())]) for line in one.notes()
+    )
+    return Data(
+        Blend(train, data.weights, seed=seed), valid, tuple(prepared), tokenizer, tuple(notes)
+    )

@@ -2,19 +2,21 @@
 
 In this order, with `key` for data.text_key, on the first 64 KiB (of what is decompressed):
 
-    gzip, zstandard      by their magic bytes, behind skippable frames; then what is inside, by the same rules
+    gzip, zstandard      by their magic bytes, behind skippable frames; then what is inside, by the
+                         same rules
     parquet, Arrow       by their magic bytes; a file that is named so and is not is refused
     known binary files   images, archives, PDF, UTF-16, ..: refused, by name
-    JSON lines           named .jsonl or .ndjson; or each of the first lines is a JSON object with text under `key`
-    JSON                 named .json: one array of objects, or objects one after another; or a "[" with such an object
-                         behind it
-    CSV                  named .csv or .tsv; or the first line is two or more plain names, `key` among them, and the
-                         second record has as many cells
+    JSON lines           named .jsonl or .ndjson; or each of the first lines is a JSON object with
+                         text under `key`
+    JSON                 named .json: one array of objects, or objects one after another; or a "["
+                         with such an object behind it
+    CSV                  named .csv or .tsv; or the first line is two or more plain names, `key`
+                         among them, and the second record has as many cells
     plain text           everything else
 
-So a text that begins with "{" or "[" is plain text, unless whole objects that have text under `key` come first. A file
-whose first lines are objects without it is plain text where its name says so (.txt, .md, ..), else JSON lines, whose
-reader then says which keys there are.
+So a text that begins with "{" or "[" is plain text, unless whole objects that have text under `key`
+come first. A file whose first lines are objects without it is plain text where its name says so
+(.txt, .md, ..), else JSON lines, whose reader then says which keys there are.
 """
 
 from __future__ import annotations
@@ -31,25 +33,57 @@ from hybridpar.errors import DataError
 
 HEAD = 1 << 16
 PLAIN = (".txt", ".text", ".md", ".rst", ".py")
-_FORMAT_OF = {".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON", ".csv": "CSV", ".tsv": "CSV",
-              ".parquet": "parquet", ".arrow": "Arrow"}
+_FORMAT_OF = {
+    ".jsonl": "JSON lines",
+    ".ndjson": "JSON lines",
+    ".json": "JSON",
+    ".csv": "CSV",
+    ".tsv": "CSV",
+    ".parquet": "parquet",
+    ".arrow": "Arrow",
+}
 _COMPRESSED = (".gz", ".zst")
-SUFFIXES = tuple(s + c for s in (*PLAIN, *_FORMAT_OF) for c in ("", *_COMPRESSED)
-                 if not (c and s in (".parquet", ".arrow")))
+SUFFIXES = tuple(
+    s + c
+    for s in (*PLAIN, *_FORMAT_OF)
+    for c in ("", *_COMPRESSED)
+    if not (c and s in (".parquet", ".arrow"))
+)
 SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18", re.DOTALL)
 """Magic bytes of a frame that zstandard and LZ4 pass over; the next four bytes are its length."""
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstandard"}
 _COLUMNS = {b"PAR1": "parquet", b"ARROW1\0\0": "Arrow", b"\xff\xff\xff\xff": "Arrow stream"}
 _FOREIGN = {
-    b"\x89PNG": "a PNG image", b"\xff\xd8\xff": "a JPEG image", b"GIF8": "a GIF image", b"II*\0": "a TIFF image",
-    b"MM\0*": "a TIFF image", b"RIFF": "RIFF (WebP, WAV, AVI)", b"%PDF-": "PDF",
-    b"PK\x03\x04": "a ZIP archive (also .docx, .npz, .pt)", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz",
-    b"7z\xbc\xaf\x27\x1c": "a 7z archive", b"Rar!": "a RAR archive", b"\x04\x22\x4d\x18": "LZ4",
-    b"SQLite format 3\0": "an SQLite database", b"\x89HDF": "HDF5", b"\x7fELF": "a program (ELF)",
-    b"\x93NUMPY": "a NumPy array", b"\x80\x02": "a pickle", b"\x80\x03": "a pickle", b"\x80\x04": "a pickle",
-    b"\x80\x05": "a pickle", b"MMIDIDX": "the index of a Megatron token file, which is named without its ending",
-    b"Obj\x01": "Avro", b"ORC": "ORC", b"ID3": "MP3 audio", b"OggS": "Ogg audio", b"fLaC": "FLAC audio",
-    b"\xff\xfe": "UTF-16 text", b"\xfe\xff": "UTF-16 text"}
+    b"\x89PNG": "a PNG image",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"GIF8": "a GIF image",
+    b"II*\0": "a TIFF image",
+    b"MM\0*": "a TIFF image",
+    b"RIFF": "RIFF (WebP, WAV, AVI)",
+    b"%PDF-": "PDF",
+    b"PK\x03\x04": "a ZIP archive (also .docx, .npz, .pt)",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"Rar!": "a RAR archive",
+    b"\x04\x22\x4d\x18": "LZ4",
+    b"SQLite format 3\0": "an SQLite database",
+    b"\x89HDF": "HDF5",
+    b"\x7fELF": "a program (ELF)",
+    b"\x93NUMPY": "a NumPy array",
+    b"\x80\x02": "a pickle",
+    b"\x80\x03": "a pickle",
+    b"\x80\x04": "a pickle",
+    b"\x80\x05": "a pickle",
+    b"MMIDIDX": "the index of a Megatron token file, which is named without its ending",
+    b"Obj\x01": "Avro",
+    b"ORC": "ORC",
+    b"ID3": "MP3 audio",
+    b"OggS": "Ogg audio",
+    b"fLaC": "FLAC audio",
+    b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
+}
 _NUM_LINES = 8
 _NAME = re.compile(r"[^\W\d][\w .-]{0,63}")
 _DELIMITERS = ",\t;|"
@@ -75,7 +109,8 @@ def compression_of(head: bytes) -> str:
 
 
 def format_of(path: Path, head: bytes, key: str, compression: str = "") -> Format:
-    """The format of a file that begins with `head`, the first HEAD bytes or all of it, decompressed.
+    """The format of a file that begins with `head`, the first HEAD bytes or all of it,
+    decompressed.
 
     Raises: DataError if it is no text that can be read, naming what it is.
     """
@@ -86,15 +121,20 @@ def format_of(path: Path, head: bytes, key: str, compression: str = "") -> Forma
             raise DataError(f"{path}: is {inside}{columns}; decompress it")
         return Format(columns)
     if name := foreign_format(head):
-        raise DataError(f"{path}: is {inside}{name}; corpora are UTF-8 text, JSON, CSV, parquet or Arrow")
+        raise DataError(
+            f"{path}: is {inside}{name}; corpora are UTF-8 text, JSON, CSV, parquet or Arrow"
+        )
     found = _of_text(head.decode("utf-8-sig", "replace"), len(head) >= HEAD, suffix, key)
     if _FORMAT_OF.get(suffix) in _COLUMNS.values():
-        raise DataError(f"{path}: is not {_FORMAT_OF[suffix]}, as its name says, but {inside}{found}")
+        raise DataError(
+            f"{path}: is not {_FORMAT_OF[suffix]}, as its name says, but {inside}{found}"
+        )
     return Format(found.kind, compression, found.delimiter)
 
 
 def foreign_format(head: bytes) -> str:
-    """The name of a format that is no text, by the first bytes of a file; empty: it is none that is known."""
+    """The name of a format that is no text, by the first bytes of a file; empty: it is none that is
+    known."""
     if not is_binary(head):
         return ""
     return next((name for magic, name in _FOREIGN.items() if head.startswith(magic)), "")
@@ -111,16 +151,21 @@ def is_binary(head: bytes) -> bool:
 
 def _of_text(text: str, is_cut: bool, suffix: str, key: str) -> Format:
     """`is_cut`: the file goes on behind this."""
-    lines = [line for line in (text.rpartition("\n")[0] if is_cut else text).split("\n") if line.strip()][:_NUM_LINES]
+    lines = [
+        line for line in (text.rpartition("\n")[0] if is_cut else text).split("\n") if line.strip()
+    ][:_NUM_LINES]
     records = [_object(line) for line in lines]
-    named, start = _FORMAT_OF.get(suffix, ""), text.lstrip()
+    named = _FORMAT_OF.get(suffix, "")
+    start = text.lstrip()
     have_text = all(isinstance(record.get(key), str) for record in records)
     one_long = not lines and is_cut and _begins_object(start, key, is_cut)
     if named == "JSON lines" or one_long or (records and have_text):
         return Format("JSON lines")
     if records and all(records) and named != "CSV" and suffix not in PLAIN:
         return Format("JSON lines")
-    if named == "JSON" or (start.startswith("[") and _begins_object(start[1:].lstrip(), key, is_cut)):
+    if named == "JSON" or (
+        start.startswith("[") and _begins_object(start[1:].lstrip(), key, is_cut)
+    ):
         return Format("JSON")
     usual = "\t" if suffix == ".tsv" else ","
     tables = [d for d in (usual, *_DELIMITERS) if key in _cells(lines[:1], d)]
@@ -140,7 +185,8 @@ def _object(line: str) -> dict[str, object]:
 
 
 def _begins_object(start: str, key: str, is_cut: bool) -> bool:
-    """Whether this begins with an object that has text under `key`; of one that is cut, only its beginning is there."""
+    """Whether this begins with an object that has text under `key`; of one that is cut, only its
+    beginning is there."""
     if not start.startswith("{"):
         return False
     try:
@@ -148,7 +194,9 @@ def _begins_object(start: str, key: str, is_cut: bool) -> bool:
     except RecursionError:
         return False
     except ValueError:
-        return is_cut and bool(_OBJECT.match(start) and re.search(rf'{re.escape(json.dumps(key))}\s*:\s*"', start))
+        return is_cut and bool(
+            _OBJECT.match(start) and re.search(rf'{re.escape(json.dumps(key))}\s*:\s*"', start)
+        )
     return isinstance(found.get(key), str)
 
 
@@ -162,5 +210,7 @@ def _cells(lines: Sequence[str], delimiter: str) -> list[str]:
 
 def _is_table(lines: Sequence[str], delimiter: str) -> bool:
     header = _cells(lines[:1], delimiter)
-    plain = len(header) > 1 and len(set(header)) == len(header) and all(map(_NAME.fullmatch, header))
+    plain = (
+        len(header) > 1 and len(set(header)) == len(header) and all(map(_NAME.fullmatch, header))
+    )
     return plain and len(_cells(lines[1:], delimiter)) == len(header)

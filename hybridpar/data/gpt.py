@@ -1,4 +1,5 @@
-"""GPT samples: stretches of seq_length + 1 tokens of the concatenated documents, whose order is another in each epoch.
+"""GPT samples: stretches of seq_length + 1 tokens of the concatenated documents, whose order is
+another in each epoch.
 
     documents of the part      D0 D1 D2 D3 D4 ..
     epoch 0, a permutation     D3 D0 D4 D2 D1 ..      and after the last one the first again: a ring
@@ -7,12 +8,14 @@
     sample 0                  [t0 t1 t2 t3] -> [t1 t2 t3 t4]
     sample 1                              [t4 t5 t6 t7] -> [t5 t6 t7 t8]
 
-Neighbours share one token, so every token is a label at most once in an epoch; fewer than seq_length + 1 are none. The
-permutation and the offset are functions of (seed, epoch), so the state of a run stays one number; a table of the
-documents' places is made when an epoch is first asked for. The offset cuts a part of few long documents differently in
-each epoch. Without a seed (validation) the documents stay as they lie. They end with an end-of-text token, put there
-when the corpus was prepared.
-Source: Radford et al., "Language models are unsupervised multitask learners", 2019; sample layout as in Megatron-LM.
+Neighbours share one token, so every token is a label at most once in an epoch; fewer than
+seq_length + 1 are none. The permutation and the offset are functions of (seed, epoch), so the state
+of a run stays one number; a table of the documents' places is made when an epoch is first asked
+for. The offset cuts a part of few long documents differently in each epoch. Without a seed
+(validation) the documents stay as they lie. They end with an end-of-text token, put there when the
+corpus was prepared.
+Source: Radford et al., "Language models are unsupervised multitask learners", 2019; sample layout
+    as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from hybridpar.data.order import SampleOrder
 from hybridpar.errors import DataError
 
 _MAX_DOCUMENTS = 1 << 24
-"""Most documents that are permuted, with 16 bytes each; of more, so many stretches of neighbours are."""
+"""Most documents that are permuted, with 16 bytes each; of more, so many stretches of neighbours
+are."""
 _CHUNK = 1 << 18
 _KEPT_EPOCHS = 2  # a batch may lie in two
 
@@ -46,33 +50,48 @@ class _Epoch(NamedTuple):
 class GPTDataset:
     """Samples of `seq_length` tokens from a part of a token file (default: all of it).
 
-    `tokens`: the part, as positions (start, stop) in `indexed.tokens`. `seed`: orders its documents anew in each epoch;
-    None: as they lie.
+    `tokens`: the part, as positions (start, stop) in `indexed.tokens`. `seed`: orders its documents
+    anew in each epoch; None: as they lie.
 
     Raises: DataError if there are too few tokens for one sample.
     """
 
-    def __init__(self, indexed: IndexedDataset, seq_length: int, tokens: tuple[int, int] | None = None, *,
-                 seed: int | None = None):
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        seq_length: int,
+        tokens: tuple[int, int] | None = None,
+        *,
+        seed: int | None = None,
+    ):
         start, stop = tokens if tokens is not None else (0, indexed.num_tokens)
         assert 0 <= start <= stop <= indexed.num_tokens, (start, stop, indexed.num_tokens)
         if stop - start < seq_length + 1:
-            raise DataError(f"{indexed.prefix}: a part of {stop - start} tokens has no sample of {seq_length} tokens "
-                            f"and their successors; at least {seq_length + 1} are needed")
+            raise DataError(
+                f"{indexed.prefix}: a part of {stop - start} tokens has no sample of {seq_length} "
+                "tokens "
+                f"and their successors; at least {seq_length + 1} are needed"
+            )
         self.seq_length = seq_length
         self._tokens = indexed.tokens[start:stop]
         self._documents = _document_starts(indexed, start, stop)
-        self._order = None if seed is None else SampleOrder(len(self._documents) - 1, seed, "data.documents")
+        self._order = (
+            None if seed is None else SampleOrder(len(self._documents) - 1, seed, "data.documents")
+        )
         self._offset_key = root_key(seed or 0, "data.offset")
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
-        text = f"gpt {indexed.fingerprint} {start} {stop} {seq_length}" + ("" if seed is None else f" permuted {seed}")
+        text = f"gpt {indexed.fingerprint} {start} {stop} {seq_length}" + (
+            "" if seed is None else f" permuted {seed}"
+        )
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def __len__(self) -> int:
         """Number of samples."""
         return (len(self._tokens) - 1) // self.seq_length
 
-    def batch(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+    def batch(
+        self, indices: NDArray[np.int64], epochs: NDArray[np.int64]
+    ) -> dict[str, NDArray[np.int64]]:
         """Several samples as they are in their epochs.
 
         Shapes: `indices`, `epochs` [b]; returns `tokens`, `labels` [b, s].
@@ -83,7 +102,10 @@ class GPTDataset:
                 mine = epochs == epoch
                 places[mine] = self._permuted(places[mine], self._epoch(int(epoch)))
         ids = self._tokens[places].astype(np.int64)
-        return {"tokens": np.ascontiguousarray(ids[:, :-1]), "labels": np.ascontiguousarray(ids[:, 1:])}
+        return {
+            "tokens": np.ascontiguousarray(ids[:, :-1]),
+            "labels": np.ascontiguousarray(ids[:, 1:]),
+        }
 
     def num_targets(self, indices: NDArray[np.int64], epochs: NDArray[np.int64]) -> int:
         """How many labels of these samples count: all of them."""
@@ -99,7 +121,8 @@ class GPTDataset:
         if epoch not in self._epochs:
             assert self._order is not None
             number = self._order.num_samples
-            order, first = np.empty(number, np.int64), epoch * number
+            order = np.empty(number, np.int64)
+            first = epoch * number
             for start in range(0, number, _CHUNK):
                 stop = min(start + _CHUNK, number)
                 order[start:stop] = self._order.index(np.arange(first + start, first + stop))

@@ -1,4 +1,5 @@
-"""Token files in Megatron's format: `<prefix>.bin` holds ids, `<prefix>.idx` where sequences and documents lie.
+"""Token files in Megatron's format: `<prefix>.bin` holds ids, `<prefix>.idx` where sequences and
+documents lie.
 
     .bin    token ids of all sequences, back to back, little-endian
     .idx    9 bytes  magic              4 * S  int32 length of each sequence, in tokens
@@ -7,7 +8,8 @@
             uint64   S, sequences       (the arrays start at byte 34, so they are not aligned)
             uint64   D, documents + 1
 
-The format has no checksum, so everything that can be wrong is checked before anything is allocated by it.
+The format has no checksum, so everything that can be wrong is checked before anything is allocated
+by it.
 Source: megatron/core/datasets/indexed_dataset.py of NVIDIA Megatron-LM (layout only).
 """
 
@@ -37,11 +39,13 @@ _CODES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOAT_CODES = (6, 7)
 _SMALL_VOCAB = 65500
 _CHUNK = 1 << 20  # entries of the index that are checked at a time
-_NUM_PROBES, _PROBE_BYTES = 64, 4096
+_NUM_PROBES = 64
+_PROBE_BYTES = 4096
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Megatron's choice of a type for the ids of a vocabulary: uint16 if it has less than 65500, else int32."""
+    """Megatron's choice of a type for the ids of a vocabulary: uint16 if it has less than 65500,
+    else int32."""
     return np.dtype("<u2" if vocab_size < _SMALL_VOCAB else "<i4")
 
 
@@ -53,15 +57,19 @@ def is_indexed(prefix: str | Path) -> bool:
 class IndexedDataset:
     """A .bin/.idx pair, memory-mapped.
 
-    Attributes: `tokens` [T] ids of all sequences; `sizes` int32 [S]; `documents` int64 [D + 1], the first sequence of
-    each document. The two views into the index are not aligned: slice or copy them, don't hand them to C code.
+    Attributes: `tokens` [T] ids of all sequences; `sizes` int32 [S]; `documents` int64 [D + 1], the
+        first sequence of
+    each document. The two views into the index are not aligned: slice or copy them, don't hand them
+    to C code.
 
-    Raises: DataError naming file, value and rule if a file is missing, damaged, truncated, or does not hold token ids.
+    Raises: DataError naming file, value and rule if a file is missing, damaged, truncated, or does
+        not hold token ids.
     """
 
     def __init__(self, prefix: str | Path):
         self.prefix = Path(prefix)
-        self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        self.bin_path = Path(f"{prefix}.bin")
+        self.idx_path = Path(f"{prefix}.idx")
         index = _map(self.idx_path)
         self.dtype, num_sequences, num_entries = self._read_header(index)
         start = _HEADER.size
@@ -80,7 +88,7 @@ class IndexedDataset:
         if not -len(self) <= i < len(self):
             raise IndexError(f"sequence {i} of {len(self)}")
         start = int(self._offsets[i]) // self.dtype.itemsize
-        return self.tokens[start:start + int(self.sizes[i])]
+        return self.tokens[start : start + int(self.sizes[i])]
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +110,8 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identity of the content: a hash of the whole index, and of the .bin's length and 64 places in it."""
+        """Identity of the content: a hash of the whole index, and of the .bin's length and 64
+        places in it."""
         digest = hashlib.sha256()
         with self.idx_path.open("rb") as file:
             while block := file.read(1 << 22):
@@ -110,15 +119,19 @@ class IndexedDataset:
         data = self.tokens.view(np.uint8)
         digest.update(len(data).to_bytes(8, "little"))
         for i in range(_NUM_PROBES):
-            start = (len(data) - _PROBE_BYTES) * i // (_NUM_PROBES - 1) if len(data) > _PROBE_BYTES else 0
-            digest.update(data[start:start + _PROBE_BYTES].tobytes())
+            start = (
+                (len(data) - _PROBE_BYTES) * i // (_NUM_PROBES - 1)
+                if len(data) > _PROBE_BYTES
+                else 0
+            )
+            digest.update(data[start : start + _PROBE_BYTES].tobytes())
         return digest.hexdigest()[:32]
 
     def largest_token(self) -> int:
         """The largest id, found by reading all of them. Raises: DataError if one is negative."""
         largest = 0
         for start in range(0, self.num_tokens, 64 * _CHUNK):
-            chunk = self.tokens[start:start + 64 * _CHUNK]
+            chunk = self.tokens[start : start + 64 * _CHUNK]
             if (smallest := int(chunk.min())) < 0:
                 at = start + int(chunk.argmin())
                 raise DataError(f"{self.bin_path}: token {at} is {smallest}; ids are not negative")
@@ -134,47 +147,66 @@ class IndexedDataset:
         if version != _VERSION:
             raise self._damaged(f"has version {version}; only {_VERSION} exists")
         if code in _FLOAT_CODES:
-            raise self._damaged(f"has dtype code {code}: floating-point numbers, which are not token ids")
+            raise self._damaged(
+                f"has dtype code {code}: floating-point numbers, which are not token ids"
+            )
         if code not in _CODES:
-            raise self._damaged(f"has dtype code {code}; known ones for ids are {', '.join(map(str, _CODES))}")
+            raise self._damaged(
+                f"has dtype code {code}; known ones for ids are {', '.join(map(str, _CODES))}"
+            )
         expected = _HEADER.size + 12 * num_sequences + 8 * num_entries
         counts = f"{num_sequences} sequences and {num_entries} document indices"
         if len(index) == expected + num_sequences and num_sequences:
-            raise self._damaged(f"has modes of {num_sequences} sequences: multimodal data, which is not supported")
+            raise self._damaged(
+                f"has modes of {num_sequences} sequences: multimodal data, which is not supported"
+            )
         if len(index) != expected:
-            raise self._damaged(f"has {len(index)} bytes; with {counts}, as its header says, it would have {expected}")
+            raise self._damaged(
+                f"has {len(index)} bytes; with {counts}, as its header says, it would have "
+                f"{expected}"
+            )
         if num_entries < 1:
             raise self._damaged("has no document indices; there is one more than documents")
         return np.dtype(_CODES[code]), num_sequences, num_entries
 
     def _check_documents(self) -> None:
-        first, last = int(self.documents[0]), int(self.documents[-1])
+        first = int(self.documents[0])
+        last = int(self.documents[-1])
         if first != 0:
             raise self._damaged(f"document index 0 is {first}; the first is 0")
         if last != len(self):
-            raise self._damaged(f"the last document index is {last}; it is the number of sequences, {len(self)}")
+            raise self._damaged(
+                f"the last document index is {last}; it is the number of sequences, {len(self)}"
+            )
         for start in range(0, self.num_documents, _CHUNK):
-            part = self.documents[start:start + _CHUNK + 1].astype(np.int64)  # aligned copy
+            part = self.documents[start : start + _CHUNK + 1].astype(np.int64)  # aligned copy
             if (falls := np.flatnonzero(part[1:] < part[:-1])).size:
                 i = int(falls[0])
-                raise self._damaged(f"document index {start + i + 1} is {part[i + 1]}, below the one before it, "
-                                    f"{part[i]}; they never fall")
+                raise self._damaged(
+                    f"document index {start + i + 1} is {part[i + 1]}, below the one before it, "
+                    f"{part[i]}; they never fall"
+                )
 
     def _check_sequences(self) -> int:
         """Checks lengths and offsets; returns the number of bytes that .bin must have."""
         end = 0
         for start in range(0, len(self), _CHUNK):
-            sizes = self.sizes[start:start + _CHUNK].astype(np.int64)
+            sizes = self.sizes[start : start + _CHUNK].astype(np.int64)
             if (negative := np.flatnonzero(sizes < 0)).size:
                 i = int(negative[0])
-                raise self._damaged(f"sequence {start + i} has length {sizes[i]}; lengths are not negative")
+                raise self._damaged(
+                    f"sequence {start + i} has length {sizes[i]}; lengths are not negative"
+                )
             ends = end + np.cumsum(sizes) * self.dtype.itemsize
             expected = np.concatenate(([end], ends[:-1]))
-            offsets = self._offsets[start:start + _CHUNK]
+            offsets = self._offsets[start : start + _CHUNK]
             if (wrong := np.flatnonzero(offsets != expected)).size:
                 i = int(wrong[0])
-                raise self._damaged(f"sequence {start + i} has offset {offsets[i]}; the lengths before it add up to "
-                                    f"{expected[i]}")
+                raise self._damaged(
+                    f"sequence {start + i} has offset {offsets[i]}; the lengths before it add up "
+                    "to "
+                    f"{expected[i]}"
+                )
             end = int(ends[-1])
         return end
 
@@ -183,7 +215,8 @@ class IndexedDataset:
 
 
 class IndexedWriter:
-    """Writes a .bin/.idx pair aside and puts it in place when closed; used as a context, a failure leaves nothing.
+    """Writes a .bin/.idx pair aside and puts it in place when closed; used as a context, a failure
+    leaves nothing.
 
     Raises: DataError for an id that the type does not hold.
     """
@@ -203,8 +236,11 @@ class IndexedWriter:
         ids = np.asarray(tokens)
         limits = np.iinfo(self.dtype)
         if ids.size and not (limits.min <= ids.min() and ids.max() <= limits.max):
-            raise DataError(f"{self._paths[0]}: ids from {ids.min()} to {ids.max()} do not fit {self.dtype.name}, "
-                            f"which holds {limits.min} to {limits.max}")
+            raise DataError(
+                f"{self._paths[0]}: ids from {ids.min()} to {ids.max()} do not fit "
+                f"{self.dtype.name}, "
+                f"which holds {limits.min} to {limits.max}"
+            )
         self._file.write(ids.astype(self.dtype).tobytes())
         self._open += ids.size
         self.num_tokens += ids.size
@@ -212,13 +248,16 @@ class IndexedWriter:
     def end_sequence(self, *, keep_empty: bool = True) -> None:
         """Ends a sequence. `keep_empty`: also one without tokens."""
         if self._open > np.iinfo(np.int32).max:
-            raise DataError(f"{self._paths[1]}: a sequence of {self._open} tokens; the format holds 2**31 - 1")
+            raise DataError(
+                f"{self._paths[1]}: a sequence of {self._open} tokens; the format holds 2**31 - 1"
+            )
         if self._open or keep_empty:
             self._sizes.append(self._open)
         self._open = 0
 
     def end_document(self, *, keep_empty: bool = True) -> None:
-        """Ends a document with the last sequence that has ended. `keep_empty`: also one without sequences."""
+        """Ends a document with the last sequence that has ended. `keep_empty`: also one without
+        sequences."""
         assert not self._open, "a sequence has not ended"
         if keep_empty or self._documents[-1] < len(self._sizes):
             self._documents.append(len(self._sizes))
@@ -231,7 +270,9 @@ class IndexedWriter:
         with self._asides[1].open("wb") as file:
             file.write(_HEADER.pack(_MAGIC, _VERSION, self._code, len(sizes), len(self._documents)))
             file.write(sizes.tobytes())
-            file.write((ends - sizes.astype(np.int64) * self.dtype.itemsize).astype("<i8").tobytes())
+            file.write(
+                (ends - sizes.astype(np.int64) * self.dtype.itemsize).astype("<i8").tobytes()
+            )
             file.write(np.array(self._documents, "<i8").tobytes())
         for aside, path in zip(self._asides, self._paths, strict=True):
             _flush(aside)
@@ -252,7 +293,8 @@ class IndexedWriter:
 
 
 def _map(path: Path, num_bytes: int | None = None) -> bytes | mmap.mmap:
-    """The file's bytes, mapped read-only. Raises: DataError if it cannot be read or has not `num_bytes` bytes."""
+    """The file's bytes, mapped read-only. Raises: DataError if it cannot be read or has not
+    `num_bytes` bytes."""
     with errors_as(DataError, path), open_regular(path) as file:
         found = os.fstat(file.fileno()).st_size
         if num_bytes is not None and found != num_bytes:

@@ -1,10 +1,12 @@
 """Micro-batches of a grid from a stream of samples.
 
-    batch t has B = mbs * m * dp samples;  micro-batch j of replica d holds  t * B + (j * dp + d) * mbs + (0 .. mbs - 1)
+    batch t has B = mbs * m * dp samples;  micro-batch j of replica d holds  t * B + (j * dp + d) *
+    mbs + (0 .. mbs - 1)
 
-where replicas of several sites count as those of one. So a batch is the same B samples in the same places however they
-are dealt to micro-batches and replicas, and a run is resumed by its number of batches alone; where B or the data have
-changed on the way, DataStart says when. Every stage of a pipeline asks for the micro-batches it needs, in any order.
+where replicas of several sites count as those of one. So a batch is the same B samples in the same
+places however they are dealt to micro-batches and replicas, and a run is resumed by its number of
+batches alone; where B or the data have changed on the way, DataStart says when. Every stage of a
+pipeline asks for the micro-batches it needs, in any order.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from torch import Tensor
 from hybridpar.config import Whole
 
 _KEPT_COUNTS = 1 << 12
-"""Counts of so many batches stay: evaluations have the same batches, and results of training come batches later."""
+"""Counts of so many batches stay: evaluations have the same batches, and results of training come
+batches later."""
 
 
 class Loader(Protocol):
-    """Micro-batches as a pure function of (batch, index): any rank may ask for any, in any order."""
+    """Micro-batches as a pure function of (batch, index): any rank may ask for any, in any
+    order."""
 
     def microbatch(self, batch: int, index: int) -> dict[str, Tensor]: ...
     def first_sample(self, index: int) -> int: ...
@@ -35,7 +39,8 @@ class Loader(Protocol):
 
 @dataclass(frozen=True)
 class DataStart:
-    """Batch `batch` begins at position `sample` of the stream, after `num_consumed` samples of this or other data.
+    """Batch `batch` begins at position `sample` of the stream, after `num_consumed` samples of this
+    or other data.
 
     All 0 but where a run went on with other data, or with batches of another size.
     """
@@ -58,7 +63,8 @@ FROM_THE_START = DataStart()
 
 
 class Samples(Protocol):
-    """An endless stream of samples, such as a Blend. Shapes: `counter` [b], positions of the stream."""
+    """An endless stream of samples, such as a Blend. Shapes: `counter` [b], positions of the
+    stream."""
 
     fingerprint: str
 
@@ -71,17 +77,27 @@ class Samples(Protocol):
 
 
 class BatchLoader:
-    """Micro-batches of one replica of a data-parallel run; a pure function of its arguments and of `start`."""
+    """Micro-batches of one replica of a data-parallel run; a pure function of its arguments and of
+    `start`."""
 
-    def __init__(self, samples: Samples, *, micro_batch_size: int, num_microbatches: int, dp_rank: int = 0,
-                 dp_size: int = 1, start: DataStart = FROM_THE_START):
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        micro_batch_size: int,
+        num_microbatches: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        start: DataStart = FROM_THE_START,
+    ):
         assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
         assert micro_batch_size > 0, micro_batch_size
         assert num_microbatches > 0, num_microbatches
         self.samples = samples
         self.micro_batch_size = micro_batch_size
         self.num_microbatches = num_microbatches
-        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
         self.start = start
         self._counts: OrderedDict[int, int] = OrderedDict()
 
@@ -92,7 +108,8 @@ class BatchLoader:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the data, their order and the seed; equal on every grid and for every batch size."""
+        """Identity of the data, their order and the seed; equal on every grid and for every batch
+        size."""
         return self.samples.fingerprint
 
     def first_sample(self, index: int) -> int:
@@ -103,7 +120,8 @@ class BatchLoader:
     def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
         """Micro-batch `index` of batch `batch`, both counted from 0.
 
-        Shapes: GPT: `tokens`, `labels` [b, s] int64. BERT also: `token_types` [b, s] int64, `padding_mask` [b, s] bool
+        Shapes: GPT: `tokens`, `labels` [b, s] int64. BERT also: `token_types` [b, s] int64,
+            `padding_mask` [b, s] bool
         (True = real token), `sentence_labels` [b] int64. On the CPU.
         """
         start = self.start.position(batch, self.batch_size) + self.first_sample(index)
@@ -111,14 +129,20 @@ class BatchLoader:
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     def num_batches_without_repeats(self, most: int) -> int:
-        """Return how many of the first `most` batches come before the first one with a sample of an earlier one."""
-        return bisect_right(range(1, most + 1), 0, key=lambda n: self.samples.num_repeats(n * self.batch_size))
+        """Return how many of the first `most` batches come before the first one with a sample of an
+        earlier one."""
+        return bisect_right(
+            range(1, most + 1), 0, key=lambda n: self.samples.num_repeats(n * self.batch_size)
+        )
 
     def num_targets(self, batch: int) -> int:
-        """Labels that count (are not -100) in the whole batch, over all micro-batches and replicas."""
+        """Labels that count (are not -100) in the whole batch, over all micro-batches and
+        replicas."""
         start = self.start.position(batch, self.batch_size)
         if start not in self._counts:
-            self._counts[start] = self.samples.num_targets(np.arange(start, start + self.batch_size))
+            self._counts[start] = self.samples.num_targets(
+                np.arange(start, start + self.batch_size)
+            )
             while len(self._counts) > _KEPT_COUNTS:
                 self._counts.popitem(last=False)
         return self._counts[start]

@@ -1,4 +1,5 @@
-"""Samples of a model of one's own: of any map-style dataset, `len(d)` and `d[i]`, whose items are dicts of arrays.
+"""Samples of a model of one's own: of any map-style dataset, `len(d)` and `d[i]`, whose items are
+dicts of arrays.
 
 Order, epochs, replicas and resuming are those of text: a function of the sample's number.
 """
@@ -23,11 +24,20 @@ Form = dict[str, tuple[str, tuple[int, ...]]]
 def as_arrays(sample: Any, what: str) -> Arrays:
     """A sample as arrays by name. Raises: DataError where it is something else."""
     if not isinstance(sample, Mapping) or not sample:
-        raise DataError(f"{what} is a {type(sample).__name__}, which must be a dict of arrays by name, such as "
-                        '{"image": image, "label": 3}')
-    arrays = {str(name): _as_array(value, f"{what}: {shown(name)}") for name, value in sample.items()}
-    if odd := next((name for name, array in arrays.items() if array.dtype.kind not in "biuf"), None):
-        raise DataError(f"{what}: {odd!r} has the type {arrays[odd].dtype}, which must be one of numbers or booleans")
+        raise DataError(
+            f"{what} is a {type(sample).__name__}, which must be a dict of arrays by name, such as "
+            '{"image": image, "label": 3}'
+        )
+    arrays = {
+        str(name): _as_array(value, f"{what}: {shown(name)}") for name, value in sample.items()
+    }
+    if odd := next(
+        (name for name, array in arrays.items() if array.dtype.kind not in "biuf"), None
+    ):
+        raise DataError(
+            f"{what}: {odd!r} has the type {arrays[odd].dtype}, which must be one of numbers or "
+            "booleans"
+        )
     return arrays
 
 
@@ -35,20 +45,27 @@ def _as_array(value: Any, what: str) -> NDArray[Any]:
     """Raises: DataError."""
     try:
         return np.asarray(value)
-    except (ValueError, TypeError, RuntimeError) as error:  # of lists of several lengths, of tensors on a GPU
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+    ) as error:  # of lists of several lengths, of tensors on a GPU
         raise DataError(f"{what} is no array ({error})") from None
 
 
 def stacked(samples: Iterable[tuple[str, Arrays]], like: Form | None = None) -> Arrays:
     """A batch of samples, each with its name. Shapes: [..] each -> [b, ..].
 
-    like: the form of the data's first sample (None: that of the batch). Raises: DataError if one has another.
+    like: the form of the data's first sample (None: that of the batch). Raises: DataError if one
+    has another.
     """
     named = list(samples)
     form = form_of(named[0][1]) if like is None else like
     for name, arrays in named:
         if (other := form_of(arrays)) != form:
-            raise DataError(f"{name} has {other}, and the first sample has {form}: samples must be of one form")
+            raise DataError(
+                f"{name} has {other}, and the first sample has {form}: samples must be of one form"
+            )
     return {key: np.stack([arrays[key] for _, arrays in named]) for key in form}
 
 
@@ -60,12 +77,16 @@ def form_of(arrays: Arrays) -> Form:
 class MappedDataset:
     """A map-style dataset as a member of a Blend. `part`: its name in errors.
 
-    The first and the last sample and some between them are checked at once, and all as they are drawn.
-    Raises: DataError if it is empty, or its items are no dicts of arrays, or break the rules of the model.
+    The first and the last sample and some between them are checked at once, and all as they are
+    drawn.
+    Raises: DataError if it is empty, or its items are no dicts of arrays, or break the rules of the
+        model.
     """
 
     def __init__(self, model: ModelSpec, dataset: Any, part: str):
-        self._model, self._dataset, self._part = model, dataset, part
+        self._model = model
+        self._dataset = dataset
+        self._part = part
         self._rules = rules_of(model)
         if not len(self):
             raise DataError(f"{self._where()} is empty")
@@ -99,12 +120,16 @@ class MappedDataset:
         return sample
 
     def _where(self, index: int | None = None) -> str:
-        return f"dataset({self._part!r}) of {self._model.kind}" + ("" if index is None else f"[{index}]")
+        return f"dataset({self._part!r}) of {self._model.kind}" + (
+            "" if index is None else f"[{index}]"
+        )
 
 
 def rehearsal(model: ModelSpec, num_samples: int) -> dict[str, torch.Tensor]:
     """A random micro-batch of the form of the model's data, with what losses divide by."""
-    arrays = stacked((f"sample({n}, 0) of {model.kind}", as_arrays(model.sample(n, 0), f"sample({n}, 0)"))
-                     for n in range(num_samples))
+    arrays = stacked(
+        (f"sample({n}, 0) of {model.kind}", as_arrays(model.sample(n, 0), f"sample({n}, 0)"))
+        for n in range(num_samples)
+    )
     counts = {name: torch.ones((), dtype=torch.float64) for name in ("num_targets", "num_samples")}
     return {name: torch.from_numpy(array) for name, array in arrays.items()} | counts

@@ -1,11 +1,14 @@
-"""The order in which samples are visited: a permutation for each epoch, computed for any position without a table.
+"""The order in which samples are visited: a permutation for each epoch, computed for any position
+without a table.
 
-A Feistel network permutes pairs (left, right) of numbers below a = ceil(sqrt(n)), that is the numbers below a * a;
-results that are not below n are permuted again until they are (cycle walking), which leaves a permutation of the n.
-Keyed by (seed, epoch), so the state of a run is one number, the count of samples consumed, and the order knows nothing
-of the grid, the batch size or how long the run will be.
+A Feistel network permutes pairs (left, right) of numbers below a = ceil(sqrt(n)), that is the
+numbers below a * a; results that are not below n are permuted again until they are (cycle walking),
+which leaves a permutation of the n. Keyed by (seed, epoch), so the state of a run is one number,
+the count of samples consumed, and the order knows nothing of the grid, the batch size or how long
+the run will be.
 
-Source: Black, Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002 (generalised Feistel, cycle walking).
+Source: Black, Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002 (generalised Feistel,
+    cycle walking).
 """
 
 from __future__ import annotations
@@ -30,13 +33,16 @@ class SampleOrder:
 
     def __init__(self, num_samples: int, seed: int, name: str = "data.order"):
         if not 1 <= num_samples <= _MAX_SAMPLES:
-            raise DataError(f"a data set must have from 1 to 2**62 samples, this one has {num_samples}")
+            raise DataError(
+                f"a data set must have from 1 to 2**62 samples, this one has {num_samples}"
+            )
         self.num_samples = num_samples
         self._side = max(2, math.isqrt(num_samples - 1) + 1)
         self._key = root_key(seed, name)
 
     def index(self, counter: ArrayLike) -> NDArray[np.int64]:
-        """The sample at each position of the run. Shapes: `counter` [..] non-negative; returns the same shape."""
+        """The sample at each position of the run. Shapes: `counter` [..] non-negative; returns the
+        same shape."""
         return self.locate(counter)[1]
 
     def locate(self, counter: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,12 +1,14 @@
-"""Text as a stream: documents in parts, cut where a tokenizer would divide them anyway, so that memory does not grow.
+"""Text as a stream: documents in parts, cut where a tokenizer would divide them anyway, so that
+memory does not grow.
 
     parts     .. The cat sat o | n the mat. It was ..     as they were read
     pieces    .. The cat       |  sat on the mat. ..      as they are encoded, each behind some text before it
 
-A piece is encoded behind its context, whose ids are left out: what a tokenizer does at the start of a text (a "▁", a
-space) happens at the start of a document alone. A cut is before white space, else at the edge of a word, and is made
-only where the tokenizer divides the text around it: the ids of what is before it are the first ids of both sides
-together. Byte-level tokenizers divide before white space everywhere.
+A piece is encoded behind its context, whose ids are left out: what a tokenizer does at the start of
+a text (a "▁", a space) happens at the start of a document alone. A cut is before white space, else
+at the edge of a word, and is made only where the tokenizer divides the text around it: the ids of
+what is before it are the first ids of both sides together. Byte-level tokenizers divide before
+white space everywhere.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _PIECE = 1 << 17
 _AROUND = 128
 """Characters on each side of a cut that the tokenizer is asked about."""
 _LONGEST = 1 << 22
-"""Characters without a place to cut, such as four million letters without a space: cut anywhere then."""
+"""Characters without a place to cut, such as four million letters without a space: cut anywhere
+then."""
 _TRIES = 32
 _PLACES = (re.compile(r"(?<=\S)(?=\s)"), re.compile(r"\b"))
 _INSIDE_WORD = re.compile(r"(?<=\w)(?=\w)")
@@ -57,20 +60,23 @@ class Piece(NamedTuple):
 
 
 NumIds = Callable[[str, str], int | None]
-"""How many ids a tokenizer has for the first text, where it divides the two; None where it does not."""
+"""How many ids a tokenizer has for the first text, where it divides the two; None where it does
+not."""
 
 
 def in_parts(text: str) -> Iterator[Part]:
     """A document of any length in parts of limited ones."""
     last = max((len(text) - 1) // PART * PART, 0)
     for start in range(0, last, PART):
-        yield Part(text[start:start + PART], Ends.NOTHING)
+        yield Part(text[start : start + PART], Ends.NOTHING)
     yield Part(text[last:], Ends.DOCUMENT)
 
 
 def pieces(parts: Iterable[Part], num_ids: NumIds = lambda before, after: 0) -> Iterator[Piece]:
     """The parts, joined and cut anew; without `num_ids` as a byte-level tokenizer allows it."""
-    context, num_known, rest = "", 0, ""
+    context = ""
+    num_known = 0
+    rest = ""
     for text, ends in parts:
         rest += text
         while len(rest) > _PIECE + _AROUND:
@@ -79,38 +85,47 @@ def pieces(parts: Iterable[Part], num_ids: NumIds = lambda before, after: 0) -> 
                 break
             cut = cut or _PIECE
             yield Piece(context, num_known, rest[:cut], Ends.NOTHING)
-            context, num_known = (context + rest[max(cut - _AROUND, 0):cut])[-_AROUND:] if found else "", found
+            context = (context + rest[max(cut - _AROUND, 0) : cut])[-_AROUND:] if found else ""
+            num_known = found
             rest = rest[cut:]
         if ends:
             yield Piece(context, num_known, rest, ends)
-            context, num_known, rest = "", 0, ""
+            context = ""
+            num_known = 0
+            rest = ""
 
 
 def _find_cut(context: str, rest: str, num_ids: NumIds) -> tuple[int, int]:
-    """The first place to cut behind a piece's length, and how many ids the text before it has; zeros: there is none."""
+    """The first place to cut behind a piece's length, and how many ids the text before it has;
+    zeros: there is none."""
     for pattern in _PLACES:
         for match in islice(pattern.finditer(rest, _PIECE, len(rest) - _AROUND), _TRIES):
             cut = match.start()
-            before = (context + rest[max(cut - _AROUND, 0):cut])[-_AROUND:]
-            if (found := num_ids(before, rest[cut:cut + _AROUND])) is not None:
+            before = (context + rest[max(cut - _AROUND, 0) : cut])[-_AROUND:]
+            if (found := num_ids(before, rest[cut : cut + _AROUND])) is not None:
                 return cut, found
     return 0, 0
 
 
 def sentences(parts: Iterable[Part]) -> Iterator[Part]:
-    """The lines of documents, cut further where a sentence ends, as sequences; blank ones are left out."""
+    """The lines of documents, cut further where a sentence ends, as sequences; blank ones are left
+    out."""
     rest = ""
     for text, ends in parts:
         rest += text
         lines = rest.splitlines(keepends=True)
         rest = "" if ends or not lines else lines.pop()
         for line in lines:
-            yield from (Part(sentence, Ends.SEQUENCE) for sentence in _SENTENCE_END.split(line.strip()) if sentence)
+            yield from (
+                Part(sentence, Ends.SEQUENCE)
+                for sentence in _SENTENCE_END.split(line.strip())
+                if sentence
+            )
         if len(rest) > _LONGEST:  # of one line
             *whole, rest = _SENTENCE_END.split(rest.lstrip())
             yield from (Part(sentence, Ends.SEQUENCE) for sentence in whole if sentence)
             if len(rest) > _LONGEST and (found := _INSIDE_WORD.search(rest, _LONGEST - _AROUND)):
-                yield Part(rest[:found.start()], Ends.NOTHING)
-                rest = rest[found.start():]
+                yield Part(rest[: found.start()], Ends.NOTHING)
+                rest = rest[found.start() :]
         if ends:
             yield Part("", Ends.DOCUMENT)

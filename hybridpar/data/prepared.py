@@ -1,8 +1,9 @@
-"""Token files made of text: corpus -> tokenizer -> .bin/.idx, once; later calls with the same inputs find the result.
+"""Token files made of text: corpus -> tokenizer -> .bin/.idx, once; later calls with the same
+inputs find the result.
 
-A prepared corpus is a folder `<kind>-<key>` with corpus.bin, corpus.idx, tokenizer.json and manifest.json, and
-bad_records.txt if records were left out. It is built aside and renamed into place as a whole: complete or absent,
-however many processes prepare it at the same time.
+A prepared corpus is a folder `<kind>-<key>` with corpus.bin, corpus.idx, tokenizer.json and
+manifest.json, and bad_records.txt if records were left out. It is built aside and renamed into
+place as a whole: complete or absent, however many processes prepare it at the same time.
 """
 
 from __future__ import annotations
@@ -17,10 +18,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hybridpar.data.bad_records import BadRecords
-from hybridpar.data.corpus import TEXT_KEY, SourceFile, corpus_files, corpus_key, num_bytes, read_parts, source_files
+from hybridpar.data.corpus import (
+    TEXT_KEY,
+    SourceFile,
+    corpus_files,
+    corpus_key,
+    num_bytes,
+    read_parts,
+    source_files,
+)
 from hybridpar.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from hybridpar.data.pieces import Ends, Part, pieces, sentences
-from hybridpar.data.tokenizer import END, Kind, Tokenizer, check_vocab_fits, check_vocab_size, train_tokenizer
+from hybridpar.data.tokenizer import (
+    END,
+    Kind,
+    Tokenizer,
+    check_vocab_fits,
+    check_vocab_size,
+    train_tokenizer,
+)
 from hybridpar.errors import DataError
 from hybridpar.reading import errors_as, read_json
 from hybridpar.scratch import remove_left_folders, scratch_folder
@@ -37,10 +53,18 @@ OnBadRecord = Literal["error", "skip"]
 BAD_RECORDS = "bad_records.txt"
 """Name of the file with a line for each record that was left out."""
 _SCRATCH = ".preparing"
-"""Beginning of the names of folders in which corpora are built; the next call removes what a killed one has left."""
+"""Beginning of the names of folders in which corpora are built; the next call removes what a killed
+one has left."""
 _FORMAT = 2
 _MAX_MANIFEST = 1 << 20
-_FIELDS = {"format": int, "kind": str, "vocab_size": int, "num_documents": int, "num_tokens": int, "fingerprint": str}
+_FIELDS = {
+    "format": int,
+    "kind": str,
+    "vocab_size": int,
+    "num_documents": int,
+    "num_tokens": int,
+    "fingerprint": str,
+}
 _AGAIN = "delete the folder and prepare the corpus again"
 _TRAINING_BYTES = 16 << 20  # text that a tokenizer is trained on; more changes its merges little
 
@@ -51,7 +75,8 @@ class Prepared:
 
     prefix: Path
     kind: str
-    """'gpt' or 'bert'; empty, and without a tokenizer, for .bin/.idx files that came from elsewhere."""
+    """'gpt' or 'bert'; empty, and without a tokenizer, for .bin/.idx files that came from
+    elsewhere."""
     tokenizer_path: Path | None
     vocab_size: int
     """Ids are below this."""
@@ -68,8 +93,11 @@ class Prepared:
         if not self.num_bad:
             return []
         names = self.prefix.with_name(BAD_RECORDS)
-        return [f"{self.prefix}: {self.num_bad} bad records were left out ({names})", *self.first_bad,
-                *["..."] * (self.num_bad > len(self.first_bad))]
+        return [
+            f"{self.prefix}: {self.num_bad} bad records were left out ({names})",
+            *self.first_bad,
+            *["..."] * (self.num_bad > len(self.first_bad)),
+        ]
 
     def open(self) -> IndexedDataset:
         """Raises: DataError if the files have been damaged."""
@@ -78,22 +106,37 @@ class Prepared:
     def tokenizer(self) -> Tokenizer:
         """Raises: DataError if there is none, or it is damaged."""
         if self.tokenizer_path is None:
-            raise DataError(f"{self.prefix}: these .bin/.idx files do not say which tokenizer they were made with; "
-                            "name it with data.tokenizer")
+            raise DataError(
+                f"{self.prefix}: these .bin/.idx files do not say which tokenizer they were made "
+                "with; "
+                "name it with data.tokenizer"
+            )
         return Tokenizer.load(self.tokenizer_path)
 
 
-def prepare(sources: str | Path | Sequence[str | Path], folder: str | Path, vocab_size: int, *, kind: Kind = "gpt",
-            tokenizer: str | Path | None = None, text_key: str = TEXT_KEY, max_bytes: int | None = None,
-            quiet: bool = False, on_bad_record: OnBadRecord = "error") -> Prepared:
-    """Tokenises a corpus into `folder`, or finds it there; trains a tokenizer of `vocab_size` entries if none is given.
+def prepare(
+    sources: str | Path | Sequence[str | Path],
+    folder: str | Path,
+    vocab_size: int,
+    *,
+    kind: Kind = "gpt",
+    tokenizer: str | Path | None = None,
+    text_key: str = TEXT_KEY,
+    max_bytes: int | None = None,
+    quiet: bool = False,
+    on_bad_record: OnBadRecord = "error",
+) -> Prepared:
+    """Tokenises a corpus into `folder`, or finds it there; trains a tokenizer of `vocab_size`
+    entries if none is given.
 
-    GPT: a document is one sequence, with what the tokenizer puts before and behind a text, and an end-of-text token at
-    its end. BERT: its sequences are its sentences. Documents are encoded piece by piece: their length takes no memory.
-    Progress goes to stderr unless `quiet`. `text_key`: the field or column that holds the text, where files have those.
-    `max_bytes`: use only so much text. `on_bad_record`: what to do with a record that cannot be read (bad_records.py).
+    GPT: a document is one sequence, with what the tokenizer puts before and behind a text, and an
+    end-of-text token at its end. BERT: its sequences are its sentences. Documents are encoded piece
+    by piece: their length takes no memory. Progress goes to stderr unless `quiet`. `text_key`: the
+    field or column that holds the text, where files have those. `max_bytes`: use only so much text.
+    `on_bad_record`: what to do with a record that cannot be read (bad_records.py).
 
-    Raises: DataError for unreadable sources, damaged files in `folder`, or where it cannot be written; ConfigError if
+    Raises: DataError for unreadable sources, damaged files in `folder`, or where it cannot be
+        written; ConfigError if
     the vocabulary is too small.
     """
     files = corpus_files([sources] if isinstance(sources, (str, Path)) else sources, text_key)
@@ -102,7 +145,9 @@ def prepare(sources: str | Path | Sequence[str | Path], folder: str | Path, voca
         check_vocab_size(vocab_size, kind)
     else:
         check_vocab_fits(loaded.vocab_size, vocab_size, f"the tokenizer {tokenizer}")
-        _ = loaded.bert() if kind == "bert" else loaded.special(END)  # now rather than in the middle
+        _ = (
+            loaded.bert() if kind == "bert" else loaded.special(END)
+        )  # now rather than in the middle
     name = loaded.fingerprint if loaded else f"trained {vocab_size}"
     skips = on_bad_record == "skip"
     inputs = [_FORMAT, kind, name, max_bytes, corpus_key(files), *[on_bad_record] * skips]
@@ -115,21 +160,44 @@ def prepare(sources: str | Path | Sequence[str | Path], folder: str | Path, voca
     return open_prepared(target / "corpus")
 
 
-def prepare_tokenizer(sources: Sequence[str | Path], folder: str | Path, vocab_size: int, *, kind: Kind = "gpt",
-                      text_key: str = TEXT_KEY, quiet: bool = False, on_bad_record: OnBadRecord = "error") -> Path:
-    """Trains one tokenizer for several corpora, each with an equal part in it, or finds it; returns its tokenizer.json.
+def prepare_tokenizer(
+    sources: Sequence[str | Path],
+    folder: str | Path,
+    vocab_size: int,
+    *,
+    kind: Kind = "gpt",
+    text_key: str = TEXT_KEY,
+    quiet: bool = False,
+    on_bad_record: OnBadRecord = "error",
+) -> Path:
+    """Trains one tokenizer for several corpora, each with an equal part in it, or finds it; returns
+    its tokenizer.json.
 
     Raises: as `prepare`.
     """
     check_vocab_size(vocab_size, kind)
     groups = [source_files(source, text_key) for source in sources]
     skips = on_bad_record == "skip"
-    name = json.dumps([_FORMAT, kind, vocab_size, [corpus_key(files) for files in groups], *[on_bad_record] * skips])
-    target = Path(folder) / f"tokenizer-{kind}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+    name = json.dumps(
+        [
+            _FORMAT,
+            kind,
+            vocab_size,
+            [corpus_key(files) for files in groups],
+            *[on_bad_record] * skips,
+        ]
+    )
+    target = (
+        Path(folder) / f"tokenizer-{kind}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
+    )
     with _lock(Path(folder), target.stem):
         if not target.exists():
             share = _TRAINING_BYTES // len(groups)
-            parts = (part for files in groups for part in read_parts(files, share, BadRecords(skips=skips)))
+            parts = (
+                part
+                for files in groups
+                for part in read_parts(files, share, BadRecords(skips=skips))
+            )
             with _progress(quiet) as progress:
                 trained = _train(parts, vocab_size, kind, (progress, share * len(groups)))
             with scratch_folder(_SCRATCH, target.parent) as scratch:
@@ -139,7 +207,8 @@ def prepare_tokenizer(sources: Sequence[str | Path], folder: str | Path, vocab_s
 
 
 def open_prepared(prefix: str | Path) -> Prepared:
-    """The corpus that `prepare` made, or any .bin/.idx pair (whose ids are then all read once, to know the largest).
+    """The corpus that `prepare` made, or any .bin/.idx pair (whose ids are then all read once, to
+    know the largest).
 
     Raises: DataError if a file is missing or damaged.
     """
@@ -151,21 +220,32 @@ def open_prepared(prefix: str | Path) -> Prepared:
     found = _opened(prefix, stated["kind"], stated["vocab_size"])
     for field in ("num_documents", "num_tokens", "fingerprint"):
         if stated[field] != getattr(found, field):
-            raise DataError(f"{manifest}: {field} is {stated[field]!r}, but {prefix}.bin and .idx have "
-                            f"{getattr(found, field)!r}; {_AGAIN}")
+            raise DataError(
+                f"{manifest}: {field} is {stated[field]!r}, but {prefix}.bin and .idx have "
+                f"{getattr(found, field)!r}; {_AGAIN}"
+            )
     return replace(found, num_bad=stated["num_bad"], first_bad=tuple(stated["first_bad"]))
 
 
 def _opened(prefix: Path, kind: str, vocab_size: int | None) -> Prepared:
-    """A pair of `kind`, with its tokenizer beside it; without a kind, of elsewhere. `vocab_size`: None: by its ids."""
+    """A pair of `kind`, with its tokenizer beside it; without a kind, of elsewhere. `vocab_size`:
+    None: by its ids."""
     indexed = IndexedDataset(prefix)
     size = indexed.largest_token() + 1 if vocab_size is None else vocab_size
-    return Prepared(prefix, kind, prefix.with_name("tokenizer.json") if kind else None, size,
-                    indexed.num_documents, indexed.num_tokens, indexed.fingerprint)
+    return Prepared(
+        prefix,
+        kind,
+        prefix.with_name("tokenizer.json") if kind else None,
+        size,
+        indexed.num_documents,
+        indexed.num_tokens,
+        indexed.fingerprint,
+    )
 
 
 def check_vocab(prepared: Prepared, vocab_size: int) -> None:
-    """Raises: ConfigError if the corpus has ids that a model with `vocab_size` of them does not know."""
+    """Raises: ConfigError if the corpus has ids that a model with `vocab_size` of them does not
+    know."""
     check_vocab_fits(prepared.vocab_size, vocab_size, f"the corpus {prepared.prefix}")
 
 
@@ -191,16 +271,22 @@ def _build(files: Sequence[SourceFile], target: Path, job: _Job) -> None:
             parts = read_parts(files, limit, BadRecords(skips=job.skips))
             tokenizer = _train(parts, job.vocab_size, job.kind, (job.progress, min(limit, total)))
         tokenizer.save(aside / "tokenizer.json")
-        with (IndexedWriter(aside / "corpus", token_dtype(tokenizer.vocab_size)) as writer,
-              (aside / BAD_RECORDS).open("w", encoding="utf-8") as journal):
+        with (
+            IndexedWriter(aside / "corpus", token_dtype(tokenizer.vocab_size)) as writer,
+            (aside / BAD_RECORDS).open("w", encoding="utf-8") as journal,
+        ):
             bad = BadRecords(skips=job.skips, journal=journal)
             parts = _tracked(read_parts(files, job.max_bytes, bad), job.progress, "encoding", total)
             _encode(parts, tokenizer, writer, job.kind)
         if not bad.count:
             (aside / BAD_RECORDS).unlink()
         made = _opened(aside / "corpus", job.kind, tokenizer.vocab_size)
-        manifest = {"format": _FORMAT, **{field: getattr(made, field) for field in _FIELDS if field != "format"},
-                    "num_bad": bad.count, "first_bad": bad.first}
+        manifest = {
+            "format": _FORMAT,
+            **{field: getattr(made, field) for field in _FIELDS if field != "format"},
+            "num_bad": bad.count,
+            "first_bad": bad.first,
+        }
         (aside / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         try:
             aside.rename(target)
@@ -209,7 +295,9 @@ def _build(files: Sequence[SourceFile], target: Path, job: _Job) -> None:
                 raise
 
 
-def _train(parts: Iterable[Part], vocab_size: int, kind: Kind, shown: tuple[Progress, int]) -> Tokenizer:
+def _train(
+    parts: Iterable[Part], vocab_size: int, kind: Kind, shown: tuple[Progress, int]
+) -> Tokenizer:
     """`shown`: where progress is shown, and of how many characters."""
     tracked = _tracked(parts, shown[0], "training tokenizer", shown[1])
     return train_tokenizer((piece.text for piece in pieces(tracked)), vocab_size, kind)
@@ -243,8 +331,14 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     for field, kind in _FIELDS.items():
         if not isinstance(stated, dict) or not isinstance(stated.get(field), kind):
             raise DataError(f"{path}: has no {field} of type {kind.__name__}; {_AGAIN}")
-    number, first = stated.setdefault("num_bad", 0), stated.setdefault("first_bad", [])  # older ones have neither
-    if not (isinstance(number, int) and isinstance(first, list) and all(isinstance(line, str) for line in first)):
+    # older ones have neither
+    number = stated.setdefault("num_bad", 0)
+    first = stated.setdefault("first_bad", [])
+    if not (
+        isinstance(number, int)
+        and isinstance(first, list)
+        and all(isinstance(line, str) for line in first)
+    ):
         raise DataError(f"{path}: has no num_bad and first_bad of a number and lines; {_AGAIN}")
     return stated  # type: ignore[no-any-return]
 
@@ -253,7 +347,12 @@ def _progress(quiet: bool) -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
     return Progress(*columns, console=Console(stderr=True), disable=quiet)
 
 
@@ -282,4 +381,6 @@ def _lock(folder: Path, name: str) -> Iterator[None]:
     except OSError as error:
         if error.filename and not Path(error.filename).resolve().is_relative_to(folder.resolve()):
             raise  # of something else
-        raise DataError(f"{folder}: cannot be written ({error.strerror or error}); name another folder") from None
+        raise DataError(
+            f"{folder}: cannot be written ({error.strerror or error}); name another folder"
+        ) from None

@@ -1,7 +1,9 @@
-"""Documents of one file, as streams: of plain text, JSON lines, JSON and CSV, also compressed, and of columns.py's.
+"""Documents of one file, as streams: of plain text, JSON lines, JSON and CSV, also compressed, and
+of columns.py's.
 
-All but a single record (a line of JSON lines, an element of JSON, a row of CSV: _MAX_RECORD bytes at most) is read in
-pieces, so neither the length of a file nor what a small compressed one expands to takes memory.
+All but a single record (a line of JSON lines, an element of JSON, a row of CSV: _MAX_RECORD bytes
+at most) is read in pieces, so neither the length of a file nor what a small compressed one expands
+to takes memory.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from typing import Any, NamedTuple
 
 from hybridpar.data.bad_records import BadRecords
 from hybridpar.data.columns import Row, import_pyarrow, read_columns, read_selected
-from hybridpar.data.formats import HEAD, SKIPPABLE, Format, compression_of, foreign_format, format_of
+from hybridpar.data.formats import (
+    HEAD,
+    SKIPPABLE,
+    Format,
+    compression_of,
+    foreign_format,
+    format_of,
+)
 from hybridpar.data.pieces import PART, Ends, Part, in_parts
 from hybridpar.data.record_place import ESCAPED, RecordPlace, half_of_pair
 from hybridpar.errors import DataError, shown
@@ -39,13 +48,16 @@ class Sized(NamedTuple):
 
 
 def detect_format(path: Path, text_key: str) -> Format | None:
-    """The format of a file; None: it is empty. Raises: DataError naming what it is, if it cannot be read."""
+    """The format of a file; None: it is empty. Raises: DataError naming what it is, if it cannot be
+    read."""
     with _opened(path) as raw:
         start = _start_of_data(raw)
         raw.seek(start)
         head = raw.read(HEAD)
         compression = compression_of(head)
-        if start and not compression and not foreign_format(head):  # of nothing but skippable frames, or damaged
+        if (
+            start and not compression and not foreign_format(head)
+        ):  # of nothing but skippable frames, or damaged
             compression = "zstandard"
         if compression:
             raw.seek(0)
@@ -72,7 +84,8 @@ def read_file(path: Path, text_key: str, found: Format, bad: BadRecords) -> Iter
     """The documents of a file of this format, in parts; none of them is empty.
 
     bad: is told of each record that cannot be read.
-    Raises: DataError naming the file, what it is, and the line where there are lines, for what cannot be read.
+    Raises: DataError naming the file, what it is, and the line where there are lines, for what
+        cannot be read.
     """
     place = RecordPlace(path, found, text_key, bad)
     if bad.skips and found.kind == "plain text" and not _is_all_text(place):
@@ -85,12 +98,18 @@ def read_file(path: Path, text_key: str, found: Format, bad: BadRecords) -> Iter
             yield from _READERS[found.kind](stream, place)
 
 
-def read_saved(indices: Path, files: Sequence[Path], text_key: str, bad: BadRecords) -> Iterator[Sized]:
-    """The documents of the rows of Arrow `files` that a file of indices names, in its order, in parts.
+def read_saved(
+    indices: Path, files: Sequence[Path], text_key: str, bad: BadRecords
+) -> Iterator[Sized]:
+    """The documents of the rows of Arrow `files` that a file of indices names, in its order, in
+    parts.
 
     Raises: DataError, as `read_file`.
     """
-    return _rows(read_selected(indices, files, text_key), RecordPlace(files[0].parent, Format("Arrow"), text_key, bad))
+    return _rows(
+        read_selected(indices, files, text_key),
+        RecordPlace(files[0].parent, Format("Arrow"), text_key, bad),
+    )
 
 
 @contextmanager
@@ -106,8 +125,11 @@ def _inflated(raw: BoundedReader, path: Path, compression: str) -> Iterator[io.B
     if not compression:
         yield raw
         return
-    source: Any = (gzip.GzipFile(fileobj=raw) if compression == "gzip" else
-                   import_pyarrow(path, compression).CompressedInputStream(raw, "zstd"))
+    source: Any = (
+        gzip.GzipFile(fileobj=raw)
+        if compression == "gzip"
+        else import_pyarrow(path, compression).CompressedInputStream(raw, "zstd")
+    )
     damage = f"is damaged {compression}"
     with errors_as(DataError, path, damage, EOFError, zlib.error, failure=damage):
         yield io.BufferedReader(source, PART)
@@ -158,10 +180,14 @@ def _read_text(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]
         yield Sized(Part("", Ends.DOCUMENT), 0)
 
 
-def _decoded(stream: io.BufferedReader, place: RecordPlace, errors: str = "strict") -> Iterator[tuple[str, int]]:
+def _decoded(
+    stream: io.BufferedReader, place: RecordPlace, errors: str = "strict"
+) -> Iterator[tuple[str, int]]:
     """Text in blocks, and their sizes in bytes. errors: a name that Python's decoders know."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors)
-    line, block, begins_line = 1, b"-", True
+    line = 1
+    block = b"-"
+    begins_line = True
     while block:
         block = stream.read(PART)
         text = place.decode(partial(decoder.decode, block, not block), line, begins_line)
@@ -173,18 +199,25 @@ def _decoded(stream: io.BufferedReader, place: RecordPlace, errors: str = "stric
 def _read_json_lines(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]:
     number = 0
     while raw := stream.readline(_MAX_RECORD + 1):
-        number, num_bytes = number + 1, len(raw)
+        number = number + 1
+        num_bytes = len(raw)
         try:
             if num_bytes > _MAX_RECORD:
                 raise place.error(number, f"has more than {_MAX_RECORD} bytes")
-            line = place.decode(partial(raw.decode, "utf-8-sig" if number == 1 else "utf-8"), number)
+            line = place.decode(
+                partial(raw.decode, "utf-8-sig" if number == 1 else "utf-8"), number
+            )
             text = "" if line.isspace() else place.text_of(json.loads(line), number)
         except DataError as error:
             place.bad.add(error)
-            while not raw.endswith(b"\n") and (raw := stream.readline(PART)):  # the rest of one that is too long
+            while not raw.endswith(b"\n") and (
+                raw := stream.readline(PART)
+            ):  # the rest of one that is too long
                 pass
         except json.JSONDecodeError as error:
-            place.bad.add(place.error(number, f"is not JSON ({error.msg}, at column {error.pos + 1})"))
+            place.bad.add(
+                place.error(number, f"is not JSON ({error.msg}, at column {error.pos + 1})")
+            )
         except (ValueError, RecursionError) as error:
             place.bad.add(place.error(number, f"is not JSON ({error})"))
         else:
@@ -195,7 +228,9 @@ def _read_json_lines(stream: io.BufferedReader, place: RecordPlace) -> Iterator[
 def _read_json(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]:
     """The objects of an array, or objects one after another."""
     # bytes that are not UTF-8 then stand for themselves, so that they damage one element alone
-    values = _Values(_decoded(stream, place, "surrogateescape" if place.bad.skips else "strict"), place)
+    values = _Values(
+        _decoded(stream, place, "surrogateescape" if place.bad.skips else "strict"), place
+    )
     in_array = values.peek() == "["
     if in_array:
         values.skip()
@@ -219,16 +254,22 @@ def _read_json(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]
             raise place.error(number, "is the last one, and the array does not end", "element")
         values.skip()
         if mark := values.peek():
-            raise place.error(number, f"is the last one of the array, which is followed by {mark!r}", "element")
+            raise place.error(
+                number, f"is the last one of the array, which is followed by {mark!r}", "element"
+            )
 
 
 class _Values:
     """Takes values off a stream of JSON."""
 
     def __init__(self, blocks: Iterator[tuple[str, int]], place: RecordPlace):
-        self._blocks, self._place = blocks, place
-        self._text, self._at = "", 0
-        self._line, self._column = 1, 1  # of the first character of `_text`
+        self._blocks = blocks
+        self._place = place
+        self._text = ""
+        self._at = 0
+        # of the first character of `_text`
+        self._line = 1
+        self._column = 1
 
     def _place_of(self, error: ValueError) -> str:
         """What is wrong with a value, and where in the file."""
@@ -267,19 +308,25 @@ class _Values:
                 where = self._place_of(error)  # before more text moves the place
                 length = len(self._text) - self._at
                 if length > _MAX_RECORD:
-                    raise self._place.error(number, f"has more than {_MAX_RECORD} characters", "element") from None
+                    raise self._place.error(
+                        number, f"has more than {_MAX_RECORD} characters", "element"
+                    ) from None
                 # twice as many, so that what is parsed again adds up to little
-                if self._text[self._at:self._at + 1] not in ("{", "[") or not self._more(max(length, 1)):
+                if self._text[self._at : self._at + 1] not in ("{", "[") or not self._more(
+                    max(length, 1)
+                ):
                     raise self._place.error(number, f"is not JSON ({where})", "element") from None
 
     def _more(self, num_characters: int) -> bool:
         """Takes at least so many more, as far as there are any."""
         self._line, self._column = self._after(self._at)
-        taken, length = [self._text[self._at:]], 0
+        taken = [self._text[self._at :]]
+        length = 0
         while length < num_characters and (block := next(self._blocks, None)):
             taken.append(block[0])
             length += len(block[0])
-        self._text, self._at = "".join(taken), 0
+        self._text = "".join(taken)
+        self._at = 0
         return length > 0
 
 
@@ -290,15 +337,20 @@ def _read_csv(stream: io.BufferedReader, place: RecordPlace) -> Iterator[Sized]:
     if header is None:
         return
     if place.text_key not in header:
-        raise place.error(1, f"has the columns {shown(header)}, and none is {place.text_key!r}; data.text_key names "
-                          "another")
+        raise place.error(
+            1,
+            f"has the columns {shown(header)}, and none is {place.text_key!r}; data.text_key names "
+            "another",
+        )
     column = header.index(place.text_key)
     while True:
         try:
             if (row := rows.next()) is None:
                 return
             if 0 < len(row) <= column:
-                raise rows.error(f"has {len(row)} cells, and {place.text_key!r} is number {column + 1}")
+                raise rows.error(
+                    f"has {len(row)} cells, and {place.text_key!r} is number {column + 1}"
+                )
         except DataError as error:
             if rows.damage is not None:
                 raise
@@ -311,16 +363,20 @@ class _CsvRows:
     """The rows of a CSV file, one at a time; the next one can be asked for after an error."""
 
     def __init__(self, stream: io.BufferedReader, place: RecordPlace):
-        self._stream, self._place = stream, place
+        self._stream = stream
+        self._place = place
         self._first_line = 1
         self.damage: DataError | None = None
         """The error behind which no row can be read."""
         self._rows = csv.reader(self._lines(), delimiter=place.format.delimiter, strict=True)
 
     def next(self) -> list[str] | None:
-        """The next row; None: there is none. Raises: DataError naming its lines if it cannot be read."""
+        """The next row; None: there is none. Raises: DataError naming its lines if it cannot be
+        read."""
         self._first_line = self._rows.line_num + 1
-        usual = csv.field_size_limit(_MAX_RECORD)  # of the whole process: back to what it was, at once
+        usual = csv.field_size_limit(
+            _MAX_RECORD
+        )  # of the whole process: back to what it was, at once
         try:
             row = next(self._rows, None)
         except csv.Error as error:
@@ -329,7 +385,9 @@ class _CsvRows:
             csv.field_size_limit(usual)
         for cell in row or ():
             if (place := half_of_pair(cell)) >= 0:
-                raise self.error(f"byte 0x{ESCAPED[cell[place]]:02x} is not UTF-8; corpora are UTF-8 text")
+                raise self.error(
+                    f"byte 0x{ESCAPED[cell[place]]:02x} is not UTF-8; corpora are UTF-8 text"
+                )
             if "\0" in cell:
                 raise self.error("holds a zero byte, so it is no text")
         return row
@@ -342,7 +400,8 @@ class _CsvRows:
         return self._place.error(max(last, 1), what)
 
     def _lines(self) -> Iterator[str]:
-        """The lines of the file; bytes that are not UTF-8 stand for themselves, as a row may have several lines."""
+        """The lines of the file; bytes that are not UTF-8 stand for themselves, as a row may have
+        several lines."""
         number = 0
         while raw := self._stream.readline(_MAX_RECORD + 1):
             number += 1
@@ -353,4 +412,8 @@ class _CsvRows:
 
 
 _READERS: dict[str, Callable[[io.BufferedReader, RecordPlace], Iterator[Sized]]] = {
-    "plain text": _read_text, "JSON lines": _read_json_lines, "JSON": _read_json, "CSV": _read_csv}
+    "plain text": _read_text,
+    "JSON lines": _read_json_lines,
+    "JSON": _read_json,
+    "CSV": _read_csv,
+}

@@ -12,7 +12,8 @@ from hybridpar.data.formats import Format
 from hybridpar.errors import DataError, shown
 
 ESCAPED = {chr(0xDC00 + byte): byte for byte in range(0x80, 0x100)}
-"""The characters that stand for bytes that are not UTF-8, where these are decoded with "surrogateescape"."""
+"""The characters that stand for bytes that are not UTF-8, where these are decoded with
+"surrogateescape"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +29,28 @@ class RecordPlace:
         return DataError(f"{self.path}, {unit} {line} of {self.format}: {what}")
 
     def decode(self, decode: Callable[[], str], first_line: int, begins_line: bool = True) -> str:
-        """The text that `decode` returns. begins_line: whether the text is the beginning of its first line.
+        """The text that `decode` returns. begins_line: whether the text is the beginning of its
+        first line.
 
-        Raises: DataError naming the line, and the column in bytes if it is known, if it is not UTF-8 text.
+        Raises: DataError naming the line, and the column in bytes if it is known, if it is not
+            UTF-8 text.
         """
         try:
             text = decode()
         except UnicodeDecodeError as error:
-            line, byte = first_line + error.object.count(b"\n", 0, error.start), error.object[error.start]
+            line = first_line + error.object.count(b"\n", 0, error.start)
+            byte = error.object[error.start]
             start = error.object.rfind(b"\n", 0, error.start)
             column = f" (column {error.start - start})" if start >= 0 or begins_line else ""
-            rule = f"byte 0x{byte:02x} is not UTF-8{column}; corpora are UTF-8 text, so save the file as UTF-8"
+            rule = (
+                f"byte 0x{byte:02x} is not UTF-8{column}; corpora are UTF-8 text, so save the file "
+                "as UTF-8"
+            )
             raise self.error(line, f"{rule} (such as by iconv -f latin1 -t utf-8)") from None
         if (zero := text.find("\0")) >= 0:
-            raise self.error(first_line + text.count("\n", 0, zero), "holds a zero byte, so it is no text")
+            raise self.error(
+                first_line + text.count("\n", 0, zero), "holds a zero byte, so it is no text"
+            )
         return text
 
     def text_of(self, record: object, number: int, unit: str = "line") -> str:
@@ -52,12 +61,16 @@ class RecordPlace:
         if (place := half_of_pair(text)) >= 0:
             half = f"character {place} of the text is half of a surrogate pair"
             byte = ESCAPED.get(text[place]) if unit == "element" and self.bad.skips else None
-            raise self.error(number, half if byte is None else f"byte 0x{byte:02x} of the text is not UTF-8", unit)
+            raise self.error(
+                number,
+                half if byte is None else f"byte 0x{byte:02x} of the text is not UTF-8",
+                unit,
+            )
         return text
 
     def _no_text(self, record: object) -> str:
         quoted = json.dumps(self.text_key)
-        rule = f"is not an object with text under {quoted}, such as {{{quoted}: \"...\"}}"
+        rule = f'is not an object with text under {quoted}, such as {{{quoted}: "..."}}'
         if not isinstance(record, dict):
             return rule
         if self.text_key in record:
@@ -68,8 +81,8 @@ class RecordPlace:
 
 
 def half_of_pair(text: str) -> int:
-    """The place of the first character that is half of a surrogate pair, which UTF-8 does not have; -1: there is none.
-    """
+    """The place of the first character that is half of a surrogate pair, which UTF-8 does not have;
+    -1: there is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,11 +1,14 @@
-"""The form of the samples that a user gives to GPT or BERT, so that what is wrong with one is said by its number.
+"""The form of the samples that a user gives to GPT or BERT, so that what is wrong with one is said
+by its number.
 
-    tokens, labels       [seq_length] whole numbers: ids of the vocabulary; a label of -100 does not count
+    tokens, labels       [seq_length] whole numbers: ids of the vocabulary; a label of -100 does not
+                         count
     token_types          [seq_length] 0 or 1, sentence_labels 0, 1 or -100: of BERT
     padding_mask         [seq_length] booleans, True for a real token; may be left out
     positions            [seq_length] whole numbers; may be left out
 
-A wrong id would be an index error deep in the model, or, with tensor parallelism, a wrong loss in silence.
+A wrong id would be an index error deep in the model, or, with tensor parallelism, a wrong loss in
+silence.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class SampleRules:
 
 @dataclass(frozen=True)
 class _Entry:
-    """An entry of a sample. limit: its numbers are below it; None: booleans. limit_is: what the limit is, in words."""
+    """An entry of a sample. limit: its numbers are below it; None: booleans. limit_is: what the
+    limit is, in words."""
 
     shape: tuple[int, ...]
     limit: int | None
@@ -58,30 +62,49 @@ class TokenRules(SampleRules):
         self._kind = model.kind
         each = (model.seq_length,)
         vocabulary = model.vocab_size, "model.vocab_size"
-        self._entries = {"tokens": _Entry(each, *vocabulary), "labels": _Entry(each, *vocabulary, may_ignore=True)}
+        self._entries = {
+            "tokens": _Entry(each, *vocabulary),
+            "labels": _Entry(each, *vocabulary, may_ignore=True),
+        }
         if model.kind == "bert":
             self._entries["token_types"] = _Entry(each, 2, "the number of segments")
-            self._entries["sentence_labels"] = _Entry((), 2, "the number of answers", may_ignore=True,
-                                                      is_required=model.sentence_head != "none")
+            self._entries["sentence_labels"] = _Entry(
+                (),
+                2,
+                "the number of answers",
+                may_ignore=True,
+                is_required=model.sentence_head != "none",
+            )
         self._entries["padding_mask"] = _Entry(each, None, is_required=False)
-        most = model.num_positions if model.position == "learned" else 2**31  # rotary positions need no table
-        self._entries["positions"] = _Entry(each, most, "the number of positions", is_required=False)
+        most = (
+            model.num_positions if model.position == "learned" else 2**31
+        )  # rotary positions need no table
+        self._entries["positions"] = _Entry(
+            each, most, "the number of positions", is_required=False
+        )
 
     def check(self, sample: Arrays, what: str) -> None:
         needed = [name for name, entry in self._entries.items() if entry.is_required]
         if missing := [name for name in needed if name not in sample]:
-            raise DataError(f"{what} has no {shown(missing[0])}, only {shown(list(sample))}: a {self._kind} needs "
-                            f"{', '.join(needed)}")
+            raise DataError(
+                f"{what} has no {shown(missing[0])}, only {shown(list(sample))}: a {self._kind} "
+                "needs "
+                f"{', '.join(needed)}"
+            )
         if unknown := [name for name in sample if name not in self._entries]:
-            raise DataError(f"{what} has {shown(unknown[0])}, which a {self._kind} does not read: it reads "
-                            f"{', '.join(self._entries)}")
+            raise DataError(
+                f"{what} has {shown(unknown[0])}, which a {self._kind} does not read: it reads "
+                f"{', '.join(self._entries)}"
+            )
         for name, array in sample.items():
             if flaw := _flaw(name, array, self._entries[name]):
                 raise DataError(f"{what}: {flaw}")
 
     def as_input(self, batch: Arrays) -> Arrays:
-        return {name: array if array.dtype == np.bool_ else array.astype(np.int64, copy=False)
-                for name, array in batch.items()}
+        return {
+            name: array if array.dtype == np.bool_ else array.astype(np.int64, copy=False)
+            for name, array in batch.items()
+        }
 
 
 def rules_of(model: ModelSpec) -> SampleRules:
@@ -92,10 +115,18 @@ def rules_of(model: ModelSpec) -> SampleRules:
 def _flaw(name: str, array: NDArray[Any], entry: _Entry) -> str:
     """What is wrong with an entry; empty: nothing."""
     if array.shape != entry.shape:
-        length = f"[{entry.shape[0]}], as model.seq_length is {entry.shape[0]}" if entry.shape else "[], one number"
+        length = (
+            f"[{entry.shape[0]}], as model.seq_length is {entry.shape[0]}"
+            if entry.shape
+            else "[], one number"
+        )
         return f"{name} has the shape {list(array.shape)}, and must have {length}"
     if entry.limit is None:
-        return "" if array.dtype == np.bool_ else f"{name} has the type {array.dtype}, and must have booleans"
+        return (
+            ""
+            if array.dtype == np.bool_
+            else f"{name} has the type {array.dtype}, and must have booleans"
+        )
     if array.dtype.kind not in "iu":
         return f"{name} has the type {array.dtype}, and must have whole numbers, such as int64"
     wrong = (array < 0) | (array >= entry.limit)
@@ -106,4 +137,7 @@ def _flaw(name: str, array: NDArray[Any], entry: _Entry) -> str:
     at = int(np.flatnonzero(wrong)[0])
     place = f"{name}[{at}]" if entry.shape else name
     ignored = f", or {IGNORED} where it does not count" if entry.may_ignore else ""
-    return f"{place} is {array.flat[at]}, and must be from 0 to {entry.limit - 1} ({entry.limit_is} - 1){ignored}"
+    return (
+        f"{place} is {array.flat[at]}, and must be from 0 to {entry.limit - 1} ({entry.limit_is} - "
+        f"1){ignored}"
+    )

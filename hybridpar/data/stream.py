@@ -1,5 +1,6 @@
-"""Samples of a model of one's own that come one after the other: from an iterable, or from a function of the first
-one's number. Position n of the stream is the n-th of them; nothing is shuffled."""
+"""Samples of a model of one's own that come one after the other: from an iterable, or from a
+function of the first one's number. Position n of the stream is the n-th of them; nothing is
+shuffled."""
 
 from __future__ import annotations
 
@@ -17,23 +18,30 @@ from hybridpar.errors import DataError
 
 
 class StreamedSamples:
-    """An endless stream: what has ended begins again. Every process reads all of it, and must find the same.
+    """An endless stream: what has ended begins again. Every process reads all of it, and must find
+    the same.
 
-    source: an object that is iterated anew for every pass, or a function that returns an iterator which begins at a
-    given position; with a function, a resumed run skips nothing. kept: number of newest samples that stay in memory,
-    for those who ask for one again.
+    source: an object that is iterated anew for every pass, or a function that returns an iterator
+    which begins at a given position; with a function, a resumed run skips nothing. kept: number of
+    newest samples that stay in memory, for those who ask for one again.
 
-    Raises: DataError if it is empty, gives batches, or items that are no dicts of arrays or break the model's rules.
+    Raises: DataError if it is empty, gives batches, or items that are no dicts of arrays or break
+        the model's rules.
     """
 
     def __init__(self, model: ModelSpec, source: Any, part: str, kept: int):
-        self._model, self._source, self._part, self._most = model, source, part, kept
+        self._model = model
+        self._source = source
+        self._part = part
+        self._most = kept
         self._rules = rules_of(model)
         self._kept: dict[int, Arrays] = {}
         self._next, self._items, self._passes = 0, iter(()), 0
         self._size: int | None = None  # known once a pass has ended
         if isinstance(size := getattr(source, "batch_size", None), int):
-            raise DataError(f"{self._where()} gives batches (of {size}), which must be samples: batch_size=None")
+            raise DataError(
+                f"{self._where()} gives batches (of {size}), which must be samples: batch_size=None"
+            )
         self._open(0)
         first = self._at(0)
         self._form = form_of(first)
@@ -55,11 +63,16 @@ class StreamedSamples:
         return sum(self._model.num_targets(self._at(n)) for n in counter.tolist())
 
     def num_repeats(self, count: int) -> int:
-        """Return how many of the first `count` samples have come before; 0 until the first pass has ended."""
+        """Return how many of the first `count` samples have come before; 0 until the first pass has
+        ended."""
         return 0 if self._size is None else max(count - self._size, 0)
 
     def _at(self, position: int) -> Arrays:
-        if position not in self._kept and (position < self._next or callable(self._source)) and position != self._next:
+        if (
+            position not in self._kept
+            and (position < self._next or callable(self._source))
+            and position != self._next
+        ):
             self._open(position)
         while position not in self._kept:
             sample = as_arrays(self._item(), where := self._where(self._next))
@@ -80,18 +93,27 @@ class StreamedSamples:
         self._items = self._begun(self._next)
         if (item := next(self._items, nothing)) is nothing:
             if self._next and callable(self._source):
-                raise DataError(f"{self._where()} ends after {self._next} samples, and its function returns an empty "
-                                f"iterator for position {self._next}; try one that begins again, at position "
-                                f"% {self._next}")
-            raise DataError(f"{self._where()} ends after {self._next} samples and cannot be gone through again; try a "
-                            "function that returns an iterator which begins at a given position")
+                raise DataError(
+                    f"{self._where()} ends after {self._next} samples, and its function returns an "
+                    "empty "
+                    f"iterator for position {self._next}; try one that begins again, at position "
+                    f"% {self._next}"
+                )
+            raise DataError(
+                f"{self._where()} ends after {self._next} samples and cannot be gone through "
+                "again; try a "
+                "function that returns an iterator which begins at a given position"
+            )
         return item
 
     def _open(self, position: int) -> None:
         """Begins at a position, or, where that cannot be, at the start."""
         if self._passes and not callable(self._source) and iter(self._source) is self._source:
-            raise DataError(f"{self._where(position)} has been read before and is gone: it can be gone through once; "
-                            "try a function that returns an iterator which begins at a given position")
+            raise DataError(
+                f"{self._where(position)} has been read before and is gone: it can be gone through "
+                "once; "
+                "try a function that returns an iterator which begins at a given position"
+            )
         self._kept.clear()
         self._next = position if callable(self._source) else 0
         self._items = self._begun(position)
@@ -101,4 +123,6 @@ class StreamedSamples:
         return iter(self._source(position) if callable(self._source) else self._source)
 
     def _where(self, position: int | None = None) -> str:
-        return f"dataset({self._part!r}) of {self._model.kind}" + ("" if position is None else f", sample {position}")
+        return f"dataset({self._part!r}) of {self._model.kind}" + (
+            "" if position is None else f", sample {position}"
+        )

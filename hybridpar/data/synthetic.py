@@ -1,4 +1,5 @@
-"""Random micro-batches of the right form: for verify, benchmarks and tests. A sample depends on its number alone."""
+"""Random micro-batches of the right form: for verify, benchmarks and tests. A sample depends on its
+number alone."""
 
 from __future__ import annotations
 
@@ -14,17 +15,32 @@ from hybridpar.data.mapped import as_arrays
 
 
 class SyntheticLoader(BatchLoader):
-    """A loader of random samples. `padding`: samples end early, at random, so replicas differ in what counts."""
+    """A loader of random samples. `padding`: samples end early, at random, so replicas differ in
+    what counts."""
 
-    def __init__(self, model: ModelSpec, micro_batch_size: int, num_microbatches: int, dp_rank: int = 0,
-                 dp_size: int = 1, seed: int = 0, padding: bool = True):
-        super().__init__(_Samples(model, seed, padding), micro_batch_size=micro_batch_size,
-                         num_microbatches=num_microbatches, dp_rank=dp_rank, dp_size=dp_size)
+    def __init__(
+        self,
+        model: ModelSpec,
+        micro_batch_size: int,
+        num_microbatches: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        seed: int = 0,
+        padding: bool = True,
+    ):
+        super().__init__(
+            _Samples(model, seed, padding),
+            micro_batch_size=micro_batch_size,
+            num_microbatches=num_microbatches,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+        )
 
 
 @dataclass
 class _Samples:
-    """An endless stream of samples. Shapes: tokens, labels, token_types, padding_mask [b, s]; sentence_labels [b]."""
+    """An endless stream of samples. Shapes: tokens, labels, token_types, padding_mask [b, s];
+    sentence_labels [b]."""
 
     model: ModelSpec
     seed: int
@@ -47,7 +63,8 @@ class _Samples:
         if not isinstance(self.model, ModelConfig):
             return as_arrays(self.model.sample(number, self.seed), "sample")
         random = np.random.default_rng([self.seed, number])
-        s, v = self.model.seq_length, self.model.vocab_size
+        s = self.model.seq_length
+        v = self.model.vocab_size
         tokens = random.integers(0, v, s + 1)
         length = int(random.integers(max(1, s // 2), s + 1)) if self.padding else s
         real = np.arange(s) < length
@@ -60,4 +77,5 @@ class _Samples:
             "labels": np.where(masked, tokens[1:], -100),
             "token_types": (np.arange(s) >= length // 2).astype(np.int64),
             "padding_mask": real,
-            "sentence_labels": np.asarray(random.integers(0, 2))}
+            "sentence_labels": np.asarray(random.integers(0, 2)),
+        }

@@ -1,4 +1,5 @@
-"""A byte-level BPE tokenizer: trained on the corpus with `tokenizers`, or loaded from a tokenizer.json.
+"""A byte-level BPE tokenizer: trained on the corpus with `tokenizers`, or loaded from a
+tokenizer.json.
 
 The files beside a tokenizer.json may say more of it (tokenizer_folder.py).
 """
@@ -31,19 +32,33 @@ BEGIN = "<s>"
 """Token that tokenizers made elsewhere may start a text with; ours have none."""
 BERT_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
 SPECIAL_TOKENS: dict[Kind, tuple[str, ...]] = {"gpt": (END,), "bert": (END, *BERT_TOKENS)}
-_ROLES = {BEGIN: "bos_token", END: "eos_token", "[PAD]": "pad_token", "[CLS]": "cls_token", "[SEP]": "sep_token",
-          "[MASK]": "mask_token"}
+_ROLES = {
+    BEGIN: "bos_token",
+    END: "eos_token",
+    "[PAD]": "pad_token",
+    "[CLS]": "cls_token",
+    "[SEP]": "sep_token",
+    "[MASK]": "mask_token",
+}
 """What transformers calls them."""
-# Words for the same thing in tokenizers made elsewhere, tried in this order where the folder does not say which it is.
-_SYNONYMS = {BEGIN: (BEGIN, "<|begin_of_text|>", "<bos>"), END: (END, "<|end_of_text|>", "</s>", "<eos>"),
-             "[PAD]": ("[PAD]", "<pad>"), "[CLS]": ("[CLS]", "<s>"), "[SEP]": ("[SEP]", "</s>"),
-             "[MASK]": ("[MASK]", "<mask>")}
+# Words for the same thing in tokenizers made elsewhere, tried in this order where the folder does
+# not say which it is.
+_SYNONYMS = {
+    BEGIN: (BEGIN, "<|begin_of_text|>", "<bos>"),
+    END: (END, "<|end_of_text|>", "</s>", "<eos>"),
+    "[PAD]": ("[PAD]", "<pad>"),
+    "[CLS]": ("[CLS]", "<s>"),
+    "[SEP]": ("[SEP]", "</s>"),
+    "[MASK]": ("[MASK]", "<mask>"),
+}
 _NUM_BYTES = 256
 _MAX_BYTES = 256 << 20
 _MAX_HOLES = 1 << 24
 _WORD_BYTES = 4096
 """Longest word that training sees whole."""
-_BATCH_CHARACTERS, _BATCH_PIECES = 2 << 20, 2048  # encoded at a time
+# encoded at a time
+_BATCH_CHARACTERS = 2 << 20
+_BATCH_PIECES = 2048
 
 
 @dataclass(frozen=True)
@@ -56,19 +71,25 @@ class BertVocabulary:
     sep: int
     mask: int
     special: tuple[int, ...]
-    """Every id that is never masked and never put in for another one, with those that no token has."""
+    """Every id that is never masked and never put in for another one, with those that no token
+    has."""
 
 
 class Tokenizer:
     """Text to ids and back. Special tokens written out in a text are ordinary text to it.
 
     folder: what the files beside its tokenizer.json say.
-    Raises: DataError (also from `load`, `special`, `bert`) if the file is damaged, lacks a special token asked for, or
+    Raises: DataError (also from `load`, `special`, `bert`) if the file is damaged, lacks a special
+        token asked for, or
     cannot be as the files beside it say.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, name: str = "the tokenizer",
-                 folder: TokenizerFolder | None = None):
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        name: str = "the tokenizer",
+        folder: TokenizerFolder | None = None,
+    ):
         self._inner = inner
         self._name = name
         self._folder = folder or TokenizerFolder()
@@ -80,8 +101,8 @@ class Tokenizer:
 
     @staticmethod
     def load(path: str | Path, *, within: Path | None = None) -> Tokenizer:
-        """Reads a tokenizer.json, and the files beside it unless it has another name. `within`: the run folder that it
-        belongs to, which no link leads out of."""
+        """Reads a tokenizer.json, and the files beside it unless it has another name. `within`: the
+        run folder that it belongs to, which no link leads out of."""
         import tokenizers
 
         inside = Path(path, "tokenizer.json")
@@ -94,11 +115,14 @@ class Tokenizer:
         with _errors_of_rust(f"{path}: is not a tokenizer.json"):
             inner = tokenizers.Tokenizer.from_str(text)
         path = Path(path)
-        folder = TokenizerFolder.read(path.parent, within=within) if path.name == TOKENIZER else None
+        folder = (
+            TokenizerFolder.read(path.parent, within=within) if path.name == TOKENIZER else None
+        )
         return Tokenizer(inner, str(path), folder)
 
     def save(self, path: str | Path) -> None:
-        """Writes a tokenizer.json, and the files that belong beside it unless it has another name."""
+        """Writes a tokenizer.json, and the files that belong beside it unless it has another
+        name."""
         path = Path(path)
         if path.name != TOKENIZER:
             path.write_text(self.to_json(), encoding="utf-8")
@@ -108,7 +132,8 @@ class Tokenizer:
             (path.parent / name).write_text(text, encoding="utf-8")
 
     def files(self) -> dict[str, str]:
-        """The texts of tokenizer.json and of the files that belong beside it, by their path in a folder."""
+        """The texts of tokenizer.json and of the files that belong beside it, by their path in a
+        folder."""
         return {TOKENIZER: self.to_json(), **self._folder.files}
 
     def to_json(self) -> str:
@@ -117,8 +142,11 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         text = self.to_json()
-        if own := [(name, number) for name in (END, *BERT_TOKENS)
-                   if (number := self._find(name)) is not None and number != self._find_known(name)]:
+        if own := [
+            (name, number)
+            for name in (END, *BERT_TOKENS)
+            if (number := self._find(name)) is not None and number != self._find_known(name)
+        ]:
             text += repr(own)  # ids that data depend on, and that tokenizer.json does not say
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -134,33 +162,44 @@ class Tokenizer:
 
     @cached_property
     def holes(self) -> NDArray[np.int64]:
-        """The ids below vocab_size that no token has, in ascending order. Raises: DataError if they are millions."""
+        """The ids below vocab_size that no token has, in ascending order. Raises: DataError if they
+        are millions."""
         ids = list(self.vocabulary.values())
         if (size := max(ids) + 1) - len(ids) > _MAX_HOLES:
-            raise DataError(f"{self._name}: has ids up to {size - 1} and only {len(ids)} tokens; at most {_MAX_HOLES} "
-                            "ids may be without a token")
+            raise DataError(
+                f"{self._name}: has ids up to {size - 1} and only {len(ids)} tokens; at most "
+                f"{_MAX_HOLES} "
+                "ids may be without a token"
+            )
         has_token = np.zeros(size, np.bool_)
         has_token[ids] = True
         return np.flatnonzero(~has_token)
 
     def special(self, name: str) -> int:
-        """The id of a special token, by our name for it (END, BEGIN or one of BERT_TOKENS): the folder's own, else that
-        of a word that usually has this role."""
+        """The id of a special token, by our name for it (END, BEGIN or one of BERT_TOKENS): the
+        folder's own, else that of a word that usually has this role."""
         if (token := self._find(name)) is not None:
             return token
         role = _ROLES[name]
         if word := self._folder.words.get(role):
             raise self._folder.refused(role, word, f"{self._name} has no such token")
-        raise DataError(f"{self._name}: has no token {name} (nor {', '.join(_SYNONYMS[name][1:])}); name it as {role} "
-                        f"in a {SETTINGS} beside it")
+        raise DataError(
+            f"{self._name}: has no token {name} (nor {', '.join(_SYNONYMS[name][1:])}); name it as "
+            f"{role} "
+            f"in a {SETTINGS} beside it"
+        )
 
     def _find(self, name: str) -> int | None:
         role = _ROLES[name]
-        return self.own(role) if role in self._folder.words or self.ids(role) else self._find_known(name)
+        return (
+            self.own(role)
+            if role in self._folder.words or self.ids(role)
+            else self._find_known(name)
+        )
 
     def own(self, role: str) -> int | None:
-        """The id that the folder gives a role, such as pad_token; None where it gives none, or a word that is no token.
-        """
+        """The id that the folder gives a role, such as pad_token; None where it gives none, or a
+        word that is no token."""
         if word := self._folder.words.get(role):
             token: int | None = self._inner.token_to_id(word)
             return token
@@ -172,9 +211,11 @@ class Tokenizer:
         return next((token for token in found if token is not None), None)
 
     def ids(self, role: str) -> tuple[int, ...]:
-        """The ids of a role, such as eos_token, in the folder's generation_config.json or config.json, without those
-        that no token has."""
-        return tuple(token for token in self._folder.ids.get(role, ()) if token >= 0 and self._has(token))
+        """The ids of a role, such as eos_token, in the folder's generation_config.json or
+        config.json, without those that no token has."""
+        return tuple(
+            token for token in self._folder.ids.get(role, ()) if token >= 0 and self._has(token)
+        )
 
     def _has(self, token: int) -> bool:
         return token < self.vocab_size and self._inner.id_to_token(token) is not None
@@ -186,7 +227,8 @@ class Tokenizer:
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """The ids at which a generated text ends: the end-of-text token, and all that the folder names.
+        """The ids at which a generated text ends: the end-of-text token, and all that the folder
+        names.
 
         Raises: DataError if there is no end-of-text token.
         """
@@ -199,12 +241,20 @@ class Tokenizer:
     def bert(self) -> BertVocabulary:
         added = self._inner.get_added_tokens_decoder()
         pad, cls, sep, mask = (self.special(name) for name in BERT_TOKENS)
-        special = {pad, cls, sep, mask, *(i for i, token in added.items() if token.special), *self.holes.tolist()}
+        special = {
+            pad,
+            cls,
+            sep,
+            mask,
+            *(i for i, token in added.items() if token.special),
+            *self.holes.tolist(),
+        }
         return BertVocabulary(self.vocab_size, pad, cls, sep, mask, tuple(sorted(special)))
 
     @cached_property
     def frame(self) -> tuple[list[int], list[int]]:
-        """Ids that its post-processor puts before and behind a text, such as LLaMA's <s>; ours have none."""
+        """Ids that its post-processor puts before and behind a text, such as LLaMA's <s>; ours have
+        none."""
         if self._inner.post_processor is None:
             return [], []
         with self._encoding():
@@ -212,11 +262,12 @@ class Tokenizer:
         ordinary = [i for i, special in enumerate(found.special_tokens_mask) if not special]
         if not ordinary:
             return [], []
-        return found.ids[:ordinary[0]], found.ids[ordinary[-1] + 1:]
+        return found.ids[: ordinary[0]], found.ids[ordinary[-1] + 1 :]
 
     @cached_property
     def document_frame(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The frame of a document, which ends with one end-of-text token whatever its tokenizer puts there."""
+        """The frame of a document, which ends with one end-of-text token whatever its tokenizer
+        puts there."""
         begin, finish = self.frame
         finish = finish if finish[-1:] == [self.end] else [*finish, self.end]
         return np.array(begin, np.int32), np.array(finish, np.int32)
@@ -226,7 +277,8 @@ class Tokenizer:
         return np.concatenate([ids for ids, _ in self.encode_parts(in_parts(text))])
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a text that is to be continued, as transformers has them: behind what its texts begin with."""
+        """The ids of a text that is to be continued, as transformers has them: behind what its
+        texts begin with."""
         return [*self.frame[0], *self.encode(text).tolist()]
 
     def encode_parts(self, parts: Iterable[Part]) -> Iterator[tuple[NDArray[np.int32], Ends]]:
@@ -239,7 +291,7 @@ class Tokenizer:
             with self._encoding():
                 found = self._inner.encode_batch_fast(texts, add_special_tokens=False)
             for piece, encoding in zip(batch, found, strict=True):
-                ids = encoding.ids[piece.num_known:] if piece.text else []
+                ids = encoding.ids[piece.num_known :] if piece.text else []
                 yield np.array(ids, np.int32), piece.ends
             del found, encoding  # before the next ones are there
 
@@ -249,21 +301,23 @@ class Tokenizer:
             return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def _encoding(self) -> AbstractContextManager[None]:
-        return _errors_of_rust(f"{self._name}: cannot encode a text",
-                               "; a tokenizer needs an id for any text, such as that of an unknown word, and "
-                               "expressions that do not search a text for very long")
+        return _errors_of_rust(
+            f"{self._name}: cannot encode a text",
+            "; a tokenizer needs an id for any text, such as that of an unknown word, and "
+            "expressions that do not search a text for very long",
+        )
 
     def _num_ids(self, before: str, after: str) -> int | None:
         with self._encoding():
             first = self._inner.encode(before, add_special_tokens=False).ids
             both = self._inner.encode(before + after, add_special_tokens=False).ids
-        return len(first) if both[:len(first)] == first else None
+        return len(first) if both[: len(first)] == first else None
 
 
 @contextmanager
 def _errors_of_rust(what: str, advice: str = "") -> Iterator[None]:
-    """Make a DataError of any error of the library `tokenizers`: it has no class of its own, and a panic is not even an
-    Exception."""
+    """Make a DataError of any error of the library `tokenizers`: it has no class of its own, and a
+    panic is not even an Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError, HybridparError):
@@ -273,10 +327,12 @@ def _errors_of_rust(what: str, advice: str = "") -> Iterator[None]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: Kind = "gpt") -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` entries (fewer if the texts have no more pairs to merge).
+    """A byte-level BPE of at most `vocab_size` entries (fewer if the texts have no more pairs to
+    merge).
 
-    The same texts give the same tokenizer. Special tokens come first, then the bytes, then the merges. Words of more
-    than 4096 bytes (a long run of one letter) are learned from in parts: time grows with the square of their length.
+    The same texts give the same tokenizer. Special tokens come first, then the bytes, then the
+    merges. Words of more than 4096 bytes (a long run of one letter) are learned from in parts: time
+    grows with the square of their length.
 
     Raises: ConfigError if the vocabulary cannot hold every byte and the special tokens.
     """
@@ -286,11 +342,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: Kind = "gpt") -
     check_vocab_size(vocab_size, kind)
     inner = tokenizers.Tokenizer(models.BPE())
     words: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.pre_tokenizer = cast(Any, pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(_WORD_BYTES)]))
+    inner.pre_tokenizer = cast(
+        Any, pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(_WORD_BYTES)])
+    )
     inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS[kind]),
-                                  initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS[kind]),
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
     inner.train_from_iterator(texts, trainer)
     inner.pre_tokenizer = words
     return Tokenizer(inner)
@@ -300,7 +362,10 @@ def check_vocab_size(vocab_size: int, kind: Kind) -> None:
     """Raises: ConfigError if no byte-level tokenizer can be that small."""
     smallest = _NUM_BYTES + len(SPECIAL_TOKENS[kind])
     if vocab_size < smallest:
-        rule = f"a byte-level tokenizer has {_NUM_BYTES} bytes and {smallest - _NUM_BYTES} special tokens at least"
+        rule = (
+            f"a byte-level tokenizer has {_NUM_BYTES} bytes and {smallest - _NUM_BYTES} special "
+            "tokens at least"
+        )
         raise config_error("model.vocab_size", vocab_size, rule, "512")
 
 
@@ -320,6 +385,7 @@ def _batches(found: Iterable[Piece]) -> Iterator[list[Piece]]:
         size += len(piece.text)
         if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch

@@ -1,14 +1,17 @@
-"""The files beside a tokenizer.json, as transformers writes them: special tokens, settings, the chat template.
+"""The files beside a tokenizer.json, as transformers writes them: special tokens, settings, the
+chat template.
 
-    tokenizer_config.json       special tokens by role, added tokens, settings, maybe the chat template
+    tokenizer_config.json       special tokens by role, added tokens, settings, maybe the chat
+                                template
     special_tokens_map.json     special tokens by role, in older folders
     added_tokens.json           ids of further tokens, in older folders
     generation_config.json      ids that end a generated text
     config.json                 the same, where there is no generation_config.json
     chat_template.jinja, additional_chat_templates/NAME.jinja
 
-A special token is what tokenizer_config.json says (special_tokens_map.json goes before it where transformers has that
-so), else what generation_config.json says, or config.json in its place. A generated text ends at any of these.
+A special token is what tokenizer_config.json says (special_tokens_map.json goes before it where
+transformers has that so), else what generation_config.json says, or config.json in its place. A
+generated text ends at any of these.
 """
 
 from __future__ import annotations
@@ -26,27 +29,37 @@ if TYPE_CHECKING:  # imported where it is used, as in tokenizer.py
     import tokenizers
 
 TOKENIZER = "tokenizer.json"
-SETTINGS, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-GENERATION, CONFIG = "generation_config.json", "config.json"
-_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
-_MAX_BYTES, _MAX_TEMPLATES = 64 << 20, 64
+SETTINGS = "tokenizer_config.json"
+SPECIAL = "special_tokens_map.json"
+ADDED = "added_tokens.json"
+GENERATION = "generation_config.json"
+CONFIG = "config.json"
+_TEMPLATE = "chat_template.jinja"
+_TEMPLATES = "additional_chat_templates"
+_MAX_BYTES = 64 << 20
+_MAX_TEMPLATES = 64
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 _WITH_IDS = ("bos_token", "eos_token", "pad_token")
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes that take tokenizer.json as it is."""
 _BERT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
-_NORMALIZER = {"do_lower_case": ("lowercase", True), "strip_accents": ("strip_accents", None),
-               "tokenize_chinese_chars": ("handle_chinese_chars", True)}
-"""Settings of a BERT's normalizer: the name in tokenizers, and what its class means by an absent one."""
+_NORMALIZER = {
+    "do_lower_case": ("lowercase", True),
+    "strip_accents": ("strip_accents", None),
+    "tokenize_chinese_chars": ("handle_chinese_chars", True),
+}
+"""Settings of a BERT's normalizer: the name in tokenizers, and what its class means by an absent
+one."""
 
 
 @dataclass(frozen=True)
 class TokenizerFolder:
     """What the files beside a tokenizer.json say; empty where there are none.
 
-    files: texts that leave with the tokenizer, by their path in the folder. settings: tokenizer_config.json.
-    words: special tokens by role. ids: ids by role, of generation_config.json and config.json.
-    added: tokens by their text, each with its id and the options of tokenizers.AddedToken.
+    files: texts that leave with the tokenizer, by their path in the folder. settings:
+    tokenizer_config.json. words: special tokens by role. ids: ids by role, of
+    generation_config.json and config.json. added: tokens by their text, each with its id and the
+    options of tokenizers.AddedToken.
     """
 
     path: Path = Path()
@@ -60,18 +73,29 @@ class TokenizerFolder:
     def read(path: Path, *, within: Path | None = None) -> TokenizerFolder:
         """Raises: DataError for a file that is damaged or says something else than it should."""
         files = _texts(path, within)
-        settings, special = _plain(path, SETTINGS, within), _plain(path, SPECIAL, within)
+        settings = _plain(path, SETTINGS, within)
+        special = _plain(path, SPECIAL, within)
         if "added_tokens_decoder" in settings:  # then transformers does not look at it
             special = {}
         sources = {**dict.fromkeys(settings, SETTINGS), **dict.fromkeys(special, SPECIAL)}
-        words = {role: _word(path / sources[role], role, {**settings, **special}[role])
-                 for role in ROLES if role in sources}
+        words = {
+            role: _word(path / sources[role], role, {**settings, **special}[role])
+            for role in ROLES
+            if role in sources
+        }
         words = {role: word for role, word in words.items() if word}
         ids = _ids(path, GENERATION if (path / GENERATION).is_file() else CONFIG, within)
         if ids and GENERATION not in files:  # config.json does not leave with the tokenizer
-            files[GENERATION] = json.dumps({f"{role}_id": found if len(found) > 1 else found[0]
-                                            for role, found in ids.items()}, indent=1)
-        return TokenizerFolder(path, files, settings, words, ids, _added(path, settings, set(words.values()), within))
+            files[GENERATION] = json.dumps(
+                {
+                    f"{role}_id": found if len(found) > 1 else found[0]
+                    for role, found in ids.items()
+                },
+                indent=1,
+            )
+        return TokenizerFolder(
+            path, files, settings, words, ids, _added(path, settings, set(words.values()), within)
+        )
 
     def honour(self, inner: tokenizers.Tokenizer) -> None:
         """Gives a tokenizer the settings and the added tokens that transformers would give it.
@@ -104,13 +128,22 @@ class TokenizerFolder:
         wanted = {_NORMALIZER[key][0]: self.flag(key, _NORMALIZER[key][1]) for key in given}
         if state.get("type") == "BertNormalizer":
             if any(state[key] != value for key, value in wanted.items()):
-                options = {key: value for key, value in {**state, **wanted}.items() if key != "type"}
+                options = {
+                    key: value for key, value in {**state, **wanted}.items() if key != "type"
+                }
                 inner.normalizer = normalizers.BertNormalizer(**options)  # type: ignore[assignment]
             return
         for key, kind in (("do_lower_case", "Lowercase"), ("strip_accents", "StripAccents")):
-            if self.settings.get(key) and kind not in {part.get("type") for part in _parts(state, "normalizers")}:
-                raise self.refused(key, True, f"the normalizer of {TOKENIZER} does not do so, and is none of BERT's, "
-                                   "where it could be set; must be false, or the tokenizer saved anew by transformers")
+            if self.settings.get(key) and kind not in {
+                part.get("type") for part in _parts(state, "normalizers")
+            }:
+                raise self.refused(
+                    key,
+                    True,
+                    f"the normalizer of {TOKENIZER} does not do so, and is none of BERT's, "
+                    "where it could be set; must be false, or the tokenizer saved anew by "
+                    "transformers",
+                )
 
     def _set_prefix_space(self, inner: tokenizers.Tokenizer) -> None:
         from tokenizers import pre_tokenizers
@@ -120,17 +153,27 @@ class TokenizerFolder:
         if wanted is None or state.get("add_prefix_space") == wanted:
             return
         if state.get("type") == "ByteLevel":
-            options = {key: value for key, value in state.items() if key in ("trim_offsets", "use_regex")}
+            options = {
+                key: value for key, value in state.items() if key in ("trim_offsets", "use_regex")
+            }
             made: Any = pre_tokenizers.ByteLevel(add_prefix_space=wanted, **options)
             inner.pre_tokenizer = made
             return
         parts = [*_parts(state, "pretokenizers"), *_parts(_state(inner.normalizer), "normalizers")]
-        begins = any(part.get("add_prefix_space") or part.get("type") == "Prepend"
-                     or part.get("prepend_scheme", "never") != "never" for part in parts)
+        begins = any(
+            part.get("add_prefix_space")
+            or part.get("type") == "Prepend"
+            or part.get("prepend_scheme", "never") != "never"
+            for part in parts
+        )
         if begins != wanted:
             does = "puts a space before a text" if begins else "puts no space before a text"
-            raise self.refused("add_prefix_space", wanted, f"{TOKENIZER} {does}; must be {str(begins).lower()}, or the "
-                               "tokenizer saved anew by transformers")
+            raise self.refused(
+                "add_prefix_space",
+                wanted,
+                f"{TOKENIZER} {does}; must be {str(begins).lower()}, or the "
+                "tokenizer saved anew by transformers",
+            )
 
     def _add_tokens(self, inner: tokenizers.Tokenizer) -> None:
         from tokenizers import AddedToken
@@ -140,8 +183,13 @@ class TokenizerFolder:
                 inner.add_tokens([AddedToken(word, **options)])
             if (found := inner.token_to_id(word)) != number:
                 file = SETTINGS if "added_tokens_decoder" in self.settings else ADDED
-                raise self.refused(word, number, f"the tokenizer gives it the id {found}; must be that, without ids "
-                                   "between that no token has", file)
+                raise self.refused(
+                    word,
+                    number,
+                    f"the tokenizer gives it the id {found}; must be that, without ids "
+                    "between that no token has",
+                    file,
+                )
 
 
 def _texts(path: Path, within: Path | None) -> dict[str, str]:
@@ -149,7 +197,9 @@ def _texts(path: Path, within: Path | None) -> dict[str, str]:
     names = [name for name in (SETTINGS, SPECIAL, GENERATION, _TEMPLATE) if (path / name).is_file()]
     further = sorted(found.name for found in (path / _TEMPLATES).glob("*.jinja") if found.is_file())
     if len(further) > _MAX_TEMPLATES:
-        raise DataError(f"{path / _TEMPLATES}: has {len(further)} files; must have at most {_MAX_TEMPLATES}")
+        raise DataError(
+            f"{path / _TEMPLATES}: has {len(further)} files; must have at most {_MAX_TEMPLATES}"
+        )
     texts = {}
     for name in [*names, *(f"{_TEMPLATES}/{name}" for name in further)]:
         with errors_as(DataError, path / name, "is not a text"):
@@ -172,13 +222,17 @@ def _word(file: Path, role: str, value: Any) -> str:
     """A special token, which may be written with its options; empty where it is none."""
     word = value.get("content") if isinstance(value, dict) else value
     if word is not None and not _is_text(word):
-        raise DataError(f"{file}: {role} = {shown(value)}: must be a token, such as \"</s>\", or null")
+        raise DataError(
+            f'{file}: {role} = {shown(value)}: must be a token, such as "</s>", or null'
+        )
     return str(word or "")
 
 
 def _is_text(value: Any) -> bool:
     """Whether it is a text that UTF-8 has: JSON can also write half a surrogate pair."""
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+    return isinstance(value, str) and not any(
+        "\ud800" <= character <= "\udfff" for character in value
+    )
 
 
 def _ids(path: Path, name: str, within: Path | None) -> dict[str, tuple[int, ...]]:
@@ -189,27 +243,44 @@ def _ids(path: Path, name: str, within: Path | None) -> dict[str, tuple[int, ...
         value = plain.get(f"{role}_id")
         numbers = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
-            raise DataError(f"{path / name}: {role}_id = {shown(value)}: must be an id, a list of them, or null")
+            raise DataError(
+                f"{path / name}: {role}_id = {shown(value)}: must be an id, a list of them, or null"
+            )
         if numbers:
             found[role] = tuple(numbers)
     return found
 
 
-def _added(path: Path, settings: Mapping[str, Any], special: set[str],
-           within: Path | None) -> dict[str, tuple[int, dict[str, bool]]]:
+def _added(
+    path: Path, settings: Mapping[str, Any], special: set[str], within: Path | None
+) -> dict[str, tuple[int, dict[str, bool]]]:
     """Added tokens by their text."""
     decoder = settings.get("added_tokens_decoder", {})
     found: dict[str, tuple[int, dict[str, bool]]] = {}
     names = "single_word", "lstrip", "rstrip", "normalized", "special"
     for number, token in decoder.items() if isinstance(decoder, dict) else [("", decoder)]:
-        if not isinstance(token, dict) or not _is_text(token.get("content")) or not str(number).isdecimal():
-            raise DataError(f"{path / SETTINGS}: added_tokens_decoder has {shown(number)}: {shown(token)}; must have "
-                            "ids, and tokens with their content")
-        found[token["content"]] = int(number), {name: bool(token[name]) for name in names if name in token}
+        if (
+            not isinstance(token, dict)
+            or not _is_text(token.get("content"))
+            or not str(number).isdecimal()
+        ):
+            raise DataError(
+                f"{path / SETTINGS}: added_tokens_decoder has {shown(number)}: {shown(token)}; "
+                "must have "
+                "ids, and tokens with their content"
+            )
+        found[token["content"]] = (
+            int(number),
+            {name: bool(token[name]) for name in names if name in token},
+        )
     for word, number in _plain(path, ADDED, within).items():
         if not isinstance(number, int) or isinstance(number, bool) or not _is_text(word):
-            raise DataError(f"{path / ADDED}: {shown(word)} = {shown(number)}: must be a text and its id")
-        found.setdefault(word, (number, {"normalized": word not in special, "special": word in special}))
+            raise DataError(
+                f"{path / ADDED}: {shown(word)} = {shown(number)}: must be a text and its id"
+            )
+        found.setdefault(
+            word, (number, {"normalized": word not in special, "special": word in special})
+        )
     return found
 
 

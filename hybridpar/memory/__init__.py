@@ -6,5 +6,15 @@ from hybridpar.memory.predict import check_size, predict
 from hybridpar.memory.report import Comparison, MemoryWatch, table
 from hybridpar.memory.walk import StageMemory
 
-__all__ = ["Comparison", "Footprints", "MemoryWatch", "Meter", "StageMemory", "Usage", "check_size", "measure",
-           "predict", "table"]
+__all__ = [
+    "Comparison",
+    "Footprints",
+    "MemoryWatch",
+    "Meter",
+    "StageMemory",
+    "Usage",
+    "check_size",
+    "measure",
+    "predict",
+    "table",
+]

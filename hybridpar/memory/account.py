@@ -27,7 +27,8 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True)
 class Swapped:
-    """Number of intervals in which a block could leave over a link and be back in time, and bytes saved at the peak."""
+    """Number of intervals in which a block could leave over a link and be back in time, and bytes
+    saved at the peak."""
 
     link: str
     num_intervals: int
@@ -36,11 +37,13 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Account:
-    """Memory of a rank over a trace; blocks one by one over two of its steps, the peak's and the next.
+    """Memory of a rank over a trace; blocks one by one over two of its steps, the peak's and the
+    next.
 
-    behaviour, usage: of the whole trace. spans, and lives, gaps, levels and arena, which follow from them: of these
-    steps, first_step and the next. lives: in the order in which they are handed out, as arena.offsets are.
-    timed: times are seconds; otherwise they are forwards of the costliest rank, as counted.
+    behaviour, usage: of the whole trace. spans, and lives, gaps, levels and arena, which follow
+    from them: of these steps, first_step and the next. lives: in the order in which they are handed
+    out, as arena.offsets are. timed: times are seconds; otherwise they are forwards of the
+    costliest rank, as counted.
     """
 
     header: Header
@@ -58,16 +61,21 @@ class Account:
     @property
     def name(self) -> str:
         """The rank, and its place on the grid."""
-        return f"rank {self.header.rank}" + (f" ({place_text(self.header)})" if self.header.place else "")
+        return f"rank {self.header.rank}" + (
+            f" ({place_text(self.header)})" if self.header.place else ""
+        )
 
     @property
     def steps(self) -> str:
         """The steps that are shown, and where they come from."""
-        first, last = self.first_step, self.spans[-1].step
+        first = self.first_step
+        last = self.spans[-1].step
         which = f"steps {first} and {last}" if last > first else f"step {first}"
         source = "recorded"
         if self.header.predicted:
-            source = "predicted, times " + ("simulated" if self.timed else "from counted operations")
+            source = "predicted, times " + (
+                "simulated" if self.timed else "from counted operations"
+            )
         return f"{which} of {self.behaviour.num_steps} {source}"
 
     @property
@@ -91,8 +99,11 @@ def place_text(header: Header) -> str:
     return " ".join(f"{axis}={index}" for axis, index in header.place.items())
 
 
-def examine(header: Header, behaviour: Behaviour, read: Callable[[], Iterable[Span]], *, timed: bool = True) -> Account:
-    """The account of a trace, which is read several times. Memory: of living blocks, and of two steps.
+def examine(
+    header: Header, behaviour: Behaviour, read: Callable[[], Iterable[Span]], *, timed: bool = True
+) -> Account:
+    """The account of a trace, which is read several times. Memory: of living blocks, and of two
+    steps.
 
     behaviour: of the trace. Raises: DataError for a trace without a block.
     """
@@ -103,14 +114,40 @@ def examine(header: Header, behaviour: Behaviour, read: Callable[[], Iterable[Sp
     if shown[-1].step == first:
         before = excerpt(read(), first - 1, first)
         first, shown = next((span.step, before) for span in before if span.step >= first - 1)
-    order = {block: i for i, block in enumerate(
-        event.block for span in shown for event in span.events if event.what is What.MALLOC)}
+    order = {
+        block: i
+        for i, block in enumerate(
+            event.block for span in shown for event in span.events if event.what is What.MALLOC
+        )
+    }
     blocks = sorted(lives(shown), key=lambda life: order[life.block])
-    swaps = [Swapped(link.name, len(feasible(blocks, link)), saved_at_peak(blocks, link, behaviour.peak))
-             for link in LINKS.values()] if timed else []
+    swaps = (
+        [
+            Swapped(
+                link.name, len(feasible(blocks, link)), saved_at_peak(blocks, link, behaviour.peak)
+            )
+            for link in LINKS.values()
+        ]
+        if timed
+        else []
+    )
     usage = replay(event for span in read() for event in span.events)
     categories = {life.block: life.category for life in blocks}
-    gaps = [Gap(after.time - before.time, life.num_bytes, categories[life.block])
-            for life in blocks for before, after in pairwise(life.accesses)]
-    return Account(header, behaviour, shown, blocks, gaps, list(levels(shown, categories)), swaps,
-                   usage, plan(blocks_of(shown)), timed, first)
+    gaps = [
+        Gap(after.time - before.time, life.num_bytes, categories[life.block])
+        for life in blocks
+        for before, after in pairwise(life.accesses)
+    ]
+    return Account(
+        header,
+        behaviour,
+        shown,
+        blocks,
+        gaps,
+        list(levels(shown, categories)),
+        swaps,
+        usage,
+        plan(blocks_of(shown)),
+        timed,
+        first,
+    )

@@ -1,20 +1,25 @@
-"""A planned arena: an offset for every block of a trace, such that no two that are alive at once overlap.
+"""A planned arena: an offset for every block of a trace, such that no two that are alive at once
+overlap.
 
-First sweeps: blocks take their places in the order of time, in the free gap that fits best, and leave them at their
-ends. Blocks that live long are placed from the bottom, those that live shortly from the top; tiny blocks have a
-region of their own. In a pipeline's staircase of micro-batches, one's blocks so take the places of another's.
-A few arena sizes and lengths of a short life are tried.
+First sweeps: blocks take their places in the order of time, in the free gap that fits best, and
+leave them at their ends. Blocks that live long are placed from the bottom, those that live shortly
+from the top; tiny blocks have a region of their own. In a pipeline's staircase of micro-batches,
+one's blocks so take the places of another's. A few arena sizes and lengths of a short life are
+tried.
 
-Where no sweep comes near the bound, large boxes come first: the blocks that one action makes and another one gives
-back, side by side, as one. They are placed by first fit, and by sweeps; then their blocks are let down one by one,
-and all others take the lowest place where they fit. So a micro-batch's blocks leave one gap, and not many.
+Where no sweep comes near the bound, large boxes come first: the blocks that one action makes and
+another one gives back, side by side, as one. They are placed by first fit, and by sweeps; then
+their blocks are let down one by one, and all others take the lowest place where they fit. So a
+micro-batch's blocks leave one gap, and not many.
 
-Then placements in any order follow: each block at the lowest offset where it fits between those already placed whose
-lives overlap with its own. Orders are tried: by size x lifetime; lasting and huge blocks, then by ends, the last first;
-by lifetime to a factor of two, then by size; by size. Then blocks that reach the top come earlier in the best order so
-far, and all is placed again, a few times. The best of all is kept.
+Then placements in any order follow: each block at the lowest offset where it fits between those
+already placed whose lives overlap with its own. Orders are tried: by size x lifetime; lasting and
+huge blocks, then by ends, the last first; by lifetime to a factor of two, then by size; by size.
+Then blocks that reach the top come earlier in the best order so far, and all is placed again, a few
+times. The best of all is kept.
 
-Source: offline dynamic storage allocation, as in idealloc (arXiv 2504.04874). Units: bytes; times are any numbers
+Source: offline dynamic storage allocation, as in idealloc (arXiv 2504.04874). Units: bytes; times
+    are any numbers
 that order events.
 """
 
@@ -33,7 +38,8 @@ from hybridpar.memory.first_fit import place, search
 from hybridpar.memory.sweep import Ints, Sweep
 
 ALIGNMENT = 512
-_WORK, _ROUNDS = 80_000, (2, 16)
+_WORK = 80_000
+_ROUNDS = (2, 16)
 """Placements in all rounds together, and least and most rounds."""
 _ROOMS = (1.0, 1.001, 1.0025, 1.01)
 """Arenas in which sweeps are tried, in sizes of the bound."""
@@ -41,18 +47,23 @@ _SWEEPS = ((128, True), (1024, True), (512, False), (0, True))
 """Times that a short life lasts, and whether the gap that fits best is taken, or the first."""
 _TINY = 10_000
 """Blocks that are smaller than one part of so many of the bound have a region of their own."""
-_HUGE, _LASTING = 16, 0.9
-"""What comes first in one order: blocks above this share of the longest life, then one part of so many of the bound."""
+_HUGE = 16
+_LASTING = 0.9
+"""What comes first in one order: blocks above this share of the longest life, then one part of so
+many of the bound."""
 _LARGE = (50, 200)
-"""Large blocks and boxes are at least one part of so many of the bound; those of middle size, of this many."""
+"""Large blocks and boxes are at least one part of so many of the bound; those of middle size, of
+this many."""
 _ENOUGH = 1.005
 """An arena of so many times the bound is not improved."""
 
 
 class Block(NamedTuple):
-    """Bytes that are needed from start until end; at its end it is no longer there. end None: to the end of all.
+    """Bytes that are needed from start until end; at its end it is no longer there. end None: to
+    the end of all.
 
-    group: blocks with one number were made in one action and are given back in one other; None: in no group.
+    group: blocks with one number were made in one action and are given back in one other; None: in
+    no group.
     """
 
     num_bytes: int
@@ -67,7 +78,8 @@ Given = Life | Block | tuple[int, float, float | None]
 
 @dataclass(frozen=True)
 class Arena:
-    """A place for each block. num_bytes: of the arena. offsets: of the blocks, in the order in which they were given.
+    """A place for each block. num_bytes: of the arena. offsets: of the blocks, in the order in
+    which they were given.
 
     bound: bytes of the largest set of blocks that are alive at once; no arena is smaller.
     """
@@ -78,7 +90,8 @@ class Arena:
 
 
 def blocks_of(spans: Iterable[Span]) -> list[Block]:
-    """The blocks of a trace, in the order in which they are handed out. Times are numbers of events, and so exact."""
+    """The blocks of a trace, in the order in which they are handed out. Times are numbers of
+    events, and so exact."""
     found: list[Block] = []
     living: dict[int, tuple[int, int]] = {}
     groups: dict[tuple[int, int], int] = {}
@@ -99,33 +112,46 @@ def blocks_of(spans: Iterable[Span]) -> list[Block]:
 def plan(blocks: Iterable[Given], period: int | None = None) -> Arena:
     """Offsets for blocks, with as small an arena as is found. The same blocks give the same plan.
 
-    With a period all comes again and again, at the same places: starts are whole numbers below it, and an end that is
-    beyond it is one in the next round. No block lives longer than a period.
+    With a period all comes again and again, at the same places: starts are whole numbers below it,
+    and an end that is beyond it is one in the next round. No block lives longer than a period.
 
-    Of lives, one that begins at the very time at which another ends overlaps with it: times do not tell which was
-    first. Blocks (`blocks_of`) are exact.
+    Of lives, one that begins at the very time at which another ends overlaps with it: times do not
+    tell which was first. Blocks (`blocks_of`) are exact.
     """
     given = [_block(block) for block in blocks]
     sizes, starts, stops = _arrays(given, period)
-    bound, round_trip = _largest(sizes, starts, stops, period), period if (stops > (period or math.inf)).any() else None
-    groups = np.array([-1 - i if block.group is None else block.group for i, block in enumerate(given)], np.int64)
+    bound = _largest(sizes, starts, stops, period)
+    round_trip = period if (stops > (period or math.inf)).any() else None
+    groups = np.array(
+        [-1 - i if block.group is None else block.group for i, block in enumerate(given)], np.int64
+    )
     layout = _best(sizes, starts, stops, bound, groups, round_trip) if len(sizes) else sizes
     top = int((layout + sizes).max(initial=0))
     return Arena(top * ALIGNMENT, (layout * ALIGNMENT).tolist(), bound * ALIGNMENT)
 
 
 def check(arena: Arena, blocks: Iterable[Given]) -> None:
-    """Raises: ValueError if two blocks overlap in time and place, one is not aligned, or one is not in the arena."""
+    """Raises: ValueError if two blocks overlap in time and place, one is not aligned, or one is not
+    in the arena."""
     sizes, starts, stops = _arrays([_block(block) for block in blocks])
     if len(arena.offsets) != len(sizes):
         raise ValueError(f"{len(arena.offsets)} offsets for {len(sizes)} blocks")
     offsets = np.asarray(arena.offsets, np.int64).reshape(-1)
-    if (offsets % ALIGNMENT).any() or (offsets < 0).any() or (offsets + sizes * ALIGNMENT > arena.num_bytes).any():
+    if (
+        (offsets % ALIGNMENT).any()
+        or (offsets < 0).any()
+        or (offsets + sizes * ALIGNMENT > arena.num_bytes).any()
+    ):
         raise ValueError("a block is not aligned, or not in the arena")
     offsets //= ALIGNMENT
     order = np.lexsort((stops, starts))
     order = order[sizes[order] > 0]
-    offsets, ends, starts, stops = offsets[order], (offsets + sizes)[order], starts[order], stops[order]
+    offsets, ends, starts, stops = (
+        offsets[order],
+        (offsets + sizes)[order],
+        starts[order],
+        stops[order],
+    )
     alive = np.empty(0, np.int64)
     for i in range(len(order)):
         alive = alive[stops[alive] > starts[i]]
@@ -137,19 +163,29 @@ def check(arena: Arena, blocks: Iterable[Given]) -> None:
 def _block(block: Given) -> Block:
     if not isinstance(block, Life):
         return Block(*block)
-    return Block(block.num_bytes, block.born, None if block.died is None else math.nextafter(block.died, math.inf))
+    return Block(
+        block.num_bytes,
+        block.born,
+        None if block.died is None else math.nextafter(block.died, math.inf),
+    )
 
 
 def _arrays(blocks: Sequence[Block], period: int | None = None) -> tuple[Ints, Ints, Ints]:
-    """Sizes in units of the alignment; starts and stops as places in the row of all times, or in a period as given."""
+    """Sizes in units of the alignment; starts and stops as places in the row of all times, or in a
+    period as given."""
     sizes = np.array([-(-block.num_bytes // ALIGNMENT) for block in blocks], np.int64)
     if period is not None:
         ends = [period if block.end is None else block.end for block in blocks]
-        return sizes, np.array([block.start for block in blocks], np.int64), np.array(ends, np.int64)
+        return (
+            sizes,
+            np.array([block.start for block in blocks], np.int64),
+            np.array(ends, np.int64),
+        )
     begin = np.array([block.start for block in blocks], np.float64)
     end = np.array([math.inf if block.end is None else block.end for block in blocks], np.float64)
     _, places = np.unique(np.concatenate([begin, end]), return_inverse=True)
-    starts, stops = places[: len(blocks)], places[len(blocks):]
+    starts = places[: len(blocks)]
+    stops = places[len(blocks) :]
     return sizes, starts, np.maximum(stops, starts + 1)
 
 
@@ -166,24 +202,39 @@ def _largest(sizes: Ints, starts: Ints, stops: Ints, period: int | None = None) 
     return int(alive.max(initial=0))
 
 
-def _best(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints, period: int | None = None) -> Ints:
+def _best(
+    sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints, period: int | None = None
+) -> Ints:
     """Offsets of the best candidate of all. Sweeps know no period."""
-    best, lowest = _swept(sizes, starts, stops, bound) if period is None else (sizes, int(sizes.sum()) + 1)
+    best, lowest = (
+        _swept(sizes, starts, stops, bound) if period is None else (sizes, int(sizes.sum()) + 1)
+    )
     for candidate in (_boxed, _ordered):
         if lowest > _ENOUGH * bound:
             layout = candidate(sizes, starts, stops, bound, groups, period)
             top = int((layout + sizes).max())
             if top < lowest:
-                best, lowest = layout, top
+                best = layout
+                lowest = top
     return best
 
 
-def _ordered(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints, period: int | None) -> Ints:
+def _ordered(
+    sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints, period: int | None
+) -> Ints:
     """Offsets of the best order in which blocks come one by one."""
     length = stops - starts
-    ranks = np.select([length > _LASTING * length.max(), sizes * _HUGE >= bound, sizes * _TINY >= bound], [0, 1, 2], 3)
-    orders = [np.lexsort((starts, -sizes * length)), np.lexsort((-stops, ranks)),
-              np.lexsort((starts, -sizes, -np.log2(length).round())), np.lexsort((starts, -length, -sizes))]
+    ranks = np.select(
+        [length > _LASTING * length.max(), sizes * _HUGE >= bound, sizes * _TINY >= bound],
+        [0, 1, 2],
+        3,
+    )
+    orders = [
+        np.lexsort((starts, -sizes * length)),
+        np.lexsort((-stops, ranks)),
+        np.lexsort((starts, -sizes, -np.log2(length).round())),
+        np.lexsort((starts, -length, -sizes)),
+    ]
     rounds = min(max(_WORK // len(sizes), _ROUNDS[0]), _ROUNDS[1])
     return search(orders, (sizes, starts, stops), rounds, _ENOUGH * bound, period)
 
@@ -193,16 +244,22 @@ def _by_size_and_end(sizes: Ints, stops: Ints, bound: int) -> Ints:
     return np.lexsort((-stops, sum(sizes * part < bound for part in _LARGE)))  # type: ignore[arg-type]
 
 
-def _boxed(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints, period: int | None) -> Ints:
+def _boxed(
+    sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints, period: int | None
+) -> Ints:
     """Offsets where large boxes have their places first, each the blocks of a group, side by side.
 
     Then the blocks in them are let down, from the lowest on, and all others follow.
     """
     if period is None:
-        groups = np.where((starts < stops.min()) & (stops == stops.max()), groups.max() + 1, groups)  # always there
+        groups = np.where(
+            (starts < stops.min()) & (stops == stops.max()), groups.max() + 1, groups
+        )  # always there
     _, box = np.unique(groups, return_inverse=True)
     count = int(box.max()) + 1
-    total, begin, end = np.zeros(count, np.int64), np.full(count, stops.max()), np.zeros(count, np.int64)
+    total = np.zeros(count, np.int64)
+    begin = np.full(count, stops.max())
+    end = np.zeros(count, np.int64)
     np.add.at(total, box, sizes)
     np.minimum.at(begin, box, starts)
     np.maximum.at(end, box, stops)
@@ -218,8 +275,11 @@ def _boxed(sizes: Ints, starts: Ints, stops: Ints, bound: int, groups: Ints, per
     return min(found, key=lambda layout: int((layout + sizes).max()))
 
 
-def _boxes(sizes: Ints, starts: Ints, stops: Ints, bound: int, period: int | None) -> Iterator[Ints]:
-    """Yields the places of boxes: by first fit, huge ones first and what ends last first; by the best sweep.
+def _boxes(
+    sizes: Ints, starts: Ints, stops: Ints, bound: int, period: int | None
+) -> Iterator[Ints]:
+    """Yields the places of boxes: by first fit, huge ones first and what ends last first; by the
+    best sweep.
 
     A life is short in a sweep below each power of two in turn.
     """
@@ -228,7 +288,9 @@ def _boxes(sizes: Ints, starts: Ints, stops: Ints, bound: int, period: int | Non
         return
     sweep, least = Sweep(sizes, starts, stops), _largest(sizes, starts, stops)
     powers = range(int(stops.max(initial=1)).bit_length() + 1)
-    yield min((sweep.run(least, 1 << power, True) for power in powers), key=lambda found: found[1])[0]
+    yield min((sweep.run(least, 1 << power, True) for power in powers), key=lambda found: found[1])[
+        0
+    ]
 
 
 def _swept(sizes: Ints, starts: Ints, stops: Ints, bound: int) -> tuple[Ints, int]:

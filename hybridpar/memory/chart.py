@@ -40,8 +40,8 @@ def _short(number: float) -> str:
 class Axis:
     """From values `low` to `high` to pixels `first` to `last`.
 
-    base: of the logarithm by which it grows; 0: evenly, with ticks that count from `low` in units of `unit`.
-    label: text of a tick at a value; of an even axis, at its number of units.
+    base: of the logarithm by which it grows; 0: evenly, with ticks that count from `low` in units
+    of `unit`. label: text of a tick at a value; of an even axis, at its number of units.
     """
 
     title: str
@@ -54,14 +54,19 @@ class Axis:
     unit: float = 1.0
 
     def __call__(self, value: float) -> float:
-        low, high, value = (log(x) for x in (self.low, self.high, value)) if self.base else (self.low, self.high, value)
+        low, high, value = (
+            (log(x) for x in (self.low, self.high, value))
+            if self.base
+            else (self.low, self.high, value)
+        )
         return self.first + (value - low) / (high - low) * (self.last - self.first)
 
     def ticks(self) -> list[tuple[float, str]]:
         """Pixels and texts of labels: at round numbers, far enough from each other."""
         pixels = abs(self.last - self.first)
         if self.base:
-            first, last = ceil(log(self.low, self.base) - 1e-9), floor(log(self.high, self.base) + 1e-9)
+            first = ceil(log(self.low, self.base) - 1e-9)
+            last = floor(log(self.high, self.base) + 1e-9)
             every = ceil(_APART * log(self.high / self.low, self.base) / pixels)
             values = [float(self.base) ** n for n in range(first, last + 1) if n % every == 0]
             return [(self(value), self.label(value)) for value in values]
@@ -69,7 +74,10 @@ class Axis:
         least = span * _APART / pixels
         power = 10.0 ** floor(log10(least))
         step = next(power * n for n in (1, 2, 5, 10) if power * n >= least * 0.999)
-        return [(self(self.low + n * step * self.unit), self.label(n * step)) for n in range(floor(span / step) + 1)]
+        return [
+            (self(self.low + n * step * self.unit), self.label(n * step))
+            for n in range(floor(span / step) + 1)
+        ]
 
 
 def axes(x: Axis, y: Axis) -> Iterator[str]:
@@ -82,17 +90,27 @@ def axes(x: Axis, y: Axis) -> Iterator[str]:
         yield f'<text class="muted mid" x="{at:.1f}" y="{y.first + 18:.1f}">{escape(text)}</text>'
     yield f'<text class="muted" x="{x.first}" y="{y.first + 36:.1f}">{escape(x.title)}</text>'
     middle = (y.first + y.last) / 2
-    yield (f'<text class="muted mid" transform="translate(18 {middle:.1f}) rotate(-90)">{escape(y.title)}</text>')
+    yield (
+        f'<text class="muted mid" transform="translate(18 {middle:.1f}) '
+        f'rotate(-90)">{escape(y.title)}</text>'
+    )
 
 
-def legend(items: Iterable[tuple[str, str]], x: float, y: float, until: float) -> tuple[list[str], float]:
+def legend(
+    items: Iterable[tuple[str, str]], x: float, y: float, until: float
+) -> tuple[list[str], float]:
     """Colours and their names in rows between pixels `x` and `until`; and where the rows end."""
-    parts, at = [], x
+    parts = []
+    at = x
     for colour, name in items:
         width = 24 + 6.6 * len(name) + 18
         if at + width > until and at > x:
-            at, y = x, y + 22
-        parts += [rect(at, y, 14, 14, colour), f'<text x="{at + 21:.1f}" y="{y + 11.5}">{escape(name)}</text>']
+            at = x
+            y = y + 22
+        parts += [
+            rect(at, y, 14, 14, colour),
+            f'<text x="{at + 21:.1f}" y="{y + 11.5}">{escape(name)}</text>',
+        ]
         at += width
     return parts, y + 30
 
@@ -100,5 +118,3 @@ def legend(items: Iterable[tuple[str, str]], x: float, y: float, until: float) -
 def note(text: str, x: float, y: float, css: str = "muted") -> str:
     """A line of text."""
     return f'<text class="{css}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
-
-

@@ -1,4 +1,5 @@
-"""Distribution of values that spread over many factors of ten: counts of their logarithms, and percentiles."""
+"""Distribution of values that spread over many factors of ten: counts of their logarithms, and
+percentiles."""
 
 from __future__ import annotations
 
@@ -10,18 +11,21 @@ _PER_DECADE = 256
 
 
 class Distribution:
-    """Counts of values of at least 0, by their logarithm. Zeros are counted apart. Memory: of a few thousand counts."""
+    """Counts of values of at least 0, by their logarithm. Zeros are counted apart. Memory: of a few
+    thousand counts."""
 
     def __init__(self) -> None:
         self.count = self.zeros = 0
         self.total = 0.0
-        self.least, self.most = math.inf, 0.0
+        self.least = math.inf
+        self.most = 0.0
         self._counts: dict[int, int] = defaultdict(int)
 
     def add(self, value: float) -> None:
         self.count += 1
         self.total += value
-        self.least, self.most = min(self.least, value), max(self.most, value)
+        self.least = min(self.least, value)
+        self.most = max(self.most, value)
         if value > 0:
             self._counts[math.floor(math.log10(value) * _PER_DECADE)] += 1
         else:
@@ -33,7 +37,8 @@ class Distribution:
         return self.total / self.count if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
-        """The value that so many percent of all values do not exceed, to one percent of it; 0 of none."""
+        """The value that so many percent of all values do not exceed, to one percent of it; 0 of
+        none."""
         wanted = percent / 100 * self.count
         seen = self.zeros
         if seen >= wanted:

@@ -32,9 +32,10 @@ class What(str, Enum):
 class MemoryEvent(NamedTuple):
     """One behaviour of one block.
 
-    block: its number; blocks count from 0 in the order in which they are first seen. op: operator, such as "aten::mm";
-    "" of a block that was there before, and of a free. time: seconds since the trace began. layer: number of the
-    model's block that runs; -1: none. name: of a block that was there before, what it is: "weights 0", "batch".
+    block: its number; blocks count from 0 in the order in which they are first seen. op: operator,
+    such as "aten::mm"; "" of a block that was there before, and of a free. time: seconds since the
+    trace began. layer: number of the model's block that runs; -1: none. name: of a block that was
+    there before, what it is: "weights 0", "batch".
     """
 
     what: What
@@ -65,7 +66,8 @@ class WrittenEvents(Sequence[MemoryEvent]):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The events of one action, or between two. step: from 1. action: as it prints; "" between two. Units: seconds."""
+    """The events of one action, or between two. step: from 1. action: as it prints; "" between two.
+    Units: seconds."""
 
     step: int
     action: str
@@ -76,7 +78,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Header:
-    """The subject of a trace. place: the rank's index on each axis. predicted: nothing ran; times are of no meaning.
+    """The subject of a trace. place: the rank's index on each axis. predicted: nothing ran; times
+    are of no meaning.
 
     `more`: plain values that the writer wants to keep (the configuration).
     """
@@ -116,9 +119,11 @@ class Access(NamedTuple):
 
 @dataclass(slots=True)
 class Life:
-    """A block from malloc to free. died: None while it lives. layer: number of the model's block that made it, or -1.
+    """A block from malloc to free. died: None while it lives. layer: number of the model's block
+    that made it, or -1.
 
-    Actions are those in which it was made and given back; steps count from 1. Units: bytes, seconds.
+    Actions are those in which it was made and given back; steps count from 1. Units: bytes,
+    seconds.
     """
 
     block: int
@@ -137,11 +142,22 @@ class Life:
     @staticmethod
     def of(event: MemoryEvent, span: Span) -> Life:
         """The life that a malloc begins."""
-        return Life(event.block, event.num_bytes, event.op, event.layer, event.name, event.time, span.action, span.step)
+        return Life(
+            event.block,
+            event.num_bytes,
+            event.op,
+            event.layer,
+            event.name,
+            event.time,
+            span.action,
+            span.step,
+        )
 
     def end(self, event: MemoryEvent, span: Span) -> None:
         """Ends it, by a free."""
-        self.died, self.died_in, self.died_step = event.time, span.action, span.step
+        self.died = event.time
+        self.died_in = span.action
+        self.died_step = span.step
 
     @property
     def category(self) -> Category:
@@ -149,18 +165,31 @@ class Life:
         if self.name:
             column = self.name.partition(" ")[0]
             return _COLUMNS.get(column, Category.OTHER)
-        if self.born_in == self.died_in and self.born_step == self.died_step and self.died is not None:
+        if (
+            self.born_in == self.died_in
+            and self.born_step == self.died_step
+            and self.died is not None
+        ):
             return Category.TEMPORARIES
-        born, died = _kind(self.born_in), _kind(self.died_in)
-        if born is None or (born is Kind.F and died in (Kind.F, Kind.NORM)) or self.op == _SQUARES:  # losses, norms
+        born = _kind(self.born_in)
+        died = _kind(self.died_in)
+        if (
+            born is None or (born is Kind.F and died in (Kind.F, Kind.NORM)) or self.op == _SQUARES
+        ):  # losses, norms
             return Category.OTHER
         if born is Kind.F and (died in _BACKWARDS or self.died is None):
-            return Category.INPUTS if self.layer < 0 and self.op in _MESSAGES else Category.ACTIVATIONS
+            return (
+                Category.INPUTS if self.layer < 0 and self.op in _MESSAGES else Category.ACTIVATIONS
+            )
         if born is Kind.I and died in (Kind.W, None):
             return Category.FACTORS
         if born is Kind.RECV_F and died in _BACKWARDS:
             return Category.INPUTS
-        return Category.COMMUNICATION if born in (*_BACKWARDS, Kind.F) or ROWS[born].side else Category.OTHER
+        return (
+            Category.COMMUNICATION
+            if born in (*_BACKWARDS, Kind.F) or ROWS[born].side
+            else Category.OTHER
+        )
 
 
 _COLUMNS = {category.value: category for category in Category} | {"frozen": Category.WEIGHTS}
@@ -176,8 +205,8 @@ def _kind(action: str) -> Kind | None:
 def lives(spans: Iterable[Span], steps: Container[int] | None = None) -> Iterator[Life]:
     """Yields every block's life: those that end in their order, then those that do not.
 
-    steps: only accesses in these steps are kept (None: all of them). Memory: of living blocks and what is kept of them,
-    so a long trace wants few steps, as `range(3, 6)`.
+    steps: only accesses in these steps are kept (None: all of them). Memory: of living blocks and
+    what is kept of them, so a long trace wants few steps, as `range(3, 6)`.
     """
     living: dict[int, Life] = {}
     for span in spans:
@@ -191,5 +220,6 @@ def lives(spans: Iterable[Span], steps: Container[int] | None = None) -> Iterato
                 yield life
             elif keeps:
                 living[event.block].accesses.append(
-                    Access(event.time, event.what is What.WRITE, event.op, span.action, span.step))
+                    Access(event.time, event.what is What.WRITE, event.op, span.action, span.step)
+                )
     yield from living.values()

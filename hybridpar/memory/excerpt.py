@@ -1,4 +1,5 @@
-"""Parts of a trace to look at: a few of its steps, simulated times for one that has none, bytes held over time."""
+"""Parts of a trace to look at: a few of its steps, simulated times for one that has none, bytes
+held over time."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ Level = tuple[float, dict[Category, int]]
 
 
 def excerpt(spans: Iterable[Span], first: int, last: int) -> list[Span]:
-    """The spans from the first of step `first` to the update of step `last`, also those of steps that begin meanwhile.
+    """The spans from the first of step `first` to the update of step `last`, also those of steps
+    that begin meanwhile.
 
-    Before them are the mallocs of blocks that earlier spans leave alive, each in a span of its own, as it was.
-    Memory: of these spans, and of living blocks.
+    Before them are the mallocs of blocks that earlier spans leave alive, each in a span of its own,
+    as it was. Memory: of these spans, and of living blocks.
     """
     born: dict[int, Span] = {}
     shown: list[Span] = []
@@ -41,32 +43,48 @@ def excerpt(spans: Iterable[Span], first: int, last: int) -> list[Span]:
 
 def simulated_times(timeline: Timeline, rank: int) -> Times:
     """The times of a pipeline rank's actions."""
-    return {(action.kind, action.stage, action.microbatch): (start, done)
-            for action, start, done, _ in timeline.actions(rank)}
+    return {
+        (action.kind, action.stage, action.microbatch): (start, done)
+        for action, start, done, _ in timeline.actions(rank)
+    }
 
 
 def retimed(spans: Iterable[Span], times: Times) -> Iterator[Span]:
-    """The same spans at these times, each action's operators evenly over it. What has no time takes none."""
+    """The same spans at these times, each action's operators evenly over it. What has no time takes
+    none."""
     now = 0.0
     for span in spans:
-        start, end = now, now
+        start = now
+        end = now
         if span.action:
             action = parse_action(span.action)
             start, end = times.get((action.kind, action.stage, action.microbatch), (now, now))
-        start, now = max(start, now), max(end, now)
-        moments = {time: i for i, time in enumerate(dict.fromkeys(event.time for event in span.events))}
+        start = max(start, now)
+        now = max(end, now)
+        moments = {
+            time: i for i, time in enumerate(dict.fromkeys(event.time for event in span.events))
+        }
         each = (now - start) / max(1, len(moments))
-        yield replace(span, start=start, end=now, events=[
-            event._replace(time=start + (moments[event.time] + 0.5) * each) for event in span.events])
+        yield replace(
+            span,
+            start=start,
+            end=now,
+            events=[
+                event._replace(time=start + (moments[event.time] + 0.5) * each)
+                for event in span.events
+            ],
+        )
 
 
 def levels(spans: Iterable[Span], categories: Mapping[int, Category]) -> Iterator[Level]:
-    """Bytes by category whenever they change. Where they do so several times at once: the most, then the last.
+    """Bytes by category whenever they change. Where they do so several times at once: the most,
+    then the last.
 
     categories: of the blocks, by number.
     """
     held: dict[Category, int] = {}
-    most, at = held, 0.0
+    most = held
+    at = 0.0
     for event in (event for span in spans for event in span.events):
         sign = {What.MALLOC: 1, What.FREE: -1}.get(event.what, 0)
         if not sign:
@@ -75,7 +93,8 @@ def levels(spans: Iterable[Span], categories: Mapping[int, Category]) -> Iterato
             if most != held:
                 yield at, most
             yield at, held
-            most, at = {}, event.time
+            most = {}
+            at = event.time
         category = categories[event.block]
         held = held | {category: held.get(category, 0) + sign * event.num_bytes}
         if sum(held.values()) > sum(most.values()):

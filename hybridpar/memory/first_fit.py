@@ -1,10 +1,12 @@
-"""First fit in an order: each block at the lowest offset where it fits between those that were placed before it.
+"""First fit in an order: each block at the lowest offset where it fits between those that were
+placed before it.
 
-Only blocks whose lives overlap with its own are in its way. Time may be a cycle of `period`: a block whose stop is
-beyond it goes on from time 0 of the next one. `search` changes the order, time and again: blocks that reach the top
-come earlier, and all is placed anew.
+Only blocks whose lives overlap with its own are in its way. Time may be a cycle of `period`: a
+block whose stop is beyond it goes on from time 0 of the next one. `search` changes the order, time
+and again: blocks that reach the top come earlier, and all is placed anew.
 
-Source: "squeaky wheel" optimization (Joslin and Clements, 1999). Units of sizes and offsets: any, the same one.
+Source: "squeaky wheel" optimization (Joslin and Clements, 1999). Units of sizes and offsets: any,
+    the same one.
 """
 
 from __future__ import annotations
@@ -16,32 +18,50 @@ from numpy.typing import NDArray
 
 from hybridpar.memory.sweep import Ints
 
-_GUILTY, _RAISE = 0.99, (0.25, 0.5, 0.75)
+_GUILTY = 0.99
+_RAISE = (0.25, 0.5, 0.75)
 """Blocks that end above this share of the arena come earlier, by these factors in turn."""
 _BUCKET_BLOCKS = 400
 
 
-def search(orders: Sequence[Ints], blocks: tuple[Ints, Ints, Ints], rounds: int, enough: float,
-           period: int | None = None) -> Ints:
-    """Offsets of the best of so many rounds, the first ones in the given orders. blocks: sizes, starts, stops.
+def search(
+    orders: Sequence[Ints],
+    blocks: tuple[Ints, Ints, Ints],
+    rounds: int,
+    enough: float,
+    period: int | None = None,
+) -> Ints:
+    """Offsets of the best of so many rounds, the first ones in the given orders. blocks: sizes,
+    starts, stops.
 
     Ends at once where the top is `enough`.
     """
     sizes = blocks[0]
-    best_order, guilty, best, least = orders[0], sizes > 0, np.zeros_like(sizes), 0
+    best_order = orders[0]
+    guilty = sizes > 0
+    best = np.zeros_like(sizes)
+    least = 0
     for number in range(max(rounds, 1)):
-        order = orders[number] if number < len(orders) else _raised(best_order, guilty, _RAISE[number % len(_RAISE)])
+        order = (
+            orders[number]
+            if number < len(orders)
+            else _raised(best_order, guilty, _RAISE[number % len(_RAISE)])
+        )
         layout = place(order, *blocks, period)
         top = int((layout + sizes).max(initial=0))
         if not number or top <= least:
-            best_order, best, least, guilty = order, layout, top, layout + sizes >= _GUILTY * top
+            best_order = order
+            best = layout
+            least = top
+            guilty = layout + sizes >= _GUILTY * top
         if least <= enough:
             break
     return best
 
 
 def _raised(order: Ints, chosen: NDArray[np.bool_], factor: float) -> Ints:
-    """An order in which the chosen blocks come earlier: their places are multiplied by the factor."""
+    """An order in which the chosen blocks come earlier: their places are multiplied by the
+    factor."""
     places = np.arange(len(order), dtype=np.float64)
     places[chosen[order]] *= factor
     return order[np.argsort(places, kind="stable")]
@@ -53,14 +73,17 @@ def place(order: Ints, sizes: Ints, starts: Ints, stops: Ints, period: int | Non
     placed = _Placed(len(sizes) * (1 if period is None else 2), end)
     offsets = np.zeros(len(sizes), np.int64)
     for i in order.tolist():
-        size, start, stop = int(sizes[i]), int(starts[i]), int(stops[i])
+        size = int(sizes[i])
+        start = int(starts[i])
+        stop = int(stops[i])
         lives = [(start, stop)] if stop <= end else [(start, end), (0, stop - end)]
         offsets[i] = placed.add(size, lives)
     return offsets
 
 
 class _Placed:
-    """The blocks placed so far: rows of offset, end, start and stop, in buckets of time, each in order of offsets."""
+    """The blocks placed so far: rows of offset, end, start and stop, in buckets of time, each in
+    order of offsets."""
 
     def __init__(self, num_blocks: int, num_times: int):
         count = max(num_blocks // _BUCKET_BLOCKS, 1)
@@ -71,9 +94,12 @@ class _Placed:
         self._count = 0
 
     def add(self, size: int, lives: Sequence[tuple[int, int]]) -> int:
-        """Places a block that lives at these times at the lowest offset where it fits, and returns that."""
+        """Places a block that lives at these times at the lowest offset where it fits, and returns
+        that."""
         found = [self._in_the_way(start, stop) for start, stop in lives]
-        offset = self._fit(size, found[0] if len(found) == 1 else _by_offset(np.concatenate(found, axis=1)))
+        offset = self._fit(
+            size, found[0] if len(found) == 1 else _by_offset(np.concatenate(found, axis=1))
+        )
         for start, stop in lives:
             row = (offset, offset + size, start, stop)
             self._all[:, self._count] = row
@@ -84,11 +110,14 @@ class _Placed:
 
     def _in_the_way(self, start: int, stop: int) -> Ints:
         """Offsets and ends of blocks that are there between two times, in order of offsets."""
-        first, last = start // self._width, (stop - 1) // self._width
+        first = start // self._width
+        last = (stop - 1) // self._width
         if first == last:
             rows = self._buckets[first][:, : self._counts[first]]
         elif sum(self._counts[first : last + 1]) < self._count:
-            rows = np.concatenate([self._buckets[b][:, : self._counts[b]] for b in range(first, last + 1)], axis=1)
+            rows = np.concatenate(
+                [self._buckets[b][:, : self._counts[b]] for b in range(first, last + 1)], axis=1
+            )
         else:
             rows = self._all[:, : self._count]
         rows = rows[:2, (rows[2] < stop) & (rows[3] > start)]
@@ -105,7 +134,8 @@ class _Placed:
         return int(reached[at]) if len(fits) and fits[at] else int(reached[-1])
 
     def _insert(self, bucket: int, row: tuple[int, int, int, int]) -> None:
-        count, rows = self._counts[bucket], self._buckets[bucket]
+        count = self._counts[bucket]
+        rows = self._buckets[bucket]
         if count == rows.shape[1]:
             rows = self._buckets[bucket] = np.concatenate([rows, np.zeros_like(rows)], axis=1)
         at = int(rows[0, :count].searchsorted(row[0]))

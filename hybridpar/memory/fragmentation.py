@@ -1,15 +1,20 @@
-"""Memory that a caching allocator reserves for a trace: a model of torch's for CUDA, fed with mallocs and frees.
+"""Memory that a caching allocator reserves for a trace: a model of torch's for CUDA, fed with
+mallocs and frees.
 
     sizes       rounded up to 512 bytes
-    pools       up to 1 MiB: segments of 2 MiB; above: of 20 MiB for less than 10 MiB, else the size in steps of 2 MiB
-    a malloc    takes the smallest free block that is large enough, of the lowest address among equals, and leaves the
-                rest free where it is worth it: 512 bytes in small segments, more than 1 MiB in large ones
+    pools       up to 1 MiB: segments of 2 MiB; above: of 20 MiB for less than 10 MiB, else the size
+                in steps of 2 MiB
+    a malloc    takes the smallest free block that is large enough, of the lowest address among
+                equals, and leaves the rest free where it is worth it: 512 bytes in small segments,
+                more than 1 MiB in large ones
     a free      joins the block with free neighbours in its segment; segments stay reserved
-    a limit     where a new segment would pass it, all segments without a used block are given back first
+    a limit     where a new segment would pass it, all segments without a used block are given back
+                first
 
 One stream, and the allocator's default settings: without max_split_size_mb and expandable segments.
 
-Source: torch's c10/cuda/CUDACachingAllocator.cpp, and c10/core/AllocatorConfig.h of torch 2.13. Units: bytes.
+Source: torch's c10/cuda/CUDACachingAllocator.cpp, and c10/core/AllocatorConfig.h of torch 2.13.
+    Units: bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +46,8 @@ class Usage:
 
 
 def replay(events: Iterable[MemoryEvent], limit: int | None = None) -> Usage:
-    """The memory that the modelled allocator reserves for these events; reads and writes do not matter.
+    """The memory that the modelled allocator reserves for these events; reads and writes do not
+    matter.
 
     limit: bytes that it may reserve. Memory: of living blocks and free pieces.
     """
@@ -81,7 +87,8 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """Free pieces by size and address, and by address. split: bytes that are worth to be left over."""
+    """Free pieces by size and address, and by address. split: bytes that are worth to be left
+    over."""
 
     split: int
     free: list[tuple[int, int]] = field(default_factory=list)
@@ -104,7 +111,8 @@ class _Pool:
 
 class _Allocator:
     def __init__(self, limit: int | None):
-        self._limit, self._end = limit, 0
+        self._limit = limit
+        self._end = 0
         self._small, self._large = _Pool(ROUND), _Pool(SMALL + 1)
         self._reserved = self.most_reserved = 0
 
@@ -119,10 +127,13 @@ class _Allocator:
             return None
         piece.used = True
         if piece.size - size >= pool.split:
-            rest = _Piece(piece.size - size, piece.address + size, pool, before=piece, after=piece.after)
+            rest = _Piece(
+                piece.size - size, piece.address + size, pool, before=piece, after=piece.after
+            )
             if rest.after is not None:
                 rest.after.before = rest
-            piece.size, piece.after = size, rest
+            piece.size = size
+            piece.after = rest
             pool.add(rest)
         return piece
 
@@ -130,12 +141,15 @@ class _Allocator:
         pool = piece.pool
         if (before := piece.before) is not None and not before.used:
             pool.remove(before)
-            piece.address, piece.size, piece.before = before.address, before.size + piece.size, before.before
+            piece.address = before.address
+            piece.size = before.size + piece.size
+            piece.before = before.before
             if piece.before is not None:
                 piece.before.after = piece
         if (after := piece.after) is not None and not after.used:
             pool.remove(after)
-            piece.size, piece.after = piece.size + after.size, after.after
+            piece.size = piece.size + after.size
+            piece.after = after.after
             if piece.after is not None:
                 piece.after.before = piece
         pool.add(piece)
@@ -155,7 +169,9 @@ class _Allocator:
     def _release(self) -> None:
         """Gives back every segment that is one free piece."""
         for pool in (self._small, self._large):
-            for piece in [piece for piece in pool.at.values() if piece.before is None and piece.after is None]:
+            for piece in [
+                piece for piece in pool.at.values() if piece.before is None and piece.after is None
+            ]:
                 pool.remove(piece)
                 self._reserved -= piece.size
 

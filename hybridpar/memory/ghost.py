@@ -1,19 +1,22 @@
-"""Ghosts: tensors without memory, on which code runs while the memory that they would take is counted.
+"""Ghosts: tensors without memory, on which code runs while the memory that they would take is
+counted.
 
     with Tracker(torch.device("cpu")) as tracker:
         x = torch.zeros(1 << 40)          # takes nothing
         y = (x * 2).sum()                 # computes nothing
         tracker.read().peak               # 8 TiB and 4 bytes
 
-A ghost says of itself that it is on the tracker's device, so that code takes the path it would take there (fused
-attention, compiled dropout), while the operation itself runs on the meta device. Autograd is the real one: what it
-saves for the backward stays alive as it would. Scratch space inside a kernel is not seen.
+A ghost says of itself that it is on the tracker's device, so that code takes the path it would take
+there (fused attention, compiled dropout), while the operation itself runs on the meta device.
+Autograd is the real one: what it saves for the backward stays alive as it would. Scratch space
+inside a kernel is not seen.
 
-Where a GPU is asked for and this machine has none, ghosts are on the CPU, whose fused operators keep what those of GPUs
-do, and are counted as a GPU's allocator would.
+Where a GPU is asked for and this machine has none, ghosts are on the CPU, whose fused operators
+keep what those of GPUs do, and are counted as a GPU's allocator would.
 
-Tensors of integers and booleans are real, as code looks into them (which positions have a label); they are counted too.
-With `ghost_integers`, only those are real that come from outside, and what is computed from these alone.
+Tensors of integers and booleans are real, as code looks into them (which positions have a label);
+they are counted too. With `ghost_integers`, only those are real that come from outside, and what is
+computed from these alone.
 """
 
 from __future__ import annotations
@@ -37,12 +40,15 @@ _CUDA_ROUNDING = 512  # the caching allocator hands out multiples of this many b
 
 
 class _Block:
-    """The bytes of one storage, given back when the last tensor on it is gone. key: tells storages apart."""
+    """The bytes of one storage, given back when the last tensor on it is gone. key: tells storages
+    apart."""
 
     __slots__ = ("__weakref__", "key", "num_bytes", "tracker")
 
     def __init__(self, tracker: Tracker, key: int, num_bytes: int):
-        self.tracker, self.key, self.num_bytes = tracker, key, num_bytes
+        self.tracker = tracker
+        self.key = key
+        self.num_bytes = num_bytes
         tracker.current += num_bytes
 
     def resize(self, num_bytes: int) -> None:
@@ -56,7 +62,8 @@ class _Block:
 
 
 class Ghost(Tensor):
-    """A tensor on the tracker's device without values: shape and type are those of `meta`, the memory is `block`."""
+    """A tensor on the tracker's device without values: shape and type are those of `meta`, the
+    memory is `block`."""
 
     meta: Tensor
     block: _Block
@@ -66,14 +73,21 @@ class Ghost(Tensor):
     @staticmethod
     def __new__(cls: type[Ghost], meta: Tensor, block: _Block) -> Ghost:
         ghost = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype,
-            device=block.tracker.device)
-        ghost.meta, ghost.block = meta, block
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=block.tracker.device,
+        )
+        ghost.meta = meta
+        ghost.block = block
         return ghost
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise AssertionError(f"{func} on a ghost outside of its tracker")
 
     @property
@@ -87,22 +101,27 @@ class Ghost(Tensor):
 
 
 class Tracker(QuietMode):
-    """Makes new floating-point tensors ghosts on `device` while it is active, and counts the bytes of all tensors.
+    """Makes new floating-point tensors ghosts on `device` while it is active, and counts the bytes
+    of all tensors.
 
-    Values read from a ghost are zeros, so it is not for code whose course depends on them. results: forms of what
-    operators made, by their arguments' forms, which may be those of other trackers.
+    Values read from a ghost are zeros, so it is not for code whose course depends on them. results:
+    forms of what operators made, by their arguments' forms, which may be those of other trackers.
     """
 
     def __init__(self, device: torch.device, results: dict[Any, Any] | None = None):
         super().__init__()
-        self.device, self.is_cuda = _present(device), device.type == "cuda"
+        self.device = _present(device)
+        self.is_cuda = device.type == "cuda"
         self.ghost_integers = False
         self.current = self.peak = 0
         self._real: list[tuple[StorageWeakRef, _Block]] = []
-        self._results = {} if results is None else results  # layers repeat each other; meta forms in Python are slow
+        self._results = (
+            {} if results is None else results
+        )  # layers repeat each other; meta forms in Python are slow
 
     def read(self) -> Usage:
-        """The bytes that tensors made since the start would hold; the peak since it was last restarted."""
+        """The bytes that tensors made since the start would hold; the peak since it was last
+        restarted."""
         self._forget_dead()
         return Usage(self.current, self.peak)
 
@@ -117,7 +136,11 @@ class Tracker(QuietMode):
         ghosts = [t for t in found if isinstance(t, Ghost)]
         if ghosts:
             out = self._run_on_ghosts(func, args, kwargs, ghosts, found)
-        elif not found and _is_factory(kwargs) and (self.ghost_integers or _makes_floats(func, kwargs)):
+        elif (
+            not found
+            and _is_factory(kwargs)
+            and (self.ghost_integers or _makes_floats(func, kwargs))
+        ):
             out = self._wrap(func(*args, **{**kwargs, "device": _META}), [])
         else:
             out = func(*args, **kwargs)
@@ -128,14 +151,20 @@ class Tracker(QuietMode):
             self.peak = max(self.peak, self.current + scratch)
         return out
 
-    def _run_on_ghosts(self, func: Any, args: Any, kwargs: Any, ghosts: list[Ghost], found: list[Tensor]) -> Any:
+    def _run_on_ghosts(
+        self, func: Any, args: Any, kwargs: Any, ghosts: list[Ghost], found: list[Tensor]
+    ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0.0
         if len(found) > len(ghosts) and any(t.layout is not torch.strided for t in found):
             return _add_nothing(func, ghosts[0])
         if _is_fused_in_place(func):  # has no meta form, and takes no memory
             return None
-        key = (func, _signature(args), _signature(tuple(kwargs.items()))) if _makes_new_tensors(func) else None
+        key = (
+            (func, _signature(args), _signature(tuple(kwargs.items())))
+            if _makes_new_tensors(func)
+            else None
+        )
         out = None if key is None else self._results.get(key)
         if out is None:
             metas = _map(args, _to_meta)
@@ -146,7 +175,9 @@ class Tracker(QuietMode):
             if args and out is metas[0] and not isinstance(args[0], Ghost):
                 return args[0]  # which is real, and was written
             if key is not None:
-                self._results[key] = _map(out, _alike)  # apart from this one, which may be changed in place
+                self._results[key] = _map(
+                    out, _alike
+                )  # apart from this one, which may be changed in place
         elif isinstance(out, Tensor):
             return self._wrap(_alike(out), ())
         else:
@@ -155,7 +186,8 @@ class Tracker(QuietMode):
         return _map(out, lambda x: self._wrap(x, sources))
 
     def _wrap(self, out: Any, ghosts: Sequence[Ghost]) -> Any:
-        """Wraps the result of an operation on meta tensors: an argument itself, a view of one, or something new."""
+        """Wraps the result of an operation on meta tensors: an argument itself, a view of one, or
+        something new."""
         if not isinstance(out, Tensor):
             return out
         storage = out.untyped_storage()
@@ -174,7 +206,10 @@ class Tracker(QuietMode):
         made = tensors_in(out)
         known = {t.untyped_storage()._cdata for t in arguments if t.layout is torch.strided}
         for tensor in made:
-            if tensor.layout is torch.strided and (storage := tensor.untyped_storage())._cdata not in known:
+            if (
+                tensor.layout is torch.strided
+                and (storage := tensor.untyped_storage())._cdata not in known
+            ):
                 block = _Block(self, storage._cdata, self.rounded(storage.nbytes()))
                 self._real.append((StorageWeakRef(storage), block))
 
@@ -186,7 +221,8 @@ class Tracker(QuietMode):
 
 
 def _present(device: torch.device) -> torch.device:
-    """The device with a number, as autograd has a queue for each; the CPU where there is no such device."""
+    """The device with a number, as autograd has a queue for each; the CPU where there is no such
+    device."""
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
@@ -214,7 +250,8 @@ def _visit(values: Sequence[Any], found: list[Tensor]) -> None:
 
 
 def cast_bytes(func: Any, tensors: Sequence[Tensor]) -> int:
-    """Bytes of the copies that CPUs make of tensors of the narrower type for arithmetic on two of them."""
+    """Bytes of the copies that CPUs make of tensors of the narrower type for arithmetic on two of
+    them."""
     if _operation(func) not in ARITHMETIC:
         return 0
     tensors = [t for t in tensors if t.is_floating_point()]
@@ -224,8 +261,12 @@ def cast_bytes(func: Any, tensors: Sequence[Tensor]) -> int:
 
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, (tuple, list)):
-        return type(value)([_map(item, function) if isinstance(item, (tuple, list)) else function(item)
-                            for item in value])
+        return type(value)(
+            [
+                _map(item, function) if isinstance(item, (tuple, list)) else function(item)
+                for item in value
+            ]
+        )
     return function(value)
 
 
@@ -256,7 +297,9 @@ def _makes_new_tensors(func: Any) -> bool:
     """Whether results are neither arguments nor views of them."""
     if func is torch.ops.aten._unsafe_view.default:  # a view whose schema does not say so
         return False
-    return not func._schema.is_mutable and all(out.alias_info is None for out in func._schema.returns)
+    return not func._schema.is_mutable and all(
+        out.alias_info is None for out in func._schema.returns
+    )
 
 
 def _is_factory(kwargs: Any) -> bool:
@@ -281,20 +324,26 @@ def _is_fused_in_place(func: Any) -> bool:
 
 
 def _is_fresh(func: Any, out: Any) -> bool:
-    """Whether it is the last step of torch.tensor, which takes memory of torch's, and not of torch.from_numpy."""
+    """Whether it is the last step of torch.tensor, which takes memory of torch's, and not of
+    torch.from_numpy."""
     return func is torch.ops.aten.lift_fresh.default and bool(out.untyped_storage().resizable())
 
 
 def is_in_place_without_a_mode(func: Any, args: Any) -> bool:
-    """Whether autograd makes this sum of a backward in place of its first argument, but not while a mode is active.
+    """Whether autograd makes this sum of a backward in place of its first argument, but not while a
+    mode is active.
 
-    These are the sums of two dense gradients of one tensor, and of index_select. Autograd makes them where no Python is
-    between it and the operator, neither a Function's backward nor a hook, and where nothing shares the memory of the
-    argument, which is dropped right after.
+    These are the sums of two dense gradients of one tensor, and of index_select. Autograd makes
+    them where no Python is between it and the operator, neither a Function's backward nor a hook,
+    and where nothing shares the memory of the argument, which is dropped right after.
     """
-    return (func in _SUMS_OF_AUTOGRAD and torch._C._current_graph_task_id() != -1
-            and all(t.layout is torch.strided for t in tensors_in(args)) and _is_alone(args[0])
-            and _is_called_by_autograd())
+    return (
+        func in _SUMS_OF_AUTOGRAD
+        and torch._C._current_graph_task_id() != -1
+        and all(t.layout is torch.strided for t in tensors_in(args))
+        and _is_alone(args[0])
+        and _is_called_by_autograd()
+    )
 
 
 _SUMS_OF_AUTOGRAD = (torch.ops.aten.add.Tensor, torch.ops.aten.index_add.default)
@@ -305,7 +354,8 @@ _CALL_OPERATOR = torch._ops.OpOverload.__call__.__code__
 def _is_alone(tensor: Tensor) -> bool:
     """Whether no other tensor shares its memory, nor elements of it each other's."""
     if isinstance(tensor, Ghost):
-        holders, num_bytes = sys.getrefcount(tensor.block), tensor.block.num_bytes
+        holders = sys.getrefcount(tensor.block)
+        num_bytes = tensor.block.num_bytes
     else:
         storage = tensor.untyped_storage()
         holders, num_bytes = torch._C._storage_Use_Count(storage._cdata), storage.nbytes()  # type: ignore[attr-defined]
@@ -315,12 +365,15 @@ def _is_alone(tensor: Tensor) -> bool:
 def _is_called_by_autograd() -> bool:
     """Whether what called the operator, before modes got it, is what runs the backward."""
     frame = sys._getframe(2).f_back  # of the mode that asks
-    while frame is not None and (frame.f_code is _CALL_OPERATOR or frame.f_code.co_name == "__torch_dispatch__"):
+    while frame is not None and (
+        frame.f_code is _CALL_OPERATOR or frame.f_code.co_name == "__torch_dispatch__"
+    ):
         frame = frame.f_back
     return frame is not None and frame.f_code in _RUN_BACKWARD
 
 
 def _add_nothing(func: Any, ghost: Ghost) -> Ghost:
-    """Returns a dense gradient, to which the empty sparse one of nn.matmul.weight_gradient is added."""
+    """Returns a dense gradient, to which the empty sparse one of nn.matmul.weight_gradient is
+    added."""
     assert _operation(func) == "add", f"{func} on a sparse tensor"
     return ghost if func is torch.ops.aten.add_.Tensor else Ghost(ghost.meta, ghost.block)

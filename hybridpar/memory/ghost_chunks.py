@@ -1,4 +1,5 @@
-"""Memory of ghosts that comes and goes, counted while it is here: chunks of ZeRO-2 and 3, and activations."""
+"""Memory of ghosts that comes and goes, counted while it is here: chunks of ZeRO-2 and 3, and
+activations."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ import os
 import torch
 
 RESERVED = 1.5 * 2**30
-"""Bytes of an accelerator that its context and communicators take; of a host's memory a tenth is left to others."""
+"""Bytes of an accelerator that its context and communicators take; of a host's memory a tenth is
+left to others."""
 _FRAGMENTS = 0.04
 """Share of an accelerator's memory that an allocator cannot hand out. An estimate."""
 
@@ -18,8 +19,14 @@ def memory_limit(memory: float, *, is_cpu: bool) -> float:
 
 
 def limit_here(device_type: str, num_processes: int) -> float:
-    """Bytes that each of so many processes on this machine may take: of a GPU, the smallest, or of the host."""
+    """Bytes that each of so many processes on this machine may take: of a GPU, the smallest, or of
+    the host."""
     if device_type == "cuda":
-        found = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+        found = [
+            torch.cuda.get_device_properties(i).total_memory
+            for i in range(torch.cuda.device_count())
+        ]
         return memory_limit(min(found), is_cpu=False) / -(-num_processes // len(found))
-    return memory_limit(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_processes, is_cpu=True)
+    return memory_limit(
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_processes, is_cpu=True
+    )

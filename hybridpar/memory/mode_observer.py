@@ -1,6 +1,8 @@
-"""Observes what operators do to blocks of memory as a dispatch mode: of ghosts, and of real tensors on any device.
+"""Observes what operators do to blocks of memory as a dispatch mode: of ghosts, and of real tensors
+on any device.
 
-While a mode is active, autograd makes sums of two gradients anew which else it makes in place: here they are in place.
+While a mode is active, autograd makes sums of two gradients anew which else it makes in place: here
+they are in place.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ Reading = Callable[[Callable[[Any], float]], Sequence[MemoryEvent]]
 
 
 class _Block(weakref.ref[Any]):
-    """Watches the owner of memory. key: identity of that owner. number, num_bytes: as in the trace."""
+    """Watches the owner of memory. key: identity of that owner. number, num_bytes: as in the
+    trace."""
 
     __slots__ = ("key", "num_bytes", "number")
     key: int
@@ -67,7 +70,9 @@ class ModeObserver(QuietMode):
                 self._malloc(key, tensor, num_bytes, "", now, name)
                 continue
             if born is None:
-                born = {event[1]: i for i, event in enumerate(self._events) if event[0] is What.MALLOC}
+                born = {
+                    event[1]: i for i, event in enumerate(self._events) if event[0] is What.MALLOC
+                }
             if (place := born.get(self._blocks[key].number)) is not None:
                 self._events[place] = (*self._events[place][:-1], name)
 
@@ -77,7 +82,8 @@ class ModeObserver(QuietMode):
 
     def resized(self, name: str, tensor: Tensor) -> None:
         self._note_freed()
-        key, now = id(_owner(tensor)), self._now()
+        key = id(_owner(tensor))
+        now = self._now()
         if (block := self._blocks.pop(key, None)) is not None:
             self._free(block, now)
         if num_bytes := _num_bytes(tensor):
@@ -85,7 +91,9 @@ class ModeObserver(QuietMode):
 
     def take(self) -> Reading | None:
         self._note_freed()
-        events, self._events = self._events, []  # blocks may be given back at any point of this, and say so
+        # blocks may be given back at any point of this, and say so
+        events = self._events
+        self._events = []
         return (lambda since: _read(events, since)) if events else None
 
     def close(self) -> None:
@@ -107,8 +115,12 @@ class ModeObserver(QuietMode):
                 operator = self._operator(in_place_form(func))
                 self._access(operator.name, operator.use((made[0], *args[1:]), kwargs), made)
         else:
-            scratch = cast_bytes(func, tensors_in(args)) if operator.casts and _is_on_cpu(args) else 0
-            self._access(operator.name, operator.use(args, kwargs), made, scratch, fresh=operator.is_fresh)
+            scratch = (
+                cast_bytes(func, tensors_in(args)) if operator.casts and _is_on_cpu(args) else 0
+            )
+            self._access(
+                operator.name, operator.use(args, kwargs), made, scratch, fresh=operator.is_fresh
+            )
         return out
 
     def _operator(self, func: Any) -> Operator:
@@ -117,10 +129,16 @@ class ModeObserver(QuietMode):
             operator = self._operators[id(func)] = Operator(func)
         return operator
 
-    def _access(self, op: str, use: Use, made: list[Tensor], scratch: int = 0, *, fresh: bool = False) -> None:
+    def _access(
+        self, op: str, use: Use, made: list[Tensor], scratch: int = 0, *, fresh: bool = False
+    ) -> None:
         self._note_freed()
-        now, reads, writes, made_here = self._now(), _owned(use.reads), _owned(use.writes), _owned(made)
-        blocks, layer = self._blocks, self.layer
+        now = self._now()
+        reads = _owned(use.reads)
+        writes = _owned(use.writes)
+        made_here = _owned(made)
+        blocks = self._blocks
+        layer = self.layer
         for given in (reads, writes, made_here):
             for key, (tensor, num_bytes) in given.items():
                 block = blocks.get(key)
@@ -136,7 +154,12 @@ class ModeObserver(QuietMode):
         for key in new:
             self._malloc(key, *made_here[key], op, now)
         if scratch:
-            for what in (What.MALLOC, What.WRITE, What.READ, What.FREE):  # a block that only this operator has
+            for what in (
+                What.MALLOC,
+                What.WRITE,
+                What.READ,
+                What.FREE,
+            ):  # a block that only this operator has
                 self._events.append((what, self._next, scratch, op, now, layer, ""))
             self._next += 1
         note = self._events.append
@@ -149,14 +172,17 @@ class ModeObserver(QuietMode):
 
     def _move(self, old: Tensor, new: Tensor) -> None:
         """`new` has the block of `old` from now on."""
-        key, other = id(_owner(old)), id(_owner(new))
+        key = id(_owner(old))
+        other = id(_owner(new))
         if key not in self._blocks:
             self._malloc(key, old, _num_bytes(old), "", self._now(), "other")
         if key != other:
             block = self._blocks.pop(key)
             self._watch(block.number, block.num_bytes, other, new)
 
-    def _malloc(self, key: int, tensor: Tensor, num_bytes: int, op: str, now: Any, name: str = "") -> None:
+    def _malloc(
+        self, key: int, tensor: Tensor, num_bytes: int, op: str, now: Any, name: str = ""
+    ) -> None:
         self._watch(self._next, num_bytes, key, tensor)
         self._events.append((What.MALLOC, self._next, num_bytes, op, now, self.layer, name))
         self._next += 1
@@ -166,7 +192,9 @@ class ModeObserver(QuietMode):
 
     def _watch(self, number: int, num_bytes: int, key: int, tensor: Tensor) -> None:
         block = self._blocks[key] = _Block(_owner(tensor), self._gone)
-        block.key, block.number, block.num_bytes = key, number, num_bytes
+        block.key = key
+        block.number = number
+        block.num_bytes = num_bytes
 
     def _gone(self, block: _Block) -> None:
         if self._blocks.get(block.key) is not block:
@@ -185,10 +213,13 @@ class ModeObserver(QuietMode):
 
 
 def _read(events: list[_Raw], since: Callable[[Any], float]) -> list[MemoryEvent]:
-    stamp, seconds, found = None, 0.0, []
+    stamp = None
+    seconds = 0.0
+    found = []
     for what, block, num_bytes, op, time, layer, name in events:
         if time is not stamp:
-            stamp, seconds = time, since(time)
+            stamp = time
+            seconds = since(time)
         found.append(MemoryEvent(what, block, num_bytes, op, seconds, layer, name))
     return found
 
@@ -199,7 +230,9 @@ def _owner(tensor: Tensor) -> Any:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    return tensor.block.num_bytes if isinstance(tensor, Ghost) else tensor.untyped_storage().nbytes()
+    return (
+        tensor.block.num_bytes if isinstance(tensor, Ghost) else tensor.untyped_storage().nbytes()
+    )
 
 
 def _owned(tensors: Iterable[Tensor]) -> dict[int, tuple[Tensor, int]]:
@@ -221,4 +254,6 @@ def _owned(tensors: Iterable[Tensor]) -> dict[int, tuple[Tensor, int]]:
 def _is_on_cpu(args: Any) -> bool:
     """Whether an operator makes copies for its arithmetic as a CPU does."""
     first = args[0]
-    return not first.block.tracker.is_cuda if isinstance(first, Ghost) else first.device.type == "cpu"
+    return (
+        not first.block.tracker.is_cuda if isinstance(first, Ghost) else first.device.type == "cpu"
+    )

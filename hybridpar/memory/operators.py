@@ -11,15 +11,41 @@ from torch import Tensor
 
 from hybridpar.memory.ghost import ARITHMETIC, tensors_in
 
-_FRESH = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
-                    "resize", "resize_as"})
+_FRESH = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "empty_permuted",
+        "resize",
+        "resize_as",
+    }
+)
 """Operators that write nothing to what they make."""
-_OVERWRITES = frozenset({
-    "copy", "fill", "zero", "normal", "uniform", "random", "bernoulli", "exponential", "geometric", "log_normal",
-    "cauchy", "_foreach_copy", "_foreach_zero"})
+_OVERWRITES = frozenset(
+    {
+        "copy",
+        "fill",
+        "zero",
+        "normal",
+        "uniform",
+        "random",
+        "bernoulli",
+        "exponential",
+        "geometric",
+        "log_normal",
+        "cauchy",
+        "_foreach_copy",
+        "_foreach_zero",
+    }
+)
 """Operators that write over their first argument without reading it."""
-_IN_PLACE = {torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
-             torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default}
+_IN_PLACE = {
+    torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+}
 _SUMS = (*_IN_PLACE, torch.ops.aten.add_.Tensor)
 _LAST_OF_TORCH_TENSOR = torch.ops.aten.lift_fresh.default
 
@@ -35,10 +61,11 @@ class Use(NamedTuple):
 
 
 class Operator:
-    """The schema of an operator. is_view: all it makes shares memory with what it is given, and is no access.
+    """The schema of an operator. is_view: all it makes shares memory with what it is given, and is
+    no access.
 
-    is_fresh: it writes nothing to what it makes. is_sum: autograd may sum gradients by it. casts: CPUs may copy what it
-    is given for its arithmetic.
+    is_fresh: it writes nothing to what it makes. is_sum: autograd may sum gradients by it. casts:
+    CPUs may copy what it is given for its arithmetic.
     """
 
     __slots__ = ("casts", "func", "is_fresh", "is_sum", "is_view", "name", "operation", "roles")
@@ -47,15 +74,20 @@ class Operator:
         self.func = func
         self.name: str = func.name().partition(".")[0]
         self.operation = self.name.partition("::")[2].rstrip("_")
-        self.is_fresh, self.casts = self.operation in _FRESH, self.operation in ARITHMETIC
+        self.is_fresh = self.operation in _FRESH
+        self.casts = self.operation in ARITHMETIC
         self.is_sum = func in _SUMS
         self.roles = _message_roles(self.operation) if func.namespace == "c10d" else self._roles()
-        """Of each argument with tensors: its position, its name, and whether the operator reads and writes it."""
+        """Of each argument with tensors: its position, its name, and whether the operator reads and
+        writes it."""
         makes = func._schema.returns
-        self.is_view = (func is not _LAST_OF_TORCH_TENSOR and bool(makes)
-                        and all(one.alias_info is not None for one in makes)
-                        and not any(writes for *_, writes in self.roles)
-                        and torch.Tag.inplace_view not in func.tags)
+        self.is_view = (
+            func is not _LAST_OF_TORCH_TENSOR
+            and bool(makes)
+            and all(one.alias_info is not None for one in makes)
+            and not any(writes for *_, writes in self.roles)
+            and torch.Tag.inplace_view not in func.tags
+        )
 
     def _roles(self) -> tuple[Role, ...]:
         if self.func is _LAST_OF_TORCH_TENSOR or torch.Tag.inplace_view in self.func.tags:
@@ -64,8 +96,13 @@ class Operator:
         found = []
         for position, argument in enumerate(self.func._schema.arguments):
             writes = argument.alias_info is not None and argument.alias_info.is_write
-            reads = not (takes_shape or (writes and (
-                argument.is_out or (position == 0 and self.operation in _OVERWRITES))))
+            reads = not (
+                takes_shape
+                or (
+                    writes
+                    and (argument.is_out or (position == 0 and self.operation in _OVERWRITES))
+                )
+            )
             if (reads or writes) and "Tensor" in str(argument.type):
                 found.append((position, argument.name, reads, writes))
         return tuple(found)
@@ -86,26 +123,43 @@ class Operator:
 
 def adds_nothing(to: Any, other: Any) -> bool:
     """Whether a sum adds an empty sparse gradient (nn.matmul.nothing) to a dense tensor."""
-    return (isinstance(other, Tensor) and other.layout is torch.sparse_coo and to.layout is torch.strided
-            and not other._nnz())
+    return (
+        isinstance(other, Tensor)
+        and other.layout is torch.sparse_coo
+        and to.layout is torch.strided
+        and not other._nnz()
+    )
 
 
 def in_place_form(func: Any) -> Any:
-    """The operator by which autograd makes a sum in place (see ghost.is_in_place_without_a_mode)."""
+    """The operator by which autograd makes a sum in place (see
+    ghost.is_in_place_without_a_mode)."""
     return _IN_PLACE[func]
 
 
-def described(name: str, overload: str) -> tuple[str, bool, bool, bool, bool, int, list[tuple[int, bool, bool]]]:
-    """An Operator as csrc/recorder takes it, by what dispatch calls it, such as "aten::add" and "Tensor".
+def described(
+    name: str, overload: str
+) -> tuple[str, bool, bool, bool, bool, int, list[tuple[int, bool, bool]]]:
+    """An Operator as csrc/recorder takes it, by what dispatch calls it, such as "aten::add" and
+    "Tensor".
 
-    Name as JSON, is_view, is_fresh, is_sum, casts, the number of positional arguments; and for each argument with
-    tensors its position, and whether the operator reads and writes it.
+    Name as JSON, is_view, is_fresh, is_sum, casts, the number of positional arguments; and for each
+    argument with tensors its position, and whether the operator reads and writes it.
     """
     namespace, _, plain = name.partition("::")
-    operator = Operator(getattr(getattr(getattr(torch.ops, namespace), plain), overload or "default"))
+    operator = Operator(
+        getattr(getattr(getattr(torch.ops, namespace), plain), overload or "default")
+    )
     positional = sum(not argument.kwarg_only for argument in operator.func._schema.arguments)
-    return (json.dumps(operator.name), operator.is_view, operator.is_fresh, operator.is_sum, operator.casts, positional,
-            [(position, reads, writes) for position, _, reads, writes in operator.roles])
+    return (
+        json.dumps(operator.name),
+        operator.is_view,
+        operator.is_fresh,
+        operator.is_sum,
+        operator.casts,
+        positional,
+        [(position, reads, writes) for position, _, reads, writes in operator.roles],
+    )
 
 
 def _message_roles(operation: str) -> tuple[Role, ...]:

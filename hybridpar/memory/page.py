@@ -1,4 +1,5 @@
-"""Files to look at: an HTML page that needs no other, with report and pictures; and a trace for ui.perfetto.dev."""
+"""Files to look at: an HTML page that needs no other, with report and pictures; and a trace for
+ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -42,9 +43,17 @@ svg {{ max-width: 100%; height: auto; margin-top: 1.5em; }}
 
 def html_page(account: Account, sections: Iterable[Section]) -> str:
     """The page of an account and the report on it."""
-    body = [*(picture.svg() for picture in pictures(account)), *(line for part in sections for line in _lines(part))]
-    return _HTML.format(title=escape(f"Memory of {account.name}"), subtitle=escape(account.steps), ink=INK,
-                        muted=MUTED, body="\n".join(body))
+    body = [
+        *(picture.svg() for picture in pictures(account)),
+        *(line for part in sections for line in _lines(part)),
+    ]
+    return _HTML.format(
+        title=escape(f"Memory of {account.name}"),
+        subtitle=escape(account.steps),
+        ink=INK,
+        muted=MUTED,
+        body="\n".join(body),
+    )
 
 
 def _lines(section: Section) -> Iterator[str]:
@@ -59,24 +68,42 @@ def _lines(section: Section) -> Iterator[str]:
 
 def _row(cells: Sequence[str], num_left: int, tag: str) -> str:
     parts = (f"{tag} class='text'" if i < num_left else tag for i in range(len(cells)))
-    row = "".join(f"<{part}>{escape(cell)}</{tag}>" for part, cell in zip(parts, cells, strict=True))
+    row = "".join(
+        f"<{part}>{escape(cell)}</{tag}>" for part, cell in zip(parts, cells, strict=True)
+    )
     return f"<tr>{row}</tr>"
 
 
 def perfetto(account: Account) -> str:
-    """Actions, and below them bytes by category. What takes one forward where nothing is timed is shown as 1 ms."""
-    rank, per_second = account.header.rank, 1.0 if account.timed else 1e3
-    slices = (Slice(span.action, parse_action(span.action).kind.value, span.start, span.end)
-              for span in account.spans if span.action)
-    return trace_json([*process_entries(rank, account.name, slices, per_second),
-                       *counter_entries(rank, "memory", _samples(account), per_second)])
+    """Actions, and below them bytes by category. What takes one forward where nothing is timed is
+    shown as 1 ms."""
+    rank = account.header.rank
+    per_second = 1.0 if account.timed else 1e3
+    slices = (
+        Slice(span.action, parse_action(span.action).kind.value, span.start, span.end)
+        for span in account.spans
+        if span.action
+    )
+    return trace_json(
+        [
+            *process_entries(rank, account.name, slices, per_second),
+            *counter_entries(rank, "memory", _samples(account), per_second),
+        ]
+    )
 
 
 def _samples(account: Account) -> Iterator[tuple[float, dict[str, int]]]:
     """Yields bytes by category where they change by what can be seen."""
-    least, last = account.behaviour.peak.num_bytes / _SEEN, 0
+    least = account.behaviour.peak.num_bytes / _SEEN
+    last = 0
     for time, numbers in account.levels:
         total = sum(numbers.values())
         if abs(total - last) >= least or time == account.behaviour.peak.time:
             last = total
-            yield time, {category.value: numbers.get(category, 0) for category in account.behaviour.breakdown}
+            yield (
+                time,
+                {
+                    category.value: numbers.get(category, 0)
+                    for category in account.behaviour.breakdown
+                },
+            )

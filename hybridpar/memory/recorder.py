@@ -4,14 +4,17 @@
     with recorder:
         loss = model(x).sum()
         loss.backward()
-    recorder.close()                     # write() got Spans: mallocs, frees, reads and writes, in order
+    recorder.close()                     # write() got Spans: mallocs, frees, reads and writes, in
+                                         order
 
-An observer stands between autograd and the operators, so it sees those of a backward, fused ones, torch's lists of
-tensors (foreach), and our own in C++ and Triton, whose schemas say what they write. Views are no access. Scratch space
-inside an operator is not seen. An asynchronous message reads and writes when it is started.
+An observer stands between autograd and the operators, so it sees those of a backward, fused ones,
+torch's lists of tensors (foreach), and our own in C++ and Triton, whose schemas say what they
+write. Views are no access. Scratch space inside an operator is not seen. An asynchronous message
+reads and writes when it is started.
 
-There are two observers, with the same events: one in C++ (csrc/recorder), for tensors on CPUs; and a dispatch mode in
-Python (mode_observer.py), for ghosts and tensors on GPUs, or where the other is not built.
+There are two observers, with the same events: one in C++ (csrc/recorder), for tensors on CPUs; and
+a dispatch mode in Python (mode_observer.py), for ghosts and tensors on GPUs, or where the other is
+not built.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ from hybridpar.pipeline.run import recording
 
 
 class Clock(Protocol):
-    """Says what time it is; what `now` returns may be read off, as seconds since another one, once it `is_over`."""
+    """Says what time it is; what `now` returns may be read off, as seconds since another one, once
+    it `is_over`."""
 
     def now(self) -> Any: ...
     def since(self, begun: Any, stamp: Any) -> float: ...
@@ -71,7 +75,8 @@ HOST_CLOCK: Clock = _HostClock()
 
 
 class Observer(Protocol):
-    """Sees what happens to blocks while it is entered, and when they are given back until it is closed."""
+    """Sees what happens to blocks while it is entered, and when they are given back until it is
+    closed."""
 
     layer: int
     paused: bool
@@ -83,13 +88,16 @@ class Observer(Protocol):
     def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None: ...
     def take(self) -> Reading | None:
         """What happened since the last call, to be read when the time is over; None: nothing."""
+
     def close(self) -> None: ...
 
 
 def _passed_on(to: str, name: str) -> Any:
     """A property that is another one's, of the object that the attribute `to` holds."""
-    return property(lambda self: getattr(getattr(self, to), name),
-                    lambda self, value: setattr(getattr(self, to), name, value))
+    return property(
+        lambda self: getattr(getattr(self, to), name),
+        lambda self, value: setattr(getattr(self, to), name, value),
+    )
 
 
 class _NativeObserver:
@@ -97,7 +105,9 @@ class _NativeObserver:
 
     def __init__(self, begun: int):
         self._inner = native.recorder().Observer(described, begun)
-        self.enter, self.exit, self.close = self._inner.enter, self._inner.exit, self._inner.close
+        self.enter = self._inner.enter
+        self.exit = self._inner.exit
+        self.close = self._inner.close
 
     layer, paused = _passed_on("_inner", "layer"), _passed_on("_inner", "paused")
 
@@ -116,24 +126,33 @@ class _NativeObserver:
 
 
 def observer_for(clock: Clock, begun: Any) -> Observer:
-    """The observer in C++ where it can be: the host tells the time, and no other mode is active, as that of ghosts."""
-    is_native = clock is HOST_CLOCK and not torch._C._len_torch_dispatch_stack() and not native.missing_recorder()
+    """The observer in C++ where it can be: the host tells the time, and no other mode is active, as
+    that of ghosts."""
+    is_native = (
+        clock is HOST_CLOCK
+        and not torch._C._len_torch_dispatch_stack()
+        and not native.missing_recorder()
+    )
     return _NativeObserver(begun) if is_native else ModeObserver(clock.now)
 
 
 class Recorder:
     """Hands spans of memory events to `write`, one when the next begins, while it is entered.
 
-    `num_microbatches`: of a step; an action tells its step by it. `clock`: a device's tells when an operator's turn
-    came; its spans are handed over once that is known, as nobody waits for it.
+    `num_microbatches`: of a step; an action tells its step by it. `clock`: a device's tells when an
+    operator's turn came; its spans are handed over once that is known, as nobody waits for it.
 
     Operators of the thread that enters it, and of the backwards that this one starts, are recorded.
     """
 
-    def __init__(self, write: Callable[[Span], object], num_microbatches: int = 1, clock: Clock = HOST_CLOCK):
+    def __init__(
+        self, write: Callable[[Span], object], num_microbatches: int = 1, clock: Clock = HOST_CLOCK
+    ):
         self.is_active = False
         """Whether it is entered."""
-        self._write, self._num_microbatches, self._clock = write, num_microbatches, clock
+        self._write = write
+        self._num_microbatches = num_microbatches
+        self._clock = clock
         self._begun = self._start = clock.now()
         self._observer = observer_for(clock, self._begun)
         self._step = 1
@@ -155,11 +174,13 @@ class Recorder:
     """Whether operators are let pass."""
 
     def adopt(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Names blocks: from now on in the trace those that were there, from their birth those made in this span."""
+        """Names blocks: from now on in the trace those that were there, from their birth those made
+        in this span."""
         self._observer.adopt(name, list(tensors))
 
     def resized(self, name: str, tensor: Tensor) -> None:
-        """A tensor's storage was emptied, or has memory again, which is a block of this name: no operator does so.
+        """A tensor's storage was emptied, or has memory again, which is a block of this name: no
+        operator does so.
 
         What is made while nothing is recorded is seen when it is first used.
         """
@@ -171,12 +192,15 @@ class Recorder:
         self._observer.communicate(op, reads, writes)
 
     def begin(self, action: Action | None) -> None:
-        """Ends a span: `action` runs from now on; None: nothing that has a name, and `step` says in which step."""
+        """Ends a span: `action` runs from now on; None: nothing that has a name, and `step` says in
+        which step."""
         self._end_span()
         self._running = action
         if action is not None and action.kind not in PER_ITEM:
             number = action.microbatch
-            self._step = 1 + (number if action.kind in PER_BATCH else number // self._num_microbatches)
+            self._step = 1 + (
+                number if action.kind in PER_BATCH else number // self._num_microbatches
+            )
 
     @property
     def step(self) -> int:
@@ -195,15 +219,16 @@ class Recorder:
 
     def _end_span(self, *, finish: bool = False) -> None:
         """Hands over the spans whose times are known; with `finish` waits for them."""
-        start, self._start = self._start, self._clock.now()
+        start = self._start
+        self._start = self._clock.now()
         if (reading := self._observer.take()) is not None:
             action = "" if self._running is None else str(self._running)
             self._spans.append((self._step, action, start, self._start, reading))
         while self._spans and (finish or self._clock.is_over(self._spans[0][3])):
             step, action, start, end, reading = self._spans.popleft()
-            self._write(Span(step, action, self._since(start), self._since(end), reading(self._since)))
+            self._write(
+                Span(step, action, self._since(start), self._since(end), reading(self._since))
+            )
 
     def _since(self, stamp: Any) -> float:
         return self._clock.since(self._begun, stamp)
-
-

@@ -1,10 +1,13 @@
-"""Reuse distances of blocks: bytes of distinct other blocks that are accessed between two accesses of a block.
+"""Reuse distances of blocks: bytes of distinct other blocks that are accessed between two accesses
+of a block.
 
-The bytes of a block stand at the place of its last access in a row of accesses, so a distance is a sum over the row's
-end; a Fenwick tree gives it. Bytes of blocks that are gone stay: they were accessed. When the row is full, it is
-written anew with the living blocks and, between each two of them, the sum of those that are gone.
+The bytes of a block stand at the place of its last access in a row of accesses, so a distance is a
+sum over the row's end; a Fenwick tree gives it. Bytes of blocks that are gone stay: they were
+accessed. When the row is full, it is written anew with the living blocks and, between each two of
+them, the sum of those that are gone.
 
-Source: Bennett and Kruskal, IBM Journal of Research and Development 19(4), 1975; Fenwick, Software 24(3), 1994.
+Source: Bennett and Kruskal, IBM Journal of Research and Development 19(4), 1975; Fenwick, Software
+    24(3), 1994.
 """
 
 from __future__ import annotations
@@ -46,14 +49,17 @@ class ReuseDistances:
     def _add(self, place: int, num_bytes: int) -> None:
         self._sizes[place] += num_bytes
         self._total += num_bytes
-        index, tree = place + 1, self._tree
+        index = place + 1
+        tree = self._tree
         while index < len(tree):
             tree[index] += num_bytes
             index += index & -index
 
     def _up_to(self, place: int) -> int:
         """Bytes up to a place, with it."""
-        index, tree, found = place + 1, self._tree, 0
+        index = place + 1
+        tree = self._tree
+        found = 0
         while index:
             found += tree[index]
             index &= index - 1

@@ -26,7 +26,8 @@ _SAID = 1000
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report. rows: of a table, the first its heading. num_left: columns of texts. notes: lines below."""
+    """A part of a report. rows: of a table, the first its heading. num_left: columns of texts.
+    notes: lines below."""
 
     title: str
     rows: Sequence[Sequence[str]] = ()
@@ -35,12 +36,20 @@ class Section:
 
 
 def report(account: Account, memory: StageMemory, savings: Sequence[Saving]) -> list[Section]:
-    """Who owns the peak and when it is, knobs, how long blocks live, what could leave, fragmentation, stability.
+    """Who owns the peak and when it is, knobs, how long blocks live, what could leave,
+    fragmentation, stability.
 
     memory: predicted of the rank. savings: of the knobs, of its peak.
     """
-    return [*_peak(account), *_knobs(memory, savings), *_offloading(account), _lifetimes(account), *_swaps(account),
-            _fragmentation(account), _stability(account.behaviour)]
+    return [
+        *_peak(account),
+        *_knobs(memory, savings),
+        *_offloading(account),
+        _lifetimes(account),
+        *_swaps(account),
+        _fragmentation(account),
+        _stability(account.behaviour),
+    ]
 
 
 def ranks_section(traces: Iterable[tuple[Header, Behaviour]]) -> Section:
@@ -49,35 +58,75 @@ def ranks_section(traces: Iterable[tuple[Header, Behaviour]]) -> Section:
     for header, behaviour in traces:
         peak = behaviour.peak
         owner, _ = max(peak.by_category.items(), key=lambda item: item[1], default=(None, 0))
-        rows.append([str(header.rank), place_text(header), peak.action or "-", owner.value if owner else "-",
-                     str(peak.step), _mib(peak.num_bytes)])
+        rows.append(
+            [
+                str(header.rank),
+                place_text(header),
+                peak.action or "-",
+                owner.value if owner else "-",
+                str(peak.step),
+                _mib(peak.num_bytes),
+            ]
+        )
     return Section("peaks", [["rank", "place", "in", "most are", "of step", "MiB"], *rows], 4)
 
 
 def planned_section(counts: Mapping[int, Counts]) -> Section:
     """What became of planned memory, by rank."""
-    rows = [[str(rank), _mib(one.num_bytes), _mib(one.top), _mib(one.most_living), f"{one.hits:,}", f"{one.departed:,}",
-             f"{one.occupied:,}", f"{one.unplanned:,}"] for rank, one in counts.items()]
-    heading = "arena MiB", "used MiB", "most alive MiB", "in their places", "departed", "place taken", "lived too long"
+    rows = [
+        [
+            str(rank),
+            _mib(one.num_bytes),
+            _mib(one.top),
+            _mib(one.most_living),
+            f"{one.hits:,}",
+            f"{one.departed:,}",
+            f"{one.occupied:,}",
+            f"{one.unplanned:,}",
+        ]
+        for rank, one in counts.items()
+    ]
+    heading = (
+        "arena MiB",
+        "used MiB",
+        "most alive MiB",
+        "in their places",
+        "departed",
+        "place taken",
+        "lived too long",
+    )
     return Section("planned memory (train.planned_memory)", [["rank", *heading], *rows])
 
 
 def as_json(account: Account, savings: Sequence[Saving]) -> dict[str, Any]:
     """The report as plain values. Units: bytes."""
-    behaviour, usage = account.behaviour, account.usage
+    behaviour = account.behaviour
+    usage = account.usage
     peak = behaviour.peak
     return {
-        "ok": True, "rank": account.header.rank, "place": account.header.place, "device": account.header.device,
-        "predicted": account.header.predicted, "num_steps": behaviour.num_steps,
+        "ok": True,
+        "rank": account.header.rank,
+        "place": account.header.place,
+        "device": account.header.device,
+        "predicted": account.header.predicted,
+        "num_steps": behaviour.num_steps,
         "stable": [behaviour.stable_from, behaviour.stable_until],
-        "peak": {"bytes": peak.num_bytes, "step": peak.step, "action": peak.action,
-                 "by_category": {c.value: n for c, n in peak.by_category.items()},
-                 "activations_by_block": peak.by_layer},
+        "peak": {
+            "bytes": peak.num_bytes,
+            "step": peak.step,
+            "action": peak.action,
+            "by_category": {c.value: n for c, n in peak.by_category.items()},
+            "activations_by_block": peak.by_layer,
+        },
         "knobs": [asdict(saving) for saving in savings],
         "offloaded": [asdict(saving) for saving in offloading(account.levels)],
         "swaps": [asdict(swap) for swap in account.swaps],
-        "fragmentation": {"largest_live": usage.largest_live, "reserved": usage.reserved,
-                          "arena": account.arena.num_bytes}}
+        "fragmentation": {
+            "largest_live": usage.largest_live,
+            "reserved": usage.reserved,
+            "arena": account.arena.num_bytes,
+        },
+    }
 
 
 def as_text(sections: Iterable[Section]) -> str:
@@ -86,7 +135,11 @@ def as_text(sections: Iterable[Section]) -> str:
 
 
 def _lines(section: Section) -> list[str]:
-    return [section.title, *([aligned(section.rows, section.num_left)] if section.rows else []), *section.notes]
+    return [
+        section.title,
+        *([aligned(section.rows, section.num_left)] if section.rows else []),
+        *section.notes,
+    ]
 
 
 def _mib(num_bytes: float) -> str:
@@ -105,33 +158,58 @@ def _peak(account: Account) -> Iterator[Section]:
     where = f"in {peak.action}" if peak.action else "between two actions"
     when = f", {lasting(peak.time)} into the trace" if account.timed else ""
     categories = {c.value: peak.by_category[c] for c in Category if peak.by_category.get(c)}
-    yield _parts(f"{account.name}: a peak of {sized(peak.num_bytes)} {where} of step {peak.step}{when}", "category",
-                 dict(sorted(categories.items(), key=lambda item: -item[1])))
+    yield _parts(
+        f"{account.name}: a peak of {sized(peak.num_bytes)} {where} of step {peak.step}{when}",
+        "category",
+        dict(sorted(categories.items(), key=lambda item: -item[1])),
+    )
     layers = sorted(peak.by_layer.items(), key=lambda item: -item[1])
     named = {"none" if layer < 0 else str(layer): part for layer, part in layers[:_MOST]}
     if rest := sum(part for _, part in layers[_MOST:]):
         named[f"{len(layers) - _MOST} others"] = rest
     if named:
         yield _parts("its activations, by the model's block that made them", "block", named)
-    yield Section("its largest blocks", [
-        ["category", "made by", "in", "of step", "model's block", "MiB"],
-        *([life.category.value, life.op or life.name, life.born_in or "-", str(life.born_step),
-           "-" if life.layer < 0 else str(life.layer), _mib(life.num_bytes)] for life in peak.owners[:_MOST])], 3)
+    yield Section(
+        "its largest blocks",
+        [
+            ["category", "made by", "in", "of step", "model's block", "MiB"],
+            *(
+                [
+                    life.category.value,
+                    life.op or life.name,
+                    life.born_in or "-",
+                    str(life.born_step),
+                    "-" if life.layer < 0 else str(life.layer),
+                    _mib(life.num_bytes),
+                ]
+                for life in peak.owners[:_MOST]
+            ),
+        ],
+        3,
+    )
 
 
 def _knobs(memory: StageMemory, savings: Sequence[Saving]) -> Iterator[Section]:
-    copy = (f"{_mib(memory.checkpoint)} MiB of it are the copy of the state that a checkpoint is written from, which "
-            "is in no trace.")
+    copy = (
+        f"{_mib(memory.checkpoint)} MiB of it are the copy of the state that a checkpoint is "
+        "written from, which "
+        "is in no trace."
+    )
     if savings:
-        yield Section(f"knobs, by what they save of the predicted peak of {_mib(memory.total)} MiB",
-                      [["", "saves MiB", "leaves MiB"], *map(_saving, savings)], notes=[copy] * (memory.checkpoint > 0))
+        yield Section(
+            f"knobs, by what they save of the predicted peak of {_mib(memory.total)} MiB",
+            [["", "saves MiB", "leaves MiB"], *map(_saving, savings)],
+            notes=[copy] * (memory.checkpoint > 0),
+        )
 
 
 def _offloading(account: Account) -> Iterator[Section]:
     least = account.behaviour.peak.num_bytes / _SAID
     if found := [one for one in offloading(account.levels) if one.saves >= least]:
-        yield Section("categories, by what the peak loses if they are offloaded",
-                      [["", "saves MiB", "leaves MiB"], *map(_saving, found)])
+        yield Section(
+            "categories, by what the peak loses if they are offloaded",
+            [["", "saves MiB", "leaves MiB"], *map(_saving, found)],
+        )
 
 
 def _saving(one: Saving) -> list[str]:
@@ -143,41 +221,99 @@ def _lifetimes(account: Account) -> Section:
     gaps: dict[Category, Distribution] = defaultdict(Distribution)
     for gap in account.gaps:
         gaps[gap.category].add(gap.seconds)
-    behaviour, time = account.behaviour, lasting if account.timed else "{:.3g}".format
-    rows = [["category", "blocks", "MiB in all", "reads", "writes", "lives 50 %", "90 %", "interval 50 %", "90 %"]]
+    behaviour = account.behaviour
+    time = lasting if account.timed else "{:.3g}".format
+    rows = [
+        [
+            "category",
+            "blocks",
+            "MiB in all",
+            "reads",
+            "writes",
+            "lives 50 %",
+            "90 %",
+            "interval 50 %",
+            "90 %",
+        ]
+    ]
     for category in (c for c in Category if c in behaviour.breakdown):
         totals = behaviour.breakdown[category]
-        cells = [f"{totals.num_blocks:,}", _mib(totals.num_bytes), f"{totals.reads:,}", f"{totals.writes:,}"]
+        cells = [
+            f"{totals.num_blocks:,}",
+            _mib(totals.num_bytes),
+            f"{totals.reads:,}",
+            f"{totals.writes:,}",
+        ]
         for table in (behaviour.lifetimes, gaps):
             found = table.get(category)
-            cells += [time(found.percentile(p)) for p in (50, 90)] if found and found.count else ["-", "-"]
+            cells += (
+                [time(found.percentile(p)) for p in (50, 90)]
+                if found and found.count
+                else ["-", "-"]
+            )
         rows.append([category.value, *cells])
     unit = "" if account.timed else f" Times are in {account.time_unit}."
-    return Section("lifetimes and access intervals", rows, notes=[
-        f"Half of the blocks live no longer, 90 % no longer; intervals are between two accesses of a block.{unit}"])
+    return Section(
+        "lifetimes and access intervals",
+        rows,
+        notes=[
+            "Half of the blocks live no longer, 90 % no longer; intervals are between two "
+            f"accesses of a block.{unit}"
+        ],
+    )
 
 
 def _swaps(account: Account) -> Iterator[Section]:
     if not account.timed:
-        yield Section("what could be swapped", notes=[
-            "Nothing ran, so no time is known: --profile or --cluster gives estimated times, a run measured ones."])
+        yield Section(
+            "what could be swapped",
+            notes=[
+                "Nothing ran, so no time is known: --profile or --cluster gives estimated times, a "
+                "run measured ones."
+            ],
+        )
         return
-    yield Section("what could leave over a link and be back without costing time", [
-        ["link", "intervals", "of", "saves MiB of the peak"],
-        *([swap.link, f"{swap.num_intervals:,}", f"{len(account.gaps):,}", _mib(swap.saves)]
-          for swap in account.swaps)])
+    yield Section(
+        "what could leave over a link and be back without costing time",
+        [
+            ["link", "intervals", "of", "saves MiB of the peak"],
+            *(
+                [swap.link, f"{swap.num_intervals:,}", f"{len(account.gaps):,}", _mib(swap.saves)]
+                for swap in account.swaps
+            ),
+        ],
+    )
 
 
 def _fragmentation(account: Account) -> Section:
-    usage, arena = account.usage, account.arena
-    rows = [("largest living set", usage.largest_live), ("planned arena", arena.num_bytes),
-            ("modelled caching allocator", usage.reserved)]
-    return Section("fragmentation", [["", "MiB", "of the largest set"], *(
-        [name, _mib(part), f"{part / max(1, usage.largest_live):.3f}"] for name, part in rows)])
+    usage = account.usage
+    arena = account.arena
+    rows = [
+        ("largest living set", usage.largest_live),
+        ("planned arena", arena.num_bytes),
+        ("modelled caching allocator", usage.reserved),
+    ]
+    return Section(
+        "fragmentation",
+        [
+            ["", "MiB", "of the largest set"],
+            *(
+                [name, _mib(part), f"{part / max(1, usage.largest_live):.3f}"]
+                for name, part in rows
+            ),
+        ],
+    )
 
 
 def _stability(behaviour: Behaviour) -> Section:
-    number, first, last = behaviour.num_steps, behaviour.stable_from, behaviour.stable_until
-    text = ("One step only: nothing to compare it with" if number == 1 else "No two steps in a row do the same"
-            if first is None else f"Steps {first} to {last} do the same, event by event")
+    number = behaviour.num_steps
+    first = behaviour.stable_from
+    last = behaviour.stable_until
+    text = (
+        "One step only: nothing to compare it with"
+        if number == 1
+        else "No two steps in a row do the same"
+        if first is None
+        else f"Steps {first} to {last} do the same, event by event"
+    )
     return Section("stability", notes=[f"{text} (of {number})."])

@@ -1,4 +1,5 @@
-"""One process as one rank of many: its collectives and messages go nowhere, and use the memory they are given."""
+"""One process as one rank of many: its collectives and messages go nowhere, and use the memory they
+are given."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ class _Done(dist.Work):
 
 def _in_place(op: str) -> Callable[..., Any]:
     """A collective that reads and writes each of its tensors."""
+
     def call(self: SilentGroup, tensors: Any, *args: Any) -> Any:
         self.note(op, tensors, tensors)
         return _Done()
@@ -36,6 +38,7 @@ def _in_place(op: str) -> Callable[..., Any]:
 
 def _into(op: str) -> Callable[..., Any]:
     """A collective that reads one tensor and writes another."""
+
     def call(self: SilentGroup, output: Tensor, input: Tensor, *args: Any) -> Any:
         self.note(op, [input], [output])
         return _Done()
@@ -44,12 +47,17 @@ def _into(op: str) -> Callable[..., Any]:
 
 
 class SilentGroup(dist.ProcessGroup):
-    """Communicator whose calls change nothing, and are noted by torch's names of their operators."""
+    """Communicator whose calls change nothing, and are noted by torch's names of their
+    operators."""
 
     note: Note = staticmethod(_nobody)
-    allreduce, broadcast, reduce = map(_in_place, ("c10d::allreduce_", "c10d::broadcast_", "c10d::reduce_"))
+    allreduce, broadcast, reduce = map(
+        _in_place, ("c10d::allreduce_", "c10d::broadcast_", "c10d::reduce_")
+    )
     alltoall_base = _into("c10d::alltoall_base_")
-    _allgather_base = all_gather_single = _into("c10d::_allgather_base_")  # its names before torch 2.13, and since
+    _allgather_base = all_gather_single = _into(
+        "c10d::_allgather_base_"
+    )  # its names before torch 2.13, and since
     _reduce_scatter_base = reduce_scatter_single = _into("c10d::_reduce_scatter_base_")  # likewise
 
     def send(self, tensors: Any, *args: Any) -> Any:
@@ -69,11 +77,15 @@ def silent_group(rank: int, size: int, note: Note = _nobody) -> SilentGroup:
 
 
 def silent_axis(name: str, size: int) -> Axis:
-    """An axis of `size` ranks, of which this is the first, whose collectives send nothing and change nothing."""
+    """An axis of `size` ranks, of which this is the first, whose collectives send nothing and
+    change nothing."""
     return Axis(name, 0, tuple(range(size)), silent_group(0, size) if size > 1 else None)
 
 
 def silent_grid(config: Config, rank: int = 0, note: Note = _nobody) -> ProcessGrid:
     """The grid of a configuration as its rank `rank` sees it."""
     return ProcessGrid.imagined(
-        sizes_of(config.parallel), rank, lambda _, ranks: silent_group(ranks.index(rank), len(ranks), note))
+        sizes_of(config.parallel),
+        rank,
+        lambda _, ranks: silent_group(ranks.index(rank), len(ranks), note),
+    )

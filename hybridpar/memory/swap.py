@@ -1,4 +1,5 @@
-"""Blocks that could leave a device for the host between two accesses, and be back in time, at no cost in time.
+"""Blocks that could leave a device for the host between two accesses, and be back in time, at no
+cost in time.
 
     S <= ATI / (1 / d2h + 1 / h2d)      S: bytes of the block; ATI: seconds between the accesses
 
@@ -22,7 +23,8 @@ _Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins a device and the host's pinned memory. d2h, h2d: bytes a second that large copies reach."""
+    """What joins a device and the host's pinned memory. d2h, h2d: bytes a second that large copies
+    reach."""
 
     name: str
     d2h: float
@@ -37,18 +39,21 @@ LINKS = {
     link.name: link
     for link in (
         Link("paper", 6.3e9, 6.4e9),  # Li et al.
-        # sixteen lanes have 15.75, 31.5 and 63 GB/s; large copies of pinned memory reach about four fifths of that
+        # sixteen lanes have 15.75, 31.5 and 63 GB/s; large copies of pinned memory reach about four
+        # fifths of that
         Link("pcie3", 12e9, 12e9),
         Link("pcie4", 25e9, 25e9),
         Link("pcie5", 50e9, 50e9),
         # of 450 GB/s each way, measured: Schieffer et al., arXiv 2407.07850
-        Link("c2c", 297e9, 375e9))
+        Link("c2c", 297e9, 375e9),
+    )
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Time between two accesses in which a whole block could leave and come back. spare: seconds left over."""
+    """Time between two accesses in which a whole block could leave and come back. spare: seconds
+    left over."""
 
     life: Life
     start: float
@@ -65,7 +70,8 @@ def swappable(seconds: float, link: Link) -> int:
 def feasible(lives: Iterable[Life], link: Link) -> list[Swap]:
     """All swaps that fit between two consecutive accesses, each with the link to itself.
 
-    lives: of a long trace with the accesses of few steps, such as those around the peak (`events.lives`).
+    lives: of a long trace with the accesses of few steps, such as those around the peak
+    (`events.lives`).
     """
     found = []
     for life in lives:
@@ -79,15 +85,17 @@ def feasible(lives: Iterable[Life], link: Link) -> list[Swap]:
 def saved_at_peak(lives: Iterable[Life], link: Link, peak: Peak, *, shared: bool = True) -> int:
     """Bytes that could be away at the moment of the peak.
 
-    shared: a link copies one block at a time in each direction, so copies wait for each other; blocks are chosen by
-    the time at which they must be back, or largest first, whichever saves more. False: each has the link to itself.
+    shared: a link copies one block at a time in each direction, so copies wait for each other;
+    blocks are chosen by the time at which they must be back, or largest first, whichever saves
+    more. False: each has the link to itself.
     """
     away = away_at_peak(lives, link, peak) if shared else _candidates(lives, link, peak)
     return sum(swap.num_bytes for swap in away)
 
 
 def away_at_peak(lives: Iterable[Life], link: Link, peak: Peak) -> list[Swap]:
-    """The swaps that `saved_at_peak` counts: at the peak all copies out are over, and none back has begun."""
+    """The swaps that `saved_at_peak` counts: at the peak all copies out are over, and none back has
+    begun."""
     swaps = _candidates(lives, link, peak)
     if not swaps:
         return []
@@ -105,20 +113,28 @@ def away_at_peak(lives: Iterable[Life], link: Link, peak: Peak) -> list[Swap]:
 
 def _candidates(lives: Iterable[Life], link: Link, peak: Peak) -> list[Swap]:
     """Swaps, at most one of a block, that alone are away at the peak."""
-    return [swap for swap in feasible(lives, link)
-            if swap.start + swap.num_bytes / link.d2h <= peak.time <= swap.end - swap.num_bytes / link.h2d]
+    return [
+        swap
+        for swap in feasible(lives, link)
+        if swap.start + swap.num_bytes / link.d2h
+        <= peak.time
+        <= swap.end - swap.num_bytes / link.h2d
+    ]
 
 
 class _Queue:
-    """Copies in one direction, one at a time. seconds: of each; deadlines: in which it must be over, from the peak on.
+    """Copies in one direction, one at a time. seconds: of each; deadlines: in which it must be
+    over, from the peak on.
 
-    Copies to the host all end by the peak, and none begins before its block's last access: seen backwards in time, they
-    are such a queue, too. In the order of their deadlines all are in time if any order is (Jackson, 1955).
+    Copies to the host all end by the peak, and none begins before its block's last access: seen
+    backwards in time, they are such a queue, too. In the order of their deadlines all are in time
+    if any order is (Jackson, 1955).
     """
 
     def __init__(self, seconds: _Floats, deadlines: _Floats):
         order = np.argsort(deadlines, kind="stable")
-        self._seconds, self._deadlines = seconds, deadlines[order]
+        self._seconds = seconds
+        self._deadlines = deadlines[order]
         self._place = np.argsort(order)
         self._taken = np.zeros(len(order))
 

@@ -11,10 +11,13 @@ Ints = NDArray[np.int64]
 
 
 class Sweep:
-    """Blocks that take their places in the order of time. Those that are always there lie at the bottom."""
+    """Blocks that take their places in the order of time. Those that are always there lie at the
+    bottom."""
 
     def __init__(self, sizes: Ints, starts: Ints, stops: Ints):
-        always = (starts < stops.min(initial=np.iinfo(np.int64).max)) & (stops == stops.max(initial=0))
+        always = (starts < stops.min(initial=np.iinfo(np.int64).max)) & (
+            stops == stops.max(initial=0)
+        )
         self._offsets = np.zeros(len(sizes), np.int64)
         self._offsets[always] = sizes[always].cumsum() - sizes[always]
         self._bottom = int(sizes[always].sum())
@@ -24,8 +27,11 @@ class Sweep:
         self._sizes, self._lengths = sizes.tolist(), (stops - starts).tolist()
 
     def run(self, top: int, short: int, best_fit: bool) -> tuple[Ints, int]:
-        """Offsets, and the size of the arena, which is `top` and grows where a block finds no gap."""
-        sizes, offsets, gaps = self._sizes, self._offsets.tolist(), _Gaps(self._bottom, max(top, self._bottom))
+        """Offsets, and the size of the arena, which is `top` and grows where a block finds no
+        gap."""
+        sizes = self._sizes
+        offsets = self._offsets.tolist()
+        gaps = _Gaps(self._bottom, max(top, self._bottom))
         for i in self._events:
             if i >= 0:
                 offsets[i] = gaps.take(sizes[i], self._lengths[i] < short, best_fit)
@@ -42,13 +48,17 @@ class _Gaps:
         self._lows, self._highs = ([bottom], [top]) if top > bottom else ([], [])
 
     def take(self, size: int, from_top: bool, best_fit: bool) -> int:
-        """The offset of a new block: at the end of a gap, or at its beginning. The arena grows if there is no gap."""
-        lows, highs = self._lows, self._highs
-        chosen, least = -1, self.top + 1
+        """The offset of a new block: at the end of a gap, or at its beginning. The arena grows if
+        there is no gap."""
+        lows = self._lows
+        highs = self._highs
+        chosen = -1
+        least = self.top + 1
         for gap in range(len(lows) - 1, -1, -1) if from_top else range(len(lows)):
             length = highs[gap] - lows[gap]
             if size <= length < least:
-                chosen, least = gap, length
+                chosen = gap
+                least = length
                 if not best_fit or length == size:
                     break
         if chosen < 0:
@@ -68,7 +78,9 @@ class _Gaps:
 
     def give(self, offset: int, size: int) -> None:
         """Frees a block."""
-        lows, highs, end = self._lows, self._highs, offset + size
+        lows = self._lows
+        highs = self._highs
+        end = offset + size
         after = bisect_left(lows, offset)
         joins = after < len(lows) and lows[after] == end
         if after and highs[after - 1] == offset:

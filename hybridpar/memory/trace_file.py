@@ -1,8 +1,9 @@
 """The file of a trace of memory events, a line for each action.
 
-    {"format": "hybridpar memory 1", "rank": 0, "device": "cpu", ...}
-    {"step": 1, "action": "F3@0v1", "start": 0.013, "end": 0.021, "events": [
-        ["malloc", 17, 4096, "aten::mm", 0.0131, 2, ""], ["write", 17, 4096, "aten::mm", 0.0131, 2, ""], ..]}
+{"format": "hybridpar memory 1", "rank": 0, "device": "cpu", ...}
+{"step": 1, "action": "F3@0v1", "start": 0.013, "end": 0.021, "events": [
+    ["malloc", 17, 4096, "aten::mm", 0.0131, 2, ""], ["write", 17, 4096, "aten::mm", 0.0131, 2, ""],
+    ..]}
 """
 
 from __future__ import annotations
@@ -30,17 +31,25 @@ def header_line(header: Header) -> str:
 
 def span_line(span: Span) -> str:
     """The line of an action."""
-    head = json.dumps({"step": span.step, "action": span.action, "start": span.start, "end": span.end}, **_COMPACT)
-    events = span.events.text if isinstance(span.events, WrittenEvents) else json.dumps(span.events, **_COMPACT)
+    head = json.dumps(
+        {"step": span.step, "action": span.action, "start": span.start, "end": span.end}, **_COMPACT
+    )
+    events = (
+        span.events.text
+        if isinstance(span.events, WrittenEvents)
+        else json.dumps(span.events, **_COMPACT)
+    )
     return f'{head[:-1]},"events":{events}}}\n'
 
 
 def read_trace(path: Path) -> tuple[Header, Iterator[Span]]:
-    """The subject of a file, and its actions, read as they are asked for. Memory: of living blocks and one line.
+    """The subject of a file, and its actions, read as they are asked for. Memory: of living blocks
+    and one line.
 
     A last line without an end was being written when the run was killed: the actions end before it.
 
-    Raises: DataError that names file, line and what is wrong, at once for the header, for a later line when it is read.
+    Raises: DataError that names file, line and what is wrong, at once for the header, for a later
+        line when it is read.
     """
     parts = _read(path)
     return next(parts), parts
@@ -58,7 +67,13 @@ def _read(path: Path) -> Iterator[Any]:
         file = BoundedReader(open_regular(path, within=path.parent.parent))
     with file:
         for number in itertools.count(1):
-            with errors_as(DataError, f"{path}, line {number}", "is no line of a memory trace", ConfigError, TypeError):
+            with errors_as(
+                DataError,
+                f"{path}, line {number}",
+                "is no line of a memory trace",
+                ConfigError,
+                TypeError,
+            ):
                 line = _line(file)
                 if number > 1 and not line:
                     return
@@ -67,7 +82,8 @@ def _read(path: Path) -> Iterator[Any]:
 
 
 def _line(file: BoundedReader) -> bytes:
-    """The next line; empty at the end, and for a last one without an end. Raises: ValueError for a very long one."""
+    """The next line; empty at the end, and for a last one without an end. Raises: ValueError for a
+    very long one."""
     line = file.readline(_LONGEST_LINE + 1)
     if len(line) > _LONGEST_LINE:
         raise ValueError(f"it has more than {_LONGEST_LINE} bytes")
@@ -98,7 +114,8 @@ _SPAN_KEYS = {"step", "action", "start", "end", "events"}
 
 
 def _span(fields: Any, living: dict[int, int]) -> Span:
-    """The action of a line. living: bytes of the blocks that are there, by number; brought up to date.
+    """The action of a line. living: bytes of the blocks that are there, by number; brought up to
+    date.
 
     Raises: ValueError; ConfigError for what is no action.
     """
@@ -108,9 +125,15 @@ def _span(fields: Any, living: dict[int, int]) -> Span:
         parse_action(_text(fields["action"], "action"))
     if not isinstance(fields["events"], list):
         raise ValueError("events must be a list")
-    start, end = _seconds(fields["start"], "start"), _seconds(fields["end"], "end")
-    return Span(_whole(fields["step"], "step"), fields["action"], start, end,
-                [_event(event, living) for event in fields["events"]])
+    start = _seconds(fields["start"], "start")
+    end = _seconds(fields["end"], "end")
+    return Span(
+        _whole(fields["step"], "step"),
+        fields["action"],
+        start,
+        end,
+        [_event(event, living) for event in fields["events"]],
+    )
 
 
 _BEHAVIOURS = {what.value: what for what in What}
@@ -119,7 +142,9 @@ _BEHAVIOURS = {what.value: what for what in What}
 def _event(fields: Any, living: dict[int, int]) -> MemoryEvent:
     """Raises: ValueError."""
     if not isinstance(fields, list) or len(fields) != len(MemoryEvent._fields):
-        raise ValueError(f"an event must be a list of {len(MemoryEvent._fields)} values, not {shown(fields)}")
+        raise ValueError(
+            f"an event must be a list of {len(MemoryEvent._fields)} values, not {shown(fields)}"
+        )
     behaviour, block, num_bytes, op, time, layer, name = fields
     what = _BEHAVIOURS.get(behaviour) if isinstance(behaviour, str) else None
     if what is None:

@@ -21,11 +21,11 @@ from hybridpar.pipeline.run.graphs import num_places
 class StageMemory:
     """Peak memory of one rank of the pipeline, by what it holds. Units: bytes.
 
-    in_flight: micro-batches between forward and backward at the peak, counted on each stage of the rank. during: the
-    action at the peak. host: host memory beside a GPU's, for the copy that checkpoints are written from and for an
-    optimizer there. file: state in the slow tier. moved: offloaded activations of a micro-batch, averaged over the
-    rank's stages. graphs: what CUDA graphs keep of micro-batches and the allocator counts as free; a GPU needs it
-    besides `total`.
+    in_flight: micro-batches between forward and backward at the peak, counted on each stage of the
+    rank. during: the action at the peak. host: host memory beside a GPU's, for the copy that
+    checkpoints are written from and for an optimizer there. file: state in the slow tier. moved:
+    offloaded activations of a micro-batch, averaged over the rank's stages. graphs: what CUDA
+    graphs keep of micro-batches and the allocator counts as free; a GPU needs it besides `total`.
     """
 
     weights: int
@@ -68,17 +68,27 @@ class StageMemory:
         return asdict(self) | {"total": self.total}
 
 
-def walk(actions: Iterable[Action], footprints: Mapping[int, Sequence[Footprint]], sizes: Sizes,
-         state: StateFootprint | None = None, anew: Mapping[int, Sequence[Footprint]] | None = None,
-         send_window: int = 0) -> StageMemory:
+def walk(
+    actions: Iterable[Action],
+    footprints: Mapping[int, Sequence[Footprint]],
+    sizes: Sizes,
+    state: StateFootprint | None = None,
+    anew: Mapping[int, Sequence[Footprint]] | None = None,
+    send_window: int = 0,
+) -> StageMemory:
     """The peak memory of a rank that runs these actions as pipeline.run.executor does.
 
-    `footprints`: of each stage's parts, by stage. `state`: the rank's; None: its stages' together. `anew`: footprints
-    of backwards that make gradients, where replicas share them. `send_window`: number of sends that may be unfinished;
-    0: `min_send_window`.
+    `footprints`: of each stage's parts, by stage. `state`: the rank's; None: its stages' together.
+    `anew`: footprints of backwards that make gradients, where replicas share them. `send_window`:
+    number of sends that may be unfinished; 0: `min_send_window`.
     """
-    found = _Walk(footprints, sizes, state or together(fp for parts in footprints.values() for fp in parts),
-                  anew or footprints, send_window or min_send_window(sizes.num_ranks))
+    found = _Walk(
+        footprints,
+        sizes,
+        state or together(fp for parts in footprints.values() for fp in parts),
+        anew or footprints,
+        send_window or min_send_window(sizes.num_ranks),
+    )
     for action in actions:
         found.follow(action)
     pools = sum(min(at_once, found.num_places) for at_once in found.at_once.values()) * found.pool
@@ -90,17 +100,28 @@ def together(footprints: Iterable[Footprint]) -> StateFootprint:
     held = list(footprints)
     weights, master, gradients, optimizer, norm, update = (
         sum(getattr(fp, name) for fp in held)
-        for name in ("weights", "master", "gradients", "optimizer", "norm", "update"))
+        for name in ("weights", "master", "gradients", "optimizer", "norm", "update")
+    )
     return StateFootprint(weights, master, gradients, optimizer, norm, (update,))
 
 
 class _Walk:
     """What a rank holds, action by action, and what it held at the peak."""
 
-    def __init__(self, footprints: Mapping[int, Sequence[Footprint]], sizes: Sizes, state: StateFootprint,
-                 anew: Mapping[int, Sequence[Footprint]], send_window: int):
-        self._footprints, self._state, self._m = footprints, state, sizes.num_microbatches
-        self._anew, self._made = anew, set[tuple[int, int, int]]()  # what an I has made gradients for
+    def __init__(
+        self,
+        footprints: Mapping[int, Sequence[Footprint]],
+        sizes: Sizes,
+        state: StateFootprint,
+        anew: Mapping[int, Sequence[Footprint]],
+        send_window: int,
+    ):
+        self._footprints = footprints
+        self._state = state
+        self._m = sizes.num_microbatches
+        # what an I has made gradients for
+        self._anew = anew
+        self._made = set[tuple[int, int, int]]()
         self._filled = set[int]()  # items that have gradients
         self._last = sizes.num_stages - 1
         self.num_places = num_places(sizes.num_ranks, sizes.chunks)
@@ -112,14 +133,20 @@ class _Walk:
         self._waiting: dict[Kind, int] = {}  # outputs to be sent
         self._sends: deque[int] = deque(maxlen=send_window)
         self.num_bytes = 0  # of the most
-        self.pool = self.beside = 0  # of one micro-batch that is recorded, and of all that none of them is
+        self.pool = self.beside = (
+            0  # of one micro-batch that is recorded, and of all that none of them is
+        )
         self.at_once = defaultdict[int, int](int)  # most micro-batches in flight, by stage
         self._in_flight_on = defaultdict[int, int](int)
-        self.most = StageMemory(state.weights, state.master, state.gradients, state.optimizer, 0, 0, 0, 0, 0, "")
+        self.most = StageMemory(
+            state.weights, state.master, state.gradients, state.optimizer, 0, 0, 0, 0, 0, ""
+        )
 
     def follow(self, action: Action) -> None:
         """Follows an action."""
-        kind, row, parts = action.kind, ROWS[action.kind], self._footprints[action.stage]
+        kind = action.kind
+        row = ROWS[action.kind]
+        parts = self._footprints[action.stage]
         if self._shared is not None:
             self._follow_shared(self._shared, action)
             if self._is_anew(self._shared, action):
@@ -164,14 +191,17 @@ class _Walk:
 
     def _is_anew(self, shared: SharedTiers, action: Action) -> bool:
         """Whether all gradients that a backward adds to are made for it."""
-        key, anew = (action.stage, action.part, action.microbatch), set(shared.made) >= set(shared.added(action))
+        key = (action.stage, action.part, action.microbatch)
+        anew = set(shared.made) >= set(shared.added(action))
         if anew and action.kind is Kind.I:
             self._made.add(key)
         return anew or (action.kind is Kind.W and key in self._made)
 
     def _beside(self, action: Action, step: int) -> tuple[bool, Footprint | None]:
-        """Whether the model has a part before (after) the action's; its footprint, if it is on this rank."""
-        part, parts = action.part + step, self._footprints[action.stage]
+        """Whether the model has a part before (after) the action's; its footprint, if it is on this
+        rank."""
+        part = action.part + step
+        parts = self._footprints[action.stage]
         if 0 <= part < len(parts):
             return True, parts[part]
         there = 0 <= action.stage + step <= self._last
@@ -194,13 +224,21 @@ class _Walk:
         activations = self._kept + self._inputs + sum(self._factors.values())
         if action.kind is Kind.RELOAD:
             activations += self._moved(action)
-        communication = self._posted + taken + self._handed + sum(self._waiting.values()) + self._sent
+        communication = (
+            self._posted + taken + self._handed + sum(self._waiting.values()) + self._sent
+        )
         transient = self._transient(action, fp) + (0 if shared is None else shared.num_bytes())
         self._compare_recorded(action, communication, transient)
         if activations + communication + transient > self.num_bytes:
             self.num_bytes = activations + communication + transient
-            self.most = replace(self.most, activations=activations, communication=communication, transient=transient,
-                                in_flight=self._in_flight, during=str(action))
+            self.most = replace(
+                self.most,
+                activations=activations,
+                communication=communication,
+                transient=transient,
+                in_flight=self._in_flight,
+                during=str(action),
+            )
 
     def _compare_recorded(self, action: Action, communication: int, transient: int) -> None:
         """The same with CUDA graphs: micro-batches have memory of their own, one for each place."""
@@ -210,10 +248,16 @@ class _Walk:
             others += self._in_flight_on[action.stage] >= self.num_places
         if action.kind in COMPUTE:
             self.at_once[action.stage] = max(
-                self.at_once[action.stage], self._in_flight_on[action.stage] + (action.kind is Kind.F))
+                self.at_once[action.stage],
+                self._in_flight_on[action.stage] + (action.kind is Kind.F),
+            )
             self.pool = max(self.pool, transient + (action.kind is not Kind.F) * kept)
-        self.beside = max(self.beside, others * kept + communication + (
-            transient if others or action.kind not in COMPUTE else 0))
+        self.beside = max(
+            self.beside,
+            others * kept
+            + communication
+            + (transient if others or action.kind not in COMPUTE else 0),
+        )
 
     def _transient(self, action: Action, fp: Footprint) -> int:
         """Bytes that an action needs besides."""
@@ -232,10 +276,12 @@ class _Walk:
         return sum(part.moved for part in self._footprints[action.stage])
 
     def _give(self, action: Action, fp: Footprint) -> None:
-        """Keeps what a forward leaves, or frees it after a backward; hands on the output or the input's gradient."""
+        """Keeps what a forward leaves, or frees it after a backward; hands on the output or the
+        input's gradient."""
         (has_input, before), (has_output, after) = self._beside(action, -1), self._beside(action, 1)
         if action.kind is Kind.F:
-            self._kept, self._inputs = self._kept + fp.kept, self._inputs + has_input * fp.input
+            self._kept = self._kept + fp.kept
+            self._inputs = self._inputs + has_input * fp.input
             if after is not None:
                 self._handed += fp.message
             elif has_output:

@@ -14,28 +14,35 @@ from hybridpar.config import rank_of_stage
 
 
 @lru_cache(maxsize=256)
-def balanced_split(costs: tuple[int, ...], num_stages: int, held: tuple[tuple[int, int], ...] = (),
-                   slack: float = 0.0) -> tuple[int, ...]:
-    """Return the number of blocks of each stage such that the costliest stage is as cheap as possible.
+def balanced_split(
+    costs: tuple[int, ...],
+    num_stages: int,
+    held: tuple[tuple[int, int], ...] = (),
+    slack: float = 0.0,
+) -> tuple[int, ...]:
+    """Return the number of blocks of each stage such that the costliest stage is as cheap as
+    possible.
 
-    Every stage gets a block. Of splits whose costliest stages are equal, up to the share `slack`, the one whose fullest
-    stage holds the least is taken; of these, the one whose later stages have fewer blocks.
+    Every stage gets a block. Of splits whose costliest stages are equal, up to the share `slack`,
+    the one whose fullest stage holds the least is taken; of these, the one whose later stages have
+    fewer blocks.
 
     Args:
-        held: for each block the bytes of its state, and the bytes that it keeps of a micro-batch in flight, of which an
-            earlier stage has more.
+        held: for each block the bytes of its state, and the bytes that it keeps of a micro-batch in
+            flight, of which an earlier stage has more.
         slack: share by which costs may be off, as estimates are.
     """
     assert num_stages <= len(costs), f"{num_stages} stages of {len(costs)} blocks"
-    work, count = (0, *accumulate(costs)), len(costs)
+    work = (0, *accumulate(costs))
+    count = len(costs)
     state, kept = ((0, *accumulate(of)) for of in zip(*(held or [(0, 0)] * count), strict=True))
 
     def total(in_flight: int, stop: int) -> int:
         return state[stop] + in_flight * kept[stop]
 
     def reach(stages: int, most: int, room: int, stop: int) -> int:
-        """Number of the first `stop` blocks that so many stages can hold, none costlier than `most`, fuller than `room`
-        or empty; -1: there is no way."""
+        """Number of the first `stop` blocks that so many stages can hold, none costlier than
+        `most`, fuller than `room` or empty; -1: there is no way."""
         at = 0
         for stage in range(stages):
             if at == stop:
@@ -49,7 +56,9 @@ def balanced_split(costs: tuple[int, ...], num_stages: int, held: tuple[tuple[in
         return at
 
     def costliest(stages: int, high: int, room: int, stop: int) -> int:
-        return _smallest(max(costs[:stop]), high, lambda most: reach(stages, most, room, stop) == stop)
+        return _smallest(
+            max(costs[:stop]), high, lambda most: reach(stages, most, room, stop) == stop
+        )
 
     everything = total(num_stages, count)
     most = costliest(num_stages, work[-1], everything, count)
@@ -76,22 +85,34 @@ def _smallest(low: int, high: int, enough: Callable[[int], bool]) -> int:
 
 
 @lru_cache(maxsize=256)
-def even_out(costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int,
-             placement: str = "loop") -> tuple[int, ...]:
-    """Improves a split into chunks: its costliest ranks become cheaper where there is such a split near `sizes`.
+def even_out(
+    costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int, placement: str = "loop"
+) -> tuple[int, ...]:
+    """Improves a split into chunks: its costliest ranks become cheaper where there is such a split
+    near `sizes`.
 
-    Of equal ones it takes that where ranks wait less for each other: the costliest stages of all rounds of the ranks
-    take less together. `balanced_split` looks at stages alone, not at what else a rank has. One block of the costliest
-    rank at a time goes to another stage, and those between them move up.
+    Of equal ones it takes that where ranks wait less for each other: the costliest stages of all
+    rounds of the ranks take less together. `balanced_split` looks at stages alone, not at what else
+    a rank has. One block of the costliest rank at a time goes to another stage, and those between
+    them move up.
     """
     if len(sizes) == num_ranks:
         return sizes
     prefix, best = np.array([0.0, *accumulate(costs)]), np.array(sizes)
-    held = np.array([[stage for stage in range(len(best)) if rank_of_stage(stage, num_ranks, placement) == rank]
-                     for rank in range(num_ranks)])
+    held = np.array(
+        [
+            [
+                stage
+                for stage in range(len(best))
+                if rank_of_stage(stage, num_ranks, placement) == rank
+            ]
+            for rank in range(num_ranks)
+        ]
+    )
 
     def worth(splits: NDArray[np.int64]) -> tuple[NDArray[np.float64], list[list[float]]]:
-        """Of splits, a row each: costs of the ranks; and these, the largest first, with the sum of the rounds'."""
+        """Of splits, a row each: costs of the ranks; and these, the largest first, with the sum of
+        the rounds'."""
         ends = prefix[np.cumsum(splits, axis=1)]
         stages = np.diff(ends, axis=1, prepend=0.0)
         ranks = stages[:, held].sum(axis=2)

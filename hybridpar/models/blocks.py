@@ -1,12 +1,13 @@
 """The blocks that GPT and BERT are sequences of: embedding, transformer layer, output head.
 
-Every block is called as `block(x, batch, key)`: x [b, s, h] (None for the embedding), batch the tensors of a
-micro-batch, key the RandomKey of its dropout (None: no dropout). A model of any depth is a list of blocks, so
-splitting it into stages is slicing the list. For text that grows, a layer also takes a KeyValueCache; x is of new
-tokens then, and batch["positions"] ([s] or [b, s] int64) says where in their texts they stand.
+Every block is called as `block(x, batch, key)`: x [b, s, h] (None for the embedding), batch the
+tensors of a micro-batch, key the RandomKey of its dropout (None: no dropout). A model of any depth
+is a list of blocks, so splitting it into stages is slicing the list. For text that grows, a layer
+also takes a KeyValueCache; x is of new tokens then, and batch["positions"] ([s] or [b, s] int64)
+says where in their texts they stand.
 
-With `sequence` (over tp) the x between blocks is this rank's part of every sample's rows, [b, s_local, h]; batch is
-whole. Where tp is 1 that is all of them.
+With `sequence` (over tp) the x between blocks is this rank's part of every sample's rows, [b,
+s_local, h]; batch is whole. Where tp is 1 that is all of them.
 
 Legend: b samples, s sequence, h hidden, v vocabulary.
 """
@@ -51,10 +52,14 @@ TIED = "word_embeddings"
 IGNORE_INDEX = -100
 
 
-def make_norm(model: ModelConfig, axis: Axis, kernels: KernelsConfig, **options: Any) -> LayerNorm | RMSNorm:
+def make_norm(
+    model: ModelConfig, axis: Axis, kernels: KernelsConfig, **options: Any
+) -> LayerNorm | RMSNorm:
     """The norm over hidden_size that a configuration names."""
     norms: dict[str, type[LayerNorm | RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
-    return norms[model.norm](model.hidden_size, axis, eps=model.norm_epsilon, kernels=kernels, **options)
+    return norms[model.norm](
+        model.hidden_size, axis, eps=model.norm_epsilon, kernels=kernels, **options
+    )
 
 
 def part_of(batch: MicroBatch, axis: Axis, sequence: bool) -> SequencePart:
@@ -63,25 +68,51 @@ def part_of(batch: MicroBatch, axis: Axis, sequence: bool) -> SequencePart:
 
 
 class Embedding(nn.Module):
-    """Token, position (learned) and segment (BERT) embeddings; BERT normalises their sum (arXiv 1810.04805, A.2).
+    """Token, position (learned) and segment (BERT) embeddings; BERT normalises their sum (arXiv
+    1810.04805, A.2).
 
     Shapes: tokens, token_types [b, s] -> [b, s, h], replicated.
-    Collectives: forward one all-reduce over tp, backward none. With `sequence`: one reduce_scatter, one all-gather.
-    Raises: DataError for an id outside the vocabulary, on the CPU; ConfigError for more positions than the table has.
+    Collectives: forward one all-reduce over tp, backward none. With `sequence`: one reduce_scatter,
+        one all-gather.
+    Raises: DataError for an id outside the vocabulary, on the CPU; ConfigError for more positions
+        than the table has.
     """
 
-    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, *, sequence: bool = False,
-                 **factory: Any):
+    def __init__(
+        self,
+        model: ModelConfig,
+        axis: Axis,
+        name: str,
+        kernels: KernelsConfig,
+        *,
+        sequence: bool = False,
+        **factory: Any,
+    ):
         super().__init__()
-        self.axis, self.sequence = axis, sequence
-        h, std = model.hidden_size, model.init_std
-        self.tokens = VocabParallelEmbedding(model.vocab_size, h, axis, init_std=std,
-                                             tied=TIED if model.tie_embeddings else "", kernels=kernels, **factory)
+        self.axis = axis
+        self.sequence = sequence
+        h = model.hidden_size
+        std = model.init_std
+        self.tokens = VocabParallelEmbedding(
+            model.vocab_size,
+            h,
+            axis,
+            init_std=std,
+            tied=TIED if model.tie_embeddings else "",
+            kernels=kernels,
+            **factory,
+        )
         self.positions = (
-            LearnedPositionEmbedding(model.num_positions, h, axis, init_std=std, sequence=sequence, **factory)
-            if model.position == "learned" else None)
+            LearnedPositionEmbedding(
+                model.num_positions, h, axis, init_std=std, sequence=sequence, **factory
+            )
+            if model.position == "learned"
+            else None
+        )
         bert = model.kind == "bert"
-        self.segments = SegmentEmbedding(h, axis, std, sequence=sequence, **factory) if bert else None
+        self.segments = (
+            SegmentEmbedding(h, axis, std, sequence=sequence, **factory) if bert else None
+        )
         self.norm = make_norm(model, axis, kernels, sequence=sequence, **factory) if bert else None
         self.dropout = Dropout(model.dropout, f"{name}.dropout", kernels)
 
@@ -90,7 +121,9 @@ class Embedding(nn.Module):
         out = self.tokens(batch["tokens"], part.sizes)
         if self.positions is not None:
             at = batch.get("positions")
-            out = out + (self.positions(part.length, part.start) if at is None else self.positions.at(at))
+            out = out + (
+                self.positions(part.length, part.start) if at is None else self.positions.at(at)
+            )
         if self.segments is not None:
             out = out + self.segments(batch["token_types"].narrow(1, part.start, part.length))
         if self.norm is not None:
@@ -103,7 +136,9 @@ class SegmentEmbedding(ParallelModule):
 
     weight: Tensor
 
-    def __init__(self, hidden: int, axis: Axis, init_std: float, *, sequence: bool = False, **factory: Any):
+    def __init__(
+        self, hidden: int, axis: Axis, init_std: float, *, sequence: bool = False, **factory: Any
+    ):
         super().__init__(axis, sequence)
         self.add_parameter("weight", Placement((2, hidden), Init("normal", init_std)), **factory)
 
@@ -114,49 +149,96 @@ class SegmentEmbedding(ParallelModule):
 class TransformerLayer(nn.Module):
     """Attention and MLP, each with a residual connection.
 
-    Pre-norm normalises what enters them (GPT-2), post-norm the sum they leave (BERT, arXiv 1810.04805). With
-    `parallel_residual` both read the layer's input, each through its own norm (pre-norm; GPT-NeoX, arXiv 2204.06745).
+    Pre-norm normalises what enters them (GPT-2), post-norm the sum they leave (BERT, arXiv
+    1810.04805). With `parallel_residual` both read the layer's input, each through its own norm
+    (pre-norm; GPT-NeoX, arXiv 2204.06745).
     Shapes: x [b, s, h], padding_mask [b, s] bool (True = real) -> [b, s, h], both replicated.
-    Collectives: two all-reduces over tp forward, two backward. With `sequence`: two all-gathers and two reduce_scatters
+    Collectives: two all-reduces over tp forward, two backward. With `sequence`: two all-gathers and
+        two reduce_scatters
     forward, four and two backward.
     """
 
-    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, *, sequence: bool = False,
-                 **factory: Any):
+    def __init__(
+        self,
+        model: ModelConfig,
+        axis: Axis,
+        name: str,
+        kernels: KernelsConfig,
+        *,
+        sequence: bool = False,
+        **factory: Any,
+    ):
         super().__init__()
-        self.axis, self.sequence = axis, sequence
-        self.post_norm, self.parallel_residual = model.post_norm, model.parallel_residual
-        # GPT-2: projections onto the residual stream start smaller, by the number of residual additions
-        out_std = model.init_std if self.post_norm else model.init_std / (2 * model.num_layers) ** 0.5
+        self.axis = axis
+        self.sequence = sequence
+        self.post_norm = model.post_norm
+        self.parallel_residual = model.parallel_residual
+        # GPT-2: projections onto the residual stream start smaller, by the number of residual
+        # additions
+        out_std = (
+            model.init_std if self.post_norm else model.init_std / (2 * model.num_layers) ** 0.5
+        )
         self.attention = ParallelAttention(
-            model.hidden_size, model.num_heads, axis, num_kv_heads=model.kv_heads, causal=model.kind == "gpt",
+            model.hidden_size,
+            model.num_heads,
+            axis,
+            num_kv_heads=model.kv_heads,
+            causal=model.kind == "gpt",
             rotary_base=model.rotary_base if model.position == "rotary" else None,
-            rotary_fraction=model.rotary_fraction, attention_dropout=model.attention_dropout, kernels=kernels,
-            bias=model.bias, init_std=model.init_std, out_init_std=out_std, name=f"{name}.attention",
-            sequence=sequence, **factory)
+            rotary_fraction=model.rotary_fraction,
+            attention_dropout=model.attention_dropout,
+            kernels=kernels,
+            bias=model.bias,
+            init_std=model.init_std,
+            out_init_std=out_std,
+            name=f"{name}.attention",
+            sequence=sequence,
+            **factory,
+        )
         self.mlp = ParallelMLP(
-            model.hidden_size, model.ffn_size, axis, activation=model.activation, bias=model.bias,
-            init_std=model.init_std, out_init_std=out_std, kernels=kernels, sequence=sequence, **factory)
+            model.hidden_size,
+            model.ffn_size,
+            axis,
+            activation=model.activation,
+            bias=model.bias,
+            init_std=model.init_std,
+            out_init_std=out_std,
+            kernels=kernels,
+            sequence=sequence,
+            **factory,
+        )
         self.attention_norm = make_norm(model, axis, kernels, sequence=sequence, **factory)
         self.mlp_norm = make_norm(model, axis, kernels, sequence=sequence, **factory)
         self.attention_dropout = Dropout(model.dropout, f"{name}.attention_dropout", kernels)
         self.mlp_dropout = Dropout(model.dropout, f"{name}.mlp_dropout", kernels)
 
     def remake(self) -> None:
-        """From now on outputs of its norms and of its activation are made again in the backward pass, not kept."""
+        """From now on outputs of its norms and of its activation are made again in the backward
+        pass, not kept."""
         self.attention_norm.remakes = self.mlp_norm.remakes = self.mlp.remakes = True
 
-    def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None,
-                cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        batch: MicroBatch,
+        key: RandomKey | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         start, _, sizes = part_of(batch, self.axis, self.sequence)
         how = batch.get("padding_mask"), key, cache, batch.get("positions"), sizes
         if self.post_norm:
-            x, _ = self.attention_norm.add(*self.attention.without_bias(x, *how), x, self.attention_dropout, key, start)
-            return self.mlp_norm.add(*self.mlp.without_bias(x, sizes), x, self.mlp_dropout, key, start)[0]
+            x, _ = self.attention_norm.add(
+                *self.attention.without_bias(x, *how), x, self.attention_dropout, key, start
+            )
+            return self.mlp_norm.add(
+                *self.mlp.without_bias(x, sizes), x, self.mlp_dropout, key, start
+            )[0]
         attended = self.attention.without_bias(self.attention_norm(x), *how)
         if self.parallel_residual:
             fed = self.mlp.without_bias(self.mlp_norm(x), sizes)
-            return self.mlp_dropout.add(*fed, self.attention_dropout.add(*attended, x, key, start), key, start)
+            return self.mlp_dropout.add(
+                *fed, self.attention_dropout.add(*attended, x, key, start), key, start
+            )
         y, x = self.mlp_norm.add(*attended, x, self.attention_dropout, key, start)
         return self.mlp_dropout.add(*self.mlp.without_bias(y, sizes), x, key, start)
 
@@ -164,41 +246,76 @@ class TransformerLayer(nn.Module):
 class LanguageModelHead(nn.Module):
     """Projection to the vocabulary and its cross-entropy, split by vocabulary rows.
 
-    Collectives: forward three small all-reduces over tp (see vocab_parallel_cross_entropy), backward one of the
+    Collectives: forward three small all-reduces over tp (see vocab_parallel_cross_entropy),
+        backward one of the
     gradient of x. With `sizes`: those of column_linear instead of that one.
     """
 
-    def __init__(self, model: ModelConfig, axis: Axis, kernels: KernelsConfig, *, bias: bool, **factory: Any):
+    def __init__(
+        self, model: ModelConfig, axis: Axis, kernels: KernelsConfig, *, bias: bool, **factory: Any
+    ):
         super().__init__()
-        self.label_smoothing, self.logits_chunk, self.kernels = model.label_smoothing, model.logits_chunk, kernels
+        self.label_smoothing = model.label_smoothing
+        self.logits_chunk = model.logits_chunk
+        self.kernels = kernels
         self.projection = ColumnParallelLinear(
-            model.hidden_size, model.vocab_size, axis, bias=bias, init_std=model.init_std,
-            tied=TIED if model.tie_embeddings else "", **factory)
-        self.axis, self.vocab_size = axis, model.vocab_size
+            model.hidden_size,
+            model.vocab_size,
+            axis,
+            bias=bias,
+            init_std=model.init_std,
+            tied=TIED if model.tie_embeddings else "",
+            **factory,
+        )
+        self.axis = axis
+        self.vocab_size = model.vocab_size
         self.vocab_start, _ = split_ranges(model.vocab_size, axis.size)[axis.rank]
 
-    def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None,
-                sizes: tuple[int, ...] | None = None) -> Tensor:
-        """Sums the loss of the labels that count, over their number in all; without label smoothing in evaluations.
+    def forward(
+        self,
+        x: Tensor,
+        batch: MicroBatch,
+        key: RandomKey | None,
+        sizes: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        """Sums the loss of the labels that count, over their number in all; without label smoothing
+        in evaluations.
 
-        Shapes: x [.., h], labels [..] -> 0-d; with `sizes` x is this rank's part of the sequence, [b, sizes[rank], h].
+        Shapes: x [.., h], labels [..] -> 0-d; with `sizes` x is this rank's part of the sequence,
+            [b, sizes[rank], h].
         """
         smoothing = 0.0 if key is None else self.label_smoothing
         options: dict[str, Any] = {
-            "vocab_start": self.vocab_start, "valid_vocab": self.vocab_size, "label_smoothing": smoothing,
-            "ignore_index": IGNORE_INDEX, "backend": self.kernels.cross_entropy}
+            "vocab_start": self.vocab_start,
+            "valid_vocab": self.vocab_size,
+            "label_smoothing": smoothing,
+            "ignore_index": IGNORE_INDEX,
+            "backend": self.kernels.cross_entropy,
+        }
         if self.logits_chunk:
-            weight, bias = self.projection.weight, self.projection.bias
+            weight = self.projection.weight
+            bias = self.projection.bias
             loss = vocab_parallel_linear_cross_entropy(
-                x, weight, bias, batch["labels"], self.axis, chunk=self.logits_chunk, sizes=sizes, **options)
+                x,
+                weight,
+                bias,
+                batch["labels"],
+                self.axis,
+                chunk=self.logits_chunk,
+                sizes=sizes,
+                **options,
+            )
         else:
             loss = vocab_parallel_cross_entropy(
-                self.projection(x, sizes), batch["labels"], self.axis, overwrite=True, **options)
+                self.projection(x, sizes), batch["labels"], self.axis, overwrite=True, **options
+            )
         return loss.sum() / batch["num_targets"].to(loss.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits of the words. Shapes: x [.., h] -> [.., v], gathered from all tp ranks."""
-        return gather_from(self.projection(x), self.axis, -1, split_sizes(self.vocab_size, self.axis.size))
+        return gather_from(
+            self.projection(x), self.axis, -1, split_sizes(self.vocab_size, self.axis.size)
+        )
 
 
 class GPTHead(nn.Module):
@@ -207,11 +324,24 @@ class GPTHead(nn.Module):
     Shapes: x [b, s, h], labels [b, s] -> {"lm": 0-d}. Collectives: as LanguageModelHead.
     """
 
-    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, *, sequence: bool = False,
-                 **factory: Any):
+    def __init__(
+        self,
+        model: ModelConfig,
+        axis: Axis,
+        name: str,
+        kernels: KernelsConfig,
+        *,
+        sequence: bool = False,
+        **factory: Any,
+    ):
         super().__init__()
-        self.axis, self.sequence = axis, sequence
-        self.norm = nn.Identity() if model.post_norm else make_norm(model, axis, kernels, sequence=sequence, **factory)
+        self.axis = axis
+        self.sequence = sequence
+        self.norm = (
+            nn.Identity()
+            if model.post_norm
+            else make_norm(model, axis, kernels, sequence=sequence, **factory)
+        )
         self.language_model = LanguageModelHead(model, axis, kernels, bias=False, **factory)
 
     def forward(self, x: Tensor, batch: MicroBatch, key: RandomKey | None) -> Losses:
@@ -229,16 +359,23 @@ class ReplicatedLinear(ParallelModule):
     weight: Tensor
     bias: Tensor
 
-    def __init__(self, in_features: int, out_features: int, axis: Axis, init_std: float, **factory: Any):
+    def __init__(
+        self, in_features: int, out_features: int, axis: Axis, init_std: float, **factory: Any
+    ):
         super().__init__(axis)
-        self.add_parameter("weight", Placement((out_features, in_features), Init("normal", init_std)), **factory)
-        self.add_parameter("bias", Placement((out_features,), Init("zeros"), weight_decay=False), **factory)
+        self.add_parameter(
+            "weight", Placement((out_features, in_features), Init("normal", init_std)), **factory
+        )
+        self.add_parameter(
+            "bias", Placement((out_features,), Init("zeros"), weight_decay=False), **factory
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight, self.bias)
 
     def without_bias(self, x: Tensor) -> Tensor:
-        """Computes x W^T, for callers that add the bias with something else. Shapes: as for forward."""
+        """Computes x W^T, for callers that add the bias with something else. Shapes: as for
+        forward."""
         return nn.functional.linear(x, self.weight)
 
 
@@ -248,7 +385,8 @@ def labelled_rows(labels: Tensor) -> Tensor:
 
 
 def padded_labelled_rows(labels: Tensor) -> Tensor:
-    """The same, made longer where it is less than LABELLED of the rows by one that does not count, again and again.
+    """The same, made longer where it is less than LABELLED of the rows by one that does not count,
+    again and again.
 
     So that micro-batches have one shape. Shapes: labels [b, s] -> [max(n, b * ceil(LABELLED * s))].
     """
@@ -263,21 +401,36 @@ def padded_labelled_rows(labels: Tensor) -> Tensor:
 class BertHead(nn.Module):
     """Masked-language-model transform and loss; next-sentence or sentence-order loss on [CLS].
 
-    Only positions that have a label are transformed and projected, about 15 % of them: those of `labelled`, where the
-    batch has that, with some that have none.
+    Only positions that have a label are transformed and projected, about 15 % of them: those of
+    `labelled`, where the batch has that, with some that have none.
     Shapes: x [b, s, h], labels [b, s], sentence_labels [b] -> {"mlm": 0-d, "nsp" or "sop": 0-d}.
     Collectives: as LanguageModelHead. With `sequence`: one all-gather more, forward.
     Source: arXiv 1810.04805 (MLM, NSP), arXiv 1909.11942 (SOP).
     """
 
-    def __init__(self, model: ModelConfig, axis: Axis, name: str, kernels: KernelsConfig, *, sequence: bool = False,
-                 **factory: Any):
+    def __init__(
+        self,
+        model: ModelConfig,
+        axis: Axis,
+        name: str,
+        kernels: KernelsConfig,
+        *,
+        sequence: bool = False,
+        **factory: Any,
+    ):
         super().__init__()
-        self.axis, self.sequence = axis, sequence
-        h, std = model.hidden_size, model.init_std
-        self.final_norm = nn.Identity() if model.post_norm else make_norm(
-            model, axis, kernels, sequence=sequence, **factory)
-        self.activation = activation_function("gelu" if model.activation == "swiglu" else model.activation, kernels)
+        self.axis = axis
+        self.sequence = sequence
+        h = model.hidden_size
+        std = model.init_std
+        self.final_norm = (
+            nn.Identity()
+            if model.post_norm
+            else make_norm(model, axis, kernels, sequence=sequence, **factory)
+        )
+        self.activation = activation_function(
+            "gelu" if model.activation == "swiglu" else model.activation, kernels
+        )
         self.transform = ReplicatedLinear(h, h, axis, std, **factory)
         self.norm = make_norm(model, axis, kernels, **factory)
         self.language_model = LanguageModelHead(model, axis, kernels, bias=True, **factory)
@@ -314,5 +467,6 @@ class BertHead(nn.Module):
         return self.language_model.logits(self.transformed(self.final_norm(x)))
 
     def sentence_logits(self, x: Tensor) -> Tensor:
-        """Logits of the sentence label, where there is such a head. Shapes: x [b, s, h] -> [b, 2]."""
+        """Logits of the sentence label, where there is such a head. Shapes: x [b, s, h] -> [b,
+        2]."""
         return self._scores(self.final_norm(x[:, 0]))

@@ -19,20 +19,34 @@ from hybridpar.models.groups import apply_groups, find_groups, require_matches
 from hybridpar.models.own import Build, adopt, construct
 from hybridpar.nn.placement import Placement, named_placements
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 """Types by their names in train.dtype."""
 HEADS: dict[str, type[GPTHead] | type[BertHead]] = {"gpt": GPTHead, "bert": BertHead}
 
 
-def build_blocks(model: ModelSpec, axis: Axis, numbers: Iterable[int], *, kernels: KernelsConfig = AUTO,
-                 sequence: bool = False, device: str | torch.device = "meta", dtype: torch.dtype = torch.float32,
-                 groups: tuple[ParameterGroup, ...] = ()) -> dict[int, nn.Module]:
-    """The blocks with these numbers of `model`: of GPT and BERT, 0 is the embedding, the last one the head.
+def build_blocks(
+    model: ModelSpec,
+    axis: Axis,
+    numbers: Iterable[int],
+    *,
+    kernels: KernelsConfig = AUTO,
+    sequence: bool = False,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.float32,
+    groups: tuple[ParameterGroup, ...] = (),
+) -> dict[int, nn.Module]:
+    """The blocks with these numbers of `model`: of GPT and BERT, 0 is the embedding, the last one
+    the head.
 
-    `sequence`: between the layers' split parts, each rank holds part of every sample's rows (parallel.sequence).
-    `groups`: of optim.groups; they are written into the placements of parameters.
-    Built on the meta device unless told otherwise: nothing is allocated for blocks that live elsewhere. Where the
-    first and the last are both here and tied, they share one parameter.
+    `sequence`: between the layers' split parts, each rank holds part of every sample's rows
+    (parallel.sequence). `groups`: of optim.groups; they are written into the placements of
+    parameters. Built on the meta device unless told otherwise: nothing is allocated for blocks that
+    live elsewhere. Where the first and the last are both here and tied, they share one parameter.
 
     Raises: ConfigError where heads do not fit the hidden size or the axis (see nn.HeadLayout).
     """
@@ -52,11 +66,14 @@ def build_blocks(model: ModelSpec, axis: Axis, numbers: Iterable[int], *, kernel
 
 @lru_cache(maxsize=16)
 def global_placements(model: ModelSpec) -> Mapping[str, Placement]:
-    """Return the placements of all parameters on one rank, by global name; a tied one has several names."""
+    """Return the placements of all parameters on one rank, by global name; a tied one has several
+    names."""
     found: dict[str, Placement] = {}
     for number in range(model.num_blocks):
         (block,) = build_blocks(model, Axis("tp"), [number]).values()
-        found |= {f"blocks.{number}.{name}": placement for name, _, placement in named_placements(block)}
+        found |= {
+            f"blocks.{number}.{name}": placement for name, _, placement in named_placements(block)
+        }
     return found
 
 
@@ -73,44 +90,61 @@ def _transformer_block(model: ModelConfig, number: int, build: Build) -> nn.Modu
         kind = TransformerLayer
     else:
         kind = HEADS[model.kind]
-    return kind(model, build.axis, build.name, build.kernels, sequence=build.sequence, **build.factory)
+    return kind(
+        model, build.axis, build.name, build.kernels, sequence=build.sequence, **build.factory
+    )
 
 
 def _tie(blocks: Iterable[nn.Module]) -> None:
-    """Makes one parameter of those of one `Placement.tied` name (across stages their gradients are summed instead)."""
+    """Makes one parameter of those of one `Placement.tied` name (across stages their gradients are
+    summed instead)."""
     held: dict[str, nn.Parameter] = {}
     for module in (module for block in blocks for module in block.modules()):
-        placements: dict[str, Placement] = getattr(module, "placements", {})  # those of ordinary modules, too
+        placements: dict[str, Placement] = getattr(
+            module, "placements", {}
+        )  # those of ordinary modules, too
         for name, placement in placements.items():
             if placement.tied:
                 setattr(module, name, held.setdefault(placement.tied, getattr(module, name)))
 
 
 def require_trainable(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ()) -> None:
-    """Raises: ConfigError if all parameters are frozen, or one that is tied is frozen in one of its two blocks of a
-    custom model, or a group decides on no parameter."""
+    """Raises: ConfigError if all parameters are frozen, or one that is tied is frozen in one of its
+    two blocks of a custom model, or a group decides on no parameter."""
     if isinstance(model, ModelConfig) and not groups:
         return
-    placed, tied = global_placements(model), dict[str, bool]()
+    placed = global_placements(model)
+    tied = dict[str, bool]()
     require_matches(groups, placed)
     for name, placement in placed.items():
-        if placement.tied and tied.setdefault(placement.tied, placement.trainable) != placement.trainable:
-            rule = (f"has a tied parameter {placement.tied!r} that is frozen in one block and trained in another "
-                    f"({name}); it is one parameter")
+        if (
+            placement.tied
+            and tied.setdefault(placement.tied, placement.trainable) != placement.trainable
+        ):
+            rule = (
+                f"has a tied parameter {placement.tied!r} that is frozen in one block and trained "
+                "in another "
+                f"({name}); it is one parameter"
+            )
             raise spec_error(model, rule, "requires_grad_(False) in both blocks")
     if any(_trained(model, groups)):
         return
     if any(_trained(model, ())):
         frozen = [group.pattern for group in groups if group.frozen]
-        raise config_error("optim.groups", frozen, "must leave a parameter to train; these patterns freeze all of them",
-                           'a pattern of fewer parameters, such as "blocks.0.*"')
+        raise config_error(
+            "optim.groups",
+            frozen,
+            "must leave a parameter to train; these patterns freeze all of them",
+            'a pattern of fewer parameters, such as "blocks.0.*"',
+        )
     rule = "must have a parameter to train; all of its parameters are frozen (requires_grad=False)"
     raise spec_error(model, rule, "requires_grad_(True) on some module")
 
 
 @lru_cache(maxsize=16)
 def require_tied_ends(model: ModelSpec, pp: int) -> None:
-    """Require that modules which share a parameter are the first and the last, or that there is one stage.
+    """Require that modules which share a parameter are the first and the last, or that there is one
+    stage.
 
     Raises: ConfigError.
     """
@@ -121,9 +155,13 @@ def require_tied_ends(model: ModelSpec, pp: int) -> None:
         for name, (first, _) in model.shared_parameters(number).items():
             if (first, number) not in ((0, 0), (0, last)):
                 own = name.removeprefix("layer.")
-                rule = ("requires that modules which share a parameter are the first and the last, and module "
-                        f"{number} shares {own} with others. To keep them in one stage, make one module of them and "
-                        "of those between them (nn.Sequential)")
+                rule = (
+                    "requires that modules which share a parameter are the first and the last, and "
+                    "module "
+                    f"{number} shares {own} with others. To keep them in one stage, make one "
+                    "module of them and "
+                    "of those between them (nn.Sequential)"
+                )
                 raise config_error("parallel.pp", pp, rule, "1")
 
 
@@ -141,14 +179,19 @@ def require_factors(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ()) -
         return
     if any(place.factored and place.matrices for place in _trained(model, groups)):
         return
-    rule = (f"requires hidden matrices of hybridpar's linear layers (ColumnParallelLinear(.., matrices=..)), whose "
-            f"gradients come as factors; {model.kind} trains none, and torch's layers give whole gradients")
+    rule = (
+        "requires hidden matrices of hybridpar's linear layers (ColumnParallelLinear(.., "
+        "matrices=..)), whose "
+        f"gradients come as factors; {model.kind} trains none, and torch's layers give whole "
+        "gradients"
+    )
     raise config_error("compression.gradients", "sbpca", rule, "powersgd")
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """The blocks that a stage runs again in its backward, each from its own input; whole: all from the stage's.
+    """The blocks that a stage runs again in its backward, each from its own input; whole: all from
+    the stage's.
 
     selective: blocks that make outputs of norms and activations again, and keep the rest.
     """
@@ -158,15 +201,22 @@ class Recomputation:
     selective: frozenset[int] = frozenset()
 
 
-def recomputed_blocks(text: str, model: ModelSpec, split: Sequence[range]) -> tuple[Recomputation, ...]:
+def recomputed_blocks(
+    text: str, model: ModelSpec, split: Sequence[range]
+) -> tuple[Recomputation, ...]:
     """The recomputation of each stage, by `pipeline.recompute`. split: the blocks of each stage.
 
-    Raises: ConfigError as parse_recompute, and where blocks of one's own cannot be recomputed selectively.
+    Raises: ConfigError as parse_recompute, and where blocks of one's own cannot be recomputed
+        selectively.
     """
     again = parse_recompute(text, max(0, model.num_blocks - 2), len(split))
     if again.what == "stage":
-        return tuple(Recomputation(frozenset(blocks), whole=True) if stage in again.numbers else Recomputation()
-                     for stage, blocks in enumerate(split))
+        return tuple(
+            Recomputation(frozenset(blocks), whole=True)
+            if stage in again.numbers
+            else Recomputation()
+            for stage, blocks in enumerate(split)
+        )
     layers = frozenset(layer + 1 for layer in again.numbers)
     if again.what == "selective":
         _require_remake(model, layers)
@@ -180,20 +230,26 @@ def _require_remake(model: ModelSpec, numbers: Iterable[int]) -> None:
         return
     blocks = build_blocks(model, Axis("tp"), numbers).values()
     if odd := next((type(block).__name__ for block in blocks if not hasattr(block, "remake")), ""):
-        raise config_error("pipeline.recompute", "selective", "needs blocks with a method remake(), which has outputs "
-                           f"made again that are cheap to make; {odd} has none", "all")
+        raise config_error(
+            "pipeline.recompute",
+            "selective",
+            "needs blocks with a method remake(), which has outputs "
+            f"made again that are cheap to make; {odd} has none",
+            "all",
+        )
 
 
 class Again(NamedTuple):
-    """The layers ('') or stages ('stage') that are recomputed, or the layers of which what is cheap ('selective')."""
+    """The layers ('') or stages ('stage') that are recomputed, or the layers of which what is cheap
+    ('selective')."""
 
     what: str
     numbers: frozenset[int]
 
 
 def parse_recompute(text: str, num_layers: int, num_stages: int) -> Again:
-    """Reads `pipeline.recompute`: 'none', 'all', 'selective', 'stage', or a list of layers or stages, counted from 0,
-    such as '0,2-5', 'selective:0,2-5' or 'stage:0,2-3'.
+    """Reads `pipeline.recompute`: 'none', 'all', 'selective', 'stage', or a list of layers or
+    stages, counted from 0, such as '0,2-5', 'selective:0,2-5' or 'stage:0,2-3'.
 
     Raises: ConfigError where the text is something else or names what is not there.
     """
@@ -207,11 +263,17 @@ def parse_recompute(text: str, num_layers: int, num_stages: int) -> Again:
     if found is not None:
         return Again(what, found)
     if what == "stage":
-        rule = (f"must name stages from 0 to {num_stages - 1} (parallel.pp, times pipeline.chunks = {num_stages}), "
-                "such as 'stage:0'")
+        rule = (
+            f"must name stages from 0 to {num_stages - 1} (parallel.pp, times pipeline.chunks = "
+            f"{num_stages}), "
+            "such as 'stage:0'"
+        )
         raise config_error("pipeline.recompute", text, rule, "'stage'")
-    rule = (f"must be 'none', 'all', 'selective', 'stage', layers from 0 to {num_layers - 1} such as '0,2-5' or "
-            "'selective:0,2-5', or stages such as 'stage:0,2-3'")
+    rule = (
+        f"must be 'none', 'all', 'selective', 'stage', layers from 0 to {num_layers - 1} such as "
+        "'0,2-5' or "
+        "'selective:0,2-5', or stages such as 'stage:0,2-3'"
+    )
     raise config_error("pipeline.recompute", text, rule, "'all'")
 
 

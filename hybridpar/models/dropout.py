@@ -1,12 +1,14 @@
-"""torch's dropout in custom blocks, drawn by the key of the micro-batch instead of torch's global generator.
+"""torch's dropout in custom blocks, drawn by the key of the micro-batch instead of torch's global
+generator.
 
     nn.Dropout(0.1) named layer.drop in block 3      mask of "blocks.3.layer.drop", its second call in a forward
                                                      that of "blocks.3.layer.drop.1"
-    functional.dropout(x, 0.1)                       mask of "blocks.3.dropout", "blocks.3.dropout.1", ..
+    functional.dropout(x, 0.1)                       mask of "blocks.3.dropout",
+                                                     "blocks.3.dropout.1", ..
 
-So a mask depends on the seed, the step, the sample and the element, and not on the grid, the size of micro-batches, or
-whether a block is recomputed. The first dimension of x must be the samples of the micro-batch, or begin with them, as
-(samples x positions) does.
+So a mask depends on the seed, the step, the sample and the element, and not on the grid, the size
+of micro-batches, or whether a block is recomputed. The first dimension of x must be the samples of
+the micro-batch, or begin with them, as (samples x positions) does.
 """
 
 from __future__ import annotations
@@ -33,14 +35,20 @@ CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 KEYED = (nn.Dropout, *CHANNELS)
 """Modules that a custom block may have."""
 _FUNCTIONS = {
-    functional.dropout: False, torch.dropout: False, functional.dropout1d: True, functional.dropout2d: True,
-    functional.dropout3d: True, torch.feature_dropout: True}
+    functional.dropout: False,
+    torch.dropout: False,
+    functional.dropout1d: True,
+    functional.dropout2d: True,
+    functional.dropout3d: True,
+    torch.feature_dropout: True,
+}
 """torch's functions, and whether they drop whole channels."""
 _site = lru_cache(maxsize=4096)(site)
 
 
 class DropoutCalls(TorchFunctionMode):
-    """A mode in which torch's dropout functions call `drop(x, p, by_channel)` instead; `num_calls` counts them.
+    """A mode in which torch's dropout functions call `drop(x, p, by_channel)` instead; `num_calls`
+    counts them.
 
     Attention with dropout is refused: ConfigError, which names `where`.
     """
@@ -57,12 +65,25 @@ class DropoutCalls(TorchFunctionMode):
         by_channel = _FUNCTIONS.get(func)
         if by_channel is not None:
             return self._call(by_channel, *args, **kwargs)
-        if func is functional.scaled_dot_product_attention and (args[4:5] or (kwargs.get("dropout_p", 0.0),))[0] > 0:
-            raise refused_draw(self._model, self._where, " (scaled_dot_product_attention)", in_attention=True)
+        if (
+            func is functional.scaled_dot_product_attention
+            and (args[4:5] or (kwargs.get("dropout_p", 0.0),))[0] > 0
+        ):
+            raise refused_draw(
+                self._model, self._where, " (scaled_dot_product_attention)", in_attention=True
+            )
         return func(*args, **kwargs)
 
-    def _call(self, by_channel: bool, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *,
-              train: bool = True) -> Tensor:
+    def _call(
+        self,
+        by_channel: bool,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        *,
+        train: bool = True,
+    ) -> Tensor:
         if not (training and train):
             return input
         self.num_calls += 1
@@ -70,7 +91,8 @@ class DropoutCalls(TorchFunctionMode):
 
 
 def _is_in_checkpoint() -> bool:
-    """Whether a caller is torch.utils.checkpoint, which runs a function in the forward, and again in the backward."""
+    """Whether a caller is torch.utils.checkpoint, which runs a function in the forward, and again
+    in the backward."""
     if "torch.utils.checkpoint" not in sys.modules:
         return False
     frame = sys._getframe(1)
@@ -86,10 +108,12 @@ def _in_place_of(x: Tensor, dropped: Tensor, *, inplace: bool) -> Tensor:
 
 
 class KeyedDropouts:
-    """Hooks around the forward of one custom block that have its dropout draw by the key that the block is called with.
+    """Hooks around the forward of one custom block that have its dropout draw by the key that the
+    block is called with.
 
-    Its modules of KEYED get another `forward`. Calls of torch's functions are found in a mode, which costs each
-    function of torch about a microsecond, so blocks whose first forward in training has none go without it.
+    Its modules of KEYED get another `forward`. Calls of torch's functions are found in a mode,
+    which costs each function of torch about a microsecond, so blocks whose first forward in
+    training has none go without it.
     """
 
     def __init__(self, block: nn.Module, model: ModelSpec, number: int, kernels: KernelsConfig):
@@ -136,20 +160,35 @@ class KeyedDropouts:
         if p == 0 or x.numel() == 0:
             return x
         if self._key is None or _is_in_checkpoint():
-            raise spec_error(self._model, f"drops elements in {self._name} ({name}) where its forward is run again by "
-                             "torch.utils.checkpoint, without the key of the micro-batch and so with another mask",
-                             'a forward without it, and pipeline.recompute = "all", which keeps the masks')
+            raise spec_error(
+                self._model,
+                f"drops elements in {self._name} ({name}) where its forward is run again by "
+                "torch.utils.checkpoint, without the key of the micro-batch and so with another "
+                "mask",
+                'a forward without it, and pipeline.recompute = "all", which keeps the masks',
+            )
         count = self._calls[name]
         self._calls[name] += 1
         if x.dim() == 0 or len(x) % self._num_samples:
             shape = tuple(x.shape)
-            rule = (f"drops elements of a tensor of shape {shape} in {self._name} ({name}), whose first dimension is "
-                    f"not the {self._num_samples} samples of the micro-batch, so their masks would depend on its size")
-            raise spec_error(self._model, rule, "dropout of a tensor [samples, ..], before it is transposed")
+            rule = (
+                f"drops elements of a tensor of shape {shape} in {self._name} ({name}), whose "
+                "first dimension is "
+                f"not the {self._num_samples} samples of the micro-batch, so their masks would "
+                "depend on its size"
+            )
+            raise spec_error(
+                self._model, rule, "dropout of a tensor [samples, ..], before it is transposed"
+            )
         full_name = f"{self._name}.{name}.{count}" if count else f"{self._name}.{name}"
         whole = x.new_ones(x.shape[:2]) if by_channel else x
         dropped = ops.dropout(
-            whole.reshape(self._num_samples, -1), p, self._key, _site(full_name), backend=self._backend)
+            whole.reshape(self._num_samples, -1),
+            p,
+            self._key,
+            _site(full_name),
+            backend=self._backend,
+        )
         if by_channel:
             return x * dropped.reshape(*x.shape[:2], *[1] * (x.dim() - 2))
         return dropped.reshape(x.shape)

@@ -1,13 +1,15 @@
 """Operations of a custom model's blocks, counted as their own code runs on tensors without values.
 
-Counted are products: matrix products, convolutions, attention, and whatever else torch's own counter
-(torch.utils.flop_counter) has a formula for; a multiplication and the addition that follows are two operations. Norms,
-activations, losses and other work on single elements are not counted.
+Counted are products: matrix products, convolutions, attention, and whatever else torch's own
+counter (torch.utils.flop_counter) has a formula for; a multiplication and the addition that follows
+are two operations. Norms, activations, losses and other work on single elements are not counted.
 
-    product, convolution    forward 2 for each multiplication; backward as much again for each of the two gradients
-                            that is needed: the input of the first layer and frozen weights need none
-    attention               two products forward, four backward; half of that where is_causal = True, as a query sees
-                            half of the keys on average. Scores that a backward computes again are not counted
+    product, convolution    forward 2 for each multiplication; backward as much again for each of
+                            the two gradients that is needed: the input of the first layer and
+                            frozen weights need none
+    attention               two products forward, four backward; half of that where is_causal =
+                            True, as a query sees half of the keys on average. Scores that a
+                            backward computes again are not counted
 """
 
 from __future__ import annotations
@@ -41,16 +43,22 @@ class BlockFlops(NamedTuple):
 
 @lru_cache(maxsize=256)
 def count_flops(model: ModelSpec) -> tuple[BlockFlops, ...] | None:
-    """Return the operations of each block, or None if a block cannot run without values (it reads a tensor).
+    """Return the operations of each block, or None if a block cannot run without values (it reads a
+    tensor).
 
     Raises: ConfigError for a block that is refused wherever it runs.
     """
     x: Any = None
     has_trained = False
     found = []
-    batch = {name: torch.as_tensor(np.asarray(array), device=_META)[None]
-             for name, array in model.sample(0, 0).items()}
-    batch |= {name: torch.ones((), dtype=torch.float64, device=_META) for name in ("num_targets", "num_samples")}
+    batch = {
+        name: torch.as_tensor(np.asarray(array), device=_META)[None]
+        for name, array in model.sample(0, 0).items()
+    }
+    batch |= {
+        name: torch.ones((), dtype=torch.float64, device=_META)
+        for name in ("num_targets", "num_samples")
+    }
     for number in range(model.num_blocks):
         (block,) = build_blocks(model, Axis("tp"), [number]).values()
         block.to(_META)
@@ -58,7 +66,8 @@ def count_flops(model: ModelSpec) -> tuple[BlockFlops, ...] | None:
         try:
             with _Attentions(counter), counter:
                 out = block(x, batch, None)
-                forward, counter.flops = counter.flops, 0
+                forward = counter.flops
+                counter.flops = 0
                 _backward(out)
         except HybridparError:
             raise
@@ -72,7 +81,9 @@ def count_flops(model: ModelSpec) -> tuple[BlockFlops, ...] | None:
 
 def _backward(out: Any) -> None:
     """Run the backward of all outputs of a block at once; sums have no products."""
-    outputs = [one.sum() for one in (out.values() if isinstance(out, dict) else [out]) if one.requires_grad]
+    outputs = [
+        one.sum() for one in (out.values() if isinstance(out, dict) else [out]) if one.requires_grad
+    ]
     if outputs:
         total = torch.stack([one.float() for one in outputs]).sum()
         backward_from(get_gradient_edge(total), torch.empty_like(total))
@@ -89,7 +100,9 @@ class _Counter(QuietMode):
     """Adds up the operations of what runs while it is active, in `flops`."""
 
     def __init__(self) -> None:
-        from torch.utils.flop_counter import flop_registry  # imports Triton where it is installed, which takes 0.3 s
+        from torch.utils.flop_counter import (
+            flop_registry,
+        )  # imports Triton where it is installed, which takes 0.3 s
 
         super().__init__()
         self.flops = 0
@@ -110,14 +123,17 @@ def convolution_backward_flops(gradient: Tensor, x: Tensor, weight: Tensor, *opt
 
     torch's own formula multiplies by the number of groups.
     """
-    transposed, wants_x, wants_weight = options[4], options[7][0], options[7][1]
+    transposed = options[4]
+    wants_x = options[7][0]
+    wants_weight = options[7][1]
     positions = (x if transposed else gradient).shape[2:]
     each = 2 * x.shape[0] * prod(positions) * weight.numel()
     return each * (wants_x + wants_weight)
 
 
 class _Attentions(TorchFunctionMode):
-    """Counts scaled_dot_product_attention by its arguments, as its operators do not show whether it is causal."""
+    """Counts scaled_dot_product_attention by its arguments, as its operators do not show whether it
+    is causal."""
 
     def __init__(self, counter: _Counter):
         super().__init__()
@@ -128,10 +144,20 @@ class _Attentions(TorchFunctionMode):
             return self._attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _attention(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-                   dropout_p: float = 0.0, is_causal: bool = False, **options: Any) -> Tensor:
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
         flops = 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        out: Tensor = _Attention.apply(query, key, value, self._counter, flops // 2 if is_causal else flops)
+        out: Tensor = _Attention.apply(
+            query, key, value, self._counter, flops // 2 if is_causal else flops
+        )
         return out
 
 
@@ -139,7 +165,9 @@ class _Attention(torch.autograd.Function):
     """Attention that computes nothing but shapes."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, counter: _Counter, flops: int) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, counter: _Counter, flops: int
+    ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.counter = counter
         ctx.flops = flops

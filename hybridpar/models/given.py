@@ -1,7 +1,7 @@
 """A row of modules that a program has made and gives to Trainer, as a model.
 
-Where training starts is where the modules are: their parameters are copied into the stages that hold them. The modules
-themselves are not trained; `Trainer.state_dict` has the weights that are.
+Where training starts is where the modules are: their parameters are copied into the stages that
+hold them. The modules themselves are not trained; `Trainer.state_dict` has the weights that are.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.models.own import constructed
 from hybridpar.models.sequential import SequentialSpec
 
-_WORKS = 'nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1))'
+_WORKS = "nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1))"
 
 
 @dataclass(eq=False)
 class GivenRow:
-    """The modules, in their order, with the names that nn.Sequential has for them, and what is done with them.
+    """The modules, in their order, with the names that nn.Sequential has for them, and what is done
+    with them.
 
-    loss, metrics: as in SequentialSpec. num_targets: as in ModelSpec; None: each sample is one target. datasets: by
-    part. samples: of the training set.
+    loss, metrics: as in SequentialSpec. num_targets: as in ModelSpec; None: each sample is one
+    target. datasets: by part. samples: of the training set.
     """
 
     modules: Mapping[str, nn.Module]
@@ -58,7 +59,8 @@ class GivenRow:
 
     @cached_property
     def inputs(self) -> str:
-        """The name of the array that the first module takes: "x", or a sample's first one. Raises: ConfigError."""
+        """The name of the array that the first module takes: "x", or a sample's first one. Raises:
+        ConfigError."""
         sample = self.sample(0, 0)
         return "x" if "x" in sample else str(next(iter(sample)))
 
@@ -66,7 +68,10 @@ class GivenRow:
         """A sample of the training set. Raises: ConfigError, if it is no dict."""
         sample = self.samples.sample(number, seed)
         if not isinstance(sample, Mapping) or not sample:
-            rule = f"has samples of type {type(sample).__name__}, which must be dicts of arrays by name"
+            rule = (
+                f"has samples of type {type(sample).__name__}, which must be dicts of arrays by "
+                "name"
+            )
             raise config_error("datasets", "train", rule, '[{"x": x, "y": y} for x, y in samples]')
         return dict(sample)
 
@@ -76,7 +81,9 @@ class GivenRow:
         for module in self.row:
             tensors = [] if buffers_only else list(module.parameters())
             for tensor in (*tensors, *module.buffers()):
-                digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(
+                    tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                )
         return digest.hexdigest()
 
     def register(self) -> None:
@@ -86,7 +93,8 @@ class GivenRow:
 
 
 _rows: dict[str, GivenRow] = {}
-"""The modules of this process by their structure, as a configuration and a checkpoint can only name them."""
+"""The modules of this process by their structure, as a configuration and a checkpoint can only name
+them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +108,16 @@ class GivenModules(SequentialSpec):
     def given(self) -> GivenRow:
         """The modules. Raises: ConfigError, if this process has none of this structure."""
         if (row := _rows.get(self.structure)) is None:
-            rule = ("are objects of the program that trained them, which is another one; open this run there, with the "
-                    "same modules")
-            raise ConfigError(Problem("modules", self.structure, rule, "hybridpar.Trainer(modules, ..).state_dict()"))
+            rule = (
+                "are objects of the program that trained them, which is another one; open this run "
+                "there, with the "
+                "same modules"
+            )
+            raise ConfigError(
+                Problem(
+                    "modules", self.structure, rule, "hybridpar.Trainer(modules, ..).state_dict()"
+                )
+            )
         return row
 
     @property
@@ -112,7 +127,10 @@ class GivenModules(SequentialSpec):
 
     @property
     def max_tp_rule(self) -> str:
-        return f"{self.max_tp}, as modules of a row are never split over ranks (parallel.pp and parallel.dp work)"
+        return (
+            f"{self.max_tp}, as modules of a row are never split over ranks (parallel.pp and "
+            "parallel.dp work)"
+        )
 
     @property
     def inputs(self) -> str:  # type: ignore[override]
@@ -163,13 +181,15 @@ class GivenModules(SequentialSpec):
 
     @property
     def _identity(self) -> tuple[str, int]:
-        """Modules of one structure are equal if they are the same objects: others have other weights, and a loss."""
+        """Modules of one structure are equal if they are the same objects: others have other
+        weights, and a loss."""
         row = _rows.get(self.structure)
         return self.structure, -1 if row is None else row.serial
 
 
 def _copied(module: nn.Module, memo: dict[int, Any], number: int) -> nn.Module:
-    """A copy of a module whose floats have the default type, on the default device. memo: as deepcopy has it."""
+    """A copy of a module whose floats have the default type, on the default device. memo: as
+    deepcopy has it."""
     device, dtype = torch.get_default_device(), torch.get_default_dtype()
 
     def moved(tensor: Tensor, kind: torch.dtype) -> Tensor:
@@ -179,15 +199,24 @@ def _copied(module: nn.Module, memo: dict[int, Any], number: int) -> nn.Module:
 
     for parameter in module.parameters():
         kind = dtype if parameter.is_floating_point() else parameter.dtype
-        memo.setdefault(id(parameter), nn.Parameter(moved(parameter, kind), parameter.requires_grad))
+        memo.setdefault(
+            id(parameter), nn.Parameter(moved(parameter, kind), parameter.requires_grad)
+        )
     for one in module.modules():
         for tensor in (*one.buffers(recurse=False), *filter(_is_tensor, vars(one).values())):
-            memo.setdefault(id(tensor), moved(tensor, dtype if tensor.is_floating_point() else tensor.dtype))
+            memo.setdefault(
+                id(tensor), moved(tensor, dtype if tensor.is_floating_point() else tensor.dtype)
+            )
     try:
         return copy.deepcopy(module, memo)
     except (RuntimeError, TypeError) as error:
-        rule = f"has a {type(module).__name__} that cannot be copied for the stage that trains it: {error}"
-        raise config_error("modules", f"module {number}", rule, "a module that copy.deepcopy takes") from error
+        rule = (
+            f"has a {type(module).__name__} that cannot be copied for the stage that trains it: "
+            f"{error}"
+        )
+        raise config_error(
+            "modules", f"module {number}", rule, "a module that copy.deepcopy takes"
+        ) from error
 
 
 def _is_tensor(value: object) -> bool:
@@ -204,28 +233,48 @@ def named_modules(modules: object) -> dict[str, nn.Module]:
     elif isinstance(modules, nn.ModuleList | list | tuple):
         named = {str(number): module for number, module in enumerate(modules)}
     else:
-        rule = ("is a module with a forward of its own, which a pipeline cannot divide: give its parts as a row, each "
-                "of which takes what the one before returns, or write a hybridpar.ModelSpec")
+        rule = (
+            "is a module with a forward of its own, which a pipeline cannot divide: give its parts "
+            "as a row, each "
+            "of which takes what the one before returns, or write a hybridpar.ModelSpec"
+        )
         raise config_error("model", f"a {type(modules).__name__}", rule, _WORKS)
     if not named:
-        raise config_error("modules", f"an empty {type(modules).__name__}", "must have at least one module", _WORKS)
+        raise config_error(
+            "modules", f"an empty {type(modules).__name__}", "must have at least one module", _WORKS
+        )
     for name, module in named.items():
         if not isinstance(module, nn.Module):
-            raise config_error("modules", f"entry {name}: {module!r}", "must be a torch.nn.Module", "nn.Tanh()")
+            raise config_error(
+                "modules", f"entry {name}: {module!r}", "must be a torch.nn.Module", "nn.Tanh()"
+            )
     return {name: module for name, module in named.items() if module is not None}
 
 
-def make_row(modules: object, loss: Any, metrics: Any, num_targets: Any, datasets: Mapping[str, Any]) -> GivenRow:
+def make_row(
+    modules: object, loss: Any, metrics: Any, num_targets: Any, datasets: Mapping[str, Any]
+) -> GivenRow:
     """The row that the arguments of Trainer describe. Raises: ConfigError."""
     named = named_modules(modules)
     if not callable(loss):
-        rule = "must be a function of the last module's output and of the batch that returns the mean of its losses"
-        raise config_error("loss", loss, rule, "lambda out, batch: nn.functional.mse_loss(out[:, 0], batch['y'])")
+        rule = (
+            "must be a function of the last module's output and of the batch that returns the mean "
+            "of its losses"
+        )
+        raise config_error(
+            "loss", loss, rule, "lambda out, batch: nn.functional.mse_loss(out[:, 0], batch['y'])"
+        )
     for name, given in (("metrics", metrics), ("num_targets", num_targets)):
         if not (given is None or callable(given)):
             raise config_error(name, given, "must be a function", "None")
     if datasets.get("train") is None:
-        raise config_error("datasets", sorted(datasets), 'must have samples to train on, under "train"',
-                           'datasets={"train": [{"x": .., "y": ..}, ..]}')
+        raise config_error(
+            "datasets",
+            sorted(datasets),
+            'must have samples to train on, under "train"',
+            'datasets={"train": [{"x": .., "y": ..}, ..]}',
+        )
     samples = SampleSource(datasets["train"])
-    return GivenRow(named, loss, metrics, num_targets, {**datasets, "train": samples.dataset}, samples)
+    return GivenRow(
+        named, loss, metrics, num_targets, {**datasets, "train": samples.dataset}, samples
+    )

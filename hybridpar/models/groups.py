@@ -1,12 +1,13 @@
-"""Parameter groups: which entry of `optim.groups` decides on each parameter, found once, by its global name.
+"""Parameter groups: which entry of `optim.groups` decides on each parameter, found once, by its
+global name.
 
-    [[optim.groups]]                  blocks.0.words.weight            frozen
-    pattern = "blocks.0.*"            blocks.1.attention.qkv.weight    lr 0.1
-    frozen = true                     blocks.1.mlp.down.weight         as optim says
+[[optim.groups]]                  blocks.0.words.weight            frozen
+pattern = "blocks.0.*"            blocks.1.attention.qkv.weight    lr 0.1
+frozen = true                     blocks.1.mlp.down.weight         as optim says
 
-    [[optim.groups]]
-    pattern = "*.attention.*"
-    lr = 0.1
+[[optim.groups]]
+pattern = "*.attention.*"
+lr = 0.1
 """
 
 from __future__ import annotations
@@ -30,24 +31,33 @@ Placed = Mapping[str, Placement]
 
 
 def find_groups(groups: Sequence[ParameterGroup], placed: Placed) -> dict[str, int]:
-    """Return the number of the first group that matches each parameter, by name; those that none matches are absent.
+    """Return the number of the first group that matches each parameter, by name; those that none
+    matches are absent.
 
-    A tied parameter is one parameter with several names: the first group that matches any of them decides.
+    A tied parameter is one parameter with several names: the first group that matches any of them
+    decides.
     """
     found: dict[str, int] = {}
     of_tied: dict[str, int] = {}
     for name, placement in placed.items():
-        number = next((i for i, group in enumerate(groups) if fnmatchcase(name, group.pattern)), None)
+        number = next(
+            (i for i, group in enumerate(groups) if fnmatchcase(name, group.pattern)), None
+        )
         if number is None:
             continue
         found[name] = number
         if placement.tied:
             of_tied[placement.tied] = min(number, of_tied.get(placement.tied, number))
-    return found | {name: of_tied[place.tied] for name, place in placed.items() if place.tied in of_tied}
+    return found | {
+        name: of_tied[place.tied] for name, place in placed.items() if place.tied in of_tied
+    }
 
 
-def apply_groups(blocks: Mapping[int, nn.Module], groups: Sequence[ParameterGroup], found: Mapping[str, int]) -> None:
-    """Write the groups into the placements of blocks, which have them by number. `found`: of `find_groups`."""
+def apply_groups(
+    blocks: Mapping[int, nn.Module], groups: Sequence[ParameterGroup], found: Mapping[str, int]
+) -> None:
+    """Write the groups into the placements of blocks, which have them by number. `found`: of
+    `find_groups`."""
     for number, block in blocks.items():
         for name, parameter, placement in list(named_placements(block)):
             if (index := found.get(f"blocks.{number}.{name}")) is None:
@@ -60,14 +70,20 @@ def apply_groups(blocks: Mapping[int, nn.Module], groups: Sequence[ParameterGrou
 
 
 def _in_group(placement: Placement, group: ParameterGroup) -> Placement:
-    return replace(placement, lr=placement.lr * group.lr, weight_decay=placement.weight_decay * group.weight_decay,
-                   trainable=placement.trainable and not group.frozen)
+    return replace(
+        placement,
+        lr=placement.lr * group.lr,
+        weight_decay=placement.weight_decay * group.weight_decay,
+        trainable=placement.trainable and not group.frozen,
+    )
 
 
 def require_matches(groups: Sequence[ParameterGroup], placed: Placed) -> None:
     """Raises: ConfigError for every group that decides on no parameter."""
     found = find_groups(groups, placed)
-    problems = [_without_effect(i, groups, placed) for i in range(len(groups)) if i not in found.values()]
+    problems = [
+        _without_effect(i, groups, placed) for i in range(len(groups)) if i not in found.values()
+    ]
     if problems:
         raise ConfigError(*problems)
 
@@ -78,12 +94,20 @@ def _without_effect(number: int, groups: Sequence[ParameterGroup], placed: Place
     matched = [name for name in placed if fnmatchcase(name, pattern)]
     if matched:
         earlier = find_groups(groups, placed)[matched[0]]
-        rule = (f"matches only parameters of earlier groups, such as {matched[0]} of optim.groups[{earlier}], and the "
-                "first group that matches decides")
+        rule = (
+            f"matches only parameters of earlier groups, such as {matched[0]} of "
+            f"optim.groups[{earlier}], and the "
+            "first group that matches decides"
+        )
         return Problem(field, pattern, rule, f"this group before optim.groups[{earlier}]")
-    forms = dict.fromkeys(re.sub(r"^blocks\.\d+", "blocks.*", name) for name in placed)  # of all blocks alike
+    forms = dict.fromkeys(
+        re.sub(r"^blocks\.\d+", "blocks.*", name) for name in placed
+    )  # of all blocks alike
     near = difflib.get_close_matches(pattern, list(forms), 3, cutoff=0.0)
-    rule = f"matches no parameter; global names near it are {', '.join(near)}, where * stands for any characters"
+    rule = (
+        f"matches no parameter; global names near it are {', '.join(near)}, where * stands for any "
+        "characters"
+    )
     return Problem(field, pattern, rule, f'"{near[0]}"')
 
 
@@ -91,9 +115,9 @@ def _without_effect(number: int, groups: Sequence[ParameterGroup], placed: Place
 class GroupSummary:
     """What a group comes to.
 
-    pattern: empty for the parameters that no group matches. parameters: number of their elements, without those that
-    the model freezes itself. lr: the highest learning rate. weight_decay: of the parameters that decay at all, 0 if
-    none does. Both are 0 for frozen parameters.
+    pattern: empty for the parameters that no group matches. parameters: number of their elements,
+    without those that the model freezes itself. lr: the highest learning rate. weight_decay: of the
+    parameters that decay at all, 0 if none does. Both are 0 for frozen parameters.
     """
 
     pattern: str
@@ -120,9 +144,16 @@ def summarize(optim: OptimConfig, placed: Placed) -> list[GroupSummary]:
             continue
         sizes[number] += prod(placement.shape)
         decays[number] = max(decays[number], placement.weight_decay)
-    return [GroupSummary(group.pattern, size, 0.0 if group.frozen else optim.highest_lr * group.lr,
-                         0.0 if group.frozen else optim.weight_decay * group.weight_decay * decay, group.frozen)
-            for group, size, decay in zip((*optim.groups, rest), sizes, decays, strict=True)]
+    return [
+        GroupSummary(
+            group.pattern,
+            size,
+            0.0 if group.frozen else optim.highest_lr * group.lr,
+            0.0 if group.frozen else optim.weight_decay * group.weight_decay * decay,
+            group.frozen,
+        )
+        for group, size, decay in zip((*optim.groups, rest), sizes, decays, strict=True)
+    ]
 
 
 def table(summaries: Sequence[GroupSummary]) -> str:
@@ -132,5 +163,7 @@ def table(summaries: Sequence[GroupSummary]) -> str:
         values = ("frozen", "") if one.frozen else (f"{one.lr:.4g}", f"{one.weight_decay:.4g}")
         rows.append((one.pattern or "all others", f"{one.parameters:,}", *values))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-                     for row in rows)
+    return "\n".join(
+        "  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    )

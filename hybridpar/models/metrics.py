@@ -13,7 +13,8 @@ from hybridpar.errors import ConfigError, Problem, config_error
 
 
 class LossesAndMetrics(dict[str, Tensor]):
-    """The partial losses of a micro-batch by name, and its metrics: in float64, apart from autograd's graph."""
+    """The partial losses of a micro-batch by name, and its metrics: in float64, apart from
+    autograd's graph."""
 
     def __init__(self, losses: Mapping[str, Tensor], metrics: Mapping[str, Tensor]):
         super().__init__(losses)
@@ -29,12 +30,15 @@ def each(losses: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> 
     """Return `function` of each loss of a micro-batch, and of each of its metrics."""
     made = {name: function(loss) for name, loss in losses.items()}
     if isinstance(losses, LossesAndMetrics):
-        return LossesAndMetrics(made, {name: function(metric) for name, metric in losses.metrics.items()})
+        return LossesAndMetrics(
+            made, {name: function(metric) for name, metric in losses.metrics.items()}
+        )
     return made
 
 
 def require_names(model: ModelSpec) -> None:
-    """Check the names of a model's metrics. Raises: ConfigError naming each that cannot be reported."""
+    """Check the names of a model's metrics. Raises: ConfigError naming each that cannot be
+    reported."""
     problems = []
     for name in model.metric_names:
         if not is_name(name):
@@ -51,27 +55,47 @@ def require_names(model: ModelSpec) -> None:
 def require_metrics(model: ModelSpec, metrics: Any, where: str) -> None:
     """Check the metrics of a micro-batch. `where`: what has returned them, for the error.
 
-    Raises: ConfigError where they are not a dict of numbers (0-d tensors), or have other names than the model says.
+    Raises: ConfigError where they are not a dict of numbers (0-d tensors), or have other names than
+        the model says.
     """
     require_values(model, metrics, where)
     if set(metrics) != set(model.metric_names):
-        rule = f"must name the metrics that come with every micro-batch; {where} returns {list(metrics)}"
-        raise config_error("model.metric_names", list(model.metric_names), rule,
-                           f"{tuple(metrics)}, or the same names each time")
+        rule = (
+            f"must name the metrics that come with every micro-batch; {where} returns "
+            f"{list(metrics)}"
+        )
+        raise config_error(
+            "model.metric_names",
+            list(model.metric_names),
+            rule,
+            f"{tuple(metrics)}, or the same names each time",
+        )
 
 
 def require_values(model: ModelSpec, metrics: Any, where: str) -> None:
     """Check that metrics are numbers; arguments as for `require_metrics`. Raises: ConfigError."""
     if not isinstance(metrics, Mapping):
-        raise _wrong(model, f"returns metrics of type {type(metrics).__name__} from {where}, which must be a dict of "
-                     "numbers by name", '{"accuracy": ..}')
+        raise _wrong(
+            model,
+            f"returns metrics of type {type(metrics).__name__} from {where}, which must be a dict "
+            "of "
+            "numbers by name",
+            '{"accuracy": ..}',
+        )
     for name, value in metrics.items():
         if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
             continue
-        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        found = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, Tensor)
+            else f"a {type(value).__name__}"
+        )
         works = "no .item()" if isinstance(value, int | float) else "the .mean() of it"
-        raise _wrong(model, f"returns {found} as metric {name!r} from {where}, which must be a number (0-d tensor)",
-                     works)
+        raise _wrong(
+            model,
+            f"returns {found} as metric {name!r} from {where}, which must be a number (0-d tensor)",
+            works,
+        )
 
 
 def is_ghost(x: object) -> bool:

@@ -1,8 +1,8 @@
 """Blocks of a model of one's own, which may hold ordinary modules of torch.
 
-Every tp rank holds all parameters of an ordinary module, which start as its constructor leaves them. A constructor
-draws from torch's global generator, in the order of its code, so a block is constructed as a whole, from a seed of its
-own, wherever one of its parameters is needed.
+Every tp rank holds all parameters of an ordinary module, which start as its constructor leaves
+them. A constructor draws from torch's global generator, in the order of its code, so a block is
+constructed as a whole, from a seed of its own, wherever one of its parameters is needed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ _NO_LAYERS = ("torch.nn.modules.module", "torch.nn.modules.container")
 
 @dataclass(frozen=True)
 class Build:
-    """How a block is built: parallel over `axis` (tp), its dropout named after `name`, with the backends of `kernels`.
+    """How a block is built: parallel over `axis` (tp), its dropout named after `name`, with the
+    backends of `kernels`.
 
-    `sequence`: between the blocks' split parts, each rank holds part of every sample's rows (parallel.sequence).
+    `sequence`: between the blocks' split parts, each rank holds part of every sample's rows
+    (parallel.sequence).
     """
 
     axis: Axis
@@ -56,7 +58,8 @@ class Build:
 
 @contextmanager
 def making(device: str | torch.device, dtype: torch.dtype) -> Any:
-    """Modules and tensors that name neither a device nor a type are made on this device, floats of this type."""
+    """Modules and tensors that name neither a device nor a type are made on this device, floats of
+    this type."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -68,7 +71,8 @@ def making(device: str | torch.device, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True)
 class Constructed:
-    """The value of parameter `name` of block `number` as its constructor leaves it, drawn from a seed."""
+    """The value of parameter `name` of block `number` as its constructor leaves it, drawn from a
+    seed."""
 
     model: ModelSpec
     number: int
@@ -86,11 +90,15 @@ def constructed(model: ModelSpec, number: int, seed: int) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(random.site(f"{seed}.blocks.{number}"))
         block = construct(model, number, build)
-    return {name: tensor.detach() for name, tensor in (*block.named_parameters(), *block.named_buffers())}
+    return {
+        name: tensor.detach()
+        for name, tensor in (*block.named_parameters(), *block.named_buffers())
+    }
 
 
 def construct(model: ModelSpec, number: int, build: Build) -> nn.Module:
-    """Block `number` of a model of one's own; what it makes without saying where is on the device of `build`.
+    """Block `number` of a model of one's own; what it makes without saying where is on the device
+    of `build`.
 
     Raises: ConfigError where it is no module.
     """
@@ -102,12 +110,21 @@ def construct(model: ModelSpec, number: int, build: Build) -> nn.Module:
     return block
 
 
-def adopt(block: nn.Module, model: ModelSpec, number: int, dtype: torch.dtype, kernels: KernelsConfig = AUTO) -> None:
-    """Gives what ordinary modules of the block hold a placement; their buffers, which nobody trains, values.
+def adopt(
+    block: nn.Module,
+    model: ModelSpec,
+    number: int,
+    dtype: torch.dtype,
+    kernels: KernelsConfig = AUTO,
+) -> None:
+    """Gives what ordinary modules of the block hold a placement; their buffers, which nobody
+    trains, values.
 
-    From now on floats of micro-batches come to it as `dtype`, what it returns is compared with what the model says, and
-    its forward is watched (watched.BlockWatch). Dropout of torch draws by the key (dropout.KeyedDropouts).
-    Raises: ConfigError for a module that does not do the same on every grid, or has a tensor without values.
+    From now on floats of micro-batches come to it as `dtype`, what it returns is compared with what
+    the model says, and its forward is watched (watched.BlockWatch). Dropout of torch draws by the
+    key (dropout.KeyedDropouts).
+    Raises: ConfigError for a module that does not do the same on every grid, or has a tensor
+        without values.
     """
     require_same_everywhere(block, model, number)
     _require_registered(block, model, number)
@@ -122,15 +139,19 @@ def adopt(block: nn.Module, model: ModelSpec, number: int, dtype: torch.dtype, k
     for prefix, module in block.named_modules():
         full: Callable[[str], str] = f"{prefix}.{{}}".format if prefix else "{}".format
         if isinstance(module, ParallelModule):
-            module.placements = {name: replace(placement, trainable=getattr(module, name).requires_grad)
-                                 for name, placement in module.placements.items()}
+            module.placements = {
+                name: replace(placement, trainable=getattr(module, name).requires_grad)
+                for name, placement in module.placements.items()
+            }
         else:
             placements = {}
             for name, parameter in module.named_parameters(recurse=False):
                 first = shared.get(full(name))
                 draw = Constructed(model, *(first or (number, full(name))))
                 tied = "" if first is None else "blocks.{}.{}".format(*first)
-                placements[name] = replace(_placement(module, name, parameter, draw, inner), tied=tied)
+                placements[name] = replace(
+                    _placement(module, name, parameter, draw, inner), tied=tied
+                )
             if placements:
                 cast(Any, module).placements = placements
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -154,23 +175,30 @@ class _Noting(dict[str, Tensor]):
         return super().__iter__()  # so that who makes a copy asks for each
 
 
-def _given(is_last: bool, dtype: torch.dtype, block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What a block is called with: floats of samples in the working precision. The last one's are not made narrower,
-    as losses compare with them, unless it is the first as well."""
+def _given(
+    is_last: bool, dtype: torch.dtype, block: nn.Module, args: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    """What a block is called with: floats of samples in the working precision. The last one's are
+    not made narrower, as losses compare with them, unless it is the first as well."""
     x, batch, *rest = args
     keeps = is_last and x is not None
-    kinds = {name: torch.promote_types(one.dtype, dtype) if keeps else dtype for name, one in batch.items()
-             if one.is_floating_point() and one.dim()}  # without dimensions: the counts
+    kinds = {
+        name: torch.promote_types(one.dtype, dtype) if keeps else dtype
+        for name, one in batch.items()
+        if one.is_floating_point() and one.dim()
+    }  # without dimensions: the counts
     if any(batch[name].dtype != kind for name, kind in kinds.items()):
         batch = {**batch, **{name: batch[name].to(kind) for name, kind in kinds.items()}}
     return x, _Noting(batch) if is_last else batch, *rest
 
 
-def _check_output(model: ModelSpec, number: int, wanted: Any, block: nn.Module, args: Any, out: Any) -> Any:
+def _check_output(
+    model: ModelSpec, number: int, wanted: Any, block: nn.Module, args: Any, out: Any
+) -> Any:
     """Check what a block returns; of a last block with metrics, return the losses with these.
 
-    Raises: ConfigError where the block returns something else than the model's `activation_shape`, `losses` and
-        `metric_names`, or losses that cannot be parts of a mean over the whole batch.
+    Raises: ConfigError where the block returns something else than the model's `activation_shape`,
+        `losses` and `metric_names`, or losses that cannot be parts of a mean over the whole batch.
     """
     if isinstance(out, Tensor) and wanted == out.shape[1:]:
         return None  # at once, as it is asked at every micro-batch
@@ -186,23 +214,55 @@ def _check_output(model: ModelSpec, number: int, wanted: Any, block: nn.Module, 
                 shapes = [tuple(loss.shape) for loss in out.values()]
                 rule = f"must be one number (0-d) each; {where} returns tensors of shapes {shapes}"
                 raise config_error("model.losses", names, rule, "loss.mean()")
-            raise config_error("model.losses", list(model.losses), f"are numbers (0-d) that the last block returns by "
-                               f"name; {where} returns {names}", "the names of that dict")
-        if (torch.is_grad_enabled() and isinstance(args[0], Tensor) and args[0].requires_grad
-                and not any(loss.requires_grad for loss in out.values())):
-            rule = f"returns losses without a gradient: {where} leaves autograd's graph (detach, item, numpy, no_grad)"
+            raise config_error(
+                "model.losses",
+                list(model.losses),
+                f"are numbers (0-d) that the last block returns by name; {where} returns {names}",
+                "the names of that dict",
+            )
+        if (
+            torch.is_grad_enabled()
+            and isinstance(args[0], Tensor)
+            and args[0].requires_grad
+            and not any(loss.requires_grad for loss in out.values())
+        ):
+            rule = (
+                f"returns losses without a gradient: {where} leaves autograd's graph (detach, "
+                "item, numpy, no_grad)"
+            )
             raise spec_error(model, rule, "a loss that torch computes of its input")
         if not {"num_samples", "num_targets"} & args[1].asked:
-            rule = (f"returns losses that are not divided by the size of the whole batch: {where} reads neither "
-                    "batch['num_samples'] nor batch['num_targets'], so micro-batches would not add up to a mean")
-            raise spec_error(model, rule, 'cross_entropy(.., reduction="sum") / batch["num_samples"]')
+            rule = (
+                f"returns losses that are not divided by the size of the whole batch: {where} "
+                "reads neither "
+                "batch['num_samples'] nor batch['num_targets'], so micro-batches would not add up "
+                "to a mean"
+            )
+            raise spec_error(
+                model, rule, 'cross_entropy(.., reduction="sum") / batch["num_samples"]'
+            )
         return LossesAndMetrics(out, metrics) if metrics else out
-    wanted = {name: tuple(one) for name, one in wanted.items()} if isinstance(wanted, dict) else tuple(wanted)
-    found = _shape_of(out) if not isinstance(wanted, dict) else (
-        {name: _shape_of(one) for name, one in out.items()} if isinstance(out, dict) else f"a {type(out).__name__}")
+    wanted = (
+        {name: tuple(one) for name, one in wanted.items()}
+        if isinstance(wanted, dict)
+        else tuple(wanted)
+    )
+    found = (
+        _shape_of(out)
+        if not isinstance(wanted, dict)
+        else (
+            {name: _shape_of(one) for name, one in out.items()}
+            if isinstance(out, dict)
+            else f"a {type(out).__name__}"
+        )
+    )
     if found != wanted:
-        raise config_error("model.activation_shape", wanted, f"is what {where} is to return of each sample; it returns "
-                           f"{found}", str(found))
+        raise config_error(
+            "model.activation_shape",
+            wanted,
+            f"is what {where} is to return of each sample; it returns {found}",
+            str(found),
+        )
     return None
 
 
@@ -211,16 +271,23 @@ def _shape_of(x: Any) -> Any:
     return tuple(x.shape[1:]) if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
-def _placement(module: nn.Module, name: str, parameter: nn.Parameter, draw: Constructed, inner: bool) -> Placement:
+def _placement(
+    module: nn.Module, name: str, parameter: nn.Parameter, draw: Constructed, inner: bool
+) -> Placement:
     is_matrix = inner and isinstance(module, nn.Linear) and name == "weight"
-    return Placement(tuple(parameter.shape), Init("constructed", draw=draw),
-                     weight_decay=_decays(module, name, parameter),
-                     matrices=(((0, len(parameter)),),) if is_matrix else (), trainable=parameter.requires_grad)
+    return Placement(
+        tuple(parameter.shape),
+        Init("constructed", draw=draw),
+        weight_decay=_decays(module, name, parameter),
+        matrices=(((0, len(parameter)),),) if is_matrix else (),
+        trainable=parameter.requires_grad,
+    )
 
 
 def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies to a parameter of an ordinary module: to the weights of torch's layers, but neither
-    to their biases nor to anything of a norm. A bare parameter decays if two of its dimensions are above 1."""
+    """Whether weight decay applies to a parameter of an ordinary module: to the weights of torch's
+    layers, but neither to their biases nor to anything of a norm. A bare parameter decays if two of
+    its dimensions are above 1."""
     if isinstance(module, _NORMS):
         return False
     if _is_layer_of_torch(module):
@@ -232,18 +299,27 @@ def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
 
 
 def _is_layer_of_torch(module: nn.Module) -> bool:
-    """Whether its class is one of torch's layers, or made of one. Containers hold what their users put there."""
-    return any(kind.__module__.startswith("torch.nn.modules.") and kind.__module__ not in _NO_LAYERS
-               for kind in type(module).__mro__)
+    """Whether its class is one of torch's layers, or made of one. Containers hold what their users
+    put there."""
+    return any(
+        kind.__module__.startswith("torch.nn.modules.") and kind.__module__ not in _NO_LAYERS
+        for kind in type(module).__mro__
+    )
 
 
 def require_same_everywhere(block: nn.Module, model: ModelSpec, number: int) -> None:
-    """Raises: ConfigError for a module whose numbers depend on micro-batches, or on the place of the process."""
+    """Raises: ConfigError for a module whose numbers depend on micro-batches, or on the place of
+    the process."""
     has_convolutions = any(isinstance(module, _CONVOLUTIONS) for module in block.modules())
     for name, module in block.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            why = "normalizes by the samples of a micro-batch, so other micro-batches are another training"
-            raise _refused(model, number, name, module, why, _instead_of_batch_norm(module, has_convolutions))
+            why = (
+                "normalizes by the samples of a micro-batch, so other micro-batches are another "
+                "training"
+            )
+            raise _refused(
+                model, number, name, module, why, _instead_of_batch_norm(module, has_convolutions)
+            )
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             if model.max_tp > 1:
                 why = f"{_DRAWS}, and a tp rank does not know which part of a tensor it has"
@@ -252,7 +328,11 @@ def require_same_everywhere(block: nn.Module, model: ModelSpec, number: int) -> 
             if not isinstance(module, KEYED):
                 raise _refused(model, number, name, module, _DRAWS, f"nn.Dropout({module.p})")
         dropout = getattr(module, "dropout", 0.0)
-        if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and isinstance(dropout, float) and dropout > 0:
+        if (
+            isinstance(module, nn.MultiheadAttention | nn.RNNBase)
+            and isinstance(dropout, float)
+            and dropout > 0
+        ):
             kept = "; nn.Dropout on its output works"
             inside = f"{name}.dropout = 0.0" if name else "dropout=0.0"
             raise _refused(model, number, name, module, _DRAWS, inside + kept)
@@ -267,15 +347,23 @@ def _instead_of_batch_norm(norm: nn.modules.batchnorm._BatchNorm, has_convolutio
 
 
 def _require_registered(block: nn.Module, model: ModelSpec, number: int) -> None:
-    """Raises: ConfigError for a tensor that is neither a parameter nor a buffer and was made on the meta device."""
+    """Raises: ConfigError for a tensor that is neither a parameter nor a buffer and was made on the
+    meta device."""
     for prefix, module in block.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
-                why = (f"keeps the tensor {name!r} as a plain attribute, which has no values here: only parameters and "
-                       "buffers get values and move to the device of the process")
-                raise _refused(model, number, prefix, module, why, f"self.register_buffer({name!r}, ..)")
+                why = (
+                    f"keeps the tensor {name!r} as a plain attribute, which has no values here: "
+                    "only parameters and "
+                    "buffers get values and move to the device of the process"
+                )
+                raise _refused(
+                    model, number, prefix, module, why, f"self.register_buffer({name!r}, ..)"
+                )
 
 
-def _refused(model: ModelSpec, number: int, name: str, module: object, why: str, works: str) -> ConfigError:
+def _refused(
+    model: ModelSpec, number: int, name: str, module: object, why: str, works: str
+) -> ConfigError:
     rule = f"has a {type(module).__name__} ({name or 'itself'}) in block {number}, which {why}"
     return spec_error(model, rule, works)

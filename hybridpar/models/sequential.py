@@ -37,11 +37,13 @@ class SequentialSpec(ModelSpec):
 
             def sample(self, number, seed): ...
 
-    Each is a unit that a split into stages can separate. Shapes between them are found on the meta device, with a
-    sample. A generator that makes one module after the other lets a process hold no more than its own.
+    Each is a unit that a split into stages can separate. Shapes between them are found on the meta
+    device, with a sample. A generator that makes one module after the other lets a process hold no
+    more than its own.
 
-    The first and the last module may share parameters, as an embedding and a head do (`head.weight = table.weight`):
-    they are one parameter on every grid. Other modules that share parameters must be one module.
+    The first and the last module may share parameters, as an embedding and a head do
+    (`head.weight = table.weight`): they are one parameter on every grid. Other modules that share
+    parameters must be one module.
     """
 
     inputs: ClassVar[str] = "x"
@@ -54,17 +56,19 @@ class SequentialSpec(ModelSpec):
     def loss(self, out: Any, batch: dict[str, Tensor]) -> Tensor:
         """Return the loss of a micro-batch, from the last module's output.
 
-        It is the mean over the samples of the micro-batch. Where the model defines `num_targets`, it is the sum over
-        the labels that count instead, and is divided by their number in the whole batch: a micro-batch may have any
-        number of them, or none. Shapes: a number (0-d).
+        It is the mean over the samples of the micro-batch. Where the model defines `num_targets`,
+        it is the sum over the labels that count instead, and is divided by their number in the
+        whole batch: a micro-batch may have any number of them, or none. Shapes: a number (0-d).
         """
         raise self._undefined("def loss(self, out, batch): ...")
 
     def metrics(self, out: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the metrics of a micro-batch by name, such as {"accuracy": ..}; they are reported and train nothing.
+        """Return the metrics of a micro-batch by name, such as {"accuracy": ..}; they are reported
+        and train nothing.
 
-        Each is a mean over the samples of the micro-batch, or a sum over the labels that count, as the loss is. It is
-        called without gradients. Names are the same for every micro-batch. Shapes: numbers (0-d).
+        Each is a mean over the samples of the micro-batch, or a sum over the labels that count, as
+        the loss is. It is called without gradients. Names are the same for every micro-batch.
+        Shapes: numbers (0-d).
         """
         return {}
 
@@ -88,13 +92,16 @@ class SequentialSpec(ModelSpec):
         return any(first == 0 for first, _ in self.shared_parameters(self.num_blocks - 1).values())
 
     def shared_parameters(self, number: int) -> Mapping[str, tuple[int, str]]:
-        """The parameters that several modules of the row hold: a module that comes twice, or a tied weight."""
+        """The parameters that several modules of the row hold: a module that comes twice, or a tied
+        weight."""
         return _shared(self)[number]
 
     def block(self, number: int, build: Build) -> nn.Module:
-        """Module `number`; those before it are made without memory, where `layers` makes one after the other.
+        """Module `number`; those before it are made without memory, where `layers` makes one after
+        the other.
 
-        Where a generator makes it before it yields an earlier one, all modules up to it are made in full.
+        Where a generator makes it before it yields an earlier one, all modules up to it are made in
+        full.
         """
         module = self._module(number, torch.device("meta"))
         device = torch.get_default_device()
@@ -112,14 +119,17 @@ class SequentialSpec(ModelSpec):
 
 
 class _Layer(nn.Module):
-    """A module as a block: the first takes its input from the batch, the last returns the loss and metrics."""
+    """A module as a block: the first takes its input from the batch, the last returns the loss and
+    metrics."""
 
     NAME = "layer"
     """Name of the module in names of parameters."""
 
     def __init__(self, layer: nn.Module, model: SequentialSpec, number: int):
         super().__init__()
-        self.layer, self._model, self._is_last = layer, model, number == model.num_blocks - 1
+        self.layer = layer
+        self._model = model
+        self._is_last = number == model.num_blocks - 1
 
     def _get_name(self) -> str:
         return type(self.layer).__name__
@@ -131,9 +141,16 @@ class _Layer(nn.Module):
         if not self._is_last:
             return out
         if not isinstance(loss := self._model.loss(out, batch), Tensor):
-            raise _wrong(self._model, f"returns a {type(loss).__name__} from loss(), which must be a number (0-d)",
-                         "nn.functional.mse_loss(out, batch['y'])")
-        metrics = self._metrics(out, batch, has_values=not is_ghost(loss)) if self._model.metric_names else {}
+            raise _wrong(
+                self._model,
+                f"returns a {type(loss).__name__} from loss(), which must be a number (0-d)",
+                "nn.functional.mse_loss(out, batch['y'])",
+            )
+        metrics = (
+            self._metrics(out, batch, has_values=not is_ghost(loss))
+            if self._model.metric_names
+            else {}
+        )
         if self._model.counts_targets:
             losses = {"loss": loss / batch["num_targets"]}
             return losses, {name: metric / batch["num_targets"] for name, metric in metrics.items()}
@@ -141,8 +158,11 @@ class _Layer(nn.Module):
         return {"loss": loss * share}, {name: metric * share for name, metric in metrics.items()}
 
     @torch.no_grad()
-    def _metrics(self, out: Any, batch: dict[str, Tensor], *, has_values: bool) -> dict[str, Tensor]:
-        """The metrics of a micro-batch. `has_values`: whether tensors have any; if not, what depends on them is 0.
+    def _metrics(
+        self, out: Any, batch: dict[str, Tensor], *, has_values: bool
+    ) -> dict[str, Tensor]:
+        """The metrics of a micro-batch. `has_values`: whether tensors have any; if not, what
+        depends on them is 0.
 
         Raises: ConfigError where these are not numbers, or have other names than before.
         """
@@ -151,7 +171,9 @@ class _Layer(nn.Module):
         except Exception:
             if has_values:
                 raise
-            return {name: torch.zeros(()) for name in self._model.metric_names}  # they depend on values
+            return {
+                name: torch.zeros(()) for name in self._model.metric_names
+            }  # they depend on values
         require_metrics(self._model, found, "metrics()")
         return {name: value.double() for name, value in found.items()}
 
@@ -162,7 +184,12 @@ def forget_shapes() -> None:
 
 
 def _has_meta_tensors(module: nn.Module) -> bool:
-    own = [value for one in module.modules() for value in vars(one).values() if isinstance(value, Tensor)]
+    own = [
+        value
+        for one in module.modules()
+        for value in vars(one).values()
+        if isinstance(value, Tensor)
+    ]
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers(), *own))
 
 
@@ -191,18 +218,34 @@ def _metric_names(model: SequentialSpec) -> tuple[str, ...]:
 
     Raises: ConfigError where the metrics are no numbers, or need a gradient.
     """
-    with _disable_current_modes(), making("cpu", torch.float32), torch.random.fork_rng(devices=[]), torch.no_grad():
+    with (
+        _disable_current_modes(),
+        making("cpu", torch.float32),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+    ):
         out = _each_tensor(_shapes(model)[1], _half)
-        batch = {name: torch.as_tensor(np.asarray(value))[None] for name, value in model.sample(0, 0).items()}
-        batch = {name: one.float() if one.is_floating_point() else one for name, one in batch.items()}
+        batch = {
+            name: torch.as_tensor(np.asarray(value))[None]
+            for name, value in model.sample(0, 0).items()
+        }
+        batch = {
+            name: one.float() if one.is_floating_point() else one for name, one in batch.items()
+        }
         counts = {"num_samples": 1, "num_targets": max(model.num_targets(model.sample(0, 0)), 1)}
-        batch |= {name: torch.tensor(number, dtype=torch.float64) for name, number in counts.items()}
+        batch |= {
+            name: torch.tensor(number, dtype=torch.float64) for name, number in counts.items()
+        }
         try:
             found = model.metrics(out, batch)
         except Exception as error:
-            rule = (f"has a method metrics() that fails on a sample and an output of 0.5 everywhere: "
-                    f"{type(error).__name__}: {first_line(error)}. It is called without gradients")
-            raise _wrong(model, rule, '{"accuracy": (out.argmax(-1) == batch["label"]).float().mean()}') from error
+            rule = (
+                f"has a method metrics() that fails on a sample and an output of 0.5 everywhere: "
+                f"{type(error).__name__}: {first_line(error)}. It is called without gradients"
+            )
+            raise _wrong(
+                model, rule, '{"accuracy": (out.argmax(-1) == batch["label"]).float().mean()}'
+            ) from error
     require_values(model, found, "metrics()")
     return tuple(found)
 
@@ -226,14 +269,17 @@ def _identity(x: Tensor, p: float, by_channel: bool) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _shapes(model: SequentialSpec) -> tuple[tuple[Shape, ...], Any]:
-    """The shapes of one sample of what each module but the last returns, and what that returns, on the meta device.
+    """The shapes of one sample of what each module but the last returns, and what that returns, on
+    the meta device.
 
     Raises: ConfigError where there is none.
     """
     with making("meta", torch.float32):
         row = list(model.layers() or ())
     if not row:
-        raise _wrong(model, "has no modules: its method layers() gives none", "yield nn.Linear(8, 8)")
+        raise _wrong(
+            model, "has no modules: its method layers() gives none", "yield nn.Linear(8, 8)"
+        )
     for number, module in enumerate(row):
         if not isinstance(module, nn.Module):
             rule = f"gives {described(module)} as module {number}, which must be a torch.nn.Module"
@@ -243,7 +289,10 @@ def _shapes(model: SequentialSpec) -> tuple[tuple[Shape, ...], Any]:
         rule = f"has samples of type {type(sample).__name__}, which must be dicts of arrays"
         raise _wrong(model, rule, '{"x": .., "y": ..}')
     if model.inputs not in sample:
-        rule = f"takes the input {model.inputs!r}, which its samples lack: they have {', '.join(sample)}"
+        rule = (
+            f"takes the input {model.inputs!r}, which its samples lack: they have "
+            f"{', '.join(sample)}"
+        )
         raise _wrong(model, rule, f"inputs = {next(iter(sample), '')!r}")
     x: Any = torch.as_tensor(np.asarray(sample[model.inputs])).to("meta")[None]
     x = x.float() if x.is_floating_point() else x
@@ -256,13 +305,23 @@ def _shapes(model: SequentialSpec) -> tuple[tuple[Shape, ...], Any]:
                 with RefuseDraws(model, where), DropoutCalls(_identity, model, where):
                     x = module(x)
                 if number < len(row) - 1:
-                    shapes.append({part: tuple(one.shape[1:]) for part, one in x.items()} if isinstance(x, dict)
-                                  else tuple(x.shape[1:]))
+                    shapes.append(
+                        {part: tuple(one.shape[1:]) for part, one in x.items()}
+                        if isinstance(x, dict)
+                        else tuple(x.shape[1:])
+                    )
             except ConfigError:
                 raise
             except Exception as error:
-                what = tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
-                rule = (f"has a module {number} ({type(module).__name__}) that makes of {what} no tensor: "
-                        f"{error}{raised_at(error)}")
-                raise _wrong(model, rule, "a module that takes what the one before returns") from error
+                what = (
+                    tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
+                )
+                rule = (
+                    f"has a module {number} ({type(module).__name__}) that makes of {what} no "
+                    "tensor: "
+                    f"{error}{raised_at(error)}"
+                )
+                raise _wrong(
+                    model, rule, "a module that takes what the one before returns"
+                ) from error
     return tuple(shapes), x

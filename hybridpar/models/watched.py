@@ -1,4 +1,5 @@
-"""What is watched in the forward of a custom block: its mode, its buffers, and torch's generator."""
+"""What is watched in the forward of a custom block: its mode, its buffers, and torch's
+generator."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ _DRAWS = torch.Tag.nondeterministic_seeded
 class RefuseDraws(QuietMode):
     """A mode in which an operator that draws from torch's global generator raises ConfigError.
 
-    `where`: the block, for the error. Operators with a generator of their own are allowed, and attention and RReLU
-    where they draw nothing.
+    `where`: the block, for the error. Operators with a generator of their own are allowed, and
+    attention and RReLU where they draw nothing.
     """
 
     def __init__(self, model: ModelSpec, where: str):
         super().__init__()
-        self._model, self._where = model, where
+        self._model = model
+        self._where = where
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -33,11 +35,20 @@ class RefuseDraws(QuietMode):
         return func(*args, **kwargs)
 
 
-def refused_draw(model: ModelSpec, where: str, what: str = "", *, in_attention: bool = False) -> ConfigError:
-    """Return the error for a draw from torch's global generator. what: the operator, in brackets."""
-    rule = f"draws from torch's global generator{what} in {where}, so another grid or a resumed run draws other values"
+def refused_draw(
+    model: ModelSpec, where: str, what: str = "", *, in_attention: bool = False
+) -> ConfigError:
+    """Return the error for a draw from torch's global generator. what: the operator, in
+    brackets."""
+    rule = (
+        f"draws from torch's global generator{what} in {where}, so another grid or a resumed run "
+        "draws other values"
+    )
     if in_attention:
-        works = "dropout_p=0.0, or nn.Dropout on the weights: drop((q @ k.mT * d**-0.5).softmax(-1)) @ v"
+        works = (
+            "dropout_p=0.0, or nn.Dropout on the weights: drop((q @ k.mT * d**-0.5).softmax(-1)) @ "
+            "v"
+        )
     elif model.max_tp > 1:
         works = "hybridpar.Dropout(p, build.name), called with the key"
     else:
@@ -58,13 +69,14 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 class BlockWatch:
     """Hooks around the forward of one custom block.
 
-    A block called with a key is in training mode, and without one in evaluation mode. Modules that the constructor has
-    put into evaluation mode stay there. Refused are draws from torch's global generator and changes of persistent
-    buffers: neither would be the same on another grid. Both are looked for in every forward, by the generator's state
-    (some 5 us) and counters of changes. The first forward in each mode names the operator that draws, and compares
-    buffers by value, as changes of `buffer.data` are not counted. A buffer may be filled where it was None, or be
-    replaced by one that begins with the same values, as caches are; a buffer that is not persistent is a cache by
-    declaration.
+    A block called with a key is in training mode, and without one in evaluation mode. Modules that
+    the constructor has put into evaluation mode stay there. Refused are draws from torch's global
+    generator and changes of persistent buffers: neither would be the same on another grid. Both are
+    looked for in every forward, by the generator's state (some 5 us) and counters of changes. The
+    first forward in each mode names the operator that draws, and compares buffers by value, as
+    changes of `buffer.data` are not counted. A buffer may be filled where it was None, or be
+    replaced by one that begins with the same values, as caches are; a buffer that is not persistent
+    is a cache by declaration.
     """
 
     def __init__(self, block: nn.Module, model: ModelSpec, number: int):
@@ -72,8 +84,10 @@ class BlockWatch:
         self._always_in_eval = [module for module in block.modules() if not module.training]
         self._buffers = [
             (f"{prefix}.{name}" if prefix else name, module, name)
-            for prefix, module in block.named_modules() for name in module._buffers
-            if name not in module._non_persistent_buffers_set]
+            for prefix, module in block.named_modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
         self._before: list[tuple[Tensor | None, int]] = []
         self._values: list[Tensor | None] = []
         self._generators: list[tuple[torch.Generator, bytes]] = []
@@ -94,7 +108,10 @@ class BlockWatch:
         if is_training not in self._modes_seen:
             self._modes_seen.add(is_training)
             if not is_in_torch_dispatch_mode():  # tensors of a prediction have no values
-                self._values = [None if buffer is None else buffer.detach().clone() for buffer, _ in self._before]
+                self._values = [
+                    None if buffer is None else buffer.detach().clone()
+                    for buffer, _ in self._before
+                ]
             self._refuse_draws = RefuseDraws(self._model, self._where)
             self._refuse_draws.__enter__()
 
@@ -104,16 +121,22 @@ class BlockWatch:
             self._refuse_draws = None
 
     def _compare(self, block: nn.Module, args: Any, out: Any) -> None:
-        """Raises: ConfigError for a persistent buffer that this forward has changed, or a draw in it."""
+        """Raises: ConfigError for a persistent buffer that this forward has changed, or a draw in
+        it."""
         if any(_state(generator) != before for generator, before in self._generators):
             raise refused_draw(self._model, self._where)
         for number, (full, module, name) in enumerate(self._buffers):
             if not self._has_changed(number, module._buffers.get(name)):
                 continue
-            rule = (f"changes the buffer {full!r} of {self._where} in its forward; its values would depend on the "
-                    "micro-batches and replicas of the grid, and checkpoints do not have them")
-            works = (f"values computed from the input at each call, or, if it is only a cache, "
-                     f"register_buffer({name!r}, .., persistent=False)")
+            rule = (
+                f"changes the buffer {full!r} of {self._where} in its forward; its values would "
+                "depend on the "
+                "micro-batches and replicas of the grid, and checkpoints do not have them"
+            )
+            works = (
+                f"values computed from the input at each call, or, if it is only a cache, "
+                f"register_buffer({name!r}, .., persistent=False)"
+            )
             raise spec_error(self._model, rule, works)
         self._before = []
         self._values = []
@@ -138,7 +161,8 @@ def _state_of(buffer: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def _begins_with(now: Tensor | None, before: Tensor, version: int) -> bool:
-    """Whether a buffer was replaced by another one that has the same values, or these first, as a cache that grows."""
+    """Whether a buffer was replaced by another one that has the same values, or these first, as a
+    cache that grows."""
     if now is None or now is before or before._version != version:
         return False
     if type(now) is not Tensor or now.is_meta:

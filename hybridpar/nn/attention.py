@@ -1,6 +1,7 @@
 """Multi-head attention split over the tp axis by heads, with grouped key and value heads.
 
-Letters: b samples, s sequence, h hidden, n local query heads, g local groups (key and value heads), d head dim.
+Letters: b samples, s sequence, h hidden, n local query heads, g local groups (key and value heads),
+d head dim.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from hybridpar.random import RandomKey, site
 class HeadLayout:
     """Which heads each rank holds, and where their rows are in the fused qkv weight.
 
-    The weight is ordered [group, q_per_group + 2, head_dim]: a group's query heads, then its key and its value. A rank
-    holds a contiguous, balanced range of query heads and the keys and values of the groups they belong to; a group
-    whose query heads are spread over several ranks has its key and value on each of them.
+    The weight is ordered [group, q_per_group + 2, head_dim]: a group's query heads, then its key
+    and its value. A rank holds a contiguous, balanced range of query heads and the keys and values
+    of the groups they belong to; a group whose query heads are spread over several ranks has its
+    key and value on each of them.
 
     Raises: ConfigError naming every count that does not fit.
     """
@@ -41,14 +43,26 @@ class HeadLayout:
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.hidden % self.num_heads:
-            raise config_error("num_heads", self.num_heads, f"must divide the hidden size {self.hidden}",
-                               _divisors(self.hidden))
+            raise config_error(
+                "num_heads",
+                self.num_heads,
+                f"must divide the hidden size {self.hidden}",
+                _divisors(self.hidden),
+            )
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise config_error("num_kv_heads", self.num_kv_heads, f"must divide num_heads {self.num_heads}",
-                               _divisors(self.num_heads))
+            raise config_error(
+                "num_kv_heads",
+                self.num_kv_heads,
+                f"must divide num_heads {self.num_heads}",
+                _divisors(self.num_heads),
+            )
         if self.num_ranks > self.num_heads:
-            raise config_error("parallel.tp", self.num_ranks, f"every rank needs a head, and num_heads is "
-                               f"{self.num_heads}", str(self.num_heads))
+            raise config_error(
+                "parallel.tp",
+                self.num_ranks,
+                f"every rank needs a head, and num_heads is {self.num_heads}",
+                str(self.num_heads),
+            )
 
     @property
     def head_dim(self) -> int:
@@ -69,17 +83,22 @@ class HeadLayout:
         """The groups that `rank` takes part in, and which of its query heads belong to each."""
         start, stop = self.heads[rank]
         m = self.q_per_group
-        return {g: (max(start, g * m), min(stop, (g + 1) * m)) for g in range(start // m, (stop - 1) // m + 1)}
+        return {
+            g: (max(start, g * m), min(stop, (g + 1) * m))
+            for g in range(start // m, (stop - 1) // m + 1)
+        }
 
     def qkv_shard(self) -> Shard:
         """The rows of the qkv weight that each rank holds."""
         return Shard(0, tuple(self._qkv_ranges(r) for r in range(self.num_ranks)))
 
     def _qkv_ranges(self, rank: int) -> tuple[Range, ...]:
-        m, d = self.q_per_group, self.head_dim
+        m = self.q_per_group
+        d = self.head_dim
         rows: list[Range] = []
         for g, (start, stop) in self.group_heads(rank).items():
-            # query head i of group g is slot g * (m + 2) + i - g * m; its key and value are the group's last two slots
+            # query head i of group g is slot g * (m + 2) + i - g * m; its key and value are the
+            # group's last two slots
             for a, b in ((start + 2 * g, stop + 2 * g), (g * (m + 2) + m, (g + 1) * (m + 2))):
                 if rows and rows[-1][1] == a * d:
                     rows[-1] = (rows[-1][0], b * d)
@@ -88,10 +107,15 @@ class HeadLayout:
         return tuple(rows)
 
     def qkv_matrices(self) -> Matrices:
-        """The rows of all queries, of all keys and of all values: three projections that share their input."""
-        m, d = self.q_per_group, self.head_dim
+        """The rows of all queries, of all keys and of all values: three projections that share
+        their input."""
+        m = self.q_per_group
+        d = self.head_dim
         groups = [g * (m + 2) * d for g in range(self.num_kv_heads)]
-        return tuple(tuple((g + a * d, g + b * d) for g in groups) for a, b in ((0, m), (m, m + 1), (m + 1, m + 2)))
+        return tuple(
+            tuple((g + a * d, g + b * d) for g in groups)
+            for a, b in ((0, m), (m, m + 1), (m + 1, m + 2))
+        )
 
     def out_shard(self) -> Shard:
         """The columns of the output weight that each rank holds: those of its query heads."""
@@ -100,79 +124,151 @@ class HeadLayout:
 
 
 def rotary_features(head_dim: int, fraction: float) -> int:
-    """Number of features of a head that rotary positions turn. Raises: ConfigError unless they are pairs."""
+    """Number of features of a head that rotary positions turn. Raises: ConfigError unless they are
+    pairs."""
     features = int(head_dim * fraction) if 0 < fraction <= 1 else 0
     if features % 2 or not features:
         even = features // 2 * 2 or 2
-        rule = (f"rotary positions turn pairs, and of a head's {head_dim} features (hidden_size / num_heads) these are "
-                f"{features}")
+        rule = (
+            f"rotary positions turn pairs, and of a head's {head_dim} features (hidden_size / "
+            "num_heads) these are "
+            f"{features}"
+        )
         works = f"{min(1, (even + 0.5) / head_dim):.3g}" if head_dim > 1 else "a larger hidden_size"
         raise config_error("model.rotary_fraction", fraction, rule, works)
     return features
 
 
 class ParallelAttention(ParallelModule):
-    """Self-attention; `num_kv_heads` < `num_heads` shares each key and value among a group of query heads.
+    """Self-attention; `num_kv_heads` < `num_heads` shares each key and value among a group of query
+    heads.
 
-    Heads may split unevenly and tp may exceed `num_kv_heads`; then some rows of qkv are on several ranks and their
-    gradients are partial: see `placement.reduce_shared_gradients`.
-    `rotary_base`: the base of the rotary position embedding, commonly 10000; None: no such embedding. It turns
-    the first `rotary_fraction` of a head's features. `name` tells the dropout of one layer from another's.
-    `out_init_std`: the standard deviation of `out` at the start (None: init_std). `sequence`: it is called with
-    `sizes`.
+    Heads may split unevenly and tp may exceed `num_kv_heads`; then some rows of qkv are on several
+    ranks and their gradients are partial: see `placement.reduce_shared_gradients`.
+    `rotary_base`: the base of the rotary position embedding, commonly 10000; None: no such
+    embedding. It turns the first `rotary_fraction` of a head's features. `name` tells the dropout
+    of one layer from another's. `out_init_std`: the standard deviation of `out` at the start (None:
+    init_std). `sequence`: it is called with `sizes`.
 
-    With a cache, x is of new positions, which see those that are kept there as well: `positions` says where they stand
-    (see KeyValueCache.extend), and the padding mask is of all positions up to the last of them.
+    With a cache, x is of new positions, which see those that are kept there as well: `positions`
+    says where they stand (see KeyValueCache.extend), and the padding mask is of all positions up to
+    the last of them.
 
     Shapes: x [b, s, h] replicated, padding_mask [b, s] bool (True = real) -> [b, s, h] replicated.
-    Collectives: forward one all-reduce, backward one. With `sizes`: those of column_linear and row_linear.
-    Raises: ConfigError where the counts do not fit (see HeadLayout), or for an odd number of rotary features.
+    Collectives: forward one all-reduce, backward one. With `sizes`: those of column_linear and
+        row_linear.
+    Raises: ConfigError where the counts do not fit (see HeadLayout), or for an odd number of rotary
+        features.
     Source: arXiv 1909.08053 section 3 (split), 2305.13245 (grouped queries), 2104.09864 (rotary).
     """
 
-    def __init__(self, hidden: int, num_heads: int, axis: Axis, *, num_kv_heads: int | None = None,
-                 causal: bool = True, rotary_base: float | None = None, rotary_fraction: float = 1.0,
-                 attention_dropout: float = 0.0, kernels: KernelsConfig = AUTO, bias: bool = True,
-                 init_std: float = 0.02, out_init_std: float | None = None, name: str = "attention",
-                 sequence: bool = False, device: Device = None, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        hidden: int,
+        num_heads: int,
+        axis: Axis,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = True,
+        rotary_base: float | None = None,
+        rotary_fraction: float = 1.0,
+        attention_dropout: float = 0.0,
+        kernels: KernelsConfig = AUTO,
+        bias: bool = True,
+        init_std: float = 0.02,
+        out_init_std: float | None = None,
+        name: str = "attention",
+        sequence: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__(axis)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.layout = layout = HeadLayout(hidden, num_heads, num_kv_heads, axis.size)
-        self.rotary_dim = 0 if rotary_base is None else rotary_features(layout.head_dim, rotary_fraction)
-        self.causal, self.dropout, self.kernels = causal, attention_dropout, kernels
+        self.rotary_dim = (
+            0 if rotary_base is None else rotary_features(layout.head_dim, rotary_fraction)
+        )
+        self.causal = causal
+        self.dropout = attention_dropout
+        self.kernels = kernels
         self.rotary_base = rotary_base
         self.site = site(f"{name}.dropout")
         self.head_start = layout.heads[axis.rank][0]
-        self.group_sizes = [b - a for a, b in layout.group_heads(axis.rank).values()]  # query heads in each local group
+        self.group_sizes = [
+            b - a for a, b in layout.group_heads(axis.rank).values()
+        ]  # query heads in each local group
         uneven = len(set(self.group_sizes)) > 1
-        self.kv_index = [g for g, m in enumerate(self.group_sizes) for _ in range(m)] if uneven else None
+        self.kv_index = (
+            [g for g, m in enumerate(self.group_sizes) for _ in range(m)] if uneven else None
+        )
         qkv_rows = layout.head_dim * (num_heads + 2 * num_kv_heads)
-        self.qkv = ColumnParallelLinear(hidden, qkv_rows, axis, bias=bias, shard=layout.qkv_shard(), init_std=init_std,
-                                        matrices=layout.qkv_matrices(), device=device, dtype=dtype)
-        self.out = RowParallelLinear(hidden, hidden, axis, bias=bias, shard=layout.out_shard(),
-                                     init_std=init_std if out_init_std is None else out_init_std,
-                                     matrices=(((0, hidden),),), sequence=sequence, device=device, dtype=dtype)
+        self.qkv = ColumnParallelLinear(
+            hidden,
+            qkv_rows,
+            axis,
+            bias=bias,
+            shard=layout.qkv_shard(),
+            init_std=init_std,
+            matrices=layout.qkv_matrices(),
+            device=device,
+            dtype=dtype,
+        )
+        self.out = RowParallelLinear(
+            hidden,
+            hidden,
+            axis,
+            bias=bias,
+            shard=layout.out_shard(),
+            init_std=init_std if out_init_std is None else out_init_std,
+            matrices=(((0, hidden),),),
+            sequence=sequence,
+            device=device,
+            dtype=dtype,
+        )
 
-    def forward(self, x: Tensor, padding_mask: Tensor | None = None, key: RandomKey | None = None,
-                sizes: Sequence[int] | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        padding_mask: Tensor | None = None,
+        key: RandomKey | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor:
         y, bias = self.without_bias(x, padding_mask, key, sizes=sizes)
         return y if bias is None else y + bias
 
-    def without_bias(self, x: Tensor, padding_mask: Tensor | None, key: RandomKey | None,
-                     cache: KeyValueCache | None = None, positions: Tensor | None = None,
-                     sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
-        """The output without the bias of `out`, and that bias, for a caller that adds it in another operator."""
+    def without_bias(
+        self,
+        x: Tensor,
+        padding_mask: Tensor | None,
+        key: RandomKey | None,
+        cache: KeyValueCache | None = None,
+        positions: Tensor | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output without the bias of `out`, and that bias, for a caller that adds it in another
+        operator."""
         q, k, v = self._heads(x, positions, sizes)
         if cache is not None:
             assert positions is not None
             k, v = cache.extend(k, v, positions)
-        y = ops.attention(q, k, v, causal=self.causal, padding_mask=padding_mask, kv_index=self.kv_index,
-                          dropout_p=self.dropout, key=key, site=self.site, head_start=self.head_start,
-                          backend=self.kernels.attention)
+        y = ops.attention(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            padding_mask=padding_mask,
+            kv_index=self.kv_index,
+            dropout_p=self.dropout,
+            key=key,
+            site=self.site,
+            head_start=self.head_start,
+            backend=self.kernels.attention,
+        )
         return self.out.without_bias(rearrange(y, "b n s d -> b s (n d)"), sizes), self.out.bias
 
-    def _heads(self, x: Tensor, positions: Tensor | None,
-               sizes: Sequence[int] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(
+        self, x: Tensor, positions: Tensor | None, sizes: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the local heads at their positions.
 
         The gradient of the qkv bias comes from the split, where a kernel sums it on the way.
@@ -184,10 +280,13 @@ class ParallelAttention(ParallelModule):
         if self.rotary_base is not None:
             turn = RotarySettings(self.rotary_base, self.rotary_dim, self.kernels.rotary)
         if self.qkv.bias is not None and sums_bias(x, backend):
-            qkv, bias = self.qkv.with_detached_bias(x, sizes), self.qkv.bias
+            qkv = self.qkv.with_detached_bias(x, sizes)
+            bias = self.qkv.bias
         else:
             qkv = self.qkv(x, sizes)
-        return ops.split_qkv(qkv, self.group_sizes, bias=bias, turn=turn, positions=positions, backend=backend)
+        return ops.split_qkv(
+            qkv, self.group_sizes, bias=bias, turn=turn, positions=positions, backend=backend
+        )
 
 
 def _divisors(n: int) -> str:

@@ -1,4 +1,5 @@
-"""Keys and values of the tokens that an attention layer has seen, so that the next ones are all it computes."""
+"""Keys and values of the tokens that an attention layer has seen, so that the next ones are all it
+computes."""
 
 from __future__ import annotations
 
@@ -20,16 +21,22 @@ class KeyValueCache:
         self._kept: Tensor | None = None  # [2, b, g, capacity, d]
 
     def extend(self, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps the keys and values of new positions; returns those of all positions up to the last of them.
+        """Keeps the keys and values of new positions; returns those of all positions up to the last
+        of them.
 
-        A text that has fewer positions than another has zeros, or what was computed for padding, behind its own.
-        Shapes: k, v [b, g, s, d]; positions [s] (consecutive, of every text) or [b, s] -> both [b, g, last + 1, d].
+        A text that has fewer positions than another has zeros, or what was computed for padding,
+        behind its own.
+        Shapes: k, v [b, g, s, d]; positions [s] (consecutive, of every text) or [b, s] -> both [b,
+            g, last + 1, d].
         """
         if self._kept is None:
             b, g, _, d = k.shape
-            self._kept = k.new_zeros(2, b, g, self._capacity, d)  # not empty: what is masked still must be finite
+            self._kept = k.new_zeros(
+                2, b, g, self._capacity, d
+            )  # not empty: what is masked still must be finite
         keys, values = self._kept
-        stop, s = int(positions.max()) + 1, k.shape[2]
+        stop = int(positions.max()) + 1
+        s = k.shape[2]
         if positions.dim() == 1:
             keys.narrow(2, stop - s, s).copy_(k)
             values.narrow(2, stop - s, s).copy_(v)

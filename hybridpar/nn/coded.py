@@ -1,4 +1,5 @@
-"""Sums over tp of parts that travel as bytes: every rank gets all of them and adds what they say, in rank order."""
+"""Sums over tp of parts that travel as bytes: every rank gets all of them and adds what they say,
+in rank order."""
 
 from __future__ import annotations
 
@@ -25,11 +26,15 @@ class SumCodec(Protocol):
         """What `gradient` needs of a message; None: nothing."""
 
     def gradient(self, dy: Tensor, marks: Tensor | None) -> Tensor:
-        """The gradient of a part of a sum, of which that of the sum is dy. Shapes: [.., cols] -> the same."""
+        """The gradient of a part of a sum, of which that of the sum is dy. Shapes: [.., cols] ->
+        the same."""
 
 
-def start_coded_sum(x: Tensor, axis: Axis, codec: SumCodec) -> tuple[Callable[[], Tensor], Tensor | None]:
-    """Starts the sum of `x` over the axis; a function that waits for it, and the codec's marks of this rank's part.
+def start_coded_sum(
+    x: Tensor, axis: Axis, codec: SumCodec
+) -> tuple[Callable[[], Tensor], Tensor | None]:
+    """Starts the sum of `x` over the axis; a function that waits for it, and the codec's marks of
+    this rank's part.
 
     Shapes: x [.., cols] -> the same, with equal bits on all ranks. Collectives: one all-gather.
     """
@@ -38,7 +43,9 @@ def start_coded_sum(x: Tensor, axis: Axis, codec: SumCodec) -> tuple[Callable[[]
     gather = start_all_gather(message, axis, 0)
 
     def finish() -> Tensor:
-        total, part = (torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(2))
+        total, part = (
+            torch.empty_like(rows, memory_format=torch.contiguous_format) for _ in range(2)
+        )
         for rank, one in enumerate(gather().view(axis.size, *message.shape)):
             codec.decode_(part if rank else total, one)
             if rank:

@@ -1,4 +1,5 @@
-"""Cross-entropy over logits that are split over the tp axis by vocabulary, without ever gathering them.
+"""Cross-entropy over logits that are split over the tp axis by vocabulary, without ever gathering
+them.
 
 Letters: v_local this rank's columns, V the vocabulary (real rows, all ranks), e label smoothing.
 """
@@ -37,47 +38,80 @@ class _Columns:
         return cls(axis, start, min(max(num_vocab - start, 0), v_local), num_vocab, smoothing)
 
     def column(self, labels: Tensor) -> Tensor:
-        """Column of each label here; what is below 0 or beyond num_real is elsewhere. Shapes: [..] -> [rows]."""
+        """Column of each label here; what is below 0 or beyond num_real is elsewhere. Shapes: [..]
+        -> [rows]."""
         return labels.flatten() - self.start if self.start else labels.flatten()
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, *, vocab_start: int = 0,
-                                 valid_vocab: int | None = None, label_smoothing: float = 0.0,
-                                 ignore_index: int = -100, overwrite: bool = False, backend: str = "auto") -> Tensor:
-    """The loss of every label: log of the sum of exponentials, less the logit of the label; zero where ignored.
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    axis: Axis,
+    *,
+    vocab_start: int = 0,
+    valid_vocab: int | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    overwrite: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """The loss of every label: log of the sum of exponentials, less the logit of the label; zero
+    where ignored.
 
-    `vocab_start`: global id of this rank's first column. `valid_vocab`: how many ids are real; columns beyond take no
-    part, and get no gradient. May be left out at tp 1, where all columns are real. With `label_smoothing` e, the
-    target puts 1 - e on the label and e / V on every real id, as torch.nn.functional.cross_entropy does.
+    `vocab_start`: global id of this rank's first column. `valid_vocab`: how many ids are real;
+    columns beyond take no part, and get no gradient. May be left out at tp 1, where all columns are
+    real. With `label_smoothing` e, the target puts 1 - e on the label and e / V on every real id,
+    as torch.nn.functional.cross_entropy does.
 
-    Keeps the logits for the backward pass. `overwrite`: which may turn them into their gradient, for logits that were
-    just computed and that nobody else holds (nor saved for backward); then it can run once.
+    Keeps the logits for the backward pass. `overwrite`: which may turn them into their gradient,
+    for logits that were just computed and that nobody else holds (nor saved for backward); then it
+    can run once.
 
-    Shapes: logits [.., v_local], labels int64 [..], the same on every rank -> [..], fp32, or fp64 for fp64 logits.
-    Collectives: forward three all-reduces of a number or (the last, with smoothing) two a label: maximum, sum of
+    Shapes: logits [.., v_local], labels int64 [..], the same on every rank -> [..], fp32, or fp64
+        for fp64 logits.
+    Collectives: forward three all-reduces of a number or (the last, with smoothing) two a label:
+        maximum, sum of
     exponentials, label's logit; backward none. `backend`: of the local passes (ops.cross_entropy).
-    Raises: DataError for a label outside the vocabulary; on other devices than the CPU, where looking for them would
-    wait, their loss is NaN instead. ConfigError for label_smoothing outside [0, 1), or without valid_vocab at tp > 1.
+    Raises: DataError for a label outside the vocabulary; on other devices than the CPU, where
+        looking for them would
+    wait, their loss is NaN instead. ConfigError for label_smoothing outside [0, 1), or without
+    valid_vocab at tp > 1.
     Source: Megatron-LM (arXiv 1909.08053), section 3; smoothing: arXiv 1512.00567.
     """
     valid_vocab = _checked(axis, logits.shape[-1], valid_vocab, label_smoothing)
-    assert labels.shape == logits.shape[:-1], f"labels {tuple(labels.shape)} for logits {tuple(logits.shape)}"
+    assert labels.shape == logits.shape[:-1], (
+        f"labels {tuple(labels.shape)} for logits {tuple(logits.shape)}"
+    )
     labels, ignored = _without_ignored(labels, ignore_index, valid_vocab)
     columns = _Columns.of(axis, vocab_start, logits.shape[-1], valid_vocab, label_smoothing)
     return _CrossEntropy.apply(logits, labels, ignored, columns, overwrite, backend)
 
 
-def vocab_parallel_linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, axis: Axis, *,
-                                        chunk: int, vocab_start: int = 0, valid_vocab: int | None = None,
-                                        label_smoothing: float = 0.0, ignore_index: int = -100,
-                                        sizes: Sequence[int] | None = None, backend: str = "auto") -> Tensor:
-    """vocab_parallel_cross_entropy of x W^T + b, of which only `chunk` rows exist at a time, and are computed twice.
+def vocab_parallel_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    axis: Axis,
+    *,
+    chunk: int,
+    vocab_start: int = 0,
+    valid_vocab: int | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    sizes: Sequence[int] | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """vocab_parallel_cross_entropy of x W^T + b, of which only `chunk` rows exist at a time, and
+    are computed twice.
 
     Four matrix products instead of three, and memory for `chunk` rows of logits instead of all.
 
-    Shapes: x [.., h], replicated; weight [v_local, h], bias [v_local], labels int64 [..] -> [..], as there. With
+    Shapes: x [.., h], replicated; weight [v_local, h], bias [v_local], labels int64 [..] -> [..],
+        as there. With
     `sizes` x is [b, sizes[rank], h], this rank's part of the sequence.
-    Collectives: forward three all-reduces, as there; backward one of the gradient of x. With `sizes`: forward one
+    Collectives: forward three all-reduces, as there; backward one of the gradient of x. With
+        `sizes`: forward one
     all-gather more, backward one reduce_scatter instead.
     Raises: as there.
     """
@@ -87,23 +121,34 @@ def vocab_parallel_linear_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor 
     assert labels.shape == x.shape[:-1], f"labels {tuple(labels.shape)} for x {tuple(x.shape)}"
     labels, ignored = _without_ignored(labels, ignore_index, valid_vocab)
     columns = _Columns.of(axis, vocab_start, weight.shape[0], valid_vocab, label_smoothing)
-    return _LinearCrossEntropy.apply(x, weight, bias, labels, ignored, columns, chunk, sizes is None, backend)
+    return _LinearCrossEntropy.apply(
+        x, weight, bias, labels, ignored, columns, chunk, sizes is None, backend
+    )
 
 
 def _checked(axis: Axis, v_local: int, valid_vocab: int | None, label_smoothing: float) -> int:
     """Number of real ids. Raises: ConfigError."""
     if valid_vocab is None:
         if axis.size > 1:
-            raise config_error("valid_vocab", None, "must be given where the vocabulary is split over ranks",
-                               "the model's vocabulary size")
+            raise config_error(
+                "valid_vocab",
+                None,
+                "must be given where the vocabulary is split over ranks",
+                "the model's vocabulary size",
+            )
         valid_vocab = v_local
     if not 0.0 <= label_smoothing < 1.0:
-        raise config_error("label_smoothing", label_smoothing, "must be at least 0 and below 1", "0.1")
+        raise config_error(
+            "label_smoothing", label_smoothing, "must be at least 0 and below 1", "0.1"
+        )
     return valid_vocab
 
 
-def _without_ignored(labels: Tensor, ignore_index: int, valid_vocab: int) -> tuple[Tensor, Tensor | None]:
-    """Labels with 0 in the place of ignored ones, and which those are; None where it is known that none are."""
+def _without_ignored(
+    labels: Tensor, ignore_index: int, valid_vocab: int
+) -> tuple[Tensor, Tensor | None]:
+    """Labels with 0 in the place of ignored ones, and which those are; None where it is known that
+    none are."""
     on_cpu = labels.device.type == "cpu"
     if on_cpu and within(labels, valid_vocab) and not 0 <= ignore_index < valid_vocab:
         return labels, None
@@ -129,17 +174,22 @@ class _Rows(NamedTuple):
             grad = grad.masked_fill(self.ignored, 0)
         grad = grad.flatten()
         e = columns.smoothing
-        target, level = ((1 - e) * grad, e / columns.num_vocab * grad) if e else (grad, torch.zeros_like(grad))
+        target, level = (
+            ((1 - e) * grad, e / columns.num_vocab * grad) if e else (grad, torch.zeros_like(grad))
+        )
         return torch.stack((self.top, grad / self.total, target, level))
 
 
-def _combine(statistics: Tensor, column: Tensor, labels: Tensor, ignored: Tensor | None,
-             columns: _Columns) -> tuple[Tensor, _Rows]:
+def _combine(
+    statistics: Tensor, column: Tensor, labels: Tensor, ignored: Tensor | None, columns: _Columns
+) -> tuple[Tensor, _Rows]:
     """The loss, from what every rank knows of its own columns."""
-    axis, e = columns.axis, columns.smoothing
+    axis = columns.axis
+    e = columns.smoothing
     top, total, target, *below = statistics
     if axis.size > 1:
-        own_top, top = top, all_reduce(top.clone(), axis, "max")
+        own_top = top
+        top = all_reduce(top.clone(), axis, "max")
         total = all_reduce(total * (own_top - top).exp_(), axis)
         if e:  # all logits, less top
             below[0] += columns.num_real * (own_top - top).nan_to_num_(neginf=0.0)
@@ -150,19 +200,31 @@ def _combine(statistics: Tensor, column: Tensor, labels: Tensor, ignored: Tensor
     if labels.device.type != "cpu":  # where they were refused
         loss.masked_fill_(((labels < 0) | (labels >= columns.num_vocab)).flatten(), torch.nan)
     loss = loss.view(labels.shape)
-    return loss if ignored is None else loss.masked_fill_(ignored, 0), _Rows(column, top, total, ignored)
+    return loss if ignored is None else loss.masked_fill_(ignored, 0), _Rows(
+        column, top, total, ignored
+    )
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignored: Tensor | None, columns: _Columns, overwrite: bool,
-                backend: str) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        ignored: Tensor | None,
+        columns: _Columns,
+        overwrite: bool,
+        backend: str,
+    ) -> Tensor:
         flat = logits.detach().reshape(labels.numel(), logits.shape[-1]).contiguous()
         passes = ops.cross_entropy(flat, backend)
         column = columns.column(labels)
         statistics = passes.statistics(flat, column, columns.num_real, columns.smoothing > 0)
         loss, rows = _combine(statistics, column, labels, ignored, columns)
-        ctx.columns, ctx.overwrite, ctx.passes, ctx.shape = columns, overwrite, passes, logits.shape
+        ctx.columns = columns
+        ctx.overwrite = overwrite
+        ctx.passes = passes
+        ctx.shape = logits.shape
         ctx.save_for_backward(flat, *rows)
         return loss
 
@@ -172,22 +234,43 @@ class _CrossEntropy(Function):
         flat, *saved = ctx.saved_tensors
         rows = _Rows(*saved)
         gradient = flat if ctx.overwrite else torch.empty_like(flat)
-        ctx.passes.gradient_(gradient, flat, rows.column, rows.numbers(grad, ctx.columns), ctx.columns.num_real)
+        ctx.passes.gradient_(
+            gradient, flat, rows.column, rows.numbers(grad, ctx.columns), ctx.columns.num_real
+        )
         return gradient.view(ctx.shape), None, None, None, None, None
 
 
 class _LinearCrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignored: Tensor | None,
-                columns: _Columns, chunk: int, sums: bool, backend: str) -> Tensor:
-        flat, column = x.detach().reshape(labels.numel(), x.shape[-1]), columns.column(labels)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        ignored: Tensor | None,
+        columns: _Columns,
+        chunk: int,
+        sums: bool,
+        backend: str,
+    ) -> Tensor:
+        flat = x.detach().reshape(labels.numel(), x.shape[-1])
+        column = columns.column(labels)
         passes = ops.cross_entropy(flat, backend)
-        statistics = [passes.statistics(matmul.linear(part, weight, bias), at, columns.num_real, columns.smoothing > 0)
-                      for part, at in zip(flat.split(chunk), column.split(chunk), strict=True)]
+        statistics = [
+            passes.statistics(
+                matmul.linear(part, weight, bias), at, columns.num_real, columns.smoothing > 0
+            )
+            for part, at in zip(flat.split(chunk), column.split(chunk), strict=True)
+        ]
         loss, rows = _combine(torch.cat(statistics, 1), column, labels, ignored, columns)
         ctx.save_for_backward(flat, weight, bias, *rows)
         # the leaf itself: recomputation would bring back a copy, without its .grad
-        ctx.columns, ctx.passes, ctx.shape, ctx.chunk, ctx.leaf = columns, passes, x.shape, chunk, weight
+        ctx.columns = columns
+        ctx.passes = passes
+        ctx.shape = x.shape
+        ctx.chunk = chunk
+        ctx.leaf = weight
         ctx.sums = sums
         return loss
 
@@ -198,19 +281,26 @@ class _LinearCrossEntropy(Function):
         rows = _Rows(*saved)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = torch.empty_like(x) if wants_x else None
-        dw, db, sums = None, None, []
+        dw = None
+        db = None
+        sums = []
         for start in range(0, len(x), ctx.chunk):
             piece = slice(start, start + ctx.chunk)
-            part, numbers = x[piece], rows.numbers(grad, ctx.columns)[:, piece].contiguous()
+            part = x[piece]
+            numbers = rows.numbers(grad, ctx.columns)[:, piece].contiguous()
             gradient = matmul.linear(part, weight, bias)
-            ctx.passes.gradient_(gradient, gradient, rows.column[piece], numbers, ctx.columns.num_real)
+            ctx.passes.gradient_(
+                gradient, gradient, rows.column[piece], numbers, ctx.columns.num_real
+            )
             factor = matmul.factor(gradient)
             if dx is not None:
                 dx[piece] = matmul.input_gradient(factor, weight)
                 if ctx.sums:  # on its way while what follows is computed
                     sums.append(all_reduce_async(dx[piece], ctx.columns.axis))
             if wants_weight:
-                product = matmul.weight_gradient(factor, part, ctx.leaf, now=ctx.columns.axis.size > 1 and ctx.sums)
+                product = matmul.weight_gradient(
+                    factor, part, ctx.leaf, now=ctx.columns.axis.size > 1 and ctx.sums
+                )
                 dw = product if dw is None or product.is_sparse else dw.add_(product)
             if wants_bias:
                 total = gradient.sum(0)

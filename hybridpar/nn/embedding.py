@@ -24,25 +24,39 @@ from hybridpar.nn.placement import Init, ParallelModule, Placement, Shard
 class VocabParallelEmbedding(ParallelModule):
     """A table whose rows are split over the axis; a rank may hold none.
 
-    `tied`: the name under which another pipeline stage shares the table (see Placement). `check_ids`: whether to look
-    for ids outside the table, which waits for the device; None: on the CPU only. Unchecked ones give a zero row if tp >
-    1.
+    `tied`: the name under which another pipeline stage shares the table (see Placement).
+    `check_ids`: whether to look for ids outside the table, which waits for the device; None: on the
+    CPU only. Unchecked ones give a zero row if tp > 1.
 
-    Shapes: ids int64 [..] -> [.., hidden], replicated; with `sizes` [b, s] -> [b, sizes[rank], hidden].
-    Collectives: forward one all-reduce, backward none. With `sizes`: forward one reduce_scatter, backward one
+    Shapes: ids int64 [..] -> [.., hidden], replicated; with `sizes` [b, s] -> [b, sizes[rank],
+        hidden].
+    Collectives: forward one all-reduce, backward none. With `sizes`: forward one reduce_scatter,
+        backward one
     all-gather.
     Raises: DataError for an id that is not in the table. Source: arXiv 1909.08053, section 3.
     """
 
     weight: Tensor
 
-    def __init__(self, num_embeddings: int, hidden: int, axis: Axis, *, init_std: float = 0.02, tied: str = "",
-                 check_ids: bool | None = None, kernels: KernelsConfig = AUTO, device: Device = None,
-                 dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        num_embeddings: int,
+        hidden: int,
+        axis: Axis,
+        *,
+        init_std: float = 0.02,
+        tied: str = "",
+        check_ids: bool | None = None,
+        kernels: KernelsConfig = AUTO,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__(axis)
         shard = Shard.even(0, num_embeddings, axis.size)
         ((self.start, _),) = shard.ranges[axis.rank]
-        self.num_embeddings, self.check_ids, self.kernels = num_embeddings, check_ids, kernels
+        self.num_embeddings = num_embeddings
+        self.check_ids = check_ids
+        self.kernels = kernels
         weight = Placement((num_embeddings, hidden), Init("normal", init_std), shard, tied=tied)
         self.add_parameter("weight", weight, device=device, dtype=dtype)
 
@@ -65,16 +79,33 @@ class LearnedPositionEmbedding(ParallelModule):
 
     weight: Tensor
 
-    def __init__(self, num_positions: int, hidden: int, axis: Axis, *, init_std: float = 0.02,
-                 sequence: bool = False, device: Device = None, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        num_positions: int,
+        hidden: int,
+        axis: Axis,
+        *,
+        init_std: float = 0.02,
+        sequence: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__(axis, sequence)
-        self.add_parameter("weight", Placement((num_positions, hidden), Init("normal", init_std)), device=device,
-                           dtype=dtype)
+        self.add_parameter(
+            "weight",
+            Placement((num_positions, hidden), Init("normal", init_std)),
+            device=device,
+            dtype=dtype,
+        )
 
     def forward(self, length: int, start: int = 0) -> Tensor:
         if start + length > (longest := self.weight.shape[0]):
-            raise config_error("model.max_positions", longest, f"the input reaches position {start + length}",
-                               str(start + length))
+            raise config_error(
+                "model.max_positions",
+                longest,
+                f"the input reaches position {start + length}",
+                str(start + length),
+            )
         return self.weight if length == longest else self.weight[start : start + length]
 
     def at(self, positions: Tensor) -> Tensor:
@@ -95,12 +126,16 @@ def check_range(ids: Tensor, stop: int, what: str) -> None:
     if not within(ids, stop):
         bad = (ids < 0) | (ids >= stop)
         where = tuple(bad.nonzero()[0].tolist())
-        raise DataError(f"{what} {ids[where].item()} at {list(where)} is not within 0 to {stop - 1}: was the data "
-                        "made with another tokenizer?")
+        raise DataError(
+            f"{what} {ids[where].item()} at {list(where)} is not within 0 to {stop - 1}: was the "
+            "data "
+            "made with another tokenizer?"
+        )
 
 
 class Rows(NamedTuple):
-    """A part of the gradient of a table: what each of its rows `ids` less `start` gets, in a fixed order of addition.
+    """A part of the gradient of a table: what each of its rows `ids` less `start` gets, in a fixed
+    order of addition.
 
     `start`: the id of the first row; None: 0. `passes`: the backend that adds them up.
     Shapes: dy [.., hidden], ids [..].
@@ -123,7 +158,9 @@ class _LocalRows(Function):
     def forward(ctx: Any, ids: Tensor, weight: Tensor, start: int | None, backend: str) -> Tensor:
         ctx.save_for_backward(ids)
         # the leaf itself: recomputation would bring back a copy, without its .grad
-        ctx.passes, ctx.leaf, ctx.start = ops.embedding(weight, backend), weight, start
+        ctx.passes = ops.embedding(weight, backend)
+        ctx.leaf = weight
+        ctx.start = start
         return ctx.passes.rows(ids, weight, start)
 
     @staticmethod

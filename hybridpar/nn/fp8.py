@@ -1,12 +1,13 @@
-"""Linear layers whose products have float8 e4m3 factors, with one scale for each row of each factor (train.fp8).
+"""Linear layers whose products have float8 e4m3 factors, with one scale for each row of each factor
+(train.fp8).
 
     y = x W^T      scales of the rows of x (tokens) and of the rows of W
     dx = dy W      scales of the rows of dy (tokens) and of the columns of W
     dW = dy^T x    in bfloat16
 
-Activations and gradients are quantized in each product. The scale of a token depends on that token alone, so neither
-micro-batches, stages nor replicas change a bit. Weights are quantized once a version (state/fp8.py), and all products
-on that version use the same bytes.
+Activations and gradients are quantized in each product. The scale of a token depends on that token
+alone, so neither micro-batches, stages nor replicas change a bit. Weights are quantized once a
+version (state/fp8.py), and all products on that version use the same bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ MULTIPLE = 16
 class Fp8Weight:
     """Both quantized forms of a weight, in buffers that stay in place: a CUDA graph may read them.
 
-    Shapes: weight [o, i], rows [o, i], row_scale [o, 1], columns [i, o] (the transpose), column_scale [i, 1].
+    Shapes: weight [o, i], rows [o, i], row_scale [o, 1], columns [i, o] (the transpose),
+        column_scale [i, 1].
     """
 
     def __init__(self, weight: Tensor):
@@ -61,6 +63,9 @@ def input_gradient(dy: Tensor, weight: Fp8Weight) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """a b^T + bias, rounded to the type of a. Shapes: a [m, k], b [n, k], b_scale [n, 1], bias [n] -> [m, n]."""
+    """a b^T + bias, rounded to the type of a. Shapes: a [m, k], b [n, k], b_scale [n, 1], bias [n]
+    -> [m, n]."""
     codes, scale = quantize_fp8(a)
-    return torch._scaled_mm(codes, b.t(), scale, b_scale.t(), bias=bias, out_dtype=a.dtype, use_fast_accum=True)
+    return torch._scaled_mm(
+        codes, b.t(), scale, b_scale.t(), bias=bias, out_dtype=a.dtype, use_fast_accum=True
+    )

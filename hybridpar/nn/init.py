@@ -1,4 +1,5 @@
-"""Starting values of parameters: each rank draws just its shard, and every grid starts from the same bits."""
+"""Starting values of parameters: each rank draws just its shard, and every grid starts from the
+same bits."""
 
 from __future__ import annotations
 
@@ -16,18 +17,24 @@ _CHUNK = 1 << 20  # numbers drawn at a time: bounds the float64 temporaries
 
 
 @torch.no_grad()
-def initialize(named: Iterable[tuple[str, Tensor, Placement]], seed: int, place: Place = ALONE) -> None:
-    """Fills the local parameters of the rank at `place` with their parts of the global ones; see `named_placements`.
+def initialize(
+    named: Iterable[tuple[str, Tensor, Placement]], seed: int, place: Place = ALONE
+) -> None:
+    """Fills the local parameters of the rank at `place` with their parts of the global ones; see
+    `named_placements`.
 
-    The values depend on the seed and the parameter's name (its tied name where it has one). They are rounded to
-    float32 first, whatever the type of the parameter, so runs in float64, float32 and bfloat16 start from one point.
+    The values depend on the seed and the parameter's name (its tied name where it has one). They
+    are rounded to float32 first, whatever the type of the parameter, so runs in float64, float32
+    and bfloat16 start from one point.
 
     Raises: ConfigError if the seed does not fit 64 bits.
     """
     for name, parameter, placement in named:
         rank = placement.rank_at(place)
         expected = placement.local_shape(rank)
-        assert tuple(parameter.shape) == expected, f"{name}: placed as {expected}, got {tuple(parameter.shape)}"
+        assert tuple(parameter.shape) == expected, (
+            f"{name}: placed as {expected}, got {tuple(parameter.shape)}"
+        )
         assert not parameter.is_meta, f"{name} has no memory yet"
         if placement.init.kind == "normal":
             _fill_normal(parameter, placement, seed, random.site(placement.tied or name), rank)
@@ -38,10 +45,14 @@ def initialize(named: Iterable[tuple[str, Tensor, Placement]], seed: int, place:
 
 
 def _fill_normal(parameter: Tensor, placement: Placement, seed: int, site: int, rank: int) -> None:
-    """Each range of a split dimension is a block of rows in the flattened global tensor: [outer, part of inner]."""
-    shape, shard = placement.shape, placement.shard
+    """Each range of a split dimension is a block of rows in the flattened global tensor: [outer,
+    part of inner]."""
+    shape = placement.shape
+    shard = placement.shard
     if shard is None:
-        outer, inner, ranges = 1, prod(shape), [(0, prod(shape))]
+        outer = 1
+        inner = prod(shape)
+        ranges = [(0, prod(shape))]
     else:
         outer = prod(shape[: shard.dim])
         item = prod(shape[shard.dim + 1 :])
@@ -63,6 +74,13 @@ def _fill_block(block: Tensor, seed: int, site: int, std: float, stride: int, st
     for r in range(0, rows, height):
         for c in range(0, cols, width):
             part = block[r : r + height, c : c + width]
-            values = random.normal(seed, site, rows=part.shape[0], cols=part.shape[1], stride=stride,
-                                   start=start + r * stride + c, dtype=torch.float64)
+            values = random.normal(
+                seed,
+                site,
+                rows=part.shape[0],
+                cols=part.shape[1],
+                stride=stride,
+                start=start + r * stride + c,
+                dtype=torch.float64,
+            )
             part.copy_(values.mul_(std).float())

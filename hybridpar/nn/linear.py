@@ -1,13 +1,15 @@
 """Linear layers split over the tp axis by output features (column) or by input features (row).
 
-Column then row needs no communication in between: one all-reduce forward (row), one backward (column).
+Column then row needs no communication in between: one all-reduce forward (row), one backward
+(column).
 
-With sequence parallelism (`sizes`) x before column and y after row are this rank's part of the sequence, dimension 1,
-of these extents on each rank. Column gathers x, and again in its backward, as only the part is kept; row's sum is
-reduce-scattered.
+With sequence parallelism (`sizes`) x before column and y after row are this rank's part of the
+sequence, dimension 1, of these extents on each rank. Column gathers x, and again in its backward,
+as only the part is kept; row's sum is reduce-scattered.
 
 With a `codec` parts of these sums travel as bytes, if there is a graph; evaluation is exact.
-Sources: Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: arXiv 2205.05198, section 4.2.2.
+Sources: Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: arXiv 2205.05198, section
+    4.2.2.
 """
 
 from __future__ import annotations
@@ -43,100 +45,161 @@ Device = str | torch.device | None
 class ColumnParallelLinear(ParallelModule):
     """y = x W^T + b with the rows of W (output features) split over the axis.
 
-    `shard`: the rows of each rank, if not `Shard.even(0, ..)`; others cannot be gathered. `gather_output`: every rank
-    returns all features, for consumers that compute the same on every rank. `tied`: the name under which another
-    pipeline stage shares the weight. `matrices`: the hidden matrices that it is made of, if it is no head (see
-    Placement for both).
+    `shard`: the rows of each rank, if not `Shard.even(0, ..)`; others cannot be gathered.
+    `gather_output`: every rank returns all features, for consumers that compute the same on every
+    rank. `tied`: the name under which another pipeline stage shares the weight. `matrices`: the
+    hidden matrices that it is made of, if it is no head (see Placement for both).
 
     Shapes: [.., in_features] replicated -> [.., out_local], or [.., out_features] if gathered.
-    Collectives: forward none (gather_output: one all-gather); backward one all-reduce of the input's gradient, beside
-    the product for the weight's; none if the input requires no gradient. With `sizes`: as column_linear.
+    Collectives: forward none (gather_output: one all-gather); backward one all-reduce of the
+        input's gradient, beside
+    the product for the weight's; none if the input requires no gradient. With `sizes`: as
+    column_linear.
     """
 
     weight: Tensor
     bias: Tensor | None
     codec: SumCodec | None = None
 
-    def __init__(self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True,
-                 gather_output: bool = False, shard: Shard | None = None, init_std: float = 0.02, tied: str = "",
-                 matrices: Matrices = (), device: Device = None, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        axis: Axis,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
+        shard: Shard | None = None,
+        init_std: float = 0.02,
+        tied: str = "",
+        matrices: Matrices = (),
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__(axis)
         assert not (gather_output and shard), "gather_output joins contiguous parts, in rank order"
         shard = shard or Shard.even(0, out_features, axis.size)
-        self.gather_sizes = tuple(map(shard.local_size, range(axis.size))) if gather_output else None
-        weight = Placement((out_features, in_features), Init("normal", init_std), shard, tied=tied, matrices=matrices,
-                           factored=True)
+        self.gather_sizes = (
+            tuple(map(shard.local_size, range(axis.size))) if gather_output else None
+        )
+        weight = Placement(
+            (out_features, in_features),
+            Init("normal", init_std),
+            shard,
+            tied=tied,
+            matrices=matrices,
+            factored=True,
+        )
         self.add_parameter("weight", weight, device=device, dtype=dtype)
         self.register_parameter("bias", None)
         if bias:
-            self.add_parameter("bias", Placement((out_features,), Init("zeros"), shard, weight_decay=False),
-                               device=device, dtype=dtype)
+            self.add_parameter(
+                "bias",
+                Placement((out_features,), Init("zeros"), shard, weight_decay=False),
+                device=device,
+                dtype=dtype,
+            )
 
     def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         y = column_linear(x, self.weight, self.bias, self.axis, sizes, self.codec)
         return y if self.gather_sizes is None else gather_from(y, self.axis, -1, self.gather_sizes)
 
     def with_detached_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """x W^T + b, for a caller whose next operator sums the gradient of b. Shapes: [.., in_features] ->
-        [.., out_local]."""
+        """x W^T + b, for a caller whose next operator sums the gradient of b. Shapes: [..,
+        in_features] -> [.., out_local]."""
         bias = None if self.bias is None else self.bias.detach()
         return column_linear(x, self.weight, bias, self.axis, sizes, self.codec)
 
     def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """x W^T, for a caller that adds the bias in another operator. Shapes: [.., in_features] -> [.., out_local]."""
+        """x W^T, for a caller that adds the bias in another operator. Shapes: [.., in_features] ->
+        [.., out_local]."""
         return column_linear(x, self.weight, None, self.axis, sizes, self.codec)
 
 
 class RowParallelLinear(ParallelModule):
-    """y = x W^T + b with the columns of W (input features) split over the axis, b added once, after the sum.
+    """y = x W^T + b with the columns of W (input features) split over the axis, b added once, after
+    the sum.
 
-    `input_is_parallel`: x holds this rank's features already; otherwise its part is taken from a replicated x. `shard`:
-    the columns of each rank, if not `Shard.even(1, ..)`; then the input must be parallel. `matrices`: the hidden
-    matrices that the weight is made of (see Placement). `sequence`: calls have `sizes`.
+    `input_is_parallel`: x holds this rank's features already; otherwise its part is taken from a
+    replicated x. `shard`: the columns of each rank, if not `Shard.even(1, ..)`; then the input must
+    be parallel. `matrices`: the hidden matrices that the weight is made of (see Placement).
+    `sequence`: calls have `sizes`.
 
     Shapes: [.., in_local] (or [.., in_features]) -> [.., out_features], replicated.
-    Collectives: forward one all-reduce; backward none (replicated input: one all-gather of its gradient). With `sizes`:
-    as row_linear.
+    Collectives: forward one all-reduce; backward none (replicated input: one all-gather of its
+    gradient). With `sizes`: as row_linear.
     """
 
     weight: Tensor
     bias: Tensor | None
     codec: SumCodec | None = None
 
-    def __init__(self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True,
-                 input_is_parallel: bool = True, shard: Shard | None = None, init_std: float = 0.02,
-                 matrices: Matrices = (), sequence: bool = False, device: Device = None,
-                 dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        axis: Axis,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        shard: Shard | None = None,
+        init_std: float = 0.02,
+        matrices: Matrices = (),
+        sequence: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__(axis, sequence)
         assert input_is_parallel or shard is None, "a replicated input is split evenly"
         shard = shard or Shard.even(1, in_features, axis.size)
-        self.scatter_sizes = None if input_is_parallel else tuple(map(shard.local_size, range(axis.size)))
-        weight = Placement((out_features, in_features), Init("normal", init_std), shard, matrices=matrices,
-                           factored=True)
+        self.scatter_sizes = (
+            None if input_is_parallel else tuple(map(shard.local_size, range(axis.size)))
+        )
+        weight = Placement(
+            (out_features, in_features),
+            Init("normal", init_std),
+            shard,
+            matrices=matrices,
+            factored=True,
+        )
         self.add_parameter("weight", weight, device=device, dtype=dtype)
         self.register_parameter("bias", None)
         if bias:
-            self.add_parameter("bias", Placement((out_features,), Init("zeros"), weight_decay=False),
-                               device=device, dtype=dtype)
+            self.add_parameter(
+                "bias",
+                Placement((out_features,), Init("zeros"), weight_decay=False),
+                device=device,
+                dtype=dtype,
+            )
 
     def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         return row_linear(self._local(x), self.weight, self.bias, self.axis, sizes, self.codec)
 
     def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """x W^T, summed over the axis, for a caller that adds the bias in another operator. Shapes: as for forward."""
+        """x W^T, summed over the axis, for a caller that adds the bias in another operator. Shapes:
+        as for forward."""
         return row_linear(self._local(x), self.weight, None, self.axis, sizes, self.codec)
 
     def _local(self, x: Tensor) -> Tensor:
         return x if self.scatter_sizes is None else scatter_to(x, self.axis, -1, self.scatter_sizes)
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis,
-                  sizes: Sequence[int] | None = None, codec: SumCodec | None = None) -> Tensor:
+def column_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    axis: Axis,
+    sizes: Sequence[int] | None = None,
+    codec: SumCodec | None = None,
+) -> Tensor:
     """x W^T + b for a replicated `x` and this rank's rows of W and b; see ColumnParallelLinear.
 
-    Shapes: x [.., i], weight [o_local, i], bias [o_local] -> [.., o_local]; with `sizes` x [b, sizes[rank], i].
-    Collectives: forward none, backward one all-reduce if x requires a gradient. With `sizes`: forward one all-gather;
-    backward another one, and one reduce_scatter. With a codec: an all-gather in place of the all-reduce.
+    Shapes: x [.., i], weight [o_local, i], bias [o_local] -> [.., o_local]; with `sizes` x [b,
+        sizes[rank], i].
+    Collectives: forward none, backward one all-reduce if x requires a gradient. With `sizes`:
+        forward one all-gather;
+    backward another one, and one reduce_scatter. With a codec: an all-gather in place of the
+    all-reduce.
     """
     if not torch.is_grad_enabled():  # autograd's call takes 9 us, a product of one row some 20
         return matmul.linear(_gathered(x, axis, sizes), weight, bias)
@@ -146,12 +209,21 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis,
     return F.linear(x, weight, bias)
 
 
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis,
-               sizes: Sequence[int] | None = None, codec: SumCodec | None = None) -> Tensor:
-    """x W^T + b, summed over the axis, for this rank's features of `x` and columns of W; see RowParallelLinear.
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    axis: Axis,
+    sizes: Sequence[int] | None = None,
+    codec: SumCodec | None = None,
+) -> Tensor:
+    """x W^T + b, summed over the axis, for this rank's features of `x` and columns of W; see
+    RowParallelLinear.
 
-    Shapes: x [.., i_local], weight [o, i_local], bias [o] -> [.., o]; with `sizes` -> [b, sizes[rank], o].
-    Collectives: forward one all-reduce, backward none. With `sizes`: forward one reduce_scatter, backward one
+    Shapes: x [.., i_local], weight [o, i_local], bias [o] -> [.., o]; with `sizes` -> [b,
+        sizes[rank], o].
+    Collectives: forward one all-reduce, backward none. With `sizes`: forward one reduce_scatter,
+        backward one
     all-gather. With a codec: an all-gather in place of the all-reduce.
     """
     if not torch.is_grad_enabled():
@@ -162,7 +234,9 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis,
     return F.linear(x, weight, bias)
 
 
-def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sizes: Sequence[int] | None) -> Tensor:
+def _row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sizes: Sequence[int] | None
+) -> Tensor:
     """Outside of autograd."""
     if axis.size == 1:
         return matmul.linear(x, weight, bias)
@@ -176,8 +250,11 @@ def _gathered(x: Tensor, axis: Axis, sizes: Sequence[int] | None) -> Tensor:
     return x if sizes is None else all_gather(x, axis, 1, sizes)
 
 
-def _start_sum(dx: Tensor, axis: Axis, sizes: Sequence[int] | None, codec: SumCodec | None) -> Callable[[], Tensor]:
-    """Starts the sum of `dx` over ranks; the function that it returns waits for it, or for this rank's part of it."""
+def _start_sum(
+    dx: Tensor, axis: Axis, sizes: Sequence[int] | None, codec: SumCodec | None
+) -> Callable[[], Tensor]:
+    """Starts the sum of `dx` over ranks; the function that it returns waits for it, or for this
+    rank's part of it."""
     if codec is not None and axis.size > 1:
         return start_coded_sum(dx, axis, codec)[0]
     if sizes is not None:
@@ -197,30 +274,47 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _is_ours(weight: Tensor) -> bool:
-    """Whether nn.matmul's products, or its way to add up gradients, are better than torch's, or its factors wanted."""
-    return (weight.dtype in (torch.float32, torch.float64) or matmul.by_float32(weight)
-            or getattr(weight, matmul.FACTORED, False) or getattr(weight, fp8.WEIGHT, None) is not None
-            or matmul.sums_in_float32(weight.device.type, weight.dtype))
+    """Whether nn.matmul's products, or its way to add up gradients, are better than torch's, or its
+    factors wanted."""
+    return (
+        weight.dtype in (torch.float32, torch.float64)
+        or matmul.by_float32(weight)
+        or getattr(weight, matmul.FACTORED, False)
+        or getattr(weight, fp8.WEIGHT, None) is not None
+        or matmul.sums_in_float32(weight.device.type, weight.dtype)
+    )
 
 
 class _Linear(Function):
-    """Starts the sum of dx over ranks as soon as this rank's share is known, and computes dW and db meanwhile: also
-    where other gradients of weights wait.
+    """Starts the sum of dx over ranks as soon as this rank's share is known, and computes dW and db
+    meanwhile: also where other gradients of weights wait.
 
     The rest of a split x arrives while dx is computed.
 
-    `dx_axis`: what dx is summed over (None: it is whole). `y_axis`: the same for y, to which b is added afterwards.
-    `make`: makes x again (None: it is kept). `codec`: of parts of both sums.
+    `dx_axis`: what dx is summed over (None: it is whole). `y_axis`: the same for y, to which b is
+    added afterwards. `make`: makes x again (None: it is kept). `codec`: of parts of both sums.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dx_axis: Axis | None,
-                y_axis: Axis | None, sizes: Sequence[int] | None, make: Callable[[], Tensor] | None,
-                codec: SumCodec | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dx_axis: Axis | None,
+        y_axis: Axis | None,
+        sizes: Sequence[int] | None,
+        make: Callable[[], Tensor] | None,
+        codec: SumCodec | None,
+    ) -> Tensor:
         ctx.save_for_backward(None if make else x, weight)
         # the leaf itself: recomputation would bring back a copy, without its .grad
-        ctx.axes, ctx.sizes, ctx.leaf, ctx.make = (dx_axis, y_axis), sizes, weight, make
-        ctx.codec, ctx.marks = codec, None
+        ctx.axes = (dx_axis, y_axis)
+        ctx.sizes = sizes
+        ctx.leaf = weight
+        ctx.make = make
+        ctx.codec = codec
+        ctx.marks = None
         if y_axis is not None and codec is not None and y_axis.size > 1:
             finish, ctx.marks = start_coded_sum(matmul.linear(x, weight), y_axis, codec)
             return finish() if bias is None else finish().add_(bias)
@@ -234,8 +328,11 @@ class _Linear(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), (dx_axis, y_axis), sizes = ctx.saved_tensors, ctx.axes, ctx.sizes
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        make, ctx.make = ctx.make, None  # what it is made from is free once this has run, as saved tensors are
-        own, dy = dy, dy if y_axis is None else _gathered(dy, y_axis, sizes)
+        # what it is made from is free once this has run, as saved tensors are
+        make = ctx.make
+        ctx.make = None
+        own = dy
+        dy = dy if y_axis is None else _gathered(dy, y_axis, sizes)
         if ctx.marks is not None:
             dy = ctx.codec.gradient(dy, ctx.marks)
         factor = matmul.factor(_rows(dy))
@@ -251,13 +348,17 @@ class _Linear(Function):
                 dx = fp8.input_gradient(_rows(dy), quantized)
             dx = dx.view(*dy.shape[:-1], weight.shape[1])
             if dx_axis is not None:
-                finish, dx = _start_sum(dx, dx_axis, sizes, ctx.codec), None
+                finish = _start_sum(dx, dx_axis, sizes, ctx.codec)
+                dx = None
         if wants_weight:
             if gather is not None:
-                x, gather = gather(), None
+                x = gather()
+                gather = None
             elif make:
                 x = make()
-            dw = matmul.weight_gradient(factor, _rows(x), ctx.leaf, now=finish is not None and dx_axis.size > 1)
+            dw = matmul.weight_gradient(
+                factor, _rows(x), ctx.leaf, now=finish is not None and dx_axis.size > 1
+            )
         if wants_bias:
             db = _rows(own).sum(0)
         if finish is not None:

@@ -20,32 +20,50 @@ from hybridpar.ops.activation import gelu_exact
 Activation = Literal["gelu", "gelu_exact", "swiglu"]
 
 
-def activation_function(name: Activation, kernels: KernelsConfig = AUTO) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """The function of (x, bias) that a configuration names. Shapes: x [.., f], bias [f] or None -> [.., f]; swiglu
-    takes gate and up side by side, [.., 2f] and [2f]."""
+def activation_function(
+    name: Activation, kernels: KernelsConfig = AUTO
+) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """The function of (x, bias) that a configuration names. Shapes: x [.., f], bias [f] or None ->
+    [.., f]; swiglu takes gate and up side by side, [.., 2f] and [2f]."""
     functions: dict[Activation, Callable[[Tensor, Tensor | None], Tensor]] = {
-        "gelu": partial(gelu, backend=kernels.gelu), "gelu_exact": gelu_exact,
-        "swiglu": partial(swiglu, backend=kernels.swiglu)}
+        "gelu": partial(gelu, backend=kernels.gelu),
+        "gelu_exact": gelu_exact,
+        "swiglu": partial(swiglu, backend=kernels.swiglu),
+    }
     return functions[name]
 
 
 class ParallelMLP(ParallelModule):
-    """down(gelu(up x)), or down(silu(gate x) * (up x)) with 'swiglu'; any ffn size over any number of ranks.
+    """down(gelu(up x)), or down(silu(gate x) * (up x)) with 'swiglu'; any ffn size over any number
+    of ranks.
 
-    'gelu' is the tanh form, 'gelu_exact' the one by the error function. With 'swiglu' the weight `up` holds the ffn
-    rows of gate, then those of up; every rank holds the same rows of both. `out_init_std`: the standard deviation of
-    `down` at the start (None: init_std), often smaller in deeper models. `sequence`: calls have `sizes`. `remakes`: the
-    input of `down` is computed again in the backward pass, not kept.
+    'gelu' is the tanh form, 'gelu_exact' the one by the error function. With 'swiglu' the weight
+    `up` holds the ffn rows of gate, then those of up; every rank holds the same rows of both.
+    `out_init_std`: the standard deviation of `down` at the start (None: init_std), often smaller in
+    deeper models. `sequence`: calls have `sizes`. `remakes`: the input of `down` is computed again
+    in the backward pass, not kept.
 
     Shapes: [.., hidden] -> [.., hidden], both replicated.
-    Collectives: forward one all-reduce, backward one. With `sizes`: those of column_linear and row_linear.
+    Collectives: forward one all-reduce, backward one. With `sizes`: those of column_linear and
+        row_linear.
     Source: swiglu: arXiv 2002.05202; the split: Megatron-LM, arXiv 1909.08053, section 3.
     """
 
-    def __init__(self, hidden: int, ffn: int, axis: Axis, *, activation: Activation = "gelu",
-                 bias: bool = True, init_std: float = 0.02, out_init_std: float | None = None,
-                 kernels: KernelsConfig = AUTO, sequence: bool = False, device: Device = None,
-                 dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        axis: Axis,
+        *,
+        activation: Activation = "gelu",
+        bias: bool = True,
+        init_std: float = 0.02,
+        out_init_std: float | None = None,
+        kernels: KernelsConfig = AUTO,
+        sequence: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__(axis)
         self.remakes = False
         self.activation = activation_function(activation, kernels)
@@ -53,19 +71,40 @@ class ParallelMLP(ParallelModule):
         gated = activation == "swiglu"
         shard = Shard(0, tuple(((a, b), (ffn + a, ffn + b)) for a, b in ranges)) if gated else None
         matrices = tuple(((i * ffn, (i + 1) * ffn),) for i in range(2 if gated else 1))
-        self.up = ColumnParallelLinear(hidden, len(matrices) * ffn, axis, bias=bias, shard=shard, init_std=init_std,
-                                       matrices=matrices, device=device, dtype=dtype)
-        self.down = RowParallelLinear(ffn, hidden, axis, bias=bias,
-                                      init_std=init_std if out_init_std is None else out_init_std,
-                                      matrices=(((0, hidden),),), sequence=sequence, device=device, dtype=dtype)
+        self.up = ColumnParallelLinear(
+            hidden,
+            len(matrices) * ffn,
+            axis,
+            bias=bias,
+            shard=shard,
+            init_std=init_std,
+            matrices=matrices,
+            device=device,
+            dtype=dtype,
+        )
+        self.down = RowParallelLinear(
+            ffn,
+            hidden,
+            axis,
+            bias=bias,
+            init_std=init_std if out_init_std is None else out_init_std,
+            matrices=(((0, hidden),),),
+            sequence=sequence,
+            device=device,
+            dtype=dtype,
+        )
 
     def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         y, bias = self.without_bias(x, sizes)
         return y if bias is None else y + bias
 
-    def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
-        """The output without the bias of `down`, and that bias, for a caller that adds it in another operator."""
-        u, bias = self.up.without_bias(x, sizes), self.up.bias
+    def without_bias(
+        self, x: Tensor, sizes: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output without the bias of `down`, and that bias, for a caller that adds it in
+        another operator."""
+        u = self.up.without_bias(x, sizes)
+        bias = self.up.bias
         y = self.activation(u, bias)
         if self.remakes:
             y = remade(y, partial(self.activation, u, bias))

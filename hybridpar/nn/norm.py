@@ -1,7 +1,9 @@
-"""Normalisation layers, replicated over the tp axis: no communication, and equal gradients on every rank.
+"""Normalisation layers, replicated over the tp axis: no communication, and equal gradients on every
+rank.
 
-With `sequence` each rank has its own rows, and a partial sum of the gradients. With `remakes` set, what a norm returns
-is made again in the backward pass from what it normalised, which is kept anyway (remake.py).
+With `sequence` each rank has its own rows, and a partial sum of the gradients. With `remakes` set,
+what a norm returns is made again in the backward pass from what it normalised, which is kept anyway
+(remake.py).
 """
 
 from __future__ import annotations
@@ -29,24 +31,56 @@ class _Norm(ParallelModule):
     bias: Tensor | None
     remakes = False
 
-    def __init__(self, hidden: int, axis: Axis, bias: bool, *, eps: float, kernels: KernelsConfig, sequence: bool,
-                 device: Device, dtype: torch.dtype | None):
+    def __init__(
+        self,
+        hidden: int,
+        axis: Axis,
+        bias: bool,
+        *,
+        eps: float,
+        kernels: KernelsConfig,
+        sequence: bool,
+        device: Device,
+        dtype: torch.dtype | None,
+    ):
         super().__init__(axis, sequence)
-        self.eps, self.kernels = eps, kernels
+        self.eps = eps
+        self.kernels = kernels
         self.register_parameter("bias", None)
         for name, init in (("weight", Init("ones")), *((("bias", Init("zeros")),) if bias else ())):
-            self.add_parameter(name, Placement((hidden,), init, weight_decay=False), device=device, dtype=dtype)
+            self.add_parameter(
+                name, Placement((hidden,), init, weight_decay=False), device=device, dtype=dtype
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         make = self._maker(x)
         return remade(make(), make) if self.remakes else make()
 
-    def add(self, x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout,
-            key: RandomKey | None, first_row: int = 0) -> tuple[Tensor, Tensor]:
-        """The norm of residual + dropout(x + bias), and that sum. Shapes: [b, .., hidden], bias [hidden] -> same."""
+    def add(
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        dropout: Dropout,
+        key: RandomKey | None,
+        first_row: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of residual + dropout(x + bias), and that sum. Shapes: [b, .., hidden], bias
+        [hidden] -> same."""
         y, total = ops.add_norm(
-            x, residual, self.weight, self.bias, self.eps, centre=self.bias is not None, bias_of_x=bias, p=dropout.p,
-            key=key, site=dropout.site, first_row=first_row, backend=self.kernels.add_norm)
+            x,
+            residual,
+            self.weight,
+            self.bias,
+            self.eps,
+            centre=self.bias is not None,
+            bias_of_x=bias,
+            p=dropout.p,
+            key=key,
+            site=dropout.site,
+            first_row=first_row,
+            backend=self.kernels.add_norm,
+        )
         return remade(y, self._maker(total)) if self.remakes else y, total
 
     def _maker(self, x: Tensor) -> Callable[[], Tensor]:
@@ -55,18 +89,39 @@ class _Norm(ParallelModule):
 
 
 class LayerNorm(_Norm):
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. Shapes: [.., hidden] -> same.
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension. Shapes: [..,
+    hidden] -> same.
 
     Source: arXiv 1607.06450.
     """
 
-    def __init__(self, hidden: int, axis: Axis, *, eps: float = 1e-5, kernels: KernelsConfig = AUTO,
-                 sequence: bool = False, device: Device = None, dtype: torch.dtype | None = None):
-        super().__init__(hidden, axis, True, eps=eps, kernels=kernels, sequence=sequence, device=device, dtype=dtype)
+    def __init__(
+        self,
+        hidden: int,
+        axis: Axis,
+        *,
+        eps: float = 1e-5,
+        kernels: KernelsConfig = AUTO,
+        sequence: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(
+            hidden,
+            axis,
+            True,
+            eps=eps,
+            kernels=kernels,
+            sequence=sequence,
+            device=device,
+            dtype=dtype,
+        )
 
     def _maker(self, x: Tensor) -> Callable[[], Tensor]:
         assert self.bias is not None
-        return partial(ops.layer_norm, x, self.weight, self.bias, self.eps, backend=self.kernels.layer_norm)
+        return partial(
+            ops.layer_norm, x, self.weight, self.bias, self.eps, backend=self.kernels.layer_norm
+        )
 
 
 class RMSNorm(_Norm):
@@ -75,9 +130,27 @@ class RMSNorm(_Norm):
     Source: arXiv 1910.07467.
     """
 
-    def __init__(self, hidden: int, axis: Axis, *, eps: float = 1e-6, kernels: KernelsConfig = AUTO,
-                 sequence: bool = False, device: Device = None, dtype: torch.dtype | None = None):
-        super().__init__(hidden, axis, False, eps=eps, kernels=kernels, sequence=sequence, device=device, dtype=dtype)
+    def __init__(
+        self,
+        hidden: int,
+        axis: Axis,
+        *,
+        eps: float = 1e-6,
+        kernels: KernelsConfig = AUTO,
+        sequence: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(
+            hidden,
+            axis,
+            False,
+            eps=eps,
+            kernels=kernels,
+            sequence=sequence,
+            device=device,
+            dtype=dtype,
+        )
 
     def _maker(self, x: Tensor) -> Callable[[], Tensor]:
         return partial(ops.rms_norm, x, self.weight, self.eps, backend=self.kernels.rms_norm)

@@ -1,7 +1,7 @@
 """Placements: what a parameter is, globally, and which part of it each rank holds.
 
-A Placement says for every axis of the grid whether the parameter is split along it, held by all with whole gradients
-(a copy), or held by all with gradients that are partial sums:
+A Placement says for every axis of the grid whether the parameter is split along it, held by all
+with whole gradients (a copy), or held by all with gradients that are partial sums:
 
     along   split                          partial                              copy
     pp      on one stage                   `tied`: on the first and the last
@@ -9,9 +9,10 @@ A Placement says for every axis of the grid whether the parameter is split along
     tp      `shard`                        `partial`: as of its own tokens      all else
     others  `shard`                        `partial`                            all else
 
-That alone decides the values a shard starts from, over which ranks its gradient is summed, who counts it in the global
-gradient norm, who saves it, how checkpoints reassemble it, and which replicas must agree. A parameter that is not
-`trainable` keeps its bits: it has neither gradient, optimizer state, master copy, weight decay nor a part in the norm.
+That alone decides the values a shard starts from, over which ranks its gradient is summed, who
+counts it in the global gradient norm, who saves it, how checkpoints reassemble it, and which
+replicas must agree. A parameter that is not `trainable` keeps its bits: it has neither gradient,
+optimizer state, master copy, weight decay nor a part in the norm.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ Matrices = tuple[tuple[Range, ...], ...]
 
 
 class Held(Enum):
-    """How the ranks along an axis hold a parameter: the same with whole gradients, parts of it, or the same with
-    gradients that are yet to be summed."""
+    """How the ranks along an axis hold a parameter: the same with whole gradients, parts of it, or
+    the same with gradients that are yet to be summed."""
 
     COPY = "copy"
     SPLIT = "split"
@@ -44,7 +45,8 @@ class Held(Enum):
 
 
 def split_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """`size` items in `parts` shares that differ by at most one, the larger ones first. Shares may be empty."""
+    """`size` items in `parts` shares that differ by at most one, the larger ones first. Shares may
+    be empty."""
     return tuple(size // parts + (i < size % parts) for i in range(parts))
 
 
@@ -64,8 +66,8 @@ InitKind = Literal["normal", "zeros", "ones", "constructed"]
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """How the global parameter starts: 'normal' (mean 0, standard deviation `std`), 'zeros', 'ones', or 'constructed':
-    with what `draw(seed)` returns."""
+    """How the global parameter starts: 'normal' (mean 0, standard deviation `std`), 'zeros',
+    'ones', or 'constructed': with what `draw(seed)` returns."""
 
     kind: InitKind
     std: float = 0.0
@@ -73,16 +75,18 @@ class Init:
 
     def __post_init__(self) -> None:
         if self.kind not in (kinds := get_args(InitKind)):
-            raise config_error("Init.kind", self.kind, f"must be one of {', '.join(kinds)}", '"normal"')
+            raise config_error(
+                "Init.kind", self.kind, f"must be one of {', '.join(kinds)}", '"normal"'
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A split along dimension `dim` over `axis`.
 
-    `ranges[r]` are the half-open ranges of the global dimension that rank r of the axis holds, in the order of its
-    local tensor. Ranges of different ranks may overlap (grouped KV heads shared by several ranks). Gradients of such
-    rows are partial and must be summed over their holders.
+    `ranges[r]` are the half-open ranges of the global dimension that rank r of the axis holds, in
+    the order of its local tensor. Ranges of different ranks may overlap (grouped KV heads shared by
+    several ranks). Gradients of such rows are partial and must be summed over their holders.
     """
 
     dim: int
@@ -110,7 +114,8 @@ class Shard:
         return count
 
     def owned(self, rank: int, size: int) -> Tensor:
-        """True where `rank` is the first holder of its local slice; bool [local_size]. Every index has one owner."""
+        """True where `rank` is the first holder of its local slice; bool [local_size]. Every index
+        has one owner."""
         first = torch.full((size,), len(self.ranges), dtype=torch.int64)
         for r in reversed(range(len(self.ranges))):
             first[self.index(r)] = r
@@ -119,15 +124,16 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One parameter: its global shape, how it starts, how it is split (None: not at all), and how it is updated.
+    """One parameter: its global shape, how it starts, how it is split (None: not at all), and how
+    it is updated.
 
-    `weight_decay`: factor of optim.weight_decay, 0 for biases and norms. `lr`: factor of the learning rate.
-    `tied`: parameters with the same non-empty name are one parameter, held by the first and last pipeline stage; their
-    gradients are summed over the `ends` axis and it is counted once.
-    `matrices`: the hidden matrices that a 2-D parameter is made of, each as ranges of global rows, in order; together
-    they are all rows. Empty for embeddings, output heads and vectors.
-    `partial`: axes of the layer whose ranks all hold the parameter, each with a partial sum of its gradient.
-    `trainable`: False for a frozen parameter.
+    `weight_decay`: factor of optim.weight_decay, 0 for biases and norms. `lr`: factor of the
+    learning rate. `tied`: parameters with the same non-empty name are one parameter, held by the
+    first and last pipeline stage; their gradients are summed over the `ends` axis and it is counted
+    once. `matrices`: the hidden matrices that a 2-D parameter is made of, each as ranges of global
+    rows, in order; together they are all rows. Empty for embeddings, output heads and vectors.
+    `partial`: axes of the layer whose ranks all hold the parameter, each with a partial sum of its
+    gradient. `trainable`: False for a frozen parameter.
     `factored`: its layer gives each part of its gradient as two factors (nn.matmul.Product).
     """
 
@@ -164,7 +170,11 @@ class Placement:
     def take(self, full: Tensor, rank: int) -> Tensor:
         """Part `rank` of the global tensor."""
         assert tuple(full.shape) == self.shape, f"expected {self.shape}, got {tuple(full.shape)}"
-        return full if self.shard is None else full.index_select(self.shard.dim, self.shard.index(rank).to(full.device))
+        return (
+            full
+            if self.shard is None
+            else full.index_select(self.shard.dim, self.shard.index(rank).to(full.device))
+        )
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
         """The global tensor from all parts in order. Not split: the first one."""
@@ -176,7 +186,8 @@ class Placement:
         return full
 
     def shared_index(self) -> Tensor:
-        """Global indices along the split dimension held by more than one rank; int64, empty where none."""
+        """Global indices along the split dimension held by more than one rank; int64, empty where
+        none."""
         if self.shard is None:
             return torch.arange(0)
         return (self.shard.holders(self.shape[self.shard.dim]) > 1).nonzero().flatten()
@@ -184,29 +195,43 @@ class Placement:
 
 def has_shared_rows(placement: Placement) -> bool:
     """Whether several ranks hold some of its rows."""
-    ranges = sorted(of for held in placement.shard.ranges for of in held if of[0] < of[1]) if placement.shard else []
+    ranges = (
+        sorted(of for held in placement.shard.ranges for of in held if of[0] < of[1])
+        if placement.shard
+        else []
+    )
     return any(one[1] > other[0] for one, other in pairwise(ranges))
 
 
 class ParallelModule(nn.Module):
     """A module that states the placement of every parameter it owns directly, in `placements`.
 
-    `sequence`: it sees this rank's part of the sequence only, so gradients of what it holds whole are partial sums.
+    `sequence`: it sees this rank's part of the sequence only, so gradients of what it holds whole
+    are partial sums.
     """
 
     def __init__(self, axis: Axis, sequence: bool = False):
         super().__init__()
         if not isinstance(axis, Axis):
-            raise config_error("axis", axis, "must be a hybridpar.Axis, a line of a grid", "build.axis, or grid.tp")
-        self.axis, self._partial = axis, (axis.name,) if sequence else ()
+            raise config_error(
+                "axis", axis, "must be a hybridpar.Axis, a line of a grid", "build.axis, or grid.tp"
+            )
+        self.axis = axis
+        self._partial = (axis.name,) if sequence else ()
         self.placements: dict[str, Placement] = {}
 
-    def add_parameter(self, name: str, placement: Placement, *, device: str | torch.device | None = None,
-                      dtype: torch.dtype | None = None) -> None:
+    def add_parameter(
+        self,
+        name: str,
+        placement: Placement,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Creates the local part, uninitialised (see init.initialize), and records its placement.
 
-        On an axis of size 1 nothing is split, so there the placement has no shard: a layer that is given such an axis
-        inside a larger grid is replicated.
+        On an axis of size 1 nothing is split, so there the placement has no shard: a layer that is
+        given such an axis inside a larger grid is replicated.
         """
         if self.axis.size == 1:
             placement = replace(placement, shard=None, partial=())
@@ -218,9 +243,11 @@ class ParallelModule(nn.Module):
 
 
 def named_placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Placement]]:
-    """Every parameter of `module` with its qualified name and placement, in registration order, tied ones once.
+    """Every parameter of `module` with its qualified name and placement, in registration order,
+    tied ones once.
 
-    Raises: AssertionError for a parameter that no ParallelModule placed (see `ParallelModule.add_parameter`).
+    Raises: AssertionError for a parameter that no ParallelModule placed (see
+        `ParallelModule.add_parameter`).
     """
     seen: set[int] = set()
     for prefix, sub in module.named_modules():
@@ -229,7 +256,9 @@ def named_placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Pla
                 continue
             seen.add(id(parameter))
             full = f"{prefix}.{name}" if prefix else name
-            assert name in getattr(sub, "placements", ()), f"{full} has no placement: add it with add_parameter"
+            assert name in getattr(sub, "placements", ()), (
+                f"{full} has no placement: add it with add_parameter"
+            )
             yield full, parameter, sub.placements[name]
 
 
@@ -237,8 +266,8 @@ def named_placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Pla
 def reduce_shared_gradients(grads: Iterable[tuple[Tensor, Placement]], axis: Axis) -> None:
     """Makes whole, in place, the gradients that are partial sums over the axis of a layer.
 
-    Those are the gradients of rows that several of its ranks hold, and of parameters that are partial over it (also of
-    flat parts of these). Every rank then has equal bits.
+    Those are the gradients of rows that several of its ranks hold, and of parameters that are
+    partial over it (also of flat parts of these). Every rank then has equal bits.
     Call once a batch, with the gradients in the same order on every rank of `axis`.
     Collectives: one all-reduce of all such rows together for each dtype; none where there are none.
     """
@@ -248,7 +277,8 @@ def reduce_shared_gradients(grads: Iterable[tuple[Tensor, Placement]], axis: Axi
         if num_partial:
             split = placement.shard if axis.name not in placement.partial else None
             rows = grad.movedim(split.dim, 0) if split else grad.view(1, -1)  # a view
-            local, slot = local.to(grad.device), slot.to(grad.device)
+            local = local.to(grad.device)
+            slot = slot.to(grad.device)
             part = rows.new_zeros(num_partial, *rows.shape[1:])
             part[slot] = rows[local]
             pieces.setdefault(grad.dtype, []).append((rows, local, part, slot))
@@ -261,7 +291,8 @@ def reduce_shared_gradients(grads: Iterable[tuple[Tensor, Placement]], axis: Axi
 
 @cache
 def partial_rows(placement: Placement, axis: str, rank: int) -> tuple[int, Tensor, Tensor]:
-    """Number of slices with partial gradients; of those on `rank`: local indices, positions among all of them.
+    """Number of slices with partial gradients; of those on `rank`: local indices, positions among
+    all of them.
 
     A parameter that is partial as a whole is one slice.
     """
@@ -269,6 +300,7 @@ def partial_rows(placement: Placement, axis: str, rank: int) -> tuple[int, Tenso
         return 1, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     if placement.shard is None or placement.shard.axis != axis:
         return 0, torch.arange(0), torch.arange(0)
-    shared, index = placement.shared_index(), placement.shard.index(rank)
+    shared = placement.shared_index()
+    index = placement.shard.index(rank)
     local = torch.isin(index, shared).nonzero().flatten()
     return len(shared), local, torch.searchsorted(shared, index[local])

@@ -1,9 +1,11 @@
-"""Activations that are made again in the backward pass, from tensors that are kept anyway, and are not kept themselves.
+"""Activations that are made again in the backward pass, from tensors that are kept anyway, and are
+not kept themselves.
 
     y = remade(gelu(u), partial(gelu, u))        # gelu's backward keeps u
     row_linear(y, weight, ..)                    # keeps how y is made, where it else would keep y
 
-Sources: selective recomputation, arXiv 2205.05198, section 5, which makes attention's scores again (here no scores are
+Sources: selective recomputation, arXiv 2205.05198, section 5, which makes attention's scores again
+    (here no scores are
 kept); outputs of norms and activations: Chen et al., arXiv 1604.06174, section 4.3.
 """
 
@@ -21,7 +23,8 @@ _MAKE = "make_again"
 def remade(y: Tensor, make: Callable[[], Tensor]) -> Tensor:
     """Returns `y`, of which linear layers keep `make` instead, where autograd records.
 
-    `make` returns the same bits from tensors that others keep for their backward. Nobody may write to `y` afterwards.
+    `make` returns the same bits from tensors that others keep for their backward. Nobody may write
+    to `y` afterwards.
     """
     if torch.is_grad_enabled():
         setattr(y, _MAKE, make)

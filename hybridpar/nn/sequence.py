@@ -1,4 +1,5 @@
-"""Sequence parallelism: between the split layers, each rank of the tp axis holds part of every sample's rows.
+"""Sequence parallelism: between the split layers, each rank of the tp axis holds part of every
+sample's rows.
 
 Source: Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """

@@ -1,4 +1,5 @@
-"""Operations on local tensors: public functions with shape checks; registry.py is the table of what runs them."""
+"""Operations on local tensors: public functions with shape checks; registry.py is the table of what
+runs them."""
 
 from hybridpar.ops.activation import gelu, swiglu
 from hybridpar.ops.attention import attention
@@ -15,6 +16,21 @@ from hybridpar.ops.split_qkv import split_qkv
 from hybridpar.ops.update import optimizer
 
 __all__ = [
-    "add_norm", "attention", "bias_dropout_add", "cross_entropy", "dropout", "embedding", "gelu", "largest",
-    "layer_norm", "optimizer", "quantize", "quantize_fp8", "rms_norm", "rotary", "sparse", "split_qkv", "swiglu",
+    "add_norm",
+    "attention",
+    "bias_dropout_add",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "gelu",
+    "largest",
+    "layer_norm",
+    "optimizer",
+    "quantize",
+    "quantize_fp8",
+    "rms_norm",
+    "rotary",
+    "sparse",
+    "split_qkv",
+    "swiglu",
 ]

@@ -16,19 +16,23 @@ from hybridpar.ops.registry import resolve
 
 
 def gelu(x: Tensor, bias: Tensor | None = None, *, backend: str = "auto") -> Tensor:
-    """Gaussian error linear unit of x + bias, in the tanh form that GPT and BERT were published with.
+    """Gaussian error linear unit of x + bias, in the tanh form that GPT and BERT were published
+    with.
 
     Shapes: x [.., f], bias [f] -> [.., f].
-    Raises: ValueError for another bias; ConfigError if the backend cannot run. Source: arXiv 1606.08415.
+    Raises: ValueError for another bias; ConfigError if the backend cannot run. Source: arXiv
+        1606.08415.
     """
     check_vectors(x, bias=bias)
     return resolve("gelu", backend, x)(x, bias)
 
 
 def gelu_exact(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x times the normal distribution function of x, for x + bias: by the error function, in plain torch.
+    """x times the normal distribution function of x, for x + bias: by the error function, in plain
+    torch.
 
-    Shapes: x [.., f], bias [f] -> [.., f]. Raises: ValueError for another bias. Source: arXiv 1606.08415.
+    Shapes: x [.., f], bias [f] -> [.., f]. Raises: ValueError for another bias. Source: arXiv
+        1606.08415.
     """
     check_vectors(x, bias=bias)
     return F.gelu(x if bias is None else x + bias)

@@ -1,6 +1,7 @@
 """NVIDIA apex's fused normalisation and AdamW, where it is installed with its CUDA extensions.
 
-apex comes from source (github.com/NVIDIA/apex); the package of that name on PyPI is an unrelated one.
+apex comes from source (github.com/NVIDIA/apex); the package of that name on PyPI is an unrelated
+one.
 """
 
 from __future__ import annotations
@@ -39,22 +40,40 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _modules(*_NORMS)[1].fused_rms_norm_affine(x, weight, weight.shape, eps)
 
 
-def add_norm(x: Tensor, bias_of_x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
-             centre: bool, mask: Mask) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor,
+    bias_of_x: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centre: bool,
+    mask: Mask,
+) -> tuple[Tensor, Tensor]:
     """apex's norm of a sum that is computed before, as apex has no such operator."""
     total = resolve("bias_dropout_add", "auto", x)(x, bias_of_x, residual, mask)
-    return rms_norm(total, weight, eps) if bias is None else layer_norm(total, weight, bias, eps), total
+    return rms_norm(total, weight, eps) if bias is None else layer_norm(
+        total, weight, bias, eps
+    ), total
 
 
 class FusedAdam(Passes):
-    """AdamW by the kernel of apex.optimizers.FusedAdam, in place, on what the old weights were copied to.
+    """AdamW by the kernel of apex.optimizers.FusedAdam, in place, on what the old weights were
+    copied to.
 
-    It knows neither Nesterov's momentum nor directions alone: those, and all that is not Adam, are the reference's.
+    It knows neither Nesterov's momentum nor directions alone: those, and all that is not Adam, are
+    the reference's.
     """
 
     @staticmethod
-    def adam(weights: Weights, gradients: Tensors, moments: tuple[Tensors, Tensors], decays: Sequence[float],
-             lr: float, step: AdamStep) -> None:
+    def adam(
+        weights: Weights,
+        gradients: Tensors,
+        moments: tuple[Tensors, Tensors],
+        decays: Sequence[float],
+        lr: float,
+        step: AdamStep,
+    ) -> None:
         if step.nesterov is not None:
             return Passes.adam(weights, gradients, moments, decays, lr, step)
         amp, multi_tensor = _modules(*_UPDATES)
@@ -65,8 +84,18 @@ class FusedAdam(Passes):
                         torch._foreach_mul_(lists[0], step.scale)
                     nothing_skipped = torch.zeros(1, dtype=torch.int32, device=lists[0][0].device)
                     multi_tensor.multi_tensor_applier(
-                        amp.multi_tensor_adam, nothing_skipped, lists, lr, step.beta1, step.beta2, step.eps,
-                        step.count, _DECOUPLED, _BIAS_CORRECTION, decay)
+                        amp.multi_tensor_adam,
+                        nothing_skipped,
+                        lists,
+                        lr,
+                        step.beta1,
+                        step.beta2,
+                        step.eps,
+                        step.count,
+                        _DECOUPLED,
+                        _BIAS_CORRECTION,
+                        decay,
+                    )
                     for written in lists[1:]:
                         torch.autograd.graph.increment_version(written)
         return None

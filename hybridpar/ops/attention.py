@@ -20,23 +20,38 @@ from hybridpar.ops.registry import resolve
 from hybridpar.random import RandomKey
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, padding_mask: Tensor | None = None,
-              kv_index: Sequence[int] | None = None, dropout_p: float = 0.0, key: RandomKey | None = None,
-              site: int = 0, head_start: int = 0, backend: str = "auto") -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    padding_mask: Tensor | None = None,
+    kv_index: Sequence[int] | None = None,
+    dropout_p: float = 0.0,
+    key: RandomKey | None = None,
+    site: int = 0,
+    head_start: int = 0,
+    backend: str = "auto",
+) -> Tensor:
     """softmax(q k^T / sqrt(d)) v, with dropout on the softmax.
 
-    Fewer queries than keys are those of the last positions; torch's kernel computes them, whatever the backend.
-    A position that sees no key (all padding) yields zeros, and no gradient. `kv_index[i]` is the key and value head of
-    query head i; without it, each serves n / n_kv neighbours. `head_start` is the global number of the first query
-    head: the dropout mask of (head, q, k) has index (head * s + q) * s + k within its sample.
+    Fewer queries than keys are those of the last positions; torch's kernel computes them, whatever
+    the backend. A position that sees no key (all padding) yields zeros, and no gradient.
+    `kv_index[i]` is the key and value head of query head i; without it, each serves n / n_kv
+    neighbours. `head_start` is the global number of the first query head: the dropout mask of
+    (head, q, k) has index (head * s + q) * s + k within its sample.
 
-    Shapes: q [b, n, s, d]; k, v [b, n_kv, keys, d]; padding_mask bool [b, keys], True = real -> [b, n, s, d].
-    Raises: ValueError for other shapes, or dropout with fewer queries than keys; ConfigError if dropout_p is not in
+    Shapes: q [b, n, s, d]; k, v [b, n_kv, keys, d]; padding_mask bool [b, keys], True = real -> [b,
+        n, s, d].
+    Raises: ValueError for other shapes, or dropout with fewer queries than keys; ConfigError if
+        dropout_p is not in
     [0, 1), or the backend cannot run.
     Source: arXiv 1706.03762; grouped heads arXiv 2305.13245.
     """
     _check(q, k, v, padding_mask)
-    n, n_kv = q.shape[1], k.shape[1]
+    n = q.shape[1]
+    n_kv = k.shape[1]
     if n == 0:
         return q
     if kv_index is None:
@@ -44,9 +59,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, padding_mask: Te
             raise ValueError(f"{n} query heads are no multiple of {n_kv} key heads; give kv_index")
         kv_index = _neighbours(n, n_kv)
     elif len(kv_index) != n or not all(0 <= i < n_kv for i in kv_index):
-        raise ValueError(f"kv_index must have {n} entries from 0 to {n_kv - 1}, got {list(kv_index)}")
+        raise ValueError(
+            f"kv_index must have {n} entries from 0 to {n_kv - 1}, got {list(kv_index)}"
+        )
     s = q.shape[2]
-    mask = make_mask((q.shape[0], n, s, s), q.device, dropout_p, key, site, inner_start=head_start * s * s)
+    mask = make_mask(
+        (q.shape[0], n, s, s), q.device, dropout_p, key, site, inner_start=head_start * s * s
+    )
     if s < k.shape[2]:
         if mask is not KEEP_ALL:
             raise ValueError(f"dropout needs as many queries as keys, got {_shapes(q, k, v)}")
@@ -60,27 +79,56 @@ def attention_class(head_dim: int, *, grouped: bool) -> str:
     return f"d{head_dim}{' grouped' * grouped}"
 
 
-def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: Tensor | None, kv_index: list[int],
-                   mask: Mask) -> Tensor:
-    """torch's fused kernel (of cuDNN or FlashAttention) where it has one: without dropout or padding; else Triton's.
+def attention_sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    padding_mask: Tensor | None,
+    kv_index: list[int],
+    mask: Mask,
+) -> Tensor:
+    """torch's fused kernel (of cuDNN or FlashAttention) where it has one: without dropout or
+    padding; else Triton's.
 
-    Triton's also where torch is to be deterministic: the fused kernels add up dq in any order. Shapes: as `attention`.
+    Triton's also where torch is to be deterministic: the fused kernels add up dq in any order.
+    Shapes: as `attention`.
     """
-    n, n_kv, d = q.shape[1], k.shape[1], q.shape[3]
+    n = q.shape[1]
+    n_kv = k.shape[1]
+    d = q.shape[3]
     plain = mask is KEEP_ALL and padding_mask is None and kv_index == _neighbours(n, n_kv)
-    if not plain or d % 8 or d > 256 or q.numel() == 0 or torch.are_deterministic_algorithms_enabled():
+    if (
+        not plain
+        or d % 8
+        or d > 256
+        or q.numel() == 0
+        or torch.are_deterministic_algorithms_enabled()
+    ):
         return resolve("attention", "triton", q)(q, k, v, causal, padding_mask, kv_index, mask)
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=n != n_kv)
 
 
-def attention_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: Tensor | None, kv_index: list[int],
-                    mask: Mask) -> Tensor:
-    """torch's fused kernel, which has no counter-based dropout; the matrix of probabilities where that is asked for."""
+def attention_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    padding_mask: Tensor | None,
+    kv_index: list[int],
+    mask: Mask,
+) -> Tensor:
+    """torch's fused kernel, which has no counter-based dropout; the matrix of probabilities where
+    that is asked for."""
     (b, n, queries, d), n_kv, keys = q.shape, *k.shape[1:3]
     if kv_index != list(range(n_kv)):
-        if kv_index == _neighbours(n, n_kv) and queries == 1 < keys:  # heads that share a key are queries of one head
+        if (
+            kv_index == _neighbours(n, n_kv) and queries == 1 < keys
+        ):  # heads that share a key are queries of one head
             folded = q.reshape(b, n_kv, n // n_kv, d)
-            return attention_torch(folded, k, v, False, padding_mask, list(range(n_kv)), mask).reshape(b, n, 1, d)
+            return attention_torch(
+                folded, k, v, False, padding_mask, list(range(n_kv)), mask
+            ).reshape(b, n, 1, d)
         if kv_index == _neighbours(n, n_kv):
             k, v = (x.unsqueeze(2).expand(-1, -1, n // n_kv, -1, -1).flatten(1, 2) for x in (k, v))
         else:
@@ -106,9 +154,15 @@ def _softmax(x: Tensor, causal: bool, padding_mask: Tensor | None) -> Tensor:
     return y if blind is None else y.masked_fill(blind, 0.0)
 
 
-def _visible(queries: int, keys: int, causal: bool, padding_mask: Tensor | None,
-             device: torch.device | None = None) -> tuple[Tensor | None, Tensor | None]:
-    """The keys that each query sees, and the queries that see none: those are shown all, and zeroed afterwards."""
+def _visible(
+    queries: int,
+    keys: int,
+    causal: bool,
+    padding_mask: Tensor | None,
+    device: torch.device | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The keys that each query sees, and the queries that see none: those are shown all, and zeroed
+    afterwards."""
     visible = None
     if causal:
         device = device if padding_mask is None else padding_mask.device
@@ -123,20 +177,28 @@ def _visible(queries: int, keys: int, causal: bool, padding_mask: Tensor | None,
 
 
 def _neighbours(n: int, n_kv: int) -> list[int]:
-    """The key head of each query head where each serves n / n_kv neighbours; empty where that is no whole number."""
+    """The key head of each query head where each serves n / n_kv neighbours; empty where that is no
+    whole number."""
     return [i // (n // n_kv) for i in range(n)] if n_kv and n % n_kv == 0 else []
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> None:
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        raise ValueError(f"expected q [b, n, s, d] and k, v [b, n_kv, keys, d], got {_shapes(q, k, v)}")
+        raise ValueError(
+            f"expected q [b, n, s, d] and k, v [b, n_kv, keys, d], got {_shapes(q, k, v)}"
+        )
     if q.shape[0] != k.shape[0] or q.shape[2] > k.shape[2] or q.shape[3] != k.shape[3]:
-        raise ValueError("q and k must agree in samples and head dimension, and q have no more positions, got "
-                         f"{_shapes(q, k, v)}")
-    if padding_mask is not None and (padding_mask.dtype != torch.bool
-                                     or padding_mask.shape != (k.shape[0], k.shape[2])):
-        raise ValueError(f"padding_mask must be bool {[k.shape[0], k.shape[2]]}, got {padding_mask.dtype} "
-                         f"{tuple(padding_mask.shape)}")
+        raise ValueError(
+            "q and k must agree in samples and head dimension, and q have no more positions, got "
+            f"{_shapes(q, k, v)}"
+        )
+    if padding_mask is not None and (
+        padding_mask.dtype != torch.bool or padding_mask.shape != (k.shape[0], k.shape[2])
+    ):
+        raise ValueError(
+            f"padding_mask must be bool {[k.shape[0], k.shape[2]]}, got {padding_mask.dtype} "
+            f"{tuple(padding_mask.shape)}"
+        )
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -147,9 +209,20 @@ class _Attention(Function):
     """Keeps q, k, v, the output, and a number a row; the mask of dropout is made again."""
 
     @staticmethod
-    def forward(ctx: Any, library: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, padding_mask: Tensor | None,
-                kv_index: list[int], mask: Mask) -> Tensor:
-        q, k, v = without_gaps(q), without_gaps(k), without_gaps(v)
+    def forward(
+        ctx: Any,
+        library: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        padding_mask: Tensor | None,
+        kv_index: list[int],
+        mask: Mask,
+    ) -> Tensor:
+        q = without_gaps(q)
+        k = without_gaps(k)
+        v = without_gaps(v)
         real = None if padding_mask is None else padding_mask.contiguous()
         ctx.library = library
         ctx.settings = (kv_index, q.shape[-1] ** -0.5, causal, *mask[:5], mask.start)
@@ -160,7 +233,9 @@ class _Attention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        grads = ctx.library.attention_backward(without_gaps(dout), *ctx.saved_tensors, *ctx.settings)
+        grads = ctx.library.attention_backward(
+            without_gaps(dout), *ctx.saved_tensors, *ctx.settings
+        )
         return None, *(grad.transpose(1, 2) for grad in grads), None, None, None, None
 
 
@@ -171,6 +246,10 @@ def _output_and_sums(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 attention_fused = _Attention.apply
 PASSES: Shapes = {
     "attention": _output_and_sums,
-    "attention_backward": lambda dout, q, k, *_: (heads_inside(q), heads_inside(k), heads_inside(k)),
+    "attention_backward": lambda dout, q, k, *_: (
+        heads_inside(q),
+        heads_inside(k),
+        heads_inside(k),
+    ),
     "attention_hopper": _output_and_sums,
 }

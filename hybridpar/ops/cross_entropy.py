@@ -17,13 +17,14 @@ from hybridpar.ops.registry import resolve
 def cross_entropy(logits: Tensor, backend: str = "auto") -> Any:
     """The two passes for logits like these, outside of autograd: `statistics` and `gradient_`.
 
-    statistics(logits [rows, v], column, num_real, with_sum) -> [3 or 4, rows]: the largest of the first num_real logits
-    of a row, the sum of the exponentials of (logit - largest), the logit at `column` [rows] (0 where that is no column
-    here), and with_sum the sum of (logit - largest).
-    gradient_(gradient, logits, column, numbers, num_real) writes the gradient of the logits, over them if it is them:
-    exp(logit - top) * factor - level, less `target` at column; zero beyond num_real; numbers [4, rows] = top, factor,
-    target, level.
-    Both compute in float32, or float64 for float64 logits. Raises: ConfigError if the backend cannot run.
+    statistics(logits [rows, v], column, num_real, with_sum) -> [3 or 4, rows]: the largest of the
+    first num_real logits of a row, the sum of the exponentials of (logit - largest), the logit at
+    `column` [rows] (0 where that is no column here), and with_sum the sum of (logit - largest).
+    gradient_(gradient, logits, column, numbers, num_real) writes the gradient of the logits, over
+    them if it is them: exp(logit - top) * factor - level, less `target` at column; zero beyond
+    num_real; numbers [4, rows] = top, factor, target, level.
+    Both compute in float32, or float64 for float64 logits. Raises: ConfigError if the backend
+    cannot run.
     """
     return resolve("cross_entropy", backend, logits)()
 
@@ -47,7 +48,9 @@ class Passes:
         return out
 
     @staticmethod
-    def gradient_(gradient: Tensor, logits: Tensor, column: Tensor, numbers: Tensor, num_real: int) -> None:
+    def gradient_(
+        gradient: Tensor, logits: Tensor, column: Tensor, numbers: Tensor, num_real: int
+    ) -> None:
         top, factor, target, level = numbers.unsqueeze(-1)
         wide = (logits[:, :num_real].to(numbers.dtype) - top).exp_().mul_(factor).sub_(level)
         row = ((column >= 0) & (column < num_real)).nonzero().squeeze(1)
@@ -65,13 +68,16 @@ class Compiled:
     def statistics(self, logits: Tensor, column: Tensor, num_real: int, with_sum: bool) -> Tensor:
         return self._library.cross_entropy(logits, column, num_real, with_sum)
 
-    def gradient_(self, gradient: Tensor, logits: Tensor, column: Tensor, numbers: Tensor, num_real: int) -> None:
+    def gradient_(
+        self, gradient: Tensor, logits: Tensor, column: Tensor, numbers: Tensor, num_real: int
+    ) -> None:
         self._library.cross_entropy_backward_(gradient, logits, column, numbers, num_real)
         torch.autograd.graph.increment_version(gradient)
 
 
 PASSES: Shapes = {
     "cross_entropy": lambda logits, column, num_real, with_sum: logits.new_empty(
-        (4 if with_sum else 3, logits.shape[0]), dtype=wide_type(logits)),
+        (4 if with_sum else 3, logits.shape[0]), dtype=wide_type(logits)
+    ),
     "cross_entropy_backward_": nothing,
 }

@@ -1,8 +1,10 @@
-"""Dropout whose mask is a function of (key, site, element), so it is the same on every grid and is never stored.
+"""Dropout whose mask is a function of (key, site, element), so it is the same on every grid and is
+never stored.
 
-Every backend computes `mask_scale(x, key words, counter, threshold, scale, stride, start)` on x [b, rows, cols]:
-element (i, r, c) stays, times `scale`, where its 32 random bits for the counter's step, sample + i and index =
-start + r * stride + c are at least `threshold`, and is 0 elsewhere. Backends agree to the bit.
+Every backend computes `mask_scale(x, key words, counter, threshold, scale, stride, start)` on x [b,
+rows, cols]: element (i, r, c) stays, times `scale`, where its 32 random bits for the counter's
+step, sample + i and index = start + r * stride + c are at least `threshold`, and is 0 elsewhere.
+Backends agree to the bit.
 """
 
 from __future__ import annotations
@@ -20,26 +22,45 @@ from hybridpar.ops.registry import resolve
 from hybridpar.random import RandomKey
 
 
-def dropout(x: Tensor, p: float, key: RandomKey | None, site: int, *, inner_size: int | None = None,
-            inner_start: int = 0, first_row: int = 0, backend: str = "auto") -> Tensor:
+def dropout(
+    x: Tensor,
+    p: float,
+    key: RandomKey | None,
+    site: int,
+    *,
+    inner_size: int | None = None,
+    inner_start: int = 0,
+    first_row: int = 0,
+    backend: str = "auto",
+) -> Tensor:
     """Sets elements to 0 with probability p and multiplies the others by 1 / (1 - p).
 
     The first dimension counts samples. Within one, an element of the global tensor has index
-    row * inner_size + inner_start + column: a rank that holds part of the last dimension states the global size of
-    that dimension and where its part starts, one that holds part of the rows its `first_row`. No key (evaluation) or
-    p = 0: returns x itself.
+    row * inner_size + inner_start + column: a rank that holds part of the last dimension states the
+    global size of that dimension and where its part starts, one that holds part of the rows its
+    `first_row`. No key (evaluation) or p = 0: returns x itself.
 
     Shapes: x [b, ..., inner_local] -> the same. Nothing but the key is kept for the backward pass.
-    Raises: ConfigError if p is not in [0, 1), or the backend cannot run; ValueError if x has less than two dimensions.
+    Raises: ConfigError if p is not in [0, 1), or the backend cannot run; ValueError if x has less
+        than two dimensions.
     Source: JMLR 15 (2014) 1929, Srivastava et al.
     """
     mask = make_mask(
-        x.shape, x.device, p, key, site, inner_size=inner_size, inner_start=inner_start, first_row=first_row)
+        x.shape,
+        x.device,
+        p,
+        key,
+        site,
+        inner_size=inner_size,
+        inner_start=inner_start,
+        first_row=first_row,
+    )
     return x if mask is KEEP_ALL else drop(x, mask, backend)
 
 
 class Mask(NamedTuple):
-    """Everything the mask depends on besides the shape, in the order backends take it. threshold 0: drops nothing."""
+    """Everything the mask depends on besides the shape, in the order backends take it. threshold 0:
+    drops nothing."""
 
     key0: int
     key1: int
@@ -53,9 +74,19 @@ class Mask(NamedTuple):
 KEEP_ALL = Mask(0, 0, None, 0, 1.0, 0, 0)
 
 
-def make_mask(shape: Sequence[int], device: torch.device, p: float, key: RandomKey | None, site: int, *,
-              inner_size: int | None = None, inner_start: int = 0, first_row: int = 0) -> Mask:
-    """The mask of dropout(x, p, key, site, ..) for such an x; KEEP_ALL where that is x. Raises: see dropout.
+def make_mask(
+    shape: Sequence[int],
+    device: torch.device,
+    p: float,
+    key: RandomKey | None,
+    site: int,
+    *,
+    inner_size: int | None = None,
+    inner_start: int = 0,
+    first_row: int = 0,
+) -> Mask:
+    """The mask of dropout(x, p, key, site, ..) for such an x; KEEP_ALL where that is x. Raises: see
+    dropout.
 
     A counter that lies elsewhere is copied to `device`: a GPU is waited for then.
     """
@@ -86,7 +117,8 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Mask, backend: str) -> Tensor:
-        ctx.mask, ctx.backend = mask, backend
+        ctx.mask = mask
+        ctx.backend = backend
         rows = x.shape[1:-1].numel()
         boxed = x.reshape(x.shape[0], rows, x.shape[-1]).contiguous()
         return resolve("dropout", backend, x)(boxed, *mask).view(x.shape)
@@ -96,11 +128,28 @@ class _Dropout(torch.autograd.Function):
         return _Dropout.apply(grad, ctx.mask, ctx.backend), None, None
 
 
-def dropout_torch(x: Tensor, key0: int, key1: int, counter: Tensor, threshold: int, scale: float, stride: int,
-                  start: int) -> Tensor:
+def dropout_torch(
+    x: Tensor,
+    key0: int,
+    key1: int,
+    counter: Tensor,
+    threshold: int,
+    scale: float,
+    stride: int,
+    start: int,
+) -> Tensor:
     b, rows, cols = x.shape
-    bits = random.bits_reference((key0, key1), counter[0], counter[1], num_samples=b, rows=rows, cols=cols,
-                                 stride=stride, start=start, device=x.device)
+    bits = random.bits_reference(
+        (key0, key1),
+        counter[0],
+        counter[1],
+        num_samples=b,
+        rows=rows,
+        cols=cols,
+        stride=stride,
+        start=start,
+        device=x.device,
+    )
     keep = (bits ^ -(1 << 31)) >= threshold - (1 << 31)  # compares as unsigned
     return torch.where(keep, x * scale, 0.0)
 
@@ -111,8 +160,10 @@ def dropout_fused(library: Any, x: Tensor, *mask: Any) -> Tensor:
 
 PASSES: Shapes = {
     "philox_dropout": lambda x, *_: torch.empty_like(x),
-    "philox_bits": lambda key0, key1, step, sample, num_samples, rows, cols, stride, start: torch.empty(
-        (num_samples, rows, cols), dtype=torch.int32),
+    "philox_bits": lambda key0, key1, step, sample, num_samples, rows, cols, stride, start: (
+        torch.empty((num_samples, rows, cols), dtype=torch.int32)
+    ),
     "philox_normal": lambda key0, key1, rows, cols, stride, start, double: torch.empty(
-        (rows, cols), dtype=torch.float64 if double else torch.float32),
+        (rows, cols), dtype=torch.float64 if double else torch.float32
+    ),
 }

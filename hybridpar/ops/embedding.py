@@ -1,4 +1,5 @@
-"""The local passes of an embedding: the rows of a table that a rank holds, and the gradient that goes to them."""
+"""The local passes of an embedding: the rows of a table that a rank holds, and the gradient that
+goes to them."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ from hybridpar.ops.registry import resolve
 
 
 def embedding(weight: Tensor, backend: str = "auto") -> Any:
-    """The two passes for a table like `weight` [rows, h], outside of autograd: `rows` and `add_gradient_`.
+    """The two passes for a table like `weight` [rows, h], outside of autograd: `rows` and
+    `add_gradient_`.
 
-    rows(ids, weight, start) -> [.., h]: weight[id - start] for ids int64 [..], zero where that is no row. start None:
-    the table is whole, and an id that is not in it an IndexError (on a GPU, a failed assertion).
-    add_gradient_(gradient [rows, h], dy [.., h], ids, start, overwrite) adds each row's gradients, in an order that
-    depends on the ids alone; overwrite: to zero. `gradient` has dy's type, or float32.
+    rows(ids, weight, start) -> [.., h]: weight[id - start] for ids int64 [..], zero where that is
+    no row. start None: the table is whole, and an id that is not in it an IndexError (on a GPU, a
+    failed assertion). add_gradient_(gradient [rows, h], dy [.., h], ids, start, overwrite) adds
+    each row's gradients, in an order that depends on the ids alone; overwrite: to zero. `gradient`
+    has dy's type, or float32.
     Raises: ConfigError if the backend cannot run.
     """
     return resolve("embedding", backend, weight)()
@@ -35,15 +38,23 @@ class Passes:
         if num_rows == 0:
             return weight.new_zeros(*ids.shape, weight.shape[1])
         elsewhere = _elsewhere(ids, num_rows, start)
-        return F.embedding((ids - start).clamp(0, num_rows - 1), weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        return F.embedding((ids - start).clamp(0, num_rows - 1), weight).masked_fill_(
+            elsewhere.unsqueeze(-1), 0
+        )
 
     @staticmethod
-    def add_gradient_(gradient: Tensor, dy: Tensor, ids: Tensor, start: int | None, overwrite: bool) -> None:
-        # Ids of other ranks point to a row past the end, which ATen skips as padding; it sums in a fixed order.
-        extra, rows = len(gradient), ids
+    def add_gradient_(
+        gradient: Tensor, dy: Tensor, ids: Tensor, start: int | None, overwrite: bool
+    ) -> None:
+        # Ids of other ranks point to a row past the end, which ATen skips as padding; it sums in a
+        # fixed order.
+        extra = len(gradient)
+        rows = ids
         if start is not None:
             rows = (ids - start).masked_fill_(_elsewhere(ids, extra, start), extra)
-        full = torch.ops.aten.embedding_dense_backward(dy.contiguous(), rows, extra + 1, extra, False)[:extra]
+        full = torch.ops.aten.embedding_dense_backward(
+            dy.contiguous(), rows, extra + 1, extra, False
+        )[:extra]
         if overwrite:
             gradient.copy_(full)
         else:
@@ -51,7 +62,8 @@ class Passes:
 
 
 class Compiled:
-    """The passes of a library, such as torch.ops.hybridpar; they keep no table of gradients of their own."""
+    """The passes of a library, such as torch.ops.hybridpar; they keep no table of gradients of
+    their own."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -61,8 +73,12 @@ class Compiled:
             return F.embedding(ids, weight)
         return self._library.embedding(ids.contiguous(), weight, start)
 
-    def add_gradient_(self, gradient: Tensor, dy: Tensor, ids: Tensor, start: int | None, overwrite: bool) -> None:
-        self._library.embedding_backward_(gradient, dy.contiguous(), ids.contiguous(), start or 0, overwrite)
+    def add_gradient_(
+        self, gradient: Tensor, dy: Tensor, ids: Tensor, start: int | None, overwrite: bool
+    ) -> None:
+        self._library.embedding_backward_(
+            gradient, dy.contiguous(), ids.contiguous(), start or 0, overwrite
+        )
         torch.autograd.graph.increment_version(gradient)
 
 

@@ -1,7 +1,8 @@
-"""Attention on Hopper GPUs: csrc/cuda's forward pass and cuDNN's backward pass where they can be, else those of Triton.
+"""Attention on Hopper GPUs: csrc/cuda's forward pass and cuDNN's backward pass where they can be,
+else those of Triton.
 
-All exchange the same output and logarithms of sums. cuDNN's adds up dq in any order: where torch is to be
-deterministic, the backward pass is Triton's.
+All exchange the same output and logarithms of sums. cuDNN's adds up dq in any order: where torch is
+to be deterministic, the backward pass is Triton's.
 """
 
 from __future__ import annotations
@@ -31,26 +32,65 @@ def missing(op: str, device_type: str | None, dtype: torch.dtype | None) -> str 
     return triton_missing(op, device_type, dtype)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, kv_head: list[int], scale: float, causal: bool,
-              *mask: Any) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    real: Tensor | None,
+    kv_head: list[int],
+    scale: float,
+    causal: bool,
+    *mask: Any,
+) -> tuple[Tensor, Tensor]:
     """See kernels.attention.attention, for arguments and shapes."""
     if _plain(q, real, mask):
         return torch.ops.hybridpar.attention_hopper(q, k, v, kv_head, scale, causal)
     return torch.ops.hybridpar_triton.attention(q, k, v, real, kv_head, scale, causal, *mask)
 
 
-def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, real: Tensor | None,
-                       kv_head: list[int], scale: float, causal: bool, *mask: Any) -> tuple[Tensor, ...]:
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    real: Tensor | None,
+    kv_head: list[int],
+    scale: float,
+    causal: bool,
+    *mask: Any,
+) -> tuple[Tensor, ...]:
     """See kernels.attention.attention_backward, for arguments and shapes."""
     own = kv_head == list(range(k.shape[1]))  # a key head for each query head
-    if (not (own and q.numel() and _plain(q, real, mask) and _has_cudnn())
-            or torch.are_deterministic_algorithms_enabled()):
-        return torch.ops.hybridpar_triton.attention_backward(dout, q, k, v, out, lse, real, kv_head, scale, causal,
-                                                             *mask)
-    s, seed = q.shape[2], torch.empty((), dtype=torch.int64, device=q.device)  # of a dropout that there is none of
+    if (
+        not (own and q.numel() and _plain(q, real, mask) and _has_cudnn())
+        or torch.are_deterministic_algorithms_enabled()
+    ):
+        return torch.ops.hybridpar_triton.attention_backward(
+            dout, q, k, v, out, lse, real, kv_head, scale, causal, *mask
+        )
+    # of a dropout that there is none of
+    s = q.shape[2]
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out.transpose(1, 2), lse.unsqueeze(-1), seed, seed, None, None, None, s, s, 0.0, causal,
-        scale=scale)
+        dout,
+        q,
+        k,
+        v,
+        out.transpose(1, 2),
+        lse.unsqueeze(-1),
+        seed,
+        seed,
+        None,
+        None,
+        None,
+        s,
+        s,
+        0.0,
+        causal,
+        scale=scale,
+    )
     return tuple(gradient.transpose(1, 2) for gradient in gradients)
 
 

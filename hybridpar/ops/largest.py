@@ -1,9 +1,10 @@
-"""The numbers of each row that are farthest from zero, as values and a bit for each number of the row.
+"""The numbers of each row that are farthest from zero, as values and a bit for each number of the
+row.
 
     row    [ k values, in order | ceil(cols / 8) bytes: a bit for each number, the first one lowest in its byte ]
 
-Which they are depends on the row alone: the k largest magnitudes; of equal ones the first; NaN is larger than all
-numbers. Values are of the row's type, or rounded to bfloat16 (`rounded`).
+Which they are depends on the row alone: the k largest magnitudes; of equal ones the first; NaN is
+larger than all numbers. Values are of the row's type, or rounded to bfloat16 (`rounded`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from hybridpar.ops.registry import resolve
 
 
 def largest(x: Tensor, backend: str = "auto") -> Any:
-    """The passes for rows like `x` [rows, cols], without gaps; outside of autograd. Every backend makes the same bytes.
+    """The passes for rows like `x` [rows, cols], without gaps; outside of autograd. Every backend
+    makes the same bytes.
 
-    largest(x, k, rounded) -> uint8 [rows, k values and `places_bytes`]: the k largest numbers of each row.
-    pick(x, places, k, rounded) -> uint8 [rows, k values]: the numbers of x at `places`, the first k of a row; zeros
-    where fewer are marked.
+    largest(x, k, rounded) -> uint8 [rows, k values and `places_bytes`]: the k largest numbers of
+    each row. pick(x, places, k, rounded) -> uint8 [rows, k values]: the numbers of x at `places`,
+    the first k of a row; zeros where fewer are marked.
     spread_(x, values, places, rounded): fills x with the values at `places`, and zeros.
     Raises: ConfigError if the backend cannot run; ValueError where x is no matrix.
     """
@@ -50,7 +52,9 @@ class Passes:
         order = _sizes(x).sort(stable=True, dim=1, descending=True).indices[:, :k]
         bits = torch.zeros(x.shape, dtype=torch.uint8, device=x.device).scatter_(1, order, 1)
         places = F.pad(bits, (0, -x.shape[1] % 8)).view(len(x), places_bytes(x.shape[1]), 8)
-        places = (places << torch.arange(8, dtype=torch.uint8, device=x.device)).sum(2, dtype=torch.uint8)
+        places = (places << torch.arange(8, dtype=torch.uint8, device=x.device)).sum(
+            2, dtype=torch.uint8
+        )
         return torch.cat((Passes.pick(x, places, k, rounded), places), 1)
 
     @staticmethod
@@ -62,7 +66,9 @@ class Passes:
 
     @staticmethod
     def spread_(x: Tensor, values: Tensor, places: Tensor, rounded: bool) -> None:
-        numbers = values.clone(memory_format=torch.contiguous_format).view(torch.bfloat16 if rounded else x.dtype)
+        numbers = values.clone(memory_format=torch.contiguous_format).view(
+            torch.bfloat16 if rounded else x.dtype
+        )
         row, column, at = _marked(places, x.shape[1], numbers.shape[1])
         x.zero_()[row, column] = numbers[row, at].to(x.dtype)
 
@@ -74,8 +80,11 @@ def _sizes(x: Tensor) -> Tensor:
 
 
 def _marked(places: Tensor, cols: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Row and column of each marked number, of a row the first k, and which value of its row it is."""
-    bits = ((places.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=places.device)) & 1).flatten(1)[:, :cols]
+    """Row and column of each marked number, of a row the first k, and which value of its row it
+    is."""
+    bits = (
+        (places.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=places.device)) & 1
+    ).flatten(1)[:, :cols]
     at = bits.long().cumsum(1) - 1
     row, column = ((bits == 1) & (at < k)).nonzero().unbind(1)
     return row, column, at[row, column]
@@ -83,8 +92,10 @@ def _marked(places: Tensor, cols: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 PASSES: Shapes = {
     "largest": lambda x, k, rounded: x.new_empty(
-        (len(x), k * value_bytes(x.dtype, rounded) + places_bytes(x.shape[1])), dtype=torch.uint8),
+        (len(x), k * value_bytes(x.dtype, rounded) + places_bytes(x.shape[1])), dtype=torch.uint8
+    ),
     "pick": lambda x, places, k, rounded: x.new_empty(
-        (len(x), k * value_bytes(x.dtype, rounded)), dtype=torch.uint8),
+        (len(x), k * value_bytes(x.dtype, rounded)), dtype=torch.uint8
+    ),
     "spread_": nothing,
 }

@@ -3,9 +3,10 @@
     torch.ops.hybridpar          C++ (csrc/cpu); some passes in CUDA C++, too (csrc/cuda)
     torch.ops.hybridpar_triton   Triton (kernels/), with the same names, arguments and results
 
-In Triton's interpreter (TRITON_INTERPRET=1) its passes take tensors on the CPU: hours where the compiled ones take a
-second, for tests. torch.compile sees a pass from outside, by a function of its arguments that returns empty tensors of
-the shapes and types that the pass returns: PASSES of the operation's module.
+In Triton's interpreter (TRITON_INTERPRET=1) its passes take tensors on the CPU: hours where the
+compiled ones take a second, for tests. torch.compile sees a pass from outside, by a function of its
+arguments that returns empty tensors of the shapes and types that the pass returns: PASSES of the
+operation's module.
 """
 
 from __future__ import annotations
@@ -67,17 +68,23 @@ def cpp_missing(op: str, *_: Any) -> str | None:
 
 
 def cuda_missing(op: str, *_: Any) -> str | None:
-    """Why the CUDA C++ passes of `op`, of which one has its name, cannot be used; None when they can."""
+    """Why the CUDA C++ passes of `op`, of which one has its name, cannot be used; None when they
+    can."""
     reason = _known(native.missing_cuda(), "hybridpar", op)
     if reason is None and not has_cuda(op):
         reason = f"has no version of {op}"
-    if reason is None and torch.cuda.is_available() and (found := torch.cuda.get_device_capability()) < OLDEST_GPU:
+    if (
+        reason is None
+        and torch.cuda.is_available()
+        and (found := torch.cuda.get_device_capability()) < OLDEST_GPU
+    ):
         reason = "needs a GPU of compute capability 8.0 or more, not {}.{}".format(*found)
     return reason
 
 
 def has_cuda(name: str) -> bool:
-    """Whether the pass torch.ops.hybridpar.<name> has a CUDA version, in extensions that are loaded."""
+    """Whether the pass torch.ops.hybridpar.<name> has a CUDA version, in extensions that are
+    loaded."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"hybridpar::{name}", "CUDA")
 
 
@@ -85,7 +92,11 @@ def triton_missing(op: str, device_type: str | None, dtype: torch.dtype | None) 
     """Why the Triton passes of `op` cannot take such tensors; None when they can."""
     interpreted = triton_is_interpreted()
     if device_type not in (None, "cpu" if interpreted else "cuda"):
-        return "its interpreter runs on the CPU" if interpreted else f"runs on a GPU, not on {device_type}"
+        return (
+            "its interpreter runs on the CPU"
+            if interpreted
+            else f"runs on a GPU, not on {device_type}"
+        )
     if interpreted and dtype == torch.bfloat16:
         return "its interpreter computes bfloat16 wrongly"
     if not interpreted and not torch.cuda.is_available():
@@ -130,7 +141,8 @@ class TritonLibrary:
 
 
 def examine_triton(*, warn: bool) -> None:
-    """Warn of Triton's problems on this machine's GPU, once in a process. `warn` False: say nothing, now or later."""
+    """Warn of Triton's problems on this machine's GPU, once in a process. `warn` False: say
+    nothing, now or later."""
     found = triton_library()
     if found.is_told:
         return
@@ -141,8 +153,11 @@ def examine_triton(*, warn: bool) -> None:
 
 @functools.cache
 def triton_library() -> TritonLibrary:
-    """Import and register all Triton operators, and see whether a kernel can be launched. Takes a second once."""
-    return load_triton("hybridpar.kernels", "hybridpar_triton", None if triton_is_interpreted() else _launch_probe)
+    """Import and register all Triton operators, and see whether a kernel can be launched. Takes a
+    second once."""
+    return load_triton(
+        "hybridpar.kernels", "hybridpar_triton", None if triton_is_interpreted() else _launch_probe
+    )
 
 
 def load_triton(package: str, library: str, probe: Callable[[], None] | None) -> TritonLibrary:
@@ -153,8 +168,9 @@ def load_triton(package: str, library: str, probe: Callable[[], None] | None) ->
     Args:
         package: Name of the package of kernels.
         library: Namespace of the operators in torch.ops.
-        probe: Launches a kernel. Triton compiles its launcher with the machine's C compiler at the first launch only,
-            so imports do not show that one is missing. None: nothing is launched.
+        probe: Launches a kernel. Triton compiles its launcher with the machine's C compiler at the
+            first launch only, so imports do not show that one is missing. None: nothing is
+                launched.
     """
     found = TritonLibrary()
     if probe is not None:
@@ -170,7 +186,9 @@ def load_triton(package: str, library: str, probe: Callable[[], None] | None) ->
         name = f"{package}.{module.name}"
         try:
             _register(found._library, importlib.import_module(name))
-        except Exception as error:  # a name that this Triton does not have, an argument that it does not take
+        except (
+            Exception
+        ) as error:  # a name that this Triton does not have, an argument that it does not take
             found.broken[module.name] = _in_one_line(error)
             found.missing |= dict.fromkeys(_listed_operators(name), module.name)
     return found
@@ -192,25 +210,35 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _listed_operators(module: str) -> list[str]:
-    """Return the names in OPERATORS of a module that cannot be imported, from its text. The text may be no Python."""
+    """Return the names in OPERATORS of a module that cannot be imported, from its text. The text
+    may be no Python."""
     package, _, name = module.rpartition(".")
     for folder in importlib.import_module(package).__path__:
         if (path := Path(folder, f"{name}.py")).is_file():
-            listed = re.search(r"^OPERATORS\b[^{]*(\{.*?\})", path.read_text(errors="replace"), re.M | re.S)
+            listed = re.search(
+                r"^OPERATORS\b[^{]*(\{.*?\})", path.read_text(errors="replace"), re.M | re.S
+            )
             return re.findall(r'"(\w+)"\s*:', listed[1]) if listed else []
     return []
 
 
 def warning_of(found: TritonLibrary) -> str:
-    """Return Triton's problems, the operations that lose by them, and a remedy. Empty: there is no problem."""
+    """Return Triton's problems, the operations that lose by them, and a remedy. Empty: there is no
+    problem."""
     problems = found.problems()
     if not problems:
         return ""
     slower = []
     for op in registry.ops():
-        if found.reason(passes_of(op)) and any(row.name == "triton" for row in registry.backends(op)):
+        if found.reason(passes_of(op)) and any(
+            row.name == "triton" for row in registry.backends(op)
+        ):
             slower.append(f"{op} ({registry.report(op, 'cuda', torch.bfloat16).active})")
-    cost = f" These operations run without Triton, which is slower: {', '.join(slower)}." if slower else ""
+    cost = (
+        f" These operations run without Triton, which is slower: {', '.join(slower)}."
+        if slower
+        else ""
+    )
     return f"{'; '.join(problems)}.{cost} {remedy(problems[0])}."
 
 
@@ -218,9 +246,15 @@ _TESTED = "3.6", "3.9"
 """The oldest and newest Triton that the kernels were tested with."""
 _REMEDIES = (
     ("No module named 'triton'", f'Install Triton: pip install "triton>={_TESTED[0]}"'),
-    ("C compiler", "Install a C compiler, which Triton needs at run time, such as gcc, or name one in CC"),
-    ("returned non-zero exit status", "The C compiler that Triton calls at run time fails. See its message above; it "
-     "needs Python's headers (python3-dev)"),
+    (
+        "C compiler",
+        "Install a C compiler, which Triton needs at run time, such as gcc, or name one in CC",
+    ),
+    (
+        "returned non-zero exit status",
+        "The C compiler that Triton calls at run time fails. See its message above; it "
+        "needs Python's headers (python3-dev)",
+    ),
 )
 
 
@@ -233,15 +267,18 @@ def remedy(problem: str) -> str:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         version = "of an unknown version"
-    return f"This is Triton {version}; the kernels are tested with {' to '.join(_TESTED)}. Install one of these"
+    return (
+        f"This is Triton {version}; the kernels are tested with {' to '.join(_TESTED)}. Install "
+        "one of these"
+    )
 
 
 @functools.cache
 def passes_of(op: str) -> tuple[str, ...]:
     """Return the names of the passes that an operation uses.
 
-    Of a module with several operations: those that begin with its name, or, if there are none, those that begin with no
-    other operation's name. Else: all of the module.
+    Of a module with several operations: those that begin with its name, or, if there are none,
+    those that begin with no other operation's name. Else: all of the module.
     """
     module = _module_of(op)
     names = tuple(importlib.import_module(module).PASSES)
@@ -257,7 +294,8 @@ def _module_of(op: str) -> str:
 
 
 def _known(reason: str | None, library: str, op: str) -> str | None:
-    """The reason; where there is none, torch.compile and meta tensors know the passes of op's module from here on."""
+    """The reason; where there is none, torch.compile and meta tensors know the passes of op's
+    module from here on."""
     if reason is None:
         _register_shapes(library, _module_of(op))
     return reason

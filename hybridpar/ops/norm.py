@@ -1,4 +1,5 @@
-"""The residual stream: normalisation over the last dimension, the addition before it, and both at once."""
+"""The residual stream: normalisation over the last dimension, the addition before it, and both at
+once."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from hybridpar.ops.registry import resolve
 from hybridpar.random import RandomKey
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, backend: str = "auto") -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, backend: str = "auto"
+) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias, over the last dimension.
 
     Shapes: x [..., h], weight [h], bias [h] -> [..., h].
@@ -38,15 +41,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, backend: str = "au
     return resolve("rms_norm", backend, x)(x, weight, eps)
 
 
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, *,
-             centre: bool = True, bias_of_x: Tensor | None = None, p: float = 0.0, key: RandomKey | None = None,
-             site: int = 0, first_row: int = 0, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """Layer norm (`centre`) or RMS norm of total = residual + dropout(x + bias_of_x); returns it and the total.
+def add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    centre: bool = True,
+    bias_of_x: Tensor | None = None,
+    p: float = 0.0,
+    key: RandomKey | None = None,
+    site: int = 0,
+    first_row: int = 0,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Layer norm (`centre`) or RMS norm of total = residual + dropout(x + bias_of_x); returns it
+    and the total.
 
-    The mask of dropout is that of `dropout(x, p, key, site, first_row=first_row)`; no key: nothing is dropped.
+    The mask of dropout is that of `dropout(x, p, key, site, first_row=first_row)`; no key: nothing
+    is dropped.
 
     Shapes: x and residual [b, .., h], weight, bias, bias_of_x [h] -> both [b, .., h].
-    Raises: ValueError for other shapes, or a bias without `centre`; ConfigError if p is not in [0, 1), or the backend
+    Raises: ValueError for other shapes, or a bias without `centre`; ConfigError if p is not in [0,
+        1), or the backend
     cannot run.
     """
     check_vectors(x, weight=weight, bias=bias, bias_of_x=bias_of_x)
@@ -57,13 +75,23 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = 
     return resolve("add_norm", backend, x)(x, bias_of_x, residual, weight, bias, eps, centre, mask)
 
 
-def bias_dropout_add(x: Tensor, residual: Tensor, bias: Tensor | None = None, *, p: float = 0.0,
-                     key: RandomKey | None = None, site: int = 0, first_row: int = 0, backend: str = "auto") -> Tensor:
-    """residual + dropout(x + bias), with the mask of `dropout(x, p, key, site, first_row=first_row)`; no key: nothing
-    is dropped.
+def bias_dropout_add(
+    x: Tensor,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    *,
+    p: float = 0.0,
+    key: RandomKey | None = None,
+    site: int = 0,
+    first_row: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    """residual + dropout(x + bias), with the mask of
+    `dropout(x, p, key, site, first_row=first_row)`; no key: nothing is dropped.
 
     Shapes: x and residual [b, .., h], bias [h] -> [b, .., h].
-    Raises: ValueError for other shapes; ConfigError if p is not in [0, 1), or the backend cannot run.
+    Raises: ValueError for other shapes; ConfigError if p is not in [0, 1), or the backend cannot
+        run.
     """
     check_vectors(x, bias=bias)
     _check_residual(x, residual)
@@ -79,10 +107,22 @@ def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def add_norm_torch(x: Tensor, bias_of_x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor | None,
-                   eps: float, centre: bool, mask: Mask) -> tuple[Tensor, Tensor]:
+def add_norm_torch(
+    x: Tensor,
+    bias_of_x: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centre: bool,
+    mask: Mask,
+) -> tuple[Tensor, Tensor]:
     total = bias_dropout_add_torch(x, bias_of_x, residual, mask)
-    y = rms_norm_torch(total, weight, eps) if bias is None else layer_norm_torch(total, weight, bias, eps)
+    y = (
+        rms_norm_torch(total, weight, eps)
+        if bias is None
+        else layer_norm_torch(total, weight, bias, eps)
+    )
     return y, total
 
 
@@ -94,12 +134,16 @@ def check_vectors(x: Tensor, **vectors: Tensor | None) -> None:
     """Raises: ValueError for a vector that is not of the last size of x."""
     for name, vector in vectors.items():
         if vector is not None and (x.dim() < 1 or vector.shape != x.shape[-1:]):
-            raise ValueError(f"x {tuple(x.shape)} needs {name} of its last size, got {tuple(vector.shape)}")
+            raise ValueError(
+                f"x {tuple(x.shape)} needs {name} of its last size, got {tuple(vector.shape)}"
+            )
 
 
 def _check_residual(x: Tensor, residual: Tensor) -> None:
     if residual.shape != x.shape:
-        raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape")
+        raise ValueError(
+            f"x {tuple(x.shape)} and residual {tuple(residual.shape)} must have the same shape"
+        )
 
 
 def layer_norm_fused(library: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -112,29 +156,51 @@ def rms_norm_fused(library: Any, x: Tensor, weight: Tensor, eps: float) -> Tenso
 
 class _Norm(Function):
     @staticmethod
-    def forward(ctx: Any, library: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
-                centre: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        library: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        centre: bool,
+    ) -> Tensor:
         x = x.contiguous()
         y, stats = library.norm(x, weight, bias, eps, centre)
         ctx.save_for_backward(x, weight, stats)
-        ctx.library, ctx.centre = library, centre
+        ctx.library = library
+        ctx.centre = centre
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight, dbias = ctx.library.norm_backward(dy.contiguous(), *ctx.saved_tensors, ctx.centre)
+        dx, dweight, dbias = ctx.library.norm_backward(
+            dy.contiguous(), *ctx.saved_tensors, ctx.centre
+        )
         return None, dx, dweight, dbias if ctx.centre else None, None, None
 
 
 class _AddNorm(Function):
     @staticmethod
-    def forward(ctx: Any, library: Any, x: Tensor, bias_of_x: Tensor | None, residual: Tensor, weight: Tensor,
-                bias: Tensor | None, eps: float, centre: bool, mask: Mask) -> tuple[Tensor, Tensor]:
-        y, total, stats = library.add_norm(x.contiguous(), bias_of_x, residual.contiguous(), weight, bias, eps, centre,
-                                           *mask)
+    def forward(
+        ctx: Any,
+        library: Any,
+        x: Tensor,
+        bias_of_x: Tensor | None,
+        residual: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        centre: bool,
+        mask: Mask,
+    ) -> tuple[Tensor, Tensor]:
+        y, total, stats = library.add_norm(
+            x.contiguous(), bias_of_x, residual.contiguous(), weight, bias, eps, centre, *mask
+        )
         ctx.save_for_backward(total, weight, stats)
-        ctx.library, ctx.settings = library, (bias_of_x is not None, centre, mask)
+        ctx.library = library
+        ctx.settings = (bias_of_x is not None, centre, mask)
         ctx.set_materialize_grads(False)
         return y, total
 
@@ -146,23 +212,40 @@ class _AddNorm(Function):
         dy = torch.zeros_like(total) if dy is None else dy.contiguous()
         dtotal = None if dtotal is None else dtotal.contiguous()
         dresidual, dx, dbias_of_x, dweight, dbias = ctx.library.add_norm_backward(
-            dy, dtotal, total, weight, stats, with_bias, centre, *mask)
-        return (None, dx if mask.threshold else dresidual, dbias_of_x if with_bias else None, dresidual, dweight,
-                dbias if centre else None, None, None, None)
+            dy, dtotal, total, weight, stats, with_bias, centre, *mask
+        )
+        return (
+            None,
+            dx if mask.threshold else dresidual,
+            dbias_of_x if with_bias else None,
+            dresidual,
+            dweight,
+            dbias if centre else None,
+            None,
+            None,
+            None,
+        )
 
 
 class _BiasDropoutAdd(Function):
     @staticmethod
-    def forward(ctx: Any, library: Any, x: Tensor, bias: Tensor | None, residual: Tensor, mask: Mask) -> Tensor:
-        ctx.library, ctx.with_bias, ctx.mask = library, bias is not None, mask
+    def forward(
+        ctx: Any, library: Any, x: Tensor, bias: Tensor | None, residual: Tensor, mask: Mask
+    ) -> Tensor:
+        ctx.library = library
+        ctx.with_bias = bias is not None
+        ctx.mask = mask
         return library.bias_dropout_add(x.contiguous(), bias, residual.contiguous(), *mask)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dbias = dtotal, None
+        dx = dtotal
+        dbias = None
         if ctx.with_bias or ctx.mask.threshold:
-            dropped, dbias = ctx.library.bias_dropout_add_backward(dtotal.contiguous(), ctx.with_bias, *ctx.mask)
+            dropped, dbias = ctx.library.bias_dropout_add_backward(
+                dtotal.contiguous(), ctx.with_bias, *ctx.mask
+            )
             dx = dropped if ctx.mask.threshold else dtotal
         return None, dx, dbias if ctx.with_bias else None, dtotal, None
 
@@ -173,8 +256,10 @@ def _stats(x: Tensor) -> Tensor:
 
 def _dropped(dtotal: Tensor, with_bias: bool, *mask: Any) -> tuple[Tensor, Tensor]:
     threshold = mask[3]
-    return (like(dtotal) if threshold else dtotal.new_empty(0),
-            dtotal.new_empty(dtotal.shape[-1] if with_bias else 0))
+    return (
+        like(dtotal) if threshold else dtotal.new_empty(0),
+        dtotal.new_empty(dtotal.shape[-1] if with_bias else 0),
+    )
 
 
 add_norm_fused = _AddNorm.apply
@@ -184,7 +269,11 @@ PASSES: Shapes = {
     "norm_backward": lambda dy, x, weight, *_: (like(x), like(weight), like(weight)),
     "add_norm": lambda x, *_: (like(x), like(x), _stats(x)),
     "add_norm_backward": lambda dy, dtotal, total, weight, stats, with_bias, centre, *mask: (
-        like(total), *_dropped(total, with_bias, *mask), like(weight), like(weight)),
+        like(total),
+        *_dropped(total, with_bias, *mask),
+        like(weight),
+        like(weight),
+    ),
     "bias_dropout_add": like,
     "bias_dropout_add_backward": _dropped,
 }

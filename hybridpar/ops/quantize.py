@@ -2,13 +2,14 @@
 
     row    [ codes of tile 0 | codes of tile 1 | .. | scale 0 | scale 1 | .. ]    64 or 32 bytes a tile, and 2
 
-A row's last tile is padded with zeros. Its bytes depend on the row alone, so rows may be cut and joined anywhere. Codes
-are rounded to the nearest, ties to even; a scale is the tile's largest magnitude / 127 or / 7, rounded up. Of 4 bits,
-code i is in the low half of byte i, code i + 32 in the high half. A tile of magnitudes below 2^-100 counts as zeros;
-one with a number that is not finite, or above bfloat16's range, comes back as NaN.
+A row's last tile is padded with zeros. Its bytes depend on the row alone, so rows may be cut and
+joined anywhere. Codes are rounded to the nearest, ties to even; a scale is the tile's largest
+magnitude / 127 or / 7, rounded up. Of 4 bits, code i is in the low half of byte i, code i + 32 in
+the high half. A tile of magnitudes below 2^-100 counts as zeros; one with a number that is not
+finite, or above bfloat16's range, comes back as NaN.
 
-rotate: a tile is multiplied by the Hadamard matrix of order 64 before, and back behind, which spreads an outlier over
-the whole tile instead of coarsening the others' steps.
+rotate: a tile is multiplied by the Hadamard matrix of order 64 before, and back behind, which
+spreads an outlier over the whole tile instead of coarsening the others' steps.
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ def quantize(x: Tensor, bits: int, *, rotate: bool = False, backend: str = "auto
     """The bytes of the rows of x. Every backend makes the same ones.
 
     Shapes: x [rows, cols] -> uint8 [rows, quantized_bytes(cols, bits)].
-    Raises: ConfigError if bits is neither 4 nor 8, or the backend cannot run; ValueError for another shape.
+    Raises: ConfigError if bits is neither 4 nor 8, or the backend cannot run; ValueError for
+        another shape.
     Source of the rotation: arXiv 2506.01352 (TAH-Quant).
     """
     _check(x, bits)
     return resolve("quantize", backend, x).quantize(x.contiguous(), bits, rotate)
 
 
-def dequantize_(x: Tensor, message: Tensor, bits: int, *, rotate: bool = False, backend: str = "auto") -> Tensor:
+def dequantize_(
+    x: Tensor, message: Tensor, bits: int, *, rotate: bool = False, backend: str = "auto"
+) -> Tensor:
     """Fills x with what `message` says of it, rounded to its type, and returns it.
 
     Shapes: x [rows, cols], without gaps; message uint8 of rows * quantized_bytes(cols, bits).
@@ -55,7 +59,9 @@ def dequantize_(x: Tensor, message: Tensor, bits: int, *, rotate: bool = False, 
     expected = x.shape[0] * quantized_bytes(x.shape[1], bits)
     if message.dtype != torch.uint8 or message.numel() != expected:
         raise ValueError(
-            f"message must be {expected} bytes for {tuple(x.shape)}, got {message.numel()} of {message.dtype}")
+            f"message must be {expected} bytes for {tuple(x.shape)}, got {message.numel()} of "
+            f"{message.dtype}"
+        )
     resolve("quantize", backend, x).dequantize_(x, message.contiguous(), bits, rotate)
     return x
 
@@ -93,7 +99,9 @@ class Passes:
         codes, scales = message.view(len(x), sum(sizes)).split(sizes, 1)
         codes = codes.reshape(len(x), num_tiles, TILE * bits // 8)
         if bits == 4:
-            codes = ((torch.cat((codes & 15, codes >> 4), -1)) ^ 8) - 8  # wraps: two's complement in 8 bits
+            codes = (
+                (torch.cat((codes & 15, codes >> 4), -1)) ^ 8
+            ) - 8  # wraps: two's complement in 8 bits
         numbers = codes.view(torch.int8).to(torch.int16)
         if rotate:
             numbers = _rotated(numbers)
@@ -114,12 +122,16 @@ def _scale(largest: Tensor, limit: int) -> Tensor:
     """largest / limit, rounded up to bfloat16."""
     bits = (largest / limit).float().view(torch.int32)
     rounded = (bits + 0xFFFF).bitwise_and(-0x10000)
-    rounded = torch.where(bits > _LARGEST_BITS, _NAN_BITS, rounded)  # what is not finite is above, too
+    rounded = torch.where(
+        bits > _LARGEST_BITS, _NAN_BITS, rounded
+    )  # what is not finite is above, too
     rounded = torch.where(largest < _LEAST, 0, rounded)
     return rounded.view(torch.float32).to(torch.bfloat16)
 
 
 PASSES: Shapes = {
-    "quantize": lambda x, bits, rotate: x.new_empty((len(x), quantized_bytes(x.shape[1], bits)), dtype=torch.uint8),
+    "quantize": lambda x, bits, rotate: x.new_empty(
+        (len(x), quantized_bytes(x.shape[1], bits)), dtype=torch.uint8
+    ),
     "dequantize_": nothing,
 }

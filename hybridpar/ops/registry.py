@@ -2,15 +2,18 @@
 
 An operation is added in five places:
 
-    ops/<x>.py                the function with its checks, its torch reference `<op>_torch`, the differentiable
-                              `<op>_fused` over a library's passes, and what those return (PASSES); ops/__init__.py
-                              exports the function
+    ops/<x>.py                the function with its checks, its torch reference `<op>_torch`, the
+                              differentiable `<op>_fused` over a library's passes, and what those
+                              return (PASSES); ops/__init__.py exports the function
     TABLE, here               its row
     config.KernelsConfig      its field, if layers let the user choose
-    csrc/cpu/, kernels/       its passes, in either or both: a file of its own that nothing else lists
-    tests                     cases in ops/test_backends.py, launches of its kernels in kernel_specs/
+    csrc/cpu/, kernels/       its passes, in either or both: a file of its own that nothing else
+                              lists
+    tests                     cases in ops/test_backends.py, launches of its kernels in
+                              kernel_specs/
 
-Rows name code by text, so nothing is imported before it is used; code that cannot be imported cannot run.
+Rows name code by text, so nothing is imported before it is used; code that cannot be imported
+cannot run.
 """
 
 from __future__ import annotations
@@ -37,17 +40,19 @@ _DEVICES = {"cpu": "the CPU", "cuda": "a GPU"}
 _NARROW = torch.float32, torch.bfloat16, torch.float16
 _ALL = torch.float64, *_NARROW
 _HERE = "hybridpar.ops."
-_CPP, _TRITON = "torch:ops.hybridpar", "torch:ops.hybridpar_triton"
+_CPP = "torch:ops.hybridpar"
+_TRITON = "torch:ops.hybridpar_triton"
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
     """Code that runs an operation.
 
-    path: 'module:name.name' of the code; after a space, that of the library of passes that it takes first, if any.
-    device, dtypes: the tensors that it takes; empty: any.
-    check: path of a function of (op, device_type, dtype) that returns why the code cannot run here; empty: it can.
-    fallback: it runs where no row before it can; `auto` does not take it for its measured time.
+    path: 'module:name.name' of the code; after a space, that of the library of passes that it takes
+    first, if any. device, dtypes: the tensors that it takes; empty: any.
+    check: path of a function of (op, device_type, dtype) that returns why the code cannot run here;
+    empty: it can. fallback: it runs where no row before it can; `auto` does not take it for its
+    measured time.
     """
 
     op: str
@@ -58,8 +63,11 @@ class Backend:
     check: str = ""
     fallback: bool = False
 
-    def unsupported(self, device_type: str | None = None, dtype: torch.dtype | None = None) -> str | None:
-        """Why it cannot run on such tensors (None: in general, on this machine); None when it can."""
+    def unsupported(
+        self, device_type: str | None = None, dtype: torch.dtype | None = None
+    ) -> str | None:
+        """Why it cannot run on such tensors (None: in general, on this machine); None when it
+        can."""
         if self.device and device_type not in (None, self.device):
             return f"runs on {_DEVICES[self.device]}, not on {device_type}"
         if self.dtypes and dtype not in (None, *self.dtypes):
@@ -76,32 +84,49 @@ class Backend:
         return None
 
 
-def _rows(op: str, module: str, code: str = "", *, cpp: tuple[torch.dtype, ...] = _ALL,
-          triton: tuple[torch.dtype, ...] = _NARROW,
-          cuda: tuple[str, str, tuple[torch.dtype, ...], bool] | None = None, apex: str = "") -> Iterator[Backend]:
+def _rows(
+    op: str,
+    module: str,
+    code: str = "",
+    *,
+    cpp: tuple[torch.dtype, ...] = _ALL,
+    triton: tuple[torch.dtype, ...] = _NARROW,
+    cuda: tuple[str, str, tuple[torch.dtype, ...], bool] | None = None,
+    apex: str = "",
+) -> Iterator[Backend]:
     """The rows of an operation of ops/<module>.py.
 
-    code: its fused form, if that is more than a library, and its reference there; cpp, triton: types of their passes;
-    cuda: library, check and types of its passes in CUDA C++, and whether they are a fallback; apex: its name there.
+    code: its fused form, if that is more than a library, and its reference there; cpp, triton:
+    types of their passes; cuda: library, check and types of its passes in CUDA C++, and whether
+    they are a fallback; apex: its name there.
     """
-    *fused, reference = (f"{_HERE}{module}:{name}" for name in (code or f"{op}_fused {op}_torch").split())
+    *fused, reference = (
+        f"{_HERE}{module}:{name}" for name in (code or f"{op}_fused {op}_torch").split()
+    )
     yield Backend(op, "cpp", " ".join([*fused, _CPP]), "cpu", cpp, f"{_HERE}libraries:cpp_missing")
-    yield Backend(op, "triton", " ".join([*fused, _TRITON]), "", triton, f"{_HERE}libraries:triton_missing")
+    yield Backend(
+        op, "triton", " ".join([*fused, _TRITON]), "", triton, f"{_HERE}libraries:triton_missing"
+    )
     if cuda:
         library, check, dtypes, fallback = cuda
-        yield Backend(op, "cuda", " ".join([*fused, library]), "cuda", dtypes, _HERE + check, fallback)
+        yield Backend(
+            op, "cuda", " ".join([*fused, library]), "cuda", dtypes, _HERE + check, fallback
+        )
     if apex:
-        dtypes = (torch.float32,) if op == "optimizer" else _NARROW  # its AdamW takes tensors of one type
+        dtypes = (
+            (torch.float32,) if op == "optimizer" else _NARROW
+        )  # its AdamW takes tensors of one type
         yield Backend(op, "apex", f"{_HERE}apex:{apex}", "cuda", dtypes, f"{_HERE}apex:missing")
     yield Backend(op, "torch", reference)
 
 
-# Kernels in CUDA C++. The rotary and cross-entropy kernels are as fast as Triton's, within 2 %, and run where Triton
-# cannot. The attention kernel is for Hopper, where it is faster than Triton's.
+# Kernels in CUDA C++. The rotary and cross-entropy kernels are as fast as Triton's, within 2 %, and
+# run where Triton cannot. The attention kernel is for Hopper, where it is faster than Triton's.
 _CUDA = (_CPP, "libraries:cuda_missing", _ALL, True)
 _HOPPER = (f"{_HERE}hopper:passes", "hopper:missing", (torch.bfloat16, torch.float16), False)
 
-# Per operation in the order `auto` tries them where measured.py has no times; the last is the reference and always can.
+# Per operation in the order `auto` tries them where measured.py has no times; the last is the
+# reference and always can.
 TABLE = (
     *_rows("layer_norm", "norm", apex="layer_norm"),
     *_rows("rms_norm", "norm", apex="rms_norm"),
@@ -110,11 +135,23 @@ TABLE = (
     *_rows("gelu", "activation"),
     *_rows("swiglu", "activation"),
     *_rows("rotary", "rotary", cuda=_CUDA),
-    Backend("split_qkv", "triton", f"{_HERE}split_qkv:split_qkv_fused {_TRITON}", "", _NARROW,
-            f"{_HERE}libraries:triton_missing"),
+    Backend(
+        "split_qkv",
+        "triton",
+        f"{_HERE}split_qkv:split_qkv_fused {_TRITON}",
+        "",
+        _NARROW,
+        f"{_HERE}libraries:triton_missing",
+    ),
     Backend("split_qkv", "torch", f"{_HERE}split_qkv:split_qkv_torch"),
-    Backend("attention", "sdpa", f"{_HERE}attention:attention_sdpa", "cuda", (torch.bfloat16, torch.float16),
-            f"{_HERE}libraries:triton_missing"),
+    Backend(
+        "attention",
+        "sdpa",
+        f"{_HERE}attention:attention_sdpa",
+        "cuda",
+        (torch.bfloat16, torch.float16),
+        f"{_HERE}libraries:triton_missing",
+    ),
     *_rows("attention", "attention", cuda=_HOPPER),
     *_rows("cross_entropy", "cross_entropy", "Compiled Passes", cuda=_CUDA),
     *_rows("dropout", "dropout"),
@@ -123,7 +160,13 @@ TABLE = (
     *_rows("largest", "largest", "Passes"),
     Backend("quantize_fp8", "triton", _TRITON, "", _NARROW[:2], f"{_HERE}fp8:missing"),
     Backend("quantize_fp8", "torch", f"{_HERE}fp8:Passes"),
-    *_rows("optimizer", "update", "Compiled Passes", triton=(torch.float64, torch.float32), apex="FusedAdam"),
+    *_rows(
+        "optimizer",
+        "update",
+        "Compiled Passes",
+        triton=(torch.float64, torch.float32),
+        apex="FusedAdam",
+    ),
     *_rows("sparse", "sparse", "Compiled Passes", cpp=_ALL[:2], triton=_ALL[1:2]),
 )
 
@@ -154,21 +197,29 @@ def backends(op: str) -> tuple[Backend, ...]:
 
 
 def resolve(op: str, choice: str, x: Tensor, shape: str = "") -> Any:
-    """The code, or passes, that run `op` on tensors like `x`: of the backend named, or of the one that `select` takes
-    for 'auto'. shape: its class, where the fastest one depends on it.
+    """The code, or passes, that run `op` on tensors like `x`: of the backend named, or of the one
+    that `select` takes for 'auto'. shape: its class, where the fastest one depends on it.
 
     Raises: ConfigError if the backend does not exist or cannot run.
     """
-    code, *library = [_loaded(path) for path in _path(op, choice, x.device.type, x.dtype, shape).split()]
+    code, *library = [
+        _loaded(path) for path in _path(op, choice, x.device.type, x.dtype, shape).split()
+    ]
     return functools.partial(code, *library) if library else code
 
 
-def select(op: str, choice: str = "auto", device_type: str | None = None, dtype: torch.dtype | None = None,
-           shape: str = "") -> Backend:
-    """The row that runs `op` on such tensors (None: in general, on this machine), of a class of shapes.
+def select(
+    op: str,
+    choice: str = "auto",
+    device_type: str | None = None,
+    dtype: torch.dtype | None = None,
+    shape: str = "",
+) -> Backend:
+    """The row that runs `op` on such tensors (None: in general, on this machine), of a class of
+    shapes.
 
-    'auto': of those that can, the fastest where two or more were measured on such tensors, else the first. Times of
-    fallbacks do not count.
+    'auto': of those that can, the fastest where two or more were measured on such tensors, else the
+    first. Times of fallbacks do not count.
 
     Raises: ConfigError if the operation or backend does not exist, or the backend cannot run.
     """
@@ -185,30 +236,45 @@ def select(op: str, choice: str = "auto", device_type: str | None = None, dtype:
         rule = f"is not a backend of {op}, which has {names}"
         raise config_error(f"kernels.{op}", choice, rule, near[0] if near else "auto")
     if reason := row.unsupported(device_type, dtype):
-        raise config_error(f"kernels.{op}", choice, f"cannot run here: {reason}", " or ".join(works))
+        raise config_error(
+            f"kernels.{op}", choice, f"cannot run here: {reason}", " or ".join(works)
+        )
     return row
 
 
-def report(op: str, device_type: str | None = None, dtype: torch.dtype | None = None, shape: str = "") -> Report:
-    """Return the backend that `auto` takes for an operation on such tensors (None: in general), why it takes that one,
-    and why others cannot run. shape: class of the tensors' shapes."""
+def report(
+    op: str, device_type: str | None = None, dtype: torch.dtype | None = None, shape: str = ""
+) -> Report:
+    """Return the backend that `auto` takes for an operation on such tensors (None: in general), why
+    it takes that one, and why others cannot run. shape: class of the tensors' shapes."""
     reasons = {row.name: row.unsupported(device_type, dtype) for row in backends(op)}
     row, by_time = _automatic(op, device_type, dtype, shape)
     times = measured.find(op, device_type, dtype, shape)
-    source = times.source if by_time or not times.medians else "one backend alone of those that can run was measured"
-    return Report(op, row.name, {name: reason for name, reason in reasons.items() if reason}, by_time, source)
+    source = (
+        times.source
+        if by_time or not times.medians
+        else "one backend alone of those that can run was measured"
+    )
+    return Report(
+        op, row.name, {name: reason for name, reason in reasons.items() if reason}, by_time, source
+    )
 
 
-def _automatic(op: str, device_type: str | None, dtype: torch.dtype | None, shape: str = "") -> tuple[Backend, bool]:
+def _automatic(
+    op: str, device_type: str | None, dtype: torch.dtype | None, shape: str = ""
+) -> tuple[Backend, bool]:
     """The row that 'auto' takes, and whether measured times decided."""
     able = [row for row in backends(op) if row.unsupported(device_type, dtype) is None]
     times = measured.medians(op, device_type, dtype, shape)
     timed = [row for row in able if row.name in times and not row.fallback]
-    return (min(timed, key=lambda row: times[row.name]), True) if len(timed) > 1 else (able[0], False)
+    return (
+        (min(timed, key=lambda row: times[row.name]), True) if len(timed) > 1 else (able[0], False)
+    )
 
 
 def _path(op: str, choice: str, device_type: str, dtype: torch.dtype, shape: str) -> str:
-    """The path of the selected row, whose modules are loaded: a text, as torch.compile runs this while it traces."""
+    """The path of the selected row, whose modules are loaded: a text, as torch.compile runs this
+    while it traces."""
     return _selected(op, choice, device_type, dtype, shape).path
 
 

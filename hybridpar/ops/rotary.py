@@ -13,9 +13,16 @@ from hybridpar.ops.libraries import Shapes, heads_inside, without_gaps
 from hybridpar.ops.registry import resolve
 
 
-def rotary(x: Tensor, base: float = 10000.0, *, offset: int = 0, positions: Tensor | None = None,
-           backend: str = "auto") -> Tensor:
-    """Turns each pair (x[..., i], x[..., i + d/2]) by position * base^(-2i/d): the split-halves order of LLaMA.
+def rotary(
+    x: Tensor,
+    base: float = 10000.0,
+    *,
+    offset: int = 0,
+    positions: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Turns each pair (x[..., i], x[..., i + d/2]) by position * base^(-2i/d): the split-halves
+    order of LLaMA.
 
     Positions are offset, offset + 1, ... or those given. Angles are computed in float64.
 
@@ -40,8 +47,10 @@ def rotary_torch(x: Tensor, base: float, offset: int, positions: Tensor | None) 
     angle = positions.double().unsqueeze(-1) * frequency  # [s, d/2] or [b, s, d/2]
     if angle.dim() == 3:
         angle = angle.unsqueeze(1)
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    x1, x2 = x[..., :half].to(dtype), x[..., half:].to(dtype)
+    cos = angle.cos().to(dtype)
+    sin = angle.sin().to(dtype)
+    x1 = x[..., :half].to(dtype)
+    x2 = x[..., half:].to(dtype)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
@@ -49,7 +58,9 @@ class _Rotary(Function):
     """The derivative of a rotation is the rotation back."""
 
     @staticmethod
-    def forward(ctx: Any, library: Any, x: Tensor, base: float, offset: int, positions: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, library: Any, x: Tensor, base: float, offset: int, positions: Tensor | None
+    ) -> Tensor:
         ctx.library = library
         ctx.settings = (base, offset, None if positions is None else positions.contiguous())
         return library.rotary(without_gaps(x), *ctx.settings, False).transpose(1, 2)
@@ -57,7 +68,13 @@ class _Rotary(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return None, ctx.library.rotary(without_gaps(dy), *ctx.settings, True).transpose(1, 2), None, None, None
+        return (
+            None,
+            ctx.library.rotary(without_gaps(dy), *ctx.settings, True).transpose(1, 2),
+            None,
+            None,
+            None,
+        )
 
 
 rotary_fused = _Rotary.apply

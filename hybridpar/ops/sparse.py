@@ -1,11 +1,14 @@
 """The elements of a tensor that are far from zero, as a message of values and places.
 
-A message of `count` of n elements has their values in order, and their places in the form that takes fewer bytes:
+A message of `count` of n elements has their values in order, and their places in the form that
+takes fewer bytes:
 
     count = n                                       nothing
-    ceil(n / 8) <= ceil(n / 255) + count            a bit for each element, the first one lowest in its byte
-    else                                            a byte for each 255 elements: how many of them there are; then a
-                                                    byte for each value: its place among these 255
+    ceil(n / 8) <= ceil(n / 255) + count            a bit for each element, the first one lowest in
+                                                    its byte
+    else                                            a byte for each 255 elements: how many of them
+                                                    there are; then a byte for each value: its place
+                                                    among these 255
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ _BLOCK = 255
 def sparse(x: Tensor, backend: str = "auto") -> Any:
     """The passes for tensors like `x`, float32 or float64, without gaps; outside of autograd.
 
-    threshold(x, k) -> [1]: the k-th largest size of an element, never 0 but where k is the number of all.
-    count(x, threshold) -> how many elements are at least that large; NaN is larger than all numbers.
-    pack_(x, threshold, values, places): the first of these, as many as `values` [count] is long, of x's type or
-    bfloat16; what is packed is taken off x. places: uint8 [`place_bytes`].
+    threshold(x, k) -> [1]: the k-th largest size of an element, never 0 but where k is the number
+    of all. count(x, threshold) -> how many elements are at least that large; NaN is larger than all
+    numbers. pack_(x, threshold, values, places): the first of these, as many as `values` [count] is
+    long, of x's type or bfloat16; what is packed is taken off x. places: uint8 [`place_bytes`].
     add_(x, values, places, overwrite): adds a message; overwrite: to zero.
     Raises: ConfigError if the backend cannot run; RuntimeError where a message is damaged.
     """
@@ -63,7 +66,8 @@ class Passes:
 
     @staticmethod
     def pack_(x: Tensor, threshold: Tensor, values: Tensor, places: Tensor) -> None:
-        flat, count = x.view(-1), len(values)
+        flat = x.view(-1)
+        count = len(values)
         where = (_sizes(x) >= _sizes(threshold)).nonzero().view(-1)[:count]
         if len(where) < count:
             raise RuntimeError("there are fewer such elements than are to be packed")
@@ -72,7 +76,10 @@ class Passes:
         if count == len(flat):
             return
         if _by_bits(len(flat), count):
-            bits = F.pad(torch.zeros_like(flat, dtype=torch.uint8).index_fill_(0, where, 1), (0, -len(flat) % 8))
+            bits = F.pad(
+                torch.zeros_like(flat, dtype=torch.uint8).index_fill_(0, where, 1),
+                (0, -len(flat) % 8),
+            )
             places.copy_((bits.view(-1, 8) << torch.arange(8, device=x.device)).sum(1))
         else:
             blocks = -(-len(flat) // _BLOCK)
@@ -81,7 +88,8 @@ class Passes:
 
     @staticmethod
     def add_(x: Tensor, values: Tensor, places: Tensor, overwrite: bool) -> None:
-        flat, count = x.view(-1), len(values)
+        flat = x.view(-1)
+        count = len(values)
         if count == len(flat):
             flat.copy_(values) if overwrite else flat.add_(values)
             return
@@ -92,8 +100,13 @@ class Passes:
             blocks = -(-len(flat) // _BLOCK)
             each = places[:blocks].long()
             if int(each.sum()) != count:
-                raise RuntimeError(f"the message is damaged: {int(each.sum())} places of {count} values")
-            where = torch.arange(blocks, device=x.device).repeat_interleave(each) * _BLOCK + places[blocks:]
+                raise RuntimeError(
+                    f"the message is damaged: {int(each.sum())} places of {count} values"
+                )
+            where = (
+                torch.arange(blocks, device=x.device).repeat_interleave(each) * _BLOCK
+                + places[blocks:]
+            )
         if len(where) != count:
             raise RuntimeError(f"the message is damaged: {len(where)} places of {count} values")
         if overwrite:

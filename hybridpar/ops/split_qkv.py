@@ -1,8 +1,8 @@
 """The split of the fused qkv product into heads, with rotary positions.
 
-A row of the product holds groups of heads: the query heads of a group, its key, its value. The forward pass makes views
-where it can. The backward pass joins the gradients of q, k and v again. Triton does that in one pass, which also turns
-them back and sums the gradient of the bias.
+A row of the product holds groups of heads: the query heads of a group, its key, its value. The
+forward pass makes views where it can. The backward pass joins the gradients of q, k and v again.
+Triton does that in one pass, which also turns them back and sums the gradient of the bias.
 
 b samples, s positions, n query heads, g groups (key and value heads), d head dim
 """
@@ -26,7 +26,8 @@ from hybridpar.ops.rotary import rotary
 class RotarySettings(NamedTuple):
     """Rotary positions of queries and keys.
 
-    base: see `rotary`. features: number of a head's first features that are turned. backend: of `rotary`.
+    base: see `rotary`. features: number of a head's first features that are turned. backend: of
+    `rotary`.
     """
 
     base: float
@@ -34,14 +35,24 @@ class RotarySettings(NamedTuple):
     backend: str = "auto"
 
 
-def split_qkv(qkv: Tensor, groups: Sequence[int], *, bias: Tensor | None = None, turn: RotarySettings | None = None,
-              positions: Tensor | None = None, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
-    """Split the fused product into queries, keys and values, and turn queries and keys to their positions.
+def split_qkv(
+    qkv: Tensor,
+    groups: Sequence[int],
+    *,
+    bias: Tensor | None = None,
+    turn: RotarySettings | None = None,
+    positions: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split the fused product into queries, keys and values, and turn queries and keys to their
+    positions.
 
     Args:
         qkv: The product, [b, s, rows], in which the bias has been added already.
-        groups: Number of query heads of each group. All but the first and the last are of one size, the largest.
-        bias: The bias [rows] that is to get its gradient here. The product was computed with `bias.detach()`.
+        groups: Number of query heads of each group. All but the first and the last are of one size,
+            the largest.
+        bias: The bias [rows] that is to get its gradient here. The product was computed with
+            `bias.detach()`.
         turn: None: no rotary positions.
         positions: int64 [s] or [b, s]. None: 0, 1, ...
 
@@ -59,7 +70,8 @@ def split_qkv(qkv: Tensor, groups: Sequence[int], *, bias: Tensor | None = None,
 
 
 def sums_bias(x: Tensor, backend: str = "auto") -> bool:
-    """Return whether the backend for tensors like `x` sums the gradient of the bias at no cost of its own.
+    """Return whether the backend for tensors like `x` sums the gradient of the bias at no cost of
+    its own.
 
     If not, the linear layer had better do it, in its own backward pass.
     """
@@ -67,13 +79,15 @@ def sums_bias(x: Tensor, backend: str = "auto") -> bool:
 
 
 def split_heads(qkv: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the product into heads: views where groups are of one size (queries of several heads a group excepted).
+    """Split the product into heads: views where groups are of one size (queries of several heads a
+    group excepted).
 
     Shapes: [b, s, rows] -> q [b, s, n, d], k and v [b, s, g, d].
     """
     (b, s, _), d = qkv.shape, head_dim(qkv, groups)
     if len(set(groups)) == 1:
-        # b and s as one: gradients of up to 4 dimensions are joined by one kernel; einops would add 15 us
+        # b and s as one: gradients of up to 4 dimensions are joined by one kernel; einops would add
+        # 15 us
         q, k, v = qkv.reshape(b * s, len(groups), groups[0] + 2, d).split((groups[0], 1, 1), dim=2)
         q, k, v = (t.unflatten(0, (b, s)) for t in (q.flatten(1, 2), k.squeeze(2), v.squeeze(2)))
         return q, k, v
@@ -88,16 +102,23 @@ def head_dim(qkv: Tensor, groups: Sequence[int]) -> int:
     return qkv.shape[-1] // (sum(groups) + 2 * len(groups))
 
 
-def split_qkv_torch(qkv: Tensor, bias: Tensor | None, groups: list[int], turn: RotarySettings | None,
-                    positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv_torch(
+    qkv: Tensor,
+    bias: Tensor | None,
+    groups: list[int],
+    turn: RotarySettings | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     return _split(qkv if bias is None else _WithBias.apply(qkv, bias), groups, turn, positions)
 
 
-def _split(qkv: Tensor, groups: Sequence[int], turn: RotarySettings | None,
-           positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _split(
+    qkv: Tensor, groups: Sequence[int], turn: RotarySettings | None, positions: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (t.transpose(1, 2) for t in split_heads(qkv, groups))
     if turn is not None:
-        q, k = _turned(q, turn, positions), _turned(k, turn, positions)
+        q = _turned(q, turn, positions)
+        k = _turned(k, turn, positions)
     return q, k, v
 
 
@@ -106,17 +127,27 @@ def _turned(x: Tensor, turn: RotarySettings, positions: Tensor | None) -> Tensor
     if turn.features == x.shape[-1]:
         return rotary(x, turn.base, positions=positions, backend=turn.backend)
     first, rest = x.split((turn.features, x.shape[-1] - turn.features), dim=-1)
-    return torch.cat((rotary(first, turn.base, positions=positions, backend=turn.backend), rest), dim=-1)
+    return torch.cat(
+        (rotary(first, turn.base, positions=positions, backend=turn.backend), rest), dim=-1
+    )
 
 
 def _check(qkv: Tensor, groups: Sequence[int], bias: Tensor | None) -> None:
     if not groups or min(groups) < 1 or any(m != max(groups) for m in groups[1:-1]):
-        raise ValueError(f"groups must have a query head each, and those between the first and the last the most, got "
-                         f"{list(groups)}")
+        raise ValueError(
+            "groups must have a query head each, and those between the first and the last the "
+            "most, got "
+            f"{list(groups)}"
+        )
     if qkv.dim() != 3 or qkv.shape[-1] % (heads := sum(groups) + 2 * len(groups)):
-        raise ValueError(f"qkv must be [b, s, rows] with rows a multiple of {heads} heads, got {tuple(qkv.shape)}")
+        raise ValueError(
+            f"qkv must be [b, s, rows] with rows a multiple of {heads} heads, got "
+            f"{tuple(qkv.shape)}"
+        )
     if bias is not None and (bias.shape != qkv.shape[-1:] or bias.dtype != qkv.dtype):
-        raise ValueError(f"bias must be {qkv.dtype} [{qkv.shape[-1]}], got {bias.dtype} {tuple(bias.shape)}")
+        raise ValueError(
+            f"bias must be {qkv.dtype} [{qkv.shape[-1]}], got {bias.dtype} {tuple(bias.shape)}"
+        )
 
 
 class _WithBias(Function):
@@ -136,9 +167,17 @@ class _SplitQkv(Function):
     """Keeps the positions alone: the derivative of a rotation is the rotation back."""
 
     @staticmethod
-    def forward(ctx: Any, library: Any, qkv: Tensor, bias: Tensor | None, groups: list[int],
-                turn: RotarySettings | None, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.library, ctx.groups = library, groups
+    def forward(
+        ctx: Any,
+        library: Any,
+        qkv: Tensor,
+        bias: Tensor | None,
+        groups: list[int],
+        turn: RotarySettings | None,
+        positions: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.library = library
+        ctx.groups = groups
         ctx.rotation = (1.0, 0) if turn is None else (turn.base, turn.features)
         ctx.positions = None if turn is None or positions is None else positions.contiguous()
         return _split(qkv, groups, turn, positions)
@@ -148,12 +187,20 @@ class _SplitQkv(Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         with_bias = ctx.needs_input_grad[2]
         dqkv, dbias = ctx.library.split_qkv_backward(
-            without_gaps(dq), without_gaps(dk), without_gaps(dv), ctx.groups, with_bias, *ctx.rotation, ctx.positions)
+            without_gaps(dq),
+            without_gaps(dk),
+            without_gaps(dv),
+            ctx.groups,
+            with_bias,
+            *ctx.rotation,
+            ctx.positions,
+        )
         return None, dqkv, dbias if with_bias else None, None, None, None
 
 
-def _gradients(dq: Tensor, dk: Tensor, dv: Tensor, groups: list[int], with_bias: bool,
-               *_: Any) -> tuple[Tensor, Tensor]:
+def _gradients(
+    dq: Tensor, dk: Tensor, dv: Tensor, groups: list[int], with_bias: bool, *_: Any
+) -> tuple[Tensor, Tensor]:
     b, n, s, d = dq.shape
     rows = (n + 2 * len(groups)) * d
     return dq.new_empty((b, s, rows)), dq.new_empty(rows if with_bias else 0)

@@ -1,4 +1,5 @@
-"""Optimizers over placed parameters, gradient norm and clipping, loss scaling, learning-rate schedules."""
+"""Optimizers over placed parameters, gradient norm and clipping, loss scaling, learning-rate
+schedules."""
 
 from hybridpar.optim.adamw import AdamW, NAdamW
 from hybridpar.optim.base import Optimizer
@@ -14,6 +15,20 @@ from hybridpar.optim.sgd import SGD
 from hybridpar.optim.slots import ParameterSlot
 
 __all__ = [
-    "OPTIMIZERS", "SGD", "AdamW", "Extrapolation", "GroupedOptimizer", "Lamb", "LossScaler", "Muon", "NAdamW",
-    "Optimizer", "ParameterSlot", "build_optimizer", "clip_scale", "divides_all", "divisible", "learning_rate",
+    "OPTIMIZERS",
+    "SGD",
+    "AdamW",
+    "Extrapolation",
+    "GroupedOptimizer",
+    "Lamb",
+    "LossScaler",
+    "Muon",
+    "NAdamW",
+    "Optimizer",
+    "ParameterSlot",
+    "build_optimizer",
+    "clip_scale",
+    "divides_all",
+    "divisible",
+    "learning_rate",
 ]

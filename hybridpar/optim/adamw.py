@@ -19,17 +19,29 @@ MOMENTUM_DECAY = 0.004
 class AdamW(Optimizer):
     """Adam with decoupled weight decay.
 
-    Source: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2 (decay multiplied by lr, as in torch.optim.AdamW).
+    Source: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2 (decay multiplied by lr, as in
+        torch.optim.AdamW).
     """
 
     state_names = ("exp_avg", "exp_avg_sq")
 
-    def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
-        parts, step = self._weight_parts(weights), self._adam_step(scale)
-        columns = self._parts(gradients), self._state_parts("exp_avg"), self._state_parts("exp_avg_sq"), self._decays
+    def _update(
+        self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor
+    ) -> None:
+        parts = self._weight_parts(weights)
+        step = self._adam_step(scale)
+        columns = (
+            self._parts(gradients),
+            self._state_parts("exp_avg"),
+            self._state_parts("exp_avg_sq"),
+            self._decays,
+        )
         for rate, indices in self._by_rate.items():  # a pass has one learning rate
-            grads, means, squares, decays = columns if len(self._by_rate) == 1 else (
-                [column[i] for i in indices] for column in columns)
+            grads, means, squares, decays = (
+                columns
+                if len(self._by_rate) == 1
+                else ([column[i] for i in indices] for column in columns)
+            )
             self._passes.adam(parts.only(indices), grads, (means, squares), decays, lr * rate, step)
 
     def _adam_step(self, scale: float | Tensor) -> AdamStep:
@@ -37,16 +49,21 @@ class AdamW(Optimizer):
 
 
 class NAdamW(AdamW):
-    """torch.optim.NAdam with decoupled_weight_decay: a step of Adam that looks ahead along the momentum.
+    """torch.optim.NAdam with decoupled_weight_decay: a step of Adam that looks ahead along the
+    momentum.
 
-    With mu_t = beta1 (1 - 0.96^(0.004 t) / 2) and P_t the product of mu_1 to mu_t, the mean of Adam's step becomes
-    mu_(t+1) / (1 - P_(t+1)) m + (1 - mu_t) / (1 - P_t) g. What the look-ahead does for gradients that are a step old:
-    their step is taken from where the momentum leads next, rather than from where they were.
-    Source: Dozat 2016, "Incorporating Nesterov Momentum into Adam"; used against delays, with a beta1 of 0.99, by
+    With mu_t = beta1 (1 - 0.96^(0.004 t) / 2) and P_t the product of mu_1 to mu_t, the mean of
+    Adam's step becomes mu_(t+1) / (1 - P_(t+1)) m + (1 - mu_t) / (1 - P_t) g. What the look-ahead
+    does for gradients that are a step old: their step is taken from where the momentum leads next,
+    rather than from where they were.
+    Source: Dozat 2016, "Incorporating Nesterov Momentum into Adam"; used against delays, with a
+        beta1 of 0.99, by
     Ajanthan et al., arXiv 2505.01099.
     """
 
-    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
+    def __init__(
+        self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"
+    ):
         super().__init__(slots, settings, tp, backend)
         self._product = 1.0
 
@@ -60,7 +77,8 @@ class NAdamW(AdamW):
         return self.settings.betas[0] * (1 - 0.5 * 0.96 ** (step * MOMENTUM_DECAY))
 
     def _adam_step(self, scale: float | Tensor) -> AdamStep:
-        mu, mu_next = self._mu(self.num_updates), self._mu(self.num_updates + 1)
+        mu = self._mu(self.num_updates)
+        mu_next = self._mu(self.num_updates + 1)
         self._product *= mu
         ahead = mu_next / (1 - self._product * mu_next), (1 - mu) / (1 - self._product)
         return replace(super()._adam_step(scale), nesterov=ahead)

@@ -1,4 +1,5 @@
-"""The base of all optimizers: state per parameter, the update counter, and how gradients are scaled."""
+"""The base of all optimizers: state per parameter, the update counter, and how gradients are
+scaled."""
 
 from __future__ import annotations
 
@@ -24,22 +25,27 @@ class StateMemory(Protocol):
 
     def state(self, what: str, slots: Sequence[ParameterSlot], dtype: torch.dtype) -> list[Tensor]:
         """Zeros of the slots' shapes. what: the name of the state."""
+
     def writing(self, *views: Tensor) -> AbstractContextManager[object]: ...
 
 
 class Optimizer(ABC):
-    """Updates a list of local parameters, in place or from one buffer into another; equal inputs give equal bits.
+    """Updates a list of local parameters, in place or from one buffer into another; equal inputs
+    give equal bits.
 
-    `backend`: whose elementwise passes it runs (`kernels.optimizer`). State is allocated at the first step, in the
-    parameters' dtype: float32, or float64 where they are float64 (bf16 and fp16 training passes the float32 master
-    copy). `num_updates` counts the steps taken; a skipped one is not counted.
+    `backend`: whose elementwise passes it runs (`kernels.optimizer`). State is allocated at the
+    first step, in the parameters' dtype: float32, or float64 where they are float64 (bf16 and fp16
+    training passes the float32 master copy). `num_updates` counts the steps taken; a skipped one is
+    not counted.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
     inner: tuple[Optimizer, ...] = ()
     """Optimizers inside this one; their state is saved and restored with its own."""
 
-    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
+    def __init__(
+        self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"
+    ):
         self.slots = tuple(slots)
         self.settings = settings
         self.tp = tp
@@ -47,46 +53,69 @@ class Optimizer(ABC):
         self.num_updates = 0
         self.memory: StateMemory | None = None
         self._state: dict[str, list[Tensor]] = {}
-        self._decays = [settings.weight_decay * slot.placement.weight_decay
-                        for slot in self.slots for _ in range(slot.num_parts)]
+        self._decays = [
+            settings.weight_decay * slot.placement.weight_decay
+            for slot in self.slots
+            for _ in range(slot.num_parts)
+        ]
         """Weight decay of each of the `_parts`."""
         self._rates = [slot.placement.lr for slot in self.slots for _ in range(slot.num_parts)]
         """Factor of the learning rate of each of the `_parts`."""
-        self._by_rate = {rate: [i for i, other in enumerate(self._rates) if other == rate]
-                         for rate in dict.fromkeys(self._rates)}
+        self._by_rate = {
+            rate: [i for i, other in enumerate(self._rates) if other == rate]
+            for rate in dict.fromkeys(self._rates)
+        }
         """Each of these factors with the indices of the `_parts` that have it, in their order."""
         self._passes: Any
 
     @classmethod
     def divisible(cls, slot: ParameterSlot) -> bool:
-        """Whether the update of this parameter is elementwise: any flat piece of it may then be updated on its own."""
+        """Whether the update of this parameter is elementwise: any flat piece of it may then be
+        updated on its own."""
         return True
 
     @torch.no_grad()
-    def step(self, parameters: Sequence[Tensor] | Weights, gradients: Sequence[Tensor], *, lr: float,
-             gradient_scale: float | Tensor = 1.0) -> None:
+    def step(
+        self,
+        parameters: Sequence[Tensor] | Weights,
+        gradients: Sequence[Tensor],
+        *,
+        lr: float,
+        gradient_scale: float | Tensor = 1.0,
+    ) -> None:
         """Applies one update with `gradients * gradient_scale` (clip coefficient over loss scale).
 
-        `parameters`: what is updated in place, or Weights that say what is read and what is written.
-        The contents of `gradients` are used up: they may be scaled, or serve as scratch space.
-        Shapes: parameters and gradients as the slots' local shapes, in their order; contiguous, of one dtype.
+        `parameters`: what is updated in place, or Weights that say what is read and what is
+        written. The contents of `gradients` are used up: they may be scaled, or serve as scratch
+        space.
+        Shapes: parameters and gradients as the slots' local shapes, in their order; contiguous, of
+            one dtype.
         Collectives: over tp, LAMB one all-reduce, Muon two all-to-alls a round; the others none.
         """
-        weights = parameters if isinstance(parameters, Weights) else Weights.in_place(list(parameters))
+        weights = (
+            parameters if isinstance(parameters, Weights) else Weights.in_place(list(parameters))
+        )
         lengths = len(weights.old), len(gradients), len(self.slots)
         assert len(set(lengths)) == 1, lengths
         self.num_updates += 1
-        if weights.old:  # all ranks of a tp line hold the same parameters, so none of them calls a collective
+        if (
+            weights.old
+        ):  # all ranks of a tp line hold the same parameters, so none of them calls a collective
             self.allocate(weights.old[0].device, weights.old[0].dtype)
             self._passes = passes_for(weights.old[0], self.backend)
             self._update(weights, list(gradients), lr, gradient_scale)
 
     @abstractmethod
-    def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None: ...
+    def _update(
+        self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor
+    ) -> None: ...
 
     def allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Creates the state that is missing, as zeros; moves what was loaded to where the parameters are."""
-        assert dtype in (torch.float32, torch.float64), f"optimizers run on float32 or float64 masters, not {dtype}"
+        """Creates the state that is missing, as zeros; moves what was loaded to where the
+        parameters are."""
+        assert dtype in (torch.float32, torch.float64), (
+            f"optimizers run on float32 or float64 masters, not {dtype}"
+        )
         for name in self.state_names:
             if name not in self._state and self.memory is not None:
                 self._state[name] = self.memory.state(name, self.slots, dtype)
@@ -99,15 +128,20 @@ class Optimizer(ABC):
             inner.allocate(device, dtype)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state by '<parameter>.<state>', shaped as the local parameter; empty before it is allocated."""
-        tensors = {f"{slot.name}.{name}": tensor for name, tensors in self._state.items()
-                   for slot, tensor in zip(self.slots, tensors, strict=True)}
+        """The state by '<parameter>.<state>', shaped as the local parameter; empty before it is
+        allocated."""
+        tensors = {
+            f"{slot.name}.{name}": tensor
+            for name, tensors in self._state.items()
+            for slot, tensor in zip(self.slots, tensors, strict=True)
+        }
         for inner in self.inner:
             tensors |= inner.state_tensors()
         return tensors
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
-        """Adopts `tensors`, named as in `state_tensors`, as the state after `num_updates` steps (copied only to fit).
+        """Adopts `tensors`, named as in `state_tensors`, as the state after `num_updates` steps
+        (copied only to fit).
 
         With `num_updates` 0 there is nothing to load and the state starts afresh.
         Raises: CheckpointError if one is missing or has another shape than its parameter.
@@ -115,42 +149,56 @@ class Optimizer(ABC):
         for inner in self.inner:
             inner.load_state_tensors(tensors, num_updates)
         self.num_updates = num_updates
-        places, self._state = self._state, {}
+        places = self._state
+        self._state = {}
         if num_updates > 0:
             for name in self.state_names:
-                self._state[name] = [_fitting(tensors, f"{slot.name}.{name}", slot) for slot in self.slots]
+                self._state[name] = [
+                    _fitting(tensors, f"{slot.name}.{name}", slot) for slot in self.slots
+                ]
         if self.memory is not None:
             self._put_back(places, self.memory)
 
     def _put_back(self, places: dict[str, list[Tensor]], memory: StateMemory) -> None:
         """Copies what was loaded to where the state has its memory."""
-        loaded, self._state = self._state, places
+        loaded = self._state
+        self._state = places
         for name, kept in places.items():
             for i, place in enumerate(kept):
                 with memory.writing(place):
                     place.copy_(loaded[name][i]) if name in loaded else place.zero_()
 
     def _parts(self, column: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors by slot as the elementwise passes take them (see ParameterSlot.elementwise_parts)."""
+        """Tensors by slot as the elementwise passes take them (see
+        ParameterSlot.elementwise_parts)."""
         if len(self._decays) == len(self.slots):
             return list(column)
-        return [part for slot, x in zip(self.slots, column, strict=True) for part in slot.elementwise_parts(x)]
+        return [
+            part
+            for slot, x in zip(self.slots, column, strict=True)
+            for part in slot.elementwise_parts(x)
+        ]
 
     def _weight_parts(self, weights: Weights) -> Weights:
         """The weights as the elementwise passes take them."""
         old = self._parts(weights.old)
         new = old if weights.new is weights.old else self._parts(weights.new)
-        return Weights(old, new, self._parts(weights.working) if weights.working else (), weights.predicted)
+        return Weights(
+            old, new, self._parts(weights.working) if weights.working else (), weights.predicted
+        )
 
     def _state_parts(self, name: str) -> list[Tensor]:
         return self._parts(self._state[name])
 
 
 def _fitting(tensors: Mapping[str, Tensor], key: str, slot: ParameterSlot) -> Tensor:
-    """The tensor of that name, contiguous. Raises: CheckpointError if it is missing or not of the slot's shape."""
+    """The tensor of that name, contiguous. Raises: CheckpointError if it is missing or not of the
+    slot's shape."""
     if key not in tensors:
         raise CheckpointError(f"optimizer state {key} is missing")
     tensor = tensors[key]
     if tuple(tensor.shape) != slot.shape:
-        raise CheckpointError(f"optimizer state {key} has shape {tuple(tensor.shape)}, the parameter {slot.shape}")
+        raise CheckpointError(
+            f"optimizer state {key} has shape {tuple(tensor.shape)}, the parameter {slot.shape}"
+        )
     return tensor.contiguous()

@@ -23,14 +23,25 @@ class GroupedOptimizer:
         """Number of steps taken; between two steps."""
         return max((optimizer.num_updates for optimizer in self.groups), default=0)
 
-    def step(self, group: int, weights: Weights, gradients: Sequence[Tensor], *, lr: float,
-             gradient_scale: float | Tensor = 1.0) -> None:
+    def step(
+        self,
+        group: int,
+        weights: Weights,
+        gradients: Sequence[Tensor],
+        *,
+        lr: float,
+        gradient_scale: float | Tensor = 1.0,
+    ) -> None:
         """A group's part of a step, as Optimizer.step."""
         self.groups[group].step(weights, gradients, lr=lr, gradient_scale=gradient_scale)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """As Optimizer.state_tensors."""
-        return {name: tensor for optimizer in self.groups for name, tensor in optimizer.state_tensors().items()}
+        return {
+            name: tensor
+            for optimizer in self.groups
+            for name, tensor in optimizer.state_tensors().items()
+        }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], num_updates: int) -> None:
         """As Optimizer.load_state_tensors."""

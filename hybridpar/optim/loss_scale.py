@@ -8,18 +8,21 @@ from typing import Any
 
 import torch
 
-MIN_SCALE, MAX_SCALE = 1.0, 2.0**24
+MIN_SCALE = 1.0
+MAX_SCALE = 2.0**24
 
 
 @dataclass(slots=True)
 class LossScaler:
-    """Multiply the loss by `scale`, the gradients by 1 / `scale`, and report after each batch whether they overflowed.
+    """Multiply the loss by `scale`, the gradients by 1 / `scale`, and report after each batch
+    whether they overflowed.
 
-    Dynamic: `scale` halves when a batch overflows (that update is skipped) and doubles after `growth_interval` good
-    ones in a row. Static (fp32, bf16): it stays. A pipeline that starts batches before earlier ones are updated passes
-    the scale each batch ran with: an overflow at a scale already given up says nothing new and is not punished twice.
-    `hysteresis` tolerates that many overflows, less one, since the scale last changed before it halves.
-    All ranks call `update` with the same arguments in the same order and so keep the same state.
+    Dynamic: `scale` halves when a batch overflows (that update is skipped) and doubles after
+    `growth_interval` good ones in a row. Static (fp32, bf16): it stays. A pipeline that starts
+    batches before earlier ones are updated passes the scale each batch ran with: an overflow at a
+    scale already given up says nothing new and is not punished twice. `hysteresis` tolerates that
+    many overflows, less one, since the scale last changed before it halves. All ranks call `update`
+    with the same arguments in the same order and so keep the same state.
     """
 
     scale: float = 1.0
@@ -60,4 +63,5 @@ class LossScaler:
         """Restores `state()`; a static scaler keeps its scale."""
         if self.dynamic:
             self.scale = float(state["scale"])
-            self.good_steps, self.overflows = int(state["good_steps"]), int(state["overflows"])
+            self.good_steps = int(state["good_steps"])
+            self.overflows = int(state["overflows"])

@@ -1,10 +1,12 @@
-"""Hidden matrices that are split over tp: which rank holds what, and how whole ones come together and go back.
+"""Hidden matrices that are split over tp: which rank holds what, and how whole ones come together
+and go back.
 
-A matrix is not orthogonalised where it lies, split over tp, but on one rank, its home: every rank is home to its share
-of them. That takes one message there and one back, each the size of what a rank holds, and no operation is done twice.
-(Left where it lies, it would take an all-reduce of the Gram matrix of its unsplit side in each of the five steps: for
-the usual 4:1 matrices 1.25 tp times the traffic, and the arithmetic on Gram matrices repeated on every rank.)
-The result is that of tp = 1 bit for bit, and all holders of a row receive the same bits.
+A matrix is not orthogonalised where it lies, split over tp, but on one rank, its home: every rank
+is home to its share of them. That takes one message there and one back, each the size of what a
+rank holds, and no operation is done twice. (Left where it lies, it would take an all-reduce of the
+Gram matrix of its unsplit side in each of the five steps: for the usual 4:1 matrices 1.25 tp times
+the traffic, and the arithmetic on Gram matrices repeated on every rank.) The result is that of tp =
+1 bit for bit, and all holders of a row receive the same bits.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from hybridpar.optim.slots import ParameterSlot
 Slices = tuple[slice, slice]
 
 ROUND = 1 << 24
-"""Elements of the matrices that a rank is home to at a time; bounds the memory that orthogonalisation takes."""
+"""Elements of the matrices that a rank is home to at a time; bounds the memory that
+orthogonalisation takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a matrix that a tp rank holds: where in the local tensor of which slot, and where in the matrix.
+    """A part of a matrix that a tp rank holds: where in the local tensor of which slot, and where
+    in the matrix.
 
     `counted`: whether this rank contributes it to the whole matrix; exactly one holder does.
     """
@@ -75,23 +79,35 @@ def hidden_matrices(slots: Sequence[ParameterSlot], num_ranks: int) -> list[Hidd
         placement = slot.placement
         assert len(placement.shape) == 2, f"{slot.name}: {placement.shape} is no matrix"
         covered = sum(b - a for ranges in placement.matrices for a, b in ranges)
-        assert covered == placement.shape[0], f"{slot.name}: its matrices have {covered} rows, it {placement.shape[0]}"
+        assert covered == placement.shape[0], (
+            f"{slot.name}: its matrices have {covered} rows, it {placement.shape[0]}"
+        )
         for ranges in placement.matrices:
             shape = (sum(b - a for a, b in ranges), placement.shape[1])
-            found.append(HiddenMatrix(shape, tuple(_blocks(i, placement, ranges, r) for r in range(num_ranks))))
+            found.append(
+                HiddenMatrix(
+                    shape, tuple(_blocks(i, placement, ranges, r) for r in range(num_ranks))
+                )
+            )
     return found
 
 
-def plan_rounds(matrices: Sequence[HiddenMatrix], num_ranks: int, max_elements: int = ROUND) -> list[Round]:
-    """Rounds of about `max_elements` a rank, largest matrices first, each going to the rank with the least to do."""
+def plan_rounds(
+    matrices: Sequence[HiddenMatrix], num_ranks: int, max_elements: int = ROUND
+) -> list[Round]:
+    """Rounds of about `max_elements` a rank, largest matrices first, each going to the rank with
+    the least to do."""
     ordered = sorted(matrices, key=lambda m: (-m.cost, m.shape))  # stable: equal on all ranks
     rounds: list[Round] = []
     while ordered:
         count = numel = 0
-        while count < len(ordered) and (count < num_ranks or numel + ordered[count].numel <= max_elements * num_ranks):
+        while count < len(ordered) and (
+            count < num_ranks or numel + ordered[count].numel <= max_elements * num_ranks
+        ):
             numel += ordered[count].numel
             count += 1
-        loads, homes = [0] * num_ranks, []
+        loads = [0] * num_ranks
+        homes = []
         for matrix in ordered[:count]:
             home = min(range(num_ranks), key=loads.__getitem__)
             loads[home] += matrix.cost
@@ -102,39 +118,60 @@ def plan_rounds(matrices: Sequence[HiddenMatrix], num_ranks: int, max_elements: 
 
 
 def gather(round_: Round, held: Sequence[Tensor], axis: Axis, dtype: torch.dtype) -> list[Tensor]:
-    """The matrices that this rank is home to, whole, from the local tensors `held` (by slot), in `dtype`.
+    """The matrices that this rank is home to, whole, from the local tensors `held` (by slot), in
+    `dtype`.
 
     Collectives: one all-to-all.
     """
-    mine, ranks = round_.at_home(axis.rank), range(axis.size)
+    mine = round_.at_home(axis.rank)
+    ranks = range(axis.size)
     whole = [held[0].new_empty(m.shape, dtype=dtype) for m in mine]
-    sources = [[held[b.slot][b.local] for m in round_.at_home(r) for b in m.blocks[axis.rank] if b.counted]
-               for r in ranks]
-    targets = [[x[b.place] for x, m in zip(whole, mine, strict=True) for b in m.blocks[r] if b.counted] for r in ranks]
+    sources = [
+        [held[b.slot][b.local] for m in round_.at_home(r) for b in m.blocks[axis.rank] if b.counted]
+        for r in ranks
+    ]
+    targets = [
+        [x[b.place] for x, m in zip(whole, mine, strict=True) for b in m.blocks[r] if b.counted]
+        for r in ranks
+    ]
     _exchange(sources, targets, axis, dtype)
     return whole
 
 
-def scatter(round_: Round, whole: Sequence[Tensor], held: Sequence[Tensor], axis: Axis, dtype: torch.dtype) -> None:
-    """The way back: writes the matrices that this rank is home to into the local tensors of all who hold parts of them.
+def scatter(
+    round_: Round, whole: Sequence[Tensor], held: Sequence[Tensor], axis: Axis, dtype: torch.dtype
+) -> None:
+    """The way back: writes the matrices that this rank is home to into the local tensors of all who
+    hold parts of them.
 
     Collectives: one all-to-all.
     """
-    mine, ranks = round_.at_home(axis.rank), range(axis.size)
-    sources = [[x[b.place] for x, m in zip(whole, mine, strict=True) for b in m.blocks[r]] for r in ranks]
-    targets = [[held[b.slot][b.local] for m in round_.at_home(r) for b in m.blocks[axis.rank]] for r in ranks]
+    mine = round_.at_home(axis.rank)
+    ranks = range(axis.size)
+    sources = [
+        [x[b.place] for x, m in zip(whole, mine, strict=True) for b in m.blocks[r]] for r in ranks
+    ]
+    targets = [
+        [held[b.slot][b.local] for m in round_.at_home(r) for b in m.blocks[axis.rank]]
+        for r in ranks
+    ]
     _exchange(sources, targets, axis, dtype)
 
 
-def _exchange(sources: list[list[Tensor]], targets: list[list[Tensor]], axis: Axis, dtype: torch.dtype) -> None:
-    """Copies sources[r] of this rank into targets[this rank] of rank r, tensor by tensor, for all r."""
+def _exchange(
+    sources: list[list[Tensor]], targets: list[list[Tensor]], axis: Axis, dtype: torch.dtype
+) -> None:
+    """Copies sources[r] of this rank into targets[this rank] of rank r, tensor by tensor, for all
+    r."""
     for target, source in zip(targets[axis.rank], sources[axis.rank], strict=True):
         target.copy_(source)
     if axis.size == 1:
         return
     others = [r for r in range(axis.size) if r != axis.rank]
-    send_sizes, receive_sizes = ([0 if r == axis.rank else sum(x.numel() for x in parts[r]) for r in range(axis.size)]
-                                 for parts in (sources, targets))
+    send_sizes, receive_sizes = (
+        [0 if r == axis.rank else sum(x.numel() for x in parts[r]) for r in range(axis.size)]
+        for parts in (sources, targets)
+    )
     device = next(x.device for parts in (*sources, *targets) for x in parts)
     outgoing = torch.empty(sum(send_sizes), dtype=dtype, device=device)
     sent = [x for r in others for x in sources[r]]
@@ -146,26 +183,46 @@ def _exchange(sources: list[list[Tensor]], targets: list[list[Tensor]], axis: Ax
         target.copy_(part.view(target.shape))
 
 
-def _blocks(slot: int, placement: Placement, ranges: Sequence[Range], rank: int) -> tuple[Block, ...]:
+def _blocks(
+    slot: int, placement: Placement, ranges: Sequence[Range], rank: int
+) -> tuple[Block, ...]:
     """Blocks of the matrix that `ranges` of global rows make up, as tp rank `rank` holds them."""
-    shard, sizes = placement.shard, placement.shape
+    shard = placement.shard
+    sizes = placement.shape
     place = torch.full((sizes[0],), -1, dtype=torch.int64)
     place[indices(ranges)] = torch.arange(sum(b - a for a, b in ranges))
-    lines = [(line, torch.ones(len(line), dtype=torch.bool)) for line in (place, torch.arange(sizes[1]))]
+    lines = [
+        (line, torch.ones(len(line), dtype=torch.bool)) for line in (place, torch.arange(sizes[1]))
+    ]
     if shard is None:
         lines[0][1].fill_(rank == 0)
     else:
-        lines[shard.dim] = (lines[shard.dim][0][shard.index(rank)], shard.owned(rank, sizes[shard.dim]))
+        lines[shard.dim] = (
+            lines[shard.dim][0][shard.index(rank)],
+            shard.owned(rank, sizes[shard.dim]),
+        )
     rows, cols = (_runs(*line) for line in lines)
-    return tuple(Block(slot, (a, c), (b, d), counts_row and counts_col)
-                 for a, b, counts_row in rows for c, d, counts_col in cols)
+    return tuple(
+        Block(slot, (a, c), (b, d), counts_row and counts_col)
+        for a, b, counts_row in rows
+        for c, d, counts_col in cols
+    )
 
 
 def _runs(place: Tensor, counted: Tensor) -> list[tuple[slice, slice, bool]]:
-    """A line of places (-1: none) as runs of consecutive ones: local positions, places, whether counted."""
+    """A line of places (-1: none) as runs of consecutive ones: local positions, places, whether
+    counted."""
     local = (place >= 0).nonzero().flatten()
-    place, counted = place[local], counted[local]
+    place = place[local]
+    counted = counted[local]
     breaks = (place.diff() != 1) | (local.diff() != 1) | counted.diff()
     edges = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(local)]
-    return [(slice(int(local[a]), int(local[a]) + b - a), slice(int(place[a]), int(place[a]) + b - a), bool(counted[a]))
-            for a, b in pairwise(edges) if a < b]
+    return [
+        (
+            slice(int(local[a]), int(local[a]) + b - a),
+            slice(int(place[a]), int(place[a]) + b - a),
+            bool(counted[a]),
+        )
+        for a, b in pairwise(edges)
+        if a < b
+    ]

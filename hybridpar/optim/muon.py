@@ -1,4 +1,5 @@
-"""Muon: momentum whose matrices are orthogonalised, for hidden layers; AdamW for everything else."""
+"""Muon: momentum whose matrices are orthogonalised, for hidden layers; AdamW for everything
+else."""
 
 from __future__ import annotations
 
@@ -18,43 +19,59 @@ from hybridpar.optim.newton_schulz import newton_schulz
 from hybridpar.optim.slots import ParameterSlot
 
 BATCH = {"cpu": 1, "cuda": 64}
-"""Matrices of one shape that are orthogonalised together; on a CPU one alone keeps it busy, and several leave its cache
-(512 x 2048, one thread: 4 at once take 1.0 to 1.4 times as long)."""
+"""Matrices of one shape that are orthogonalised together; on a CPU one alone keeps it busy, and
+several leave its cache (512 x 2048, one thread: 4 at once take 1.0 to 1.4 times as long)."""
 PRECISION = {("cuda", torch.float32): torch.bfloat16}
 """Type in which matrices of a device and type are orthogonalised, where it is not their own."""
 
 
 class Muon(Optimizer):
-    """Hidden matrices by orthogonalised momentum, embeddings, heads and vectors by AdamW, with one lr and weight decay.
+    """Hidden matrices by orthogonalised momentum, embeddings, heads and vectors by AdamW, with one
+    lr and weight decay.
 
-    The momentum is m <- mu m + (1 - mu) g; a matrix takes the step -lr * 0.2 sqrt(max(rows, cols)) * NS(m), where NS is
-    newton_schulz and `nesterov` puts (1 - mu) g + mu m in place of m; weight decay is decoupled. The factor gives the
-    step the root mean square that AdamW's usually has, so that a learning rate tuned for AdamW serves.
+    The momentum is m <- mu m + (1 - mu) g; a matrix takes the step -lr * 0.2 sqrt(max(rows, cols))
+    * NS(m), where NS is newton_schulz and `nesterov` puts (1 - mu) g + mu m in place of m; weight
+      decay is decoupled. The factor gives the
+    step the root mean square that AdamW's usually has, so that a learning rate tuned for AdamW
+    serves.
 
-    A matrix is a global one, whatever the grid, and one projection: all queries, all keys, all values, gate, up
-    (Placement.matrices). A fused weight taken as one matrix does worse; taking each head as one does better or worse by
-    model (arXiv 2605.08933), so the projections are as the papers have them.
+    A matrix is a global one, whatever the grid, and one projection: all queries, all keys, all
+    values, gate, up (Placement.matrices). A fused weight taken as one matrix does worse; taking
+    each head as one does better or worse by model (arXiv 2605.08933), so the projections are as the
+    papers have them.
 
-    A step takes as much arithmetic as training on 3 h tokens (h the hidden size); tp ranks share it, and with ZeRO-1 dp
-    ranks. Precision: that of the parameters; on CUDA, float32 is orthogonalised in bfloat16, as published.
+    A step takes as much arithmetic as training on 3 h tokens (h the hidden size); tp ranks share
+    it, and with ZeRO-1 dp ranks. Precision: that of the parameters; on CUDA, float32 is
+    orthogonalised in bfloat16, as published.
     Collectives: over tp, two all-to-alls a round of matrices (see matrices.py).
-    Source: Jordan et al., github.com/KellerJordan/Muon; the factor: Moonlight, arXiv 2502.16982, section 2.2.
+    Source: Jordan et al., github.com/KellerJordan/Muon; the factor: Moonlight, arXiv 2502.16982,
+        section 2.2.
     """
 
-    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
+    def __init__(
+        self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"
+    ):
         super().__init__(slots, settings, tp, backend)
-        kinds = (OrthogonalMomentum, [i for i, s in enumerate(self.slots) if s.placement.matrices]), (
-            AdamW, [i for i, s in enumerate(self.slots) if not s.placement.matrices])
+        kinds = (
+            (OrthogonalMomentum, [i for i, s in enumerate(self.slots) if s.placement.matrices]),
+            (AdamW, [i for i, s in enumerate(self.slots) if not s.placement.matrices]),
+        )
         self._indices = [indices for _, indices in kinds]
-        self.inner = tuple(kind([self.slots[i] for i in indices], settings, tp, backend) for kind, indices in kinds)
+        self.inner = tuple(
+            kind([self.slots[i] for i in indices], settings, tp, backend) for kind, indices in kinds
+        )
 
     @classmethod
     def divisible(cls, slot: ParameterSlot) -> bool:
         return not slot.placement.matrices
 
-    def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
+    def _update(
+        self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor
+    ) -> None:
         for indices, inner in zip(self._indices, self.inner, strict=True):
-            inner.step(weights.only(indices), [gradients[i] for i in indices], lr=lr, gradient_scale=scale)
+            inner.step(
+                weights.only(indices), [gradients[i] for i in indices], lr=lr, gradient_scale=scale
+            )
 
 
 class OrthogonalMomentum(Optimizer):
@@ -62,15 +79,21 @@ class OrthogonalMomentum(Optimizer):
 
     state_names = ("momentum",)
 
-    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
+    def __init__(
+        self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"
+    ):
         super().__init__(slots, settings, tp, backend)
         self._rounds = plan_rounds(hidden_matrices(self.slots, tp.size), tp.size)
 
-    def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
+    def _update(
+        self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor
+    ) -> None:
         if isinstance(scale, Tensor) or scale != 1.0:
             torch._foreach_mul_(gradients, scale)
-        momenta, beta = self._state["momentum"], self.settings.momentum
-        grads, means = self._parts(gradients), self._parts(momenta)
+        momenta = self._state["momentum"]
+        beta = self.settings.momentum
+        grads = self._parts(gradients)
+        means = self._parts(momenta)
         torch._foreach_lerp_(means, grads, 1 - beta)
         if self.settings.nesterov:
             torch._foreach_lerp_(grads, means, beta)
@@ -80,8 +103,10 @@ class OrthogonalMomentum(Optimizer):
         self._passes.move(self._weight_parts(weights), grads, keeps, [-rate for rate in rates])
 
     def _orthogonalize(self, directions: list[Tensor], steps: list[Tensor]) -> None:
-        """Writes the scaled orthogonal matrices of `directions` into `steps`, which may be the same tensors."""
-        device, dtype = directions[0].device.type, directions[0].dtype
+        """Writes the scaled orthogonal matrices of `directions` into `steps`, which may be the same
+        tensors."""
+        device = directions[0].device.type
+        dtype = directions[0].dtype
         dtype = PRECISION.get((device, dtype), dtype)
         for round_ in self._rounds:
             whole = gather(round_, directions, self.tp, dtype)

@@ -1,4 +1,5 @@
-"""The Newton-Schulz iteration of Muon: the nearest semi-orthogonal matrix, roughly and from products alone."""
+"""The Newton-Schulz iteration of Muon: the nearest semi-orthogonal matrix, roughly and from
+products alone."""
 
 from __future__ import annotations
 
@@ -11,16 +12,19 @@ EPS = 1e-7
 GRAM_ASPECT = 1.5
 """From this ratio of the sides on, iterating on the Gram matrix takes fewer operations."""
 BLOCKS = {"cpu": 4}
-"""Into how many rows of blocks symmetric products are cut, to compute one triangle of them; elsewhere not measured."""
+"""Into how many rows of blocks symmetric products are cut, to compute one triangle of them;
+elsewhere not measured."""
 SMALLEST = 128
 """Rows of a block."""
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """U S' V^T for x = U S V^T, with singular values S' of 0.68 to 1.21 wherever S > 0.002 |x|; x is used up.
+    """U S' V^T for x = U S V^T, with singular values S' of 0.68 to 1.21 wherever S > 0.002 |x|; x
+    is used up.
 
-    Five steps of x <- a x + b (x x^T) x + c (x x^T)^2 x from x / |x|, with coefficients that make small singular values
-    grow fastest; they do not converge to 1, which does not harm Muon. A matrix of norm below 1e-7 counts as zero.
+    Five steps of x <- a x + b (x x^T) x + c (x x^T)^2 x from x / |x|, with coefficients that make
+    small singular values grow fastest; they do not converge to 1, which does not harm Muon. A
+    matrix of norm below 1e-7 counts as zero.
 
     Shapes: [k, rows, cols], k matrices of one shape -> the same.
     Source: Jordan et al., github.com/KellerJordan/Muon, with its coefficients and number of steps.
@@ -44,8 +48,8 @@ def newton_schulz_cost(rows: int, cols: int) -> int:
 def _iterate(x: Tensor) -> Tensor:
     """The five steps, on matrices at least as wide as high."""
     a, b, c = COEFFICIENTS
-    # squaring halves the digits of small singular values: enough are left in float32 (wrong by 1e-3 at worst, where
-    # bfloat16 is by 0.3), too few in bfloat16
+    # squaring halves the digits of small singular values: enough are left in float32 (wrong by 1e-3
+    # at worst, where bfloat16 is by 0.3), too few in bfloat16
     if x.shape[2] >= GRAM_ASPECT * x.shape[1] and x.dtype != torch.bfloat16:
         return _gram_polynomial(_symmetric(x, x.mT)) @ x
     for _ in range(STEPS):
@@ -55,20 +59,29 @@ def _iterate(x: Tensor) -> Tensor:
 
 
 def _symmetric(x: Tensor, y: Tensor, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """alpha x y + beta x, where that is symmetric, as are products of polynomials of one symmetric matrix."""
+    """alpha x y + beta x, where that is symmetric, as are products of polynomials of one symmetric
+    matrix."""
     size = x.shape[1]
     step = max(SMALLEST, -(-size // BLOCKS.get(x.device.type, 1)))
     out = x.new_empty(x.shape[0], size, size)
     for i in range(0, size, step):
         j = min(i + step, size)
         rows = out[:, i:j, :j]
-        torch.baddbmm(x[:, i:j, :j] if beta else rows, x[:, i:j], y[:, :, :j], beta=beta, alpha=alpha, out=rows)
+        torch.baddbmm(
+            x[:, i:j, :j] if beta else rows,
+            x[:, i:j],
+            y[:, :, :j],
+            beta=beta,
+            alpha=alpha,
+            out=rows,
+        )
         out[:, :i, i:j] = rows[:, :, :i].mT
     return out
 
 
 def _gram_polynomial(gram: Tensor) -> Tensor:
-    """The product P of all steps' polynomials of x x^T, so that the result is P x: x itself is multiplied but twice."""
+    """The product P of all steps' polynomials of x x^T, so that the result is P x: x itself is
+    multiplied but twice."""
     a, b, c = COEFFICIENTS
     product: Tensor | None = None
     for step in range(STEPS):

@@ -13,12 +13,18 @@ from hybridpar.optim.slots import ParameterSlot
 
 
 def counted(gradients: Sequence[Tensor], slots: Sequence[ParameterSlot]) -> list[Tensor]:
-    """Views of those parts of the gradients that this rank counts: each element is counted once over the grid.
+    """Views of those parts of the gradients that this rank counts: each element is counted once
+    over the grid.
 
-    Gradients are reduced ones (over dp, shared rows, tied parameters). Shapes: as the slots' local shapes.
+    Gradients are reduced ones (over dp, shared rows, tied parameters). Shapes: as the slots' local
+    shapes.
     """
-    return [part for gradient, slot in zip(gradients, slots, strict=True) if slot.counts
-            for part in slot.counted_parts(gradient)]
+    return [
+        part
+        for gradient, slot in zip(gradients, slots, strict=True)
+        if slot.counts
+        for part in slot.counted_parts(gradient)
+    ]
 
 
 def sums_of_squares(tensors: Sequence[Tensor], backend: str = "auto") -> Tensor:
@@ -31,23 +37,32 @@ def sums_of_squares(tensors: Sequence[Tensor], backend: str = "auto") -> Tensor:
     return passes_for(tensors[0], backend).sum_squares(tensors)
 
 
-def squares_by_slot(tensors: Sequence[Tensor], slots: Sequence[ParameterSlot], backend: str = "auto") -> Tensor:
-    """This rank's contribution to the squared norm of each global parameter; float64 [number of slots].
+def squares_by_slot(
+    tensors: Sequence[Tensor], slots: Sequence[ParameterSlot], backend: str = "auto"
+) -> Tensor:
+    """This rank's contribution to the squared norm of each global parameter; float64 [number of
+    slots].
 
     Summed over the tp axis, each element is counted once.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
     parts = [slot.counted_parts(x) for x, slot in zip(tensors, slots, strict=True)]
-    sums = passes_for(tensors[0], backend).sum_squares([part for of_slot in parts for part in of_slot])
-    return torch.stack([of_slot.sum() for of_slot in sums.to(tensors[0].device).split(list(map(len, parts)))])
+    sums = passes_for(tensors[0], backend).sum_squares(
+        [part for of_slot in parts for part in of_slot]
+    )
+    return torch.stack(
+        [of_slot.sum() for of_slot in sums.to(tensors[0].device).split(list(map(len, parts)))]
+    )
 
 
 def clip_scale(norm: float, max_norm: float) -> float:
-    """The factor that brings a gradient of norm `norm` down to at most `max_norm`: min(1, max_norm / norm).
+    """The factor that brings a gradient of norm `norm` down to at most `max_norm`: min(1, max_norm
+    / norm).
 
-    No epsilon (torch.nn.utils.clip_grad_norm_ adds 1e-6 to the norm): a clipped gradient has norm `max_norm`, and one
-    of norm 0 stays as it is. `max_norm` 0 turns clipping off. A norm that is not finite must not come here.
+    No epsilon (torch.nn.utils.clip_grad_norm_ adds 1e-6 to the norm): a clipped gradient has norm
+    `max_norm`, and one of norm 0 stays as it is. `max_norm` 0 turns clipping off. A norm that is
+    not finite must not come here.
     """
     assert isfinite(norm), f"gradient norm {norm}: the update should have been skipped"
     return max_norm / norm if 0 < max_norm < norm else 1.0

@@ -21,30 +21,44 @@ _SIGNATURE = "def update(self, weight, gradient, state, *, lr, decay, step): ...
 
 
 class Own(Optimizer):
-    """Runs the rule that `optim.spec` names on each parameter, or on the piece of it that this rank updates.
+    """Runs the rule that `optim.spec` names on each parameter, or on the piece of it that this rank
+    updates.
 
     Raises: ConfigError where the rule cannot be right on every grid.
     """
 
-    def __init__(self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"):
+    def __init__(
+        self, slots: Sequence[ParameterSlot], settings: OptimConfig, tp: Axis, backend: str = "auto"
+    ):
         super().__init__(slots, settings, tp, backend)
         self._rule = find_rule(settings)
         self.state_names = tuple(self._rule.state_names)  # type: ignore[misc]
 
-    def _update(self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor) -> None:
+    def _update(
+        self, weights: Weights, gradients: list[Tensor], lr: float, scale: float | Tensor
+    ) -> None:
         if isinstance(scale, Tensor) or scale != 1.0:
             torch._foreach_mul_(gradients, scale)
         states = {name: self._state_parts(name) for name in self.state_names}
         with weights.updating() as values:
-            for i, (weight, gradient) in enumerate(zip(self._parts(values), self._parts(gradients), strict=True)):
-                self._rule.update(weight, gradient, {name: parts[i] for name, parts in states.items()},
-                                  lr=lr * self._rates[i], decay=self._decays[i], step=self.num_updates)
+            for i, (weight, gradient) in enumerate(
+                zip(self._parts(values), self._parts(gradients), strict=True)
+            ):
+                self._rule.update(
+                    weight,
+                    gradient,
+                    {name: parts[i] for name, parts in states.items()},
+                    lr=lr * self._rates[i],
+                    decay=self._decays[i],
+                    step=self.num_updates,
+                )
 
 
 def find_rule(settings: OptimConfig) -> UpdateRule:
     """The rule that `optim.spec` names, tried out on a few numbers.
 
-    Raises: ConfigError where it cannot be imported, keeps what no checkpoint would save, changes nothing, or does not
+    Raises: ConfigError where it cannot be imported, keeps what no checkpoint would save, changes
+        nothing, or does not
     update an element by that element alone.
     """
     kind: Callable[[OptimConfig], UpdateRule] = import_rule(settings.spec)
@@ -57,8 +71,11 @@ def _made(kind: Callable[[OptimConfig], UpdateRule], settings: OptimConfig) -> U
     try:
         rule = kind(settings)
     except TypeError as error:
-        raise _refused(settings, f"cannot be made from the settings alone ({error})",
-                       "def __init__(self, settings): super().__init__(settings)") from None
+        raise _refused(
+            settings,
+            f"cannot be made from the settings alone ({error})",
+            "def __init__(self, settings): super().__init__(settings)",
+        ) from None
     with _disable_current_modes(), torch.no_grad():  # memory is predicted on tensors without values
         _try_out(rule, settings)
     return rule
@@ -69,15 +86,28 @@ def _try_out(rule: UpdateRule, settings: OptimConfig) -> None:
     before = dict(vars(rule))
     whole, again, pieces = (_tried(rule, settings, cut) for cut in ([7], [7], [3, 4]))
     if kept := [name for name, value in vars(rule).items() if before.get(name, ...) is not value]:
-        raise _refused(settings, f"keeps {kept[0]} on itself from one update to the next, which no checkpoint saves",
-                       f"state_names = ({kept[0]!r},), and state[{kept[0]!r}] in update")
+        raise _refused(
+            settings,
+            f"keeps {kept[0]} on itself from one update to the next, which no checkpoint saves",
+            f"state_names = ({kept[0]!r},), and state[{kept[0]!r}] in update",
+        )
     if not bool((whole[0] != _numbers(0)).all()):
-        raise _refused(settings, "leaves weights as they are: update changes them in place", "weight.sub_(lr * step)")
+        raise _refused(
+            settings,
+            "leaves weights as they are: update changes them in place",
+            "weight.sub_(lr * step)",
+        )
     if any(not torch.equal(a, b) for a, b in zip(whole, again, strict=True)):
-        raise _refused(settings, "gives another result each time", "an update without random numbers")
+        raise _refused(
+            settings, "gives another result each time", "an update without random numbers"
+        )
     if any(not torch.allclose(a, b, rtol=1e-9, atol=0) for a, b in zip(whole, pieces, strict=True)):
-        raise _refused(settings, "gives another result where a weight comes in two pieces, as other grids and ZeRO-1 "
-                       "have it", "an update of each element by itself, without norms or means")
+        raise _refused(
+            settings,
+            "gives another result where a weight comes in two pieces, as other grids and ZeRO-1 "
+            "have it",
+            "an update of each element by itself, without norms or means",
+        )
 
 
 def _numbers(seed: int) -> Tensor:
@@ -86,7 +116,8 @@ def _numbers(seed: int) -> Tensor:
 
 def _tried(rule: UpdateRule, settings: OptimConfig, cut: list[int]) -> list[Tensor]:
     """Weight and state after two updates of a tensor that comes in these pieces."""
-    weight, states = _numbers(0), {name: torch.zeros(7, dtype=torch.float64) for name in rule.state_names}
+    weight = _numbers(0)
+    states = {name: torch.zeros(7, dtype=torch.float64) for name in rule.state_names}
     for step in (1, 2):
         parts = [x.split(cut) for x in (weight, _numbers(step), *states.values())]
         for w, g, *rest in zip(*parts, strict=True):
@@ -94,7 +125,11 @@ def _tried(rule: UpdateRule, settings: OptimConfig, cut: list[int]) -> list[Tens
             given = {name: x.data_ptr() for name, x in state.items()}
             _call(rule, settings, (w, g, state), step)
             if {name: x.data_ptr() for name, x in state.items()} != given:
-                raise _refused(settings, "puts other tensors into its state, which are lost", "state[name].copy_(new)")
+                raise _refused(
+                    settings,
+                    "puts other tensors into its state, which are lost",
+                    "state[name].copy_(new)",
+                )
     return [weight, *states.values()]
 
 
@@ -104,7 +139,9 @@ def _call(rule: UpdateRule, settings: OptimConfig, tensors: tuple[Any, ...], ste
     except NotImplementedError:
         raise _refused(settings, "must define update", _SIGNATURE) from None
     except KeyError as error:
-        raise _refused(settings, f"uses a state {error} that it does not name", f"state_names = ({error},)") from None
+        raise _refused(
+            settings, f"uses a state {error} that it does not name", f"state_names = ({error},)"
+        ) from None
     except TypeError as error:
         raise _refused(settings, f"cannot be called ({error})", _SIGNATURE) from None
 

@@ -16,13 +16,20 @@ from hybridpar.optim.own import Own
 from hybridpar.optim.sgd import SGD
 from hybridpar.optim.slots import ParameterSlot
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "lamb": Lamb, "muon": Muon, "own": Own, "sgd": SGD}
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adamw": AdamW,
+    "lamb": Lamb,
+    "muon": Muon,
+    "own": Own,
+    "sgd": SGD,
+}
 NESTEROV: dict[str, type[Optimizer]] = {"adamw": NAdamW, "muon": Muon, "sgd": SGD}
 """Optimizers with a Nesterov form, for staleness = "nesterov"; they run with `nesterov` set."""
 
 
 def divisible(settings: OptimConfig, slot: ParameterSlot) -> bool:
-    """Whether the optimizer that `settings` name may be given flat pieces of this parameter (see Optimizer)."""
+    """Whether the optimizer that `settings` name may be given flat pieces of this parameter (see
+    Optimizer)."""
     return OPTIMIZERS[settings.name].divisible(slot)
 
 
@@ -31,8 +38,9 @@ def divides_all(settings: OptimConfig) -> bool:
     return "divisible" not in vars(OPTIMIZERS[settings.name])
 
 
-def build_optimizer(settings: OptimConfig, slots: Sequence[ParameterSlot], tp: Axis,
-                    backend: str = "auto") -> Optimizer:
+def build_optimizer(
+    settings: OptimConfig, slots: Sequence[ParameterSlot], tp: Axis, backend: str = "auto"
+) -> Optimizer:
     """The optimizer that `settings.name` and `settings.staleness` name, for this rank's parameters.
 
     `backend`: of its elementwise passes, as kernels.optimizer names it.

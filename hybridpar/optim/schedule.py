@@ -21,22 +21,27 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "wsd": lambda progress: 1 - sqrt(progress),
 }
 PRECISION = 1e-6
-"""Share of the highest learning rate by which a table may differ from the function that it stands for."""
+"""Share of the highest learning rate by which a table may differ from the function that it stands
+for."""
 WSD_SHARE = 0.2
-"""Part of a run over which wsd decays where optim.decay_steps is 0. Source: arXiv 2405.18392, section 3."""
+"""Part of a run over which wsd decays where optim.decay_steps is 0. Source: arXiv 2405.18392,
+section 3."""
 
 
 def learning_rate(step: int, settings: OptimConfig, num_steps: int, delay: float = 0.0) -> float:
-    """The learning rate of update `step`, which counts from 0, where gradients are `delay` updates old.
+    """The learning rate of update `step`, which counts from 0, where gradients are `delay` updates
+    old.
 
-    A batch whose update is skipped is no update, so the rate waits for it. The rate rises linearly over `warmup_steps`
-    updates (the first takes lr / warmup_steps, the last lr), then decays from lr to min_lr, reached at update
-    `decay_steps` (0: `num_steps`, so the last update of a run is above min_lr by one update of the decay, and by one
-    for each that was skipped), and stays there. 'constant' stays at lr. 'wsd' (warmup, stable, decay) stays at lr but
-    for the last `decay_steps` of `num_steps` updates (0: WSD_SHARE of them): more steps change no rate before these.
-    With `lr_points` none of this counts: the rate is that of the table, linear between its points.
-    With staleness 'lr_rescale' the rate is multiplied by `delay_factor`.
-    Source: wsd: MiniCPM, arXiv 2404.06395, section 4; its 1 - sqrt: Haegele et al., arXiv 2405.18392, section 3.
+    A batch whose update is skipped is no update, so the rate waits for it. The rate rises linearly
+    over `warmup_steps` updates (the first takes lr / warmup_steps, the last lr), then decays from
+    lr to min_lr, reached at update `decay_steps` (0: `num_steps`, so the last update of a run is
+    above min_lr by one update of the decay, and by one for each that was skipped), and stays there.
+    'constant' stays at lr. 'wsd' (warmup, stable, decay) stays at lr but for the last `decay_steps`
+    of `num_steps` updates (0: WSD_SHARE of them): more steps change no rate before these. With
+    `lr_points` none of this counts: the rate is that of the table, linear between its points. With
+    staleness 'lr_rescale' the rate is multiplied by `delay_factor`.
+    Source: wsd: MiniCPM, arXiv 2404.06395, section 4; its 1 - sqrt: Haegele et al., arXiv
+        2405.18392, section 3.
     """
     return _undelayed(step, settings, num_steps) * delay_factor(step, settings, num_steps, delay)
 
@@ -44,10 +49,12 @@ def learning_rate(step: int, settings: OptimConfig, num_steps: int, delay: float
 def delay_factor(step: int, settings: OptimConfig, num_steps: int, delay: float) -> float:
     """Factor of the learning rate with staleness 'lr_rescale': s at first, geometrically back to 1.
 
-    s ** (1 - min(step / K, 1)), with K = staleness_steps (0: a tenth of `num_steps`) and s = sin(pi / (4 delay + 2)),
-    0.5 for a delay of 1. Gradient descent on a parabola of curvature c with gradients `delay` steps old is stable up to
-    a learning rate of 2 s / c; undelayed, of 2 / c. With any other staleness the factor is 1.
-    Source: PipeMare, arXiv 1910.05124, T1 and Lemma 1. Its own rule has 1 / delay for s: nothing for a delay of 1.
+    s ** (1 - min(step / K, 1)), with K = staleness_steps (0: a tenth of `num_steps`) and s = sin(pi
+    / (4 delay + 2)), 0.5 for a delay of 1. Gradient descent on a parabola of curvature c with
+    gradients `delay` steps old is stable up to a learning rate of 2 s / c; undelayed, of 2 / c.
+    With any other staleness the factor is 1.
+    Source: PipeMare, arXiv 1910.05124, T1 and Lemma 1. Its own rule has 1 / delay for s: nothing
+        for a delay of 1.
     """
     if settings.staleness != "lr_rescale":
         return 1.0
@@ -60,15 +67,18 @@ def _undelayed(step: int, settings: OptimConfig, num_steps: int) -> float:
         return _between(settings.lr_points, step)
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
-    start, end = settings.warmup_steps, settings.decay_steps or num_steps
+    start = settings.warmup_steps
+    end = settings.decay_steps or num_steps
     if settings.decay == "wsd":
-        start, end = max(start, num_steps - (settings.decay_steps or ceil(WSD_SHARE * num_steps))), num_steps
+        start = max(start, num_steps - (settings.decay_steps or ceil(WSD_SHARE * num_steps)))
+        end = num_steps
     progress = min(max((step - start) / (end - start), 0.0), 1.0) if end > start else 1.0
     return settings.min_lr + (settings.lr - settings.min_lr) * DECAYS[settings.decay](progress)
 
 
 def _between(points: Points, step: int) -> float:
-    """The rate of a table at `step`: linear between two points, exact at each, and constant outside."""
+    """The rate of a table at `step`: linear between two points, exact at each, and constant
+    outside."""
     after = bisect_right(points, step, key=itemgetter(0))
     if after in (0, len(points)):
         return points[max(after - 1, 0)][1]
@@ -81,44 +91,58 @@ def describe_points(points: Points) -> str:
     highest = max(points, key=itemgetter(1))
     shown = dict.fromkeys((points[0], highest, points[-1]))
     return f"learning rate of optim.lr_points ({len(points)}): " + ", ".join(
-        f"{rate:.4g} at update {step}" for step, rate in sorted(shown))
+        f"{rate:.4g} at update {step}" for step, rate in sorted(shown)
+    )
 
 
 def tabulate(schedule: Callable[[int], float], num_steps: int) -> Points:
-    """Return a learning-rate schedule as points for optim.lr_points, the fewest that a greedy search finds.
+    """Return a learning-rate schedule as points for optim.lr_points, the fewest that a greedy
+    search finds.
 
-    schedule: the rate of update `step`, which counts from 0. Between the points the table differs from it by at most
-    PRECISION of its highest rate. Raises: ConfigError if it returns anything but finite numbers >= 0, or another
-    number when it is called again.
+    schedule: the rate of update `step`, which counts from 0. Between the points the table differs
+    from it by at most PRECISION of its highest rate. Raises: ConfigError if it returns anything but
+    finite numbers >= 0, or another number when it is called again.
     """
     rates = [_checked(schedule, step) for step in range(max(num_steps, 1))]
     room = PRECISION * max(rates)
     points = [(0, rates[0])]
-    start, low, high = 0, -inf, inf  # the slopes with which a line from the last point passes all rates since then
+    # the slopes with which a line from the last point passes all rates since then
+    start = 0
+    low = -inf
+    high = inf
     for step in range(1, len(rates)):
         slope = (rates[step] - rates[start]) / (step - start)
         if not low <= slope <= high:
             start = step - 1
             points.append((start, rates[start]))
-            low, high, slope = -inf, inf, rates[step] - rates[start]
+            low = -inf
+            high = inf
+            slope = rates[step] - rates[start]
         margin = room / (step - start)
-        low, high = max(low, slope - margin), min(high, slope + margin)
+        low = max(low, slope - margin)
+        high = min(high, slope + margin)
     last = (len(rates) - 1, rates[-1])
     return tuple(points if points[-1] == last else [*points, last])
 
 
 def _checked(schedule: Callable[[int], float], step: int) -> float:
     """The rate of a user's schedule. Raises: ConfigError."""
-    rate, again = schedule(step), schedule(step)
+    rate = schedule(step)
+    again = schedule(step)
     try:
         number = float(rate)
     except (TypeError, ValueError):
         number = -1.0
     if not (isfinite(number) and number >= 0):
-        rule = f"must return a finite number that is not negative; it returns {rate!r} for step {step}"
+        rule = (
+            f"must return a finite number that is not negative; it returns {rate!r} for step {step}"
+        )
         raise config_error("lr_schedule", schedule, rule, "lambda step: 1e-3 * 0.99**step")
     if again != rate:
-        rule = (f"must return the same number whenever it is called with the same step; for step {step} it returns "
-                f"{rate!r} and then {again!r}")
+        rule = (
+            "must return the same number whenever it is called with the same step; for step "
+            f"{step} it returns "
+            f"{rate!r} and then {again!r}"
+        )
         raise config_error("lr_schedule", schedule, rule, "lambda step: 1e-3 * 0.99**step")
     return number

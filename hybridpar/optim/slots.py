@@ -16,14 +16,15 @@ from hybridpar.nn.placement import Held, Placement, Range, Shard
 class ParameterSlot:
     """One parameter as the rank at `place` holds it.
 
-    `segments` are half-open ranges of the local tensor's split dimension, in order, cut so that each is held by one
-    set of ranks; a single one that covers the tensor where no rows are shared. `counted` are those this rank counts
-    in a sum over the tp axis: every element of the global parameter is counted by exactly one tp rank (a replicated
-    parameter by rank 0, a shared row by its first holder, as in Shard.owned).
+    `segments` are half-open ranges of the local tensor's split dimension, in order, cut so that
+    each is held by one set of ranks; a single one that covers the tensor where no rows are shared.
+    `counted` are those this rank counts in a sum over the tp axis: every element of the global
+    parameter is counted by exactly one tp rank (a replicated parameter by rank 0, a shared row by
+    its first holder, as in Shard.owned).
 
-    `part`: the range of the local tensor's elements that this rank updates, where replicas share the work; its tensors
-    are then one-dimensional. Not for parameters with shared rows. `shared`: whether replicas update the same. `joint`:
-    whether ranks that train apart have the same of it.
+    `part`: the range of the local tensor's elements that this rank updates, where replicas share
+    the work; its tensors are then one-dimensional. Not for parameters with shared rows. `shared`:
+    whether replicas update the same. `joint`: whether ranks that train apart have the same of it.
     """
 
     name: str
@@ -54,8 +55,8 @@ class ParameterSlot:
         return self.placement.rank_at(self.place)
 
     def is_copy_along(self, axis: str) -> bool:
-        """Whether the ranks along an axis have the same of it, once its gradient is reduced; of split ones, rows may be
-        shared nevertheless."""
+        """Whether the ranks along an axis have the same of it, once its gradient is reduced; of
+        split ones, rows may be shared nevertheless."""
         if axis in APART:
             return self.joint
         shared_out = not self.shared and axis in ("pp", *BATCH)
@@ -63,7 +64,8 @@ class ParameterSlot:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank counts `counted` in a sum over the grid: the first of those that have the same of it."""
+        """Whether this rank counts `counted` in a sum over the grid: the first of those that have
+        the same of it."""
         return all(index == 0 or not self.is_copy_along(axis) for axis, index in self.place.items())
 
     @property
@@ -79,20 +81,25 @@ class ParameterSlot:
 
     @property
     def dim(self) -> int:
-        return 0 if self.placement.shard is None or self.part is not None else self.placement.shard.dim
+        return (
+            0 if self.placement.shard is None or self.part is not None else self.placement.shard.dim
+        )
 
     def counted_parts(self, x: Tensor) -> list[Tensor]:
-        """Views of the parts of a local tensor that this rank counts; the tensor itself where it counts all of it."""
+        """Views of the parts of a local tensor that this rank counts; the tensor itself where it
+        counts all of it."""
         if self.counted == self.segments:
             return [x]
         return [x.narrow(self.dim, start, stop - start) for start, stop in self.counted]
 
     def elementwise_parts(self, x: Tensor) -> list[Tensor]:
-        """Views to run an elementwise kernel over, so that rows shared by several ranks stay equal bit for bit.
+        """Views to run an elementwise kernel over, so that rows shared by several ranks stay equal
+        bit for bit.
 
-        Vector kernels may round the last few elements of a tensor differently from the others. A shared run of rows is
-        therefore a part of its own: it then has the same extent on every holder, wherever it lies in the local tensor.
-        Splits along other dimensions than 0 would not be contiguous and stay whole: rows are only shared along 0.
+        Vector kernels may round the last few elements of a tensor differently from the others. A
+        shared run of rows is therefore a part of its own: it then has the same extent on every
+        holder, wherever it lies in the local tensor. Splits along other dimensions than 0 would not
+        be contiguous and stay whole: rows are only shared along 0.
         """
         if self.num_parts == 1:
             return [x]
@@ -105,7 +112,8 @@ class ParameterSlot:
 
 
 def _segments(shard: Shard, rank: int) -> list[tuple[Range, bool]]:
-    """Local ranges and whether `rank` is the first holder; adjacent ones are joined where nothing is shared."""
+    """Local ranges and whether `rank` is the first holder; adjacent ones are joined where nothing
+    is shared."""
     cuts = sorted({edge for ranges in shard.ranges for r in ranges for edge in r})
     segments: list[tuple[Range, bool]] = []
     shared = False
@@ -113,7 +121,11 @@ def _segments(shard: Shard, rank: int) -> list[tuple[Range, bool]]:
     for start, stop in shard.ranges[rank]:
         edges = [start, *(c for c in cuts if start < c < stop), stop]
         for a, b in pairwise(edges):
-            holders = [r for r, ranges in enumerate(shard.ranges) if any(x <= a and b <= y for x, y in ranges)]
+            holders = [
+                r
+                for r, ranges in enumerate(shard.ranges)
+                if any(x <= a and b <= y for x, y in ranges)
+            ]
             if a < b:
                 segments.append(((position, position + b - a), holders[0] == rank))
                 shared |= len(holders) > 1

@@ -7,8 +7,8 @@ from hybridpar.nn.placement import Placement
 from hybridpar.optim.newton_schulz import newton_schulz_cost
 
 _BYTES = {"adamw": 32, "lamb": 48, "muon": 40, "own": 32, "sgd": 20}
-"""Bytes that an update reads and writes for each element, in float32: weight, gradient and state, and the zeros that
-follow in the gradient. muon: of hidden matrices."""
+"""Bytes that an update reads and writes for each element, in float32: weight, gradient and state,
+and the zeros that follow in the gradient. muon: of hidden matrices."""
 _NORM_BYTES = 4
 """Bytes that the gradient norm reads for each element."""
 _STALENESS_BYTES = {"extrapolation": 12, "prediction": 4}
@@ -20,7 +20,8 @@ def update_work(settings: OptimConfig, placement: Placement) -> tuple[int, int]:
 
     Returns: operations of matrix products, and bytes of memory that are read and written.
     """
-    numel, operations = 1, 0
+    numel = 1
+    operations = 0
     for size in placement.shape:
         numel *= size
     name = settings.name
@@ -30,4 +31,6 @@ def update_work(settings: OptimConfig, placement: Placement) -> tuple[int, int]:
             operations += 2 * newton_schulz_cost(rows, placement.shape[1])
     elif name == "muon":
         name = "adamw"
-    return operations, numel * (_BYTES[name] + _NORM_BYTES + _STALENESS_BYTES.get(settings.staleness, 0))
+    return operations, numel * (
+        _BYTES[name] + _NORM_BYTES + _STALENESS_BYTES.get(settings.staleness, 0)
+    )

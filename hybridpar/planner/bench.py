@@ -1,10 +1,13 @@
-"""Measures blocks: the model's own, run one by one as if each were a stage, on all ranks of a job at the same time.
+"""Measures blocks: the model's own, run one by one as if each were a stage, on all ranks of a job
+at the same time.
 
     a pass    F embedding, F layer, .., F head,  B head, B layer, .., B embedding     six of a kind at most
-    a batch   some passes, then norm and update of each block, and what a selective recomputation makes again
+    a batch   some passes, then norm and update of each block, and what a selective recomputation
+              makes again
 
-All ranks compute at once, as in training: they share the machine's memory and caches. Tensor parallelism is measured
-twice, with collectives that do nothing (what a rank computes), and real ones (what they take besides).
+All ranks compute at once, as in training: they share the machine's memory and caches. Tensor
+parallelism is measured twice, with collectives that do nothing (what a rank computes), and real
+ones (what they take besides).
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ _WARMUP_PASSES = 1
 
 @dataclass(frozen=True)
 class Effort:
-    """Time to spend on each tp degree and micro-batch size. `parts`: also the input part of the backward pass."""
+    """Time to spend on each tp degree and micro-batch size. `parts`: also the input part of the
+    backward pass."""
 
     seconds: float = 2.0
     most_passes: int = 100
@@ -69,25 +73,42 @@ class Unit:
     """One block as a stage of its own, with the state of one."""
 
     def __init__(self, config: Config, number: int, tp: Axis, device: torch.device):
-        policy = replace(StatePolicy.of(config, 1 if schedule_of(config.pipeline).flush else 2, 1), on_host=False)
-        self.stage = Stage(build_blocks(config.model, tp, [number], kernels=config.kernels,
-                                        sequence=config.parallel.sequence, dtype=policy.dtype), KEEP_ALL, config.model)
+        policy = replace(
+            StatePolicy.of(config, 1 if schedule_of(config.pipeline).flush else 2, 1), on_host=False
+        )
+        self.stage = Stage(
+            build_blocks(
+                config.model,
+                tp,
+                [number],
+                kernels=config.kernels,
+                sequence=config.parallel.sequence,
+                dtype=policy.dtype,
+            ),
+            KEEP_ALL,
+            config.model,
+        )
         self.state = RankState(self.stage, ProcessGrid.of(tp), policy, device)
         self.state.initialize(0)
         self.state.allocate()
         self.num_parameters = sum(p.numel() for p in self.stage.parameters() if p.requires_grad)
         self.state.begin(0)
         self.key = RandomKey.of(config.train.seed, 0, 0, config.train.micro_batch_size, device)
-        self._usual: Tensor | None = None  # what it takes, where blocks measured one after the other may not fit
+        self._usual: Tensor | None = (
+            None  # what it takes, where blocks measured one after the other may not fit
+        )
         if number and not isinstance(config.model, ModelConfig):
             shape = config.train.micro_batch_size, *message_shape(config.model, number - 1)
-            self._usual = torch.randn(shape, dtype=policy.dtype, device=device, generator=torch.Generator(device))
+            self._usual = torch.randn(
+                shape, dtype=policy.dtype, device=device, generator=torch.Generator(device)
+            )
         self._edge: GradientEdge | None  # None: nothing here needs a gradient
         self._sent: Tensor
         self._input: Tensor | None = None
 
     def forward(self, x: Tensor | None, batch: Mapping[str, Tensor]) -> Tensor:
-        """An executor's forward of `x`, where that is of the form it takes; returns what it would send on."""
+        """An executor's forward of `x`, where that is of the form it takes; returns what it would
+        send on."""
         self.state.weights.bind(self.state.weights.newest)
         if self._usual is not None and (x is None or x.shape != self._usual.shape):
             x = self._usual
@@ -95,18 +116,22 @@ class Unit:
         out: Any = self.stage(self._input, batch, self.key)
         if isinstance(out, dict):
             out = sum(out.values())
-        self._edge = None if self._input is None and self.stage.is_frozen else get_gradient_edge(out)
+        self._edge = (
+            None if self._input is None and self.stage.is_frozen else get_gradient_edge(out)
+        )
         self._sent = out.detach()
         return self._sent
 
     def backward(self, gradient: Tensor | None) -> Tensor | None:
-        """An executor's backward of `gradient`, where that is of the output's form; returns that of the input."""
+        """An executor's backward of `gradient`, where that is of the output's form; returns that of
+        the input."""
         self.state.bind(0, (self.state.weights.newest,))
         if gradient is None or gradient.shape != self._sent.shape:
             gradient = torch.ones_like(self._sent)
         if self._edge is not None:
             backward_from(self._edge, gradient)
-        given, self._input = self._input, None
+        given = self._input
+        self._input = None
         del self._edge
         return None if given is None else given.grad
 
@@ -126,8 +151,11 @@ class Unit:
             return lambda: None
         x = torch.ones_like(self._sent)
         u = x.new_ones((*batch["tokens"].shape, len(layer.mlp.up.weight)))
-        makes = (partial(layer.attention_norm, x), partial(layer.mlp_norm, x),
-                 partial(layer.mlp.activation, u, layer.mlp.up.bias))
+        makes = (
+            partial(layer.attention_norm, x),
+            partial(layer.mlp_norm, x),
+            partial(layer.mlp.activation, u, layer.mlp.up.bias),
+        )
 
         def make() -> None:
             with torch.no_grad():
@@ -156,14 +184,17 @@ class Bench:
         self.kinds = [kinds[n] for n in self.numbers]
         self.units = [Unit(self.config, number, tp, device) for number in self.numbers]
         self.batch = {name: x.to(device) for name, x in sample_microbatch(self.config).items()}
-        self.device, self.tp = device, tp
+        self.device = device
+        self.tp = tp
         self.clock: Clock = make_clock(device)
         self.had_core = 1.0
         """Share of the time that it had a core, when it wanted one."""
 
     def a_pass(self, beside: Beside) -> None:
         """All blocks forward, then backward, with what is done beside them."""
-        places, x, gradient = range(len(self.units)), None, None
+        places = range(len(self.units))
+        x = None
+        gradient = None
         for order, backward in ((places, False), (places[::-1], True)):
             for place, following in pairwise([*order, None]):
                 assert place is not None
@@ -190,13 +221,17 @@ class Bench:
             stamps.append(("remake", kind, start, now()))
 
     def messages(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """The collectives over tp of one forward and backward of each kind (see `as_all_reduces`)."""
-        axis, kinds = self.tp, self.kinds
+        """The collectives over tp of one forward and backward of each kind (see
+        `as_all_reduces`)."""
+        axis = self.tp
+        kinds = self.kinds
         found: dict[tuple[str, str], tuple[int, ...]] = {}
 
         class Noting(Beside):
             def after(self, place: int, *, backward: bool) -> None:
-                found["backward" if backward else "forward", kinds[place]] = as_all_reduces(axis.traffic, axis.size)
+                found["backward" if backward else "forward", kinds[place]] = as_all_reduces(
+                    axis.traffic, axis.size
+                )
                 axis.traffic.clear()
 
         axis.traffic.clear()
@@ -205,10 +240,15 @@ class Bench:
             yield what, kind, sizes
 
 
-def measure_blocks(config: Config, degrees: Sequence[int], sizes: Sequence[int], device: torch.device,
-                   effort: Effort = FULL) -> tuple[dict[Key, BlockCost], float]:
-    """Every kind of block at every tp degree and micro-batch size; and the share of the time that ranks had a core
-    while all of them computed. Collectives: on all ranks of the job.
+def measure_blocks(
+    config: Config,
+    degrees: Sequence[int],
+    sizes: Sequence[int],
+    device: torch.device,
+    effort: Effort = FULL,
+) -> tuple[dict[Key, BlockCost], float]:
+    """Every kind of block at every tp degree and micro-batch size; and the share of the time that
+    ranks had a core while all of them computed. Collectives: on all ranks of the job.
 
     Degrees that do not divide the number of ranks are measured without collectives.
     """
@@ -227,13 +267,15 @@ def measure_blocks(config: Config, degrees: Sequence[int], sizes: Sequence[int],
 
 
 def world_axis(device: torch.device) -> Axis:
-    """All ranks of the job, which compute on such devices, or this process alone. Collectives: on all ranks."""
+    """All ranks of the job, which compute on such devices, or this process alone. Collectives: on
+    all ranks."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     return ProcessGrid(dp=ranks, device_type=device.type).world
 
 
-def _measure(config: Config, tp: int, b: int, axis: Axis, device: torch.device,
-             effort: Effort) -> tuple[dict[Key, BlockCost], float]:
+def _measure(
+    config: Config, tp: int, b: int, axis: Axis, device: torch.device, effort: Effort
+) -> tuple[dict[Key, BlockCost], float]:
     world = world_axis(device)
     alone = Bench(config, b, silent_axis("tp", tp), device)
     messages = {(what, kind): sizes for what, kind, sizes in alone.messages()} if tp > 1 else {}
@@ -242,25 +284,46 @@ def _measure(config: Config, tp: int, b: int, axis: Axis, device: torch.device,
     kept = _kept(config, tp, b, device) if effort.parts else {}
     costs = {}
     for kind, unit in dict(zip(alone.kinds, alone.units, strict=True)).items():
-        wait = {what: max(0.0, real[what, kind] - own[what, kind]) if real else 0.0 for what in ("forward", "backward")}
+        wait = {
+            what: max(0.0, real[what, kind] - own[what, kind]) if real else 0.0
+            for what in ("forward", "backward")
+        }
         costs[kind, tp, b] = BlockCost(
-            own["forward", kind], own["backward", kind], own["norm", kind], own["update", kind], wait["forward"],
-            wait["backward"], messages.get(("forward", kind), ()), messages.get(("backward", kind), ()),
-            own.get(("backward_input", kind), 0.0), own["remake", kind], unit.num_parameters, kept.get(kind, 0))
+            own["forward", kind],
+            own["backward", kind],
+            own["norm", kind],
+            own["update", kind],
+            wait["forward"],
+            wait["backward"],
+            messages.get(("forward", kind), ()),
+            messages.get(("backward", kind), ()),
+            own.get(("backward_input", kind), 0.0),
+            own["remake", kind],
+            unit.num_parameters,
+            kept.get(kind, 0),
+        )
     return costs, fmean(gather_objects(alone.had_core, world))
 
 
 def _kept(config: Config, tp: int, b: int, device: torch.device) -> dict[str, int]:
-    """Bytes that a micro-batch leaves in each kind of block between its forward and its backward."""
-    at = replace(config, train=replace(config.train, micro_batch_size=b),
-                 parallel=replace(config.parallel, tp=tp, pp=1, dp=1))
+    """Bytes that a micro-batch leaves in each kind of block between its forward and its
+    backward."""
+    at = replace(
+        config,
+        train=replace(config.train, micro_batch_size=b),
+        parallel=replace(config.parallel, tp=tp, pp=1, dp=1),
+    )
     kinds = block_kinds(config.model)
-    return {kind: trace_stage(at, range(n, n + 1), Recomputation(), Buffers(1, 1), device).kept
-            for n, kind in enumerate(kinds) if n == kinds.index(kind)}
+    return {
+        kind: trace_stage(at, range(n, n + 1), Recomputation(), Buffers(1, 1), device).kept
+        for n, kind in enumerate(kinds)
+        if n == kinds.index(kind)
+    }
 
 
 def _timed(bench: Bench, world: Axis, effort: Effort, *, own: bool) -> dict[tuple[str, str], float]:
-    """Seconds by what and kind of block, mean over the ranks. own: the rank's own time, else on the wall."""
+    """Seconds by what and kind of block, mean over the ranks. own: the rank's own time, else on the
+    wall."""
     stamps: Stamps = []
     timing = _Timing(bench, stamps)
     barrier(world)
@@ -288,7 +351,8 @@ def _timed(bench: Bench, world: Axis, effort: Effort, *, own: bool) -> dict[tupl
     for what, kind, first, last in stamps:
         (wall0, own0), (wall1, own1) = bench.clock.read(first), bench.clock.read(last)
         by_name.setdefault((what, kind), []).append(own1 - own0 if own else wall1 - wall0)
-        on_wall, of_own = on_wall + wall1 - wall0, of_own + own1 - own0
+        on_wall = on_wall + wall1 - wall0
+        of_own = of_own + own1 - own0
     bench.had_core = min(1.0, of_own / on_wall) if on_wall else 1.0
     mine = {name: _typical(times) for name, times in by_name.items()}
     everyone = gather_objects(mine, world)
@@ -299,18 +363,28 @@ class _Timing(Beside):
     """Stamps of a pass. what: is behind their names."""
 
     def __init__(self, bench: Bench, stamps: Stamps, what: str = ""):
-        self._kinds, self._now, self._stamps, self._what = bench.kinds, bench.clock.now, stamps, what
+        self._kinds = bench.kinds
+        self._now = bench.clock.now
+        self._stamps = stamps
+        self._what = what
 
     def before(self, place: int, following: int | None, *, backward: bool) -> None:
         self._start = self._now()
 
     def after(self, place: int, *, backward: bool) -> None:
-        self._stamps.append((f"{'backward' if backward else 'forward'}{self._what}", self._kinds[place], self._start,
-                             self._now()))
+        self._stamps.append(
+            (
+                f"{'backward' if backward else 'forward'}{self._what}",
+                self._kinds[place],
+                self._start,
+                self._now(),
+            )
+        )
 
 
 def _typical(times: Sequence[float]) -> float:
-    """Their mean without the slowest tenth, which something else has held up; of a few, their median."""
+    """Their mean without the slowest tenth, which something else has held up; of a few, their
+    median."""
     if len(times) < 20:
         return median(times)
     return fmean(sorted(times)[: len(times) - len(times) // 10])

@@ -1,7 +1,9 @@
-"""What codecs of messages between stages take: measured on all ranks of a job at the same time, and by stage.
+"""What codecs of messages between stages take: measured on all ranks of a job at the same time, and
+by stage.
 
-A rank of tp encodes its slice of an activation and decodes all of it, but of gradients of features that were sent
-(`Marked`) its slice. A stage that is recomputed as a whole decodes its input twice. Units: seconds, bytes.
+A rank of tp encodes its slice of an activation and decodes all of it, but of gradients of features
+that were sent (`Marked`) its slice. A stage that is recomputed as a whole decodes its input twice.
+Units: seconds, bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _ROUNDS = 5
 
 
 def measure_codecs(config: Config, world: Axis) -> dict[str, CodecSpeeds]:
-    """By their names in compression.messages; `config` says which share dct keeps. None of those that save nothing.
+    """By their names in compression.messages; `config` says which share dct keeps. None of those
+    that save nothing.
 
     Means over the ranks. Collectives: on all ranks of the job.
     """
@@ -53,8 +56,12 @@ def _speeds(forward: Codec, backward: Codec, x: torch.Tensor) -> tuple[float, fl
     if isinstance(forward, Largest) and isinstance(backward, Marked):
         backward = backward.at(forward.places(message, x.shape[1]))
     back = backward.encode(x)
-    return (_speed(lambda: forward.encode(x), x.nbytes), _speed(lambda: forward.decode_(out, message), x.nbytes),
-            _speed(lambda: backward.encode(x), x.nbytes), _speed(lambda: backward.decode_(out, back), x.nbytes))
+    return (
+        _speed(lambda: forward.encode(x), x.nbytes),
+        _speed(lambda: forward.decode_(out, message), x.nbytes),
+        _speed(lambda: backward.encode(x), x.nbytes),
+        _speed(lambda: backward.decode_(out, back), x.nbytes),
+    )
 
 
 def _speed(call: Callable[[], object], num_bytes: int) -> float:
@@ -68,23 +75,28 @@ def _speed(call: Callable[[], object], num_bytes: int) -> float:
 
 
 class CodecCosts:
-    """Bytes and times of the messages of a configuration; links are named by the first block of the stage behind them.
+    """Bytes and times of the messages of a configuration; links are named by the first block of the
+    stage behind them.
 
-    flow: 1 for activations, -1 for their gradients. A profile that has no speeds of a codec, such as an estimated one,
-    counts it as taking no time.
+    flow: 1 for activations, -1 for their gradients. A profile that has no speeds of a codec, such
+    as an estimated one, counts it as taking no time.
     """
 
     def __init__(self, config: Config, profile: Profile):
         *rows, self._hidden = message_shape(config.model, 0)
-        self._codecs, self._tp = Codecs.of(config), config.parallel.tp
+        self._codecs = Codecs.of(config)
+        self._tp = config.parallel.tp
         self.exact = self._codecs.exact
         """First blocks behind links that have no codec."""
         self._sliced = not config.parallel.sequence
-        self._item, self._num_blocks = DTYPES[config.train.dtype].itemsize, config.model.num_blocks
+        self._item = DTYPES[config.train.dtype].itemsize
+        self._num_blocks = config.model.num_blocks
         self._rows = config.train.micro_batch_size * prod(rows)
         self._sums = PartialSums.of(config)
         self._of_sums = profile.codecs.get(config.compression.tensor, CodecSpeeds())
-        self._speeds = [profile.codecs.get(name, CodecSpeeds()) for name in config.compression.both_ways]
+        self._speeds = [
+            profile.codecs.get(name, CodecSpeeds()) for name in config.compression.both_ways
+        ]
 
     @property
     def codes_sums(self) -> bool:
@@ -92,10 +104,13 @@ class CodecCosts:
         return self._sums is not None
 
     def sums(self, num_bytes: float) -> tuple[float, float]:
-        """Of a part of such a sum, of so many bytes: those that it is sent as, and seconds of coding with all parts."""
+        """Of a part of such a sum, of so many bytes: those that it is sent as, and seconds of
+        coding with all parts."""
         assert self._sums is not None
         share = self._sums.codec.row_bytes(self._hidden) / (self._hidden * self._item)
-        coding = _seconds(num_bytes, self._of_sums.encoded) + self._tp * _seconds(num_bytes, self._of_sums.decoded)
+        coding = _seconds(num_bytes, self._of_sums.encoded) + self._tp * _seconds(
+            num_bytes, self._of_sums.decoded
+        )
         return share * num_bytes, coding
 
     @property
@@ -114,11 +129,15 @@ class CodecCosts:
         return self.message_bytes if is_marked else self.wire_bytes(flow, first)
 
     def times(self, blocks: Sequence[int], decodes_again: bool) -> tuple[float, float]:
-        """Seconds that encoding and decoding take in a forward and in a backward of the stage of `blocks`.
+        """Seconds that encoding and decoding take in a forward and in a backward of the stage of
+        `blocks`.
 
         decodes_again: the stage is recomputed as a whole.
         """
-        first, last, forward, backward = blocks[0], blocks[-1], 0.0, 0.0
+        first = blocks[0]
+        last = blocks[-1]
+        forward = 0.0
+        backward = 0.0
         if first:
             forward += (decoded := self._decoded(1, first))
             backward += self._encoded(-1, first) + decodes_again * decoded
@@ -132,15 +151,20 @@ class CodecCosts:
         if self._codecs.on(flow, first) is None:
             return 0.0
         speeds = self._speeds[flow < 0]
-        return _seconds(self.message_bytes / self._tp, speeds.encoded if flow > 0 else speeds.gradients_encoded)
+        return _seconds(
+            self.message_bytes / self._tp, speeds.encoded if flow > 0 else speeds.gradients_encoded
+        )
 
     def _decoded(self, flow: int, first: int) -> float:
         codec = self._codecs.on(flow, first)
         if codec is None:
             return 0.0
-        speeds, is_whole = self._speeds[flow < 0], self._sliced and not isinstance(codec, Marked)
-        return _seconds(self.message_bytes / (1 if is_whole else self._tp),
-                        speeds.decoded if flow > 0 else speeds.gradients_decoded)
+        speeds = self._speeds[flow < 0]
+        is_whole = self._sliced and not isinstance(codec, Marked)
+        return _seconds(
+            self.message_bytes / (1 if is_whole else self._tp),
+            speeds.decoded if flow > 0 else speeds.gradients_decoded,
+        )
 
 
 def _seconds(num_bytes: float, speed: float) -> float:

@@ -1,12 +1,14 @@
 """Measured links: messages between two ranks and all-reduces, against their size.
 
     to and fro between two ranks                        half of a round trip
-    there alone, and back alone                         once, a large message: rates may differ by direction
+    there alone, and back alone                         once, a large message: rates may differ by
+                                                        direction
     all-reduce over two, four, .. ranks of a level      on the rank that takes the longest
     gather and reduce-scatter over them                 likewise, as ZeRO has them
 
-Besides the time on the wall, what it takes of the cores is measured: on CPUs, messages are carried by threads that
-compete with those that compute. A `MeasuredLink` answers the questions that `hardware.Link` does.
+Besides the time on the wall, what it takes of the cores is measured: on CPUs, messages are carried
+by threads that compete with those that compute. A `MeasuredLink` answers the questions that
+`hardware.Link` does.
 
 Units: seconds, bytes.
 """
@@ -18,6 +20,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from statistics import median
 from typing import ClassVar
@@ -41,21 +44,25 @@ from hybridpar.nn.placement import split_ranges
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
 QUICK_SIZES = (1 << 10, 1 << 17, 1 << 21)
-_LEAST_S, _MOST_REPEATS = 0.02, 50
+_LEAST_S = 0.02
+_MOST_REPEATS = 50
 """A size is measured for so long, and so often at most."""
-_WAY_REPEATS, _WAY_S = 3, 1.0
+_WAY_REPEATS = 3
+_WAY_S = 1.0
 """Of a message one way: how often it is sent, and how long it may take."""
 _UNEVEN = 0.15
 """Least difference between a way and the mean of both that counts: less is noise."""
 _LEAST_WAY = 0.01
-"""Least time of a way, likewise: on a busy machine a large message may take no longer than the smallest one took."""
+"""Least time of a way, likewise: on a busy machine a large message may take no longer than the
+smallest one took."""
 _TOO_LONG_S = 2.0
 """Larger messages than one that took so long are not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds against bytes: straight between the points, and beyond the last as between the last two."""
+    """Seconds against bytes: straight between the points, and beyond the last as between the last
+    two."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -86,12 +93,13 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """A link between the ranks of one level: those of a server, or servers. `reduce`: all-reduces, by number of ranks.
+    """A link between the ranks of one level: those of a server, or servers. `reduce`: all-reduces,
+    by number of ranks.
 
-    `send`: half of a round trip, so the mean of both ways; `there`: what bytes take from a rank to a later one, as a
-    multiple of that; back they take 2 - `there`. `gather`, `scatter`: gathers, and reductions to owners, of so many
-    bytes together; none: half of an all-reduce. `.._work`: CPU time, which a rank takes from who computes. `call`: to
-    issue a send or a receive.
+    `send`: half of a round trip, so the mean of both ways; `there`: what bytes take from a rank to
+    a later one, as a multiple of that; back they take 2 - `there`. `gather`, `scatter`: gathers,
+    and reductions to owners, of so many bytes together; none: half of an all-reduce. `.._work`: CPU
+    time, which a rank takes from who computes. `call`: to issue a send or a receive.
     """
 
     name: str
@@ -111,7 +119,9 @@ class MeasuredLink:
     def transfer_time(self, num_bytes: float, flows: float = 1, way: int = 1) -> float:
         """As `hardware.Link.transfer_time`."""
         one_way = self.there if way > 0 else 2 - self.there
-        return self.send.latency + (self.send(num_bytes) - self.send.latency) * one_way * max(flows, 1)
+        return self.send.latency + (self.send(num_bytes) - self.send.latency) * one_way * max(
+            flows, 1
+        )
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -123,21 +133,28 @@ class MeasuredLink:
         return self.send_work(num_bytes)
 
     def ring_time(self, num_bytes: float, ranks: int, rings: float = 1) -> float:
-        """As `hardware.Link.ring_time`; over more ranks than were measured, as a ring of more steps."""
+        """As `hardware.Link.ring_time`; over more ranks than were measured, as a ring of more
+        steps."""
         return self._seconds(self.reduce, num_bytes, ranks, rings)
 
     def ring_work(self, num_bytes: float, ranks: int) -> float:
         """CPU time of each rank for that."""
         return self._work(self.reduce_work, num_bytes, ranks)
 
-    def half_ring(self, op: str, num_bytes: float, ranks: int, rings: float = 1) -> tuple[float, float]:
+    def half_ring(
+        self, op: str, num_bytes: float, ranks: int, rings: float = 1
+    ) -> tuple[float, float]:
         """A gather or a scatter: seconds, and CPU time of each rank."""
         if seconds := getattr(self, op):
-            return (self._seconds(seconds, num_bytes, ranks, rings),
-                    self._work(getattr(self, f"{op}_work"), num_bytes, ranks))
+            return (
+                self._seconds(seconds, num_bytes, ranks, rings),
+                self._work(getattr(self, f"{op}_work"), num_bytes, ranks),
+            )
         return self.ring_time(num_bytes, ranks, rings) / 2, self.ring_work(num_bytes, ranks) / 2
 
-    def _seconds(self, curves: Mapping[int, Curve], num_bytes: float, ranks: int, rings: float) -> float:
+    def _seconds(
+        self, curves: Mapping[int, Curve], num_bytes: float, ranks: int, rings: float
+    ) -> float:
         if ranks == 1:
             return 0.0
         measured, scale = self._nearest(curves, ranks)
@@ -152,20 +169,24 @@ class MeasuredLink:
 
     @staticmethod
     def _nearest(curves: Mapping[int, Curve], ranks: int) -> tuple[Curve, tuple[float, float]]:
-        """The curve of the nearest number of ranks, and by how much more steps and bytes a ring of `ranks` has."""
+        """The curve of the nearest number of ranks, and by how much more steps and bytes a ring of
+        `ranks` has."""
         near = min(curves, key=lambda n: abs(n - ranks))
         return curves[near], ((ranks - 1) / (near - 1), (ranks - 1) / ranks * near / (near - 1))
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------
+# -- measuring
 
 Times = tuple[float, float, float]
 """Of a message: seconds, CPU time, and time to issue it; zeros on ranks that take no part."""
 _NO_PART: Times = (0.0, 0.0, 0.0)
 
 
-def measure_links(world: Axis, device: torch.device, *, sizes: Sequence[int] = SIZES) -> dict[str, MeasuredLink]:
-    """By level: `local` between ranks of one host, `network` between hosts. Empty for a single rank.
+def measure_links(
+    world: Axis, device: torch.device, *, sizes: Sequence[int] = SIZES
+) -> dict[str, MeasuredLink]:
+    """By level: `local` between ranks of one host, `network` between hosts. Empty for a single
+    rank.
 
     Collectives: on all ranks of the job.
     """
@@ -174,56 +195,97 @@ def measure_links(world: Axis, device: torch.device, *, sizes: Sequence[int] = S
     hosts = gather_objects(platform.node(), world)
     levels = {}
     for level, same in (("local", True), ("network", False)):
-        pairs = [pair for pair in combinations(range(world.size), 2) if (hosts[pair[0]] == hosts[pair[1]]) == same]
+        pairs = [
+            pair
+            for pair in combinations(range(world.size), 2)
+            if (hosts[pair[0]] == hosts[pair[1]]) == same
+        ]
         if pairs:
-            levels[level] = _measure_level(level, pairs[0], _groups_of(level, hosts), world, device, sizes)
+            levels[level] = _measure_level(
+                level, pairs[0], _groups_of(level, hosts), world, device, sizes
+            )
     return levels
 
 
 def _groups_of(level: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
-    """Groups of ranks that reduce together, by size: on the host that has most of them, or over the hosts."""
+    """Groups of ranks that reduce together, by size: on the host that has most of them, or over the
+    hosts."""
     fullest = max(hosts, key=hosts.count)
-    here = ([rank for rank, host in enumerate(hosts) if host == fullest] if level == "local"
-            else [hosts.index(name) for name in dict.fromkeys(hosts)])
+    here = (
+        [rank for rank, host in enumerate(hosts) if host == fullest]
+        if level == "local"
+        else [hosts.index(name) for name in dict.fromkeys(hosts)]
+    )
     sizes = [n for n in (2, 4, 8, 16, len(here)) if n <= len(here)]
     return [tuple(here[:n]) for n in sorted(set(sizes))]
 
 
-def _measure_level(name: str, pair: tuple[int, int], groups: Sequence[tuple[int, ...]], world: Axis,
-                   device: torch.device, sizes: Sequence[int]) -> MeasuredLink:
+def _measure_level(
+    name: str,
+    pair: tuple[int, int],
+    groups: Sequence[tuple[int, ...]],
+    world: Axis,
+    device: torch.device,
+    sizes: Sequence[int],
+) -> MeasuredLink:
     send, send_work, calls = _sweep(sizes, lambda n, k: _ping(n, k, pair, world, device), world)
     there = _there(send, pair, world, device)
-    found: dict[str, tuple[dict[int, Curve], dict[int, Curve]]] = {op: ({}, {}) for op in _COLLECTIVES}
+    found: dict[str, tuple[dict[int, Curve], dict[int, Curve]]] = {
+        op: ({}, {}) for op in _COLLECTIVES
+    }
     for ranks in groups:
         group = world.group if len(ranks) == world.size else dist.new_group(list(ranks))
-        axis = (Axis("tp", ranks.index(world.rank), ranks, group, via_host=world.via_host) if world.rank in ranks
-                else None)
+        axis = (
+            Axis("tp", ranks.index(world.rank), ranks, group, via_host=world.via_host)
+            if world.rank in ranks
+            else None
+        )
         for op, call in _COLLECTIVES.items():
             seconds, work = found[op]
-            seconds[len(ranks)], work[len(ranks)], _ = _sweep(
-                sizes, lambda n, k, axis=axis, call=call: _timed(call, n, k, axis, device), world)  # type: ignore[misc]
+            measure = partial(_timed, call, axis, device)
+            seconds[len(ranks)], work[len(ranks)], _ = _sweep(sizes, measure, world)
     (reduce, reduce_work), (gather, gather_work), (scatter, scatter_work) = found.values()
     return MeasuredLink(
-        name, send, reduce, send_work, reduce_work, calls, gather, gather_work, scatter, scatter_work, there)
+        name,
+        send,
+        reduce,
+        send_work,
+        reduce_work,
+        calls,
+        gather,
+        gather_work,
+        scatter,
+        scatter_work,
+        there,
+    )
 
 
 def _there(send: Curve, pair: tuple[int, int], world: Axis, device: torch.device) -> float:
-    """Time of the bytes of a large message to the later rank over the mean of both ways; 1 where they hardly differ."""
+    """Time of the bytes of a large message to the later rank over the mean of both ways; 1 where
+    they hardly differ."""
     if len(send.points) == 1:
         return 1.0
     (small, _), (next_size, _), *_ = send.points
-    small, large = int(small), int(max((n for n, took in send.points[1:] if took < _WAY_S), default=next_size))
+    small = int(small)
+    large = int(max((n for n, took in send.points[1:] if took < _WAY_S), default=next_size))
     seconds = []
     for sizes in ((large, small), (small, large)):
         barrier(world)
-        took = max(gather_objects(_ping(sizes[0], _WAY_REPEATS, pair, world, device, sizes[1])[0], world))
-        seconds.append(max(2 * took - 2 * send.latency, 1e-9))  # of a round trip, without two latencies
+        took = max(
+            gather_objects(_ping(sizes[0], _WAY_REPEATS, pair, world, device, sizes[1])[0], world)
+        )
+        seconds.append(
+            max(2 * took - 2 * send.latency, 1e-9)
+        )  # of a round trip, without two latencies
     there = 2 * seconds[0] / sum(seconds)
     return min(max(there, _LEAST_WAY), 2 - _LEAST_WAY) if abs(there - 1) > _UNEVEN else 1.0
 
 
-def _sweep(sizes: Sequence[int], once: Callable[[int, int], Times], world: Axis) -> tuple[Curve, Curve, float]:
-    """Seconds and CPU time against size, and the time that a call takes. Collectives: on all ranks."""
+def _sweep(
+    sizes: Sequence[int], once: Callable[[int, int], Times], world: Axis
+) -> tuple[Curve, Curve, float]:
+    """Seconds and CPU time against size, and the time that a call takes. Collectives: on all
+    ranks."""
     seconds: list[tuple[float, float]] = []
     work: list[tuple[float, float]] = []
     calls: list[float] = []
@@ -251,17 +313,27 @@ def rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], 
     return tuple(reversed(kept))
 
 
-def _ping(num_bytes: int, repeats: int, pair: tuple[int, int], world: Axis, device: torch.device,
-          back_bytes: int = 0) -> Times:
+def _ping(
+    num_bytes: int,
+    repeats: int,
+    pair: tuple[int, int],
+    world: Axis,
+    device: torch.device,
+    back_bytes: int = 0,
+) -> Times:
     """A message to the later rank, and one of `back_bytes` back; 0: as many."""
     if world.rank not in pair:
         return _NO_PART
     first = world.rank == pair[0]
     other = pair[1] if first else pair[0]
-    there, back = (torch.zeros(size // 4, device=device) for size in (num_bytes, back_bytes or num_bytes))
+    there, back = (
+        torch.zeros(size // 4, device=device) for size in (num_bytes, back_bytes or num_bytes)
+    )
     message, answer = (there, back) if first else (back, there)
-    seconds, calls = [], []
-    cpu, thread = time.process_time(), time.thread_time()
+    seconds = []
+    calls = []
+    cpu = time.process_time()
+    thread = time.thread_time()
     for _ in range(repeats):
         start = time.perf_counter()
         received = irecv(answer, other, world)
@@ -292,11 +364,19 @@ def _even_parts(x: Tensor, axis: Axis) -> Parts:
 
 
 _COLLECTIVES: dict[str, Callable[[Tensor, Axis], object]] = {
-    "reduce": all_reduce, "gather": _gather, "scatter": _scatter}
+    "reduce": all_reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+}
 
 
-def _timed(call: Callable[[Tensor, Axis], object], num_bytes: int, repeats: int, axis: Axis | None,
-           device: torch.device) -> Times:
+def _timed(
+    call: Callable[[Tensor, Axis], object],
+    axis: Axis | None,
+    device: torch.device,
+    num_bytes: int,
+    repeats: int,
+) -> Times:
     if axis is None:
         return _NO_PART
     x = torch.zeros(num_bytes // 4, device=device)

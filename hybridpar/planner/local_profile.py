@@ -17,9 +17,16 @@ from hybridpar.planner.profile import Profile, check_settings
 from hybridpar.planner.profile_file import read_profile, write_profile
 
 
-def machine_for(config: Config, launch: Launch, profile: str, cluster: str, devices: int,
-                keep: Mapping[str, int] | None = None) -> Machine:
-    """The machine of a cluster's description, of a profile, of both, or this one, profiled now or before.
+def machine_for(
+    config: Config,
+    launch: Launch,
+    profile: str,
+    cluster: str,
+    devices: int,
+    keep: Mapping[str, int] | None = None,
+) -> Machine:
+    """The machine of a cluster's description, of a profile, of both, or this one, profiled now or
+    before.
 
     devices: their number; 0: all, or, on CPUs, as many as go with the sizes of axes to keep.
 
@@ -40,8 +47,11 @@ def machine_for(config: Config, launch: Launch, profile: str, cluster: str, devi
 
 
 def cached_profile(config: Config, launch: Launch) -> Profile:
-    """A quick profile of this machine, from the cache of profiles where it has been made before, on a quiet machine."""
-    key = hashlib.sha256(json.dumps(identity(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """A quick profile of this machine, from the cache of profiles where it has been made before, on
+    a quiet machine."""
+    key = hashlib.sha256(
+        json.dumps(identity(config), sort_keys=True, default=str).encode()
+    ).hexdigest()[:16]
     path = config.cache_folder / "profiles" / f"{key}.json"
     if path.exists() and (kept := read_profile(path)).hardware.was_quiet:
         return kept
@@ -52,5 +62,8 @@ def cached_profile(config: Config, launch: Launch) -> Profile:
     try:
         write_profile(profile, path)
     except OSError as error:
-        print(f"{path}: cannot be written ({error.strerror}), so these times are not kept", file=sys.stderr)
+        print(
+            f"{path}: cannot be written ({error.strerror}), so these times are not kept",
+            file=sys.stderr,
+        )
     return profile

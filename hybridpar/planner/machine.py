@@ -1,4 +1,5 @@
-"""A machine to plan for: the profile of its blocks, its devices and the links between them. Units: seconds, bytes."""
+"""A machine to plan for: the profile of its blocks, its devices and the links between them. Units:
+seconds, bytes."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ AnyLink = Link | MeasuredLink
 class Machine(Joined):
     """A profile of blocks, and how the devices that have it are joined.
 
-    profile: of the first devices; others: of those from a device on, where they are of other kinds. stragglers: mean
-    share by which a device is slower than the fastest (stragglers.py).
+    profile: of the first devices; others: of those from a device on, where they are of other kinds.
+    stragglers: mean share by which a device is slower than the fastest (stragglers.py).
 
-    `inner` joins the devices of a server, `outer` the servers (None: there is one). outer_links: of a server, shared by
-    its devices. levels: beyond servers. memory: bytes of a device. measured: `inner` is the link that the profile's
-    waits were measured on.
+    `inner` joins the devices of a server, `outer` the servers (None: there is one). outer_links: of
+    a server, shared by its devices. levels: beyond servers. memory: bytes of a device. measured:
+    `inner` is the link that the profile's waits were measured on.
     """
 
     profile: Profile
@@ -52,15 +53,22 @@ class Machine(Joined):
     def memory_limits(self, devices: range) -> list[float]:
         """Bytes that training may take of each kind of these devices, which follow each other."""
         is_cpu = self.profile.hardware.cores > 0
-        return [memory_limit(self.memory if kind is self.profile else kind.hardware.memory, is_cpu=is_cpu)
-                for kind in self.profiles(devices)]
+        return [
+            memory_limit(
+                self.memory if kind is self.profile else kind.hardware.memory, is_cpu=is_cpu
+            )
+            for kind in self.profiles(devices)
+        ]
 
     def profiles(self, devices: range) -> list[Profile]:
         """Profiles of the kinds of these devices, which follow each other."""
         kinds = [(0, self.profile), *self.others]
         ends = [*(start for start, _ in self.others), self.num_devices]
-        return [kind for (start, kind), end in zip(kinds, ends, strict=True)
-                if start <= devices[-1] and devices[0] < end]
+        return [
+            kind
+            for (start, kind), end in zip(kinds, ends, strict=True)
+            if start <= devices[-1] and devices[0] < end
+        ]
 
     @property
     def device(self) -> torch.device:

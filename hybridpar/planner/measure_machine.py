@@ -1,4 +1,5 @@
-"""`hybridpar profile`: measures blocks and links of this machine, in a job's ranks or in processes of its own."""
+"""`hybridpar profile`: measures blocks and links of this machine, in a job's ranks or in processes
+of its own."""
 
 from __future__ import annotations
 
@@ -30,15 +31,29 @@ from hybridpar.planner.profile import Hardware, Profile, StateSpeeds, settings_o
 from hybridpar.planner.profile_file import FORMAT
 from hybridpar.planner.state_speeds import measure_state
 from hybridpar.state.tiered import folder_to_measure
-from hybridpar.train.launch import Job, choose_backend, choose_device, keep_freed_memory, set_threads
+from hybridpar.train.launch import (
+    Job,
+    choose_backend,
+    choose_device,
+    keep_freed_memory,
+    set_threads,
+)
 
 
-def measure_machine(config: Config, launch: Launch, *, degrees: Sequence[int] = (), sizes: Sequence[int] = (),
-                    quick: bool = False, ranks: int = 0) -> Profile:
-    """Measures in the ranks of the job that torchrun started; alone, in `ranks` processes (0: one a core or GPU).
+def measure_machine(
+    config: Config,
+    launch: Launch,
+    *,
+    degrees: Sequence[int] = (),
+    sizes: Sequence[int] = (),
+    quick: bool = False,
+    ranks: int = 0,
+) -> Profile:
+    """Measures in the ranks of the job that torchrun started; alone, in `ranks` processes (0: one a
+    core or GPU).
 
-    degrees: of tensor parallelism (none: 1, 2, 4, .. as many as ranks). sizes: of micro-batches (none: the
-    configuration's, and twice that). Returns the same on all ranks.
+    degrees: of tensor parallelism (none: 1, 2, 4, .. as many as ranks). sizes: of micro-batches
+    (none: the configuration's, and twice that). Returns the same on all ranks.
     Raises: ConfigError; HybridparError with the traceback of a process that failed.
     """
     every = torch.cuda.device_count() if _has_gpus(config) else max(2, available_cores())
@@ -46,9 +61,12 @@ def measure_machine(config: Config, launch: Launch, *, degrees: Sequence[int] = 
     own = config.train.micro_batch_size
     sizes = tuple(sizes) or ((own,) if quick else (own, 2 * own))
     degrees = tuple(degrees) or tuple(
-        t for t in (1, 2, 4, 8, 16) if t <= min(ranks, config.model.max_tp) and ranks % t == 0)
+        t for t in (1, 2, 4, 8, 16) if t <= min(ranks, config.model.max_tp) and ranks % t == 0
+    )
     if (most := max(degrees)) > config.model.max_tp:
-        raise config_error("tp", most, f"must be at most {config.model.max_tp_rule}", str(config.model.max_tp))
+        raise config_error(
+            "tp", most, f"must be at most {config.model.max_tp_rule}", str(config.model.max_tp)
+        )
     request = (config, degrees, sizes, quick)
     if launch.world_size > 1 or ranks == 1:
         job = Job.connect(launch)
@@ -70,33 +88,55 @@ def identity(config: Config) -> dict[str, Any]:
     """Identity of this machine and configuration: a profile of another one does not serve."""
     own = not isinstance(config.model, ModelConfig)  # whose code may change
     forms = hashlib.sha256(repr(block_forms(config.model)).encode()).hexdigest() if own else ""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if _has_gpus(config) else []
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if _has_gpus(config)
+        else []
+    )
     return {
-        "settings": settings_of(config), "gpus": gpus,
+        "settings": settings_of(config),
+        "gpus": gpus,
         "train": [config.train.micro_batch_size, config.train.threads, config.train.share_gpus],
         "folder": str(folder_to_measure(config)),
-        "cpu": cpu_name(), "cores": available_cores(), "torch": torch.__version__, "hybridpar": __version__,
-        "schedule": config.pipeline.schedule, "format": FORMAT, "blocks": forms}
+        "cpu": cpu_name(),
+        "cores": available_cores(),
+        "torch": torch.__version__,
+        "hybridpar": __version__,
+        "schedule": config.pipeline.schedule,
+        "format": FORMAT,
+        "blocks": forms,
+    }
 
 
 def _has_gpus(config: Config) -> bool:
     return config.train.device != "cpu" and torch.cuda.is_available()
 
 
-def measure_here(config: Config, degrees: Sequence[int], sizes: Sequence[int], quick: bool,
-                 device: torch.device) -> Profile:
+def measure_here(
+    config: Config, degrees: Sequence[int], sizes: Sequence[int], quick: bool, device: torch.device
+) -> Profile:
     """Collectives: on all ranks of the job."""
     if config.train.keep_memory and device.type == "cpu":
         keep_freed_memory()
-    world, effort = world_axis(device), QUICK if quick else FULL
+    world = world_axis(device)
+    effort = QUICK if quick else FULL
     links = measure_links(world, device, sizes=QUICK_SIZES if quick else SIZES)
     blocks, had_core = measure_blocks(config, degrees, sizes, device, effort)
     state = measure_state(config, world, quick=quick) if device.type == "cpu" else StateSpeeds()
     codecs = measure_codecs(config, world) if device.type == "cpu" else {}
-    hardware = _hardware(device, gather_objects(platform.node(), world), shared=config.train.share_gpus)
+    hardware = _hardware(
+        device, gather_objects(platform.node(), world), shared=config.train.share_gpus
+    )
     hardware = replace(hardware, efficiency=round(had_core, 4) if hardware.cores else 1.0)
-    return Profile(hardware, blocks, links, settings_of(config), state=state, codecs=codecs,
-                   about=_about(effort, world.size))
+    return Profile(
+        hardware,
+        blocks,
+        links,
+        settings_of(config),
+        state=state,
+        codecs=codecs,
+        about=_about(effort, world.size),
+    )
 
 
 def _hardware(device: torch.device, hosts: Sequence[str], *, shared: bool) -> Hardware:
@@ -108,27 +148,46 @@ def _hardware(device: torch.device, hosts: Sequence[str], *, shared: bool) -> Ha
         gpus = torch.cuda.device_count()
         devices = max(gpus, here)
         part = gpus / devices if shared else 1  # of a GPU, that a process has
-        return Hardware(properties.name, devices, properties.total_memory * part, hosts=number,
-                        host_memory=memory / devices)
-    return Hardware(cpu_name(), here, memory / here, available_cores(), torch.get_num_threads(), number)
+        return Hardware(
+            properties.name,
+            devices,
+            properties.total_memory * part,
+            hosts=number,
+            host_memory=memory / devices,
+        )
+    return Hardware(
+        cpu_name(), here, memory / here, available_cores(), torch.get_num_threads(), number
+    )
 
 
 def _about(effort: Effort, ranks: int) -> dict[str, Any]:
     root = Path(__file__).parent
     try:
         commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=5).stdout.strip()
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=5
+        ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         commit = ""
     return {
-        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"), "hybridpar": __version__, "commit": commit,
-        "torch": torch.__version__, "python": platform.python_version(), "ranks": ranks, "seconds": effort.seconds}
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "hybridpar": __version__,
+        "commit": commit,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "ranks": ranks,
+        "seconds": effort.seconds,
+    }
 
 
-def _measure_in_process(config: Config, degrees: Sequence[int], sizes: Sequence[int], quick: bool) -> Profile:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+def _measure_in_process(
+    config: Config, degrees: Sequence[int], sizes: Sequence[int], quick: bool
+) -> Profile:
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     launch = Launch(rank, rank, ranks, ranks)
     set_threads(config.train.threads, launch)
     gpus = torch.cuda.device_count()  # as all see that this process has started
-    device = choose_device(config.train, launch, lambda mine: [mine and str(r % gpus) for r in range(ranks)])
+    device = choose_device(
+        config.train, launch, lambda mine: [mine and str(r % gpus) for r in range(ranks)]
+    )
     return measure_here(config, degrees, sizes, quick, device)

@@ -1,13 +1,14 @@
-"""A profile: times of each kind of block, and of messages, measured on a machine or estimated for one.
+"""A profile: times of each kind of block, and of messages, measured on a machine or estimated for
+one.
 
-    blocks    embedding, layer, head (of other models: see memory.work.block_kinds); by tp degree and micro-batch
-              size: forward, backward, optimizer, collectives
+    blocks    embedding, layer, head (of other models: see memory.work.block_kinds); by tp degree
+              and micro-batch size: forward, backward, optimizer, collectives
     links     `local` within a server, `network` between servers: seconds against bytes
     state     what moves a rank's state: updates on the host, copies to it, the file of a budget
     codecs    of messages between stages, by name: bytes a second
 
-A stage's time is the sum over its blocks, that of a micro-batch size between two that were measured lies on the line
-between them. Units: seconds, bytes.
+A stage's time is the sum over its blocks, that of a micro-batch size between two that were measured
+lies on the line between them. Units: seconds, bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.planner.links import MeasuredLink
 
 _BEARS: dict[str, tuple[str, ...]] = {
-    "model": (), "parallel": ("sequence",), "kernels": (), "train": ("dtype",), "optim": ("name", "spec", "staleness"),
+    "model": (),
+    "parallel": ("sequence",),
+    "kernels": (),
+    "train": ("dtype",),
+    "optim": ("name", "spec", "staleness"),
 }
 """Keys of the configuration that decide how long blocks take, by section; (): the whole section."""
 _QUIET = 0.9
@@ -37,12 +42,13 @@ Count = Annotated[int, Within(1, 10**6)]
 class BlockCost:
     """Cost of one block and one micro-batch on one of `tp` ranks.
 
-    forward, backward: computing, without collectives. forward_wait, backward_wait: what its collectives over tp take
-    besides, where they were measured; forward_messages, backward_messages: the bytes of each. norm, update: of its
-    parameters, once a batch. backward_input: the part of the backward pass that the stage before waits for; 0: not
-    measured. remake: outputs of norms and activations, once more. kept: bytes between forward and backward.
-    forward_idle, backward_idle: the parts of these that a device waits for launches of kernels, which CUDA graphs save;
-    0: none, or not known.
+    forward, backward: computing, without collectives. forward_wait, backward_wait: what its
+    collectives over tp take besides, where they were measured; forward_messages, backward_messages:
+    the bytes of each. norm, update: of its parameters, once a batch. backward_input: the part of
+    the backward pass that the stage before waits for; 0: not measured. remake: outputs of norms and
+    activations, once more. kept: bytes between forward and backward. forward_idle, backward_idle:
+    the parts of these that a device waits for launches of kernels, which CUDA graphs save; 0: none,
+    or not known.
     """
 
     forward: Amount
@@ -67,10 +73,12 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hardware of a profile. cores: of each host, which its ranks share; 0: each rank has a device of its own.
+    """Hardware of a profile. cores: of each host, which its ranks share; 0: each rank has a device
+    of its own.
 
-    devices_per_host: how many processes a host is to have. memory: bytes of each device, or of a host's share for each.
-    host_memory: bytes of a host's memory for each device that has its own; 0: not known.
+    devices_per_host: how many processes a host is to have. memory: bytes of each device, or of a
+    host's share for each. host_memory: bytes of a host's memory for each device that has its own;
+    0: not known.
     """
 
     name: str
@@ -103,10 +111,11 @@ class Hardware:
 class StateSpeeds:
     """Speeds of a rank while all ranks of a host do the same; 0: not known.
 
-    updated: parameters that the optimizer updates on the host, in a second. copied: bytes to the host or from it. read,
-    written: bytes from and to the file of memory.budget. read_work, written_work: what a GiB of these takes of a rank
-    that computes meanwhile, seconds of its own. gathered_work, summed_work: likewise, of weights and gradients that
-    all ranks of the profile share (beside.py). None: not known, as 0 of these is little.
+    updated: parameters that the optimizer updates on the host, in a second. copied: bytes to the
+    host or from it. read, written: bytes from and to the file of memory.budget. read_work,
+    written_work: what a GiB of these takes of a rank that computes meanwhile, seconds of its own.
+    gathered_work, summed_work: likewise, of weights and gradients that all ranks of the profile
+    share (beside.py). None: not known, as 0 of these is little.
     """
 
     updated: Amount = 0.0
@@ -121,10 +130,11 @@ class StateSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class CodecSpeeds:
-    """Bytes of numbers that a rank encodes and decodes in a second while all ranks of a host do; 0: not known.
+    """Bytes of numbers that a rank encodes and decodes in a second while all ranks of a host do; 0:
+    not known.
 
-    encoded, decoded: activations. gradients_encoded, gradients_decoded: their gradients. Of dct: with the messages_kept
-    that the profile was made with.
+    encoded, decoded: activations. gradients_encoded, gradients_decoded: their gradients. Of dct:
+    with the messages_kept that the profile was made with.
     """
 
     encoded: Amount = 0.0
@@ -143,7 +153,8 @@ class Profile:
     settings: Mapping[str, Any]
     estimated: bool = False
     per_microbatch: float = 0.0
-    """Time of a forward on every stage besides its blocks: the micro-batch is made, weights are bound."""
+    """Time of a forward on every stage besides its blocks: the micro-batch is made, weights are
+    bound."""
     per_batch: float = 0.0
     state: StateSpeeds = StateSpeeds()
     codecs: Mapping[str, CodecSpeeds] = field(default_factory=dict)
@@ -167,28 +178,52 @@ class Profile:
             known = ", ".join(map(str, self.tp_degrees))
             raise config_error("parallel.tp", tp, f"the profile has tp degrees {known} only", known)
         if (kind, tp, sizes[0]) not in self.blocks:
-            raise config_error("profile", kind, "is a kind of block that it does not have: the model has changed "
-                               "since", "hybridpar profile, once more")
+            raise config_error(
+                "profile",
+                kind,
+                "is a kind of block that it does not have: the model has changed since",
+                "hybridpar profile, once more",
+            )
         if b in sizes:
             return self.blocks[kind, tp, b]
         if len(sizes) == 1:
             return _between(None, self.blocks[kind, tp, sizes[0]], b / sizes[0])
         above = next((i for i, size in enumerate(sizes) if size > b), len(sizes) - 1)
-        low, high = sizes[max(above - 1, 0)], sizes[max(above, 1)]
-        return _between(self.blocks[kind, tp, low], self.blocks[kind, tp, high], (b - low) / (high - low))
+        low = sizes[max(above - 1, 0)]
+        high = sizes[max(above, 1)]
+        return _between(
+            self.blocks[kind, tp, low], self.blocks[kind, tp, high], (b - low) / (high - low)
+        )
 
 
 def _between(low: BlockCost | None, high: BlockCost, share: float) -> BlockCost:
     """The cost so far from `low` (None: nothing) to `high`."""
+
     def at(a: float, b: float) -> float:
         return max(0.0, a + share * (b - a))
 
-    times = {name: at(getattr(low, name, 0.0), getattr(high, name))
-             for name in ("forward", "backward", "forward_wait", "backward_wait", "backward_input", "remake",
-                          "forward_idle", "backward_idle")}
-    messages = {name: tuple(round(at(a, b)) for a, b in zip(
-                    getattr(low, name, repeat(0)), getattr(high, name), strict=low is not None))
-                for name in ("forward_messages", "backward_messages")}
+    times = {
+        name: at(getattr(low, name, 0.0), getattr(high, name))
+        for name in (
+            "forward",
+            "backward",
+            "forward_wait",
+            "backward_wait",
+            "backward_input",
+            "remake",
+            "forward_idle",
+            "backward_idle",
+        )
+    }
+    messages = {
+        name: tuple(
+            round(at(a, b))
+            for a, b in zip(
+                getattr(low, name, repeat(0)), getattr(high, name), strict=low is not None
+            )
+        )
+        for name in ("forward_messages", "backward_messages")
+    }
     kept = round(at(low.kept if low else 0, high.kept))
     return replace(low or high, **times, **messages, kept=kept)  # type: ignore[arg-type]
 
@@ -196,17 +231,24 @@ def _between(low: BlockCost | None, high: BlockCost, share: float) -> BlockCost:
 def settings_of(config: Config) -> dict[str, Any]:
     """The part of a configuration that a profile depends on."""
     plain = to_mapping(config)
-    return {section: {k: v for k, v in plain[section].items() if not keys or k in keys}
-            for section, keys in _BEARS.items()}
+    return {
+        section: {k: v for k, v in plain[section].items() if not keys or k in keys}
+        for section, keys in _BEARS.items()
+    }
 
 
 def check_settings(profile: Profile, config: Config) -> None:
     """Raises: ConfigError with everything in which `config` is not what was profiled."""
-    problems, usual = [], settings_of(Config())  # of keys that are younger than the profile
+    # of keys that are younger than the profile
+    problems = []
+    usual = settings_of(Config())
     for section, table in settings_of(config).items():
         for key, value in table.items():
             before = profile.settings.get(section, {}).get(key, usual[section].get(key))
-            if before != value and (key, before) != ("sequence", False):  # of which the rest follows: sequence.py
+            if before != value and (key, before) != (
+                "sequence",
+                False,
+            ):  # of which the rest follows: sequence.py
                 rule = f"the profile was made with {before!r}"
                 problems.append(Problem(f"{section}.{key}", value, rule, str(before)))
     if problems:

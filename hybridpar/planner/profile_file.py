@@ -12,7 +12,16 @@ from hybridpar.config import Within, from_plain
 from hybridpar.errors import DataError, config_error, shown
 from hybridpar.memory.work import KINDS
 from hybridpar.planner.links import Curve, MeasuredLink
-from hybridpar.planner.profile import Amount, BlockCost, CodecSpeeds, Count, Hardware, Key, Profile, StateSpeeds
+from hybridpar.planner.profile import (
+    Amount,
+    BlockCost,
+    CodecSpeeds,
+    Count,
+    Hardware,
+    Key,
+    Profile,
+    StateSpeeds,
+)
 from hybridpar.reading import errors_as, nearest_path, read_json
 
 FORMAT = "hybridpar profile 3"
@@ -33,18 +42,29 @@ def write_profile(profile: Profile, path: Path) -> None:
 def profile_json(profile: Profile) -> str:
     """The text of profile.json."""
     document = {
-        "format": FORMAT, "estimated": profile.estimated, "about": dict(profile.about),
-        "hardware": asdict(profile.hardware), "settings": profile.settings,
-        "per_microbatch_s": profile.per_microbatch, "per_batch_s": profile.per_batch, "state": asdict(profile.state),
-        "blocks": [{"kind": kind, "tp": tp, "micro_batch": b, **_plain(cost)}
-                   for (kind, tp, b), cost in profile.blocks.items()],
+        "format": FORMAT,
+        "estimated": profile.estimated,
+        "about": dict(profile.about),
+        "hardware": asdict(profile.hardware),
+        "settings": profile.settings,
+        "per_microbatch_s": profile.per_microbatch,
+        "per_batch_s": profile.per_batch,
+        "state": asdict(profile.state),
+        "blocks": [
+            {"kind": kind, "tp": tp, "micro_batch": b, **_plain(cost)}
+            for (kind, tp, b), cost in profile.blocks.items()
+        ],
         "links": {name: _plain_link(link) for name, link in profile.links.items()},
-        "codecs": {name: asdict(speeds) for name, speeds in profile.codecs.items()}}
+        "codecs": {name: asdict(speeds) for name, speeds in profile.codecs.items()},
+    }
     return json.dumps(document, indent=1) + "\n"
 
 
 def _plain(cost: BlockCost) -> dict[str, Any]:
-    return {name: round(value, 9) if isinstance(value, float) else value for name, value in asdict(cost).items()}
+    return {
+        name: round(value, 9) if isinstance(value, float) else value
+        for name, value in asdict(cost).items()
+    }
 
 
 def _plain_link(link: MeasuredLink) -> dict[str, Any]:
@@ -52,15 +72,22 @@ def _plain_link(link: MeasuredLink) -> dict[str, Any]:
         return [[size, round(seconds, 9)] for size, seconds in curve.points]
 
     return {
-        "call": round(link.call, 9), "there": round(link.there, 4),
-        "send": points(link.send), "send_work": points(link.send_work),
-        **{name: {str(n): points(curve) for n, curve in getattr(link, name).items()} for name in _OF_GROUPS}}
+        "call": round(link.call, 9),
+        "there": round(link.there, 4),
+        "send": points(link.send),
+        "send_work": points(link.send_work),
+        **{
+            name: {str(n): points(curve) for n, curve in getattr(link, name).items()}
+            for name in _OF_GROUPS
+        },
+    }
 
 
 def read_profile(path: Path) -> Profile:
     """Reads what `write_profile` wrote.
 
-    Raises: ConfigError if there is no such file; DataError, with the place, if it holds something else.
+    Raises: ConfigError if there is no such file; DataError, with the place, if it holds something
+        else.
     """
     if not path.exists():
         works = nearest_path(path) or f"hybridpar profile CONFIG --output {path}"
@@ -68,7 +95,13 @@ def read_profile(path: Path) -> Profile:
     again = f"; try hybridpar profile CONFIG.toml --output {path}"
     with errors_as(DataError, path, f"is not a profile as `hybridpar profile` writes it{again}"):
         document = read_json(path, _MAX_BYTES)
-    with errors_as(DataError, path, "is not a profile as `hybridpar profile` writes it", TypeError, AssertionError):
+    with errors_as(
+        DataError,
+        path,
+        "is not a profile as `hybridpar profile` writes it",
+        TypeError,
+        AssertionError,
+    ):
         return _profile(document)
 
 
@@ -130,20 +163,49 @@ def _profile(document: Any) -> Profile:
             raise ValueError(f"profile.blocks[{i}]: {min(missing)!r} is missing")
         blocks[row.kind, row.tp, row.micro_batch] = BlockCost(**values)
     degrees = {(tp, b) for _, tp, b in blocks}
-    kinds = dict.fromkeys(kind for kind, _, _ in blocks) if "spec" in read.settings.get("model", {}) else KINDS
+    kinds = (
+        dict.fromkeys(kind for kind, _, _ in blocks)
+        if "spec" in read.settings.get("model", {})
+        else KINDS
+    )
     if not blocks or any((kind, tp, b) not in blocks for kind in kinds for tp, b in degrees):
-        raise ValueError(f"blocks must have {', '.join(kinds)} at every tp degree and micro-batch size")
-    calls = {(kind, tp, len(cost.forward_messages), len(cost.backward_messages))
-             for (kind, tp, _), cost in blocks.items()}
+        raise ValueError(
+            f"blocks must have {', '.join(kinds)} at every tp degree and micro-batch size"
+        )
+    calls = {
+        (kind, tp, len(cost.forward_messages), len(cost.backward_messages))
+        for (kind, tp, _), cost in blocks.items()
+    }
     if len(calls) > len({key[:2] for key in calls}):
-        raise ValueError("blocks of one kind and tp degree must have equally many messages at every micro-batch size")
-    return Profile(read.hardware, blocks, {name: _link(name, link) for name, link in read.links.items()}, read.settings,
-                   read.estimated, read.per_microbatch_s, read.per_batch_s, read.state, read.codecs, read.about)
+        raise ValueError(
+            "blocks of one kind and tp degree must have equally many messages at every micro-batch "
+            "size"
+        )
+    return Profile(
+        read.hardware,
+        blocks,
+        {name: _link(name, link) for name, link in read.links.items()},
+        read.settings,
+        read.estimated,
+        read.per_microbatch_s,
+        read.per_batch_s,
+        read.state,
+        read.codecs,
+        read.about,
+    )
 
 
 def _link(name: str, link: _Link) -> MeasuredLink:
-    curves = {of: {n: Curve(points) for n, points in getattr(link, of).items()} for of in _OF_GROUPS}
+    curves = {
+        of: {n: Curve(points) for n, points in getattr(link, of).items()} for of in _OF_GROUPS
+    }
     if not link.reduce or min(n for of in curves.values() for n in (*of, 2)) < 2:
         raise ValueError(f"links.{name}.reduce must hold all-reduces over 2 ranks or more")
     return MeasuredLink(
-        name, Curve(link.send), send_work=Curve(link.send_work), call=link.call, there=link.there, **curves)
+        name,
+        Curve(link.send),
+        send_work=Curve(link.send_work),
+        call=link.call,
+        there=link.there,
+        **curves,
+    )

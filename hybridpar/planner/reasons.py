@@ -17,8 +17,11 @@ def why_not(candidate: Candidate, ranked: Sequence[Candidate], limit: float) -> 
         text = f"does not fit into {limit / 1e9:.1f} GB, and recomputation is not enough"
     else:
         totals = [stage.needed for stage in candidate.memory]
-        text = (f"{candidate.cost.sizes.rank_name} {totals.index(max(totals))} needs {max(totals) / 1e9:.1f} of "
-                f"{limit / 1e9:.1f} GB, and recomputation is not enough")
+        text = (
+            f"{candidate.cost.sizes.rank_name} {totals.index(max(totals))} needs "
+            f"{max(totals) / 1e9:.1f} of "
+            f"{limit / 1e9:.1f} GB, and recomputation is not enough"
+        )
     tp, pp, _ = candidate.grid
     b = candidate.config.train.micro_batch_size
     near = []
@@ -31,25 +34,42 @@ def why_not(candidate: Candidate, ranked: Sequence[Candidate], limit: float) -> 
             near.append(f"tp={t}")
         elif (t, p) == (tp, pp) and size < b:
             near.append(f"train.micro_batch_size={size}")
-        elif other.grid == candidate.grid and other.config.parallel.zero > candidate.config.parallel.zero:
+        elif (
+            other.grid == candidate.grid
+            and other.config.parallel.zero > candidate.config.parallel.zero
+        ):
             near.append(f"parallel.zero={other.config.parallel.zero}")
     return f"{text}; {' or '.join(dict.fromkeys(near))} would fit" if near else text
 
 
 def nothing_to_try(config: Config, machine: Machine, request: Request) -> ConfigError:
     """Why there is no candidate."""
-    number, keep, profile = machine.num_devices, request.keep, machine.profile
+    number = machine.num_devices
+    keep = request.keep
+    profile = machine.profile
     kept = " ".join(f"{axis}={size}" for axis, size in keep.items()) or "any grid"
     if keep.get("pp", 1) > (blocks := config.model.num_blocks):
-        return config_error("parallel.pp", keep["pp"], f"the model has only {blocks} blocks", str(blocks))
+        return config_error(
+            "parallel.pp", keep["pp"], f"the model has only {blocks} blocks", str(blocks)
+        )
     if keep.get("tp", 1) > (heads := config.model.max_tp):
-        return config_error("parallel.tp", keep["tp"], f"must be at most {config.model.max_tp_rule}", str(heads))
+        return config_error(
+            "parallel.tp", keep["tp"], f"must be at most {config.model.max_tp_rule}", str(heads)
+        )
     if grids(config, machine, keep):
         batch = batch_size(config, request)
         return config_error(
-            "batch_size", batch, f"no grid of {number} devices with {kept} divides it into micro-batches of the "
-            f"profiled sizes {profile.micro_batches(profile.tp_degrees[0])} that the schedule can run",
-            str(max(batch, number) * 2))
+            "batch_size",
+            batch,
+            f"no grid of {number} devices with {kept} divides it into micro-batches of the "
+            f"profiled sizes {profile.micro_batches(profile.tp_degrees[0])} that the schedule can "
+            "run",
+            str(max(batch, number) * 2),
+        )
     fixed = math.prod(keep.values())
-    return config_error("ranks", number, f"no grid with {kept} has so many (tp degrees: {profile.tp_degrees})",
-                        str(max(number // fixed, 1) * fixed))
+    return config_error(
+        "ranks",
+        number,
+        f"no grid with {kept} has so many (tp degrees: {profile.tp_degrees})",
+        str(max(number // fixed, 1) * fixed),
+    )

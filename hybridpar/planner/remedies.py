@@ -1,7 +1,9 @@
-"""Settings that make a configuration fit into memory, what each costs in time, and the largest model that fits with it.
+"""Settings that make a configuration fit into memory, what each costs in time, and the largest
+model that fits with it.
 
-Everything is predicted: peaks by `memory.predict`, times by simulation of the plan (`StepCost`), where there is a
-profile. A setting alone may not be enough; then those that help most are put together. Units: bytes, seconds.
+Everything is predicted: peaks by `memory.predict`, times by simulation of the plan (`StepCost`),
+where there is a profile. A setting alone may not be enough; then those that help most are put
+together. Units: bytes, seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from hybridpar.planner.memory import largest_budget
 from hybridpar.planner.profile import check_settings
 from hybridpar.validate import problems
 
-_TOGETHER, _MOST_LAYERS = 4, 4096
+_TOGETHER = 4
+_MOST_LAYERS = 4096
 AS_IT_IS = "as it is"
 
 
@@ -51,45 +54,60 @@ class Fitting:
     """
 
     def __init__(self, limit: float, device: torch.device, machine: Machine | None = None):
-        self.limit, self._device, self._machine = limit, device, machine
+        self.limit = limit
+        self._device = device
+        self._machine = machine
         self._trace = Footprints()
 
     def peak(self, config: Config) -> int:
         """Bytes of the fullest process."""
-        return max(stage.needed for stage in predict(config, device=self._device, trace=self._trace))
+        return max(
+            stage.needed for stage in predict(config, device=self._device, trace=self._trace)
+        )
 
     def remedies(self, config: Config) -> list[Remedy]:
-        """What makes a resolved configuration fit, each setting alone, the fastest first (then what takes the least).
+        """What makes a resolved configuration fit, each setting alone, the fastest first (then what
+        takes the least).
 
         Where none does: those that help most, together; none if not even these are enough.
         """
         before = self._time(config)
         tried = [(knob, changed, self.peak(changed)) for knob, changed in self._changes(config)]
-        found = [self._remedy(knob, changed, peak, before) for knob, changed, peak in tried if peak <= self.limit]
+        found = [
+            self._remedy(knob, changed, peak, before)
+            for knob, changed, peak in tried
+            if peak <= self.limit
+        ]
         if not found and (together := self._together(config)) is not None:
             found = [self._remedy(*together, before)]
-        return sorted(found, key=lambda remedy: (remedy.slower is None, remedy.slower or 0.0, remedy.peak))
+        return sorted(
+            found, key=lambda remedy: (remedy.slower is None, remedy.slower or 0.0, remedy.peak)
+        )
 
     def smallest(self, config: Config) -> Remedy | None:
-        """The single setting with which a resolved configuration needs least, and less than without; None: there is
-        none."""
+        """The single setting with which a resolved configuration needs least, and less than
+        without; None: there is none."""
         tried = [Remedy(str(knob), self.peak(changed)) for knob, changed in self._changes(config)]
         best = min(tried, key=lambda remedy: remedy.peak, default=None)
         return best if best is not None and best.peak < self.peak(config) else None
 
     def largest(self, config: Config) -> list[tuple[str, int]]:
-        """The most layers of this width that fit on the grid: as it is, and with each setting; 0: not even the fewest.
-        The most first."""
+        """The most layers of this width that fit on the grid: as it is, and with each setting; 0:
+        not even the fewest. The most first."""
         config = replace(config, pipeline=replace(config.pipeline, split=()))
         found = [(AS_IT_IS, self._most_layers(lambda sized: sized, config))]
         for knob, _ in self._changes(config):
             if "budget" not in str(knob):
-                found.append((str(knob), self._most_layers(partial(from_mapping, knob.changes), config)))
+                found.append(
+                    (str(knob), self._most_layers(partial(from_mapping, knob.changes), config))
+                )
         if not config.memory.budget and not config.memory.host_optimizer:
-            found.append(("memory.budget, as much as fits", self._most_layers(self._in_file, config)))
+            found.append(
+                ("memory.budget, as much as fits", self._most_layers(self._in_file, config))
+            )
         return sorted(found, key=lambda one: -one[1])
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- inside
 
     def _changes(self, config: Config) -> Iterator[tuple[Knob, Config]]:
         """Settings to try, and the configuration with them."""
@@ -101,16 +119,29 @@ class Fitting:
         split: dict[str, Any] = {"split": []} if config.pipeline.split else {}
         if config.parallel.dp % 2 == 0:
             away = config.memory.on_another_grid().offload_activations
-            moved = {"memory": {"offload_activations": away}} if away != config.memory.offload_activations else {}
-            more.append({"parallel": {"pp": 2 * config.parallel.pp, "dp": config.parallel.dp // 2},
-                         "pipeline": {"num_microbatches": 2 * config.pipeline.num_microbatches, **split},
-                         **moved})
+            moved = (
+                {"memory": {"offload_activations": away}}
+                if away != config.memory.offload_activations
+                else {}
+            )
+            more.append(
+                {
+                    "parallel": {"pp": 2 * config.parallel.pp, "dp": config.parallel.dp // 2},
+                    "pipeline": {"num_microbatches": 2 * config.pipeline.num_microbatches, **split},
+                    **moved,
+                }
+            )
         budget = largest_budget(config, self.limit, self._device, self._trace)
         if budget and not config.memory.budget:
             more.append({"memory": {"budget": budget}})
-        for knob in [*knobs(config, fullest, stages[fullest]), *(Knob(changes, 0) for changes in more)]:
+        for knob in [
+            *knobs(config, fullest, stages[fullest]),
+            *(Knob(changes, 0) for changes in more),
+        ]:
             changed = from_mapping(knob.changes, config)
-            refused = self._device.type != "cpu" and (changed.parallel.zero > 1 or changed.memory.budget)
+            refused = self._device.type != "cpu" and (
+                changed.parallel.zero > 1 or changed.memory.budget
+            )
             if not refused and not problems(changed, changed.parallel.num_ranks):
                 yield knob, changed
 
@@ -119,7 +150,9 @@ class Fitting:
         names: list[str] = []
         peak = self.peak(config)
         for _ in range(_TOGETHER):
-            tried = [(self.peak(changed), str(knob), changed) for knob, changed in self._changes(config)]
+            tried = [
+                (self.peak(changed), str(knob), changed) for knob, changed in self._changes(config)
+            ]
             best = min(tried, key=lambda one: one[0], default=None)
             if best is None or best[0] >= peak:
                 return None
@@ -145,18 +178,24 @@ class Fitting:
 
     def _most_layers(self, change: Callable[[Config], Config | None], config: Config) -> int:
         """The most layers with which what `change` makes of the configuration fits; by halving."""
+
         def fits(number: int) -> bool:
             sized = replace(config, model=replace(config.transformer, num_layers=number))
             changed = None if problems(sized, sized.parallel.num_ranks) else change(sized)
-            return changed is not None and not problems(changed, changed.parallel.num_ranks) and (
-                self.peak(changed) <= self.limit)
+            return (
+                changed is not None
+                and not problems(changed, changed.parallel.num_ranks)
+                and (self.peak(changed) <= self.limit)
+            )
 
         least = max(1, 2 * config.parallel.pp * config.pipeline.num_chunks - 2)
         if not fits(least):
             return 0
-        low, high = least, 2 * least
+        low = least
+        high = 2 * least
         while high <= _MOST_LAYERS and fits(high):
-            low, high = high, 2 * high
+            low = high
+            high = 2 * high
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)

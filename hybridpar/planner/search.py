@@ -1,14 +1,17 @@
-"""Searches all grids, micro-batch sizes and schedules that the devices allow, until no other can be among the best.
+"""Searches all grids, micro-batch sizes and schedules that the devices allow, until no other can be
+among the best.
 
     1  every candidate gets the split that balances its stages' measured times          candidates, split
     2  the candidate with the lowest bound on its time is next                          bound
     3  if it needs too much memory: a new split, with recomputation where needed, and
-       the same with sequence parallelism                                               memory, sequence
+       the same with sequence parallelism                                               memory,
+                                                                                        sequence
     4  its step time is simulated; when no candidate that is left can be among the
        best, the memory of these is predicted exactly, and reduced if it is too much    cost, memory
     5  the best are tried with the optimizer on the host, or activations in a file;
        with codecs of messages and gradients, if asked for; and if nothing fits, with   moves, offloaded,
-       a part of the state in a file                                                    compressed, memory
+       a part of the state in a file                                                    compressed,
+                                                                                        memory
 
 So what is left out is slower, if the bounds hold. Axes that the user has set stay.
 """
@@ -36,24 +39,27 @@ from hybridpar.planner.sequence import may_split_rows, with_split_rows
 from hybridpar.validate import problems
 
 STALE_GAIN = 0.05
-"""Share by which a schedule on older weights must be faster than all others. Old gradients cost loss at equal tokens,
-and the planner cannot order step times that differ by little (ERROR)."""
+"""Share by which a schedule on older weights must be faster than all others. Old gradients cost
+loss at equal tokens, and the planner cannot order step times that differ by little (ERROR)."""
 ERROR = 0.035
-"""Median error of predicted step times (25, on two machines and a slow link: benchmarks/results/planner*.json). A
-configuration whose memory is nearly full must be faster by this share."""
+"""Median error of predicted step times (25, on two machines and a slow link:
+benchmarks/results/planner*.json). A configuration whose memory is nearly full must be faster by
+this share."""
 CODEC_GAIN = 0.05
 """Share by which a codec must be faster than a more exact one."""
 _WORTH_SHARING = 0.01
 """ZeRO-1 is tried where the optimizer takes this share of the step or more, or memory is short."""
 _DOUBT = 0.02
-"""Share by which each ZeRO stage, or an update on the host, must be faster than none: less is within the error."""
+"""Share by which each ZeRO stage, or an update on the host, must be faster than none: less is
+within the error."""
 _MOST_IN_FILES = 12
 """Grids and schedules that are tried with a memory budget."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The candidates that can run, best first; those that cannot, likeliest first; the number considered."""
+    """The candidates that can run, best first; those that cannot, likeliest first; the number
+    considered."""
 
     ranked: list[Candidate]
     failed: list[Candidate]
@@ -62,9 +68,11 @@ class Result:
 
 
 def search(config: Config, machine: Machine, request: Request) -> Result:
-    """The best candidates. Raises: ConfigError if no grid has that many devices and divides the batch."""
+    """The best candidates. Raises: ConfigError if no grid has that many devices and divides the
+    batch."""
     collects = gc.isenabled()
-    gc.disable()  # it would look for cycles among the millions of objects of plans, for an eighth of the time
+    # it would look for cycles among the millions of objects of plans, for an eighth of the time
+    gc.disable()
     try:
         return _found(config, machine, request)
     finally:
@@ -93,7 +101,8 @@ def _found(config: Config, machine: Machine, request: Request) -> Result:
 
 
 class _Search:
-    """A queue of candidates, the one with the lowest bound first; those that can run, and those that cannot."""
+    """A queue of candidates, the one with the lowest bound first; those that can run, and those
+    that cannot."""
 
     def __init__(self, candidates: Sequence[Candidate], limit: float, request: Request):
         self.request, self.memory = request, MemoryCheck(limit)
@@ -112,7 +121,9 @@ class _Search:
     def _push(self, candidate: Candidate) -> None:
         self._pushed += 1
         least = _less_sure(candidate) * candidate.least_time
-        if not candidate.config.parallel.zero:  # of its variants only ZeRO-1 may be faster, by its update
+        if (
+            not candidate.config.parallel.zero
+        ):  # of its variants only ZeRO-1 may be faster, by its update
             update = max(rank.update for rank in candidate.cost.ranks)
             least = min(least, (_less_sure(candidate) + _DOUBT) * (candidate.least_time - update))
         heapq.heappush(self._queue, (least, self._pushed, candidate))
@@ -124,14 +135,16 @@ class _Search:
             self._push(balanced(config, machine))
 
     def consider_all(self, places: int, within: float = math.inf) -> None:
-        """Considers candidates, the lowest bound first, until no other can be among the best `places`, or take less
-        than `within`."""
+        """Considers candidates, the lowest bound first, until no other can be among the best
+        `places`, or take less than `within`."""
         while self._queue and self._queue[0][0] < (
-                within if len(self.ranked) < places else min(within, _rank(self.ranked[places - 1]))):
+            within if len(self.ranked) < places else min(within, _rank(self.ranked[places - 1]))
+        ):
             self._consider(heapq.heappop(self._queue)[-1])
 
     def _consider(self, candidate: Candidate) -> None:
-        """Ranks a candidate that fits by estimate; else puts it back with recomputation, or gives it up."""
+        """Ranks a candidate that fits by estimate; else puts it back with recomputation, or gives
+        it up."""
         fits = self.memory.fits(candidate.cost)
         self._add_sharded(candidate, only_if_worth=fits)
         if not fits:
@@ -147,33 +160,60 @@ class _Search:
             insort(self.ranked, candidate, key=_rank)
 
     def _add_sharded(self, candidate: Candidate, *, only_if_worth: bool) -> None:
-        """Also tries ZeRO-1 for a candidate that may gain by it, and ZeRO-2 and 3 for one that does not fit."""
-        parallel, cost = candidate.config.parallel, candidate.cost
+        """Also tries ZeRO-1 for a candidate that may gain by it, and ZeRO-2 and 3 for one that does
+        not fit."""
+        parallel = candidate.config.parallel
+        cost = candidate.cost
         if parallel.zero == 3 or parallel.dp == 1 or candidate.tried_recomputation:
             return
         if parallel.zero and (only_if_worth or cost.machine.device.type != "cpu"):
             return
-        if not only_if_worth or max(rank.update for rank in cost.ranks) >= _WORTH_SHARING * candidate.least_time:
-            made = replace(candidate.config, parallel=replace(parallel, zero=parallel.zero + 1),  # type: ignore[arg-type]
-                           pipeline=replace(candidate.config.pipeline, split=()))
-            for config in (made, *(self._part_by_part(made) if parallel.zero == 1 else ())):  # whose own next is ZeRO-3
+        if (
+            not only_if_worth
+            or max(rank.update for rank in cost.ranks) >= _WORTH_SHARING * candidate.least_time
+        ):
+            made = replace(
+                candidate.config,
+                parallel=replace(parallel, zero=parallel.zero + 1),  # type: ignore[arg-type]
+                pipeline=replace(candidate.config.pipeline, split=()),
+            )
+            for config in (
+                made,
+                *(self._part_by_part(made) if parallel.zero == 1 else ()),
+            ):  # whose own next is ZeRO-3
                 if config.parallel.zero < 2 or not problems(config, cost.machine.num_devices):
                     self._consider_later(config, cost.machine)
 
     def _part_by_part(self, config: Config) -> Iterator[Config]:
-        """The same with all micro-batches through one block before the next: each block's state comes once a batch."""
+        """The same with all micro-batches through one block before the next: each block's state
+        comes once a batch."""
         pipeline = config.pipeline
-        if (config.parallel.pp == 1 and pipeline.num_microbatches > 1 and pipeline.schedule == "1f1b"
-                and not config.model.tie_embeddings and not self.request.schedules):
+        if (
+            config.parallel.pp == 1
+            and pipeline.num_microbatches > 1
+            and pipeline.schedule == "1f1b"
+            and not config.model.tie_embeddings
+            and not self.request.schedules
+        ):
             yield replace(config, pipeline=replace(pipeline, schedule="gpipe"))
 
     def _add_recomputed(self, candidate: Candidate) -> bool:
-        """Puts the candidate back with recomputation: selective if that is enough, and of whole layers where needed.
-        False: it does not fit so either."""
-        pipeline, b = candidate.config.pipeline, candidate.config.train.micro_batch_size
+        """Puts the candidate back with recomputation: selective if that is enough, and of whole
+        layers where needed. False: it does not fit so either."""
+        pipeline = candidate.config.pipeline
+        b = candidate.config.train.micro_batch_size
         parallel = candidate.config.parallel
-        kind = (candidate.grid, parallel.zero, parallel.sequence, pipeline.schedule, pipeline.warmup,
-                pipeline.num_chunks, pipeline.zero_bubble, pipeline.placement, pipeline.activations)
+        kind = (
+            candidate.grid,
+            parallel.zero,
+            parallel.sequence,
+            pipeline.schedule,
+            pipeline.warmup,
+            pipeline.num_chunks,
+            pipeline.zero_bubble,
+            pipeline.placement,
+            pipeline.activations,
+        )
         if candidate.tried_recomputation or b >= self._too_large.get(kind, b + 1):
             return False
         again = None
@@ -183,9 +223,13 @@ class _Search:
             self._too_large[kind] = b
             return False
         self._push(again)
-        if isinstance(candidate.config.model, ModelConfig):  # of other blocks it is not known what that takes
+        if isinstance(
+            candidate.config.model, ModelConfig
+        ):  # of other blocks it is not known what that takes
             selective = replace(candidate.config, pipeline=replace(pipeline, recompute="selective"))
-            cheap = Candidate(selective, StepCost(selective, candidate.cost.machine), tried_recomputation=True)
+            cheap = Candidate(
+                selective, StepCost(selective, candidate.cost.machine), tried_recomputation=True
+            )
             if self.memory.fits(cheap.cost):
                 self._push(cheap)
         return True
@@ -194,33 +238,54 @@ class _Search:
         """Also tries a V schedule that keeps less, if there is one."""
         config = candidate.config
         if config.pipeline.placement == "v" and not candidate.tried_recomputation:
-            for pipeline in islice(on_v(config.pipeline, candidate.cost.pp, config.pipeline.activations), 1):
+            for pipeline in islice(
+                on_v(config.pipeline, candidate.cost.pp, config.pipeline.activations), 1
+            ):
                 self._consider_later(replace(config, pipeline=pipeline), candidate.cost.machine)
 
     def host_updates(self) -> None:
-        """Also ranks the best that leave the host slack with their optimizer there, if that is faster."""
+        """Also ranks the best that leave the host slack with their optimizer there, if that is
+        faster."""
         for candidate in self.ranked[: self.request.top]:
-            config, cost = candidate.config, candidate.cost
+            config = candidate.config
+            cost = candidate.cost
             made = replace(config, memory=replace(config.memory, host_optimizer=True))
             worth = max(rank.update for rank in cost.ranks) >= _WORTH_SHARING * cost.step_time
-            if (config.memory.host_optimizer or config.parallel.zero > 1 or not worth or config.optim.name not in HOSTED
-                    or cost.machine.device.type != "cpu" or not cost.machine.profile.state.updated
-                    or not cost.schedule.slack(cost.sizes)
-                    or problems(made, cost.machine.num_devices)):
+            if (
+                config.memory.host_optimizer
+                or config.parallel.zero > 1
+                or not worth
+                or config.optim.name not in HOSTED
+                or cost.machine.device.type != "cpu"
+                or not cost.machine.profile.state.updated
+                or not cost.schedule.slack(cost.sizes)
+                or problems(made, cost.machine.num_devices)
+            ):
                 continue
             hosted = Candidate(made, StepCost(made, cost.machine), tried_recomputation=True)
             self.considered += 1
             if _rank(hosted) < _rank(candidate) and self.memory.fits(hosted.cost):
-                hosted.because = (f"with the optimizer on the host {1 - hosted.cost.step_time / cost.step_time:.1%} "
-                                  "faster than without")
+                hosted.because = (
+                    "with the optimizer on the host "
+                    f"{1 - hosted.cost.step_time / cost.step_time:.1%} "
+                    "faster than without"
+                )
                 self.ranked.append(hosted)
         self.ranked.sort(key=_rank)
 
     def offloaded(self) -> None:
-        """Also ranks the best that recompute, or else those that do not fit, with activations in a file."""
+        """Also ranks the best that recompute, or else those that do not fit, with activations in a
+        file."""
         some_fit = bool(self.ranked)
-        best = [one for one in self.ranked[: self.request.top] if one.config.pipeline.recompute != "none"] if some_fit \
+        best = (
+            [
+                one
+                for one in self.ranked[: self.request.top]
+                if one.config.pipeline.recompute != "none"
+            ]
+            if some_fit
             else sorted(self.failed, key=lambda one: one.least_time)[:_MOST_IN_FILES]
+        )
         for candidate in filter(knows_files, best):
             for away in with_activations_away(candidate):
                 self.considered += 1
@@ -229,44 +294,55 @@ class _Search:
                 self.memory.measure(away)
                 if away.peak <= self.memory.limit:
                     away.because = "activations in a file are " + (
-                        "faster than recomputation" if some_fit else "all that fits")
+                        "faster than recomputation" if some_fit else "all that fits"
+                    )
                     self.ranked.append(away)
                     break
         self.ranked.sort(key=_rank)
 
     def compressed(self) -> None:
-        """Also ranks the best with codecs of messages and gradients, the most exact first, each only if it is faster by
-        CODEC_GAIN."""
+        """Also ranks the best with codecs of messages and gradients, the most exact first, each
+        only if it is faster by CODEC_GAIN."""
         for candidate in self.ranked[: self.request.top]:
             before = candidate.cost.step_time
             for made in with_codecs(candidate.config):
                 if problems(made, candidate.cost.machine.num_devices):
                     continue
-                smaller = Candidate(made, StepCost(made, candidate.cost.machine), tried_recomputation=True)
+                smaller = Candidate(
+                    made, StepCost(made, candidate.cost.machine), tried_recomputation=True
+                )
                 self.considered += 1
-                if smaller.cost.step_time * (1 + CODEC_GAIN) < before and self.memory.fits(smaller.cost):
+                if smaller.cost.step_time * (1 + CODEC_GAIN) < before and self.memory.fits(
+                    smaller.cost
+                ):
                     smaller.because = loss_of_codecs(made)
                     self.ranked.append(smaller)
                     before = smaller.cost.step_time
         self.ranked.sort(key=_rank)
 
     def in_files(self) -> list[Candidate]:
-        """Candidates that fit with a part of their state in a file, best first. Each grid and schedule is tried with
-        its smallest micro-batch, at most _MOST_IN_FILES of them."""
+        """Candidates that fit with a part of their state in a file, best first. Each grid and
+        schedule is tried with its smallest micro-batch, at most _MOST_IN_FILES of them."""
         smallest: dict[object, Candidate] = {}
         for one in sorted(self.failed, key=lambda one: one.config.train.micro_batch_size):
             config = one.config
             if knows_files(one):
                 smallest.setdefault((one.grid, config.parallel.zero, config.pipeline.schedule), one)
-        machines = {config: one.cost.machine
-                    for one in sorted(smallest.values(), key=lambda one: one.least_time)[:_MOST_IN_FILES]
-                    for config in (one.config, *self._part_by_part(one.config))}
+        machines = {
+            config: one.cost.machine
+            for one in sorted(smallest.values(), key=lambda one: one.least_time)[:_MOST_IN_FILES]
+            for config in (one.config, *self._part_by_part(one.config))
+        }
         found = []
         for config, machine in machines.items():
             self.considered += 1
-            if (made := self.memory.in_file(Candidate(config, StepCost(config, machine)))) is not None:
+            if (
+                made := self.memory.in_file(Candidate(config, StepCost(config, machine)))
+            ) is not None:
                 moved = max(stage.file for stage in made.memory or ())
-                made.because = f"nothing fits but with state in a file, {moved / 1e9:.2f} GB of a process"
+                made.because = (
+                    f"nothing fits but with state in a file, {moved / 1e9:.2f} GB of a process"
+                )
                 found.append(made)
         return sorted(found, key=_rank)
 
@@ -277,19 +353,26 @@ class _Search:
             less = replace(candidate.config, parallel=replace(parallel, zero=1))
             whole = Candidate(less, StepCost(less, candidate.cost.machine))
             self.memory.measure(whole)
-            candidate.because = (f"ZeRO-{parallel.zero}, as with ZeRO-1 a process needs {whole.peak / 1e9:.2f} of "
-                                 f"{self.memory.limit / 1e9:.2f} GB")
+            candidate.because = (
+                f"ZeRO-{parallel.zero}, as with ZeRO-1 a process needs {whole.peak / 1e9:.2f} of "
+                f"{self.memory.limit / 1e9:.2f} GB"
+            )
 
     def verified(self) -> list[Candidate]:
-        """The best of those ranked, with memory predicted exactly (quick: only until one has room)."""
+        """The best of those ranked, with memory predicted exactly (quick: only until one has
+        room)."""
         sure: list[Candidate] = []
         while True:
-            enough = math.inf if len(sure) < self.request.top else min(map(self._rank_with_room, sure))
+            enough = (
+                math.inf if len(sure) < self.request.top else min(map(self._rank_with_room, sure))
+            )
             self.consider_all(1, enough)
             if not self.ranked or _rank(self.ranked[0]) >= enough:
                 return sorted(sure, key=self._rank_with_room)
             candidate = self.ranked.pop(0)
-            if candidate.memory is None and not (self.request.quick and any(map(self._has_room, sure))):
+            if candidate.memory is None and not (
+                self.request.quick and any(map(self._has_room, sure))
+            ):
                 self.memory.measure(candidate)
             if reason := host_shortage(candidate):
                 candidate.reason = reason

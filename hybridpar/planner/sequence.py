@@ -1,8 +1,10 @@
-"""What blocks of GPT and BERT cost with sequence parallelism, from what they cost without: collectives and norms.
+"""What blocks of GPT and BERT cost with sequence parallelism, from what they cost without:
+collectives and norms.
 
-A sum over tp becomes a scatter and a gather of half its time each. What goes into a split product is gathered once more
-in the backward pass, and so is what the embedding gets back. Norms, with what is added before them, have a part of the
-rows: their forward takes twice what making their outputs again does, their backward 2.5 times (kernels.py).
+A sum over tp becomes a scatter and a gather of half its time each. What goes into a split product
+is gathered once more in the backward pass, and so is what the embedding gets back. Norms, with what
+is added before them, have a part of the rows: their forward takes twice what making their outputs
+again does, their backward 2.5 times (kernels.py).
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from hybridpar.memory.work import KINDS, messages_by_kind
 from hybridpar.planner.kernels import activation_bytes
 from hybridpar.planner.profile import BlockCost
 
-_FORWARD, _BACKWARD = 2.0, 2.5
+_FORWARD = 2.0
+_BACKWARD = 2.5
 
 
 def split_rows(costs: Mapping[str, BlockCost], config: Config) -> dict[str, BlockCost]:
-    """Costs of blocks, by kind, with parallel.sequence; given those without it, at the configuration's parallel.tp."""
+    """Costs of blocks, by kind, with parallel.sequence; given those without it, at the
+    configuration's parallel.tp."""
     layer = costs["layer"]
     if not layer.forward_messages:  # measured without collectives
         return dict(costs)
@@ -28,47 +32,85 @@ def split_rows(costs: Mapping[str, BlockCost], config: Config) -> dict[str, Bloc
     sent = sum(layer.forward_messages) + sum(layer.backward_messages)
     per_byte = (layer.forward_wait + layer.backward_wait) / sent
     changes = _changes(config.transformer, next(t for t in count(2) if config.parallel.tp % t == 0))
-    return {kind: _split(cost, changes[kind], whole, per_byte, _norms(config) if kind == "layer" else 0.0,
-                         config.parallel.tp) for kind, cost in costs.items()}
+    return {
+        kind: _split(
+            cost,
+            changes[kind],
+            whole,
+            per_byte,
+            _norms(config) if kind == "layer" else 0.0,
+            config.parallel.tp,
+        )
+        for kind, cost in costs.items()
+    }
 
 
 def _changes(model: ModelConfig, tp: int) -> dict[str, list[tuple[int, int]]]:
-    """Of a block of each kind, forward and backward: sums of activations that are no more, and gathers and scatters in
-    their stead. Its code is run on ghosts."""
+    """Of a block of each kind, forward and backward: sums of activations that are no more, and
+    gathers and scatters in their stead. Its code is run on ghosts."""
     whole = activation_bytes(model, 1)
     plain, split = (messages_by_kind(model, tp, sequence) for sequence in (False, True))
-    return {kind: [(sums.count(whole), round(2 * (sum(parts) - sum(sums)) / whole) + 2 * sums.count(whole))
-                   for sums, parts in zip(plain[kind], split[kind], strict=True)] for kind in KINDS}
+    return {
+        kind: [
+            (sums.count(whole), round(2 * (sum(parts) - sum(sums)) / whole) + 2 * sums.count(whole))
+            for sums, parts in zip(plain[kind], split[kind], strict=True)
+        ]
+        for kind in KINDS
+    }
 
 
 def _norms(config: Config) -> float:
-    """Share of a layer's `remake` that its norms are; the rest is the activation, which tp ranks split."""
+    """Share of a layer's `remake` that its norms are; the rest is the activation, which tp ranks
+    split."""
     model = config.transformer
     activation = (3 if model.activation == "swiglu" else 2) * model.ffn_size / config.parallel.tp
     return 4 * model.hidden_size / (4 * model.hidden_size + activation)
 
 
 def _split(
-    cost: BlockCost, changes: list[tuple[int, int]], whole: int, per_byte: float, norms: float, tp: int
+    cost: BlockCost,
+    changes: list[tuple[int, int]],
+    whole: int,
+    per_byte: float,
+    norms: float,
+    tp: int,
 ) -> BlockCost:
     def changed(messages: tuple[int, ...], change: tuple[int, int]) -> tuple[int, ...]:
         others = tuple(n for n in messages if n != whole)
-        return others + (whole,) * (len(messages) - len(others) - change[0]) + (whole // 2,) * change[1]
+        return (
+            others
+            + (whole,) * (len(messages) - len(others) - change[0])
+            + (whole // 2,) * change[1]
+        )
 
     there, back = map(changed, (cost.forward_messages, cost.backward_messages), changes)
     saved = norms * cost.remake * (1 - 1 / tp)
     return replace(
-        cost, forward=max(0.0, cost.forward - _FORWARD * saved), backward=max(0.0, cost.backward - _BACKWARD * saved),
-        backward_input=max(0.0, cost.backward_input - _BACKWARD * saved), remake=cost.remake - saved,
-        forward_wait=max(0.0, cost.forward_wait + per_byte * (sum(there) - sum(cost.forward_messages))),
-        backward_wait=max(0.0, cost.backward_wait + per_byte * (sum(back) - sum(cost.backward_messages))),
-        forward_messages=there, backward_messages=back)
+        cost,
+        forward=max(0.0, cost.forward - _FORWARD * saved),
+        backward=max(0.0, cost.backward - _BACKWARD * saved),
+        backward_input=max(0.0, cost.backward_input - _BACKWARD * saved),
+        remake=cost.remake - saved,
+        forward_wait=max(
+            0.0, cost.forward_wait + per_byte * (sum(there) - sum(cost.forward_messages))
+        ),
+        backward_wait=max(
+            0.0, cost.backward_wait + per_byte * (sum(back) - sum(cost.backward_messages))
+        ),
+        forward_messages=there,
+        backward_messages=back,
+    )
 
 
 def may_split_rows(config: Config) -> bool:
-    """Whether sequence parallelism is there to be tried: it has an effect, is not set, and all goes with it."""
-    return (config.parallel.tp > 1 and not config.parallel.sequence and isinstance(config.model, ModelConfig)
-            and config.compression.tensor == "none")
+    """Whether sequence parallelism is there to be tried: it has an effect, is not set, and all goes
+    with it."""
+    return (
+        config.parallel.tp > 1
+        and not config.parallel.sequence
+        and isinstance(config.model, ModelConfig)
+        and config.compression.tensor == "none"
+    )
 
 
 def with_split_rows(config: Config) -> Config:

@@ -1,10 +1,12 @@
-"""The best cut of the blocks into stages, by dynamic programming: exact, with uneven blocks and memory by stage.
+"""The best cut of the blocks into stages, by dynamic programming: exact, with uneven blocks and
+memory by stage.
 
     worst[s][j] = min over i < j of max(worst[s-1][i], cost[s][i, j])        blocks 0 .. j-1 in stages 0 .. s
 
-cost[s][i, j] is what stage s takes of a period if it holds blocks i .. j-1: without recomputation where that fits in
-memory, else with it, else infinite. What fits depends on the stage: an earlier one has more micro-batches in flight. So
-many splits are equally fast (equal layers), and the least memory is found by the same recurrence among them.
+cost[s][i, j] is what stage s takes of a period if it holds blocks i .. j-1: without recomputation
+where that fits in memory, else with it, else infinite. What fits depends on the stage: an earlier
+one has more micro-batches in flight. So many splits are equally fast (equal layers), and the least
+memory is found by the same recurrence among them.
 
 Source: the recurrence of PipeDream (arXiv 1806.03377, section 3.1), for one device a stage.
 """
@@ -34,15 +36,22 @@ class Split:
     period: float
 
 
-def best_split(forward: Sequence[float], backward: Sequence[float], per_batch: Sequence[float], num_stages: int,
-               peaks: Callable[[int, bool], Matrix] | None = None, limit: float = math.inf,
-               slowness: Sequence[float] = ()) -> Split | None:
-    """The split whose slowest stage is the fastest; of equal ones, that whose fullest stage takes the least memory; of
-    these, that whose later stages have fewer blocks. None: nothing fits.
+def best_split(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    per_batch: Sequence[float],
+    num_stages: int,
+    peaks: Callable[[int, bool], Matrix] | None = None,
+    limit: float = math.inf,
+    slowness: Sequence[float] = (),
+) -> Split | None:
+    """The split whose slowest stage is the fastest; of equal ones, that whose fullest stage takes
+    the least memory; of these, that whose later stages have fewer blocks. None: nothing fits.
 
-    forward, backward, per_batch: of each block; the last is what a block adds to a period for its update. peaks(stage,
-    recomputed)[i, j]: bytes that blocks i .. j-1 take there, `limit` at most; left out: nothing. slowness: by stage,
-    what times are there over those given; left out: the same.
+    forward, backward, per_batch: of each block; the last is what a block adds to a period for its
+    update. peaks(stage, recomputed)[i, j]: bytes that blocks i .. j-1 take there, `limit` at most;
+    left out: nothing. slowness: by stage, what times are there over those given; left out: the
+    same.
     """
     if not 1 <= num_stages <= len(forward):
         return None
@@ -56,11 +65,14 @@ def best_split(forward: Sequence[float], backward: Sequence[float], per_batch: S
         """Blocks of a stage that takes so much at most."""
         return int(blocks[min(slowness) * plain <= within].max(initial=1))
 
-    # cut at even shares of all, no stage has a block more than that; where memory forbids it, some may
+    # cut at even shares of all, no stage has a block more than that; where memory forbids it, some
+    # may
     whole = plain if math.isinf(limit) else again
     even = max(slowness) * float(whole[0, -1] / num_stages + np.diag(whole, 1).max())
     for most in (longest(even), len(forward)):
-        costs, uses, memory = _stages(_band(plain, most), _band(again, most), slowness, peaks, limit)
+        costs, uses, memory = _stages(
+            _band(plain, most), _band(again, most), slowness, peaks, limit
+        )
         period, cuts = _smallest_largest(costs, most)
         if period <= even:
             break
@@ -70,7 +82,9 @@ def best_split(forward: Sequence[float], backward: Sequence[float], per_batch: S
         most = longest(period * _EQUAL)
         peak, _ = _smallest_largest(_within(costs, period, memory), most)
         period, cuts = _smallest_largest(_within(memory, peak, costs), most)
-    sizes, recomputed, stop = [], [], len(forward)
+    sizes = []
+    recomputed = []
+    stop = len(forward)
     for stage in reversed(range(num_stages)):
         start = int(cuts[stage][stop])
         sizes.append(stop - start)
@@ -80,17 +94,24 @@ def best_split(forward: Sequence[float], backward: Sequence[float], per_batch: S
 
 
 def _band(matrix: Matrix, most: int) -> Matrix:
-    """[j, n]: a matrix's [j - 1 - n, j], of stages of `most` blocks at most by the block behind them; infinite where
-    there is none."""
+    """[j, n]: a matrix's [j - 1 - n, j], of stages of `most` blocks at most by the block behind
+    them; infinite where there is none."""
     stops = np.arange(len(matrix))[:, None]
     starts = stops - np.arange(1, most + 1)
     return np.where(starts >= 0, matrix[starts, stops], np.inf)
 
 
-def _stages(plain: Matrix, again: Matrix, slowness: Sequence[float], peaks: Callable[[int, bool], Matrix] | None,
-            limit: float) -> tuple[list[Matrix], list[NDArray[np.bool_]], list[Matrix]]:
-    """Bands of each stage: times, where it is recomputed (none: nowhere), and bytes, where there are peaks."""
-    most, slower = plain.shape[1], {slow: plain if slow == 1 else slow * plain for slow in slowness}
+def _stages(
+    plain: Matrix,
+    again: Matrix,
+    slowness: Sequence[float],
+    peaks: Callable[[int, bool], Matrix] | None,
+    limit: float,
+) -> tuple[list[Matrix], list[NDArray[np.bool_]], list[Matrix]]:
+    """Bands of each stage: times, where it is recomputed (none: nowhere), and bytes, where there
+    are peaks."""
+    most = plain.shape[1]
+    slower = {slow: plain if slow == 1 else slow * plain for slow in slowness}
     if peaks is None:
         return [slower[slow] for slow in slowness], [], []
     bands: dict[int, tuple[Matrix, Matrix]] = {}  # by matrix, which is kept
@@ -102,10 +123,15 @@ def _stages(plain: Matrix, again: Matrix, slowness: Sequence[float], peaks: Call
         return bands[id(matrix)][1]
 
     if math.isinf(limit):
-        return [slower[slow] for slow in slowness], [], [band(peaks(s, False)) for s in range(len(slowness))]
+        return (
+            [slower[slow] for slow in slowness],
+            [],
+            [band(peaks(s, False)) for s in range(len(slowness))],
+        )
     keys = []
     for stage, slow in enumerate(slowness):
-        held, least = band(peaks(stage, False)), band(peaks(stage, True))
+        held = band(peaks(stage, False))
+        least = band(peaks(stage, True))
         keys.append(key := (id(held), id(least), slow))
         if key not in found:  # stages that share both share it
             use = ~(held <= limit)
@@ -116,8 +142,8 @@ def _stages(plain: Matrix, again: Matrix, slowness: Sequence[float], peaks: Call
 
 
 def _within(values: Sequence[Matrix], limit: float, others: Sequence[Matrix]) -> list[Matrix]:
-    """Of each stage, its others where its values are within the limit; infinite elsewhere. Stages that share both share
-    it."""
+    """Of each stage, its others where its values are within the limit; infinite elsewhere. Stages
+    that share both share it."""
     known: dict[tuple[int, int], Matrix] = {}
     for value, other in zip(values, others, strict=True):
         if (key := (id(value), id(other))) not in known:
@@ -126,12 +152,14 @@ def _within(values: Sequence[Matrix], limit: float, others: Sequence[Matrix]) ->
 
 
 def _smallest_largest(values: Sequence[Matrix], most: int) -> tuple[float, list[NDArray[np.intp]]]:
-    """The split into stages of `most` blocks at most that makes the largest of their values, in bands, as small as
-    possible: that value, and where each stage is best cut from those before, by the block behind it. Infinite: there is
-    no split."""
+    """The split into stages of `most` blocks at most that makes the largest of their values, in
+    bands, as small as possible: that value, and where each stage is best cut from those before, by
+    the block behind it. Infinite: there is no split."""
     count = len(values[0]) - 1
     stops = np.arange(count + 1)
-    starts = stops[:, None] - np.arange(1, most + 1)  # from the last on, so of the best the last: later stages get less
+    starts = stops[:, None] - np.arange(
+        1, most + 1
+    )  # from the last on, so of the best the last: later stages get less
     worst: Matrix = np.full(count + 1, np.inf)
     worst[0], cuts = 0.0, []
     for value in values:

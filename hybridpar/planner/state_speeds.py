@@ -1,4 +1,5 @@
-"""Measures what moves a rank's state, on all ranks of a job at the same time: they share memory and the disk."""
+"""Measures what moves a rank's state, on all ranks of a job at the same time: they share memory and
+the disk."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from hybridpar.state.store import DiskStore
 from hybridpar.state.tiered import folder_to_measure
 from hybridpar.train.host_forecast import host_speeds
 
-_FILE_BYTES, _QUICK_FILE_BYTES = 64 << 20, 16 << 20
+_FILE_BYTES = 64 << 20
+_QUICK_FILE_BYTES = 16 << 20
 _REPEATS = 3
 
 
@@ -25,18 +27,24 @@ def measure_state(config: Config, world: Axis, *, quick: bool) -> StateSpeeds:
     """Means over the ranks. Collectives: on all ranks of the job."""
     folder = folder_to_measure(config)
     barrier(world)
-    host = host_speeds(config) if config.optim.name != "lamb" else (0.0, 0.0)  # which hosts do not update
+    host = (
+        host_speeds(config) if config.optim.name != "lamb" else (0.0, 0.0)
+    )  # which hosts do not update
     barrier(world)
     file = _file_speeds(folder, _QUICK_FILE_BYTES if quick else _FILE_BYTES)
     everyone = gather_objects((*host, *file), world)
     beside = measure_beside(config, world, folder, quick=quick)
-    return StateSpeeds(*(fmean(speeds) for speeds in zip(*everyone, strict=True)),
-                       *(beside.get(what) for what in ("reads", "writes", "gathers", "sums")))
+    return StateSpeeds(
+        *(fmean(speeds) for speeds in zip(*everyone, strict=True)),
+        *(beside.get(what) for what in ("reads", "writes", "gathers", "sums")),
+    )
 
 
 def _file_speeds(folder: Path, num_bytes: int) -> tuple[float, float]:
-    """Bytes read and written in a second, an item of so many at a time; zeros where there is no room."""
-    region, store = Region(num_bytes), None
+    """Bytes read and written in a second, an item of so many at a time; zeros where there is no
+    room."""
+    region = Region(num_bytes)
+    store = None
     taken: dict[str, list[float]] = {"read": [], "write": []}
     try:
         store = DiskStore(folder, [num_bytes])

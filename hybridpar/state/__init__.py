@@ -1,4 +1,5 @@
-"""The training state of a rank: weight versions, gradients, optimizer state, and which rank updates which part."""
+"""The training state of a rank: weight versions, gradients, optimizer state, and which rank updates
+which part."""
 
 from hybridpar.state.audit import Mismatch, audit_replicas, find_divergence, replicas_along
 from hybridpar.state.gradients import GradientAccumulator
@@ -7,5 +8,15 @@ from hybridpar.state.policy import StatePolicy
 from hybridpar.state.rank import RankState
 from hybridpar.state.reducer import GradientReducer
 
-__all__ = ["GradientAccumulator", "GradientReducer", "Mismatch", "Partition", "RankState", "Route", "StatePolicy",
-           "audit_replicas", "find_divergence", "replicas_along"]
+__all__ = [
+    "GradientAccumulator",
+    "GradientReducer",
+    "Mismatch",
+    "Partition",
+    "RankState",
+    "Route",
+    "StatePolicy",
+    "audit_replicas",
+    "find_divergence",
+    "replicas_along",
+]

@@ -24,9 +24,9 @@ from hybridpar.state.layout import FlatLayout
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a chunk is needed for. parts: the rank's parts that compute with it, ascending; its gradient is final after
-    the backward of the first. group: part of an UPDATE that updates it. stays: it never leaves fast memory. hosted: the
-    host updates it (a master copy's)."""
+    """What a chunk is needed for. parts: the rank's parts that compute with it, ascending; its
+    gradient is final after the backward of the first. group: part of an UPDATE that updates it.
+    stays: it never leaves fast memory. hosted: the host updates it (a master copy's)."""
 
     parts: tuple[int, ...] = (0,)
     group: int = 0
@@ -67,7 +67,8 @@ class Memory:
         return None
 
     def seal(self, allocate: Callable[[], object]) -> None:
-        """Ends the taking of memory. Call it once all state has its own but the optimizer's, which `allocate` takes."""
+        """Ends the taking of memory. Call it once all state has its own but the optimizer's, which
+        `allocate` takes."""
 
     def close(self) -> None:
         """Gives back files and other room outside this process."""
@@ -77,7 +78,8 @@ class Memory:
         return nullcontext()
 
     def writing(self, *views: Tensor) -> AbstractContextManager[object]:
-        """While in it, the chunks of these views are here, and may be written. Only while no plan runs."""
+        """While in it, the chunks of these views are here, and may be written. Only while no plan
+        runs."""
         return nullcontext()
 
     def read(self, view: Tensor) -> Tensor:
@@ -91,23 +93,43 @@ def block_of(name: str) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def cut(layout: FlatLayout, use: Callable[[str], Use], absent: Container[str] = ()) -> tuple[Chunk, ...]:
-    """The layout in chunks: neighbouring parameters of equal use are one. use: by a parameter's name. absent: those
-    that get no memory."""
-    runs = [(key, list(run)) for key, run in groupby(
-        range(len(layout.names)), lambda i: None if layout.names[i] in absent else use(layout.names[i]))]
-    return tuple(Chunk(layout.offsets[run[0]], layout.ends[run[-1]], key) for key, run in runs if key) or (EMPTY,)
+def cut(
+    layout: FlatLayout, use: Callable[[str], Use], absent: Container[str] = ()
+) -> tuple[Chunk, ...]:
+    """The layout in chunks: neighbouring parameters of equal use are one. use: by a parameter's
+    name. absent: those that get no memory."""
+    runs = [
+        (key, list(run))
+        for key, run in groupby(
+            range(len(layout.names)),
+            lambda i: None if layout.names[i] in absent else use(layout.names[i]),
+        )
+    ]
+    return tuple(
+        Chunk(layout.offsets[run[0]], layout.ends[run[-1]], key) for key, run in runs if key
+    ) or (EMPTY,)
 
 
 class Buffer:
     """A flat buffer of a layout: one tensor for each chunk.
 
-    Slices count from the buffer's start and must lie within one chunk. kind: of state, for the memory.
+    Slices count from the buffer's start and must lie within one chunk. kind: of state, for the
+    memory.
     """
 
-    def __init__(self, layout: FlatLayout, dtype: torch.dtype, memory: Memory, chunks: Sequence[Chunk] = (),
-                 kind: str = ""):
-        self.layout, self.memory, self.chunks = layout, memory, tuple(chunks) or (Chunk(0, layout.numel),)
+    def __init__(
+        self,
+        layout: FlatLayout,
+        dtype: torch.dtype,
+        memory: Memory,
+        chunks: Sequence[Chunk] = (),
+        kind: str = "",
+    ):
+        self.layout, self.memory, self.chunks = (
+            layout,
+            memory,
+            tuple(chunks) or (Chunk(0, layout.numel),),
+        )
         self.tensors = [memory.zeros(kind, chunk, dtype) for chunk in self.chunks]
 
     def __getitem__(self, where: slice) -> Tensor:
@@ -117,7 +139,9 @@ class Buffer:
             return self.tensors[number][where.start - start : where.stop - start]
 
     def _number(self, start: int, stop: int) -> int:
-        for number in reversed(range(len(self.chunks))):  # an empty slice belongs to the chunk that it begins
+        for number in reversed(
+            range(len(self.chunks))
+        ):  # an empty slice belongs to the chunk that it begins
             chunk = self.chunks[number]
             if chunk.start <= start <= stop <= chunk.stop:
                 return number
@@ -129,10 +153,13 @@ class Buffer:
 
     def views(self, names: Container[str] | None = None) -> dict[str, Tensor]:
         """The views of these parameters (None: of all), in the order of the layout."""
-        layout, found = self.layout, dict[str, Tensor]()
-        places = [(name, shape, offset, offset + prod(shape))
-                  for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=True)
-                  if names is None or name in names]
+        layout = self.layout
+        found = dict[str, Tensor]()
+        places = [
+            (name, shape, offset, offset + prod(shape))
+            for name, shape, offset in zip(layout.names, layout.shapes, layout.offsets, strict=True)
+            if names is None or name in names
+        ]
         for number, inside in groupby(places, lambda place: self._number(*place[2:])):
             with self.memory.viewing(self.tensors[number]):  # once, not for each
                 found |= {name: self[start:stop].view(shape) for name, shape, start, stop in inside}

@@ -1,7 +1,9 @@
-"""The two tiers of a GPU's state: its memory, and pinned host memory. The same items move as on a CPU (tiered.py).
+"""The two tiers of a GPU's state: its memory, and pinned host memory. The same items move as on a
+CPU (tiered.py).
 
-An item's memory is its tensor's storage, which is empty while the item is away: so views stay views. An item leaves
-once the launch thread's stream has passed its release, and copies each way have a stream.
+An item's memory is its tensor's storage, which is empty while the item is away: so views stay
+views. An item leaves once the launch thread's stream has passed its release, and copies each way
+have a stream.
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ from hybridpar.state.tiered import TieredMemory, slow_folder
 from hybridpar.state.tiers import Tiers
 
 
-def state_memory(config: Config, device: torch.device, policy: StatePolicy) -> TieredMemory | WholeChunks | None:
+def state_memory(
+    config: Config, device: torch.device, policy: StatePolicy
+) -> TieredMemory | WholeChunks | None:
     """The configured memory of a rank's state; None: the device's."""
-    budget, whole = config.memory.budget, WholeChunks(device, policy) if policy.moves else None
+    budget = config.memory.budget
+    whole = WholeChunks(device, policy) if policy.moves else None
     if not budget:
         return whole
     if device.type == "cpu":
@@ -105,19 +110,29 @@ class DeviceTieredMemory(TieredMemory):
     def _region(self, num_bytes: int) -> TensorRegion:
         with on(self._stream):
             found = TensorRegion(
-                torch.empty(padded(max(num_bytes, 1)), dtype=torch.uint8, device=self.device), self._stream)
+                torch.empty(padded(max(num_bytes, 1)), dtype=torch.uint8, device=self.device),
+                self._stream,
+            )
         found.give_back()
         return found
 
     def _make_tiers(self, pinned: frozenset[int], sizes: Sequence[int]) -> Tiers:
         mark = (lambda: _Passed(self.device)) if _is_late(self.device) else None
-        tiers = Tiers(self._regions, pinned, self.room_bytes, HostStore(sizes, self.device), DevicePages(), mark)
+        tiers = Tiers(
+            self._regions,
+            pinned,
+            self.room_bytes,
+            HostStore(sizes, self.device),
+            DevicePages(),
+            mark,
+        )
         for number in pinned:
             tiers.items[number].region.clear()
         return tiers
 
     def viewing(self, chunk: Tensor) -> AbstractContextManager[object]:
-        """While in it, views of a chunk can be made. Before `seal` its content is lost afterwards."""
+        """While in it, views of a chunk can be made. Before `seal` its content is lost
+        afterwards."""
         if self._is_whole(chunk):
             return super().viewing(chunk)
         region = self._regions[self.number_of(chunk)]

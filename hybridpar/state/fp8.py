@@ -1,12 +1,13 @@
-"""Quantized forms of a stage's hidden matrices, once for each live version of the weights (train.fp8).
+"""Quantized forms of a stage's hidden matrices, once for each live version of the weights
+(train.fp8).
 
     buffer of version t      [ W ]  --refresh-->  [ W8 by rows | W8^T by rows | scales ]     2 bytes a parameter
     buffer of version t+1    [ W ]  --refresh-->  [ W8 by rows | W8^T by rows | scales ]
     frozen parameters        [ W ]  --refresh-->  [ W8 by rows | W8^T by rows | scales ]     once in all
 
-Whoever writes a buffer of weights marks its quantized forms as stale. The weight store refreshes them before the next
-micro-batch is bound to that version: after the update has arrived from other replicas, and outside of any CUDA graph,
-whose kernels read the quantized buffers in place.
+Whoever writes a buffer of weights marks its quantized forms as stale. The weight store refreshes
+them before the next micro-batch is bound to that version: after the update has arrived from other
+replicas, and outside of any CUDA graph, whose kernels read the quantized buffers in place.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Fp8Weights:
     """Owns the quantized forms of the named parameters of several buffers of weights.
 
     Args:
-        buffers: Leaves of each buffer, by name. Each quantized leaf gets its `Fp8Weight` as an attribute.
+        buffers: Leaves of each buffer, by name. Each quantized leaf gets its `Fp8Weight` as an
+            attribute.
         names: Parameters whose products are in fp8.
     """
 
@@ -54,11 +56,14 @@ class Fp8Weights:
 
     def tensors(self) -> list[Tensor]:
         """All quantized buffers and scales."""
-        return [tensor for weights in self._weights for weight in weights for tensor in weight.tensors()]
+        return [
+            tensor for weights in self._weights for weight in weights for tensor in weight.tensors()
+        ]
 
 
 def fp8_parameters(stage: nn.Module) -> set[str]:
-    """Return the names of the hidden matrices of hybridpar's linear layers whose sizes fit fp8 products."""
+    """Return the names of the hidden matrices of hybridpar's linear layers whose sizes fit fp8
+    products."""
     found = set[str]()
     for name, module in stage.named_modules():
         if isinstance(module, _LAYERS):
@@ -69,10 +74,13 @@ def fp8_parameters(stage: nn.Module) -> set[str]:
 
 
 def unquantized_layers(stage: nn.Module) -> list[str]:
-    """Return the names of the linear layers, besides embedding and head, whose products are not in fp8."""
+    """Return the names of the linear layers, besides embedding and head, whose products are not in
+    fp8."""
     found = []
     for name, module in stage.named_modules():
         is_hidden = isinstance(module, _LAYERS) and module.placements["weight"].matrices
-        if (is_hidden or isinstance(module, nn.Linear)) and getattr(module.weight, WEIGHT, None) is None:
+        if (is_hidden or isinstance(module, nn.Linear)) and getattr(
+            module.weight, WEIGHT, None
+        ) is None:
             found.append(name)
     return found

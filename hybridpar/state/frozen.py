@@ -4,8 +4,9 @@
     weights/1   [ trained ]     version t+1
     frozen/0    [ frozen  ]     of both: nothing updates it, so it has neither gradients, master copy nor moments
 
-Micro-batches compute with it in the precision of the other weights. Where replicas share the weights (ZeRO-3), a rank
-keeps its share, and whole chunks are gathered and dropped together with the trained ones of their part.
+Micro-batches compute with it in the precision of the other weights. Where replicas share the
+weights (ZeRO-3), a rank keeps its share, and whole chunks are gathered and dropped together with
+the trained ones of their part.
 """
 
 from __future__ import annotations
@@ -25,21 +26,35 @@ from hybridpar.state.shares import FROZEN, Shares
 class FrozenWeights:
     """Holds a stage's frozen parameters and binds them to the modules once.
 
-    `partition`: of their layout; the part of it that this rank keeps where replicas share the weights (`splits`).
-    `uses`: of parameters, by name. `leaves`: by name, whole; they need no gradient. `shares`: this rank's part of the
-    buffer, or none. A stage without frozen parameters has no buffer.
+    `partition`: of their layout; the part of it that this rank keeps where replicas share the
+    weights (`splits`). `uses`: of parameters, by name. `leaves`: by name, whole; they need no
+    gradient. `shares`: this rank's part of the buffer, or none. A stage without frozen parameters
+    has no buffer.
     """
 
-    def __init__(self, parameters: StageParameters, partition: Partition, memory: Memory, uses: Callable[[str], Use],
-                 *, splits: bool = False):
-        layout, self.dtype, self.master_dtype = parameters.frozen, parameters.dtype, parameters.master_dtype
-        self.partition, self.memory, self._uses = partition, memory, uses
+    def __init__(
+        self,
+        parameters: StageParameters,
+        partition: Partition,
+        memory: Memory,
+        uses: Callable[[str], Use],
+        *,
+        splits: bool = False,
+    ):
+        layout = parameters.frozen
+        self.dtype = parameters.dtype
+        self.master_dtype = parameters.master_dtype
+        self.partition = partition
+        self.memory = memory
+        self._uses = uses
         self.buffers: list[Buffer] = []
         self.leaves: dict[str, Tensor] = {}
         if layout.names:
             self.buffers.append(Buffer(layout, self.dtype, memory, cut(layout, uses), FROZEN))
             self.leaves = {name: view.detach() for name, view in self.buffers[0].views().items()}
-        self.shares = Shares.of(partition, self.buffers, memory, FROZEN.partition("/")[0], split=splits)
+        self.shares = Shares.of(
+            partition, self.buffers, memory, FROZEN.partition("/")[0], split=splits
+        )
         for table, key, name in parameters.places:
             if name in self.leaves:
                 table[key] = self.leaves[name]  # type: ignore[assignment]

@@ -16,44 +16,73 @@ from hybridpar.state.layout import FlatLayout
 
 
 class GradientAccumulator:
-    """Connects parameter leaves to flat gradient buffers, one for each batch that may be accumulating or reducing.
+    """Connects parameter leaves to flat gradient buffers, one for each batch that may be
+    accumulating or reducing.
 
-    Leaves of the buffers' dtype (`layout.dtype`) get a view as their `.grad`, and autograd adds into it in place.
-    Leaves of a lower precision have their gradient added to the view by a hook, and freed, in every backward. Several
-    sets of leaves (weight versions) may be bound to one buffer in turn.
+    Leaves of the buffers' dtype (`layout.dtype`) get a view as their `.grad`, and autograd adds
+    into it in place. Leaves of a lower precision have their gradient added to the view by a hook,
+    and freed, in every backward. Several sets of leaves (weight versions) may be bound to one
+    buffer in turn.
 
-    For each batch: `begin(i)`, `bind(leaves, i)` before its first backward, `arm(callback)` before its last and
-    `finish(i)` after it. A parameter's first gradient of a batch overwrites the old one, which saves a pass to empty
-    the buffer. A parameter used several times in a graph is reported once in each backward, when its gradient is
-    complete; one that gets no gradient is not reported. Backward must not build a graph itself (create_graph), and
-    gradients must come from `backward`, not from torch.autograd.grad.
+    For each batch: `begin(i)`, `bind(leaves, i)` before its first backward, `arm(callback)` before
+    its last and `finish(i)` after it. A parameter's first gradient of a batch overwrites the old
+    one, which saves a pass to empty the buffer. A parameter used several times in a graph is
+    reported once in each backward, when its gradient is complete; one that gets no gradient is not
+    reported. Backward must not build a graph itself (create_graph), and gradients must come from
+    `backward`, not from torch.autograd.grad.
 
-    With `defers`, `bind` comes before every backward. Parts that are given to a sink (nn.matmul.SINK) may wait: those
-    of the backward that follows `collect(key)` are added by `apply(key)`, in the same order, to the same bits. Some
-    parts are still added at once, but none of the parameters in `tied`, which are used in several places.
+    With `defers`, `bind` comes before every backward. Parts that are given to a sink
+    (nn.matmul.SINK) may wait: those of the backward that follows `collect(key)` are added by
+    `apply(key)`, in the same order, to the same bits. Some parts are still added at once, but none
+    of the parameters in `tied`, which are used in several places.
 
     With `pieces`, a micro-batch has so many backwards, each through a graph of its own.
 
-    Parts of the parameters in `factored` are never added up: `parts(index)` has them, in the order of the backwards,
-    and whoever takes them writes the view. Those in `absent` have none, and no memory in `chunks`.
+    Parts of the parameters in `factored` are never added up: `parts(index)` has them, in the order
+    of the backwards, and whoever takes them writes the view. Those in `absent` have none, and no
+    memory in `chunks`.
     """
 
-    def __init__(self, layout: FlatLayout, memory: Memory | None = None, num_buffers: int = 1, *,
-                 chunks: Sequence[Chunk] = (), defers: bool = False, factored: frozenset[str] = frozenset(),
-                 absent: frozenset[str] = frozenset(), tied: frozenset[str] = frozenset(), pieces: int = 1):
+    def __init__(
+        self,
+        layout: FlatLayout,
+        memory: Memory | None = None,
+        num_buffers: int = 1,
+        *,
+        chunks: Sequence[Chunk] = (),
+        defers: bool = False,
+        factored: frozenset[str] = frozenset(),
+        absent: frozenset[str] = frozenset(),
+        tied: frozenset[str] = frozenset(),
+        pieces: int = 1,
+    ):
         assert num_buffers in (1, 2), num_buffers
-        self.layout, self.defers, self.factored, self.absent, self.tied = layout, defers, factored, absent, tied
-        self.buffers = tuple(Buffer(layout, layout.dtype, memory or Memory(), chunks, f"gradients/{i}")
-                             for i in range(num_buffers))
+        self.layout = layout
+        self.defers = defers
+        self.factored = factored
+        self.absent = absent
+        self.tied = tied
+        self.buffers = tuple(
+            Buffer(layout, layout.dtype, memory or Memory(), chunks, f"gradients/{i}")
+            for i in range(num_buffers)
+        )
         self.collecting: dict[str, list[Part]] | None = None
         """Parts that wait of the backward that runs, by parameter; None: none wait."""
-        self._waiting: dict[Hashable, tuple[int, dict[str, list[Part]]]] = {}  # by key: buffer, and parts
+        self._waiting: dict[
+            Hashable, tuple[int, dict[str, list[Part]]]
+        ] = {}  # by key: buffer, and parts
         self.on_final: Callable[[str], None] | None = None
-        self._apply_with: Callable[[dict[str, list[Part]], int, Callable[[], None]], None] | None = None
-        self._pieces, self._reports = pieces, Counter[str]()  # of the armed backward, by parameter
+        self._apply_with: (
+            Callable[[dict[str, list[Part]], int, Callable[[], None]], None] | None
+        ) = None
+        # of the armed backward, by parameter
+        self._pieces = pieces
+        self._reports = Counter[str]()
         self._parts: tuple[dict[str, list[Part]], ...] = tuple({} for _ in self.buffers)
         self._views = tuple(buffer.views(set(layout.names) - absent) for buffer in self.buffers)
-        self._void: tuple[set[str], ...] = tuple(set() for _ in self.buffers)  # parameters without a gradient so far
+        self._void: tuple[set[str], ...] = tuple(
+            set() for _ in self.buffers
+        )  # parameters without a gradient so far
         self._bound_leaves: Mapping[str, Tensor] | None = None
         self._bound_index = 0
 
@@ -62,7 +91,8 @@ class GradientAccumulator:
         return batch % len(self.buffers)
 
     def views(self, index: int) -> dict[str, Tensor]:
-        """Every parameter's gradient in buffer `index`, in the order of the layout, but for those `absent`."""
+        """Every parameter's gradient in buffer `index`, in the order of the layout, but for those
+        `absent`."""
         return self._views[index]
 
     def missing(self, index: int) -> set[str]:
@@ -85,7 +115,8 @@ class GradientAccumulator:
         self.collecting = None
         if leaves is self._bound_leaves and index == self._bound_index:
             return
-        self._bound_leaves, self._bound_index = leaves, index
+        self._bound_leaves = leaves
+        self._bound_index = index
         views = self._views[index]
         names = views.keys() | self.absent
         assert leaves.keys() == names, f"leaves and layout differ: {sorted(leaves.keys() ^ names)}"
@@ -96,7 +127,8 @@ class GradientAccumulator:
                 hook = (_Report if in_place else _AddAndReport)(self, name)
                 leaf.register_post_accumulate_grad_hook(hook)
                 setattr(leaf, SINK, hook)
-            hook.view, hook.void = views.get(name), self._void[index]
+            hook.view = views.get(name)
+            hook.void = self._void[index]
             leaf.grad = hook.view if type(hook) is _Report and name not in hook.void else None
 
     def waits(self, name: str) -> bool:
@@ -104,7 +136,8 @@ class GradientAccumulator:
         return name in self.tied or any(name in parts for _, parts in self._waiting.values())
 
     def collect(self, key: Hashable) -> None:
-        """Makes the parts that a sink takes in the next backward through the bound leaves wait for `apply`."""
+        """Makes the parts that a sink takes in the next backward through the bound leaves wait for
+        `apply`."""
         assert self.defers, "parts of gradients are added at once"
         assert key not in self._waiting, f"parts of {key} wait already"
         self.collecting = {}
@@ -112,7 +145,8 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def apply(self, key: Hashable) -> None:
-        """Adds the parts that wait since `collect(key)`. A parameter that has some is reported now, after its last."""
+        """Adds the parts that wait since `collect(key)`. A parameter that has some is reported now,
+        after its last."""
         index, waiting = self._waiting.pop(key)
 
         def add() -> None:
@@ -127,12 +161,16 @@ class GradientAccumulator:
         else:
             self._apply_with(waiting, index, add)
 
-    def apply_with(self, add: Callable[[dict[str, list[Part]], int, Callable[[], None]], None]) -> None:
-        """Call `add` with waiting parts, their buffer, and a function that adds them, instead of that function."""
+    def apply_with(
+        self, add: Callable[[dict[str, list[Part]], int, Callable[[], None]], None]
+    ) -> None:
+        """Call `add` with waiting parts, their buffer, and a function that adds them, instead of
+        that function."""
         self._apply_with = add
 
     def take(self, name: str, part: Part, index: int | None = None) -> None:
-        """Adds a part to buffer `index` (None: the bound one), or keeps it where the parameter is `factored`."""
+        """Adds a part to buffer `index` (None: the bound one), or keeps it where the parameter is
+        `factored`."""
         index = self._bound_index if index is None else index
         void = self._void[index]
         if name in self.factored:
@@ -142,24 +180,27 @@ class GradientAccumulator:
         void.discard(name)
 
     def parts(self, index: int) -> dict[str, list[Part]]:
-        """The parts of the batch in buffer `index` that are not added up, by parameter; to be taken away."""
+        """The parts of the batch in buffer `index` that are not added up, by parameter; to be taken
+        away."""
         return self._parts[index]
 
     def arm(self, on_final: Callable[[str], None] | None) -> None:
-        """The next backward is the last of its batch: `on_final(name)` is called as gradients become final in it. None:
-        it is not the last."""
+        """The next backward is the last of its batch: `on_final(name)` is called as gradients
+        become final in it. None: it is not the last."""
         self.on_final = on_final
         self._reports.clear()
 
     def report(self, name: str) -> None:
-        """Notes that a graph has completed a parameter's gradient; the micro-batch's last graph makes it final."""
+        """Notes that a graph has completed a parameter's gradient; the micro-batch's last graph
+        makes it final."""
         if self.on_final is not None:
             self._reports[name] += 1
             if self._reports[name] % self._pieces == 0:
                 self.on_final(name)
 
     def renew(self, index: int, names: Iterable[str]) -> None:
-        """Makes the gradients of these parameters in buffer `index` void, in the middle of a batch."""
+        """Makes the gradients of these parameters in buffer `index` void, in the middle of a
+        batch."""
         names = list(names)
         self._void[index].update(names)
         if self._bound_leaves is not None and self._bound_index == index:
@@ -167,8 +208,11 @@ class GradientAccumulator:
                 self._bound_leaves[name].grad = None
 
     def finish(self, index: int, names: Iterable[str] | None = None) -> None:
-        """Ends the batch: parameters (or these) without a gradient get zero; no backward reports until armed."""
-        assert all(buffer != index for buffer, _ in self._waiting.values()), "parts of this batch still wait"
+        """Ends the batch: parameters (or these) without a gradient get zero; no backward reports
+        until armed."""
+        assert all(buffer != index for buffer, _ in self._waiting.values()), (
+            "parts of this batch still wait"
+        )
         self.on_final = None
         self.settle(index, self.layout.names if names is None else names)
 
@@ -181,7 +225,8 @@ class GradientAccumulator:
 
 
 class _Report:
-    """Runs after autograd has accumulated into a leaf's `.grad`: 0.7 us for each parameter in each backward."""
+    """Runs after autograd has accumulated into a leaf's `.grad`: 0.7 us for each parameter in each
+    backward."""
 
     __slots__ = ("name", "owner", "view", "void")
 
@@ -192,8 +237,8 @@ class _Report:
         self.void: set[str]
 
     def add(self, part: Part, now: bool = False) -> None:
-        """Takes a part that is written into the buffer itself (see nn.matmul.SINK), at once or later. now: at once,
-        unless earlier ones wait."""
+        """Takes a part that is written into the buffer itself (see nn.matmul.SINK), at once or
+        later. now: at once, unless earlier ones wait."""
         waiting = self.owner.collecting
         if waiting is not None and (not now or self.owner.waits(self.name)):
             waiting.setdefault(self.name, []).append(_detached(part))
@@ -203,15 +248,20 @@ class _Report:
     def __call__(self, leaf: Tensor) -> None:
         gradient = leaf.grad
         assert gradient is not None
-        if gradient is not self.view:  # the batch's first backward; what a sink takes is in the view already
+        if (
+            gradient is not self.view
+        ):  # the batch's first backward; what a sink takes is in the view already
             self._store(gradient)
             leaf.grad = self.view
         self.owner.report(self.name)
 
     def _store(self, gradient: Tensor) -> None:
         if not gradient.is_sparse and self.name in self.owner.factored:
-            rule = (f"requires the gradient of {self.name} as factors, and a block computes with this weight outside "
-                    "its layer's forward")
+            rule = (
+                f"requires the gradient of {self.name} as factors, and a block computes with this "
+                "weight outside "
+                "its layer's forward"
+            )
             raise config_error("compression.gradients", "sbpca", rule, "powersgd")
         if self.view is None:
             return
@@ -237,12 +287,14 @@ class _Dense(NamedTuple):
 
 
 class _AddAndReport(_Report):
-    """The same for leaves of lower precision than the buffer, and for those whose parts may wait."""
+    """The same for leaves of lower precision than the buffer, and for those whose parts may
+    wait."""
 
     __slots__ = ()
 
     def __call__(self, leaf: Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
+        gradient = leaf.grad
+        leaf.grad = None
         assert gradient is not None
         if (waiting := self.owner.collecting) is not None and self.name in waiting:
             if not gradient.is_sparse:

@@ -28,16 +28,26 @@ class Stored(Protocol):
     def read(self, slot: ParameterSlot, kind: str, what: str = "") -> Tensor: ...
     def keeps(self, slot: ParameterSlot, kind: str, what: str) -> bool:
         """Whether such a tensor was kept for this parameter, or for any other one beside it."""
+
     def share(self, slot: ParameterSlot, kind: str) -> Tensor | None:
-        """The sum of this rank's share of the tensors kept by the ranks that sum a parameter's gradient."""
+        """The sum of this rank's share of the tensors kept by the ranks that sum a parameter's
+        gradient."""
+
     def same(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
-        """The tensor kept by the rank at the same place in a grid of the same size; None: there was none."""
+        """The tensor kept by the rank at the same place in a grid of the same size; None: there was
+        none."""
+
     def alike(self, slot: ParameterSlot, kind: str, what: str) -> Tensor | None:
-        """The tensor kept by all ranks with the same part of the parameter; None: no rank had that part."""
+        """The tensor kept by all ranks with the same part of the parameter; None: no rank had that
+        part."""
+
     def newest(self, slot: ParameterSlot) -> Tensor:
         """The newest weights, neither rounded nor predicted."""
+
     def common(self, slot: ParameterSlot) -> Tensor:
-        """The weights that all sites had in common last: the anchor, or of one site the newest weights."""
+        """The weights that all sites had in common last: the anchor, or of one site the newest
+        weights."""
+
     def version(self, slot: ParameterSlot, version: int) -> Tensor:
         """The weights that the new run takes for that version."""
 
@@ -60,10 +70,11 @@ class Holder(Protocol):
 class StateKind(ABC):
     """One kind of state, of one rank.
 
-    name: first part of its tensors' keys. form: the rest. what: pattern of the part of a key that tells a parameter's
-    tensors apart. whole: its tensors are whole local parameters, on all replicas; else this rank has only the parts
-    that it owns. differs: every replica has tensors of its own. joint: all sites have the same. shaped: tensors have
-    the parameters' shapes. saved: checkpoints have it. column: where the memory report shows it.
+    name: first part of its tensors' keys. form: the rest. what: pattern of the part of a key that
+    tells a parameter's tensors apart. whole: its tensors are whole local parameters, on all
+    replicas; else this rank has only the parts that it owns. differs: every replica has tensors of
+    its own. joint: all sites have the same. shaped: tensors have the parameters' shapes. saved:
+    checkpoints have it. column: where the memory report shows it.
     """
 
     name: ClassVar[str]
@@ -86,8 +97,11 @@ class StateKind(ABC):
 
     @classmethod
     def parse(cls, rest: str) -> tuple[str, str]:
-        """The parameter and `what` of a key without the kind's name. Raises: ValueError if it is no key."""
-        pattern = cls.form.replace(".", r"\.").format(parameter="(?P<parameter>.+)", what=f"(?P<what>{cls.what})")
+        """The parameter and `what` of a key without the kind's name. Raises: ValueError if it is no
+        key."""
+        pattern = cls.form.replace(".", r"\.").format(
+            parameter="(?P<parameter>.+)", what=f"(?P<what>{cls.what})"
+        )
         if (match := re.fullmatch(pattern, rest)) is None:
             raise ValueError(f"{rest!r} is not {cls.form}")
         return match["parameter"], match.groupdict().get("what", "")
@@ -123,7 +137,11 @@ class BufferKind(StateKind):
 
     def tensors(self) -> dict[str, Tensor]:
         buffer = self.buffer()
-        return {} if buffer is None else {self.key(name): view for name, view in buffer.views().items()}
+        return (
+            {}
+            if buffer is None
+            else {self.key(name): view for name, view in buffer.views().items()}
+        )
 
     def memory(self) -> list[Tensor]:
         buffer = self.buffer()
@@ -143,10 +161,12 @@ class RoomKind(StateKind):
 
 
 class Under(Mapping[str, Tensor]):
-    """The tensors whose names begin with `prefix`, by the rest of their names; each is fetched when it is read."""
+    """The tensors whose names begin with `prefix`, by the rest of their names; each is fetched when
+    it is read."""
 
     def __init__(self, prefix: str, tensors: Mapping[str, Tensor]):
-        self._prefix, self._tensors = prefix, tensors
+        self._prefix = prefix
+        self._tensors = tensors
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[self._prefix + name]
@@ -155,7 +175,11 @@ class Under(Mapping[str, Tensor]):
         return f"{self._prefix}{name}" in self._tensors
 
     def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix(self._prefix) for name in self._tensors if name.startswith(self._prefix))
+        return (
+            name.removeprefix(self._prefix)
+            for name in self._tensors
+            if name.startswith(self._prefix)
+        )
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

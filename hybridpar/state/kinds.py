@@ -39,10 +39,14 @@ from hybridpar.state.weights import copy_all
 
 
 class WeightVersions(StateKind):
-    """Every live version of the weights, in the working precision; frozen parameters once, with the newest."""
+    """Every live version of the weights, in the working precision; frozen parameters once, with the
+    newest."""
 
-    name, column, whole = "weights", "weights", True
-    form, what = "{what}/{parameter}", r"\d+"
+    name = "weights"
+    column = "weights"
+    whole = True
+    form = "{what}/{parameter}"
+    what = r"\d+"
 
     @classmethod
     def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
@@ -50,13 +54,17 @@ class WeightVersions(StateKind):
 
     def tensors(self) -> dict[str, Tensor]:
         store = self.holder.weights
-        return {self.key(name, str(version)): leaf.detach()
-                for version in store.live_versions for name, leaf in store.kept(version).items()} | {
-            self.key(name, str(store.newest)): leaf for name, leaf in store.frozen.kept().items()}
+        return {
+            self.key(name, str(version)): leaf.detach()
+            for version in store.live_versions
+            for name, leaf in store.kept(version).items()
+        } | {self.key(name, str(store.newest)): leaf for name, leaf in store.frozen.kept().items()}
 
     def memory(self) -> list[Tensor]:
         store = self.holder.weights
-        return _kept(store.buffers, store.is_kept) + _kept(store.frozen.buffers, store.frozen.is_kept)
+        return _kept(store.buffers, store.is_kept) + _kept(
+            store.frozen.buffers, store.frozen.is_kept
+        )
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
         for version in versions:
@@ -65,56 +73,92 @@ class WeightVersions(StateKind):
 
 
 class WeightShares(WeightVersions):
-    """This rank's parts of every live version of the weights, in the working precision, where replicas share them."""
+    """This rank's parts of every live version of the weights, in the working precision, where
+    replicas share them."""
 
-    name, whole = "shares", False
+    name = "shares"
+    whole = False
 
     def tensors(self) -> dict[str, Tensor]:
         store = self.holder.weights
-        return {self.key(name, str(version)): view for version in store.live_versions if store.shares
-                for name, view in store.shares[store.slot(version)].views.items()} | {
-            self.key(name, str(store.newest)): view for name, view in store.frozen.shared().items()}
+        return {
+            self.key(name, str(version)): view
+            for version in store.live_versions
+            if store.shares
+            for name, view in store.shares[store.slot(version)].views.items()
+        } | {
+            self.key(name, str(store.newest)): view for name, view in store.frozen.shared().items()
+        }
 
     def memory(self) -> list[Tensor]:
         store = self.holder.weights
-        return [tensor for shares in (*store.shares, *store.frozen.shares) for tensor in shares.buffer.tensors]
+        return [
+            tensor
+            for shares in (*store.shares, *store.frozen.shares)
+            for tensor in shares.buffer.tensors
+        ]
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
         store = self.holder.weights
         for version in versions if store.shares else ():
-            copy_all(store.shares[store.slot(version)].views, Under(f"{version}/", tensors),
-                     f"shares of version {version}", self.holder.memory)
-        copy_all(store.frozen.shared(), Under(f"{versions[-1]}/", tensors), "shares of frozen weights",
-                 self.holder.memory)
+            copy_all(
+                store.shares[store.slot(version)].views,
+                Under(f"{version}/", tensors),
+                f"shares of version {version}",
+                self.holder.memory,
+            )
+        copy_all(
+            store.frozen.shared(),
+            Under(f"{versions[-1]}/", tensors),
+            "shares of frozen weights",
+            self.holder.memory,
+        )
 
 
 class Gradients(StateKind):
     """The gradients of the batches that are being accumulated or reduced, by buffer."""
 
-    name, column, whole, saved = "gradients", "gradients", True, False
-    form, what = "{what}/{parameter}", r"\d+"
+    name = "gradients"
+    column = "gradients"
+    whole = True
+    saved = False
+    form = "{what}/{parameter}"
+    what = r"\d+"
 
     def tensors(self) -> dict[str, Tensor]:
         gradients = self.holder.gradients
-        return {self.key(name, str(i)): view
-                for i in range(len(gradients.buffers)) for name, view in gradients.views(i).items()}
+        return {
+            self.key(name, str(i)): view
+            for i in range(len(gradients.buffers))
+            for name, view in gradients.views(i).items()
+        }
 
     def memory(self) -> list[Tensor]:
-        own = [tensor for buffer in {id(shares.buffer): shares.buffer for shares in self.holder.shares}.values()
-               for tensor in buffer.tensors]
+        own = [
+            tensor
+            for buffer in {
+                id(shares.buffer): shares.buffer for shares in self.holder.shares
+            }.values()
+            for tensor in buffer.tensors
+        ]
         return _kept(self.holder.gradients.buffers, self.holder.is_kept) + own
 
 
 def _kept(buffers: Iterable[Buffer], is_kept: Callable[[Use], bool]) -> list[Tensor]:
     """Memory of the chunks that are always whole."""
-    return [tensor for buffer in buffers for chunk, tensor in zip(buffer.chunks, buffer.tensors, strict=True)
-            if is_kept(chunk.use)]
+    return [
+        tensor
+        for buffer in buffers
+        for chunk, tensor in zip(buffer.chunks, buffer.tensors, strict=True)
+        if is_kept(chunk.use)
+    ]
 
 
 class Master(StateKind):
     """The newest weights in full precision, if the working ones are rounded or predicted."""
 
-    name, column = "master", "master"
+    name = "master"
+    column = "master"
 
     @classmethod
     def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
@@ -137,19 +181,25 @@ class Master(StateKind):
 class OptimizerState(StateKind):
     """Tensors that the optimizer keeps for each parameter, say 'exp_avg'."""
 
-    name, form = "optimizer", "{parameter}.{what}"
+    name = "optimizer"
+    form = "{parameter}.{what}"
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f"{self.name}/{key}": tensor for key, tensor in self.holder.optimizer.state_tensors().items()}
+        return {
+            f"{self.name}/{key}": tensor
+            for key, tensor in self.holder.optimizer.state_tensors().items()
+        }
 
     def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int) -> None:
         self.holder.optimizer.load_state_tensors(tensors, num_updates)
 
 
 class Anchor(BufferKind):
-    """The weights that sites had in common last, fragment by fragment, in the precision of the master copy."""
+    """The weights that sites had in common last, fragment by fragment, in the precision of the
+    master copy."""
 
-    name, joint = "anchor", True
+    name = "anchor"
+    joint = True
 
     @classmethod
     def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
@@ -162,7 +212,8 @@ class Anchor(BufferKind):
 class OuterMomentum(BufferKind):
     """The momentum of the outer step."""
 
-    name, joint = "outer", True
+    name = "outer"
+    joint = True
 
     def buffer(self) -> Buffer | None:
         return None if self.holder.outer is None else self.holder.outer.momentum
@@ -184,7 +235,8 @@ class Sent(StateKind):
 
 
 class OuterRemainder(BufferKind):
-    """What lossy messages to other sites have left out so far; for one under way, what it was made of."""
+    """What lossy messages to other sites have left out so far; for one under way, what it was made
+    of."""
 
     name = "remainder"
 
@@ -195,7 +247,9 @@ class OuterRemainder(BufferKind):
 class Unsent(StateKind):
     """The gradients that this rank has not sent, in the units of their sum over replicas."""
 
-    name, whole, differs = "feedback", True, True
+    name = "feedback"
+    whole = True
+    differs = True
 
     @classmethod
     def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
@@ -203,8 +257,11 @@ class Unsent(StateKind):
 
     def tensors(self) -> dict[str, Tensor]:
         compression = self.holder.compression
-        return {} if compression is None else {
-            self.key(name): tensor for name, tensor in compression.feedback.kept.items()}
+        return (
+            {}
+            if compression is None
+            else {self.key(name): tensor for name, tensor in compression.feedback.kept.items()}
+        )
 
     def memory(self) -> list[Tensor]:
         compression = self.holder.compression
@@ -212,9 +269,14 @@ class Unsent(StateKind):
 
 
 class Learned(StateKind):
-    """What the compression of gradients has learned of each parameter; its memory is counted with `Unsent`."""
+    """What the compression of gradients has learned of each parameter; its memory is counted with
+    `Unsent`."""
 
-    name, form, whole, differs, shaped = "learned", "{parameter}.{what}", True, True, False
+    name = "learned"
+    form = "{parameter}.{what}"
+    whole = True
+    differs = True
+    shaped = False
 
     @classmethod
     def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
@@ -222,8 +284,14 @@ class Learned(StateKind):
 
     def tensors(self) -> dict[str, Tensor]:
         compression = self.holder.compression
-        return {} if compression is None or compression.method.factored == self.differs else {
-            f"{self.name}/{name}": tensor for name, tensor in compression.feedback.learned.items()}
+        return (
+            {}
+            if compression is None or compression.method.factored == self.differs
+            else {
+                f"{self.name}/{name}": tensor
+                for name, tensor in compression.feedback.learned.items()
+            }
+        )
 
     def memory(self) -> list[Tensor]:
         return []
@@ -237,7 +305,8 @@ class Learned(StateKind):
 class Bases(Learned):
     """The same, for methods that learn from what all replicas have in common."""
 
-    name, differs = "basis", False
+    name = "basis"
+    differs = False
 
     @classmethod
     def restate(cls, stored: Stored, slot: ParameterSlot, what: str) -> Tensor | None:
@@ -247,7 +316,8 @@ class Bases(Learned):
 class Messages(RoomKind):
     """Room for compressed gradients of all replicas, and for their remainders."""
 
-    name, column = "messages", "gradients"
+    name = "messages"
+    column = "gradients"
 
     def memory(self) -> list[Tensor]:
         compression = self.holder.compression
@@ -260,14 +330,22 @@ class HostRoom(RoomKind):
     name = "host"
 
     def memory(self) -> list[Tensor]:
-        host, made = self.holder.host, self.holder.weights.made
-        return [tensor for buffer in (host and host.staging, made) if buffer for tensor in buffer.tensors]
+        host = self.holder.host
+        made = self.holder.weights.made
+        return [
+            tensor
+            for buffer in (host and host.staging, made)
+            if buffer
+            for tensor in buffer.tensors
+        ]
 
 
 class QuantizedWeights(RoomKind):
     """Quantized forms of hidden matrices, which are made from the weights again (train.fp8)."""
 
-    name, column = "fp8", "gradients"  # not the column of weights, of which checkpoints have a copy
+    # not the column of weights, of which checkpoints have a copy
+    name = "fp8"
+    column = "gradients"
 
     def memory(self) -> list[Tensor]:
         fp8 = self.holder.weights.fp8
@@ -275,8 +353,22 @@ class QuantizedWeights(RoomKind):
 
 
 KINDS: tuple[type[StateKind], ...] = (
-    WeightVersions, WeightShares, Gradients, Master, OptimizerState, Anchor, OuterMomentum, Sent, OuterRemainder,
-    Unsent, Learned, Bases, Messages, HostRoom, QuantizedWeights)
+    WeightVersions,
+    WeightShares,
+    Gradients,
+    Master,
+    OptimizerState,
+    Anchor,
+    OuterMomentum,
+    Sent,
+    OuterRemainder,
+    Unsent,
+    Learned,
+    Bases,
+    Messages,
+    HostRoom,
+    QuantizedWeights,
+)
 """All kinds, in the order of checkpoints."""
 
 
@@ -289,7 +381,8 @@ def saved_kind(name: str) -> type[StateKind]:
 
 
 def parse_key(key: str) -> tuple[type[StateKind], str, str]:
-    """The kind, the parameter and `what` of a checkpoint's key. Raises: ValueError if it is none."""
+    """The kind, the parameter and `what` of a checkpoint's key. Raises: ValueError if it is
+    none."""
     name, _, rest = key.partition("/")
     try:
         kind = saved_kind(name)

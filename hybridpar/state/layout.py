@@ -1,4 +1,5 @@
-"""Places of parameters in a flat buffer, and the buffer cut into ranges that are reduced together."""
+"""Places of parameters in a flat buffer, and the buffer cut into ranges that are reduced
+together."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ ALIGN_BYTES = 64  # a cache line, and the widest vector register
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Elements [start, stop) of a flat buffer, and the parameters that lie in it, in the order of the layout."""
+    """Elements [start, stop) of a flat buffer, and the parameters that lie in it, in the order of
+    the layout."""
 
     start: int
     stop: int
@@ -27,7 +29,8 @@ class Bucket:
 class Owned:
     """The part of a parameter that this rank updates: elements [start, stop) of the flat buffer.
 
-    `part` is that range in the parameter itself (None: all of it). `shared`: other ranks update it as well.
+    `part` is that range in the parameter itself (None: all of it). `shared`: other ranks update it
+    as well.
     """
 
     name: str
@@ -40,15 +43,23 @@ class Owned:
 class FlatLayout:
     """Parameters one after the other in one flat buffer, each at a multiple of 64 bytes.
 
-    Offsets, `ends` (with the padding) and `numel` count elements. `offset_dtype`: the narrowest dtype of the buffers
-    that share these offsets, say a master copy and its working copies; each parameter is aligned in all of them.
-    Padding is part of every buffer: allocated as zeros, it stays zero. A parameter without elements has 64 bytes of
-    padding, so that no two parameters begin at one offset.
+    Offsets, `ends` (with the padding) and `numel` count elements. `offset_dtype`: the narrowest
+    dtype of the buffers that share these offsets, say a master copy and its working copies; each
+    parameter is aligned in all of them. Padding is part of every buffer: allocated as zeros, it
+    stays zero. A parameter without elements has 64 bytes of padding, so that no two parameters
+    begin at one offset.
     """
 
-    def __init__(self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype,
-                 offset_dtype: torch.dtype | None = None):
-        assert len(set(names)) == len(names) == len(shapes), "parameter names must be unique, one shape each"
+    def __init__(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        offset_dtype: torch.dtype | None = None,
+    ):
+        assert len(set(names)) == len(names) == len(shapes), (
+            "parameter names must be unique, one shape each"
+        )
         self.names = tuple(names)
         self.shapes = tuple(torch.Size(shape) for shape in shapes)
         self.dtype = dtype
@@ -61,7 +72,9 @@ class FlatLayout:
         self.numel = offsets[-1]
 
     @staticmethod
-    def of(tensors: Mapping[str, Tensor], dtype: torch.dtype, offset_dtype: torch.dtype | None = None) -> FlatLayout:
+    def of(
+        tensors: Mapping[str, Tensor], dtype: torch.dtype, offset_dtype: torch.dtype | None = None
+    ) -> FlatLayout:
         """The layout of tensors by name, in their order."""
         return FlatLayout(list(tensors), [t.shape for t in tensors.values()], dtype, offset_dtype)
 
@@ -71,15 +84,22 @@ class FlatLayout:
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Every parameter's view into `flat`, in the order of the layout."""
-        assert flat.shape == (self.numel,), f"expected {self.numel} elements, got {tuple(flat.shape)}"
-        return {name: flat[offset : offset + prod(shape)].view(shape)
-                for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True)}
+        assert flat.shape == (self.numel,), (
+            f"expected {self.numel} elements, got {tuple(flat.shape)}"
+        )
+        return {
+            name: flat[offset : offset + prod(shape)].view(shape)
+            for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True)
+        }
 
     def joined(self, parts: Sequence[Tensor], base: int = 0) -> list[Tensor]:
-        """Contiguous parts of a flat buffer, ascending, in fewer tensors: neighbours are joined, with the padding
-        between them. base: element of the buffer at which the parts' memory begins."""
-        padded: dict[int, int] = {offset + prod(shape): end for offset, shape, end in zip(
-            self.offsets, self.shapes, self.ends, strict=True)}
+        """Contiguous parts of a flat buffer, ascending, in fewer tensors: neighbours are joined,
+        with the padding between them. base: element of the buffer at which the parts' memory
+        begins."""
+        padded: dict[int, int] = {
+            offset + prod(shape): end
+            for offset, shape, end in zip(self.offsets, self.shapes, self.ends, strict=True)
+        }
         spans: list[list[int]] = []
         for part in parts:
             start = base + int(part.storage_offset())
@@ -88,13 +108,21 @@ class FlatLayout:
                 spans[-1][1] = stop
             else:
                 spans.append([start, stop])
-        return [parts[0].as_strided((stop - start,), (1,), start - base) for start, stop in spans if start < stop]
+        return [
+            parts[0].as_strided((stop - start,), (1,), start - base)
+            for start, stop in spans
+            if start < stop
+        ]
 
-    def buckets(self, bucket_bytes: int, group: Callable[[str], object] = lambda name: None) -> tuple[Bucket, ...]:
-        """The buffer cut into contiguous ranges of at least `bucket_bytes`, in the order a backward fills them.
+    def buckets(
+        self, bucket_bytes: int, group: Callable[[str], object] = lambda name: None
+    ) -> tuple[Bucket, ...]:
+        """The buffer cut into contiguous ranges of at least `bucket_bytes`, in the order a backward
+        fills them.
 
-        The first bucket is the end of the buffer, since gradients become ready in reverse order of registration. A
-        bucket closes once it has reached the size, and before a parameter of another `group`.
+        The first bucket is the end of the buffer, since gradients become ready in reverse order of
+        registration. A bucket closes once it has reached the size, and before a parameter of
+        another `group`.
         """
         buckets: list[Bucket] = []
         names: list[str] = []
@@ -105,5 +133,6 @@ class FlatLayout:
             full = (stop - start) * self.dtype.itemsize >= bucket_bytes
             if full or i == 0 or group(self.names[i - 1]) != group(self.names[i]):
                 buckets.append(Bucket(start, stop, tuple(reversed(names))))
-                names, stop = [], start
+                names = []
+                stop = start
         return tuple(buckets)

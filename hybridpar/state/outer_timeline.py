@@ -6,7 +6,8 @@
     fragment 0            *---------->*           *---------->*               * its differences leave
     fragment 1                        *---------->*           *------ ..      > the averages are taken
 
-UPDATE(v - 1) makes version v. Differences that leave at v are taken by version v + delay as it is made.
+UPDATE(v - 1) makes version v. Differences that leave at v are taken by version v + delay as it is
+made.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from hybridpar.state.chunks import block_of
 
 @dataclass(frozen=True)
 class OuterTimeline:
-    """The timeline of these settings. since: the version since which sites have trained apart in this way; nothing
-    left up to then."""
+    """The timeline of these settings. since: the version since which sites have trained apart in
+    this way; nothing left up to then."""
 
     every: int
     fragments: int
@@ -35,7 +36,9 @@ class OuterTimeline:
     def leaving(self, version: int) -> int | None:
         """The fragment whose differences leave as a version is made."""
         phase = version % self.every or self.every
-        found = [f for f in range(self.fragments) if (f + 1) * self.every // self.fragments == phase]
+        found = [
+            f for f in range(self.fragments) if (f + 1) * self.every // self.fragments == phase
+        ]
         return found[0] if found and version > self.since else None
 
     def taken(self, version: int) -> int | None:
@@ -54,7 +57,10 @@ class OuterTimeline:
 
     def next_common(self, version: int, mix: float = 0.0) -> int | None:
         """The next version that all sites have in common; None: there will be none."""
-        return next((v for v in range(version + 1, version + self.every + 1) if self.is_common(v, mix)), None)
+        return next(
+            (v for v in range(version + 1, version + self.every + 1) if self.is_common(v, mix)),
+            None,
+        )
 
 
 def fragment_of(parameter: str, tied: str, fragments: int) -> int:

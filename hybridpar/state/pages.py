@@ -1,7 +1,8 @@
-"""Memory at fixed addresses, whose pages are taken, given back, and handed from one region to another.
+"""Memory at fixed addresses, whose pages are taken, given back, and handed from one region to
+another.
 
-The kernel clears a page that it gives out. Reading into such pages takes eight times the CPU time of reading into
-pages in use, so a region takes the pages that another one gives up.
+The kernel clears a page that it gives out. Reading into such pages takes eight times the CPU time
+of reading into pages in use, so a region takes the pages that another one gives up.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from torch import Tensor
 from hybridpar.state.store import padded
 
 HUGE_PAGE = 2 << 20
-_MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4  # of mremap, Linux 5.7
+# of mremap, Linux 5.7
+_MAYMOVE = 1
+_FIXED = 2
+_DONTUNMAP = 4
 
 
 class AnyRegion(Protocol):
-    """Memory that is taken and given back. tensor: all of it, in bytes, in whole pages. view: as its store has it."""
+    """Memory that is taken and given back. tensor: all of it, in bytes, in whole pages. view: as
+    its store has it."""
 
     @property
     def tensor(self) -> Tensor: ...
@@ -29,14 +34,17 @@ class AnyRegion(Protocol):
     def view(self) -> Any: ...
     def another(self) -> AnyRegion:
         """One of the same size, of zeros."""
+
     def clear(self) -> None:
         """Makes it zeros."""
 
 
 class Region:
-    """Memory at one address that is taken and given back. tensor: a view of it, in bytes, in whole pages.
+    """Memory at one address that is taken and given back. tensor: a view of it, in bytes, in whole
+    pages.
 
-    It begins at a huge page, so regions have like `pieces`: address and bytes of each huge page and of the rest.
+    It begins at a huge page, so regions have like `pieces`: address and bytes of each huge page and
+    of the rest.
     """
 
     def __init__(self, num_bytes: int):
@@ -48,8 +56,11 @@ class Region:
         self.view = memoryview(self._map)[self._start : self._start + size]
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8, offset=self._start, count=size)
         address += self._start
-        self.pieces = tuple((address + at, min(HUGE_PAGE, size - at)) for at in range(0, size, HUGE_PAGE))
-        # mappings that touch are one to the kernel, and a huge page across both would come with either
+        self.pieces = tuple(
+            (address + at, min(HUGE_PAGE, size - at)) for at in range(0, size, HUGE_PAGE)
+        )
+        # mappings that touch are one to the kernel, and a huge page across both would come with
+        # either
         self._map.madvise(mmap.MADV_NOHUGEPAGE)
         if whole := size // HUGE_PAGE * HUGE_PAGE:
             self._map.madvise(mmap.MADV_HUGEPAGE, self._start, whole)
@@ -110,7 +121,13 @@ def _kernel() -> ctypes.CDLL | None:
     if not hasattr(library, "mremap"):
         return None
     library.mremap.restype = library.mmap.restype = ctypes.c_void_p
-    library.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    library.mremap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return library
@@ -120,7 +137,10 @@ def _move(source: int, target: int, num_bytes: int) -> None:
     """Moves pages to an address that has none; where the kernel does not, they are freed."""
     kernel = _kernel()
     assert kernel is not None
-    if kernel.mremap(source, num_bytes, num_bytes, _MAYMOVE | _FIXED | _DONTUNMAP, target) == target:
+    if (
+        kernel.mremap(source, num_bytes, num_bytes, _MAYMOVE | _FIXED | _DONTUNMAP, target)
+        == target
+    ):
         return
     # what failed may have unmapped the target
     _free(source, num_bytes)

@@ -1,4 +1,5 @@
-"""The parameters of a stage: their place in the whole model, the modules that hold them, and the flat buffer."""
+"""The parameters of a stage: their place in the whole model, the modules that hold them, and the
+flat buffer."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def move_buffers(stage: nn.Module, device: torch.device) -> None:
-    """Move the registered buffers of all modules, which custom blocks may have, to the device of the stage."""
+    """Move the registered buffers of all modules, which custom blocks may have, to the device of
+    the stage."""
     for module in stage.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -22,16 +24,18 @@ def move_buffers(stage: nn.Module, device: torch.device) -> None:
 
 
 def _layout_order(parameter: tuple[str, nn.Parameter, Placement]) -> tuple[int, str]:
-    """The first and the last stage have tied parameters in one order, as they all-reduce their gradients together."""
+    """The first and the last stage have tied parameters in one order, as they all-reduce their
+    gradients together."""
     placement = parameter[2]
     return layout_run(placement), placement.tied
 
 
 class StageParameters:
-    """The parameters of a stage built on the meta device: placements by name, and where they lie in flat buffers.
+    """The parameters of a stage built on the meta device: placements by name, and where they lie in
+    flat buffers.
 
-    dtype: what micro-batches compute in. `layout`: of the trained parameters, in the dtype of gradients and of the
-    master copy. `frozen`: of the frozen ones, in `dtype`.
+    dtype: what micro-batches compute in. `layout`: of the trained parameters, in the dtype of
+    gradients and of the master copy. `frozen`: of the frozen ones, in `dtype`.
     """
 
     def __init__(self, stage: nn.Module, dtype: torch.dtype):
@@ -41,11 +45,21 @@ class StageParameters:
         by_id: dict[int, str] = {}
         parameters: dict[str, Tensor] = {}
         for name, parameter, placement in sorted(named_placements(stage), key=_layout_order):
-            self.placements[name], by_id[id(parameter)], parameters[name] = placement, name, parameter
-        trained = {name: parameter for name, parameter in parameters.items() if self.placements[name].trainable}
+            self.placements[name], by_id[id(parameter)], parameters[name] = (
+                placement,
+                name,
+                parameter,
+            )
+        trained = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if self.placements[name].trainable
+        }
         self.layout = FlatLayout.of(trained, self.master_dtype, offset_dtype=dtype)
         self.frozen = FlatLayout.of(
-            {name: parameter for name, parameter in parameters.items() if name not in trained}, dtype)
+            {name: parameter for name, parameter in parameters.items() if name not in trained},
+            dtype,
+        )
         self.blocks: dict[str, list[int]] = {name: [] for name in parameters}
         """Numbers of the blocks that have a parameter, by its name."""
         for path, module in stage.named_modules():
@@ -55,4 +69,7 @@ class StageParameters:
         # every place in the module tree that holds a parameter; a tied one has several
         self.places = [
             (module._parameters, key, by_id[id(parameter)])
-            for module in stage.modules() for key, parameter in module._parameters.items() if parameter is not None]
+            for module in stage.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        ]

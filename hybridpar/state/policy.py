@@ -24,11 +24,11 @@ from hybridpar.nn.placement import split_ranges
 class StatePolicy:
     """How much state a rank keeps, and of which kinds.
 
-    dtype: type that micro-batches compute in. num_versions, num_gradient_buffers: how many the schedule needs.
-    optim: settings of the optimizer. parallel: whether replicas share the update. backend: of the optimizer's passes.
-    defers: whether weights' gradients may be computed later than those of inputs. on_host: whether the host updates.
-    ends_apart: whether embedding and head are on different ranks of a pipeline.
-    outer: how sites meet, if there are several.
+    dtype: type that micro-batches compute in. num_versions, num_gradient_buffers: how many the
+    schedule needs. optim: settings of the optimizer. parallel: whether replicas share the update.
+    backend: of the optimizer's passes. defers: whether weights' gradients may be computed later
+    than those of inputs. on_host: whether the host updates. ends_apart: whether embedding and head
+    are on different ranks of a pipeline. outer: how sites meet, if there are several.
     compression: of gradients; kernels: backends of its passes. fp8: whether products of hidden
     matrices have float8 factors.
     """
@@ -49,11 +49,23 @@ class StatePolicy:
 
     @staticmethod
     def of(config: Config, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
-        """The policy of a configuration, for a schedule that needs so many weight versions and gradient buffers."""
-        return StatePolicy(DTYPES[config.train.dtype], num_versions, num_gradient_buffers, config.optim,
-                           config.parallel, config.kernels.optimizer, config.pipeline.split_backward,
-                           config.pipeline.placement != "v", config.memory.host_optimizer, config.outer,
-                           config.compression, config.kernels, config.train.fp8)
+        """The policy of a configuration, for a schedule that needs so many weight versions and
+        gradient buffers."""
+        return StatePolicy(
+            DTYPES[config.train.dtype],
+            num_versions,
+            num_gradient_buffers,
+            config.optim,
+            config.parallel,
+            config.kernels.optimizer,
+            config.pipeline.split_backward,
+            config.pipeline.placement != "v",
+            config.memory.host_optimizer,
+            config.outer,
+            config.compression,
+            config.kernels,
+            config.train.fp8,
+        )
 
     @property
     def splits_gradients(self) -> bool:
@@ -62,8 +74,8 @@ class StatePolicy:
 
     @property
     def moves_gradients(self) -> bool:
-        """Whether only one part's gradients are whole at a time. Not if they are compressed: each replica keeps the
-        unsent rest of all."""
+        """Whether only one part's gradients are whole at a time. Not if they are compressed: each
+        replica keeps the unsent rest of all."""
         return self.splits_gradients and self.compression.gradients == "none"
 
     @property
@@ -83,10 +95,13 @@ class StatePolicy:
 
 
 def cut_into_parts(config: Config, blocks: range) -> tuple[range, ...]:
-    """Blocks of a stage in consecutive parts, of which one at a time computes; none if it is whole."""
+    """Blocks of a stage in consecutive parts, of which one at a time computes; none if it is
+    whole."""
     memory = config.memory
     by_block = memory.budget > 0 or memory.host_optimizer or config.state_moves
     if not (wanted := memory.parts or config.model.num_blocks * by_block):
         return ()
-    return tuple(range(blocks.start + a, blocks.start + b)
-                 for a, b in split_ranges(len(blocks), min(wanted, len(blocks))))
+    return tuple(
+        range(blocks.start + a, blocks.start + b)
+        for a, b in split_ranges(len(blocks), min(wanted, len(blocks)))
+    )

@@ -16,11 +16,12 @@ _BITS = {"int8": 8, "int4": 4}
 
 
 class Precision:
-    """The form of messages of a precision. dtype: of the numbers. backend: of ops.quantize. `unit`: dtype of a
-    message's elements."""
+    """The form of messages of a precision. dtype: of the numbers. backend: of ops.quantize. `unit`:
+    dtype of a message's elements."""
 
     def __init__(self, name: str, dtype: torch.dtype, backend: str = "auto"):
-        self._bits, self._backend = _BITS.get(name, 0), backend
+        self._bits = _BITS.get(name, 0)
+        self._backend = backend
         self.unit = torch.uint8 if self._bits else torch.bfloat16 if name == "bf16" else dtype
         self.is_lossy = self._bits > 0
 
@@ -34,12 +35,18 @@ class Precision:
 
     def write(self, message: Tensor, x: Tensor) -> None:
         """Makes the message of a piece. Shapes: x [n], message [size(n)]."""
-        message.copy_(quantize(x.view(1, -1), self._bits, rotate=self._bits == 4, backend=self._backend).view(-1)
-                      if self._bits else x)
+        message.copy_(
+            quantize(x.view(1, -1), self._bits, rotate=self._bits == 4, backend=self._backend).view(
+                -1
+            )
+            if self._bits
+            else x
+        )
 
     def read(self, x: Tensor, message: Tensor) -> Tensor:
         """Fills a piece from its message, and returns it. Shapes: as `write`."""
         if self._bits:
-            return dequantize_(x.view(1, -1), message, self._bits, rotate=self._bits == 4,
-                               backend=self._backend).view(-1)
+            return dequantize_(
+                x.view(1, -1), message, self._bits, rotate=self._bits == 4, backend=self._backend
+            ).view(-1)
         return x.copy_(message)

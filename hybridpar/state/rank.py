@@ -1,7 +1,10 @@
-"""The whole training state of a rank, built in one place: to train, to predict its memory, or to measure it.
+"""The whole training state of a rank, built in one place: to train, to predict its memory, or to
+measure it.
 
-    batch     begin .. bind .. (backward) .. bind .. close, bind, (backward) .. reduce .. square_norm .. update
-    on the host:                                                          square_norm, send .. begin_update .. update
+batch     begin .. bind .. (backward) .. bind .. close, bind, (backward) .. reduce .. square_norm ..
+          update
+on the host:                                                          square_norm, send ..
+                                                                      begin_update .. update
 """
 
 from __future__ import annotations
@@ -40,16 +43,26 @@ from hybridpar.state.weights import WeightStore
 class RankState:
     """Weights, gradients, their reduction, and the optimizer, for the parameters of `stage`.
 
-    `stage`: all blocks of the rank, built on the meta device, with global names. `partition`: the parts of its trained
-    parameters that this rank updates, `slots`. `kinds`: its state, by kind. `parts`: blocks that compute at a time
-    (none: all); an update then has `num_groups` parts. `memory`: holds the state (None: `device` does). `shares`: of
-    each gradient buffer, if replicas split gradients. `compression`: of gradients that are sent (None: they are whole).
-    `host_work`: does the host's work, if it updates. `outer`: the outer step, if there are several sites.
-    Until `initialize`, `fill` or `load` all weights are zero.
+    `stage`: all blocks of the rank, built on the meta device, with global names. `partition`: the
+    parts of its trained parameters that this rank updates, `slots`. `kinds`: its state, by kind.
+    `parts`: blocks that compute at a time (none: all); an update then has `num_groups` parts.
+    `memory`: holds the state (None: `device` does). `shares`: of each gradient buffer, if replicas
+    split gradients. `compression`: of gradients that are sent (None: they are whole). `host_work`:
+    does the host's work, if it updates. `outer`: the outer step, if there are several sites. Until
+    `initialize`, `fill` or `load` all weights are zero.
     """
 
-    def __init__(self, stage: nn.Module, grid: ProcessGrid, policy: StatePolicy, device: torch.device, *,
-                 parts: Sequence[range] = (), memory: Memory | None = None, host_work: HostWork | None = None):
+    def __init__(
+        self,
+        stage: nn.Module,
+        grid: ProcessGrid,
+        policy: StatePolicy,
+        device: torch.device,
+        *,
+        parts: Sequence[range] = (),
+        memory: Memory | None = None,
+        host_work: HostWork | None = None,
+    ):
         self.grid, self._backend, self.memory = grid, policy.backend, memory or Memory(device)
         move_buffers(stage, device)
         parameters = StageParameters(stage, policy.dtype)
@@ -57,72 +70,147 @@ class RankState:
         trained = {name: place for name, place in self.placements.items() if place.trainable}
         # shares that are here all the time are updated at once: it has no price
         elementwise = (self.memory.is_limited or not policy.moves) and all(
-            divisible(policy.optim, self.whole_slots[name]) for name in trained)
+            divisible(policy.optim, self.whole_slots[name]) for name in trained
+        )
         tied = frozenset(name for name, placement in trained.items() if placement.tied)
         self._in_both_ends = frozenset() if policy.ends_apart else tied
-        self.uses = uses_of(parts, self.placements, parameters.blocks, elementwise=elementwise, alone=grid.pp.size == 1)
-        self.partition = Partition(parameters.layout, make_routes(policy, trained, grid), uses=self.uses)
+        self.uses = uses_of(
+            parts,
+            self.placements,
+            parameters.blocks,
+            elementwise=elementwise,
+            alone=grid.pp.size == 1,
+        )
+        self.partition = Partition(
+            parameters.layout, make_routes(policy, trained, grid), uses=self.uses
+        )
         frozen = Partition(
-            parameters.frozen, frozen_routes(policy, parameters.frozen.names, grid), uses=self.uses)
+            parameters.frozen, frozen_routes(policy, parameters.frozen.names, grid), uses=self.uses
+        )
         self.slots, self.frozen_slots = (
-            [ParameterSlot(o.name, self.placements[o.name], grid.place, o.part, o.shared) for o in partition.owned]
-            for partition in (self.partition, frozen))
-        hosted = {slot.name for slot in self.slots if policy.on_host and divisible(policy.optim, slot)}
-        self.weights = WeightStore(parameters, self.partition, policy.num_versions, self.memory,
-                                   predict=policy.predicts, uses=self.uses, splits=policy.splits_weights,
-                                   host=UpdatedMemory(self.memory) if policy.on_host else None, hosted=hosted,
-                                   frozen=frozen, fp8=fp8_parameters(stage) if policy.fp8 else ())
+            [
+                ParameterSlot(o.name, self.placements[o.name], grid.place, o.part, o.shared)
+                for o in partition.owned
+            ]
+            for partition in (self.partition, frozen)
+        )
+        hosted = {
+            slot.name for slot in self.slots if policy.on_host and divisible(policy.optim, slot)
+        }
+        self.weights = WeightStore(
+            parameters,
+            self.partition,
+            policy.num_versions,
+            self.memory,
+            predict=policy.predicts,
+            uses=self.uses,
+            splits=policy.splits_weights,
+            host=UpdatedMemory(self.memory) if policy.on_host else None,
+            hosted=hosted,
+            frozen=frozen,
+            fp8=fp8_parameters(stage) if policy.fp8 else (),
+        )
         self.compression = Compression.of(self.partition, self.placements, policy, self.memory)
-        factored, absent = (frozenset(),) * 2 if self.compression is None else (
-            self.compression.factored, self.compression.absent)
+        factored, absent = (
+            (frozenset(),) * 2
+            if self.compression is None
+            else (self.compression.factored, self.compression.absent)
+        )
         for leaves in self.weights.leaves if factored or tied else ():
-            for name in factored | tied:  # of tied ones in the order of their uses, in one backward or in several
+            for name in (
+                factored | tied
+            ):  # of tied ones in the order of their uses, in one backward or in several
                 setattr(leaves[name], FACTORED, True)
         self.gradients = GradientAccumulator(
-            parameters.layout, self.memory, policy.num_gradient_buffers,
-            chunks=cut(parameters.layout, self.uses, absent), defers=policy.defers, factored=factored, absent=absent,
-            tied=tied, pieces=policy.parallel.tp_pieces if grid.tp.size > 1 else 1)
+            parameters.layout,
+            self.memory,
+            policy.num_gradient_buffers,
+            chunks=cut(parameters.layout, self.uses, absent),
+            defers=policy.defers,
+            factored=factored,
+            absent=absent,
+            tied=tied,
+            pieces=policy.parallel.tp_pieces if grid.tp.size > 1 else 1,
+        )
         self.shares = Shares.of(
-            self.partition, self.gradients.buffers, self.memory, "gradients",
-            split=policy.moves_gradients or (policy.splits_gradients and self.compression is not None),
-            of_all=not policy.moves_gradients)
+            self.partition,
+            self.gradients.buffers,
+            self.memory,
+            "gradients",
+            split=policy.moves_gradients
+            or (policy.splits_gradients and self.compression is not None),
+            of_all=not policy.moves_gradients,
+        )
         self._moves_gradients = policy.moves_gradients
         self.reducer = GradientReducer(self.partition, self.is_kept, self.compression)
         self.num_parts = max(len(parts), 1)
         self.num_groups = self.num_parts if elementwise else 1
-        self._groups = [[i for i, slot in enumerate(self.slots)
-                         if self.uses(slot.name).group == group and (slot.name in hosted) == policy.on_host]
-                        for group in range(self.num_groups)]
+        self._groups = [
+            [
+                i
+                for i, slot in enumerate(self.slots)
+                if self.uses(slot.name).group == group and (slot.name in hosted) == policy.on_host
+            ]
+            for group in range(self.num_groups)
+        ]
         if policy.on_host and not elementwise:  # what stays, of the only group
             self._groups.append([i for i, slot in enumerate(self.slots) if slot.name not in hosted])
         self.optimizer = GroupedOptimizer(
-            [build_optimizer(policy.optim, [self.slots[i] for i in group], grid.tp, policy.backend)
-             for group in self._groups], self.memory.for_optimizer(self.uses))
-        self.host = None if not policy.on_host else HostUpdates(
-            self.weights, self.optimizer, self.num_groups, self.gradients.buffers, host_work)
-        self.outer = None if grid.site.size == 1 else OuterStep(
-            policy.outer, grid.site, self.slots, self.weights.master_dtype, self.memory)
+            [
+                build_optimizer(
+                    policy.optim, [self.slots[i] for i in group], grid.tp, policy.backend
+                )
+                for group in self._groups
+            ],
+            self.memory.for_optimizer(self.uses),
+        )
+        self.host = (
+            None
+            if not policy.on_host
+            else HostUpdates(
+                self.weights, self.optimizer, self.num_groups, self.gradients.buffers, host_work
+            )
+        )
+        self.outer = (
+            None
+            if grid.site.size == 1
+            else OuterStep(
+                policy.outer, grid.site, self.slots, self.weights.master_dtype, self.memory
+            )
+        )
         self.kinds = tuple(kind(self) for kind in kinds.KINDS)
         self._owned = [shares.owned() for shares in self.shares] or [
-            list(self.partition.owned_views(buffer)) for buffer in self.gradients.buffers]
+            list(self.partition.owned_views(buffer)) for buffer in self.gradients.buffers
+        ]
         where: Sequence[Buffer | Shares] = self.shares or self.gradients.buffers
-        self._squares = [Squares(gradients, self.partition, self.slots, views, grid.tp, policy.backend)
-                         for gradients, views in zip(where, self._owned, strict=True)]
+        self._squares = [
+            Squares(gradients, self.partition, self.slots, views, grid.tp, policy.backend)
+            for gradients, views in zip(where, self._owned, strict=True)
+        ]
         self._await_copy: Callable[[], object] = lambda: None
         self.memory.seal(self.allocate)
 
     @cached_property
     def whole_slots(self) -> dict[str, ParameterSlot]:
         """Slots of this rank's parts of its parameters, by name."""
-        return {name: ParameterSlot(name, place, self.grid.place) for name, place in self.placements.items()}
+        return {
+            name: ParameterSlot(name, place, self.grid.place)
+            for name, place in self.placements.items()
+        }
 
     def initialize(self, seed: int) -> None:
         """Gives the weights their starting values, which are the same on every grid."""
-        self.fill(lambda tensors: initialize(
-            [(name, tensor, self.placements[name]) for name, tensor in tensors.items()], seed, self.grid.place))
+        self.fill(
+            lambda tensors: initialize(
+                [(name, tensor, self.placements[name]) for name, tensor in tensors.items()],
+                seed,
+                self.grid.place,
+            )
+        )
 
     def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Sets the newest version of the weights, as WeightStore.fill; sites then begin with it in common."""
+        """Sets the newest version of the weights, as WeightStore.fill; sites then begin with it in
+        common."""
         self.weights.fill(write)
         if self.outer is not None:
             self.outer.begin(list(self.weights.parameters_of_optimizer().values()))
@@ -134,22 +222,31 @@ class RankState:
             device = torch.device("cpu") if number < hosts else self.memory.device
             optimizer.allocate(device, self.weights.master_dtype)
 
-    # -- a batch -----------------------------------------------------------------------------------------------------
+    # -- a batch
 
     def begin(self, batch: int) -> None:
         """Begins a batch, before its first backward: the content of its gradient buffer is void."""
         self.gradients.begin(self.gradients.buffer_index(batch))
 
     def close(self, batch: int, scale: float = 1.0) -> None:
-        """Call before the last backward of a batch: gradients may be reduced once final. scale: of its loss."""
+        """Call before the last backward of a batch: gradients may be reduced once final. scale: of
+        its loss."""
         index = self.gradients.buffer_index(batch)
         if self.compression is not None:
-            self.compression.begin(batch, self.gradients.parts(index), scale, self.gradients.views(index),
-                                   self.shares[index] if self.shares else None)
+            self.compression.begin(
+                batch,
+                self.gradients.parts(index),
+                scale,
+                self.gradients.views(index),
+                self.shares[index] if self.shares else None,
+            )
         self.reducer.arm(self.gradients.buffers[index])
 
-    def bind(self, batch: int, versions: Sequence[int], *, last: bool = False, part: int = 0) -> None:
-        """Makes the next backward, of a part at these versions, add to a batch's gradients. `last`: it is the last."""
+    def bind(
+        self, batch: int, versions: Sequence[int], *, last: bool = False, part: int = 0
+    ) -> None:
+        """Makes the next backward, of a part at these versions, add to a batch's gradients. `last`:
+        it is the last."""
         self.reducer.proceed()
         for version in versions:
             self.gradients.bind(self.weights.leaves_of(version), self.gradients.buffer_index(batch))
@@ -157,11 +254,13 @@ class RankState:
         self.gradients.arm(self._reporter(part) if last and len(versions) == 1 else None)
 
     def collect(self, key: Hashable) -> None:
-        """Call before a backward to inputs only: the parts of weights' gradients wait for `apply(key)`."""
+        """Call before a backward to inputs only: the parts of weights' gradients wait for
+        `apply(key)`."""
         self.gradients.collect(key)
 
     def apply(self, key: Hashable, *, last: bool = False, part: int = 0) -> None:
-        """Adds the weights' gradients that wait since `collect(key)`. `last`: they are then final."""
+        """Adds the weights' gradients that wait since `collect(key)`. `last`: they are then
+        final."""
         self.gradients.arm(self._reporter(part) if last else None)
         self.gradients.apply(key)
 
@@ -170,20 +269,26 @@ class RankState:
         return use.stays or not self._moves_gradients
 
     def _is_final(self, name: str, part: int) -> bool:
-        """Whether the last backward of a part makes a gradient final that is reduced once a batch."""
+        """Whether the last backward of a part makes a gradient final that is reduced once a
+        batch."""
         use = self.uses(name)
         return use.parts[0] == part and self.is_kept(use)
 
     def _reporter(self, part: int) -> Callable[[str], None]:
         """Takes the names of gradients that the last backward of a part has finished."""
         if self.num_parts == 1 and not self._moves_gradients:
-            # a rank's first stage has its backward last: what the last stage shares with it is not final
-            return self.reducer.ready if not part or not self._in_both_ends else (
-                lambda name: None if name in self._in_both_ends else self.reducer.ready(name))
+            # a rank's first stage has its backward last: what the last stage shares with it is not
+            # final
+            return (
+                self.reducer.ready
+                if not part or not self._in_both_ends
+                else (lambda name: None if name in self._in_both_ends else self.reducer.ready(name))
+            )
         return lambda name: self.reducer.ready(name) if self._is_final(name, part) else None
 
     def finish(self, batch: int, part: int) -> None:
-        """Ends a part of a batch, after its last backward, if there are several: missing gradients are zero."""
+        """Ends a part of a batch, after its last backward, if there are several: missing gradients
+        are zero."""
         index = self.gradients.buffer_index(batch)
         final = [name for name in self.gradients.layout.names if self._is_final(name, part)]
         self.gradients.settle(index, final)
@@ -214,7 +319,8 @@ class RankState:
         self._squares[self.gradients.buffer_index(batch)].add(part)
 
     def square_norm(self, batch: int) -> Tensor:
-        """This rank's share of the squared norm of the reduced gradients of a batch; a float64 scalar.
+        """This rank's share of the squared norm of the reduced gradients of a batch; a float64
+        scalar.
 
         Collectives: one all-reduce over tp where its ranks share rows.
         """
@@ -232,11 +338,15 @@ class RankState:
         self._settle(made=factor is not None)
         self.host.begin(self.weights.newest + 1, lr, factor, predict=predict)
 
-    def update(self, batch: int, lr: float, factor: float | None, *, predict: bool = True, group: int = 0) -> None:
-        """Makes the next version of the weights, from the gradients of a batch times `factor`; None: an equal one.
+    def update(
+        self, batch: int, lr: float, factor: float | None, *, predict: bool = True, group: int = 0
+    ) -> None:
+        """Makes the next version of the weights, from the gradients of a batch times `factor`;
+        None: an equal one.
 
-        `predict`: whether to predict this version, if weights are predicted. `group`: part of the update. If the host
-        updates, `begin_update` and `host.wait` come before, and `factor` only says whether there is a step.
+        `predict`: whether to predict this version, if weights are predicted. `group`: part of the
+        update. If the host updates, `begin_update` and `host.wait` come before, and `factor` only
+        says whether there is a step.
         Collectives: as Optimizer.step and WeightStore.advance; of several sites, as OuterStep.step.
         """
         self.await_copy()
@@ -248,7 +358,9 @@ class RankState:
             self.weights.advance(None, group=group)
             return
         owned = self._owned[self.gradients.buffer_index(batch)]
-        number = group if self.host is None else group + self.num_groups  # behind those of the host: what stays here
+        number = (
+            group if self.host is None else group + self.num_groups
+        )  # behind those of the host: what stays here
 
         def step(weights: Weights) -> None:
             if factor is None:
@@ -263,7 +375,8 @@ class RankState:
         self.weights.advance(step, predict=predict, group=group)
 
     def _settle(self, *, made: bool) -> None:
-        """Tells the compression whether the oldest batch's step is made: only then its unsent rest goes on."""
+        """Tells the compression whether the oldest batch's step is made: only then its unsent rest
+        goes on."""
         if self.compression is not None:
             self.compression.feedback.close(made=made)
 
@@ -274,10 +387,12 @@ class RankState:
         """
         index = self.gradients.buffer_index(batch)
         if not self.partition.is_sharded:
-            return {name: self.memory.read(view) for name, view in self.gradients.views(index).items()}
+            return {
+                name: self.memory.read(view) for name, view in self.gradients.views(index).items()
+            }
         return self.partition.whole(map(self.memory.read, self._owned[index]), self.memory.device)
 
-    # -- copies of it ------------------------------------------------------------------------------------------------
+    # -- copies of it
 
     def hold(self, until: Callable[[], object]) -> None:
         """Lets nothing change `tensors`, which are being copied, before `until` has returned."""
@@ -289,8 +404,13 @@ class RankState:
 
     @property
     def parts(self) -> dict[str, tuple[int, int]]:
-        """Elements (start, stop) of the local tensor that this rank owns, for parameters that it owns in part."""
-        return {slot.name: slot.part for slot in (*self.slots, *self.frozen_slots) if slot.part is not None}
+        """Elements (start, stop) of the local tensor that this rank owns, for parameters that it
+        owns in part."""
+        return {
+            slot.name: slot.part
+            for slot in (*self.slots, *self.frozen_slots)
+            if slot.part is not None
+        }
 
     @cached_property
     def owned_slots(self) -> dict[str, ParameterSlot]:
@@ -298,12 +418,18 @@ class RankState:
         return {slot.name: slot for slot in (*self.slots, *self.frozen_slots)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state that checkpoints have, by key (see kinds); live, so copy or write it before going on. `memory.read`
-        gives the content."""
-        return {key: tensor for kind in self.kinds if kind.saved for key, tensor in kind.tensors().items()}
+        """The state that checkpoints have, by key (see kinds); live, so copy or write it before
+        going on. `memory.read` gives the content."""
+        return {
+            key: tensor
+            for kind in self.kinds
+            if kind.saved
+            for key, tensor in kind.tensors().items()
+        }
 
     def placed(self) -> Iterator[tuple[str, Tensor, ParameterSlot]]:
-        """The state that checkpoints have: each tensor with its key, and the slot of what it is part of."""
+        """The state that checkpoints have: each tensor with its key, and the slot of what it is
+        part of."""
         for key, tensor in self.tensors().items():
             kind, parameter, _ = kinds.parse_key(key)
             slot = (self.whole_slots if kind.whole else self.owned_slots)[parameter]
@@ -314,25 +440,39 @@ class RankState:
         """Memory of the state, by column of the memory report. Units: bytes."""
         sizes = {kind.column: 0 for kind in self.kinds}
         for kind in self.kinds:
-            sizes[kind.column] += sum(tensor.numel() * tensor.element_size() for tensor in kind.memory())
+            sizes[kind.column] += sum(
+                tensor.numel() * tensor.element_size() for tensor in kind.memory()
+            )
         return sizes
 
     def whole_bytes(self) -> tuple[int, int]:
-        """Most memory of whole chunks that replicas share: weights of two consecutive parts, and gradients of one part
-        and of the one being summed. Units: bytes."""
+        """Most memory of whole chunks that replicas share: weights of two consecutive parts, and
+        gradients of one part and of the one being summed. Units: bytes."""
+
         def of(buffers: Sequence[Buffer]) -> int:
-            return room([(chunk.use, tensor.nbytes) for buffer in buffers
-                         for chunk, tensor in zip(buffer.chunks, buffer.tensors, strict=True)], 2)
+            return room(
+                [
+                    (chunk.use, tensor.nbytes)
+                    for buffer in buffers
+                    for chunk, tensor in zip(buffer.chunks, buffer.tensors, strict=True)
+                ],
+                2,
+            )
 
-        weights, gradients = self.weights, self.gradients
-        return (of([weights.buffers[0], *weights.frozen.buffers]) if weights.shares else 0,
-                of(gradients.buffers[:1]) if self.shares and self._moves_gradients else 0)
+        weights = self.weights
+        gradients = self.gradients
+        return (
+            of([weights.buffers[0], *weights.frozen.buffers]) if weights.shares else 0,
+            of(gradients.buffers[:1]) if self.shares and self._moves_gradients else 0,
+        )
 
-    def load(self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int, since: int = 0) -> None:
+    def load(
+        self, tensors: Mapping[str, Tensor], versions: list[int], num_updates: int, since: int = 0
+    ) -> None:
         """Loads tensors by key. Each is read once; an optimizer's are kept as they are.
 
-        `versions`: of the weights, oldest first. `num_updates`: steps that the optimizer has taken. `since`: the
-        version from which on sites have trained apart.
+        `versions`: of the weights, oldest first. `num_updates`: steps that the optimizer has taken.
+        `since`: the version from which on sites have trained apart.
         Raises: CheckpointError naming the first tensor that is missing or of another shape.
         """
         self.await_copy()
@@ -344,7 +484,8 @@ class RankState:
 
     @contextmanager
     def unpredicted(self) -> Iterator[None]:
-        """While in it, the newest weights are not predicted. Collectives: as WeightStore.unpredicted."""
+        """While in it, the newest weights are not predicted. Collectives: as
+        WeightStore.unpredicted."""
         self.await_copy()
         with self.weights.unpredicted():
             yield

@@ -1,4 +1,5 @@
-"""Sums gradients over the dp axis, bucket by bucket, while the last backward of the batch still runs."""
+"""Sums gradients over the dp axis, bucket by bucket, while the last backward of the batch still
+runs."""
 
 from __future__ import annotations
 
@@ -16,27 +17,41 @@ from hybridpar.state.partition import Partition
 
 
 class GradientReducer:
-    """Reduces a flat gradient in the buckets of a partition, each started as soon as all of its gradients are final.
+    """Reduces a flat gradient in the buckets of a partition, each started as soon as all of its
+    gradients are final.
 
-    For each batch: `arm(flat)` before its last backward, `ready(name)` as gradients become final (see
-    GradientAccumulator.arm), `flush()` after it for those that got none, `wait()` before the sums are used. A batch may
-    be armed while the reduction of an earlier one, flushed but not waited for, is still under way in another buffer.
-    `reduces`: uses that are reduced here; others are elsewhere. `compression`: of the buckets that it covers.
+    For each batch: `arm(flat)` before its last backward, `ready(name)` as gradients become final
+    (see GradientAccumulator.arm), `flush()` after it for those that got none, `wait()` before the
+    sums are used. A batch may be armed while the reduction of an earlier one, flushed but not
+    waited for, is still under way in another buffer. `reduces`: uses that are reduced here; others
+    are elsewhere. `compression`: of the buckets that it covers.
 
     Afterwards the sums are on their owners: on all ranks, or in parts if the partition is sharded.
 
-    Collectives: one all-reduce or reduce-scatter for each bucket over its axis, in the order of the buckets on every
-    rank: a bucket that fills early is held back until those before it have started. On an axis of size 1 nothing is
-    sent. Where a bucket is compressed, those of its method.
+    Collectives: one all-reduce or reduce-scatter for each bucket over its axis, in the order of the
+        buckets on every
+    rank: a bucket that fills early is held back until those before it have started. On an axis of
+    size 1 nothing is sent. Where a bucket is compressed, those of its method.
     """
 
-    def __init__(self, partition: Partition, reduces: Callable[[Use], bool] = lambda use: True,
-                 compression: Compression | None = None):
-        self.partition, self.layout = partition, partition.layout
-        own = [entry for entry in zip(partition.buckets, partition.axes, partition.parts, strict=True)
-               if reduces(partition.use_of(entry[0]))]
-        self.buckets, self._ways = tuple(bucket for bucket, _, _ in own), [(axis, parts) for _, axis, parts in own]
-        self._bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
+    def __init__(
+        self,
+        partition: Partition,
+        reduces: Callable[[Use], bool] = lambda use: True,
+        compression: Compression | None = None,
+    ):
+        self.partition = partition
+        self.layout = partition.layout
+        own = [
+            entry
+            for entry in zip(partition.buckets, partition.axes, partition.parts, strict=True)
+            if reduces(partition.use_of(entry[0]))
+        ]
+        self.buckets = tuple(bucket for bucket, _, _ in own)
+        self._ways = [(axis, parts) for _, axis, parts in own]
+        self._bucket_of = {
+            name: i for i, bucket in enumerate(self.buckets) for name in bucket.names
+        }
         self._flat: Tensor | Buffer | None = None  # the buffer of the armed batch
         self._missing: list[set[str]] = []  # by bucket: parameters whose gradient is not final
         self._next = 0  # the bucket to start next
@@ -45,11 +60,15 @@ class GradientReducer:
 
     @property
     def summed_beside(self) -> list[tuple[str, ...]]:
-        """Parameters of each bucket, if no sum needs more memory than the gradients' own, so that any stream may start
-        it; else none, nor if nothing is summed."""
+        """Parameters of each bucket, if no sum needs more memory than the gradients' own, so that
+        any stream may start it; else none, nor if nothing is summed."""
         if self._compression is not None:
             return []
-        return [bucket.names for bucket, (axis, _) in zip(self.buckets, self._ways, strict=True) if axis.size > 1]
+        return [
+            bucket.names
+            for bucket, (axis, _) in zip(self.buckets, self._ways, strict=True)
+            if axis.size > 1
+        ]
 
     def arm(self, flat: Tensor | Buffer) -> None:
         """Call before the last backward into `flat`."""
@@ -60,14 +79,16 @@ class GradientReducer:
         self._started.append([])
 
     def ready(self, name: str) -> None:
-        """Notes that the gradient of this parameter is final; starts the bucket that it completes."""
+        """Notes that the gradient of this parameter is final; starts the bucket that it
+        completes."""
         missing = self._missing[self._bucket_of[name]]
         missing.remove(name)  # fails if the gradient was called final before
         if not missing:
             self._start_complete()
 
     def complete(self, names: Iterable[str]) -> None:
-        """Notes that these parameters get no more gradients; starts the buckets that are complete."""
+        """Notes that these parameters get no more gradients; starts the buckets that are
+        complete."""
         if self._flat is not None:
             for name in names:
                 self._missing[self._bucket_of[name]].discard(name)
@@ -87,7 +108,9 @@ class GradientReducer:
         """Waits for the oldest reduction under way, if there is one."""
         if not self._started:
             return
-        assert self._flat is None or len(self._started) > 1, "flush before waiting: buckets are missing"
+        assert self._flat is None or len(self._started) > 1, (
+            "flush before waiting: buckets are missing"
+        )
         works = self._started.popleft()
         exchanges = [work for work in works if isinstance(work, Exchange)]
         for _ in range(1, max((exchange.rounds for exchange in exchanges), default=1)):
@@ -96,7 +119,8 @@ class GradientReducer:
             work.wait()
 
     def proceed(self) -> None:
-        """Takes the next step of compressed sums under way within this stage; replicas must call it at the same places.
+        """Takes the next step of compressed sums under way within this stage; replicas must call it
+        at the same places.
 
         Sums over several stages, whose plans are at different places, are left to `wait`.
         """
@@ -111,14 +135,18 @@ class GradientReducer:
     def of(self, use: Use) -> Works:
         """The part of that reduction for parameters of this use; all of it has started."""
         works = self._started[-1]
-        numbers = [i for i, bucket in enumerate(self.buckets) if self.partition.use_of(bucket) == use]
+        numbers = [
+            i for i, bucket in enumerate(self.buckets) if self.partition.use_of(bucket) == use
+        ]
         assert all(i < len(works) for i in numbers), "a bucket of another use holds this one back"
         return Works(works[i] for i in numbers)
 
     def _start_complete(self) -> None:
         assert self._flat is not None, "ready() without arm()"
         while self._next < len(self.buckets) and not self._missing[self._next]:
-            self._started[-1].append(self._start(self.buckets[self._next], self._flat, *self._ways[self._next]))
+            self._started[-1].append(
+                self._start(self.buckets[self._next], self._flat, *self._ways[self._next])
+            )
             self._next += 1
 
     def _start(self, bucket: Bucket, buffer: Tensor | Buffer, axis: Axis, parts: Parts) -> Waitable:

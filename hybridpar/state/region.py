@@ -1,4 +1,5 @@
-"""Tensors whose memory comes and goes, while their views stay: whole chunks (ZeRO), and items on a GPU."""
+"""Tensors whose memory comes and goes, while their views stay: whole chunks (ZeRO), and items on a
+GPU."""
 
 from __future__ import annotations
 
@@ -18,13 +19,16 @@ def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
 class TensorRegion:
     """A tensor whose memory is taken and given back; meanwhile it and its views have no content.
 
-    tensor: all of its storage. view: the same, from which autograd does not notice that content has come back.
-    stream: memory is taken on it; None: on the current one. On a stream of its own no memory is taken that the launch
-    thread's may still use.
+    tensor: all of its storage. view: the same, from which autograd does not notice that content has
+    come back. stream: memory is taken on it; None: on the current one. On a stream of its own no
+    memory is taken that the launch thread's may still use.
     """
 
     def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None = None):
-        self.tensor, self.view, self.num_bytes, self._stream = tensor, tensor.data, tensor.nbytes, stream
+        self.tensor = tensor
+        self.view = tensor.data
+        self.num_bytes = tensor.nbytes
+        self._stream = stream
 
     @property
     def is_here(self) -> bool:
@@ -43,7 +47,8 @@ class TensorRegion:
         self.tensor.untyped_storage().resize_(num_bytes)
 
     def another(self) -> TensorRegion:
-        """One of the same size, of zeros, in the current stream's memory: for the launch thread to read."""
+        """One of the same size, of zeros, in the current stream's memory: for the launch thread to
+        read."""
         found = TensorRegion(torch.empty_like(self.tensor))
         found.clear()
         return found
@@ -58,7 +63,8 @@ class TensorRegion:
 
 @contextmanager
 def taken(regions: Iterable[TensorRegion]) -> Iterator[None]:
-    """While in it, these have memory. The content of those that had none before is lost afterwards."""
+    """While in it, these have memory. The content of those that had none before is lost
+    afterwards."""
     absent = [region for region in regions if not region.is_here]
     for region in absent:
         region.take()

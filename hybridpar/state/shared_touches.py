@@ -22,9 +22,15 @@ class SharedTouches:
     chunks: by number, from `first` on: lower numbers are items of the rank's tiers.
     """
 
-    def __init__(self, memory: WholeChunks, state: RankState, parts: Parts, sizes: Sizes, first: int = 0):
-        self.chunks, self._memory, self._first = dict(enumerate(memory.chunks, first)), memory, first
-        self._state, self._parts, self._m = state, parts, sizes.num_microbatches
+    def __init__(
+        self, memory: WholeChunks, state: RankState, parts: Parts, sizes: Sizes, first: int = 0
+    ):
+        self.chunks = dict(enumerate(memory.chunks, first))
+        self._memory = memory
+        self._first = first
+        self._state = state
+        self._parts = parts
+        self._m = sizes.num_microbatches
         self._by_kind: dict[str, list[int]] = {}
         for number, chunk in self.chunks.items():
             self._by_kind.setdefault(chunk.kind, []).append(number)
@@ -33,11 +39,17 @@ class SharedTouches:
         """The touches of weights."""
         weights = self._state.weights
         if action.kind in (Kind.F, Kind.B, Kind.I):
-            return [touch for kind in (f"weights/{weights.slot(action.version)}", FROZEN)
-                    for touch in self._in_part(action, kind, Mode.READ)]
+            return [
+                touch
+                for kind in (f"weights/{weights.slot(action.version)}", FROZEN)
+                for touch in self._in_part(action, kind, Mode.READ)
+            ]
         if action.kind is Kind.UPDATE:
-            return [Touch(i, Mode.RENEW) for i in self._by_kind.get(f"weights/{weights.slot(action.version)}", ())
-                    if self.chunks[i].use.group == action.part]
+            return [
+                Touch(i, Mode.RENEW)
+                for i in self._by_kind.get(f"weights/{weights.slot(action.version)}", ())
+                if self.chunks[i].use.group == action.part
+            ]
         return []
 
     def of_gradients(self, action: Action) -> list[Touch]:
@@ -45,26 +57,38 @@ class SharedTouches:
         if action.kind in (Kind.B, Kind.I, Kind.W):
             return self._in_part(action, self._gradients(action.microbatch // self._m), Mode.ADD)
         if action.kind is Kind.REDUCE:
-            return [Touch(i, Mode.RENEW) for i in self._by_kind.get(self._gradients(action.microbatch), ())]
+            return [
+                Touch(i, Mode.RENEW)
+                for i in self._by_kind.get(self._gradients(action.microbatch), ())
+            ]
         return []
 
     def items(self) -> SharedItems:
-        """The chunks as a plan knows them. Weights have room for two consecutive parts, so the next is gathered while a
-        part computes; gradients have room for one part, besides those being summed."""
+        """The chunks as a plan knows them. Weights have room for two consecutive parts, so the next
+        is gathered while a part computes; gradients have room for one part, besides those being
+        summed."""
         num_bytes = [0] * self._first + [chunk.num_bytes for chunk in self.chunks.values()]
-        summed = frozenset(i for i, chunk in self.chunks.items() if chunk.kind.startswith("gradients/"))
+        summed = frozenset(
+            i for i, chunk in self.chunks.items() if chunk.kind.startswith("gradients/")
+        )
 
-        def residency(touches: Callable[[Action], list[Touch]], room: int, others: Iterable[int]) -> Residency:
+        def residency(
+            touches: Callable[[Action], list[Touch]], room: int, others: Iterable[int]
+        ) -> Residency:
             return Residency(touches, num_bytes, room, others={*range(self._first), *others})
 
         memory = self._memory
         return SharedItems(
             residency(self.of_weights, memory.room_of_weights(), summed),
-            residency(self.of_gradients, memory.room_of_gradients(1), self.chunks.keys() - summed), summed)
+            residency(self.of_gradients, memory.room_of_gradients(1), self.chunks.keys() - summed),
+            summed,
+        )
 
     def _gradients(self, batch: int) -> str:
         return f"gradients/{self._state.gradients.buffer_index(batch)}"
 
     def _in_part(self, action: Action, kind: str, mode: Mode) -> list[Touch]:
         part = self._parts.number(action)
-        return [Touch(i, mode) for i in self._by_kind.get(kind, ()) if part in self.chunks[i].use.parts]
+        return [
+            Touch(i, mode) for i in self._by_kind.get(kind, ()) if part in self.chunks[i].use.parts
+        ]

@@ -20,14 +20,24 @@ from hybridpar.state.uses import layout_run
 
 
 class Squares:
-    """Sums of squares of the gradients that this rank counts: `views` of a buffer or of its shares, one a slot.
+    """Sums of squares of the gradients that this rank counts: `views` of a buffer or of its shares,
+    one a slot.
 
-    They are added up block by block in one order, so a stage has equal bits however it is cut into parts.
+    They are added up block by block in one order, so a stage has equal bits however it is cut into
+    parts.
     """
 
-    def __init__(self, gradients: Buffer | Shares, partition: Partition, slots: Sequence[ParameterSlot],
-                 views: Sequence[Tensor], tp: Axis, backend: str):
-        self._tp, self._backend = tp, backend
+    def __init__(
+        self,
+        gradients: Buffer | Shares,
+        partition: Partition,
+        slots: Sequence[ParameterSlot],
+        views: Sequence[Tensor],
+        tp: Axis,
+        backend: str,
+    ):
+        self._tp = tp
+        self._backend = backend
         self._views = [(view, slot.placement) for view, slot in zip(views, slots, strict=True)]
         self._tensors: dict[int, list[Tensor]] = {}  # by part
         self._sums: dict[int, Tensor] = {}  # the same, of those that are known
@@ -41,11 +51,14 @@ class Squares:
 
         for _, members in groupby(range(len(slots)), run):
             own = list(members)
-            use, start = uses(slots[own[0]].name), starts[own[0]]
+            use = uses(slots[own[0]].name)
+            start = starts[own[0]]
             part = use.parts[0]
             layout, base = _home(gradients, use, start)
             with gradients.memory.viewing(views[own[0]]):
-                tensors = layout.joined(counted([views[i] for i in own], [slots[i] for i in own]), base)
+                tensors = layout.joined(
+                    counted([views[i] for i in own], [slots[i] for i in own]), base
+                )
             self._tensors.setdefault(part, []).extend(tensors)
             order.setdefault(part, []).extend(range(number, number + len(tensors)))
             number += len(tensors)
@@ -61,13 +74,15 @@ class Squares:
         self._sums[part] = sums_of_squares(self._tensors.get(part, ()), self._backend)
 
     def total(self) -> Tensor:
-        """All squares, including parts that were not added; a float64 scalar. Forgets what was added.
+        """All squares, including parts that were not added; a float64 scalar. Forgets what was
+        added.
 
         Collectives: as `add`.
         """
         for part in sorted({0, *self._tensors} - self._sums.keys()):
             self.add(part)
-        sums, self._sums = [self._sums[part] for part in sorted(self._sums)], {}
+        sums = [self._sums[part] for part in sorted(self._sums)]
+        self._sums = {}
         if len(sums) == 1:
             return sums[0].sum()
         found = torch.cat(sums)
@@ -75,10 +90,12 @@ class Squares:
 
 
 def _home(gradients: Buffer | Shares, use: Use, start: int) -> tuple[FlatLayout, int]:
-    """The layout of gradients of a use, and its element at which their memory begins. start: of one, in the flat
-    buffer."""
+    """The layout of gradients of a use, and its element at which their memory begins. start: of
+    one, in the flat buffer."""
     if isinstance(gradients, Shares):
         if gradients.has(use):
             return gradients.buffer.layout, gradients.base(use)
         gradients = gradients.whole
-    return gradients.layout, max(c.start for c in gradients.chunks if c.use == use and c.start <= start <= c.stop)
+    return gradients.layout, max(
+        c.start for c in gradients.chunks if c.use == use and c.start <= start <= c.stop
+    )

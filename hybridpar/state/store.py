@@ -1,4 +1,5 @@
-"""The slow tier of a rank's state on a machine without a GPU: one file, read and written past the page cache.
+"""The slow tier of a rank's state on a machine without a GPU: one file, read and written past the
+page cache.
 
 The file has no name: a killed run leaves nothing behind, and a restart trusts nothing of it.
 """
@@ -41,7 +42,9 @@ class DiskStore:
         self._file = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(prefix="state.", dir=folder, buffering=0) as file:  # never has a name on Linux
+            with tempfile.TemporaryFile(
+                prefix="state.", dir=folder, buffering=0
+            ) as file:  # never has a name on Linux
                 self._file = os.dup(file.fileno())
             if self.num_bytes:
                 os.posix_fallocate(self._file, 0, self.num_bytes)
@@ -71,7 +74,8 @@ class DiskStore:
         self._move(os.pwritev, "write", item, content)
 
     def _move(self, call: object, what: str, item: int, memory: memoryview) -> None:
-        at, size = self._offsets[item], self._sizes[item]
+        at = self._offsets[item]
+        size = self._sizes[item]
         assert memory.nbytes == size, (memory.nbytes, size)
 
         def piece(start: int) -> None:
@@ -85,7 +89,11 @@ class DiskStore:
         try:
             if size <= _PIECE:  # to wake threads would take longer
                 piece(0)
-            for done in [self._threads.submit(piece, start) for start in range(0, size, _PIECE) if size > _PIECE]:
+            for done in [
+                self._threads.submit(piece, start)
+                for start in range(0, size, _PIECE)
+                if size > _PIECE
+            ]:
                 done.result()
             if not self._direct:
                 os.posix_fadvise(self._file, at, size, os.POSIX_FADV_DONTNEED)
@@ -95,7 +103,10 @@ class DiskStore:
     def _failure(self, what: str, error: OSError) -> HybridparError:
         room = ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            room = f"; it takes {self.num_bytes / 1e9:.3g} GB: make room, or set memory.folder to a folder that has it"
+            room = (
+                f"; it takes {self.num_bytes / 1e9:.3g} GB: make room, or set memory.folder to a "
+                "folder that has it"
+            )
         return HybridparError(f"{self.folder}: cannot {what}: {error}{room}")
 
     def close(self) -> None:

@@ -37,7 +37,8 @@ def folder_to_measure(config: Config) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StateItem:
-    """A chunk of a kind of state: 'weights/0', 'weights/1' (two versions), 'gradients/0', 'master', 'optimizer/..'."""
+    """A chunk of a kind of state: 'weights/0', 'weights/1' (two versions), 'gradients/0', 'master',
+    'optimizer/..'."""
 
     kind: str
     use: Use
@@ -47,7 +48,8 @@ class StateItem:
 class ItemMemory(Memory):
     """Memory that lists its chunks: `items`, in the order in which they are taken.
 
-    whole: holds the chunks that replicas share; their items are this rank's shares. None: they share none.
+    whole: holds the chunks that replicas share; their items are this rank's shares. None: they
+    share none.
     """
 
     is_limited = True
@@ -106,9 +108,16 @@ class TieredMemory(ItemMemory):
     From `seal` on, `tiers` moves the items, in the part of the budget that `whole` leaves.
     """
 
-    def __init__(self, budget: int, folder: Path, device: torch.device | str = "cpu", whole: WholeChunks | None = None):
+    def __init__(
+        self,
+        budget: int,
+        folder: Path,
+        device: torch.device | str = "cpu",
+        whole: WholeChunks | None = None,
+    ):
         super().__init__(device, whole)
-        self.budget, self.folder = budget, folder
+        self.budget = budget
+        self.folder = folder
         self.tiers: Tiers
         self._regions: list[AnyRegion] = []
         self._numbers: dict[int, int] = {}  # of items, by their storage
@@ -133,11 +142,15 @@ class TieredMemory(ItemMemory):
         """Makes the slow tier. Raises: HybridparError if there is no room for it."""
         super().seal(allocate)
         pinned = frozenset(i for i, item in enumerate(self.items) if item.use.stays)
-        self.tiers = self._make_tiers(pinned, [0 if item.use.stays else item.num_bytes for item in self.items])
+        self.tiers = self._make_tiers(
+            pinned, [0 if item.use.stays else item.num_bytes for item in self.items]
+        )
 
     def _make_tiers(self, pinned: frozenset[int], sizes: Sequence[int]) -> Tiers:
         """The tiers, with room for these sizes in the slow one. pinned: items that always stay."""
-        return Tiers(self._regions, pinned, self.room_bytes, DiskStore(self.folder, sizes), SparePages())
+        return Tiers(
+            self._regions, pinned, self.room_bytes, DiskStore(self.folder, sizes), SparePages()
+        )
 
     def close(self) -> None:
         self.tiers.close()

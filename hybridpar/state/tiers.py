@@ -3,8 +3,8 @@
     absent  --fetch-->  arriving  -->  here  --release-->  leaving  -->  absent
        \\------------ create -----------^  \\----------- drop ------------^
 
-Requests are started in order, and are waited for only where they are needed. Memory counts as taken from when an item
-begins to arrive until it has left.
+Requests are started in order, and are waited for only where they are needed. Memory counts as taken
+from when an item begins to arrive until it has left.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Where(Enum):
 
 @dataclass(slots=True)
 class Item:
-    """One item: its memory, and where it is. `changed`: the store lacks its content. `written`: the store has any.
+    """One item: its memory, and where it is. `changed`: the store lacks its content. `written`: the
+    store has any.
 
     `holds`: it may leave once these are done. `used`: when it was last requested, by a count.
     """
@@ -85,12 +86,20 @@ class Traffic:
 class Tiers:
     """Moves items between `regions` and a store, never having more than `budget` bytes in memory.
 
-    `pinned`: numbers of the items that stay in memory. Errors of the store are raised by the next call. `mark`: makes
-    what is done once the caller's work so far is over; None: work is over when its call returns.
+    `pinned`: numbers of the items that stay in memory. Errors of the store are raised by the next
+    call. `mark`: makes what is done once the caller's work so far is over; None: work is over when
+    its call returns.
     """
 
-    def __init__(self, regions: Sequence[AnyRegion], pinned: frozenset[int], budget: int, store: Store,
-                 spare: Spare | None = None, mark: Callable[[], Waitable] | None = None):
+    def __init__(
+        self,
+        regions: Sequence[AnyRegion],
+        pinned: frozenset[int],
+        budget: int,
+        store: Store,
+        spare: Spare | None = None,
+        mark: Callable[[], Waitable] | None = None,
+    ):
         self.items = [Item(region, number in pinned) for number, region in enumerate(regions)]
         self.budget, self.traffic, self._store = budget, Traffic(), store
         self._resident = self._clock = 0
@@ -104,12 +113,16 @@ class Tiers:
             if item.pinned:
                 item.where = Where.HERE
                 self._take(item)
-        self._movers = [threading.Thread(target=self._work, args=(where,), daemon=True, name=f"{where.value} state")
-                        for where in self._queues]
+        self._movers = [
+            threading.Thread(
+                target=self._work, args=(where,), daemon=True, name=f"{where.value} state"
+            )
+            for where in self._queues
+        ]
         for mover in self._movers:
             mover.start()
 
-    # -- what a plan asks for ------------------------------------------------------------------------------------------
+    # -- what a plan asks for
 
     def fetch(self, number: int) -> None:
         """Starts to bring an item that is absent or leaving."""
@@ -119,7 +132,8 @@ class Tiers:
             self._state.notify_all()
 
     def release(self, number: int) -> None:
-        """Starts to write an item back, where the store lacks its content, and then gives up its memory."""
+        """Starts to write an item back, where the store lacks its content, and then gives up its
+        memory."""
         item = self.items[number]
         if item.where is Where.ARRIVING:
             self._wait(lambda: item.where is Where.HERE)
@@ -163,10 +177,13 @@ class Tiers:
         return self.items[number].where in (Where.ABSENT, Where.LEAVING)
 
     def await_item(self, number: int, *, changing: bool = False) -> None:
-        """Returns once an item that was fetched is here. `changing`: its content is going to change."""
+        """Returns once an item that was fetched is here. `changing`: its content is going to
+        change."""
         item = self.items[number]
         if item.where is not Where.HERE:
-            assert item.where is Where.ARRIVING, f"item {number} is {item.where.value} and nobody has fetched it"
+            assert item.where is Where.ARRIVING, (
+                f"item {number} is {item.where.value} and nobody has fetched it"
+            )
             self._wait(lambda: item.where is Where.HERE)
         self._use(item)
         item.changed |= changing
@@ -179,7 +196,7 @@ class Tiers:
         """Keeps an item in memory until this is done, even if it is to leave."""
         self.items[number].holds.append(until)
 
-    # -- what is asked for beside plans --------------------------------------------------------------------------------
+    # -- what is asked for beside plans
 
     @contextmanager
     def using(self, numbers: Sequence[int], *, changing: bool = False) -> Iterator[None]:
@@ -218,15 +235,18 @@ class Tiers:
             mover.join()
         self._store.close()
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- inside
 
     def _use(self, item: Item) -> None:
         self._clock += 1
         item.used = self._clock
 
     def _make_room(self, item: Item, keep: frozenset[int]) -> None:
-        others = sorted((one.used, number) for number, one in enumerate(self.items)
-                        if one.where is Where.HERE and not one.pinned and number not in keep)
+        others = sorted(
+            (one.used, number)
+            for number, one in enumerate(self.items)
+            if one.where is Where.HERE and not one.pinned and number not in keep
+        )
         for _, number in others:
             if self._resident + item.num_bytes <= self.budget:
                 return
@@ -300,7 +320,8 @@ class Tiers:
             return False
         # what is still to be written is not read before
         return where is Where.LEAVING or (
-            queue[0] not in self._queues[Where.LEAVING] and self._has_room(self.items[queue[0]]))
+            queue[0] not in self._queues[Where.LEAVING] and self._has_room(self.items[queue[0]])
+        )
 
     def _bring(self, number: int) -> None:
         item = self.items[number]

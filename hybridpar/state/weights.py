@@ -3,15 +3,19 @@
                  version t        version t+1
     master  ........................[=======]      the newest, fp32: in mixed precision or where weights are predicted;
                                                    in any precision where the host updates
-    working [=======]...............[=======]      micro-batches run on it; version v lives in buffer v % n
-    leaves   views of a working buffer; an in-flight micro-batch keeps the leaves it ran on through its autograd graph
+    working [=======]...............[=======]      micro-batches run on it; version v lives in
+                                                   buffer v % n
+    leaves   views of a working buffer; an in-flight micro-batch keeps the leaves it ran on through
+             its autograd graph
 
-A switch of version rebinds pointers. Making version t+1 writes the buffer of version t+1-n, whose last backward is over
-(the plan's check proves it; autograd's own version counters would raise if it were not).
+A switch of version rebinds pointers. Making version t+1 writes the buffer of version t+1-n, whose
+last backward is over (the plan's check proves it; autograd's own version counters would raise if it
+were not).
 
-Where replicas share the update (ZeRO-1), a rank keeps only its own parts of the master and writes those; an all-gather
-brings the others while training goes on, and the first micro-batch on the new version waits for it. Where they share
-the weights (ZeRO-3), a rank keeps shares of working buffers, and whole chunks come and go (shares.py).
+Where replicas share the update (ZeRO-1), a rank keeps only its own parts of the master and writes
+those; an all-gather brings the others while training goes on, and the first micro-batch on the new
+version waits for it. Where they share the weights (ZeRO-3), a rank keeps shares of working buffers,
+and whole chunks come and go (shares.py).
 """
 
 from __future__ import annotations
@@ -40,40 +44,71 @@ Update = Callable[[Weights], None]
 class WeightStore:
     """Owns every version of a stage's trained parameters; `frozen` has those that are not trained.
 
-    bf16 and fp16 add one fp32 master copy, on which the optimizer works. So does `predict`, in any precision: micro-
-    batches then run on W + (W - W before the last update), a guess at the weights their gradient will be applied to.
-    Source of prediction: PipeOptim, arXiv 2312.00839.
-    `partition`: which parts this rank updates, and how it gets the others. `places`: modules that hold each parameter.
-    `uses`: of parameters, by name; they cut the buffers into chunks. An update is made group by group.
-    `splits`: replicas share the weights; `shares` then has this rank's part of each buffer.
-    `host`: memory of the `hosted` parameters, which the host updates (host.py); None: all are updated where the weights
-    are. `frozen`: the partition of the frozen parameters; None: there are none.
-    `fp8`: hidden matrices, trained or frozen, of which each live version is quantized once.
+    bf16 and fp16 add one fp32 master copy, on which the optimizer works. So does `predict`, in any
+    precision: micro- batches then run on W + (W - W before the last update), a guess at the weights
+    their gradient will be applied to. Source of prediction: PipeOptim, arXiv 2312.00839.
+    `partition`: which parts this rank updates, and how it gets the others. `places`: modules that
+    hold each parameter. `uses`: of parameters, by name; they cut the buffers into chunks. An update
+    is made group by group. `splits`: replicas share the weights; `shares` then has this rank's part
+    of each buffer. `host`: memory of the `hosted` parameters, which the host updates (host.py);
+    None: all are updated where the weights are. `frozen`: the partition of the frozen parameters;
+    None: there are none. `fp8`: hidden matrices, trained or frozen, of which each live version is
+    quantized once.
     """
 
-    def __init__(self, parameters: StageParameters, partition: Partition, num_versions: int, memory: Memory, *,
-                 predict: bool = False, uses: Callable[[str], Use] = lambda name: WHOLE, splits: bool = False,
-                 host: Memory | None = None, hosted: Collection[str] = (), frozen: Partition | None = None,
-                 fp8: Collection[str] = ()):
-        self.placements, self.layout, self.predicts = parameters.placements, parameters.layout, predict
-        self.dtype, self.master_dtype = parameters.dtype, parameters.master_dtype
-        self.partition, self.memory, self._uses, self._host = partition, memory, uses, host
+    def __init__(
+        self,
+        parameters: StageParameters,
+        partition: Partition,
+        num_versions: int,
+        memory: Memory,
+        *,
+        predict: bool = False,
+        uses: Callable[[str], Use] = lambda name: WHOLE,
+        splits: bool = False,
+        host: Memory | None = None,
+        hosted: Collection[str] = (),
+        frozen: Partition | None = None,
+        fp8: Collection[str] = (),
+    ):
+        self.placements = parameters.placements
+        self.layout = parameters.layout
+        self.predicts = predict
+        self.dtype = parameters.dtype
+        self.master_dtype = parameters.master_dtype
+        self.partition = partition
+        self.memory = memory
+        self._uses = uses
+        self._host = host
         self.keeps_master = predict or self.dtype != self.master_dtype
         """Whether the master copy differs from every version of the weights."""
         chunks = cut(self.layout, uses)
-        self.buffers = [Buffer(self.layout, self.dtype, memory, chunks, f"weights/{i}") for i in range(num_versions)]
-        self.leaves = [{name: view.detach().requires_grad_() for name, view in buffer.views().items()}
-                       for buffer in self.buffers]
+        self.buffers = [
+            Buffer(self.layout, self.dtype, memory, chunks, f"weights/{i}")
+            for i in range(num_versions)
+        ]
+        self.leaves = [
+            {name: view.detach().requires_grad_() for name, view in buffer.views().items()}
+            for buffer in self.buffers
+        ]
         self.shares = Shares.of(partition, self.buffers, memory, "weights", split=splits)
-        self.frozen = FrozenWeights(parameters, frozen or Partition(parameters.frozen, {}), memory, uses, splits=splits)
+        self.frozen = FrozenWeights(
+            parameters, frozen or Partition(parameters.frozen, {}), memory, uses, splits=splits
+        )
         self.fp8 = Fp8Weights([*self.leaves, self.frozen.leaves], fp8) if fp8 else None
         """Quantized forms, by slot; those of frozen parameters come last."""
-        self._own_layout = own_layout = partition.layout_of_owned(self.master_dtype, offset_dtype=self.dtype)
+        self._own_layout = own_layout = partition.layout_of_owned(
+            self.master_dtype, offset_dtype=self.dtype
+        )
         self.master = None
         if self.keeps_master or host is not None:
             own_chunks = cut(own_layout, lambda name: replace(uses(name), hosted=name in hosted))
-            self.master = Buffer(own_layout, self.master_dtype, host or memory, own_chunks, "master")
-        self.made = self.on_host("weights", self.dtype) if self.keeps_master and host is not None else None
+            self.master = Buffer(
+                own_layout, self.master_dtype, host or memory, own_chunks, "master"
+            )
+        self.made = (
+            self.on_host("weights", self.dtype) if self.keeps_master and host is not None else None
+        )
         """New weights on the host, in the versions' dtype, if the master copy has another."""
         self._host_spans = list(self._merged_spans(hosted))
         # of owned parameters, by group and whether they are hosted
@@ -81,12 +116,15 @@ class WeightStore:
         for i, name in enumerate(own_layout.names):
             self._indices[self.group_of(name), name in hosted].append(i)
         self._working = [shares.owned() for shares in self.shares] or [
-            list(partition.owned_views(buffer)) for buffer in self.buffers]
+            list(partition.owned_views(buffer)) for buffer in self.buffers
+        ]
         """This rank's own parts of the working buffers, in order."""
         if self.master is not None:
             self._views = [self.master.views()] * num_versions
         else:
-            self._views = [dict(zip(own_layout.names, views, strict=True)) for views in self._working]
+            self._views = [
+                dict(zip(own_layout.names, views, strict=True)) for views in self._working
+            ]
         self._lists = [list(views.values()) for views in self._views]
         self._made = {} if self.made is None else self.made.views(hosted)
         self.places = [place for place in parameters.places if self.placements[place[2]].trainable]
@@ -96,9 +134,14 @@ class WeightStore:
         self.bind(0)
 
     def _merged_spans(self, names: Collection[str]) -> Iterator[tuple[int, int, int, int]]:
-        """(start, stop, start in the master, group) of this rank's parts of these; neighbours in a chunk are one."""
-        start, stop, at, group = 0, 0, 0, 0
-        cuts, goes_on = {chunk.start for chunk in self.buffers[0].chunks}, False
+        """(start, stop, start in the master, group) of this rank's parts of these; neighbours in a
+        chunk are one."""
+        start = 0
+        stop = 0
+        at = 0
+        group = 0
+        cuts = {chunk.start for chunk in self.buffers[0].chunks}
+        goes_on = False
         for owned, offset in zip(self.partition.owned, self._own_layout.offsets, strict=True):
             if owned.name not in names:
                 goes_on = False
@@ -106,8 +149,11 @@ class WeightStore:
             if not goes_on or owned.start - offset != start - at or owned.start in cuts:
                 if start < stop:
                     yield start, stop, at, group
-                start, at, group = owned.start, offset, self.group_of(owned.name)
-            stop, goes_on = owned.stop, True
+                start = owned.start
+                at = offset
+                group = self.group_of(owned.name)
+            stop = owned.stop
+            goes_on = True
         if start < stop:
             yield start, stop, at, group
 
@@ -121,18 +167,27 @@ class WeightStore:
 
     def kept(self, version: int) -> dict[str, Tensor]:
         """The parameters of a live version that are always whole, by name."""
-        return {name: leaf for name, leaf in self.leaves_of(version).items() if self.is_kept(self._uses(name))}
+        return {
+            name: leaf
+            for name, leaf in self.leaves_of(version).items()
+            if self.is_kept(self._uses(name))
+        }
 
     def on_host(self, kind: str, dtype: torch.dtype | None = None) -> Buffer:
-        """A new buffer in host memory for this rank's hosted parts. dtype: None: the master copy's."""
+        """A new buffer in host memory for this rank's hosted parts. dtype: None: the master
+        copy's."""
         assert self._host is not None
         assert self.master is not None
         chunks = [chunk for chunk in self.master.chunks if chunk.use.hosted] or [EMPTY]
-        return Buffer(self._own_layout, dtype or self.master_dtype, self._host, chunks, f"host/{kind}")
+        return Buffer(
+            self._own_layout, dtype or self.master_dtype, self._host, chunks, f"host/{kind}"
+        )
 
     def spans(self, group: int) -> list[tuple[int, int, int]]:
         """(start, stop, start in the master) of this rank's hosted parts in a group."""
-        return [(start, stop, at) for start, stop, at, of_group in self._host_spans if of_group == group]
+        return [
+            (start, stop, at) for start, stop, at, of_group in self._host_spans if of_group == group
+        ]
 
     def update_on_host(self, group: int, *, predict: bool) -> Weights:
         """The tensors that the host's update of a group reads and writes."""
@@ -143,9 +198,13 @@ class WeightStore:
 
     def arriving(self, version: int, group: int) -> list[tuple[Tensor, Tensor]]:
         """Pairs of places of a group: in a version, and on the host, where it is made."""
-        source, target = self.made or self.master, self.buffers[self.slot(version)]
+        source = self.made or self.master
+        target = self.buffers[self.slot(version)]
         assert source is not None
-        return [(target[start:stop], source[at : at + stop - start]) for start, stop, at in self.spans(group)]
+        return [
+            (target[start:stop], source[at : at + stop - start])
+            for start, stop, at in self.spans(group)
+        ]
 
     @property
     def num_versions(self) -> int:
@@ -156,7 +215,9 @@ class WeightStore:
 
     def leaves_of(self, version: int) -> dict[str, Tensor]:
         """The trained parameters of a live version, by name, once they are all here."""
-        assert self.newest - self.num_versions < version <= self.newest, f"version {version} is not live"
+        assert self.newest - self.num_versions < version <= self.newest, (
+            f"version {version} is not live"
+        )
         self.await_version(version)
         return self.leaves[self.slot(version)]
 
@@ -186,23 +247,25 @@ class WeightStore:
             self.fp8.refresh(self.slot(version), self.num_versions)
 
     def _mark_stale(self, *slots: int) -> None:
-        """Call this where a working buffer changes; `num_versions` stands for the frozen parameters."""
+        """Call this where a working buffer changes; `num_versions` stands for the frozen
+        parameters."""
         if self.fp8 is not None:
             self.fp8.mark_stale(*slots)
 
     def parameters_of_optimizer(self) -> dict[str, Tensor]:
-        """Tensors that the optimizer works on, by name: this rank's parts of the master, else of the newest version
-        (no autograd history)."""
+        """Tensors that the optimizer works on, by name: this rank's parts of the master, else of
+        the newest version (no autograd history)."""
         return self._views[self.slot(self.newest)]
 
     @torch.no_grad()
     def fill(self, write: Callable[[dict[str, Tensor]], None]) -> None:
-        """Sets the newest version: `write` fills all parameters of this stage (fp32, or fp64 in an fp64 run), by name,
-        in as many calls as there are."""
+        """Sets the newest version: `write` fills all parameters of this stage (fp32, or fp64 in an
+        fp64 run), by name, in as many calls as there are."""
         for arriving in list(self._arriving):  # a late part would overwrite what is written here
             self.await_version(arriving)
         masters = {} if self.master is None else self.master.views()
-        owned, slot = {o.name: o for o in self.partition.owned}, self.slot(self.newest)
+        owned = {o.name: o for o in self.partition.owned}
+        slot = self.slot(self.newest)
         self._mark_stale(slot, self.num_versions)
         for name, leaf in self.leaves[slot].items():
             master = masters.get(name)
@@ -223,14 +286,18 @@ class WeightStore:
 
     @torch.no_grad()
     def advance(self, update: Update | None, *, predict: bool = True, group: int = 0) -> None:
-        """Makes version newest + 1: `update` writes it, from this rank's parts of the newest; None: an equal one,
-        without prediction. `predict`: whether to predict this version, if weights are predicted. `group`: which part of
-        it; part 0 comes first. Hosted parameters are there already, unless it is equal.
+        """Makes version newest + 1: `update` writes it, from this rank's parts of the newest; None:
+        an equal one, without prediction. `predict`: whether to predict this version, if weights are
+        predicted. `group`: which part of it; part 0 comes first. Hosted parameters are there
+        already, unless it is equal.
 
-        Collectives: an all-gather over the owners, which `bind` waits for, where the update is shared.
+        Collectives: an all-gather over the owners, which `bind` waits for, where the update is
+            shared.
         """
         self.newest += group == 0
-        before, after, mine = self.slot(self.newest - 1), self.slot(self.newest), self._indices[group, False]
+        before = self.slot(self.newest - 1)
+        after = self.slot(self.newest)
+        mine = self._indices[group, False]
         self.await_version(self.newest - 1)
         if update is not None or self.predicts or before != after:
             self._mark_stale(after)
@@ -242,10 +309,20 @@ class WeightStore:
         elif self.master is None:
             update(Weights(self._lists[before], self._lists[after]).only(mine))
         else:
-            update(Weights(self._lists[0], self._lists[0], self._working[after], self.predicts and predict).only(mine))
+            update(
+                Weights(
+                    self._lists[0], self._lists[0], self._working[after], self.predicts and predict
+                ).only(mine)
+            )
         arriving = self.arriving_parts(self.newest)
-        self._arriving[self.newest] = Works((arriving, self.partition.gather(
-            self.buffers[after], lambda use: use.group == group and self.is_kept(use))))
+        self._arriving[self.newest] = Works(
+            (
+                arriving,
+                self.partition.gather(
+                    self.buffers[after], lambda use: use.group == group and self.is_kept(use)
+                ),
+            )
+        )
 
     def _keep(self, before: int, after: int, group: int) -> None:
         """Makes a group of one buffer equal to that of another."""
@@ -269,7 +346,11 @@ class WeightStore:
         Collectives: an all-gather where the master is shared.
         """
         if not (self.keeps_master or self.shares) or not self.partition.is_sharded:
-            here = self.master.views() if self.master and self.keeps_master else self.leaves_of(self.newest)
+            here = (
+                self.master.views()
+                if self.master and self.keeps_master
+                else self.leaves_of(self.newest)
+            )
             trained = {name: self.memory.read(view.detach()) for name, view in here.items()}
         else:
             owned = map(self.memory.read, self._lists[self.slot(self.newest)])
@@ -278,14 +359,19 @@ class WeightStore:
 
     @contextmanager
     def unpredicted(self) -> Iterator[None]:
-        """While in it, the newest version is W itself, not its prediction. Collectives: as `full_weights`."""
+        """While in it, the newest version is W itself, not its prediction. Collectives: as
+        `full_weights`."""
         if not self.predicts:
             yield
             return
         self.await_version(self.newest)
         slot = self.slot(self.newest)
         flat = self.buffers[slot]
-        held = [tensor for chunk, tensor in zip(flat.chunks, flat.tensors, strict=True) if self.is_kept(chunk.use)]
+        held = [
+            tensor
+            for chunk, tensor in zip(flat.chunks, flat.tensors, strict=True)
+            if self.is_kept(chunk.use)
+        ]
         held += self.shares[slot].buffer.tensors if self.shares else []
         predicted = [tensor.clone() for tensor in held]
         self._mark_stale(slot)
@@ -305,8 +391,8 @@ class WeightStore:
 
     @torch.no_grad()
     def restore(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Takes `tensors`, by parameter name, as `version`, which is the newest from now on; call in ascending order.
-        Chunks that replicas share are left out.
+        """Takes `tensors`, by parameter name, as `version`, which is the newest from now on; call
+        in ascending order. Chunks that replicas share are left out.
 
         Raises: CheckpointError.
         """
@@ -323,25 +409,32 @@ class WeightStore:
 
     @torch.no_grad()
     def restore_frozen(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take `tensors`, by name, as the frozen parameters that are always resident. Raises: CheckpointError."""
+        """Take `tensors`, by name, as the frozen parameters that are always resident. Raises:
+        CheckpointError."""
         copy_all(self.frozen.kept(), tensors, "frozen weights", self.memory)
         self._mark_stale(self.num_versions)
 
     @torch.no_grad()
     def restore_master(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes `tensors` as this rank's parts of the master copy, if there is one. Raises: CheckpointError."""
+        """Takes `tensors` as this rank's parts of the master copy, if there is one. Raises:
+        CheckpointError."""
         if self.master is not None and self.keeps_master:
             copy_all(self.master.views(), tensors, "master weights", self.memory)
 
 
-def copy_all(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str, memory: Memory) -> None:
-    """Copies tensors by name to their targets. Raises: CheckpointError if one is missing or of another shape."""
+def copy_all(
+    targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str, memory: Memory
+) -> None:
+    """Copies tensors by name to their targets. Raises: CheckpointError if one is missing or of
+    another shape."""
     for name, target in targets.items():
         if name not in tensors:
             raise CheckpointError(f"{what}: {name} is missing")
         tensor = tensors[name]
         if tensor.shape != target.shape:
             raise CheckpointError(
-                f"{what}: {name} has shape {tuple(tensor.shape)}, this model needs {tuple(target.shape)}")
+                f"{what}: {name} has shape {tuple(tensor.shape)}, this model needs "
+                f"{tuple(target.shape)}"
+            )
         with memory.writing(target):
             target.copy_(tensor)

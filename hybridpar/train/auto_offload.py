@@ -1,10 +1,13 @@
-"""memory.offload_activations = "auto": how many micro-batches of each rank may leave at no cost in time.
+"""memory.offload_activations = "auto": how many micro-batches of each rank may leave at no cost in
+time.
 
-One trial moves as many as can be, on all ranks at once: so the times of moves are those beside moves of all ranks and
-both ways, whatever link they share. On CPUs this trial is the only one, and no run takes less memory.
+One trial moves as many as can be, on all ranks at once: so the times of moves are those beside
+moves of all ranks and both ways, whatever link they share. On CPUs this trial is the only one, and
+no run takes less memory.
 
-Beside a GPU a second trial moves none. Where activations leave, micro-batches run without CUDA graphs, and the launch
-thread waits for copies instead of running ahead. What that costs is in the difference between the two, rank by rank.
+Beside a GPU a second trial moves none. Where activations leave, micro-batches run without CUDA
+graphs, and the launch thread waits for copies instead of running ahead. What that costs is in the
+difference between the two, rank by rank.
 """
 
 from __future__ import annotations
@@ -33,22 +36,28 @@ from hybridpar.train.offload_room import OffloadRoom, everything, with_away
 from hybridpar.train.trial import Moves, Trial
 
 TryOut = Callable[[Config, int], Trial]
-"""Tries a configuration after so many batches that are not measured. Collectives: on all ranks of the grid."""
+"""Tries a configuration after so many batches that are not measured. Collectives: on all ranks of
+the grid."""
 Away = tuple[int, ...]
 """Micro-batches that are away at once, by rank of a pipeline."""
 
 
-def find_numbers_for(config: Config, grid: ProcessGrid, device: torch.device, try_out: TryOut) -> tuple[Away, str]:
-    """Return what "auto" stands for, and a line that says so. Collectives: on all ranks of the grid."""
+def find_numbers_for(
+    config: Config, grid: ProcessGrid, device: torch.device, try_out: TryOut
+) -> tuple[Away, str]:
+    """Return what "auto" stands for, and a line that says so. Collectives: on all ranks of the
+    grid."""
     if in_host_memory(device):
         away, why = _beside_a_gpu(config, grid, device, try_out)
     else:
-        away, why = _in_a_file(config, grid, try_out), "as many as may leave at no cost in time here"
+        away = _in_a_file(config, grid, try_out)
+        why = "as many as may leave at no cost in time here"
     return away, f"memory.offload_activations: {list(away)}, by rank of a pipeline: {why}"
 
 
 def require_room(config: Config, grid: ProcessGrid, device: torch.device) -> None:
-    """Raise SetupError on all ranks alike where a host has no memory for the numbers that `config` gives.
+    """Raise SetupError on all ranks alike where a host has no memory for the numbers that `config`
+    gives.
 
     Collectives: on all ranks of the grid.
     """
@@ -61,15 +70,25 @@ def _in_a_file(config: Config, grid: ProcessGrid, try_out: TryOut) -> Away:
     """Where ranks and their moves are more than the cores, moves take time of the ranks."""
     sizes = Sizes.of(config)
     trial = try_out(with_away(config, everything(config)), 0)
-    costs, moves = trial.costs, _slowest(trial.moves, grid)
+    costs = trial.costs
+    moves = _slowest(trial.moves, grid)
     if costs.cores is not None and costs.cores < 2 * grid.pp.size:
-        costs = replace(costs, calls={**costs.calls, Kind.OFFLOAD: [one.work_offload for one in moves],
-                                      Kind.RELOAD: [one.work_reload for one in moves]})
-    return of_first_rank(partial(free_to_leave, _with_moves(costs, moves), sizes, trial.ordering), grid.world)
+        costs = replace(
+            costs,
+            calls={
+                **costs.calls,
+                Kind.OFFLOAD: [one.work_offload for one in moves],
+                Kind.RELOAD: [one.work_reload for one in moves],
+            },
+        )
+    return of_first_rank(
+        partial(free_to_leave, _with_moves(costs, moves), sizes, trial.ordering), grid.world
+    )
 
 
 def _slowest(mine: Moves, grid: ProcessGrid) -> list[Moves]:
-    """Return the longest times of the replicas of each rank of a pipeline. Collectives: on all ranks of the grid."""
+    """Return the longest times of the replicas of each rank of a pipeline. Collectives: on all
+    ranks of the grid."""
     everyone = gather_objects((grid.pp.rank, mine), grid.world)
     found = []
     for rank in range(grid.pp.size):
@@ -79,17 +98,21 @@ def _slowest(mine: Moves, grid: ProcessGrid) -> list[Moves]:
 
 
 def _with_moves(costs: Costs, moves: Sequence[Moves]) -> Costs:
-    return replace(costs, offload=[one.offload for one in moves], reload=[one.reload for one in moves])
+    return replace(
+        costs, offload=[one.offload for one in moves], reload=[one.reload for one in moves]
+    )
 
 
-# -- beside a GPU ------------------------------------------------------------------------------------------------------
+# -- beside a GPU
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What the trials say. step_time: with `away`; none_time, most_time: with none, and with as many as can be.
+    """What the trials say. step_time: with `away`; none_time, most_time: with none, and with as
+    many as can be.
 
-    without_graphs: as many as may leave at no cost where CUDA graphs run on no rank. Units: seconds.
+    without_graphs: as many as may leave at no cost where CUDA graphs run on no rank. Units:
+    seconds.
     """
 
     away: Away
@@ -99,7 +122,9 @@ class _Found:
     most_time: float
 
 
-def _beside_a_gpu(config: Config, grid: ProcessGrid, device: torch.device, try_out: TryOut) -> tuple[Away, str]:
+def _beside_a_gpu(
+    config: Config, grid: ProcessGrid, device: torch.device, try_out: TryOut
+) -> tuple[Away, str]:
     sizes, schedule = Sizes.of(config), schedule_of(config.pipeline)
     bounds = tuple(most_away(schedule, sizes, rank) for rank in range(sizes.num_ranks))
     if not any(bounds):
@@ -111,12 +136,17 @@ def _beside_a_gpu(config: Config, grid: ProcessGrid, device: torch.device, try_o
     costs = _with_moves(trial.costs, _slowest(trial.moves, grid))
     resident: Trial | None = None
     if _fits(with_away(config, 0), grid, device):
-        # a graph is made for each of two buffers of weights and each place of a micro-batch, at its second use
+        # a graph is made for each of two buffers of weights and each place of a micro-batch, at its
+        # second use
         resident = try_out(with_away(config, 0), 2 * sizes.num_ranks + 2)
     resident_costs = None if resident is None else resident.costs
-    found = of_first_rank(partial(_choose, costs, resident_costs, sizes, trial.ordering, most), grid.world)
+    found = of_first_rank(
+        partial(_choose, costs, resident_costs, sizes, trial.ordering, most), grid.world
+    )
     replays = any(gather_objects(resident is not None and resident.replays, grid.world))
-    return found.away, "; ".join(_reasons(found, bounds, most, fits=resident is not None, replays=replays))
+    return found.away, "; ".join(
+        _reasons(found, bounds, most, fits=resident is not None, replays=replays)
+    )
 
 
 def _fits(config: Config, grid: ProcessGrid, device: torch.device) -> bool:
@@ -124,35 +154,49 @@ def _fits(config: Config, grid: ProcessGrid, device: torch.device) -> bool:
 
     Collectives: on all ranks of the grid.
     """
-    memory, = predict(config, device=torch.device("cuda"), ranks=[grid.pp.rank])
+    (memory,) = predict(config, device=torch.device("cuda"), ranks=[grid.pp.rank])
     names = gather_objects(platform.node(), grid.world)
     here = memory.needed <= limit_here(device.type, names.count(platform.node()))
     return all(gather_objects(here, grid.world))
 
 
-def _choose(costs: Costs, resident: Costs | None, sizes: Sizes, ordering: Ordering, most: Away) -> _Found:
+def _choose(
+    costs: Costs, resident: Costs | None, sizes: Sizes, ordering: Ordering, most: Away
+) -> _Found:
     def takes(away: Sequence[int]) -> float:
         return time_with_away(costs, sizes, ordering, away, resident=resident)
 
     away = free_to_leave(costs, sizes, ordering, resident=resident, at_most=most)
-    without_graphs = away if resident is None else free_to_leave(costs, sizes, ordering, at_most=most)
+    without_graphs = (
+        away if resident is None else free_to_leave(costs, sizes, ordering, at_most=most)
+    )
     return _Found(away, without_graphs, takes(away), takes([0] * len(most)), takes(most))
 
 
 def _reasons(found: _Found, bounds: Away, most: Away, *, fits: bool, replays: bool) -> list[str]:
     """Return what was compared, and what a user who needs more memory can set."""
-    said = [f"as many as may leave at no cost in time here: {in_ms(found.step_time)} a step by what its actions cost"]
+    said = [
+        f"as many as may leave at no cost in time here: {in_ms(found.step_time)} a step by what "
+        "its actions cost"
+    ]
     if any(found.away):
         said[0] += f", {in_ms(found.none_time)} with none away"
     if found.away != most:
         said.append(f"with {list(most)} it would be {in_ms(found.most_time)}")
     if most != bounds:
-        said.append(f"the hosts of this run have memory for {list(most)}, and {list(bounds)} could be away")
+        said.append(
+            f"the hosts of this run have memory for {list(most)}, and {list(bounds)} could be away"
+        )
     if not fits:
-        said.append("with none away this run is not predicted to fit its GPUs, so that was not tried")
+        said.append(
+            "with none away this run is not predicted to fit its GPUs, so that was not tried"
+        )
     if replays and any(found.away):
         said.append("ranks of which any leave run without CUDA graphs, which is in these times")
     elif replays and any(found.without_graphs):
-        said.append("CUDA graphs, which run where none leave, save more time than copies beside training; with "
-                    f"train.cuda_graphs = false {list(found.without_graphs)} would cost nothing more")
+        said.append(
+            "CUDA graphs, which run where none leave, save more time than copies beside training; "
+            "with "
+            f"train.cuda_graphs = false {list(found.without_graphs)} would cost nothing more"
+        )
     return said

@@ -1,13 +1,14 @@
-"""pipeline.schedule = "auto": the order that takes the least time, of those that all train the same.
+"""pipeline.schedule = "auto": the order that takes the least time, of those that all train the
+same.
 
     shapes   one stage on each rank | two, there and back | two, three, four in a loop    a few batches of each
     orders   1f1b, zero bubbles,    | ZB-V, V-Half, V-Min | interleaved, zero bubbles     simulated with their costs
              longer warm-up         |                     |
-    filled   and each with W's where the costs leave gaps (plan/fill.py), as an order of its own: no rank keeps more
-             bytes than the fullest does without
+    filled   and each with W's where the costs leave gaps (plan/fill.py), as an order of its own: no
+             rank keeps more bytes than the fullest does without
 
-Of what fits into memory, as predicted, the simplest counts whose step takes no more than 1 % longer than the shortest:
-the list goes from simple to less so. Units: seconds, bytes.
+Of what fits into memory, as predicted, the simplest counts whose step takes no more than 1 % longer
+than the shortest: the list goes from simple to less so. Units: seconds, bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ _T = TypeVar("_T")
 _WORTH = 1.01
 _CHUNKS = (2, 3, 4)
 _MOST_FILLED = 512
-"""Micro-batches of a batch, counted on each stage of a rank, up to which orders are filled: a line names them all."""
+"""Micro-batches of a batch, counted on each stage of a rank, up to which orders are filled: a line
+names them all."""
 _BUBBLE = {"zero_bubble": True, "split_backward": True}
 
 
@@ -60,7 +62,9 @@ class Found:
     step_time: float
 
 
-def find_schedule_for(config: Config, grid: ProcessGrid, device: torch.device, measure: Measure) -> tuple[Found, Found]:
+def find_schedule_for(
+    config: Config, grid: ProcessGrid, device: torch.device, measure: Measure
+) -> tuple[Found, Found]:
     """What "auto" stands for, and 1f1b, to compare it with. Collectives: on all ranks of the grid.
 
     Raises: SetupError, on all of them.
@@ -80,7 +84,8 @@ def find_schedule_for(config: Config, grid: ProcessGrid, device: torch.device, m
 
 
 def of_first_rank(call: Callable[[], _T], world: Axis) -> _T:
-    """What `call` returns on the first rank, the only one that calls it. Collectives: one all-gather.
+    """What `call` returns on the first rank, the only one that calls it. Collectives: one
+    all-gather.
 
     Raises: SetupError on all ranks alike, with the text of an error there.
     """
@@ -100,8 +105,10 @@ def of_first_rank(call: Callable[[], _T], world: Axis) -> _T:
 
 def shapes(config: Config) -> Iterator[list[Config]]:
     """Configurations whose stages are the same."""
-    bare = replace(config.pipeline, schedule="1f1b", **{
-        f.name: f.default for f in fields(PipelineConfig) if f.name in FOUND})  # type: ignore[arg-type]
+    defaults: dict[str, Any] = {
+        f.name: f.default for f in fields(PipelineConfig) if f.name in FOUND
+    }
+    bare = replace(config.pipeline, schedule="1f1b", **defaults)
 
     def made(*options: Mapping[str, Any]) -> list[Config]:
         return [replace(config, pipeline=replace(bare, **one)) for one in options]  # type: ignore[arg-type]
@@ -118,12 +125,15 @@ def shapes(config: Config) -> Iterator[list[Config]]:
             yield made(looped, looped | _BUBBLE)
 
 
-def _simulated_here(shape: list[Config], costs: Costs, device: torch.device, trace: Tracer) -> list[Found]:
+def _simulated_here(
+    shape: list[Config], costs: Costs, device: torch.device, trace: Tracer
+) -> list[Found]:
     return simulated(shape, costs, kept_by_stage(shape[0], device, trace))
 
 
 def simulated(shape: list[Config], costs: Costs, kept: Sequence[float]) -> list[Found]:
-    """The schedules of a shape, and what fills them, with the time of a step each. kept: of a micro-batch, by stage."""
+    """The schedules of a shape, and what fills them, with the time of a step each. kept: of a
+    micro-batch, by stage."""
     found = []
     for config in shape:
         if problems(config, config.parallel.num_ranks):
@@ -132,31 +142,59 @@ def simulated(shape: list[Config], costs: Costs, kept: Sequence[float]) -> list[
         if config.pipeline.split_backward:
             sizes = Sizes.of(config)
             if sizes.num_microbatches * sizes.chunks <= _MOST_FILLED:
-                found.append(_simulated(replace(config, pipeline=filled(config.pipeline, sizes, costs, kept)), costs))
+                found.append(
+                    _simulated(
+                        replace(config, pipeline=filled(config.pipeline, sizes, costs, kept)), costs
+                    )
+                )
     return found
 
 
 def _simulated(config: Config, costs: Costs) -> Found:
     sizes = Sizes.of(config)
-    return Found(config.pipeline, Ordering.of(config).timeline(sizes, costs).step_time(sizes.num_microbatches))
+    return Found(
+        config.pipeline,
+        Ordering.of(config).timeline(sizes, costs).step_time(sizes.num_microbatches),
+    )
 
 
-def filled(pipeline: PipelineConfig, sizes: Sizes, costs: Costs, kept: Sequence[float]) -> PipelineConfig:
-    """The order of a schedule that drains with W's where these costs leave gaps, as one's own: no rank keeps more than
-    the fullest does. kept: by a micro-batch, by stage."""
-    schedule, ranks = schedule_of(pipeline), range(sizes.num_ranks)
-    orders = [[(a.kind, a.stage, a.microbatch) for a in lower(schedule, sizes, rank, 0, 1, split=True)
-               if a.kind in COMPUTE] for rank in ranks]
-    most = max(max(accumulate(ROWS[kind].holds * kept[stage] for kind, stage, _ in order)) for order in orders)
+def filled(
+    pipeline: PipelineConfig, sizes: Sizes, costs: Costs, kept: Sequence[float]
+) -> PipelineConfig:
+    """The order of a schedule that drains with W's where these costs leave gaps, as one's own: no
+    rank keeps more than the fullest does. kept: by a micro-batch, by stage."""
+    schedule = schedule_of(pipeline)
+    ranks = range(sizes.num_ranks)
+    orders = [
+        [
+            (a.kind, a.stage, a.microbatch)
+            for a in lower(schedule, sizes, rank, 0, 1, split=True)
+            if a.kind in COMPUTE
+        ]
+        for rank in ranks
+    ]
+    most = max(
+        max(accumulate(ROWS[kind].holds * kept[stage] for kind, stage, _ in order))
+        for order in orders
+    )
     room = Room(kept, (most,) * sizes.num_ranks)
     steps = fill(orders, sizes, costs, room, swaps=not sizes.is_ring)
-    return replace(pipeline, schedule="own", zero_bubble=False, warmup="depth", activations="full",
-                   chunks=sizes.chunks if sizes.is_ring or sizes.chunks > 2 else 0,
-                   order=tuple(format_order(line, sizes, rank) for rank, line in enumerate(steps)))
+    return replace(
+        pipeline,
+        schedule="own",
+        zero_bubble=False,
+        warmup="depth",
+        activations="full",
+        chunks=sizes.chunks if sizes.is_ring or sizes.chunks > 2 else 0,
+        order=tuple(format_order(line, sizes, rank) for rank, line in enumerate(steps)),
+    )
 
 
-def choose(config: Config, found: list[Found], limit: float, device: torch.device, trace: Tracer) -> Found:
-    """The first that takes no more than 1 % longer than the fastest that is proven and fits; 1f1b where none does."""
+def choose(
+    config: Config, found: list[Found], limit: float, device: torch.device, trace: Tracer
+) -> Found:
+    """The first that takes no more than 1 % longer than the fastest that is proven and fits; 1f1b
+    where none does."""
 
     @cache
     def can_run(one: Found) -> bool:

@@ -22,18 +22,21 @@ from hybridpar.reading import errors_as, parse_json, read_limited, to_json
 from hybridpar.validate import problems
 
 FORMAT = "hybridpar replay 1"
-_MAX_BYTES, _MOST, _MOST_SAMPLES = 16 << 20, 2**40, 2**62
+_MAX_BYTES = 16 << 20
+_MOST = 2**40
+_MOST_SAMPLES = 2**62
 
 
 @dataclass(frozen=True)
 class Bundle:
     """One step, and how to get there. `step`: the number it is reported under, from 1.
 
-    `checkpoint`: its step; None: the run's initial weights. `start`: the step after which training went on from it;
-    later than `checkpoint` where batches were gone over. `skipped`: steps since then without an update. `kind`, `what`,
-    `policy`: of the anomaly; empty where there was none. `tokens`: a hash of the batch's content. `versions`: of the
-    weights, by stage and micro-batch. `stage_norms`: as in StepResult. `samples`: those of the stream that the batch
-    is. These four are empty where they are not known.
+    `checkpoint`: its step; None: the run's initial weights. `start`: the step after which training
+    went on from it; later than `checkpoint` where batches were gone over. `skipped`: steps since
+    then without an update. `kind`, `what`, `policy`: of the anomaly; empty where there was none.
+    `tokens`: a hash of the batch's content. `versions`: of the weights, by stage and micro-batch.
+    `stage_norms`: as in StepResult. `samples`: those of the stream that the batch is. These four
+    are empty where they are not known.
     """
 
     config: Config
@@ -81,6 +84,7 @@ def read_bundle(path: Path) -> Bundle:
 
 def _parse(document: dict[str, Any]) -> Bundle:
     """Raises: ValueError, ConfigError."""
+
     def read(name: str, kind: Any) -> Any:
         return from_plain(kind, document.get(name), name)
 
@@ -107,11 +111,23 @@ def _parse(document: dict[str, Any]) -> Bundle:
     if len(versions) not in (0, stages) or len(norms) not in (0, parallel.pp):
         raise ValueError(f"it is not of {stages} stages on {parallel.pp} ranks")
     numbers: dict[str, Any] = {
-        name: _number(read(name, Annotated[float | None, FINITE])) for name in ("grad_norm", "lr", "loss_scale")}
+        name: _number(read(name, Annotated[float | None, FINITE]))
+        for name in ("grad_norm", "lr", "loss_scale")
+    }
     texts = {name: read(name, str) for name in ("corpus", "kind", "what", "policy", "tokens")}
-    return Bundle(config, step, {key: _number(loss) for key, loss in losses.items()}, checkpoint=checkpoint,
-                  start=start, skipped=read("skipped", Annotated[tuple[int, ...], Within(0, step)]), versions=versions,
-                  stage_norms=tuple(map(_number, norms)), samples=range(*samples), **numbers, **texts)
+    return Bundle(
+        config,
+        step,
+        {key: _number(loss) for key, loss in losses.items()},
+        checkpoint=checkpoint,
+        start=start,
+        skipped=read("skipped", Annotated[tuple[int, ...], Within(0, step)]),
+        versions=versions,
+        stage_norms=tuple(map(_number, norms)),
+        samples=range(*samples),
+        **numbers,
+        **texts,
+    )
 
 
 def _number(value: float | None) -> float:

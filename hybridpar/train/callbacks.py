@@ -24,11 +24,12 @@ def _ignore(*news: Any) -> None:
 class Callbacks:
     """Functions that are called on all ranks, at the same step: they may use collectives.
 
-    on_step: after each optimizer step that counts, with its numbers. on_evaluation: with the step and the partial
-    losses and metrics by name, means over all labels of the held-out samples; if validation sets have names, with a
-    dict of these by the name of the set. on_save: with the folder of a checkpoint that is complete.
-    One that returns STOP on any rank ends training on all, at the same step. So does one that raises; the error comes
-    once the run has saved. stop: the same request from elsewhere in the program.
+    on_step: after each optimizer step that counts, with its numbers. on_evaluation: with the step
+    and the partial losses and metrics by name, means over all labels of the held-out samples; if
+    validation sets have names, with a dict of these by the name of the set. on_save: with the
+    folder of a checkpoint that is complete. One that returns STOP on any rank ends training on all,
+    at the same step. So does one that raises; the error comes once the run has saved. stop: the
+    same request from elsewhere in the program.
     """
 
     on_step: Callable[[StepResult], Any] = _ignore
@@ -48,7 +49,8 @@ class CallbackRunner:
         ask_to_stop: Called when this rank wants to stop.
 
     Attributes:
-        error: What a function has raised, in words; empty if none has. No function is called afterwards.
+        error: What a function has raised, in words; empty if none has. No function is called
+            afterwards.
         cause: The exception.
     """
 
@@ -86,12 +88,16 @@ class CallbackRunner:
 
 def _describe(error: BaseException, name: str, where: str) -> str:
     """Return the function, the step, the error, and the lines of the program that led to it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)
+    ]
     lines = "".join(traceback.format_list(frames[-_MOST_FRAMES:])).rstrip()
     said = first_line(error)
     kind = type(error).__name__
     what = kind if said == kind else f"{kind}: {said}"
-    return f"the callback {name} raised {what} ({where}); the run has saved and ended" + (f"\n{lines}" if lines else "")
+    return f"the callback {name} raised {what} ({where}); the run has saved and ended" + (
+        f"\n{lines}" if lines else ""
+    )
 
 
 def _is_ours(path: str) -> bool:

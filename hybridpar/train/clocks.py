@@ -4,7 +4,8 @@
                              / \\
     first of a host    sent /   \\ got        shift = t - (sent + got) / 2, wrong by at most (got - sent) / 2
 
-All processes of a host read one clock (CLOCK_MONOTONIC). Between hosts the exchange with the least round trip counts.
+All processes of a host read one clock (CLOCK_MONOTONIC). Between hosts the exchange with the least
+round trip counts.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Shift:
-    """Seconds to add to time.perf_counter() here to get rank 0's; they are wrong by at most `error`."""
+    """Seconds to add to time.perf_counter() here to get rank 0's; they are wrong by at most
+    `error`."""
 
     seconds: float = 0.0
     error: float = 0.0
 
 
 def shift_to_first(grid: ProcessGrid) -> Shift:
-    """The shift of this rank's clock. Collectives: on all ranks of the grid, on several hosts messages to rank 0."""
+    """The shift of this rank's clock. Collectives: on all ranks of the grid, on several hosts
+    messages to rank 0."""
     world = grid.world
     hosts: list[str] = gather_objects(_host(), world)
     mine = Shift()
@@ -55,7 +58,8 @@ def best(exchanges: Iterable[tuple[float, float, float]]) -> Shift:
 
 
 def _host() -> str:
-    """A name for the clock: its system's start, as containers of one system may have names of their own."""
+    """A name for the clock: its system's start, as containers of one system may have names of their
+    own."""
     with contextlib.suppress(OSError):
         return _BOOT.read_text()
     return platform.node()

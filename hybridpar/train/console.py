@@ -1,4 +1,5 @@
-"""Standard streams of a training process whose reader may go: a killed `tee`, a closed terminal, a full disk.
+"""Standard streams of a training process whose reader may go: a killed `tee`, a closed terminal, a
+full disk.
 
 Imports no torch, so that the command line starts quickly.
 """
@@ -13,7 +14,8 @@ from typing import Any, TextIO, cast
 
 
 class LastingStream:
-    """A text stream that drops what cannot be written. lost: why, the first time; empty: nothing was dropped."""
+    """A text stream that drops what cannot be written. lost: why, the first time; empty: nothing
+    was dropped."""
 
     def __init__(self, stream: TextIO | None):
         """Wraps a stream, or None where its descriptor was closed before Python started."""
@@ -38,7 +40,8 @@ class LastingStream:
         return False
 
     def release(self) -> None:
-        """Leads to /dev/null what cannot be written: Python flushes the stream when it ends, which would fail then."""
+        """Leads to /dev/null what cannot be written: Python flushes the stream when it ends, which
+        would fail then."""
         if self._stream is None:
             return
         try:
@@ -57,7 +60,9 @@ class LastingStream:
         try:
             yield
         except (OSError, ValueError) as error:  # ValueError: of a closed file
-            self.lost = self.lost or (error.strerror if isinstance(error, OSError) else None) or str(error)
+            self.lost = (
+                self.lost or (error.strerror if isinstance(error, OSError) else None) or str(error)
+            )
         except RuntimeError:  # a signal's handler prints while the stream is being written
             pass
 
@@ -84,7 +89,8 @@ def lost_console() -> str:
 def hold_descriptors() -> None:
     """Opens /dev/null in the place of standard streams that are closed.
 
-    Else the next file or connection gets the number of stderr, and with it the messages of C++ code.
+    Else the next file or connection gets the number of stderr, and with it the messages of C++
+    code.
     """
     for number in (0, 1, 2):
         try:

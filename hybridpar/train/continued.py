@@ -1,9 +1,11 @@
-"""Changes of configuration and data with which a run goes on: what is said of them, and changes.jsonl.
+"""Changes of configuration and data with which a run goes on: what is said of them, and
+changes.jsonl.
 
-    {"step": 400, "settings": {"model.dropout": [0.1, 0.0]}, "corpus": ["8c1f..", "8c1f.."], "sample": 6400}
+    {"step": 400, "settings": {"model.dropout": [0.1, 0.0]}, "corpus": ["8c1f..", "8c1f.."],
+    "sample": 6400}
 
-A line for each step after which a run went on with changes that train.continue_with names: what they were and are, the
-fingerprints of the data, and the position of the next batch in them.
+A line for each step after which a run went on with changes that train.continue_with names: what
+they were and are, the fingerprints of the data, and the position of the next batch in them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from hybridpar.train.metrics import read_metrics
 
 
 def go_on(config: Config, step: int, corpus: str, start: DataStart) -> list[str]:
-    """Notes, on rank 0, how the run of `config` goes on after `step` (0: it begins); returns lines for people.
+    """Notes, on rank 0, how the run of `config` goes on after `step` (0: it begins); returns lines
+    for people.
 
     corpus: fingerprint of the data. start: the place of the run's batches in them.
     """
@@ -36,13 +39,24 @@ def go_on(config: Config, step: int, corpus: str, start: DataStart) -> list[str]
     lines = []
     if step:
         manifest = read_manifest(folder_of(config.run.folder / run_folder.CHECKPOINTS, step))
-        before, corpora = manifest.config, (manifest.corpus, corpus)
+        before = manifest.config
+        corpora = (manifest.corpus, corpus)
         if names := changes(before, config, corpora):
             position = start.position(step, config.global_batch_size)
-            rows.append({"step": step, "settings": {n: [setting(before, n), setting(config, n)] for n in names},
-                         "corpus": corpora, "sample": position})
-            lines.append(f"train.continue_with: {', '.join(names)} changed after step {step} ({path.name}); the next "
-                         f"sample is number {position} of {'these' if corpora[0] == corpora[1] else 'the new'} data")
+            rows.append(
+                {
+                    "step": step,
+                    "settings": {n: [setting(before, n), setting(config, n)] for n in names},
+                    "corpus": corpora,
+                    "sample": position,
+                }
+            )
+            lines.append(
+                f"train.continue_with: {', '.join(names)} changed after step {step} ({path.name}); "
+                "the next "
+                f"sample is number {position} of "
+                f"{'these' if corpora[0] == corpora[1] else 'the new'} data"
+            )
         lines += _rate_changes(before, config, step, manifest.state.num_updates)
     if rows or path.exists():
         run_folder.write_changed(path, "".join(f"{json.dumps(row)}\n" for row in rows))
@@ -61,16 +75,25 @@ def _recorded(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _rate_changes(before: Config, now: Config, step: int, num_updates: int) -> list[str]:
-    was, will_be = _rate(before, step, num_updates), _rate(now, step, num_updates)
+    was = _rate(before, step, num_updates)
+    will_be = _rate(now, step, num_updates)
     if was == will_be:
         return []
     advice = ""
     if before.train.num_steps != now.train.num_steps and now.optim.decay == "wsd":
-        advice = "; without that where it goes on from before its decay: move the checkpoints after that away"
+        advice = (
+            "; without that where it goes on from before its decay: move the checkpoints after "
+            "that away"
+        )
     elif before.train.num_steps != now.train.num_steps:
-        advice = '; a run with optim.decay = "wsd" can be made longer from before its decay without that'
-    return [f"the learning rate of step {step + 1} was to be {was:.4g} (train.num_steps = {before.train.num_steps}), "
-            f"and is {will_be:.4g} now (train.num_steps = {now.train.num_steps}){advice}"]
+        advice = (
+            '; a run with optim.decay = "wsd" can be made longer from before its decay without that'
+        )
+    return [
+        f"the learning rate of step {step + 1} was to be {was:.4g} (train.num_steps = "
+        f"{before.train.num_steps}), "
+        f"and is {will_be:.4g} now (train.num_steps = {now.train.num_steps}){advice}"
+    ]
 
 
 def _rate(config: Config, step: int, num_updates: int) -> float:
@@ -80,15 +103,22 @@ def _rate(config: Config, step: int, num_updates: int) -> float:
 
 
 def settings_of(folder: Path, step: int, start: int) -> tuple[Config, str]:
-    """The configuration that steps `start` + 1 to `step` of a run were trained with, and the fingerprint of their data.
+    """The configuration that steps `start` + 1 to `step` of a run were trained with, and the
+    fingerprint of their data.
 
-    The fingerprint is empty unless the data changed after `start`. train.continue_with names what changed then.
+    The fingerprint is empty unless the data changed after `start`. train.continue_with names what
+    changed then.
     Raises: ConfigError where they were not all trained with one, or it is not known any more.
     """
     rows = _recorded(folder / run_folder.CHANGES)
     if change := max((change for change in rows if start < change < step), default=0):
-        raise config_error("step", step, f"settings changed after step {change} ({run_folder.CHANGES}), whose "
-                           "checkpoint is not there any more", "a larger checkpoint.keep next time")
+        raise config_error(
+            "step",
+            step,
+            f"settings changed after step {change} ({run_folder.CHANGES}), whose "
+            "checkpoint is not there any more",
+            "a larger checkpoint.keep next time",
+        )
     root = folder / run_folder.CHECKPOINTS
     later = min((change for change in rows if change >= step), default=None)
     if later is None:
@@ -96,7 +126,14 @@ def settings_of(folder: Path, step: int, start: int) -> tuple[Config, str]:
     elif saved := [saved for saved in saved_steps(root) if step <= saved <= later]:
         config = read_manifest(folder_of(root, saved[-1])).config
     else:
-        raise config_error("step", step, f"settings changed after step {later} ({run_folder.CHANGES}), and no "
-                           "checkpoint between has those of before", "a larger checkpoint.keep next time")
+        raise config_error(
+            "step",
+            step,
+            f"settings changed after step {later} ({run_folder.CHANGES}), and no "
+            "checkpoint between has those of before",
+            "a larger checkpoint.keep next time",
+        )
     row = rows.get(start, {"settings": {}, "corpus": ["", ""]})
-    return replace(config, train=replace(config.train, continue_with=tuple(row["settings"]))), row["corpus"][1]
+    return replace(config, train=replace(config.train, continue_with=tuple(row["settings"]))), row[
+        "corpus"
+    ][1]

@@ -1,4 +1,5 @@
-"""costs.json: what the steps of a run's schedule cost, as measured; and what that says of this and other schedules.
+"""costs.json: what the steps of a run's schedule cost, as measured; and what that says of this and
+other schedules.
 
 Units: seconds.
 """
@@ -27,13 +28,25 @@ from hybridpar.train.measure import CALLS, VARYING, Measured, Parts, measure
 from hybridpar.train.trace import RankEvents
 
 FORMAT = "hybridpar costs 3"
-_MAX_BYTES, _MOST_CORES = 256 << 20, 1e6
+_MAX_BYTES = 256 << 20
+_MOST_CORES = 1e6
 _TIME = Within(0, 1e9)
 _OF_SPLIT = "backward_input"  # is there where backwards were split
 _OF_STAGES = ("forward", "backward", _OF_SPLIT)
-_OF_TIERS = ("fetch", "release", "offload", "reload", "to_host", "host", "from_host")  # may be missing
+_OF_TIERS = (
+    "fetch",
+    "release",
+    "offload",
+    "reload",
+    "to_host",
+    "host",
+    "from_host",
+)  # may be missing
 _OF_RANKS = ("update", "reduce", "gather", *_OF_TIERS)
-_OF_PLANS = ("host_shares", "host_works")  # are not kept: what a run measures is all groups', and on the wall
+_OF_PLANS = (
+    "host_shares",
+    "host_works",
+)  # are not kept: what a run measures is all groups', and on the wall
 _OF_WAY = "transfer_back"  # is there where links were measured each way
 _OF_LINKS = ("transfer", _OF_WAY, "latency", "transfer_work")
 
@@ -55,16 +68,28 @@ class RunCosts:
 def run_costs(config: Config, ranks: Sequence[RankEvents]) -> RunCosts | None:
     """Costs of the recorded actions of a run; None where they are too few."""
     sizes = Sizes.of(config)
-    measured = measure(ranks, sizes, tied=config.model.tie_embeddings and sizes.num_ranks > 1 and not sizes.is_v)
+    measured = measure(
+        ranks, sizes, tied=config.model.tie_embeddings and sizes.num_ranks > 1 and not sizes.is_v
+    )
     if measured is None:
         return None
     host = ranks[0].host
-    return RunCosts(Ordering.of(config), sizes, measured, {
-        "hosts": sorted({r.host.name for r in ranks}), "device": host.device, "cores": host.cores,
-        "threads": host.threads, "ranks": len(ranks), "torch": torch.__version__})
+    return RunCosts(
+        Ordering.of(config),
+        sizes,
+        measured,
+        {
+            "hosts": sorted({r.host.name for r in ranks}),
+            "device": host.device,
+            "cores": host.cores,
+            "threads": host.threads,
+            "ranks": len(ranks),
+            "torch": torch.__version__,
+        },
+    )
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------
+# -- the file
 
 
 def write_costs(run: RunCosts, path: Path) -> None:
@@ -79,11 +104,18 @@ def write_costs(run: RunCosts, path: Path) -> None:
     for name in _OF_PLANS:
         del costs[name]
     document = {
-        "format": FORMAT, "schedule": asdict(run.ordering), "sizes": asdict(run.sizes), "costs_s": costs,
+        "format": FORMAT,
+        "schedule": asdict(run.ordering),
+        "sizes": asdict(run.sizes),
+        "costs_s": costs,
         "measured": {
-            "batches": measured.num_batches, "step_s": measured.step_time, "idle_share": measured.idle,
-            "parts_s": [asdict(parts) for parts in measured.parts]},
-        "hardware": dict(run.hardware)}
+            "batches": measured.num_batches,
+            "step_s": measured.step_time,
+            "idle_share": measured.idle,
+            "parts_s": [asdict(parts) for parts in measured.parts],
+        },
+        "hardware": dict(run.hardware),
+    }
     write_text(path, json.dumps(_rounded(document), indent=1) + "\n")
 
 
@@ -99,12 +131,17 @@ def _rounded(value: Any) -> Any:
 def read_costs(path: Path, most: int = _MAX_BYTES) -> RunCosts:
     """Reads what `write_costs` wrote, of at most `most` bytes.
 
-    Raises: ConfigError if there is no such file; DataError, with the place, if it holds something else.
+    Raises: ConfigError if there is no such file; DataError, with the place, if it holds something
+        else.
     """
     if not os.path.lexists(path):
         if path.parent.is_dir():
-            raise config_error("run", str(path.parent), f"has no {path.name}: that is measured as a run trains")
-        raise config_error("run", str(path.parent), "does not exist", runs_near(path.parent) or "runs/NAME")
+            raise config_error(
+                "run", str(path.parent), f"has no {path.name}: that is measured as a run trains"
+            )
+        raise config_error(
+            "run", str(path.parent), "does not exist", runs_near(path.parent) or "runs/NAME"
+        )
     with errors_as(DataError, path, "cannot be read", ConfigError):
         return _run_costs(read_json(path, most, within=path.parent))
 
@@ -134,9 +171,13 @@ class _Document:
 def _run_costs(document: Any) -> RunCosts:
     """Raises: ValueError, ConfigError."""
     if isinstance(document, dict) and (found := document.get("format")) != FORMAT:
-        raise ValueError(f"format is {shown(found)}, not {FORMAT!r}: a run writes the file anew as it trains on")
+        raise ValueError(
+            f"format is {shown(found)}, not {FORMAT!r}: a run writes the file anew as it trains on"
+        )
     read: _Document = from_plain(_Document, document, "it")
-    sizes, measured, p = read.sizes, read.measured, read.sizes.num_ranks
+    sizes = read.sizes
+    measured = read.measured
+    p = read.sizes.num_ranks
     read.schedule.make().check_sizes(sizes)
     optional = {_OF_SPLIT, _OF_WAY, *_OF_TIERS, *_OF_PLANS}
     if missing := {f.name for f in fields(Costs)} - optional - document["costs_s"].keys():
@@ -147,28 +188,42 @@ def _run_costs(document: Any) -> RunCosts:
         raise ValueError(f"measured.parts_s has {len(measured.parts_s)} entries, not {p}")
     for parts in measured.parts_s:
         _check_row("measured.parts_s", astuple(parts))
-    return RunCosts(read.schedule, sizes, Measured(
-        read.costs_s, measured.batches, measured.step_s, measured.idle_share, measured.parts_s), read.hardware)
+    return RunCosts(
+        read.schedule,
+        sizes,
+        Measured(
+            read.costs_s, measured.batches, measured.step_s, measured.idle_share, measured.parts_s
+        ),
+        read.hardware,
+    )
 
 
 def _check_costs(costs: Costs, sizes: Sizes) -> None:
-    """Every cost is there for each stage, rank or link, and a length of time. Raises: ValueError."""
+    """Every cost is there for each stage, rank or link, and a length of time. Raises:
+    ValueError."""
     p = sizes.num_ranks
     if costs.cores is not None and not 0 < costs.cores <= _MOST_CORES:
         raise ValueError(f"costs_s.cores is {shown(costs.cores)}")
-    lengths = {"norm": 1} | dict.fromkeys(_OF_STAGES, sizes.num_stages) | dict.fromkeys(_OF_RANKS, p)
+    lengths = (
+        {"norm": 1} | dict.fromkeys(_OF_STAGES, sizes.num_stages) | dict.fromkeys(_OF_RANKS, p)
+    )
     lengths |= dict.fromkeys(_OF_LINKS, sizes.num_links)
     for name, size in lengths.items():
         if (cost := getattr(costs, name)) is not None:
             _check_row(f"costs_s.{name}", cost, size)
-    for name, found, kinds in (("calls", costs.calls, CALLS), ("variation", costs.variation, VARYING)):
+    for name, found, kinds in (
+        ("calls", costs.calls, CALLS),
+        ("variation", costs.variation, VARYING),
+    ):
         if missing := [kind.value for kind in kinds if kind not in found]:
             raise ValueError(f"costs_s.{name}.{missing[0]} is missing")
     for kind, cost in costs.calls.items():
         _check_row(f"costs_s.calls.{kind.value}", cost, p)
     for kind, rows in costs.variation.items():
         if len(rows) != sizes.num_stages or not all(rows):
-            raise ValueError(f"costs_s.variation.{kind.value} is not {sizes.num_stages} rows of numbers")
+            raise ValueError(
+                f"costs_s.variation.{kind.value} is not {sizes.num_stages} rows of numbers"
+            )
         _check_row(f"costs_s.variation.{kind.value}", [time for row in rows for time in row])
 
 
@@ -181,30 +236,47 @@ def _check_row(place: str, cost: float | Sequence[float], size: int | None = Non
         raise ValueError(f"{place} has {shown(wrong[0])}, which is no length of time")
 
 
-# -- what it says ------------------------------------------------------------------------------------------------------
+# -- what it says
 
 
 def describe(run: RunCosts, folder: Path | None = None) -> list[str]:
-    """A few lines: the step time and idle shares that were measured and those that the costs imply, and where the time
-    of a step goes on the slowest stage. folder: of the slow tier."""
-    measured, costs, m = run.measured, run.measured.costs, run.sizes.num_microbatches
+    """A few lines: the step time and idle shares that were measured and those that the costs imply,
+    and where the time of a step goes on the slowest stage. folder: of the slow tier."""
+    measured = run.measured
+    costs = run.measured.costs
+    m = run.sizes.num_microbatches
     step, (simulated, idle) = measured.step_time, run.timeline().steady_step(m)
-    forward, backward = (expand(cost, run.sizes.num_stages) for cost in (costs.forward, costs.backward))
-    work = [sum(m * (forward[s] + backward[s]) for s in run.sizes.stages_of(r)) for r in range(run.sizes.num_ranks)]
-    slowest, name = work.index(max(work)), run.sizes.rank_name
+    forward, backward = (
+        expand(cost, run.sizes.num_stages) for cost in (costs.forward, costs.backward)
+    )
+    work = [
+        sum(m * (forward[s] + backward[s]) for s in run.sizes.stages_of(r))
+        for r in range(run.sizes.num_ranks)
+    ]
+    slowest = work.index(max(work))
+    name = run.sizes.rank_name
     parts = measured.parts[slowest]
     shares = [
-        (f"waiting for other {name}s", parts.waiting), ("waiting for the host optimizer", parts.host),
+        (f"waiting for other {name}s", parts.waiting),
+        ("waiting for the host optimizer", parts.host),
         ("waiting for state to come and go" + (f" ({folder})" if folder else ""), parts.state),
-        ("communication calls", parts.calls), ("norm and optimizer", parts.optimizer),
-        ("between actions", parts.between), ("without a core", parts.no_core)]
-    rest = "".join(f", {what} {in_ms(part)} ({part / step:.0%})" for what, part in shares if part > 5e-4 * step)
+        ("communication calls", parts.calls),
+        ("norm and optimizer", parts.optimizer),
+        ("between actions", parts.between),
+        ("without a core", parts.no_core),
+    ]
+    rest = "".join(
+        f", {what} {in_ms(part)} ({part / step:.0%})" for what, part in shares if part > 5e-4 * step
+    )
     return [
-        f"step time: {in_ms(step)} measured ({measured.num_batches} batches), {in_ms(simulated)} simulated from "
+        f"step time: {in_ms(step)} measured ({measured.num_batches} batches), {in_ms(simulated)} "
+        "simulated from "
         f"the measured costs ({simulated / step:.0%})",
         f"idle by {name}: {percent(measured.idle)} measured, {percent(idle)} simulated",
-        f"slowest {name} {slowest}: computing {in_ms(parts.compute)} ({parts.compute / step:.0%} of the step; the mean "
-        f"{name} {in_ms(fmean(p.compute for p in measured.parts))}){rest}"]
+        f"slowest {name} {slowest}: computing {in_ms(parts.compute)} ({parts.compute / step:.0%} "
+        "of the step; the mean "
+        f"{name} {in_ms(fmean(p.compute for p in measured.parts))}){rest}",
+    ]
 
 
 def in_ms(seconds: float) -> str:

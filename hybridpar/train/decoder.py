@@ -1,12 +1,14 @@
 """Next tokens of several texts, by this rank's stage of a GPT on a grid of tp and pp.
 
-    start      the prompts, padded at their ends to one length: computed together, keys and values are kept
+    start      the prompts, padded at their ends to one length: computed together, keys and values
+               are kept
     go_on      a token more of each text; only these are computed
     forget     texts that have ended
 
-A text fills the model's window of seq_length positions. Where it would go beyond, the last half of the window becomes
-its beginning and is computed anew: so a token costs the same however long the text is, and sees at least the last
-seq_length // 2 tokens before it. A text depends on none of the others, but for rounding.
+A text fills the model's window of seq_length positions. Where it would go beyond, the last half of
+the window becomes its beginning and is computed anew: so a token costs the same however long the
+text is, and sees at least the last seq_length // 2 tokens before it. A text depends on none of the
+others, but for rounding.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Decoder:
     """
 
     def __init__(self, stage: Stage, model: ModelConfig, grid: ProcessGrid):
-        self.stage, self.model, self.grid = stage, model, grid
+        self.stage = stage
+        self.model = model
+        self.grid = grid
         self._texts: list[list[int]] = []
         self._lengths: list[int] = []
         """Number of positions of each text whose keys and values are kept."""
@@ -52,7 +56,8 @@ class Decoder:
 
     def go_on(self, tokens: Sequence[int]) -> Tensor | None:
         """Adds a token to each text. Shapes: as for `start`."""
-        window, half = self.model.seq_length, self.model.seq_length // 2
+        window = self.model.seq_length
+        half = self.model.seq_length // 2
         full = [i for i, length in enumerate(self._lengths) if length == window]
         for i in full:
             self._texts[i], self._lengths[i] = self._texts[i][window - half :], half
@@ -72,22 +77,33 @@ class Decoder:
     def forget(self, ended: Sequence[int]) -> None:
         """Goes on without these texts; the others move up."""
         stay = [i for i in range(len(self._texts)) if i not in ended]
-        self._texts, self._lengths = [self._texts[i] for i in stay], [self._lengths[i] for i in stay]
+        self._texts = [self._texts[i] for i in stay]
+        self._lengths = [self._lengths[i] for i in stay]
         for cache in self._caches.values():
             cache.keep(stay)
 
-    def _compute(self, texts: Sequence[Sequence[int]]) -> tuple[dict[str, KeyValueCache], Tensor | None]:
+    def _compute(
+        self, texts: Sequence[Sequence[int]]
+    ) -> tuple[dict[str, KeyValueCache], Tensor | None]:
         """Returns caches of these texts, and the logits of the tokens that follow them."""
         longest = max(map(len, texts))
-        caches = {number: KeyValueCache(self._capacity) for number in self.stage.blocks if int(number) in self._layers}
+        caches = {
+            number: KeyValueCache(self._capacity)
+            for number in self.stage.blocks
+            if int(number) in self._layers
+        }
         padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
         x = self._forward({"tokens": padded, "positions": torch.arange(longest)}, caches)
         return caches, self._logits(x, [len(text) - 1 for text in texts])
 
     @torch.no_grad()
-    def _forward(self, batch: dict[str, Tensor], caches: Mapping[str, KeyValueCache]) -> Tensor | None:
-        """The output of the layers for new tokens; None where it went to the next stage. Shapes: returns [b, s, h]."""
-        pp, x = self.grid.pp, None
+    def _forward(
+        self, batch: dict[str, Tensor], caches: Mapping[str, KeyValueCache]
+    ) -> Tensor | None:
+        """The output of the layers for new tokens; None where it went to the next stage. Shapes:
+        returns [b, s, h]."""
+        pp = self.grid.pp
+        x = None
         if not pp.is_first:
             x = torch.empty(*batch["tokens"].shape, self.model.hidden_size)
             irecv(x, pp.rank - 1, pp).wait()

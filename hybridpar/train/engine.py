@@ -1,9 +1,10 @@
-"""One rank's training engine: a stage, its state, the policy on its batches, and the executor that runs them.
+"""One rank's training engine: a stage, its state, the policy on its batches, and the executor that
+runs them.
 
-    batch t:  F B F B ... last B      REDUCE      NORM                          UPDATE
-              accumulate gradients    dp, ends    over the grid: norms,         wait; judge; clip; optimizer makes
-              (buffer t mod n)        started     losses, stop request          W(t+1), or W(t) again of an anomaly
-    with the optimizer on the host:               gradients leave        HOST   wait; judge; the host makes W(t+1)
+batch t:  F B F B ... last B      REDUCE      NORM                          UPDATE
+          accumulate gradients    dp, ends    over the grid: norms,         wait; judge; clip; optimizer makes
+          (buffer t mod n)        started     losses, stop request          W(t+1), or W(t) again of an anomaly
+with the optimizer on the host:               gradients leave        HOST   wait; judge; the host makes W(t+1)
 """
 
 from __future__ import annotations
@@ -68,20 +69,33 @@ def as_planned(actions: Actions) -> Actions:
 class Engine:
     """Builds this rank's part of the model of `config` on `grid` and trains it.
 
-    `policy`: decides on each batch (None: as the configuration says). `tamper`: takes the plan of `train` and yields
-    the same actions; it may do something between two. `memory`: for its state (None: as the configuration says).
-    `host_work`: how the host works, where it updates.
-    `stage`: all blocks of the rank as one, for whatever has to do with parameters. `stop_requested`: set it to end
-    `train` early. `data_start`: the place of batches in the stream of data, which loaders are made with.
+    `policy`: decides on each batch (None: as the configuration says). `tamper`: takes the plan of
+    `train` and yields the same actions; it may do something between two. `memory`: for its state
+    (None: as the configuration says). `host_work`: how the host works, where it updates.
+    `stage`: all blocks of the rank as one, for whatever has to do with parameters.
+    `stop_requested`: set it to end `train` early. `data_start`: the place of batches in the stream
+    of data, which loaders are made with.
     Collectives: every method that is not a property must be called on all ranks of the grid.
     """
 
-    def __init__(self, config: Config, grid: ProcessGrid, device: torch.device, *, policy: BatchPolicy | None = None,
-                 tamper: Callable[[Actions], Actions] = as_planned, memory: ItemMemory | WholeChunks | None = None,
-                 host_work: HostWork | None = None):
-        self.config, self.grid, self.device = config, grid, device
-        self.policy, self._tamper = policy or BatchPolicy(config), tamper
-        model, pipeline = config.model, config.pipeline
+    def __init__(
+        self,
+        config: Config,
+        grid: ProcessGrid,
+        device: torch.device,
+        *,
+        policy: BatchPolicy | None = None,
+        tamper: Callable[[Actions], Actions] = as_planned,
+        memory: ItemMemory | WholeChunks | None = None,
+        host_work: HostWork | None = None,
+    ):
+        self.config = config
+        self.grid = grid
+        self.device = device
+        self.policy = policy or BatchPolicy(config)
+        self._tamper = tamper
+        model = config.model
+        pipeline = config.pipeline
         self.sizes = Sizes.of(config)
         self.schedule = schedule_of(pipeline)
         self.split = stage_split(config)
@@ -89,44 +103,104 @@ class Engine:
         self.loss_names = model.losses
         self.number_names = (*model.losses, *model.metric_names)
         """Names of the losses and metrics of a batch, all of which are summed over the grid."""
-        states = StatePolicy.of(config, self.policy.num_versions(grid.pp.rank), self.schedule.num_gradient_buffers)
+        states = StatePolicy.of(
+            config, self.policy.num_versions(grid.pp.rank), self.schedule.num_gradient_buffers
+        )
         numbers = [number for stage in self._held for number in self.split[stage]]
         sequence = config.parallel.sequence
         pieces = config.parallel.tp_pieces
         if pieces > 1 and device.type == "cuda":
-            raise config_error("parallel.tp_pieces", pieces, "works on CPUs only, and this job has GPUs", "1")
-        turns = Turns(pieces, partial(torch.set_num_threads, torch.get_num_threads())
-                      ) if pieces > 1 and grid.tp.size > 1 else None
-        blocks = with_coded_sums(build_blocks(
-            model, replace(grid.tp, turns=turns), numbers, kernels=config.kernels, sequence=sequence,
-            dtype=states.dtype, groups=config.optim.groups), config)
+            raise config_error(
+                "parallel.tp_pieces", pieces, "works on CPUs only, and this job has GPUs", "1"
+            )
+        turns = (
+            Turns(pieces, partial(torch.set_num_threads, torch.get_num_threads()))
+            if pieces > 1 and grid.tp.size > 1
+            else None
+        )
+        blocks = with_coded_sums(
+            build_blocks(
+                model,
+                replace(grid.tp, turns=turns),
+                numbers,
+                kernels=config.kernels,
+                sequence=sequence,
+                dtype=states.dtype,
+                groups=config.optim.groups,
+            ),
+            config,
+        )
         again = recomputed_blocks(pipeline.recompute, model, self.split)
         self.parts = Parts.of(config, {stage: self.split[stage] for stage in self._held})
-        stages = {stage: [Stage({n: blocks[n] for n in numbers}, again[stage], model, turns) for numbers in parts]
-                  for stage, parts in self.parts.of_stage.items()}
+        stages = {
+            stage: [
+                Stage({n: blocks[n] for n in numbers}, again[stage], model, turns)
+                for numbers in parts
+            ]
+            for stage, parts in self.parts.of_stage.items()
+        }
         self.stage = Stage(blocks)
         if memory is None:
             memory = state_memory(config, device, states)
-        self.state = RankState(self.stage, grid, states, device, parts=self.parts.ranges, memory=memory,
-                               host_work=host_work)
+        self.state = RankState(
+            self.stage,
+            grid,
+            states,
+            device,
+            parts=self.parts.ranges,
+            memory=memory,
+            host_work=host_work,
+        )
         if config.train.fp8 and grid.is_first_copy and (others := unquantized_layers(self.stage)):
-            _log.warning("train.fp8 has no effect on %d linear layers, which stay in bf16: %s%s", len(others),
-                         ", ".join(others[:3]), ", .." if len(others) > 3 else "")
+            _log.warning(
+                "train.fp8 has no effect on %d linear layers, which stay in bf16: %s%s",
+                len(others),
+                ", ".join(others[:3]),
+                ", .." if len(others) > 3 else "",
+            )
         self._division = self.parts.division(self.state)
-        self.touches = Touches(memory, self.state, self.parts, self.sizes, norms=self._division.norms
-                               ) if isinstance(memory, ItemMemory) else None
-        self.tiers = RankTiers(memory, self.touches) if self.touches and isinstance(memory, TieredMemory) else None
+        self.touches = (
+            Touches(memory, self.state, self.parts, self.sizes, norms=self._division.norms)
+            if isinstance(memory, ItemMemory)
+            else None
+        )
+        self.tiers = (
+            RankTiers(memory, self.touches)
+            if self.touches and isinstance(memory, TieredMemory)
+            else None
+        )
         self.whole = memory.whole if isinstance(memory, ItemMemory) else memory
-        self.replicas = None if self.whole is None else SharedChunks(
-            self.whole, self.state, self.parts, self.sizes, self.tiers)
+        self.replicas = (
+            None
+            if self.whole is None
+            else SharedChunks(self.whole, self.state, self.parts, self.sizes, self.tiers)
+        )
         self.state.initialize(config.train.seed)
-        self.executor = Executor(stages, self.state.weights, Lane.of(config, grid, states.dtype, device, self.split),
-                                 self.sizes, self.replicas or self.tiers, self._stash())
-        by_block = config.train.record_memory or config.train.planned_memory  # a graph's pool is apart
-        if config.train.cuda_graphs and device.type == "cuda" and not by_block and not self.parts.is_divided:
+        self.executor = Executor(
+            stages,
+            self.state.weights,
+            Lane.of(config, grid, states.dtype, device, self.split),
+            self.sizes,
+            self.replicas or self.tiers,
+            self._stash(),
+        )
+        by_block = (
+            config.train.record_memory or config.train.planned_memory
+        )  # a graph's pool is apart
+        if (
+            config.train.cuda_graphs
+            and device.type == "cuda"
+            and not by_block
+            and not self.parts.is_divided
+        ):
             self.executor.graphs = graphs.recorder(
-                config, {stage: whole for stage, (whole,) in stages.items()}, self.state.gradients, device,
-                self.state.reducer.summed_beside, grid)
+                config,
+                {stage: whole for stage, (whole,) in stages.items()},
+                self.state.gradients,
+                device,
+                self.state.reducer.summed_beside,
+                grid,
+            )
         self._talk: SiteTalk | None = None
         if self.state.outer is not None:
             self.state.outer.waits_by, self._talk = self.executor.wait, SiteTalk(self.state.outer)
@@ -147,44 +221,73 @@ class Engine:
             return Stash(HostTier(self.device, reserved_bytes(self.config, self.grid.pp.rank)))
         return Stash(FileTier(slow_folder(self.config)))
 
-    def train(self, loader: Loader, num_batches: int, on_step: Callable[[StepResult], None],
-              on_gradients: Callable[[int, dict[str, Tensor]], None] | None = None) -> None:
-        """Runs `num_batches` batches from where training stands, then drains; `on_step` is called after every update,
-        `on_gradients(batch, gradients)` before it: summed over the whole batch, not clipped, to be copied if kept.
+    def train(
+        self,
+        loader: Loader,
+        num_batches: int,
+        on_step: Callable[[StepResult], None],
+        on_gradients: Callable[[int, dict[str, Tensor]], None] | None = None,
+    ) -> None:
+        """Runs `num_batches` batches from where training stands, then drains; `on_step` is called
+        after every update, `on_gradients(batch, gradients)` before it: summed over the whole batch,
+        not clipped, to be copied if kept.
 
-        Ends early, on the same batch on all ranks, when any rank has set `stop_requested`, or the judge has found an
-        anomaly that is not just skipped; those of the batches that were under way come after it. Several sites do so
-        when their messages have told all of them.
+        Ends early, on the same batch on all ranks, when any rank has set `stop_requested`, or the
+        judge has found an anomaly that is not just skipped; those of the batches that were under
+        way come after it. Several sites do so when their messages have told all of them.
         """
-        self.policy.first, self._end = self.batches_done, self.batches_done + num_batches
-        self._on_step, self._on_gradients = on_step, on_gradients
+        self.policy.first = self.batches_done
+        self._end = self.batches_done + num_batches
+        self._on_step = on_step
+        self._on_gradients = on_gradients
         if self.state.outer is not None:
             self.state.outer.go_on(self.batches_done)
-        hooks = BatchHooks(self._before_backward, self._after_backward, self._reduce, self._norm, self._host,
-                           self._update, self._weight_gradients)
+        hooks = BatchHooks(
+            self._before_backward,
+            self._after_backward,
+            self._reduce,
+            self._norm,
+            self._host,
+            self._update,
+            self._weight_gradients,
+        )
         recorded = self.executor.graphs
         self._loader = loader
         source = LoaderSource(loader, self.config, self.device, fixed_shapes=recorded is not None)
         with nullcontext() if recorded is None else recorded.stream():
-            self.executor.run(self._tamper(self._until_end(self._in_tiers(self.plan(num_batches)))), source, hooks)
+            self.executor.run(
+                self._tamper(self._until_end(self._in_tiers(self.plan(num_batches)))), source, hooks
+            )
             for batch in sorted(self._pending):
                 self._report(self._take_result(batch), lead=0)
         self._stopping = False
 
     def close(self) -> None:
-        """Gives back the file and the memory of what comes and goes, and ends the threads that move it."""
+        """Gives back the file and the memory of what comes and goes, and ends the threads that move
+        it."""
         self.state.memory.close()
         if self.executor.stash is not None:
             self.executor.stash.tier.close()
 
     def plan(self, num_batches: int) -> Iterator[Action]:
         """This rank's actions for the next batches; the synchronous ones among them come first."""
-        first, stop = self.policy.first, self.policy.first + num_batches
+        first = self.policy.first
+        stop = self.policy.first + num_batches
         switch = min(max(self.schedule.sync_steps, first), stop)
-        for schedule, start, end in ((drained(self.schedule), first, switch), (self.schedule, switch, stop)):
+        for schedule, start, end in (
+            (drained(self.schedule), first, switch),
+            (self.schedule, switch, stop),
+        ):
             if start < end:
-                yield from lower(schedule, self.sizes, self.grid.pp.rank, start, end - start,
-                                 **Ordering.of(self.config).options, parts=self._division)
+                yield from lower(
+                    schedule,
+                    self.sizes,
+                    self.grid.pp.rank,
+                    start,
+                    end - start,
+                    **Ordering.of(self.config).options,
+                    parts=self._division,
+                )
 
     def _in_tiers(self, actions: Iterator[Action]) -> Iterator[Action]:
         """The plan with what it moves between the tiers of the state, or to and from replicas."""
@@ -192,7 +295,8 @@ class Engine:
         return actions if moves is None else moves.plan(actions)
 
     def _until_end(self, actions: Iterable[Action]) -> Iterator[Action]:
-        """The plan without the batches that a stop request has cut off: draining is leaving out what is not begun."""
+        """The plan without the batches that a stop request has cut off: draining is leaving out
+        what is not begun."""
         m = self.sizes.num_microbatches
         for action in actions:
             batch = action.microbatch if action.kind in PER_BATCH else action.microbatch // m
@@ -201,11 +305,12 @@ class Engine:
             elif self.batches_done >= self._end:
                 return
 
-    # -- what the plan's batch actions mean ------------------------------------------------------------------------
+    # -- what the plan's batch actions mean
 
     def _before_backward(self, action: Action) -> float:
         batch, index = divmod(action.microbatch, self.sizes.num_microbatches)
-        is_last, part = index == self.sizes.num_microbatches - 1, self.parts.number(action)
+        is_last = index == self.sizes.num_microbatches - 1
+        part = self.parts.number(action)
         if part == self.parts.last:  # whose backwards come first
             if index == 0:
                 self.state.begin(batch)
@@ -217,7 +322,8 @@ class Engine:
         return self.policy.loss_gradient(action)
 
     def _weight_gradients(self, action: Action) -> None:
-        is_last, part = (action.microbatch + 1) % self.sizes.num_microbatches == 0, self.parts.number(action)
+        is_last = (action.microbatch + 1) % self.sizes.num_microbatches == 0
+        part = self.parts.number(action)
         self.state.apply((part, action.microbatch), last=is_last, part=part)
 
     def _after_backward(self, action: Action) -> None:
@@ -233,7 +339,9 @@ class Engine:
         self.executor.watch(self.state.reducer.newest.is_done)
 
     def _norm(self, action: Action) -> None:
-        if action.part == (self.state.num_groups - 1 if self._division.norms else 0):  # which comes first
+        if action.part == (
+            self.state.num_groups - 1 if self._division.norms else 0
+        ):  # which comes first
             self.executor.wait(partial(self.state.await_sums, action.microbatch))
         if action.part:
             self.state.square(action.microbatch, action.part)
@@ -245,7 +353,9 @@ class Engine:
         square = self.state.square_norm(batch)
         self.state.send(batch)
         stages = self.grid.pp.size
-        totals = torch.zeros(stages + 1 + len(self.number_names), dtype=torch.float64, device=self.device)
+        totals = torch.zeros(
+            stages + 1 + len(self.number_names), dtype=torch.float64, device=self.device
+        )
         totals[self.grid.pp.rank] = square
         totals[stages] = float(self.stop_requested)
         losses = self.executor.losses.pop(batch, {})
@@ -257,13 +367,17 @@ class Engine:
         self._pending[batch] = totals, work
 
     def _host(self, action: Action) -> None:
-        batch, host = action.microbatch, self.state.host
+        batch = action.microbatch
+        host = self.state.host
         assert host is not None
         self._result = self._take_result(batch)
         self._show_gradients(batch)
         policy = self.policy
         self.state.begin_update(
-            policy.learning_rate(batch), policy.factor(batch, self._result), predict=policy.predicts(batch))
+            policy.learning_rate(batch),
+            policy.factor(batch, self._result),
+            predict=policy.predicts(batch),
+        )
         self.executor.watch(host.is_done)
 
     def _show_gradients(self, batch: int) -> None:
@@ -271,7 +385,9 @@ class Engine:
             self._on_gradients(batch, self.state.full_gradients(batch))
 
     def _update(self, action: Action) -> None:
-        batch, part, is_last = action.microbatch, action.part, action.part == self.state.num_groups - 1
+        batch = action.microbatch
+        part = action.part
+        is_last = action.part == self.state.num_groups - 1
         if self.config.norms_first:
             if self.state.host is not None:
                 self.executor.wait(partial(self.state.host.wait, part))
@@ -284,9 +400,12 @@ class Engine:
             if self._talk is not None:
                 self._result = replace(self._result, news=self._talk.after(batch + 1))
             if is_last:
-                self._report(self._result, lead=3)  # no rank has begun batch + 3 when any applies this update
+                self._report(
+                    self._result, lead=3
+                )  # no rank has begun batch + 3 when any applies this update
             return
-        # no stage waits for another: the numbers of a batch are reported once all stages must have finished it
+        # no stage waits for another: the numbers of a batch are reported once all stages must have
+        # finished it
         if part == 0:
             self.executor.wait(partial(self.state.await_sums, batch))
         if is_last:
@@ -301,11 +420,16 @@ class Engine:
             self._report(self._take_result(batch - lag), lead=lag + 3)
 
     def _apply(self, batch: int, part: int, result: StepResult | None) -> None:
-        """Makes a part of W(batch + 1); equal to W(batch) where the step is skipped. `result` None: not known, no
-        clipping."""
+        """Makes a part of W(batch + 1); equal to W(batch) where the step is skipped. `result` None:
+        not known, no clipping."""
         policy = self.policy
-        self.state.update(batch, policy.learning_rate(batch), policy.factor(batch, result),
-                          predict=policy.predicts(batch), group=part)
+        self.state.update(
+            batch,
+            policy.learning_rate(batch),
+            policy.factor(batch, result),
+            predict=policy.predicts(batch),
+            group=part,
+        )
         if self.tiers is not None:
             self.tiers.hold_weights(batch + 1, part)
         if part < self.state.num_groups - 1:
@@ -323,7 +447,9 @@ class Engine:
         stages = self.grid.pp.size
         num_targets = self._loader.num_targets(batch)
         result = self.policy.result(batch, numbers[:stages], numbers[stages + 1 :], num_targets)
-        self._stopping |= numbers[stages] > 0 or (result.anomaly is not None and result.anomaly.policy != "skip")
+        self._stopping |= numbers[stages] > 0 or (
+            result.anomaly is not None and result.anomaly.policy != "skip"
+        )
         return result
 
     def _report(self, result: StepResult, lead: int) -> None:
@@ -331,20 +457,22 @@ class Engine:
             self._end = min(self._end, result.step - 1 + lead)
         self._on_step(result)
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
+    # -- checkpoints
 
     def state_meta(self) -> dict[str, Any]:
         """The state besides `state.tensors`, equal on all ranks; plain JSON values."""
         return {
-            "batches_done": self.batches_done, "versions": list(self.state.weights.live_versions),
-            "num_updates": self.state.optimizer.num_updates, **self.policy.state(),
+            "batches_done": self.batches_done,
+            "versions": list(self.state.weights.live_versions),
+            "num_updates": self.state.optimizer.num_updates,
+            **self.policy.state(),
             "data_start": asdict(self.data_start),
             "outer_start": 0 if self.state.outer is None else self.state.outer.timeline.since,
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        """Puts back `state.tensors` and `state_meta` of the same grid, or what checkpoint.restate has made of those of
-        another one.
+        """Puts back `state.tensors` and `state_meta` of the same grid, or what checkpoint.restate
+        has made of those of another one.
 
         Raises: CheckpointError naming the first tensor that is missing or of another shape.
         """
@@ -353,23 +481,33 @@ class Engine:
         self.batches_done = meta["batches_done"]
         self.data_start = DataStart(**meta.get("data_start", {}))
 
-    # -- evaluation --------------------------------------------------------------------------------------------------
+    # -- evaluation
 
     @torch.no_grad()
     def evaluate(self, loader: Loader, num_batches: int) -> dict[str, float]:
-        """Return the partial losses and metrics of the newest weights over the first batches of `loader`, by name.
+        """Return the partial losses and metrics of the newest weights over the first batches of
+        `loader`, by name.
 
-        There is no dropout. Each is a mean over what it counts (labels, or samples) in all of these batches, however
-        they are divided into batches, micro-batches, replicas and sites; 0 where no label counts.
+        There is no dropout. Each is a mean over what it counts (labels, or samples) in all of these
+        batches, however they are divided into batches, micro-batches, replicas and sites; 0 where
+        no label counts.
         """
         newest = self.state.weights.newest
         assert self.batches_done == newest, "evaluation needs a drained pipeline"
-        actions = self._in_tiers(forward_actions(
-            self.sizes, self.grid.pp.rank, num_batches * self.sizes.num_microbatches, version=newest,
-            parts=self._division))
+        actions = self._in_tiers(
+            forward_actions(
+                self.sizes,
+                self.grid.pp.rank,
+                num_batches * self.sizes.num_microbatches,
+                version=newest,
+                parts=self._division,
+            )
+        )
         with self.state.unpredicted():
             evaluated = num_batches, sum(map(loader.num_targets, range(num_batches)))
-            self.executor.run(actions, LoaderSource(loader, self.config, self.device, evaluated), NO_HOOKS)
+            self.executor.run(
+                actions, LoaderSource(loader, self.config, self.device, evaluated), NO_HOOKS
+            )
         totals = torch.zeros(len(self.number_names), dtype=torch.float64, device=self.device)
         for batch in range(num_batches):
             losses = self.executor.losses.pop(batch, {})

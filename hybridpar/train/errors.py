@@ -18,14 +18,19 @@ from hybridpar.flight import Record
 from hybridpar.train.lost_contact import is_lost_contact
 
 GRACE_S = 2.0
-"""How long a rank that lost contact outlives the one that died, so that the launcher sees and names that one first."""
-TO_CONNECT = ("between hosts, GLOO_SOCKET_IFNAME (with GPUs NCCL_SOCKET_IFNAME) names the interface that leads to the "
-              "others, and firewalls let all TCP ports through")
+"""How long a rank that lost contact outlives the one that died, so that the launcher sees and names
+that one first."""
+TO_CONNECT = (
+    "between hosts, GLOO_SOCKET_IFNAME (with GPUs NCCL_SOCKET_IFNAME) names the interface that "
+    "leads to the "
+    "others, and firewalls let all TCP ports through"
+)
 """What ranks need to find each other."""
 
 
 class RankError(HybridparError):
-    """An error of this rank alone; the message names the rank. The others learn of it by losing contact."""
+    """An error of this rank alone; the message names the rank. The others learn of it by losing
+    contact."""
 
     may_pass = True
 
@@ -35,11 +40,13 @@ class LostContactError(RankError):
 
 
 class AnomalyError(HybridparError):
-    """Training has gone wrong in a way that the configuration says to stop at; raised on all ranks together."""
+    """Training has gone wrong in a way that the configuration says to stop at; raised on all ranks
+    together."""
 
 
 class CallbackError(HybridparError):
-    """A function that the program gave to `fit` has raised. The run has saved; raised on all ranks together."""
+    """A function that the program gave to `fit` has raised. The run has saved; raised on all ranks
+    together."""
 
     has_users_cause = True
 
@@ -52,10 +59,13 @@ class SetupError(HybridparError):
     """Training cannot begin as it is configured; raised on all ranks together."""
 
 
-def describe_failure(error: Exception, who: str, record: Record | None = None, link: str = "") -> RankError:
+def describe_failure(
+    error: Exception, who: str, record: Record | None = None, link: str = ""
+) -> RankError:
     """The error of the rank `who` as one line; a defect of ours keeps its traceback.
 
-    record: what the rank was doing when the error was raised. link: what is known of a link that is out.
+    record: what the rank was doing when the error was raised. link: what is known of a link that is
+    out.
     """
     situation = "" if record is None else record.situation()
     if is_lost_contact(error):
@@ -63,16 +73,27 @@ def describe_failure(error: Exception, who: str, record: Record | None = None, l
         other = f"rank {peers[0]}" if len(peers) == 1 else "another rank"
         if not link and record is not None and record.phase == "connecting":
             link = TO_CONNECT
-        return LostContactError(f"{who} lost contact with {other}{situation}" + (f"; {link}" if link else ""))
+        return LostContactError(
+            f"{who} lost contact with {other}{situation}" + (f"; {link}" if link else "")
+        )
     if isinstance(error, HybridparError):
         return RankError(f"{who}: {error}")
     if isinstance(error, OSError) and (text := about_file(error)):
         return RankError(f"{who}: {text}")
     if is_out_of_memory(error):
         said = first_line(error)
-        less = 'a smaller train.micro_batch_size, pipeline.recompute = "all" or memory.budget needs less'
-        return RankError(f"{who} is out of memory{situation}: {said}; {less}, and `hybridpar check` says how much")
+        less = (
+            'a smaller train.micro_batch_size, pipeline.recompute = "all" or memory.budget needs '
+            "less"
+        )
+        return RankError(
+            f"{who} is out of memory{situation}: {said}; {less}, and `hybridpar check` says how "
+            "much"
+        )
     if lacks_threads(error):
-        return RankError(f"{who} cannot start a thread{situation}: it is out of memory, or may have no more threads "
-                         "(ulimit -u, pids.max)")
+        return RankError(
+            f"{who} cannot start a thread{situation}: it is out of memory, or may have no more "
+            "threads "
+            "(ulimit -u, pids.max)"
+        )
     return RankError(f"{who} failed{situation}:\n{trace_from_users_code(error)}")

@@ -1,4 +1,5 @@
-"""The validation numbers of a run's newest weights, by a job that only evaluates and leaves the run folder as it is."""
+"""The validation numbers of a run's newest weights, by a job that only evaluates and leaves the run
+folder as it is."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from hybridpar.grid import ProcessGrid, sizes_of
 from hybridpar.train import folder as run_folder
 from hybridpar.train import watchdog
 from hybridpar.train.engine import Engine
-from hybridpar.train.equal_plans import require_equal_data, require_equal_settings, require_equal_start
+from hybridpar.train.equal_plans import (
+    require_equal_data,
+    require_equal_settings,
+    require_equal_start,
+)
 from hybridpar.train.errors import LostContactError, describe_failure
 from hybridpar.train.evaluation import Evaluator, as_told
 from hybridpar.train.launch import Job, choose_backend, choose_device, set_precision, set_threads
@@ -35,8 +40,14 @@ def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dic
     Collectives: to be called by all processes of the job.
     Raises: HybridparError, as `train.loop.train`; ConfigError without validation samples.
     """
-    off = replace(config.pipeline, early_switch="off") if config.pipeline.early_switch == "auto" else config.pipeline
-    config = resolve(replace(config, pipeline=off), launch.world_size)  # batches of an evaluation switch nothing
+    off = (
+        replace(config.pipeline, early_switch="off")
+        if config.pipeline.early_switch == "auto"
+        else config.pipeline
+    )
+    config = resolve(
+        replace(config, pipeline=off), launch.world_size
+    )  # batches of an evaluation switch nothing
     flight = watchdog.begin(launch)
     flight.phase("starting", config.faults.start_timeout_s)
     job = Job.connect(launch, flight)
@@ -50,7 +61,9 @@ def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dic
     with contextlib.ExitStack() as held:
         saved = job.decide(lambda: _find_newest(config, held))
         require_equal_start(config.model, job, resumes=bool(saved))
-        without = replace(config, train=replace(config.train, eval_interval=0))  # `_evaluate` says what is missing
+        without = replace(
+            config, train=replace(config.train, eval_interval=0)
+        )  # `_evaluate` says what is missing
         data = open_job_data(without, job, datasets)
         require_equal_data(data, job)
         flight.phase("connecting", config.faults.start_timeout_s)
@@ -86,7 +99,11 @@ def _find_newest(config: Config, held: contextlib.ExitStack) -> str:
 
 def _evaluate(engine: Engine, data: Data, flight: Flight) -> dict[str, Any]:
     if not data.valid:
-        raise config_error("datasets", "valid", "is missing: there are no samples to evaluate on",
-                           'datasets={"train": .., "valid": [{"x": .., "y": ..}, ..]}')
+        raise config_error(
+            "datasets",
+            "valid",
+            "is missing: there are no samples to evaluate on",
+            'datasets={"train": .., "valid": [{"x": .., "y": ..}, ..]}',
+        )
     flight.phase("evaluating", engine.config.faults.start_timeout_s)
     return as_told(Evaluator(engine, data.valid).evaluate())

@@ -1,6 +1,7 @@
 """Evaluations: the losses and metrics of the newest weights on each validation set.
 
-A set without a name, the only one then, is "" here; in what users see its numbers stand without a name.
+A set without a name, the only one then, is "" here; in what users see its numbers stand without a
+name.
 """
 
 from __future__ import annotations
@@ -21,12 +22,18 @@ Numbers = dict[str, dict[str, float]]
 def batch_loader(engine: Engine, samples: Samples) -> BatchLoader:
     """Return a loader of this rank's micro-batches of samples."""
     train = engine.config.train
-    return BatchLoader(samples, micro_batch_size=train.micro_batch_size, dp_rank=engine.grid.replica,
-                       dp_size=engine.grid.num_replicas, num_microbatches=engine.config.pipeline.num_microbatches)
+    return BatchLoader(
+        samples,
+        micro_batch_size=train.micro_batch_size,
+        dp_rank=engine.grid.replica,
+        dp_size=engine.grid.num_replicas,
+        num_microbatches=engine.config.pipeline.num_microbatches,
+    )
 
 
 class Evaluator:
-    """Evaluates an engine on the first train.eval_batches batches of each set, always the same ones.
+    """Evaluates an engine on the first train.eval_batches batches of each set, always the same
+    ones.
 
     Args:
         sets: Samples by the names of their sets.
@@ -47,9 +54,13 @@ class Evaluator:
         return any(map(self.loaders[name].num_targets, range(self._num_batches)))
 
     def evaluate(self) -> Numbers:
-        """Evaluate all sets. Collectives: on all ranks of the grid, while the pipeline is drained."""
-        return {name: self._engine.evaluate(loader, self._num_batches) for name, loader in self.loaders.items()
-                if self.has_targets(name)}
+        """Evaluate all sets. Collectives: on all ranks of the grid, while the pipeline is
+        drained."""
+        return {
+            name: self._engine.evaluate(loader, self._num_batches)
+            for name, loader in self.loaders.items()
+            if self.has_targets(name)
+        }
 
 
 def require_best_set(config: Config, sets: Mapping[str, Any]) -> None:
@@ -57,23 +68,32 @@ def require_best_set(config: Config, sets: Mapping[str, Any]) -> None:
     best = config.checkpoint.best_by
     if best and best not in sets:
         named = [f'"{name}"' for name in sets if name]
-        rule = (f"must be the name of a validation set, and these are {', '.join(named)}" if named else
-                "must be the name of a validation set, and no set has one (data.valid_sets)")
+        rule = (
+            f"must be the name of a validation set, and these are {', '.join(named)}"
+            if named
+            else "must be the name of a validation set, and no set has one (data.valid_sets)"
+        )
         raise config_error("checkpoint.best_by", best, rule, named[0] if named else '""')
 
 
 def row_of(numbers: Numbers, losses: Sequence[str]) -> dict[str, float]:
-    """Return the numbers of an evaluation as in metrics.jsonl: val_loss, val_accuracy, or val_loss/wiki, ..
+    """Return the numbers of an evaluation as in metrics.jsonl: val_loss, val_accuracy, or
+    val_loss/wiki, ..
 
     losses: names of the partial losses, whose sum is the loss.
     """
     row = {}
     for valid_set, found in numbers.items():
         row[valid_name("loss", valid_set)] = sum(found[name] for name in losses)
-        row |= {valid_name(name, valid_set): value for name, value in found.items() if name not in losses}
+        row |= {
+            valid_name(name, valid_set): value
+            for name, value in found.items()
+            if name not in losses
+        }
     return row
 
 
 def as_told(numbers: Numbers) -> dict[str, Any]:
-    """Return the numbers of an evaluation as programs get them: by name, or by set and name if sets have names."""
+    """Return the numbers of an evaluation as programs get them: by name, or by set and name if sets
+    have names."""
     return numbers[""] if "" in numbers else dict(numbers)

@@ -9,10 +9,12 @@
         anomalies/        steps to be run again by replay  checkpoints/     the newest ones, and the best
         flight/           what each rank is doing, or did  injected/        faults that were injected
         failures.jsonl    supervised jobs: a line each     notes.jsonl      a console or disk that was lost for a while
-        changes.jsonl     where train.continue_with was used  trackers.json  who it is for run.trackers
+        changes.jsonl     where train.continue_with was used  trackers.json  who it is for
+                          run.trackers
         memory/           events of train.record_memory, counts of train.planned_memory
         model_folder      of a model of one's own: where its module is found
-        kernels.json      on GPUs: launch options of attention's kernels, measured (kernel_options.py)
+        kernels.json      on GPUs: launch options of attention's kernels, measured
+                          (kernel_options.py)
 
 Beside tokenizer.json are the files that came with it: special tokens, settings, the chat template.
 """
@@ -60,11 +62,22 @@ from hybridpar.train.metrics import last_step
 from hybridpar.train.watchdog import ORPHAN_S, record_name
 from hybridpar.validate import problems
 
-CONFIG, METRICS, CHECKPOINTS, TOKENIZER = "config.toml", "metrics.jsonl", "checkpoints", "tokenizer.json"
-COSTS, FLIGHT, FAILURES, INJECTED = "costs.json", "flight", "failures.jsonl", "injected"
-NOTES, CHANGES = "notes.jsonl", "changes.jsonl"
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer.json"
+COSTS = "costs.json"
+FLIGHT = "flight"
+FAILURES = "failures.jsonl"
+INJECTED = "injected"
+NOTES = "notes.jsonl"
+CHANGES = "changes.jsonl"
 MEMORY = "memory"
-_MEASURED = {("pipeline", "schedule"): str, ("pipeline", "early_switch"): int, ("memory", "offload_activations"): list}
+_MEASURED = {
+    ("pipeline", "schedule"): str,
+    ("pipeline", "early_switch"): int,
+    ("memory", "offload_activations"): list,
+}
 """Settings that may be "auto", and the type of what is then found."""
 _WITH = {("pipeline", "schedule"): FOUND}
 """What is found with them."""
@@ -75,13 +88,15 @@ _KILL_S = 10.0
 _LOOK_AGAIN_S = 0.5
 _MOST_OF_LOCK = 2**20
 _SEEN_AFTER_S = 75.0
-"""How long a file of another machine may take to appear on a shared file system: NFS remembers for 60 s what it had."""
+"""How long a file of another machine may take to appear on a shared file system: NFS remembers for
+60 s what it had."""
 
 
 def measured(config: Config) -> dict[str, dict[str, Any]]:
-    """By section, settings that are "auto" in `config`, as an earlier job of this run measured them, on such a grid and
-    with such a file; none where none has."""
-    path, now = config.run.folder / CONFIG, to_mapping(config)
+    """By section, settings that are "auto" in `config`, as an earlier job of this run measured
+    them, on such a grid and with such a file; none where none has."""
+    path = config.run.folder / CONFIG
+    now = to_mapping(config)
     automatic = [(section, key) for section, key in _MEASURED if now[section][key] == "auto"]
     if not automatic or not path.exists():
         return {}
@@ -96,15 +111,23 @@ def measured(config: Config) -> dict[str, dict[str, Any]]:
             return {}
         keys = (key, *_WITH.get((section, key), ()))
         found[section] = found.get(section, {}) | {name: before[section][name] for name in keys}
-    alike = all(before[name] == now[name] | found.get(name, {}) for name in ("parallel", "pipeline", "memory"))
-    return found if alike and before["train"]["micro_batch_size"] == now["train"]["micro_batch_size"] else {}
+    alike = all(
+        before[name] == now[name] | found.get(name, {})
+        for name in ("parallel", "pipeline", "memory")
+    )
+    return (
+        found
+        if alike and before["train"]["micro_batch_size"] == now["train"]["micro_batch_size"]
+        else {}
+    )
 
 
 def with_kept_batch(config: Config) -> Config:
-    """Return the resolved `config` with as many micro-batches as keep the batch, in samples, of the run in the folder.
+    """Return the resolved `config` with as many micro-batches as keep the batch, in samples, of the
+    run in the folder.
 
-    It is `config` itself where no run has begun, where train.continue_with names a setting of the batch, and where no
-    number keeps the batch, which `find_run` refuses.
+    It is `config` itself where no run has begun, where train.continue_with names a setting of the
+    batch, and where no number keeps the batch, which `find_run` refuses.
     Raises: ConfigError where that number of micro-batches does not fit the other settings.
     """
     folder = config.run.folder
@@ -123,16 +146,24 @@ def with_kept_batch(config: Config) -> Config:
     number = samples // samples_at_once
     kept = replace(config, pipeline=replace(config.pipeline, num_microbatches=number))
     if found := problems(kept, config.parallel.num_ranks):
-        rule = (f"the run in {folder} has batches of {samples} samples, so the number of micro-batches is {number} "
-                f"here, not {config.pipeline.num_microbatches}; ")
-        raise ConfigError(*(replace(one, rule=rule + one.rule, suggestion=_other_batch(config)) for one in found))
+        rule = (
+            f"the run in {folder} has batches of {samples} samples, so the number of micro-batches "
+            f"is {number} "
+            f"here, not {config.pipeline.num_microbatches}; "
+        )
+        raise ConfigError(
+            *(replace(one, rule=rule + one.rule, suggestion=_other_batch(config)) for one in found)
+        )
     return kept
 
 
 def _other_batch(config: Config) -> str:
     """The setting that lets a run go on with another batch."""
-    return (f'train.continue_with = ["pipeline.num_microbatches"] for batches of {config.global_batch_size} samples '
-            "from here on, or the grid and schedule that the run had")
+    return (
+        'train.continue_with = ["pipeline.num_microbatches"] for batches of '
+        f"{config.global_batch_size} samples "
+        "from here on, or the grid and schedule that the run had"
+    )
 
 
 def _has_begun(folder: Path, steps: Sequence[int]) -> bool:
@@ -141,11 +172,13 @@ def _has_begun(folder: Path, steps: Sequence[int]) -> bool:
 
 
 def find_run(config: Config) -> tuple[int, list[str]]:
-    """The newest step saved in the folder (0: none), and what has changed in the configuration since, as lines.
+    """The newest step saved in the folder (0: none), and what has changed in the configuration
+    since, as lines.
 
     Where an earlier start has made no step, because it failed before, any configuration may begin.
-    A checkpoint that would make the run a finished one is read and compared with its checksums; a damaged one does not
-    count. Changes nothing. Raises: CheckpointError if the folder holds a run that `config` cannot go on with.
+    A checkpoint that would make the run a finished one is read and compared with its checksums; a
+    damaged one does not count. Changes nothing. Raises: CheckpointError if the folder holds a run
+    that `config` cannot go on with.
     """
     folder = config.run.folder
     if folder.exists() and not folder.is_dir():
@@ -154,29 +187,40 @@ def find_run(config: Config) -> tuple[int, list[str]]:
     path = folder / CONFIG
     if not path.exists():
         if steps:
-            raise CheckpointError(f"{folder} has checkpoints but no {CONFIG}; choose another run.name")
+            raise CheckpointError(
+                f"{folder} has checkpoints but no {CONFIG}; choose another run.name"
+            )
         return 0, []
     has_begun = _has_begun(folder, steps)
     try:
         before = read_run_config(path)
         if before.parallel.dp < 1:
-            raise config_error("parallel.dp", before.parallel.dp, "must be positive in the folder of a run")
+            raise config_error(
+                "parallel.dp", before.parallel.dp, "must be positive in the folder of a run"
+            )
     except ConfigError as error:
         if not has_begun:
             return 0, []
-        raise CheckpointError(f"{path} cannot be understood ({error}); choose another run.name") from None
+        raise CheckpointError(
+            f"{path} cannot be understood ({error}); choose another run.name"
+        ) from None
     if has_begun:
         check_compatible(before, config, folder)
-    old, new = to_mapping(before), to_mapping(config)
+    old = to_mapping(before)
+    new = to_mapping(config)
     changed = [
         f"{section}.{key}: {old[section].get(key)!r} -> {value!r}"
-        for section, table in new.items() if section != "run" for key, value in table.items()
-        if old[section].get(key) != value]
+        for section, table in new.items()
+        if section != "run"
+        for key, value in table.items()
+        if old[section].get(key) != value
+    ]
     return _newest_step(folder / CHECKPOINTS, steps, config.train.num_steps), changed
 
 
 def _newest_step(root: Path, steps: list[int], num_steps: int) -> int:
-    """The newest of these steps, newest first, without damaged ones among those that end the run; 0: none is left."""
+    """The newest of these steps, newest first, without damaged ones among those that end the run;
+    0: none is left."""
     for step in steps:
         try:
             if step >= num_steps:
@@ -197,20 +241,28 @@ def begin(config: Config, tokenizer: Tokenizer | None) -> None:
     own: list[type] = [] if isinstance(config.model, ModelConfig) else [type(config.model)]
     own += [import_rule(config.optim.spec)] if config.optim.spec else []
     if own:
-        write_changed(folder / MODEL_FOLDER, "".join(f"{path}\n" for path in dict.fromkeys(map(spec_folder, own))))
+        write_changed(
+            folder / MODEL_FOLDER,
+            "".join(f"{path}\n" for path in dict.fromkeys(map(spec_folder, own))),
+        )
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         write_changed(folder / name, text)
 
 
 def _remove_left_files(folder: Path, names: Iterable[str]) -> None:
-    """Remove what a killed job has left half written; this job holds the folder, and jobs alone use such names.
+    """Remove what a killed job has left half written; this job holds the folder, and jobs alone use
+    such names.
 
     names: paths below the folder that `write_changed` writes.
     """
     asides = (folder / name for name in names)
     left = [path.with_name(f".{path.name}.part") for path in asides]
-    for pattern in (".part.*", "..part.*.part", ".job-*"):  # of Records, of files that these write, of require_shared
+    for pattern in (
+        ".part.*",
+        "..part.*.part",
+        ".job-*",
+    ):  # of Records, of files that these write, of require_shared
         left += [*folder.glob(pattern), *folder.glob(f"*/{pattern}")]
     for path in left:
         with contextlib.suppress(OSError):
@@ -218,7 +270,8 @@ def _remove_left_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def write_changed(path: Path, text: str) -> None:
-    """Writes a file unless it has that text already: so a job can start again on a disk that is full.
+    """Writes a file unless it has that text already: so a job can start again on a disk that is
+    full.
 
     Raises: OSError.
     """
@@ -232,7 +285,8 @@ def flight_path(folder: Path, rank: int, thread: str = "") -> Path:
 
 
 def open_flight(config: Config, rank: int, flight: Flight, thread: str = "") -> None:
-    """Moves the flight recorder of a rank of the resolved grid, or of a thread of it, into the run folder.
+    """Moves the flight recorder of a rank of the resolved grid, or of a thread of it, into the run
+    folder.
 
     On a full disk the recorder has no file; processes of this machine can read it all the same.
     """
@@ -243,9 +297,16 @@ def open_flight(config: Config, rank: int, flight: Flight, thread: str = "") -> 
     path.parent.mkdir(exist_ok=True)
     stages = Sizes.of(config).stages_of(place["pp"])
     who = {
-        "rank": rank, "name": describe(rank, stages, place), "stage": place["pp"], "stages": list(stages),
-        "place": place, "pid": os.getpid(), "timeout_s": config.faults.timeout_s,
-        "num_microbatches": config.pipeline.num_microbatches, "axes": axes}
+        "rank": rank,
+        "name": describe(rank, stages, place),
+        "stage": place["pp"],
+        "stages": list(stages),
+        "place": place,
+        "pid": os.getpid(),
+        "timeout_s": config.faults.timeout_s,
+        "num_microbatches": config.pipeline.num_microbatches,
+        "axes": axes,
+    }
     try:
         flight.move(path, who)
     except OSError as error:
@@ -258,8 +319,9 @@ def open_flight(config: Config, rank: int, flight: Flight, thread: str = "") -> 
 class _Holder:
     """The job that has a run folder's lock.
 
-    pid: the process to end: its launcher, or rank 0 where it has none or outlives it. since: as time.time() tells it.
-    launcher: the process that has started rank 0 (0: none that it ends with). launcher_began: when, as Linux counts.
+    pid: the process to end: its launcher, or rank 0 where it has none or outlives it. since: as
+    time.time() tells it. launcher: the process that has started rank 0 (0: none that it ends with).
+    launcher_began: when, as Linux counts.
     """
 
     pid: int
@@ -274,8 +336,15 @@ class _Holder:
     def of_this_process(launch: Launch) -> _Holder:
         launcher = (launch.supervisor or os.getppid()) if launch.elastic else 0
         command = shlex.join(["hybridpar", *launch.args] if launch.args else sys.argv)
-        return _Holder(launcher or os.getpid(), platform.node(), time.time(), command, os.getpid(), launcher,
-                       _began(launcher))
+        return _Holder(
+            launcher or os.getpid(),
+            platform.node(),
+            time.time(),
+            command,
+            os.getpid(),
+            launcher,
+            _began(launcher),
+        )
 
     @staticmethod
     def read(file: TextIO) -> _Holder | None:
@@ -286,7 +355,9 @@ class _Holder:
             holder = _Holder(**plain)
             numbers = holder.pid, holder.rank_pid, holder.launcher
             texts = holder.host, holder.command, holder.launcher_began
-            known = isinstance(holder.since, float) and all(isinstance(number, int) for number in numbers)
+            known = isinstance(holder.since, float) and all(
+                isinstance(number, int) for number in numbers
+            )
             return holder if known and all(isinstance(text, str) for text in texts) else None
         except (OSError, ValueError, TypeError, RecursionError):
             return None
@@ -295,7 +366,9 @@ class _Holder:
         """Names this job in its lock file; on a full disk the file names nobody."""
         with contextlib.suppress(OSError):
             file.truncate(0)
-            os.write(file.fileno(), json.dumps(asdict(self)).encode())  # no buffer, which closing would write again
+            os.write(
+                file.fileno(), json.dumps(asdict(self)).encode()
+            )  # no buffer, which closing would write again
 
     @property
     def is_orphan(self) -> bool:
@@ -311,7 +384,8 @@ class _Holder:
 
 
 def _began(pid: int) -> str:
-    """When a process began, as Linux counts; empty where it has ended, or the system is another one."""
+    """When a process began, as Linux counts; empty where it has ended, or the system is another
+    one."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] == "Z" else fields[19]
@@ -329,9 +403,13 @@ def in_use(folder: Path, launch: Launch | None = None) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINK, 0o666)
+        descriptor = os.open(
+            folder / ".lock", os.O_RDWR | os.O_APPEND | os.O_CREAT | _NO_LINK, 0o666
+        )
     except OSError as error:
-        raise config_error("run.dir", str(folder.parent), f"cannot be written to ({error.strerror})", "runs") from None
+        raise config_error(
+            "run.dir", str(folder.parent), f"cannot be written to ({error.strerror})", "runs"
+        ) from None
     with os.fdopen(descriptor, "a+", encoding="utf-8") as file:
         with contextlib.suppress(ImportError):  # Windows
             fcntl = importlib.import_module("fcntl")
@@ -343,27 +421,39 @@ def in_use(folder: Path, launch: Launch | None = None) -> Iterator[None]:
 
 def _lock(file: TextIO, folder: Path, lock: Callable[[], None]) -> None:
     """Raises: ConfigError if another job has the lock; OSError where there are no locks."""
-    end, said = time.monotonic() + ORPHAN_S + _KILL_S, False
+    end = time.monotonic() + ORPHAN_S + _KILL_S
+    said = False
     while True:
         try:
             return lock()
         except BlockingIOError:
             holder = _Holder.read(file)
         if holder is None or not holder.is_orphan or time.monotonic() > end:
-            rule = f"another job is training in {folder} right now" + (f": {holder}" if holder else "")
-            works = "another name, or wait until it has ended" + (f", or end it: kill {holder.pid}" if holder else "")
+            rule = f"another job is training in {folder} right now" + (
+                f": {holder}" if holder else ""
+            )
+            works = "another name, or wait until it has ended" + (
+                f", or end it: kill {holder.pid}" if holder else ""
+            )
             raise config_error("run.name", folder.name, rule, works)
         if not said:
-            print(f"hybridpar: waiting for {holder}, whose launcher has ended: it saves, and ends within "
-                  f"{ORPHAN_S:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"hybridpar: waiting for {holder}, whose launcher has ended: it saves, and ends "
+                "within "
+                f"{ORPHAN_S:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
             said = True
         time.sleep(_LOOK_AGAIN_S)
 
 
 def require_shared(folder: Path, job: Job) -> None:
-    """Has every machine find a file that the first process leaves in the run folder, and takes away again.
+    """Has every machine find a file that the first process leaves in the run folder, and takes away
+    again.
 
-    Collectives: on all processes of the job. Raises: ConfigError on all, naming those that do not find it.
+    Collectives: on all processes of the job. Raises: ConfigError on all, naming those that do not
+        find it.
     """
     mark = folder / f".job-{job.decide(lambda: secrets.token_hex(8))}"
 
@@ -387,7 +477,12 @@ def _find(mark: Path) -> None:
     end = time.monotonic() + _SEEN_AFTER_S
     while not os.path.exists(mark):
         if time.monotonic() > end:
-            rule = (f"is no folder that this machine shares with rank 0, which has {mark.parent.name}/{mark.name} in "
-                    "it: all machines write their parts of a checkpoint there")
-            raise config_error("run.dir", str(mark.parent.parent), rule, "a folder on a shared file system")
+            rule = (
+                "is no folder that this machine shares with rank 0, which has "
+                f"{mark.parent.name}/{mark.name} in "
+                "it: all machines write their parts of a checkpoint there"
+            )
+            raise config_error(
+                "run.dir", str(mark.parent.parent), rule, "a folder on a shared file system"
+            )
         time.sleep(0.1)

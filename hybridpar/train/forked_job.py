@@ -1,4 +1,5 @@
-"""A job of forks of this program: what its first rank returns is returned here, and what ends it is raised here."""
+"""A job of forks of this program: what its first rank returns is returned here, and what ends it is
+raised here."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ Action = Callable[[Config, Launch], Any]
 
 
 def run_forked(config: Config, action: Action) -> Any:
-    """Run an action on forks of this process, one for each rank of the grid; return what it returns on the first.
+    """Run an action on forks of this process, one for each rank of the grid; return what it returns
+    on the first.
 
     Args:
         config: The resolved configuration.
@@ -32,8 +34,11 @@ def run_forked(config: Config, action: Action) -> Any:
         HybridparError: The error that all ranks had, or the reason why the job has failed.
     """
     if config.train.device != "cpu" and torch.cuda.is_initialized():
-        rule = ("needs GPUs in the processes that are started for the grid, which are forks of this one, and this one "
-                "uses a GPU already. Start the program with torchrun, or let it use no GPU before")
+        rule = (
+            "needs GPUs in the processes that are started for the grid, which are forks of this "
+            "one, and this one "
+            "uses a GPU already. Start the program with torchrun, or let it use no GPU before"
+        )
         raise config_error("train.device", config.train.device, rule, "cpu")
     with scratch_folder() as folder:
         code, failure = supervise_forks(config, lambda smaller: _run_rank(smaller, action, folder))
@@ -49,7 +54,8 @@ def run_forked(config: Config, action: Action) -> Any:
 
 
 def _run_rank(config: Config, action: Action, folder: Path) -> int:
-    """Run the action on this rank; return its exit code. What it returns or raises, for the program, is left."""
+    """Run the action on this rank; return its exit code. What it returns or raises, for the
+    program, is left."""
     launch = Launch.from_environment()
     path = folder / str(launch.rank)
     path.unlink(missing_ok=True)  # of an earlier start
@@ -88,7 +94,9 @@ def _read(path: Path) -> tuple[str, Any]:
 def _plain(error: HybridparError) -> tuple[type[HybridparError], tuple[Any, ...]]:
     """The kind of an error and the arguments that make an equal one."""
     if isinstance(error, ConfigError):
-        return ConfigError, tuple(Problem(p.field, _as_value(p.value), p.rule, p.suggestion) for p in error.problems)
+        return ConfigError, tuple(
+            Problem(p.field, _as_value(p.value), p.rule, p.suggestion) for p in error.problems
+        )
     return type(error), (str(error),)
 
 

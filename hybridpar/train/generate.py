@@ -36,8 +36,8 @@ TOGETHER = 16
 class Sampling:
     """Rules by which the next token is chosen.
 
-    temperature 0: the likeliest one. top_k 0: all are candidates. top_p: only the likeliest candidates count that
-    together have this probability.
+    temperature 0: the likeliest one. top_k 0: all are candidates. top_p: only the likeliest
+    candidates count that together have this probability.
     """
 
     max_tokens: int = 200
@@ -47,9 +47,15 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in (("max_tokens", self.max_tokens), ("temperature", self.temperature), ("top_k", self.top_k)):
+        for name, value in (
+            ("max_tokens", self.max_tokens),
+            ("temperature", self.temperature),
+            ("top_k", self.top_k),
+        ):
             if not value >= 0:
-                raise config_error(name, value, "must not be negative", str(getattr(type(self), name)))
+                raise config_error(
+                    name, value, "must not be negative", str(getattr(type(self), name))
+                )
         if not 0 < self.top_p <= 1:
             raise config_error("top_p", self.top_p, "must be above 0 and at most 1", "0.9")
 
@@ -58,41 +64,60 @@ class Generator:
     """This rank's part of a GPT, and its tokenizer. No id is chosen that the tokenizer lacks."""
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer):
-        self.decoder, self.tokenizer = decoder, tokenizer
-        self.end, self._ends = tokenizer.end, tokenizer.ends
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.end = tokenizer.end
+        self._ends = tokenizer.ends
         has_token = torch.ones(tokenizer.vocab_size, dtype=torch.bool)
         has_token[torch.from_numpy(tokenizer.holes)] = False
         self._ids = has_token.nonzero().squeeze(1)
 
     @staticmethod
-    def load(path: str | Path, say: Callable[[str], None], grid: ProcessGrid | None = None) -> Generator:
-        """Loads from a run folder (its newest checkpoint that is whole) or from one checkpoint in it.
+    def load(
+        path: str | Path, say: Callable[[str], None], grid: ProcessGrid | None = None
+    ) -> Generator:
+        """Loads from a run folder (its newest checkpoint that is whole) or from one checkpoint in
+        it.
 
         A rank reads its own part of the weights. grid: of tp and pp; None: this process alone.
-        Raises: CheckpointError if there is none; ConfigError if it is not a GPT, has too few heads or blocks for the
+        Raises: CheckpointError if there is none; ConfigError if it is not a GPT, has too few heads
+            or blocks for the
         grid, or the tokenizer has more ids than it; DataError for a damaged tokenizer.
         """
-        return read_held(path, say, lambda folder: Generator._load(folder, str(path), grid or ProcessGrid()))
+        return read_held(
+            path, say, lambda folder: Generator._load(folder, str(path), grid or ProcessGrid())
+        )
 
     @staticmethod
     def _load(folder: Path, named: str, grid: ProcessGrid) -> Generator:
         trained = read_manifest(folder).config
         model = trained.model
         if trained.projects:
-            raise config_error("compression.messages", "subspace", f"is a part of the model that {folder} holds, and "
-                               "text is generated without it", "int4, from the start of a run")
+            raise config_error(
+                "compression.messages",
+                "subspace",
+                f"is a part of the model that {folder} holds, and text is generated without it",
+                "int4, from the start of a run",
+            )
         if not isinstance(model, ModelConfig) or model.kind != "gpt":
-            raise config_error("checkpoint", named, f"holds a {model.kind}; only a gpt generates text")
+            raise config_error(
+                "checkpoint", named, f"holds a {model.kind}; only a gpt generates text"
+            )
         tokenizer = folder.parent.parent / "tokenizer.json"
         if not os.path.lexists(tokenizer):
-            raise CheckpointError(f"{tokenizer}: is missing; the corpus came without one, so put it there")
+            raise CheckpointError(
+                f"{tokenizer}: is missing; the corpus came without one, so put it there"
+            )
         loaded = Tokenizer.load(tokenizer, within=tokenizer.parent)
         check_vocab_fits(loaded.vocab_size, model.vocab_size, f"the tokenizer {tokenizer}")
-        stage = load_stage(FullWeights(folder), grid.tp, inference_split(model, grid.pp.size)[grid.pp.rank])
+        stage = load_stage(
+            FullWeights(folder), grid.tp, inference_split(model, grid.pp.size)[grid.pp.rank]
+        )
         return Generator(Decoder(stage, model, grid), loaded)
 
     def generate(self, prompt: str, sampling: Sampling) -> Iterator[str]:
-        """Yields the continuation of `prompt` (a new document where it is empty), piece by piece, until its end.
+        """Yields the continuation of `prompt` (a new document where it is empty), piece by piece,
+        until its end.
 
         Collectives: on all ranks of the grid. Raises: CheckpointError where logits are not finite.
         """
@@ -102,7 +127,8 @@ class Generator:
         """Yields pieces of the continuations of several prompts, each with its prompt's index.
 
         A text depends on its prompt, the seed, and how many equal prompts come before it.
-        Collectives: as for `generate`. Raises: as `generate`; ConfigError for a prompt that is not UTF-8 text.
+        Collectives: as for `generate`. Raises: as `generate`; ConfigError for a prompt that is not
+            UTF-8 text.
         """
         texts = []
         check_prompts(prompts)
@@ -130,19 +156,29 @@ class Generator:
                 return
             logits = self.decoder.go_on(tokens)
 
-    def _choose(self, logits: Tensor | None, sampling: Sampling, texts: Sequence[_Text], position: int) -> list[int]:
+    def _choose(
+        self, logits: Tensor | None, sampling: Sampling, texts: Sequence[_Text], position: int
+    ) -> list[int]:
         """A token for each text, from the last stage's logits, on all ranks.
 
-        Collectives: one broadcast over all ranks of the grid. Raises: as `generate`, on all of them.
+        Collectives: one broadcast over all ranks of the grid. Raises: as `generate`, on all of
+            them.
         """
-        world, chosen = self.decoder.grid.world, torch.empty(len(texts), dtype=torch.int64)
+        world = self.decoder.grid.world
+        chosen = torch.empty(len(texts), dtype=torch.int64)
         if logits is not None:
-            uniform = torch.tensor([_uniform(text.key, position) for text in texts], dtype=torch.float64)
+            uniform = torch.tensor(
+                [_uniform(text.key, position) for text in texts], dtype=torch.float64
+            )
             chosen = choose(logits[:, self._ids], sampling, uniform)
             chosen = torch.where(chosen < 0, chosen, self._ids[chosen])
-        tokens: list[int] = broadcast(chosen, world, world.size - self.decoder.grid.tp.size).tolist()
+        tokens: list[int] = broadcast(
+            chosen, world, world.size - self.decoder.grid.tp.size
+        ).tolist()
         if min(tokens) < 0:
-            raise CheckpointError("the model's logits are not finite: nothing can be sampled from them")
+            raise CheckpointError(
+                "the model's logits are not finite: nothing can be sampled from them"
+            )
         return tokens
 
 
@@ -150,12 +186,15 @@ def check_prompts(prompts: Sequence[str]) -> None:
     """Raises: ConfigError for the first prompt that is not UTF-8 text."""
     for prompt in prompts:
         if flaw := not_utf8(prompt):
-            raise config_error("prompt", prompt, f"must be UTF-8 text; {flaw}", '"Once upon a time"')
+            raise config_error(
+                "prompt", prompt, f"must be UTF-8 text; {flaw}", '"Once upon a time"'
+            )
 
 
 @dataclass(frozen=True)
 class _Text:
-    """A prompt, its continuation as text, and the key of its random numbers (seed, site, step, sample)."""
+    """A prompt, its continuation as text, and the key of its random numbers (seed, site, step,
+    sample)."""
 
     index: int
     prompt: list[int]
@@ -168,9 +207,11 @@ def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterat
     """A Generator on the grid that the processes of this one's job make, tp * pp of them.
 
     path, threads: as for Generator.load and set_threads.
-    Collectives: to be called by all processes. Raises: as Generator.load, on all processes alike; RankError where this
+    Collectives: to be called by all processes. Raises: as Generator.load, on all processes alike;
+        RankError where this
     one fails.
     """
+
     def say(text: str) -> None:
         print(text, file=sys.stderr)
 
@@ -192,10 +233,12 @@ def on_grid(path: str, tp: int, pp: int, threads: int, launch: Launch) -> Iterat
 
 
 class _Source:
-    """The checkpoint of a path, which rank 0 finds and holds until all ranks have loaded their parts of it."""
+    """The checkpoint of a path, which rank 0 finds and holds until all ranks have loaded their
+    parts of it."""
 
     def __init__(self, path: str, say: Callable[[str], None]):
-        self._path, self._say = path, say
+        self._path = path
+        self._say = say
         self._hold: Hold | None = None
 
     def find(self) -> str:
@@ -204,7 +247,8 @@ class _Source:
         return str(self._hold.folder)
 
     def load(self, folder: str, grid: ProcessGrid, job: Job) -> Generator:
-        """Load from what `find` returned, or from the next one if it was removed. Raises: as `on_grid`."""
+        """Load from what `find` returned, or from the next one if it was removed. Raises: as
+        `on_grid`."""
         found = job.together(partial(self._load_or_error, folder, grid))
         for _ in range(MOST_TRIES):
             has_failed = any(job.gather(isinstance(found, CheckpointError)))
@@ -236,13 +280,16 @@ def _raised(found: Generator | CheckpointError | None) -> Generator | None:
 
 
 class Pieces:
-    """Text of tokens as they come, in pieces of whole characters. behind: the tokens that they follow.
+    """Text of tokens as they come, in pieces of whole characters. behind: the tokens that they
+    follow.
 
     Only the last few tokens are decoded, so a piece costs the same however long the text is.
     """
 
     def __init__(self, tokenizer: Tokenizer, behind: Sequence[int]):
-        self._tokenizer, self._tokens, self._read = tokenizer, list(behind), 0
+        self._tokenizer = tokenizer
+        self._tokens = list(behind)
+        self._read = 0
         self._go_on()
 
     def add(self, token: int) -> str:
@@ -259,7 +306,8 @@ class Pieces:
         return self._tokenizer.decode(self._tokens)[self._shown :]
 
     def _go_on(self) -> None:
-        """Keeps the tokens of the last piece, as the text of those that follow may depend on them."""
+        """Keeps the tokens of the last piece, as the text of those that follow may depend on
+        them."""
         self._tokens = self._tokens[self._read :]
         self._read, self._shown = len(self._tokens), len(self._tokenizer.decode(self._tokens))
 
@@ -267,8 +315,8 @@ class Pieces:
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     """Chooses a token for each row; -1 for all where a logit is not finite.
 
-    Candidates are taken by likelihood, and the token from them in the order of their ids. So rounding, which is another
-    one on another grid, hardly ever changes the token.
+    Candidates are taken by likelihood, and the token from them in the order of their ids. So
+    rounding, which is another one on another grid, hardly ever changes the token.
     Shapes: logits [b, v], uniform [b] float64, between 0 and 1 -> [b] int64.
     Source of top_p: arXiv 1904.09751.
     """

@@ -1,4 +1,5 @@
-"""The plan of a rank of a job that is not there: its own state on ghosts, and what it moves. Nothing is computed."""
+"""The plan of a rank of a job that is not there: its own state on ghosts, and what it moves.
+Nothing is computed."""
 
 from __future__ import annotations
 
@@ -34,17 +35,31 @@ class GhostRank:
     def of(config: Config, rank: int) -> GhostRank:
         """A rank of the job, by its number. `config`: resolved."""
         with Tracker(default_device(config)) as tracker:
-            place, sizes = place_of(rank, sizes_of(config.parallel))["pp"], Sizes.of(config)
+            place = place_of(rank, sizes_of(config.parallel))["pp"]
+            sizes = Sizes.of(config)
             split = stage_split(config)
-            policy = StatePolicy.of(config, BatchPolicy(config).num_versions(place),
-                                    schedule_of(config.pipeline).num_gradient_buffers)
-            return GhostRank(config, place, GhostState.of(
-                config, rank, {stage: split[stage] for stage in sizes.stages_of(place)}, policy, tracker))
+            policy = StatePolicy.of(
+                config,
+                BatchPolicy(config).num_versions(place),
+                schedule_of(config.pipeline).num_gradient_buffers,
+            )
+            return GhostRank(
+                config,
+                place,
+                GhostState.of(
+                    config,
+                    rank,
+                    {stage: split[stage] for stage in sizes.stages_of(place)},
+                    policy,
+                    tracker,
+                ),
+            )
 
     @staticmethod
     def pipeline(config: Config) -> list[GhostRank]:
         """The ranks of the first pipeline, in its order."""
-        number, pp = config.parallel.num_ranks, config.parallel.pp
+        number = config.parallel.num_ranks
+        pp = config.parallel.pp
         return [GhostRank.of(config, rank) for rank in range(0, number, number // pp)]
 
     @property
@@ -59,11 +74,13 @@ class GhostRank:
         return touches
 
     def residency(self, sizes: Sizes) -> Residency | SharedItems | None:
-        """What it moves, from a start at which all is in the slow tier, or in shares; None: it moves nothing.
+        """What it moves, from a start at which all is in the slow tier, or in shares; None: it
+        moves nothing.
 
         Raises: ConfigError where the budget is too small for any plan.
         """
-        tiers, budget = None, self.config.memory.budget
+        tiers = None
+        budget = self.config.memory.budget
         if budget:
             touches = self.touches(sizes)
             touches.require(budget)
@@ -71,12 +88,22 @@ class GhostRank:
         return self.ghost.shared_items(sizes, budget) or tiers
 
     def actions(self, ordering: Ordering, sizes: Sizes, num_batches: int) -> Iterator[Action]:
-        """Its list for so many batches, without what it moves. `sizes`: their micro-batches may be fewer or more."""
-        return lower(ordering.make(), sizes, self.rank, 0, num_batches, **ordering.options, parts=self.ghost.division)
+        """Its list for so many batches, without what it moves. `sizes`: their micro-batches may be
+        fewer or more."""
+        return lower(
+            ordering.make(),
+            sizes,
+            self.rank,
+            0,
+            num_batches,
+            **ordering.options,
+            parts=self.ghost.division,
+        )
 
     def moved(self, ordering: Ordering, sizes: Sizes, num_batches: int) -> Iterator[Action]:
         """Its list with what it moves. Raises: ConfigError."""
-        actions, items = self.actions(ordering, sizes, num_batches), self.residency(sizes)
+        actions = self.actions(ordering, sizes, num_batches)
+        items = self.residency(sizes)
         if isinstance(items, SharedItems):
             return items.moved(actions)
         return actions if items is None else add_residency(actions, items)

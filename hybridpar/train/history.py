@@ -16,7 +16,8 @@ class History:
 
     Attributes:
         losses: The training loss by step; a step in every train.log_interval.
-        validation: The numbers of each evaluation by step, each by its name in metrics.jsonl ("val_loss", ..).
+        validation: The numbers of each evaluation by step, each by its name in metrics.jsonl
+            ("val_loss", ..).
 
     A number that is not finite is NaN here, as metrics.jsonl has null for it.
     """
@@ -33,8 +34,11 @@ class History:
             if "loss" in row:
                 history.losses[step] = _number(row["loss"])
                 continue
-            numbers = {name: _number(value) for name, value in row.items()
-                       if name.startswith(VALID) and (value is None or isinstance(value, int | float))}
+            numbers = {
+                name: _number(value)
+                for name, value in row.items()
+                if name.startswith(VALID) and (value is None or isinstance(value, int | float))
+            }
             if numbers:
                 history.validation.setdefault(step, {}).update(numbers)
         return history

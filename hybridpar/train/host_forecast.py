@@ -1,10 +1,13 @@
-"""What an optimizer on the host will cost a run, before it starts: its plan, with speeds that are measured here.
+"""What an optimizer on the host will cost a run, before it starts: its plan, with speeds that are
+measured here.
 
 A step waits for nothing where (Source: the inequality that 2bw's slack sets)
 
-    norm + max(update, copy to the host, copy from it) + a group of the others  <=  slack / m of the time of a batch
+    norm + max(update, copy to the host, copy from it) + a group of the others  <=  slack / m of the
+    time of a batch
 
-which asks for a number of tokens in a batch that hardly depends on the size of the model. The norm is left out.
+which asks for a number of tokens in a batch that hardly depends on the size of the model. The norm
+is left out.
 """
 
 from __future__ import annotations
@@ -31,12 +34,14 @@ from hybridpar.state.policy import StatePolicy
 from hybridpar.train.ghost_rank import GhostRank
 from hybridpar.train.peak import peak_flops
 
-_SAMPLE, _REPEATS = 1 << 22, 3
+_SAMPLE = 1 << 22
+_REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one process: parameters that the host updates and bytes that are copied, in a second; FLOP/s of products."""
+    """Of one process: parameters that the host updates and bytes that are copied, in a second;
+    FLOP/s of products."""
 
     parameters: float
     num_bytes: float
@@ -47,9 +52,9 @@ class Speeds:
 class HostForecast:
     """The host of the rank with the most parameters, and what all hosts do to a step.
 
-    update_ms, to_host_ms, from_host_ms: of a batch. step_ms: time of a step whose products take all of it; exposed_ms:
-    what of it is waiting for hosts. tokens: of a batch in one pipeline; needed_tokens: from which on none is; 0: never,
-    as the schedule has no slack.
+    update_ms, to_host_ms, from_host_ms: of a batch. step_ms: time of a step whose products take all
+    of it; exposed_ms: what of it is waiting for hosts. tokens: of a batch in one pipeline;
+    needed_tokens: from which on none is; 0: never, as the schedule has no slack.
     """
 
     parameters: int
@@ -62,16 +67,27 @@ class HostForecast:
     needed_tokens: int
 
     def __str__(self) -> str:
-        needed = f"hidden from about {self.needed_tokens:,} tokens in a batch of a pipeline on, and there are " \
-                 f"{self.tokens:,}" if self.needed_tokens else "this schedule has no slack to hide it in"
-        return (f"the optimizer on the host: {self.parameters:,} parameters take {self.update_ms:,.1f} ms, their "
-                f"gradients {self.to_host_ms:,.1f} ms to get there, the weights {self.from_host_ms:,.1f} ms back; "
-                f"{needed}.\n  Of a step of at least {self.step_ms:,.1f} ms, {self.exposed_ms:,.1f} ms are waiting "
-                "for it (speeds measured here, in one process)")
+        needed = (
+            f"hidden from about {self.needed_tokens:,} tokens in a batch of a pipeline on, and "
+            "there are "
+            f"{self.tokens:,}"
+            if self.needed_tokens
+            else "this schedule has no slack to hide it in"
+        )
+        return (
+            f"the optimizer on the host: {self.parameters:,} parameters take {self.update_ms:,.1f} "
+            "ms, their "
+            f"gradients {self.to_host_ms:,.1f} ms to get there, the weights "
+            f"{self.from_host_ms:,.1f} ms back; "
+            f"{needed}.\n  Of a step of at least {self.step_ms:,.1f} ms, {self.exposed_ms:,.1f} ms "
+            "are waiting "
+            "for it (speeds measured here, in one process)"
+        )
 
 
 def forecast_host(config: Config, speeds: Speeds | None = None) -> HostForecast | None:
-    """The forecast for a resolved configuration; None without memory.host_optimizer. speeds: None, measured here."""
+    """The forecast for a resolved configuration; None without memory.host_optimizer. speeds: None,
+    measured here."""
     if not config.memory.host_optimizer:
         return None
     speeds, sizes, parallel = speeds or measure_speeds(config), Sizes.of(config), config.parallel
@@ -79,25 +95,46 @@ def forecast_host(config: Config, speeds: Speeds | None = None) -> HostForecast 
     schedule = schedule_of(config.pipeline)
     weight_bytes = 2 if StatePolicy.of(config, 1, 1).dtype in LOW_PRECISION else 4
     totals = [sum(of_rank) for of_rank in groups]
-    update, there, back = ([total * each for total in totals] for each in (
-        1 / speeds.parameters, 4 / speeds.num_bytes, weight_bytes / speeds.num_bytes))
-    m, tokens = sizes.num_microbatches, config.batch_tokens // parallel.dp
-    rate = speeds.flops * parallel.tp * parallel.pp / training_flops_per_token(config.model)  # tokens/s of a pipeline
+    update, there, back = (
+        [total * each for total in totals]
+        for each in (1 / speeds.parameters, 4 / speeds.num_bytes, weight_bytes / speeds.num_bytes)
+    )
+    m = sizes.num_microbatches
+    tokens = config.batch_tokens // parallel.dp
+    rate = (
+        speeds.flops * parallel.tp * parallel.pp / training_flops_per_token(config.model)
+    )  # tokens/s of a pipeline
     pair = tokens / rate / m / sizes.chunks
-    costs = Costs(pair / 3, pair * 2 / 3, to_host=there, host=update, from_host=back, host_shares=groups)
+    costs = Costs(
+        pair / 3, pair * 2 / 3, to_host=there, host=update, from_host=back, host_shares=groups
+    )
     step, exposed = exposed_on_host(Ordering.of(config), sizes, costs, parts)
     largest = totals.index(max(totals))
-    host, slack = HostEngines(there[largest], update[largest], back[largest], groups[largest]), schedule.slack(sizes)
+    host = HostEngines(there[largest], update[largest], back[largest], groups[largest])
+    slack = schedule.slack(sizes)
     host.send(0.0)
     needed = round(host.begin(0.0) * rate * schedule.pairs(sizes) / slack) if slack else 0
-    return HostForecast(round(totals[largest]), 1e3 * update[largest], 1e3 * there[largest], 1e3 * back[largest],
-                        1e3 * step, 1e3 * exposed, tokens, needed)
+    return HostForecast(
+        round(totals[largest]),
+        1e3 * update[largest],
+        1e3 * there[largest],
+        1e3 * back[largest],
+        1e3 * step,
+        1e3 * exposed,
+        tokens,
+        needed,
+    )
 
 
 def _groups(config: Config) -> tuple[list[list[float]], Division]:
-    """Number of parameters that each host of a pipeline updates, by group; and the parts of all stages."""
+    """Number of parameters that each host of a pipeline updates, by group; and the parts of all
+    stages."""
     ranks = GhostRank.pipeline(config)
-    parts = {stage: len(of_stage) for rank in ranks for stage, of_stage in rank.ghost.parts.of_stage.items()}
+    parts = {
+        stage: len(of_stage)
+        for rank in ranks
+        for stage, of_stage in rank.ghost.parts.of_stage.items()
+    }
     return [rank.hosted for rank in ranks], Division(parts)
 
 
@@ -108,13 +145,16 @@ def measure_speeds(config: Config) -> Speeds:
 
 
 def host_speeds(config: Config) -> tuple[float, float]:
-    """Parameters that a host with torch's threads updates, and bytes that it copies, in a second."""
+    """Parameters that a host with torch's threads updates, and bytes that it copies, in a
+    second."""
     policy = StatePolicy.of(config, 1, 1)
     master, gradient, target = (torch.zeros(_SAMPLE) for _ in range(3))
     working = (torch.zeros(_SAMPLE, dtype=policy.dtype),) if policy.dtype in LOW_PRECISION else ()
     slot = ParameterSlot("sample", Placement((_SAMPLE,), Init("zeros")))
     optimizer = build_optimizer(config.optim, [slot], Axis("tp"), policy.backend)
-    update = _seconds(lambda: optimizer.step(Weights([master], [master], working), [gradient], lr=1e-3))
+    update = _seconds(
+        lambda: optimizer.step(Weights([master], [master], working), [gradient], lr=1e-3)
+    )
     copy = _seconds(lambda: target.copy_(gradient))
     return _SAMPLE / update, gradient.nbytes / copy
 

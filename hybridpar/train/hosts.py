@@ -1,10 +1,12 @@
-"""`python -m hybridpar.train.hosts --nnodes 2 --node-rank 0 .. CONFIG.toml`: the ranks of one host of several.
+"""`python -m hybridpar.train.hosts --nnodes 2 --node-rank 0 .. CONFIG.toml`: the ranks of one host
+of several.
 
-It is torchrun (the same agent, the same static rendezvous, so that hosts may use either), and more than that:
+It is torchrun (the same agent, the same static rendezvous, so that hosts may use either), and more
+than that:
 
     it says every 15 s that it waits for other hosts, and what is known of them
-    after a signal ranks have 600 s to finish and save, torchrun gives them 30; a second signal ends them in 5
-    a signal ends the ranks of all hosts, also before they have met
+    after a signal ranks have 600 s to finish and save, torchrun gives them 30; a second signal ends
+    them in 5 a signal ends the ranks of all hosts, also before they have met
     its exit code is 128 + n after signal n, and 1 where ranks have failed
 """
 
@@ -53,10 +55,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("train", nargs=argparse.REMAINDER, help="arguments of `hybridpar train`")
     given = parser.parse_args(argv)
     host = Host(given.node_rank, given.nnodes, given.master_addr, given.master_port)
-    torch.multiprocessing._set_thread_name(AGENT)  # by which ranks know whom to stop, as with torchrun
+    torch.multiprocessing._set_thread_name(
+        AGENT
+    )  # by which ranks know whom to stop, as with torchrun
     for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    pass_on_signals(number.name for number in numbers_of(STOP_SIGNALS))  # ranks are never left behind
+    pass_on_signals(
+        number.name for number in numbers_of(STOP_SIGNALS)
+    )  # ranks are never left behind
     return HostAgent(host, given.nproc_per_node, given.max_restarts, given.train).exit_code()
 
 
@@ -76,11 +82,19 @@ class Host:
 
     def waiting(self, seconds: float) -> str:
         """A line on whom this host has waited for, and what is known of them."""
-        others = f"{self.count - 1} other host{'s' * (self.count > 2)}" if self.number == 0 else "host 0"
-        line = f"host {self.number} of 0 to {self.count - 1} has waited {seconds:.0f} s for {others} at {self.store}"
+        others = (
+            f"{self.count - 1} other host{'s' * (self.count > 2)}" if self.number == 0 else "host 0"
+        )
+        line = (
+            f"host {self.number} of 0 to {self.count - 1} has waited {seconds:.0f} s for {others} "
+            f"at {self.store}"
+        )
         if self.number == 0:
-            return (f"{line}: start the same line there with NODE_RANK=1 to {self.count - 1}; this address and port "
-                    "must lead here from there")
+            return (
+                f"{line}: start the same line there with NODE_RANK=1 to {self.count - 1}; this "
+                "address and port "
+                "must lead here from there"
+            )
         return f"{line}: {self._probe()}"
 
     def _probe(self) -> str:
@@ -91,8 +105,11 @@ class Host:
             return f"MASTER_ADDR names no host that this one knows ({error.strerror})"
         except OSError as error:
             why = error.strerror or str(error)
-            return (f"it cannot be reached ({why}): is its line started, with NODE_RANK=0, are MASTER_ADDR and "
-                    "MASTER_PORT right, and do firewalls let all TCP ports through?")
+            return (
+                f"it cannot be reached ({why}): is its line started, with NODE_RANK=0, are "
+                "MASTER_ADDR and "
+                "MASTER_PORT right, and do firewalls let all TCP ports through?"
+            )
         return "it is there, and waits for other hosts, too"
 
 
@@ -101,15 +118,27 @@ class HostAgent(RankAgent):
 
     def __init__(self, host: Host, num_ranks: int, restarts: int, args: Sequence[str]):
         self._host = host
-        meeting = StaticTCPRendezvous(host.address, host.port, host.number, host.count, "none", _MEET_S)
+        meeting = StaticTCPRendezvous(
+            host.address, host.port, host.number, host.count, "none", _MEET_S
+        )
         super().__init__(
-            WorkerSpec(role="default", local_world_size=num_ranks, rdzv_handler=meeting, entrypoint=sys.executable,
-                       args=("-u", "-m", "hybridpar", "train", *args), max_restarts=restarts,
-                       monitor_interval=_LOOK_EVERY_S, master_addr=host.address, master_port=host.port),
-            _STOP_S)
+            WorkerSpec(
+                role="default",
+                local_world_size=num_ranks,
+                rdzv_handler=meeting,
+                entrypoint=sys.executable,
+                args=("-u", "-m", "hybridpar", "train", *args),
+                max_restarts=restarts,
+                monitor_interval=_LOOK_EVERY_S,
+                master_addr=host.address,
+                master_port=host.port,
+            ),
+            _STOP_S,
+        )
 
     def exit_code(self) -> int:
-        """Runs the ranks until they have ended; 0, 1 where some have failed, 128 + n where signal n has ended them."""
+        """Runs the ranks until they have ended; 0, 1 where some have failed, 128 + n where signal n
+        has ended them."""
         try:
             return 1 if self.run().is_failed() else 0
         except SignalException as stopped:
@@ -119,8 +148,13 @@ class HostAgent(RankAgent):
             return 1 if refused else 128 + stopped.sigval.value
         except dist.DistError as error:
             reason = str(error).partition("\n")[0]
-            print(f"hybridpar: host {self._host.number} has no contact with the store of host 0 at {self._host.store} "
-                  f"({reason})", file=sys.stderr, flush=True)
+            print(
+                f"hybridpar: host {self._host.number} has no contact with the store of host 0 at "
+                f"{self._host.store} "
+                f"({reason})",
+                file=sys.stderr,
+                flush=True,
+            )
             return 1
         finally:
             self.end_ranks()
@@ -129,8 +163,11 @@ class HostAgent(RankAgent):
         try:
             return super()._invoke_run(role)
         except SignalException as stopped:
-            leave_word(self._host.store, f"host {self._host.number}, {platform.node()}, was stopped by "
-                                         f"{stopped.sigval.name}")
+            leave_word(
+                self._host.store,
+                f"host {self._host.number}, {platform.node()}, was stopped by "
+                f"{stopped.sigval.name}",
+            )
             raise
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -140,9 +177,16 @@ class HostAgent(RankAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         for rank, failure in sorted(result.failures.items()):
-            code, left = failure.exitcode, self._remaining_restarts
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed (exit code {code})"
-            what = f"starting again, {left - 1} restarts are left" if left else "no restarts are left"
+            code = failure.exitcode
+            left = self._remaining_restarts
+            how = (
+                f"was ended by {signal.Signals(-code).name}"
+                if code < 0
+                else f"failed (exit code {code})"
+            )
+            what = (
+                f"starting again, {left - 1} restarts are left" if left else "no restarts are left"
+            )
             print(f"hybridpar: rank {rank} {how}; {what}", file=sys.stderr, flush=True)
         return result
 

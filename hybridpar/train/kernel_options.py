@@ -1,18 +1,22 @@
-"""Launch options of attention's Triton kernels: timed on the run's own shapes before training, kept beside the run.
+"""Launch options of attention's Triton kernels: timed on the run's own shapes before training, kept
+beside the run.
 
     <run folder>/kernels.json
         {"NVIDIA A100-SXM4-80GB, torch 2.11.0, triton 3.6.0":
             {"dq_kernel bfloat16 d128 s2048 causal dropout":
-                {"chosen": [64, 32, 4, 2], "us": {"[64, 64, 8, 2]": 812.4, "[64, 32, 4, 2]": 733.0}}}}
+                {"chosen": [64, 32, 4, 2], "us": {"[64, 64, 8, 2]": 812.4, "[64, 32, 4, 2]":
+                733.0}}}}
 
-The options (block sizes, warps, stages) decide in which order a kernel adds up, so a run must never change them: a run
-that resumes takes them from the file. An entry is valid for one name of GPU and one version of torch and Triton. Each
-kind of GPU in the job has entries of its own: the first rank with such a GPU times the candidates, and all ranks with
-such GPUs take what it chose. This happens between the start of the process group and the first engine, so no CUDA graph
-is being captured and no rank trains yet.
+The options (block sizes, warps, stages) decide in which order a kernel adds up, so a run must never
+change them: a run that resumes takes them from the file. An entry is valid for one name of GPU and
+one version of torch and Triton. Each kind of GPU in the job has entries of its own: the first rank
+with such a GPU times the candidates, and all ranks with such GPUs take what it chose. This happens
+between the start of the process group and the first engine, so no CUDA graph is being captured and
+no rank trains yet.
 
-Other Triton kernels are bound by memory: their sizes matter less, and the order of their sums is the same on any GPU
-(kernels/rows.py). Attention of custom models, whose shapes are not known before they run, has the default options.
+Other Triton kernels are bound by memory: their sizes matter less, and the order of their sums is
+the same on any GPU (kernels/rows.py). Attention of custom models, whose shapes are not known before
+they run, has the default options.
 """
 
 from __future__ import annotations
@@ -41,14 +45,16 @@ from hybridpar.train.launch import Job
 FILE = "kernels.json"
 _MAX_BYTES = 1 << 20
 _WORTH = 0.97
-"""Share of the default option's time that another one must stay below: measured times vary by a percent or two, and the
-default is what was tested longest."""
+"""Share of the default option's time that another one must stay below: measured times vary by a
+percent or two, and the default is what was tested longest."""
 _SHORT_US = 50.0
-"""Launches of which the default takes less keep it: there is little to gain, and their times vary most."""
-_WARM, _ROUNDS = 2, 9
+"""Launches of which the default takes less keep it: there is little to gain, and their times vary
+most."""
+_WARM = 2
+_ROUNDS = 9
 _SPIN = 2_000_000
-"""Clock cycles that the GPU waits before a timed launch, about a millisecond: the launch is then queued before the GPU
-gets to it, so the time of Python's part is not counted."""
+"""Clock cycles that the GPU waits before a timed launch, about a millisecond: the launch is then
+queued before the GPU gets to it, so the time of Python's part is not counted."""
 
 Option = tuple[int, ...]
 Time = Callable[[Callable[[], None]], float]
@@ -57,7 +63,8 @@ Time = Callable[[Callable[[], None]], float]
 
 @dataclass(frozen=True)
 class Entry:
-    """The option chosen for a class of launches, and the median time of each candidate that fits, in microseconds."""
+    """The option chosen for a class of launches, and the median time of each candidate that fits,
+    in microseconds."""
 
     chosen: Option
     us: Mapping[str, float]
@@ -77,19 +84,26 @@ class KernelOptions:
     is_new: bool = False
 
     def write(self, folder: Path, say: Callable[[str], None]) -> None:
-        """Write kernels.json, if there is something new. Training goes on if it cannot be written."""
+        """Write kernels.json, if there is something new. Training goes on if it cannot be
+        written."""
         if not self.is_new:
             return
         content = {kind: _as_json(entries) for kind, entries in self.entries.items()}
         try:
             write_text(folder / FILE, json.dumps(content, indent=1) + "\n")
         except OSError as error:
-            say(f"{folder / FILE} cannot be written ({error.strerror}): when this run resumes, it will time kernels "
-                "again, and may then compute other bits")
+            say(
+                f"{folder / FILE} cannot be written ({error.strerror}): when this run resumes, it "
+                "will time kernels "
+                "again, and may then compute other bits"
+            )
 
 
-def prepare(config: Config, job: Job, device: torch.device, say: Callable[[str], None]) -> KernelOptions:
-    """Choose the launch options of this run's kernels, or take them from its folder, and use them in this process.
+def prepare(
+    config: Config, job: Job, device: torch.device, say: Callable[[str], None]
+) -> KernelOptions:
+    """Choose the launch options of this run's kernels, or take them from its folder, and use them
+    in this process.
 
     Collectives: on all processes of the job, through its store, on GPUs.
     """
@@ -103,15 +117,20 @@ def prepare(config: Config, job: Job, device: torch.device, say: Callable[[str],
     return found
 
 
-def choose(job: Job, folder: Path, say: Callable[[str], None], kind: str,
-           measure: Callable[[Entries], Entries]) -> KernelOptions:
+def choose(
+    job: Job,
+    folder: Path,
+    say: Callable[[str], None],
+    kind: str,
+    measure: Callable[[Entries], Entries],
+) -> KernelOptions:
     """Return the launch options that all ranks with this kind of GPU use.
 
     Args:
-        kind: name of this rank's GPU and of the versions that its kernels are compiled with; empty: it has no kernels
-            with options.
-        measure: returns the entries of this run's launches, from the entries that are known for this kind of GPU. It is
-            called on the first rank of each kind.
+        kind: name of this rank's GPU and of the versions that its kernels are compiled with; empty:
+            it has no kernels with options.
+        measure: returns the entries of this run's launches, from the entries that are known for
+            this kind of GPU. It is called on the first rank of each kind.
     Collectives: on all processes of the job, through its store.
     """
     kinds: list[str] = job.gather(kind)
@@ -128,7 +147,10 @@ def choose(job: Job, folder: Path, say: Callable[[str], None], kind: str,
         say(problem)
     for name, entries in now.items():
         if before and name not in before:
-            say(f"{path} has no times of {name}, but of {', '.join(before)}: its kernels are timed here")
+            say(
+                f"{path} has no times of {name}, but of {', '.join(before)}: its kernels are timed "
+                "here"
+            )
         _tell(name, before.get(name, {}), entries, say)
     after = before | {name: before.get(name, {}) | entries for name, entries in now.items()}
     used = {key: entry.chosen for key, entry in now.get(kind, {}).items()}
@@ -138,8 +160,9 @@ def choose(job: Job, folder: Path, say: Callable[[str], None], kind: str,
 def time_candidates(run: Callable[[], None], time: Time, known: Entries) -> Entries:
     """Return an entry for each class of launches with several candidates that `run` makes.
 
-    A known entry stays if the option that it names is still a candidate. Else every candidate that fits the device is
-    timed on the tensors of the launch. The fastest is chosen, or the default if no other one is clearly faster.
+    A known entry stays if the option that it names is still a candidate. Else every candidate that
+    fits the device is timed on the tensors of the launch. The fastest is chosen, or the default if
+    no other one is clearly faster.
 
     Args:
         run: calls operators on the shapes of the run.
@@ -169,7 +192,8 @@ def time_candidates(run: Callable[[], None], time: Time, known: Entries) -> Entr
 
 
 def fastest(times: Mapping[Any, float]) -> Any:
-    """Return the fastest option; the first, which is the default, if no other one is clearly faster."""
+    """Return the fastest option; the first, which is the default, if no other one is clearly
+    faster."""
     default = next(iter(times))
     best = min(times, key=lambda one: times[one])
     is_worth_it = times[default] >= _SHORT_US and times[best] < _WORTH * times[default]
@@ -177,7 +201,8 @@ def fastest(times: Mapping[Any, float]) -> Any:
 
 
 def _times(candidates: Sequence[Any], start: Callable[[Any], None], time: Time) -> dict[Any, float]:
-    """Return the median time of each candidate. They take turns, so that a clock that changes is the same for all."""
+    """Return the median time of each candidate. They take turns, so that a clock that changes is
+    the same for all."""
     rounds: dict[Any, list[float]] = {one: [] for one in candidates}
     for _ in range(_WARM):
         for one in candidates:
@@ -200,15 +225,20 @@ def _time(launch: Callable[[], None]) -> float:
 
 
 def _kind(device: torch.device) -> str:
-    """Return the name of this GPU and of what compiles for it; empty if Triton does not run on it."""
+    """Return the name of this GPU and of what compiles for it; empty if Triton does not run on
+    it."""
     if triton_missing("attention", device.type, None) is not None:
         return ""
     triton = importlib.import_module("triton")
-    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}"
+    return (
+        f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton "
+        f"{triton.__version__}"
+    )
 
 
 def _attend(config: Config, device: torch.device) -> None:
-    """Run attention as the first tp rank will: forward and backward with dropout, and forward as in an evaluation."""
+    """Run attention as the first tp rank will: forward and backward with dropout, and forward as in
+    an evaluation."""
     if isinstance(config.model, ModelConfig):
         attend(config, config.model, device)
 
@@ -216,22 +246,33 @@ def _attend(config: Config, device: torch.device) -> None:
 def attend(config: Config, model: ModelConfig, device: torch.device) -> None:
     """Run attention on the local heads of the first tp rank and one micro-batch of random numbers.
 
-    The heads are a whole layer of one rank, so that strides are those of training, and nothing is communicated. A
-    generator of its own leaves the run's random numbers alone.
+    The heads are a whole layer of one rank, so that strides are those of training, and nothing is
+    communicated. A generator of its own leaves the run's random numbers alone.
     """
     layout = HeadLayout(model.hidden_size, model.num_heads, model.kv_heads, config.parallel.tp)
     groups = layout.group_heads(0)
-    heads, hidden = layout.heads[0][1], layout.heads[0][1] * layout.head_dim
+    heads = layout.heads[0][1]
+    hidden = layout.heads[0][1] * layout.head_dim
     layer = ParallelAttention(
-        hidden, heads, Axis("tp"), num_kv_heads=len(groups) if heads % len(groups) == 0 else 1,
-        causal=model.kind == "gpt", rotary_base=model.rotary_base if model.position == "rotary" else None,
-        rotary_fraction=model.rotary_fraction, attention_dropout=model.attention_dropout, kernels=config.kernels,
-        bias=model.bias, device=device, dtype=DTYPES[config.train.dtype])
+        hidden,
+        heads,
+        Axis("tp"),
+        num_kv_heads=len(groups) if heads % len(groups) == 0 else 1,
+        causal=model.kind == "gpt",
+        rotary_base=model.rotary_base if model.position == "rotary" else None,
+        rotary_fraction=model.rotary_fraction,
+        attention_dropout=model.attention_dropout,
+        kernels=config.kernels,
+        bias=model.bias,
+        device=device,
+        dtype=DTYPES[config.train.dtype],
+    )
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(0.0, layer.layout.hidden**-0.5, generator=generator)
-    b, s = config.train.micro_batch_size, model.seq_length
+    b = config.train.micro_batch_size
+    s = model.seq_length
     x = torch.randn(b, s, hidden, device=device, generator=generator).to(DTYPES[config.train.dtype])
     real = None if model.kind == "gpt" else torch.ones(b, s, dtype=torch.bool, device=device)
     y = layer(x.requires_grad_(), real, RandomKey.of(0, 0, 0, b, device))
@@ -244,12 +285,17 @@ def attend(config: Config, model: ModelConfig, device: torch.device) -> None:
 def _read(path: Path) -> tuple[dict[str, Any], str]:
     """Return what kernels.json holds, and what is wrong with it; nothing where there is no file."""
     try:
-        known = from_plain(dict[str, dict[str, Entry]], read_json(path, _MAX_BYTES, within=path.parent), path.name)
+        known = from_plain(
+            dict[str, dict[str, Entry]], read_json(path, _MAX_BYTES, within=path.parent), path.name
+        )
     except FileNotFoundError:
         return {}, ""
     except (OSError, ValueError) as error:
-        return {}, (f"{path} cannot be read ({error}): kernels are timed again, and may compute other bits than "
-                    "before. To keep the bits, put a copy of the earlier file there and start again")
+        return {}, (
+            f"{path} cannot be read ({error}): kernels are timed again, and may compute other bits "
+            "than "
+            "before. To keep the bits, put a copy of the earlier file there and start again"
+        )
     return {kind: _as_json(entries) for kind, entries in known.items()}, ""
 
 
@@ -266,11 +312,20 @@ def _tell(kind: str, before: Entries, now: Entries, say: Callable[[str], None]) 
     """Say in one line which classes of launches do not have their default option."""
     others = []
     for key, entry in now.items():
-        chosen, default = str(list(entry.chosen)), next(iter(entry.us), "")
+        chosen = str(list(entry.chosen))
+        default = next(iter(entry.us), "")
         if chosen != default:
-            slow, fast = entry.us.get(default, 0.0), entry.us.get(chosen, 0.0)
+            slow = entry.us.get(default, 0.0)
+            fast = entry.us.get(chosen, 0.0)
             gain = f", {slow / fast:.2f} x as fast as {default}" if min(slow, fast) > 0 else ""
             others.append(f"{key}: {chosen}{gain}")
     if others:
-        how = f"as {FILE} has them" if all(before.get(key) == entry for key, entry in now.items()) else "timed here"
-        say(f"kernels on {kind.partition(',')[0]}, {how} (rows, keys, warps, stages): {'; '.join(others)}")
+        how = (
+            f"as {FILE} has them"
+            if all(before.get(key) == entry for key, entry in now.items())
+            else "timed here"
+        )
+        say(
+            f"kernels on {kind.partition(',')[0]}, {how} (rows, keys, warps, stages): "
+            f"{'; '.join(others)}"
+        )

@@ -1,7 +1,9 @@
-"""One job of the launched processes: device, threads, agreement before there is a process group, and the group itself.
+"""One job of the launched processes: device, threads, agreement before there is a process group,
+and the group itself.
 
-Ranks agree through the launcher's key-value store without a time limit, so that one of them may prepare data for an
-hour while the others wait. The process group comes after that, with train.timeout_s or faults.patience_s.
+Ranks agree through the launcher's key-value store without a time limit, so that one of them may
+prepare data for an hour while the others wait. The process group comes after that, with
+train.timeout_s or faults.patience_s.
 """
 
 from __future__ import annotations
@@ -41,66 +43,95 @@ _PART_S = 30.0
 _SAY_EVERY_S = 15.0
 """How often a rank that waits for others says so."""
 _HELLOS = "hellos"
-"""Key of the number of processes that have come to meet, in all starts; in the store of one start: when it began."""
+"""Key of the number of processes that have come to meet, in all starts; in the store of one start:
+when it began."""
 _ENDED = "ended"
 """Key of the word that the job is over, in the store of all its starts."""
 _WORD_S = 2.0
 """How long it may take to leave that word."""
 _FIRST_S = 10.0
-"""How long the first rank of a host may take to report and end what the others have ended already."""
+"""How long the first rank of a host may take to report and end what the others have ended
+already."""
 _MOST_NAMED = 8
 """Ranks that a line names."""
 _PREFIX = "hybridpar"
 LOOPBACK = "127.0.0.1"
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
+# of malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 
 
 class Job:
-    """The processes of one run. With a single process every method acts at once and nothing is set up.
+    """The processes of one run. With a single process every method acts at once and nothing is set
+    up.
 
     Collectives: every method must be called by all processes, in the same order.
     """
 
-    def __init__(self, launch: Launch, store: dist.Store | None = None, lobby: dist.Store | None = None,
-                 flight: Flight = NO_FLIGHT):
-        """Of processes that have met. store: of this start alone. lobby: of all starts of the job. flight: where this
-        process notes that it waits for others.
+    def __init__(
+        self,
+        launch: Launch,
+        store: dist.Store | None = None,
+        lobby: dist.Store | None = None,
+        flight: Flight = NO_FLIGHT,
+    ):
+        """Of processes that have met. store: of this start alone. lobby: of all starts of the job.
+        flight: where this process notes that it waits for others.
         """
         assert store is not None or launch.world_size == 1
-        self.launch, self.store, self._lobby, self.flight = launch, store, lobby, flight
+        self.launch = launch
+        self.store = store
+        self._lobby = lobby
+        self.flight = flight
         self._rounds = 0
 
     @staticmethod
     def connect(launch: Launch, flight: Flight = NO_FLIGHT) -> Job:
         """Joins the store that torchrun (or MASTER_ADDR and MASTER_PORT) names.
 
-        Raises: RankError, ConfigError; HybridparError where a rank has left word that the job is over.
+        Raises: RankError, ConfigError; HybridparError where a rank has left word that the job is
+            over.
         """
         if launch.world_size == 1:
             return Job(launch, flight=flight)
         if not launch.launched:
-            raise config_error("RANK", "", f"must be set in the environment, as WORLD_SIZE is {launch.world_size}", "0")
+            raise config_error(
+                "RANK",
+                "",
+                f"must be set in the environment, as WORLD_SIZE is {launch.world_size}",
+                "0",
+            )
         where = f"at {launch.store} (MASTER_ADDR and MASTER_PORT, the same on all)"
         missing: set[int] = set()
         try:
             waits = _says_if_it_waits(launch, lambda: f"for {_named(missing, launch)} {where}")
             with waits, Waiting(flight, RENDEZVOUS, "world"):
-                store: dist.Store = (_loopback_store(launch) if launch.own_store_port else
-                                     next(dist.rendezvous("env://", launch.rank, launch.world_size))[0])
+                store: dist.Store = (
+                    _loopback_store(launch)
+                    if launch.own_store_port
+                    else next(dist.rendezvous("env://", launch.rank, launch.world_size))[0]
+                )
                 store = dist.PrefixStore(_PREFIX, store)
-                return Job(launch, dist.PrefixStore(meet(store, launch, missing), store), store, flight)
+                return Job(
+                    launch, dist.PrefixStore(meet(store, launch, missing), store), store, flight
+                )
         except dist.DistError as error:
             raise _lost_store(launch.rank, error) from None
         except (OSError, ValueError) as error:  # the port is in use; MASTER_ADDR is not set
-            raise RankError(f"rank {launch.rank} cannot reach the others: {error}; MASTER_ADDR and MASTER_PORT must be "
-                            "set as torchrun does, to a host of the job and a port that is free there") from None
+            raise RankError(
+                f"rank {launch.rank} cannot reach the others: {error}; MASTER_ADDR and MASTER_PORT "
+                "must be "
+                "set as torchrun does, to a host of the job and a port that is free there"
+            ) from None
 
     def together(self, action: Callable[[], T], *, here: bool = True) -> T | None:
-        """Runs `action` on the processes where `here` is true; a failure of one is a failure of all.
+        """Runs `action` on the processes where `here` is true; a failure of one is a failure of
+        all.
 
         Raises: on every process, the HybridparError that `action` raised on some, as one message.
         """
-        result, error = None, None
+        result = None
+        error = None
         if here:
             try:
                 result = action()
@@ -110,7 +141,8 @@ class Job:
         return result
 
     def decide(self, action: Callable[[], Any]) -> Any:
-        """Returns on every process what `action` returns on rank 0 (plain JSON values). Raises: as `together`."""
+        """Returns on every process what `action` returns on rank 0 (plain JSON values). Raises: as
+        `together`."""
         return self.gather(self.together(action, here=self.launch.rank == 0))[0]
 
     def _fail_together(self, error: HybridparError | None) -> None:
@@ -128,12 +160,18 @@ class Job:
             self._part()
         if error is not None and len(ranks) == 1 and 0 in ranks[str(error)]:
             raise error
-        raise HybridparError("\n".join(
-            text if len(ranks) == 1 and 0 in where else f"rank {', '.join(map(str, where))}: {text}"
-            for text, where in ranks.items()))
+        raise HybridparError(
+            "\n".join(
+                text
+                if len(ranks) == 1 and 0 in where
+                else f"rank {', '.join(map(str, where))}: {text}"
+                for text, where in ranks.items()
+            )
+        )
 
     def _part(self) -> None:
-        """Before an error that all have: rank 0, which may have the store, ends when the others have it, or soon."""
+        """Before an error that all have: rank 0, which may have the store, ends when the others
+        have it, or soon."""
         store, end = self.store, time.monotonic() + _PART_S
         assert store is not None
         others = [f"parted/{rank}" for rank in range(1, self.launch.world_size)]
@@ -146,12 +184,16 @@ class Job:
         """The values of all processes (plain JSON values), in rank order."""
         if self.store is None:
             return [value]
-        place, self._rounds = self._rounds, self._rounds + 1
-        rank, store = self.launch.rank, self.store
+        place = self._rounds
+        self._rounds = self._rounds + 1
+        rank = self.launch.rank
+        store = self.store
         try:
             store.set(f"{place}/{rank}", json.dumps(value))
             if rank == 0:
-                everyone = [self._await(f"{place}/{other}") for other in range(self.launch.world_size)]
+                everyone = [
+                    self._await(f"{place}/{other}") for other in range(self.launch.world_size)
+                ]
                 store.set(f"{place}/all", json.dumps(everyone))
             return self._await(f"{place}/all")
         except dist.DistError as error:
@@ -163,16 +205,21 @@ class Job:
             return _await(self.store, key, self._raise_if_over)
 
     def _raise_if_over(self) -> None:
-        """Raises: HybridparError where the job is over; LostContactError where a host has begun a new start."""
-        lobby, store = self._lobby, self.store
+        """Raises: HybridparError where the job is over; LostContactError where a host has begun a
+        new start."""
+        lobby = self._lobby
+        store = self.store
         if lobby is None or store is None:
             return
         _raise_if_ended(lobby)
         if store.check([_HELLOS]) and lobby.add(_HELLOS, 0) > int(store.get(_HELLOS)):
-            raise LostContactError(f"rank {self.launch.rank} lost contact with ranks that have been started again")
+            raise LostContactError(
+                f"rank {self.launch.rank} lost contact with ranks that have been started again"
+            )
 
     def require_addresses(self, backend: str) -> None:
-        """Has processes on several hosts see whether Gloo would offer the others an address that they can reach.
+        """Has processes on several hosts see whether Gloo would offer the others an address that
+        they can reach.
 
         Raises: ConfigError, as `together`.
         """
@@ -181,7 +228,8 @@ class Job:
             self.together(lambda: _require_address(self.launch.interface, several))
 
     def start_group(self, device: torch.device, backend: str, timeout_s: float) -> None:
-        """Creates the process group. Communication gives up after `timeout_s` seconds (see `ProcessGrid.wait_at_most`).
+        """Creates the process group. Communication gives up after `timeout_s` seconds (see
+        `ProcessGrid.wait_at_most`).
 
         Gloo listens on the loopback interface alone where all processes are on this machine.
         """
@@ -192,9 +240,15 @@ class Job:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         with _says_if_it_waits(self.launch, lambda: f"for the others to connect: {TO_CONNECT}"):
-            dist.init_process_group(backend, store=dist.PrefixStore("group", self.store), rank=self.launch.rank,
-                                    world_size=self.launch.world_size, timeout=timedelta(seconds=timeout_s),
-                                    device_id=device if backend == "nccl" else None, pg_options=options)
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("group", self.store),
+                rank=self.launch.rank,
+                world_size=self.launch.world_size,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device if backend == "nccl" else None,
+                pg_options=options,
+            )
 
     def end_group(self) -> None:
         """Leaves the process group, where there is one, after everyone has got here."""
@@ -205,15 +259,20 @@ class Job:
 
 @contextlib.contextmanager
 def _says_if_it_waits(launch: Launch, text: Callable[[], str]) -> Iterator[None]:
-    """While entered, the first rank of a host says every 15 s that it waits, and `text()`, unless our supervisor does.
-    """
-    with says_every(_SAY_EVERY_S, lambda seconds: f"rank {launch.rank} has waited {seconds:.0f} s {text()}",
-                    speaks=launch.local_rank == 0 and not launch.supervisor):
+    """While entered, the first rank of a host says every 15 s that it waits, and `text()`, unless
+    our supervisor does."""
+    with says_every(
+        _SAY_EVERY_S,
+        lambda seconds: f"rank {launch.rank} has waited {seconds:.0f} s {text()}",
+        speaks=launch.local_rank == 0 and not launch.supervisor,
+    ):
         yield
 
 
 @contextlib.contextmanager
-def says_every(interval_s: float, text: Callable[[float], str], *, speaks: bool = True) -> Iterator[None]:
+def says_every(
+    interval_s: float, text: Callable[[float], str], *, speaks: bool = True
+) -> Iterator[None]:
     """While entered, a thread writes `text(seconds since the start)` to stderr in intervals."""
     over, began = threading.Event(), time.monotonic()
 
@@ -243,12 +302,13 @@ def _named(missing: set[int], launch: Launch) -> str:
 def meet(store: dist.Store, launch: Launch, missing: set[int] | None = None) -> str:
     """Agrees on a name for this start of the job that no earlier start on that store has had.
 
-    torchrun keeps its store, with all that is in it, when it starts ranks again, and its count of restarts may differ
-    from host to host. So each process leaves a fresh word, and rank 0 answers with its own until all know it.
-    missing: on rank 0 it holds the ranks that have not come yet.
+    torchrun keeps its store, with all that is in it, when it starts ranks again, and its count of
+    restarts may differ from host to host. So each process leaves a fresh word, and rank 0 answers
+    with its own until all know it. missing: on rank 0 it holds the ranks that have not come yet.
     Raises: HybridparError where a rank has left word that the job is over.
     """
-    mine, rank = secrets.token_hex(8), launch.rank
+    mine = secrets.token_hex(8)
+    rank = launch.rank
     _raise_if_ended(store)
     store.add(_HELLOS, 1)
     if rank:
@@ -262,7 +322,9 @@ def meet(store: dist.Store, launch: Launch, missing: set[int] | None = None) -> 
 
     def everyone_knows() -> bool:
         for other in [rank for rank in missing if store.check([f"hello/{rank}"])]:
-            if (word := _value(store, f"hello/{other}")) not in answered:  # perhaps of an earlier start
+            if (
+                word := _value(store, f"hello/{other}")
+            ) not in answered:  # perhaps of an earlier start
                 store.set(f"answer/{word}", json.dumps(mine))
                 answered.add(word)
         missing.difference_update([rank for rank in missing if store.check([f"{mine}/{rank}"])])
@@ -274,13 +336,16 @@ def meet(store: dist.Store, launch: Launch, missing: set[int] | None = None) -> 
 
 
 def leave_word(address: str, text: str) -> None:
-    """Leaves word in torchrun's store that the job is over: for ranks that wait there, or are started again.
+    """Leaves word in torchrun's store that the job is over: for ranks that wait there, or are
+    started again.
 
     address: the store's, and its port. Where it cannot be reached, who has it has ended, too.
     """
     host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError, ValueError, dist.DistError):
-        socket.create_connection((host, int(port)), _WORD_S).close()  # a client of torch's tries again for long
+        socket.create_connection(
+            (host, int(port)), _WORD_S
+        ).close()  # a client of torch's tries again for long
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_WORD_S))
         dist.PrefixStore(_PREFIX, store).compare_set(_ENDED, "", json.dumps(text))
 
@@ -292,7 +357,8 @@ def _raise_if_ended(lobby: dist.Store) -> None:
 
 
 def leave(launch: Launch, text: str) -> None:
-    """Begins to end a job that torchrun must not start again: leaves word, and lets the first rank of a host go first.
+    """Begins to end a job that torchrun must not start again: leaves word, and lets the first rank
+    of a host go first.
 
     text: the reason, for other hosts.
     """
@@ -304,7 +370,8 @@ def leave(launch: Launch, text: str) -> None:
 
 
 def stop_agent(launch: Launch) -> None:
-    """Has torchrun end the other ranks of this host, and not start them again; this one then ends by itself."""
+    """Has torchrun end the other ranks of this host, and not start them again; this one then ends
+    by itself."""
     if os.getppid() == launch.agent:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.kill(launch.agent, signal.SIGTERM)
@@ -315,13 +382,19 @@ def _lost_store(rank: int, error: dist.DistError) -> LostContactError:
 
 
 def _loopback_store(launch: Launch) -> dist.Store:
-    """The store of a job on one machine; the one of torch's rendezvous would listen on all interfaces."""
+    """The store of a job on one machine; the one of torch's rendezvous would listen on all
+    interfaces."""
     listening = None
     if launch.rank == 0:
         with socket.create_server((LOOPBACK, launch.own_store_port)) as server:
             listening = server.detach()
-    return dist.TCPStore(LOOPBACK, launch.own_store_port, launch.world_size, listening is not None,
-                         master_listen_fd=listening)
+    return dist.TCPStore(
+        LOOPBACK,
+        launch.own_store_port,
+        launch.world_size,
+        listening is not None,
+        master_listen_fd=listening,
+    )
 
 
 def _await(store: dist.Store, key: str, give_up: Callable[[], None]) -> Any:
@@ -331,16 +404,20 @@ def _await(store: dist.Store, key: str, give_up: Callable[[], None]) -> Any:
 
 
 def _value(store: dist.Store, key: str) -> Any:
-    """Return the value of a key that is there. Raises: HybridparError, if it is not JSON: ranks write nothing else."""
+    """Return the value of a key that is there. Raises: HybridparError, if it is not JSON: ranks
+    write nothing else."""
     try:
         return parse_json(store.get(key))
     except ValueError:
-        raise HybridparError(f"the launcher's store holds no JSON under {key}: another program has written into it. "
-                             "Start the job again, on a machine whose users you trust") from None
+        raise HybridparError(
+            f"the launcher's store holds no JSON under {key}: another program has written into it. "
+            "Start the job again, on a machine whose users you trust"
+        ) from None
 
 
 def _poll(done: Callable[[], bool], give_up: Callable[[], None] = lambda: None) -> None:
-    """Waits until `done()`, which is asked in ever longer intervals; `give_up()` raises where it is in vain."""
+    """Waits until `done()`, which is asked in ever longer intervals; `give_up()` raises where it is
+    in vain."""
     pause, longest = _POLL_S
     while not done():
         give_up()
@@ -354,19 +431,27 @@ def _require_address(interface: str, several_hosts: bool) -> None:
     found = f"this host, {platform.node()}, has {', '.join(there) or 'none but lo'}"
     for name in interface.split(",") if interface else ():
         if name.partition(":")[0] not in (*there, "lo"):  # eth0:1 is a second address of eth0
-            raise config_error("GLOO_SOCKET_IFNAME", interface, f"names no network interface: {found}", *there[:1])
+            raise config_error(
+                "GLOO_SOCKET_IFNAME", interface, f"names no network interface: {found}", *there[:1]
+            )
     address = sockets.own_address() if several_hosts and not interface else ""
     if address and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        rule = (f"must name the interface that leads to the other hosts, as the host's name leads to {address}, "
-                f"where they do not find it; {found}")
+        rule = (
+            "must name the interface that leads to the other hosts, as the host's name leads to "
+            f"{address}, "
+            f"where they do not find it; {found}"
+        )
         raise config_error("GLOO_SOCKET_IFNAME", "", rule, *there[:1])
 
 
-def choose_device(config: TrainConfig, launch: Launch, gather: Callable[[str], list[str]]) -> torch.device:
+def choose_device(
+    config: TrainConfig, launch: Launch, gather: Callable[[str], list[str]]
+) -> torch.device:
     """The device of this process: a GPU, of its own unless they may be shared, or the CPU.
 
-    A launcher may show each process one GPU alone (`srun --gpus-per-task=1`), so it is not numbers that are compared:
-    `gather` returns the words of all processes in rank order, and is given the one that names this one's GPU.
+    A launcher may show each process one GPU alone (`srun --gpus-per-task=1`), so it is not numbers
+    that are compared: `gather` returns the words of all processes in rank order, and is given the
+    one that names this one's GPU.
     Collectives: `gather`, unless `config.device` is "cpu".
     Raises: ConfigError on all processes if GPUs are asked for and some have none, or the same one.
     """
@@ -383,7 +468,9 @@ def choose_device(config: TrainConfig, launch: Launch, gather: Callable[[str], l
         return device
     if config.device == "cuda":
         rule = f"this machine has {gpus} GPUs for its {launch.local_world_size} processes"
-        raise config_error("train.device", "cuda", rule, "cpu, or train.share_gpus = true" if all(taken) else "cpu")
+        raise config_error(
+            "train.device", "cuda", rule, "cpu, or train.share_gpus = true" if all(taken) else "cpu"
+        )
     return torch.device("cpu")
 
 
@@ -393,16 +480,20 @@ def choose_backend(config: TrainConfig, device: torch.device) -> str:
 
 
 def set_precision(config: TrainConfig, device: torch.device) -> None:
-    """Has a GPU multiply fp32 matrices as `config.tf32` says. Raises: ConfigError if it has no fp8, which is wanted."""
+    """Has a GPU multiply fp32 matrices as `config.tf32` says. Raises: ConfigError if it has no fp8,
+    which is wanted."""
     if device.type == "cuda":
         if config.fp8 and (capability := torch.cuda.get_device_capability(device)) != (9, 0):
-            rule = "requires a GPU of compute capability 9.0 (H100, H200), not {}.{}".format(*capability)
+            rule = "requires a GPU of compute capability 9.0 (H100, H200), not {}.{}".format(
+                *capability
+            )
             raise config_error("train.fp8", "true", rule, "false")
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
 
 
 def set_threads(wanted: int, launch: Launch) -> int:
-    """Sets the CPU threads of this process (0: cores of this machine / its processes, at least 1); returns how many."""
+    """Sets the CPU threads of this process (0: cores of this machine / its processes, at least 1);
+    returns how many."""
     threads = wanted or max(1, available_cores() // launch.local_world_size)
     torch.set_num_threads(threads)
     return threads
@@ -411,8 +502,8 @@ def set_threads(wanted: int, launch: Launch) -> int:
 def keep_freed_memory() -> bool:
     """Lets glibc's malloc keep memory that is freed; returns whether this is glibc.
 
-    By default it returns large tensors to the system at once. Every step would take them anew, page by page, which
-    costs more than the work on them.
+    By default it returns large tensors to the system at once. Every step would take them anew, page
+    by page, which costs more than the work on them.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
@@ -430,8 +521,12 @@ def give_back_freed_memory() -> None:
 def require_planned(config: TrainConfig, device: torch.device) -> None:
     """Says whether memory can be planned on this device. Raises: ConfigError."""
     on_cpu = device.type == "cpu"
-    if config.planned_memory and (reason := native.missing_recorder() if on_cpu else native.missing_cuda()):
-        raise config_error("train.planned_memory", "true", f"needs an allocator of ours: {reason}", "false")
+    if config.planned_memory and (
+        reason := native.missing_recorder() if on_cpu else native.missing_cuda()
+    ):
+        raise config_error(
+            "train.planned_memory", "true", f"needs an allocator of ours: {reason}", "false"
+        )
 
 
 def take_over_cuda() -> None:
@@ -443,8 +538,12 @@ def take_over_cuda() -> None:
     if torch.cuda.is_initialized():
         if torch.cuda.get_allocator_backend() == "pluggable":
             return
-        raise config_error("train.planned_memory", "true", "must come before anything else uses CUDA in this process",
-                           "false")
+        raise config_error(
+            "train.planned_memory",
+            "true",
+            "must come before anything else uses CUDA in this process",
+            "false",
+        )
     require_planned(TrainConfig(planned_memory=True), torch.device("cuda"))
     path = native.cuda_library()
     functions = [f"hybridpar_planned_{name}" for name in ("alloc", "free", "record_stream")]

@@ -1,8 +1,9 @@
 """Links to other hosts as a run sees them: an outage is waited for, and said; bytes are counted.
 
     a thread   once a second looks at this process's TCP connections (hybridpar.sockets)
-    outage     nothing has come from a host for SILENT_S, while this rank waits: said, and again every so often, until
-               something comes. TCP goes on by itself; `faults.patience_s` is the time-out of whoever waits
+    outage     nothing has come from a host for SILENT_S, while this rank waits: said, and again
+               every so often, until something comes. TCP goes on by itself; `faults.patience_s` is
+               the time-out of whoever waits
     bytes      noted in the flight record, so that the first rank adds up those of its host
 
 Where all ranks are on one host there is no such thread.
@@ -27,7 +28,8 @@ SILENT_S = 5.0
 _LOOK_EVERY_S = 1.0
 _SAY_EVERY_S = 10.0
 _STUCK_RETRIES = 6
-"""Attempts to send without an acknowledgement from which on a link is out one way, whatever comes the other way."""
+"""Attempts to send without an acknowledgement from which on a link is out one way, whatever comes
+the other way."""
 DAY_S = 86400.0
 
 
@@ -46,7 +48,8 @@ class Silence:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a job. own: name of this one. names: by address. ranks: those on this host, by their numbers."""
+    """The hosts of a job. own: name of this one. names: by address. ranks: those on this host, by
+    their numbers."""
 
     own: str
     names: Mapping[str, str]
@@ -54,16 +57,25 @@ class Hosts:
 
     @staticmethod
     def introduce() -> list[Any]:
-        """What each process tells the others: its host's name, and the addresses it has towards other hosts."""
+        """What each process tells the others: its host's name, and the addresses it has towards
+        other hosts."""
         return [platform.node(), sorted({one.own for one in sockets.connections()})]
 
     @staticmethod
     def of(introductions: Sequence[Any], rank: int) -> Hosts:
-        """The hosts as the process `rank` sees them, from what all have said. Two hosts may have the same name."""
+        """The hosts as the process `rank` sees them, from what all have said. Two hosts may have
+        the same name."""
         name, mine = introductions[rank]
-        names = {address: f"{node} ({address})" for node, addresses in introductions for address in addresses}
-        here = tuple(r for r, (node, addresses) in enumerate(introductions)
-                     if node == name and (set(addresses) & set(mine) or not (addresses and mine)))
+        names = {
+            address: f"{node} ({address})"
+            for node, addresses in introductions
+            for address in addresses
+        }
+        here = tuple(
+            r
+            for r, (node, addresses) in enumerate(introductions)
+            if node == name and (set(addresses) & set(mine) or not (addresses and mine))
+        )
         return Hosts(names[mine[0]] if mine else name, names, here)
 
 
@@ -79,7 +91,9 @@ class Traffic:
     seconds: float = 0.0
 
     def __sub__(self, before: Traffic) -> Traffic:
-        return Traffic(self.sent - before.sent, self.received - before.received, self.seconds - before.seconds)
+        return Traffic(
+            self.sent - before.sent, self.received - before.received, self.seconds - before.seconds
+        )
 
     @property
     def a_day(self) -> tuple[float, float]:
@@ -88,13 +102,18 @@ class Traffic:
         return self.sent / days, self.received / days
 
     def __str__(self) -> str:
-        return (f"sent {amount(self.sent)} to other hosts and received {amount(self.received)}, that is "
-                f"{a_day(*self.a_day)}")
+        return (
+            f"sent {amount(self.sent)} to other hosts and received {amount(self.received)}, that "
+            "is "
+            f"{a_day(*self.a_day)}"
+        )
 
 
 def a_day(sent: float, received: float) -> str:
-    """Bytes a day in words: '4.1 GB a day each way', or of each way where they differ by a tenth."""
-    out, back = amount(sent), amount(received)
+    """Bytes a day in words: '4.1 GB a day each way', or of each way where they differ by a
+    tenth."""
+    out = amount(sent)
+    back = amount(received)
     if abs(sent - received) <= 0.1 * max(sent, received):
         return f"{out if sent > received else back} a day each way"
     return f"{out} a day out, {back} in"
@@ -111,14 +130,24 @@ def amount(num_bytes: float) -> str:
 class LinkWatch:
     """The links from this process to other hosts.
 
-    limit_s: how long whoever communicates waits. files: flight records of the ranks of this host, this one among them;
-    `traffic` adds up their bytes. say: says a line; None: another rank of this host does.
+    limit_s: how long whoever communicates waits. files: flight records of the ranks of this host,
+    this one among them; `traffic` adds up their bytes. say: says a line; None: another rank of this
+    host does.
     """
 
-    def __init__(self, flight: Flight, limit_s: float, hosts: Hosts, files: Sequence[Path] = (),
-                 say: Callable[[str], None] | None = None):
+    def __init__(
+        self,
+        flight: Flight,
+        limit_s: float,
+        hosts: Hosts,
+        files: Sequence[Path] = (),
+        say: Callable[[str], None] | None = None,
+    ):
         self.hosts = hosts
-        self._flight, self._limit_s, self._files, self._say = flight, limit_s, files, say or (lambda text: None)
+        self._flight = flight
+        self._limit_s = limit_s
+        self._files = files
+        self._say = say or (lambda text: None)
         self._known: dict[int, sockets.Connection] = {}
         self._silence: Silence | None = None
         self._said = -math.inf
@@ -140,8 +169,11 @@ class LinkWatch:
     def traffic(self) -> Traffic:
         """What the ranks of this host have sent and received so far, up to a second ago."""
         records = [record for path in self._files if (record := read(path)) is not None]
-        return Traffic(sum(record.sent for record in records), sum(record.received for record in records),
-                       time.monotonic())
+        return Traffic(
+            sum(record.sent for record in records),
+            sum(record.received for record in records),
+            time.monotonic(),
+        )
 
     def _look(self) -> None:
         """Counts bytes, and says which link is out."""
@@ -149,8 +181,10 @@ class LinkWatch:
         if any(one.number not in self._known for one in found):
             sockets.prepare(self._limit_s)
         self._known |= {one.number: one for one in found}
-        self._flight.traffic(sum(one.sent for one in self._known.values()),
-                             sum(one.received for one in self._known.values()))
+        self._flight.traffic(
+            sum(one.sent for one in self._known.values()),
+            sum(one.received for one in self._known.values()),
+        )
         self._judge(found)
 
     def _run(self) -> None:
@@ -158,8 +192,13 @@ class LinkWatch:
             self._look()
 
     def _judge(self, found: Sequence[sockets.Connection]) -> None:
-        record, before, now = self._flight.read(), self._silence, time.monotonic()
-        silent = {host: min(one.silent_s for one in found if one.host == host) for host in {one.host for one in found}}
+        record = self._flight.read()
+        before = self._silence
+        now = time.monotonic()
+        silent = {
+            host: min(one.silent_s for one in found if one.host == host)
+            for host in {one.host for one in found}
+        }
         stuck = {one.host for one in found if one.retries >= _STUCK_RETRIES}
         out = {host: s for host, s in silent.items() if s >= SILENT_S or host in stuck}
         if out and (before is not None or (record is not None and record.waits)):

@@ -1,4 +1,5 @@
-"""Files that a run keeps in its folder besides checkpoints: metrics, TensorBoard, notes, pictures."""
+"""Files that a run keeps in its folder besides checkpoints: metrics, TensorBoard, notes,
+pictures."""
 
 from __future__ import annotations
 
@@ -26,14 +27,23 @@ from hybridpar.train.trackers import NAMES, Trackers
 class RunLog(Records):
     """The files of a run, none of which it needs to go on.
 
-    metrics.jsonl grows by a line a row; at first it is cut back to the lines up to the resumed step. config: of the
-    run, whose trackers are sent the rows.
+    metrics.jsonl grows by a line a row; at first it is cut back to the lines up to the resumed
+    step. config: of the run, whose trackers are sent the rows.
     """
 
-    def __init__(self, folder: Path, resumed_step: int, reporter: Reporter, *, writes: bool,
-                 config: Config | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        resumed_step: int,
+        reporter: Reporter,
+        *,
+        writes: bool,
+        config: Config | None = None,
+    ):
         super().__init__(folder, self.note, writes=writes)
-        self._reporter, self._step, self._is_silent = reporter, resumed_step, False
+        self._reporter = reporter
+        self._step = resumed_step
+        self._is_silent = False
         if writes:
             self.begin(NOTES)
             reached = last_step(folder / METRICS)
@@ -43,7 +53,8 @@ class RunLog(Records):
             self._keep_names()
 
     def write(self, row: dict[str, Any], besides: Mapping[str, Any] | None = None) -> None:
-        """Writes a row of numbers; those that are not finite as null. besides: values for metrics.jsonl alone."""
+        """Writes a row of numbers; those that are not finite as null. besides: values for
+        metrics.jsonl alone."""
         if not self.writes:
             return
         self._step = row["step"]
@@ -79,10 +90,15 @@ class RunLog(Records):
     def note(self, text: str) -> None:
         """Says something, and keeps it."""
         self._reporter.say(text)
-        self.append(NOTES, f"{json.dumps({'time': time.time(), 'step': self._step, 'note': text})}\n".encode())
+        self.append(
+            NOTES,
+            f"{json.dumps({'time': time.time(), 'step': self._step, 'note': text})}\n".encode(),
+        )
 
     def put(self, name: str, write: Callable[[Path], object]) -> None:
-        """Writes a file beside its place and renames it; what keeps it from being made, besides the disk, is said."""
+        """Writes a file beside its place and renames it; what keeps it from being made, besides the
+        disk, is said."""
+
         def make(path: Path) -> None:
             try:
                 write(path)
@@ -100,10 +116,11 @@ class RunLog(Records):
 
 
 class TensorBoard:
-    """A file of events in a folder, with a record for each row of numbers; none where tensorboard is not installed.
+    """A file of events in a folder, with a record for each row of numbers; none where tensorboard
+    is not installed.
 
-    tensorboard's own writer has a thread, which ends with the first error of the disk: here it only makes the bytes.
-    Where tensorboard fails, that is said once, and no more is written.
+    tensorboard's own writer has a thread, which ends with the first error of the disk: here it only
+    makes the bytes. Where tensorboard fails, that is said once, and no more is written.
 
     Args:
         records: Files of the run.
@@ -112,8 +129,12 @@ class TensorBoard:
         say: Called with a line for people.
     """
 
-    def __init__(self, records: Records, folder: str, resumed_step: int, say: Callable[[str], None]):
-        self._records, self._file, self._say = records, "", say
+    def __init__(
+        self, records: Records, folder: str, resumed_step: int, say: Callable[[str], None]
+    ):
+        self._records = records
+        self._file = ""
+        self._say = say
         if importlib.util.find_spec("tensorboard") is None:
             return
         self._file = f"{folder}/events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
@@ -134,7 +155,9 @@ class TensorBoard:
             return
         try:
             do()
-        except Exception as error:  # of an import, or of a version of protobuf that tensorboard cannot work with
+        except (
+            Exception
+        ) as error:  # of an import, or of a version of protobuf that tensorboard cannot work with
             self._file = ""
             self._say(f"tensorboard: {in_a_line(error)}; training goes on without it")
 
@@ -154,7 +177,9 @@ class TensorBoard:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [(name, value) for name, value in row.items() if isinstance(value, float)]
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values])
+        summary = Summary(
+            value=[Summary.Value(tag=name, simple_value=value) for name, value in values]
+        )
         self._add(Event(step=row["step"], summary=summary))
 
     def _add(self, event: Any) -> None:

@@ -1,9 +1,10 @@
-"""`hybridpar train`: from a configuration to a finished run folder, or to the checkpoint from which it goes on.
+"""`hybridpar train`: from a configuration to a finished run folder, or to the checkpoint from which
+it goes on.
 
-    resolve, device, threads      each process alone; what is wrong is wrong everywhere
-    run folder, data              all processes together, through the launcher's store
-    process group, engine, load   now there are collectives; still nothing in the folder has changed
-    run.py                        trains, evaluates, saves
+resolve, device, threads      each process alone; what is wrong is wrong everywhere
+run folder, data              all processes together, through the launcher's store
+process group, engine, load   now there are collectives; still nothing in the folder has changed
+run.py                        trains, evaluates, saves
 """
 
 from __future__ import annotations
@@ -72,20 +73,29 @@ _ON_ALL_RANKS = (*_FINAL, SetupError, CheckpointError, PlanError)
 """Errors that are raised on all ranks together."""
 _PROMPTS = {True: "def ", False: "The "}  # whether the corpus is program text
 _NOISE = 0.6
-"""Share of the loss of guessing, the logarithm of the vocabulary's size, above which a model's text is noise."""
+"""Share of the loss of guessing, the logarithm of the vocabulary's size, above which a model's text
+is noise."""
 _FEW_CHARACTERS = 60
 _SAMPLE_TEMPERATURE = 0.5
 """Of the sample at the end of a run: low, as what a small model finds likely reads best."""
 
 
-def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks: Callbacks = SILENT,
-          datasets: Mapping[str, Any] = NO_DATASETS, is_verbose: bool = False) -> Outcome:
-    """Trains as `config` says in the job that this process belongs to, from the last checkpoint if there is one.
+def train(
+    config: Config,
+    launch: Launch,
+    inject: Sequence[str] = (),
+    callbacks: Callbacks = SILENT,
+    datasets: Mapping[str, Any] = NO_DATASETS,
+    is_verbose: bool = False,
+) -> Outcome:
+    """Trains as `config` says in the job that this process belongs to, from the last checkpoint if
+    there is one.
 
-    inject: faults that are to happen, as `train.faults.inject` reads them. datasets: in the stead of those that a model
-    of one's own names, by part. is_verbose: whether details are shown.
+    inject: faults that are to happen, as `train.faults.inject` reads them. datasets: in the stead
+    of those that a model of one's own names, by part. is_verbose: whether details are shown.
     Collectives: to be called by all processes of the job.
-    Raises: HybridparError (ConfigError, DataError, CheckpointError) on all processes alike, with nothing overwritten;
+    Raises: HybridparError (ConfigError, DataError, CheckpointError) on all processes alike, with
+        nothing overwritten;
     RankError where training fails on this one.
     """
     config = resolve(config, launch.world_size)
@@ -102,10 +112,14 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     threads = set_threads(config.train.threads, launch)
     set_precision(config.train, device)
     if device.type == "cuda":
-        examine_triton(warn=launch.local_rank == 0)  # now, and not where the first micro-batch finds no compiler
+        examine_triton(
+            warn=launch.local_rank == 0
+        )  # now, and not where the first micro-batch finds no compiler
     if config.train.keep_memory and device.type == "cpu":
         keep_freed_memory()
-    folder, num_steps, first = config.run.folder, config.train.num_steps, launch.rank == 0
+    folder = config.run.folder
+    num_steps = config.train.num_steps
+    first = launch.rank == 0
     flight.phase("opening the run")  # text may take hours to become tokens
     given = config.pipeline.num_microbatches
     config = with_kept_batch(config, job)
@@ -115,7 +129,10 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
     require_equal_start(config.model, job, resumes=saved > 0)
     if saved >= num_steps:
         if first:
-            print(f"{folder}: finished, {saved} steps are done; raise train.num_steps to go on", file=sys.stderr)
+            print(
+                f"{folder}: finished, {saved} steps are done; raise train.num_steps to go on",
+                file=sys.stderr,
+            )
         return Outcome(folder, saved, num_steps, resumed_from=saved)
     with contextlib.ExitStack() as stack:
         start = ""
@@ -126,26 +143,38 @@ def train(config: Config, launch: Launch, inject: Sequence[str] = (), callbacks:
         run_folder.require_shared(folder, job)
         data = open_job_data(config, job, datasets)
         require_equal_data(data, job)
-        if start or (saved and config.train.continue_with):  # else other data are refused, whatever their tokens
+        if start or (
+            saved and config.train.continue_with
+        ):  # else other data are refused, whatever their tokens
             run = Path(start).parent.parent if start else folder
             job.decide(lambda: checkpoint.check_tokens(run, data.tokenizer, config.data.tokenizer))
-        reporter = stack.enter_context(contextlib.closing(make_reporter(launch.rank, num_steps, is_verbose)))
+        reporter = stack.enter_context(
+            contextlib.closing(make_reporter(launch.rank, num_steps, is_verbose))
+        )
         for line in changed:
             reporter.say(f"since the last time: {line}")
         if (number := config.pipeline.num_microbatches) != given:
-            reporter.say(f"pipeline.num_microbatches = {number}, not {given}: the run keeps its batches of "
-                         f"{config.global_batch_size} samples; train.continue_with says how to change them")
+            reporter.say(
+                f"pipeline.num_microbatches = {number}, not {given}: the run keeps its batches of "
+                f"{config.global_batch_size} samples; train.continue_with says how to change them"
+            )
         for line in data.notes:
             reporter.say(line)
         place = _Place(job, device, threads, faults, callbacks)
         outcome = _train_on_grid(config, data, place, reporter, _Start(start, held))
-        if first and config.model.kind == "gpt" and data.tokenizer is not None and not outcome.stopped_by:
+        if (
+            first
+            and config.model.kind == "gpt"
+            and data.tokenizer is not None
+            and not outcome.stopped_by
+        ):
             _sample(config, reporter, outcome.loss)
     return outcome
 
 
 def with_kept_batch(config: Config, job: Job) -> Config:
-    """`config` with the batch of the run in its folder, as rank 0 finds it (run_folder.with_kept_batch).
+    """`config` with the batch of the run in its folder, as rank 0 finds it
+    (run_folder.with_kept_batch).
 
     Collectives: on all processes of the job. Raises: ConfigError on all.
     """
@@ -155,23 +184,37 @@ def with_kept_batch(config: Config, job: Job) -> Config:
 
 def _find_start(config: Config, held: contextlib.ExitStack) -> str:
     """Return the checkpoint to start from, which `held` keeps there while this run is set up."""
-    return str(held.enter_context(checkpoint.hold_start(config.train.start_from, config.model)).folder)
+    return str(
+        held.enter_context(checkpoint.hold_start(config.train.start_from, config.model)).folder
+    )
 
 
 def open_job_data(config: Config, job: Job, datasets: Mapping[str, Any]) -> Data:
     """Lets the first process of each machine prepare the corpus, then opens it on the others."""
+
     def opened() -> Data:
-        return open_data(config.model, config.data, config.cache_folder, seed=config.train.seed,
-                         quiet=job.launch.rank != 0, datasets=datasets, kept=2 * config.global_batch_size,
-                         evaluates=config.train.eval_interval > 0)
+        return open_data(
+            config.model,
+            config.data,
+            config.cache_folder,
+            seed=config.train.seed,
+            quiet=job.launch.rank != 0,
+            datasets=datasets,
+            kept=2 * config.global_batch_size,
+            evaluates=config.train.eval_interval > 0,
+        )
 
     first = job.launch.local_rank == 0
     data = job.together(opened, here=first)
     data = job.together(opened, here=not first) or data
     assert data is not None
     if not data.valid and config.train.eval_interval:
-        raise config_error("train.eval_interval", config.train.eval_interval, "needs samples that are held out, and "
-                           f"{config.model.kind} has none", "0")
+        raise config_error(
+            "train.eval_interval",
+            config.train.eval_interval,
+            f"needs samples that are held out, and {config.model.kind} has none",
+            "0",
+        )
     require_best_set(config, data.valid)
     return data
 
@@ -187,19 +230,24 @@ class _Place:
     callbacks: Callbacks
 
     def connect(self, config: Config, flight: Flight) -> ProcessGrid:
-        """Starts the process group, and makes the grid of it. Collectives: on all processes of the job."""
+        """Starts the process group, and makes the grid of it. Collectives: on all processes of the
+        job."""
         flight.phase("connecting", config.faults.start_timeout_s)
         with Waiting(flight, RENDEZVOUS, "world"):
-            backend, wait = choose_backend(config.train, self.device), config.longest_wait_s
+            backend = choose_backend(config.train, self.device)
+            wait = config.longest_wait_s
             if backend == "nccl":  # others wait while one compiles; Run says when that is over
                 wait = max(wait, config.faults.start_timeout_s)
             self.job.start_group(self.device, backend, wait)
-            return ProcessGrid(sizes_of(config.parallel), device_type=self.device.type, flight=flight)
+            return ProcessGrid(
+                sizes_of(config.parallel), device_type=self.device.type, flight=flight
+            )
 
     def watch_links(self, config: Config, flight: Flight, reporter: Reporter) -> LinkWatch | None:
         """The watch over the links to other hosts; None where all ranks are on this one.
 
-        The first rank of each host says which link is out. Collectives: on all processes of the job.
+        The first rank of each host says which link is out. Collectives: on all processes of the
+        job.
         """
         launch = self.job.launch
         if launch.loopback or launch.world_size == 1:
@@ -208,11 +256,18 @@ class _Place:
         if not hosts.names:
             return None
         files = [run_folder.flight_path(config.run.folder, rank) for rank in hosts.ranks]
-        say = reporter.say if launch.rank == 0 else PlainReporter(0).say if launch.rank == hosts.ranks[0] else None
+        say = (
+            reporter.say
+            if launch.rank == 0
+            else PlainReporter(0).say
+            if launch.rank == hosts.ranks[0]
+            else None
+        )
         return LinkWatch(flight, config.longest_wait_s, hosts, files, say)
 
     def build(self, build: Callable[[], Engine]) -> Engine:
-        """The engine. Raises: SetupError on all processes alike, where one finds that its state has no room."""
+        """The engine. Raises: SetupError on all processes alike, where one finds that its state has
+        no room."""
         try:
             engine = self.job.together(build)
         except HybridparError as error:
@@ -223,19 +278,25 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Start:
-    """The checkpoint whose weights a new run begins with ("": none), and what holds it until they are loaded."""
+    """The checkpoint whose weights a new run begins with ("": none), and what holds it until they
+    are loaded."""
 
     folder: str
     held: contextlib.ExitStack
 
 
-def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter, start: _Start) -> Outcome:
+def _train_on_grid(
+    config: Config, data: Data, place: _Place, reporter: Reporter, start: _Start
+) -> Outcome:
     """Builds the engine, loads, and trains.
 
-    Raises: _ON_ALL_RANKS on all ranks alike; RankError, naming this rank, for whatever else goes wrong.
+    Raises: _ON_ALL_RANKS on all ranks alike; RankError, naming this rank, for whatever else goes
+        wrong.
     """
     rank = place.job.launch.rank
-    who, flight, started = f"rank {rank}", place.job.flight, False
+    who = f"rank {rank}"
+    flight = place.job.flight
+    started = False
     run_folder.open_flight(config, rank, flight)
     injector = Injector(place.faults, config.run.folder, rank, flight)
     links: LinkWatch | None = None
@@ -244,16 +305,21 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
         links = place.watch_links(config, flight, reporter)
         flight.phase("setting up", config.faults.start_timeout_s)
         who = grid.describe(Sizes.of(config).stages_of(grid.pp.rank))
-        options = kernel_options.prepare(config, place.job, place.device, reporter.say)  # before anything is measured
+        options = kernel_options.prepare(
+            config, place.job, place.device, reporter.say
+        )  # before anything is measured
         if warm_up.is_needed(grid, place.device):
             warm_up.warm_up(config, grid, place.device, place.build)
         config = settle(config, grid, place.device, reporter.say, place.build)
         prove(config)
-        counts = place.device.type == "cpu" or not config.train.planned_memory  # of CUDA's allocator, then
+        counts = (
+            place.device.type == "cpu" or not config.train.planned_memory
+        )  # of CUDA's allocator, then
         watched = counts and (config.train.measure_memory or bool(config.plan.memory_mib))
         watch = MemoryWatch(config, place.device) if watched else None
         if config.train.planned_memory and place.device.type == "cpu":
-            Allocator.of_cpu()  # before there are chunks, which ask the allocator that made them whenever they come
+            # before there are chunks, which ask the allocator that made them whenever they come
+            Allocator.of_cpu()
         engine = place.build(lambda: Engine(config, grid, place.device, tamper=injector.tamper))
         require_equal_plans(engine)
         resumed = _load(engine, data, reporter, start)
@@ -263,7 +329,9 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
             run_folder.begin(config, data.tokenizer)
             options.write(config.run.folder, reporter.say)
         _introduce(config, place, grid, reporter, resumed)
-        with contextlib.closing(Run(engine, data, reporter, resumed, watch, links, place.callbacks)) as run:
+        with contextlib.closing(
+            Run(engine, data, reporter, resumed, watch, links, place.callbacks)
+        ) as run:
             injector.attach(engine, run.saver)
             started = True
             outcome = run.go()
@@ -279,7 +347,9 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
             error.note_may_pass()
         raise
     except Exception as error:
-        failure = describe_failure(error, who, flight.read(), str(links.silence or "") if links else "")
+        failure = describe_failure(
+            error, who, flight.read(), str(links.silence or "") if links else ""
+        )
         flight.end(LOST if isinstance(failure, LostContactError) else FAILED, str(failure))
         raise failure from error
     finally:
@@ -288,8 +358,10 @@ def _train_on_grid(config: Config, data: Data, place: _Place, reporter: Reporter
 
 
 def _load(engine: Engine, data: Data, reporter: Reporter, start: _Start) -> int:
-    """Loads the newest checkpoint of the run, else the weights of `start`; returns the step of the former, or 0."""
-    flight, config = engine.grid.flight, engine.config
+    """Loads the newest checkpoint of the run, else the weights of `start`; returns the step of the
+    former, or 0."""
+    flight = engine.grid.flight
+    config = engine.config
     flight.phase("loading", config.faults.start_timeout_s)
     root = config.run.folder / run_folder.CHECKPOINTS
     resumed = checkpoint.resume(root, engine, data.train.fingerprint, reporter.say)
@@ -301,24 +373,32 @@ def _load(engine: Engine, data: Data, reporter: Reporter, start: _Start) -> int:
     return resumed
 
 
-def _introduce(config: Config, place: _Place, grid: ProcessGrid, reporter: Reporter, resumed: int) -> None:
+def _introduce(
+    config: Config, place: _Place, grid: ProcessGrid, reporter: Reporter, resumed: int
+) -> None:
     """Says what is trained, on which grid, and from where."""
     parallel = config.parallel
     threads = f"{place.threads} thread{'s' * (place.threads != 1)} a process"
     sites = f"{parallel.sites} sites of " if parallel.sites > 1 else ""
-    where = f"{sites}tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {place.device.type}, {threads}"
+    where = (
+        f"{sites}tp={parallel.tp} pp={parallel.pp} dp={parallel.dp}, {place.device.type}, {threads}"
+    )
     what = f"{config.model.kind}, {config.pipeline.schedule}, {config.train.dtype}"
     how = f"going on after step {resumed}" if resumed else "starting"
     reporter.say(f"{config.run.folder}: {what} on {where}; {how}")
     if grid.world.via_host:
-        local, gpus = place.job.launch.local_world_size, torch.cuda.device_count()
-        reporter.say(f"train.share_gpus: {local} processes of this machine share {gpus} GPU{'s' * (gpus > 1)} and "
-                     "talk over Gloo, through host memory, which is slow")
+        local = place.job.launch.local_world_size
+        gpus = torch.cuda.device_count()
+        reporter.say(
+            f"train.share_gpus: {local} processes of this machine share {gpus} "
+            f"GPU{'s' * (gpus > 1)} and "
+            "talk over Gloo, through host memory, which is slow"
+        )
 
 
 def _sample(config: Config, reporter: Reporter, loss: float | None) -> None:
-    """Writes text from the checkpoint just saved, and shows it; of a model that hardly knows more than to guess only
-    the beginning. loss: of the last step."""
+    """Writes text from the checkpoint just saved, and shows it; of a model that hardly knows more
+    than to guess only the beginning. loss: of the last step."""
     folder = config.run.folder
     prompt = _PROMPTS["stdlib" in config.data.corpus]
     try:
@@ -332,7 +412,10 @@ def _sample(config: Config, reporter: Reporter, loss: float | None) -> None:
     guessing = math.log(config.transformer.vocab_size)
     if loss is not None and not loss < _NOISE * guessing:
         text = " ".join(text[:_FEW_CHARACTERS].split())
-        reporter.say(f"{folder / 'sample.txt'}: {text} ... (still noise: the loss is {loss:.1f}, and guessing "
-                     f"has {guessing:.1f})")
+        reporter.say(
+            f"{folder / 'sample.txt'}: {text} ... (still noise: the loss is {loss:.1f}, and "
+            "guessing "
+            f"has {guessing:.1f})"
+        )
     else:
         reporter.say(f"{folder / 'sample.txt'}:\n{text}")

@@ -1,8 +1,10 @@
-"""The words with which torch, Gloo and NCCL say that another rank is gone or silent, and those of a rank's own fault.
+"""The words with which torch, Gloo and NCCL say that another rank is gone or silent, and those of a
+rank's own fault.
 
-Gloo's errors arrive in Python as plain RuntimeErrors, and NCCL's as one type for everything that can go wrong. So only
-the words tell whether a rank has failed or merely lost another one. A word that is missing here makes an innocent rank
-look guilty. One too many hides a real failure behind "lost contact", so each word names the sentence that it stands in.
+Gloo's errors arrive in Python as plain RuntimeErrors, and NCCL's as one type for everything that
+can go wrong. So only the words tell whether a rank has failed or merely lost another one. A word
+that is missing here makes an innocent rank look guilty. One too many hides a real failure behind
+"lost contact", so each word names the sentence that it stands in.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Words:
-    """A part of an error message, and the source file that writes it (in gloo/, torch/csrc/distributed/, NCCL's src/).
+    """A part of an error message, and the source file that writes it (in gloo/,
+    torch/csrc/distributed/, NCCL's src/).
 
     library: the shared library of torch that has the words; empty if they come from the C library.
     """
@@ -36,9 +39,11 @@ LOST = (
     Words("Socket closed [", "gloo/transport/tcp/pair.cc", _CPU),
     Words("Socket unexpectedly closed [", "gloo/transport/tcp/pair.cc", _CPU),
     Words("Pair is not connected (", "gloo/transport/tcp/pair.cc", _CPU),
-    # Gloo: "read: Connection reset by peer, remote=[..]", "short read: got 0 bytes .., remote=[..]" and the like
+    # Gloo: "read: Connection reset by peer, remote=[..]", "short read: got 0 bytes .., remote=[..]"
+    # and the like
     Words(", remote=", "gloo/transport/tcp/error.cc", _CPU),
-    # Gloo: a peer that is silent. The second comes to all other operations of the rank whose own wait was too long.
+    # Gloo: a peer that is silent. The second comes to all other operations of the rank whose own
+    # wait was too long.
     Words("Timed out waiting ", "gloo/transport/tcp/unbound_buffer.cc", _CPU),
     Words("Application timeout caused pair closure", "gloo/transport/tcp/unbound_buffer.cc", _CPU),
     Words("Read timeout [", "gloo/transport/tcp/buffer.cc", _CPU),
@@ -62,7 +67,8 @@ LOST = (
     Words("Connection closed by remote peer", "misc/socket.cc", _NCCL),
     Words("exceeded error retry count", "os/linux.cc", _NCCL),
 )
-"""What a rank says that has lost another one. Errors of torch's store and sockets have types that say so."""
+"""What a rank says that has lost another one. Errors of torch's store and sockets have types that
+say so."""
 
 OWN_FAULT = (
     Words("size doesn't match expected size", "gloo/transport/tcp/pair.cc", _CPU),
@@ -71,14 +77,26 @@ OWN_FAULT = (
     Words("unhandled cuda error", "init.cc", _NCCL),
     Words("ncclInvalidArgument", "c10d/NCCLUtils.cpp", _CUDA),
     Words("ncclInvalidUsage", "c10d/NCCLUtils.cpp", _CUDA),
-    *(Words(os.strerror(number), "the C library", "") for number in (
-        errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EADDRINUSE, errno.EADDRNOTAVAIL)),
+    *(
+        Words(os.strerror(number), "the C library", "")
+        for number in (
+            errno.ENOMEM,
+            errno.EAGAIN,
+            errno.EMFILE,
+            errno.ENFILE,
+            errno.ENOSPC,
+            errno.EADDRINUSE,
+            errno.EADDRNOTAVAIL,
+        )
+    ),
 )
-"""What a rank says whose own memory, files, addresses or calls are at fault, also inside of one of the above."""
+"""What a rank says whose own memory, files, addresses or calls are at fault, also inside of one of
+the above."""
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Return whether torch, Gloo or NCCL says with this exception that another rank is gone or silent."""
+    """Return whether torch, Gloo or NCCL says with this exception that another rank is gone or
+    silent."""
     import torch.distributed as dist
 
     if not isinstance(error, RuntimeError):

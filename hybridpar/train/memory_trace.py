@@ -1,7 +1,8 @@
-"""Memory events of training, recorded while an engine runs, or predicted by an engine that runs on ghosts.
+"""Memory events of training, recorded while an engine runs, or predicted by an engine that runs on
+ghosts.
 
-The prediction is the engine's own code, schedule and all, on tensors without memory, with neighbours that are silent.
-So it is what a rank of any grid would record, on whatever machine.
+The prediction is the engine's own code, schedule and all, on tensors without memory, with
+neighbours that are silent. So it is what a rank of any grid would record, on whatever machine.
 """
 
 from __future__ import annotations
@@ -54,17 +55,22 @@ class EngineRecorder:
             engine.train(recorder.loader(loader), ...)
         recorder.close()
 
-    Takes the memory of the optimizer's state now. Micro-batches are made unseen. What the host's threads do is done by
-    this one while it is open.
+    Takes the memory of the optimizer's state now. Micro-batches are made unseen. What the host's
+    threads do is done by this one while it is open.
     """
 
     def __init__(self, engine: Engine, write: Write):
         self.is_open = True
-        clock = DeviceClock() if engine.device.type == "cuda" and torch.cuda.is_available() else HOST_CLOCK
+        clock = (
+            DeviceClock()
+            if engine.device.type == "cuda" and torch.cuda.is_available()
+            else HOST_CLOCK
+        )
         self._recorder = Recorder(write, engine.sizes.num_microbatches, clock)
         self._executor = engine.executor
         self._executor.listeners.append(self._recorder.begin)
-        state, tp = engine.state, engine.grid.tp
+        state = engine.state
+        tp = engine.grid.tp
         state.allocate()
         self._host = state.host
         if self._host is not None:
@@ -82,9 +88,14 @@ class EngineRecorder:
         for listeners, listener in told:
             listeners.append(listener)
         self._told = told
-        self._hooks = [hook for number, block in _blocks(engine) for hook in (
-            block.register_forward_pre_hook(lambda *_, number=number: self._enter(number)),  # type: ignore[misc]
-            block.register_forward_hook(lambda *_: self._enter(-1)))]
+        self._hooks = [
+            hook
+            for number, block in _blocks(engine)
+            for hook in (
+                block.register_forward_pre_hook(lambda *_, number=number: self._enter(number)),  # type: ignore[misc]
+                block.register_forward_hook(lambda *_: self._enter(-1)),
+            )
+        ]
 
     def _chunk_came_or_went(self, chunk: WholeChunk) -> None:
         self._recorder.resized(chunk.kind.replace("/", " "), chunk.tensor)
@@ -117,7 +128,8 @@ class EngineRecorder:
         self._recorder.communicate(op, reads, writes)
 
     def close(self) -> None:
-        """Ends the recording, also in the middle of training; operators cost what they did before."""
+        """Ends the recording, also in the middle of training; operators cost what they did
+        before."""
         if self.is_open:
             self.is_open = False
             if self._recorder.is_active:
@@ -134,45 +146,63 @@ class EngineRecorder:
 
 def has_history(device: torch.device) -> bool:
     """Whether torch's allocator of the device writes down what it does."""
-    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "native"
+    return (
+        device.type == "cuda"
+        and torch.cuda.is_available()
+        and torch.cuda.get_allocator_backend() == "native"
+    )
 
 
 class AllocatorHistory:
-    """What the caching allocator of a GPU does from now on, without stacks, to be compared with what is recorded."""
+    """What the caching allocator of a GPU does from now on, without stacks, to be compared with
+    what is recorded."""
 
     def __init__(self, device: torch.device):
         self._device = device
         torch.cuda.memory._record_memory_history(context=None, max_entries=_MOST_ENTRIES)
 
     def compare(self, path: Path) -> str:
-        """Ends it, and says how far a trace agrees. Raises: DataError where the file is no trace."""
+        """Ends it, and says how far a trace agrees. Raises: DataError where the file is no
+        trace."""
         history = torch.cuda.memory._snapshot()["device_traces"][self._device.index or 0]
         torch.cuda.memory._record_memory_history(enabled=None)
         if len(history) >= _MOST_ENTRIES:
-            return f"the allocator's history is longer than {_MOST_ENTRIES:,} entries, and was not compared"
+            return (
+                f"the allocator's history is longer than {_MOST_ENTRIES:,} entries, and was not "
+                "compared"
+            )
         return str(compare(read_trace(path)[1], history))
 
 
 class MemoryLog:
-    """The file of a run's memory events on this rank: of `train.record_memory` steps, from its first one on.
+    """The file of a run's memory events on this rank: of `train.record_memory` steps, from its
+    first one on.
 
     `say`: told where it cannot be written.
     """
 
     def __init__(self, engine: Engine, resumed: int, say: Callable[[str], None]):
-        grid, config = engine.grid, engine.config
+        grid = engine.grid
+        config = engine.config
         self._last = resumed + config.train.record_memory
         self._name = f"rank{grid.rank}.jsonl"
-        self._say, self._path = say, config.run.folder / MEMORY / self._name
+        self._say = say
+        self._path = config.run.folder / MEMORY / self._name
         self._records = Records(config.run.folder / MEMORY, say)
         self._records.begin(self._name, 0, most=_MOST_SPANS)
-        header = Header(grid.rank, str(engine.device), dict(grid.place), more={"first_step": resumed + 1})
+        header = Header(
+            grid.rank, str(engine.device), dict(grid.place), more={"first_step": resumed + 1}
+        )
         self._append(header_line(header))
         if engine.device.type == "cpu" and (reason := native.missing_recorder()):
-            say(f"memory events are recorded in Python, which takes some 20 us an operator more: {reason}")
+            say(
+                "memory events are recorded in Python, which takes some 20 us an operator more: "
+                f"{reason}"
+            )
         self._recorder = EngineRecorder(engine, lambda span: self._append(span_line(span)))
         self._history = AllocatorHistory(engine.device) if has_history(engine.device) else None
-        self.loader, self.active = self._recorder.loader, self._recorder.active
+        self.loader = self._recorder.loader
+        self.active = self._recorder.active
 
     def _append(self, line: str) -> None:
         self._records.append(self._name, line.encode())
@@ -200,7 +230,8 @@ class _Unseen:
     """A loader of which only the results are recorded."""
 
     def __init__(self, inner: Loader, recorder: Recorder):
-        self._inner, self._recorder = inner, recorder
+        self._inner = inner
+        self._recorder = recorder
 
     def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
         if not self._recorder.is_active:
@@ -227,9 +258,13 @@ class SampleLoader:
         self._sample = sample_microbatch(config)
         del self._sample["num_targets"], self._sample["num_samples"]  # which its source tells
         self._samples = config.train.micro_batch_size * config.parallel.replicas
-        model, b = config.model, config.train.micro_batch_size
-        targets = int((self._sample["labels"] >= 0).sum()) if isinstance(model, ModelConfig) else sum(
-            model.num_targets(model.sample(n, 0)) for n in range(b))
+        model = config.model
+        b = config.train.micro_batch_size
+        targets = (
+            int((self._sample["labels"] >= 0).sum())
+            if isinstance(model, ModelConfig)
+            else sum(model.num_targets(model.sample(n, 0)) for n in range(b))
+        )
         self._targets = max(1, targets) * config.pipeline.num_microbatches
         self._num_microbatches = config.pipeline.num_microbatches
 
@@ -272,19 +307,30 @@ class _GhostEngine(Engine):
 
 
 def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Header, list[Span]]:
-    """The memory events of the first steps of training on a rank of the configuration's grid. Nothing is computed.
+    """The memory events of the first steps of training on a rank of the configuration's grid.
+    Nothing is computed.
 
     Times have no meaning (see memory.excerpt.retimed). With memory.budget all state is there.
     `config`: resolved; the device that it names need not be on this machine.
-    Raises: ConfigError with a compression.gradients that decides by numbers what it runs, or with parallel.tp_pieces.
+    Raises: ConfigError with a compression.gradients that decides by numbers what it runs, or with
+        parallel.tp_pieces.
     """
     if config.parallel.tp_pieces > 1:
-        raise config_error("parallel.tp_pieces", config.parallel.tp_pieces, "has no predicted events of memory, which "
-                           "follow one thread (`check` predicts the peak)", "1")
+        raise config_error(
+            "parallel.tp_pieces",
+            config.parallel.tp_pieces,
+            "has no predicted events of memory, which "
+            "follow one thread (`check` predicts the peak)",
+            "1",
+        )
     if config.feeds_back and METHODS[config.compression.gradients].looks:
-        raise config_error("compression.gradients", config.compression.gradients, "has no predicted events of memory: "
-                           "what it runs depends on the numbers (a run records it, and `check` predicts the peak)",
-                           "powersgd")
+        raise config_error(
+            "compression.gradients",
+            config.compression.gradients,
+            "has no predicted events of memory: "
+            "what it runs depends on the numbers (a run records it, and `check` predicts the peak)",
+            "powersgd",
+        )
     device = default_device(config)
     config = replace(config, train=replace(config.train, cuda_graphs=False))
     spans: list[Span] = []
@@ -294,12 +340,15 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Hea
         if recorder is not None:
             recorder.communicate(op, reads, writes)
 
-    grid, loader = silent_grid(config, rank, note), SampleLoader(config)
+    grid = silent_grid(config, rank, note)
+    loader = SampleLoader(config)
     with Tracker(device) as tracker:
 
         def watched(actions: Actions) -> Actions:
             for action in actions:
-                tracker.ghost_integers = action.kind in COMPUTE  # which look into the micro-batch only
+                tracker.ghost_integers = (
+                    action.kind in COMPUTE
+                )  # which look into the micro-batch only
                 yield action
 
         states = StatePolicy.of(config, 1, 1)

@@ -1,7 +1,8 @@
-"""Host memory that activations of GPUs may take: what a run needs, and what the machines of its ranks have.
+"""Host memory that activations of GPUs may take: what a run needs, and what the machines of its
+ranks have.
 
-Pinned memory cannot be swapped out, so a run that takes too much of it is ended by the system. What it needs is
-therefore predicted, and compared with what there is, before any of it is taken.
+Pinned memory cannot be swapped out, so a run that takes too much of it is ended by the system. What
+it needs is therefore predicted, and compared with what there is, before any of it is taken.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ def everything(config: Config) -> int:
 
 
 def most_places(actions: Iterable[Action]) -> int:
-    """Return how many micro-batches of a rank's stages have a place in the slow tier at once, at most.
+    """Return how many micro-batches of a rank's stages have a place in the slow tier at once, at
+    most.
 
-    A place is taken at OFFLOAD. It is free once the RELOAD is over, which at the latest the backward waits for.
+    A place is taken at OFFLOAD. It is free once the RELOAD is over, which at the latest the
+    backward waits for.
     """
     places = set[tuple[int, int]]()
     most = 0
@@ -58,18 +61,27 @@ def most_places(actions: Iterable[Action]) -> int:
 
 
 def host_bytes(config: Config, rank: int, moved: int) -> int:
-    """Return how much of the host's memory the activations of a rank of the pipeline take, at most. Units: bytes.
+    """Return how much of the host's memory the activations of a rank of the pipeline take, at most.
+    Units: bytes.
 
     moved: what leaves of one micro-batch on one stage.
     """
-    schedule, sizes = schedule_of(config.pipeline), Sizes.of(config)
-    actions = lower(schedule, sizes, rank, schedule.sync_steps, batches_to_peak(config), **Ordering.of(config).options)
+    schedule = schedule_of(config.pipeline)
+    sizes = Sizes.of(config)
+    actions = lower(
+        schedule,
+        sizes,
+        rank,
+        schedule.sync_steps,
+        batches_to_peak(config),
+        **Ordering.of(config).options,
+    )
     return most_places(actions) * HostTier.rounded(moved)
 
 
 def reserved_bytes(config: Config, rank: int) -> int:
     """Return what a rank of the pipeline takes of its host before training. Units: bytes."""
-    memory, = predict(config, device=_CUDA, ranks=[rank])
+    (memory,) = predict(config, device=_CUDA, ranks=[rank])
     return host_bytes(config, rank, memory.moved)
 
 
@@ -77,8 +89,8 @@ def reserved_bytes(config: Config, rank: int) -> int:
 class _RankNeeds:
     """What one rank needs of its host. Units: bytes.
 
-    moved: what leaves of one micro-batch on one stage. others: host memory for the optimizer and for checkpoints.
-    room: what the host has left.
+    moved: what leaves of one micro-batch on one stage. others: host memory for the optimizer and
+    for checkpoints. room: what the host has left.
     """
 
     rank: int
@@ -96,7 +108,9 @@ class OffloadRoom:
 
     def __init__(self, config: Config, grid: ProcessGrid):
         self._config, self._sizes = config, Sizes.of(config)
-        memory, = predict(with_away(config, everything(config)), device=_CUDA, ranks=[grid.pp.rank])
+        (memory,) = predict(
+            with_away(config, everything(config)), device=_CUDA, ranks=[grid.pp.rank]
+        )
         needs = _RankNeeds(grid.pp.rank, platform.node(), memory.moved, memory.host, host_room())
         self._ranks: list[_RankNeeds] = gather_objects(needs, grid.world)
 
@@ -105,25 +119,38 @@ class OffloadRoom:
         config = with_away(self._config, away)
         needed = dict[str, int]()
         for one in self._ranks:
-            needed[one.host] = needed.get(one.host, 0) + one.others + host_bytes(config, one.rank, one.moved)
+            needed[one.host] = (
+                needed.get(one.host, 0) + one.others + host_bytes(config, one.rank, one.moved)
+            )
         return all(needed[one.host] <= one.room for one in self._ranks)
 
     def most(self) -> tuple[int, ...]:
-        """Return the largest numbers that the hosts have memory for, by rank: equal where more could be away."""
+        """Return the largest numbers that the hosts have memory for, by rank: equal where more
+        could be away."""
         schedule = schedule_of(self._config.pipeline)
         bounds = [most_away(schedule, self._sizes, rank) for rank in range(self._sizes.num_ranks)]
-        least, bound = 0, max(bounds)
+        least = 0
+        bound = max(bounds)
         while least < bound:
             number = (least + bound + 1) // 2
             least, bound = (number, bound) if self.holds(number) else (least, number - 1)
         return tuple(min(least, each) for each in bounds)
 
     def require(self, away: Sequence[int] | int) -> None:
-        """Raise SetupError on all ranks alike where a host has no memory for so many micro-batches."""
+        """Raise SetupError on all ranks alike where a host has no memory for so many
+        micro-batches."""
         numbers = away if isinstance(away, int) else tuple(away)
         if not self.holds(numbers):
             most = list(self.most())
-            raise SetupError(str(Problem(
-                "memory.offload_activations", list(numbers) if isinstance(numbers, tuple) else numbers,
-                "activations that leave a GPU wait in pinned memory of its host, and a host of this run has too little "
-                "left", str(most if any(most) else 0))))
+            raise SetupError(
+                str(
+                    Problem(
+                        "memory.offload_activations",
+                        list(numbers) if isinstance(numbers, tuple) else numbers,
+                        "activations that leave a GPU wait in pinned memory of its host, and a "
+                        "host of this run has too little "
+                        "left",
+                        str(most if any(most) else 0),
+                    )
+                )
+            )

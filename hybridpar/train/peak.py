@@ -1,10 +1,11 @@
-"""The peak arithmetic rate that a job's processes reach together in matrix products; MFU is a share of it.
+"""The peak arithmetic rate that a job's processes reach together in matrix products; MFU is a share
+of it.
 
     <data folder>/peaks.json    {"host, device, dtype, processes, threads": FLOP/s}
 
-A peak that was measured while other programs ran is too low. So the fastest of many short products counts, and the
-largest peak that was seen: a new run measures again, a run that resumes takes what is known, and steps that pass the
-peak raise it.
+A peak that was measured while other programs ran is too low. So the fastest of many short products
+counts, and the largest peak that was seen: a new run measures again, a run that resumes takes what
+is known, and steps that pass the peak raise it.
 """
 
 from __future__ import annotations
@@ -35,21 +36,42 @@ from hybridpar.reading import read_json
 PEAKS = "peaks.json"
 _MAX_BYTES = 1 << 20
 _STEPS = 5
-"""So many steps together raise the peak: one step may seem short because the one before it was long."""
+"""So many steps together raise the peak: one step may seem short because the one before it was
+long."""
 _PROBE_SIZES = {"cpu": (384, 1024), "cuda": (4096,)}
-"""Rows of the matrices whose products are timed. A core does the product of the small ones in under a millisecond,
-which a scheduler seldom interrupts: on a core shared by five programs the best is within 5 % of a quiet one's, where
-products of 1024 rows seem six times too slow. Many threads need the large ones."""
-_PROBE_SECONDS, _PROBE_PRODUCTS, _MOST_PROBE_SECONDS = 0.1, 20, 1.0
-"""Products are timed for so long at least, or until there are so many, but no longer than the last one says."""
+"""Rows of the matrices whose products are timed. A core does the product of the small ones in under
+a millisecond, which a scheduler seldom interrupts: on a core shared by five programs the best is
+within 5 % of a quiet one's, where products of 1024 rows seem six times too slow. Many threads need
+the large ones."""
+_PROBE_SECONDS = 0.1
+_PROBE_PRODUCTS = 20
+_MOST_PROBE_SECONDS = 1.0
+"""Products are timed for so long at least, or until there are so many, but no longer than the last
+one says."""
 _GPU_PEAKS = (
-    ("H200 NVL", 835e12), ("H200", 989e12), ("GH200", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12),
-    ("H100", 989e12), ("H800 PCIe", 756e12), ("H800", 989e12), ("B200", 2250e12), ("A100", 312e12), ("A800", 312e12),
-    ("A10G", 70e12), ("A10", 125e12), ("A30", 165e12), ("A40", 150e12), ("L40S", 362e12), ("L40", 181e12),
-    ("L4", 121e12), ("V100", 125e12), ("T4", 65e12),
+    ("H200 NVL", 835e12),
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H800 PCIe", 756e12),
+    ("H800", 989e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("A30", 165e12),
+    ("A40", 150e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("V100", 125e12),
+    ("T4", 65e12),
 )
-"""Dense peak FLOP/s of 16-bit matrix products, from NVIDIA's data sheets. The first row whose words are in the device's
-name counts; the peak of any other device is measured."""
+"""Dense peak FLOP/s of 16-bit matrix products, from NVIDIA's data sheets. The first row whose words
+are in the device's name counts; the peak of any other device is measured."""
 _OLDEST_BF16 = (8, 0)
 """Compute capability from which on the peak is that of bfloat16, too."""
 
@@ -57,28 +79,45 @@ _OLDEST_BF16 = (8, 0)
 class Peak:
     """The peak of a job in FLOP/s (`flops`), and where it comes from (`source`).
 
-    say: told once if the peak was too low. goes_on: whether the run does. Collectives: the constructor, on all ranks.
+    say: told once if the peak was too low. goes_on: whether the run does. Collectives: the
+    constructor, on all ranks.
     """
 
-    def __init__(self, config: Config, device: torch.device, world: Axis, say: Callable[[str], None], *, goes_on: bool):
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        world: Axis,
+        say: Callable[[str], None],
+        *,
+        goes_on: bool,
+    ):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-        self._key = (f"{platform.node()}, {name}, {config.train.dtype}, {world.size} processes, "
-                     f"{torch.get_num_threads()} threads")
-        self._path, self._say, self._said = config.cache_folder / PEAKS, say, False
+        self._key = (
+            f"{platform.node()}, {name}, {config.train.dtype}, {world.size} processes, "
+            f"{torch.get_num_threads()} threads"
+        )
+        self._path = config.cache_folder / PEAKS
+        self._say = say
+        self._said = False
         self._reached: deque[float] = deque(maxlen=_STEPS)
         known = read_peaks(self._path).get(self._key, 0.0) if world.rank == 0 else 0.0
         self.flops: float = gather_objects(known, world)[0]
-        self.source = (f"{config.train.dtype} matrix products, the fastest seen here on {world.size} "
-                       f"process{'es at once' * (world.size > 1)}")
+        self.source = (
+            f"{config.train.dtype} matrix products, the fastest seen here on {world.size} "
+            f"process{'es at once' * (world.size > 1)}"
+        )
         if not (self.flops and goes_on) or device.type == "cuda":  # whose data sheet takes no time
             measured, source = peak_flops(config, device, world)
             if measured >= self.flops:
-                self.flops, self.source = measured, source
+                self.flops = measured
+                self.source = source
         if world.rank == 0:
             self._keep()
 
     def share(self, flops: float) -> float:
-        """Return the rate of a step over the peak, at most 1. Call it at every step, with the step's FLOP/s.
+        """Return the rate of a step over the peak, at most 1. Call it at every step, with the
+        step's FLOP/s.
 
         The last five steps together raise the peak if they pass it.
         """
@@ -86,15 +125,19 @@ class Peak:
         reached = harmonic_mean(self._reached)  # operations of all these steps over the time of all
         if len(self._reached) == _STEPS and reached > self.flops:
             if not self._said:
-                self._say(f"MFU: steps reach {reached / 1e9:,.0f} GFLOP/s, so the peak of {self.flops / 1e9:,.0f} was "
-                          "measured too low (other programs ran?); raised")
+                self._say(
+                    f"MFU: steps reach {reached / 1e9:,.0f} GFLOP/s, so the peak of "
+                    f"{self.flops / 1e9:,.0f} was "
+                    "measured too low (other programs ran?); raised"
+                )
             self.flops = reached
             self._said = True
             self._keep()
         return min(1.0, flops / self.flops)
 
     def _keep(self) -> None:
-        """Writes the peak down; where the folder cannot be written to, the next run measures again."""
+        """Writes the peak down; where the folder cannot be written to, the next run measures
+        again."""
         known = read_peaks(self._path)
         if self.flops > known.get(self._key, 0.0):
             with contextlib.suppress(OSError):
@@ -105,7 +148,9 @@ class Peak:
 def read_peaks(path: Path) -> dict[str, float]:
     """Known peaks by machine and job; none where the file is not there, or holds something else."""
     try:
-        found = from_plain(Annotated[dict[str, float], FINITE], read_json(path, _MAX_BYTES), path.name)
+        found = from_plain(
+            Annotated[dict[str, float], FINITE], read_json(path, _MAX_BYTES), path.name
+        )
         return {key: flops for key, flops in found.items() if flops > 0}
     except (OSError, ValueError):
         return {}
@@ -114,23 +159,35 @@ def read_peaks(path: Path) -> dict[str, float]:
 def peak_flops(config: Config, device: torch.device, world: Axis) -> tuple[float, str]:
     """Matrix-product FLOP/s of all processes together, and where the number comes from.
 
-    Known GPUs in 16 bit, one for each process: their data sheet; otherwise measured, on all processes at the same time.
+    Known GPUs in 16 bit, one for each process: their data sheet; otherwise measured, on all
+    processes at the same time.
     Collectives: on all ranks of the job.
     """
-    if device.type == "cuda" and config.train.dtype in ("bf16", "fp16") and not config.train.share_gpus:
-        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        if (known := data_sheet(name)) and (config.train.dtype == "fp16" or capability >= _OLDEST_BF16):
+    if (
+        device.type == "cuda"
+        and config.train.dtype in ("bf16", "fp16")
+        and not config.train.share_gpus
+    ):
+        name = torch.cuda.get_device_name(device)
+        capability = torch.cuda.get_device_capability(device)
+        if (known := data_sheet(name)) and (
+            config.train.dtype == "fp16" or capability >= _OLDEST_BF16
+        ):
             return known[1] * world.size, f"{known[0]} data sheet x {world.size}"
     barrier(world)
-    total = torch.tensor(_probe(DTYPES[config.train.dtype], device), dtype=torch.float64, device=device)
+    total = torch.tensor(
+        _probe(DTYPES[config.train.dtype], device), dtype=torch.float64, device=device
+    )
     all_reduce(total, world)
     at_once = "es at once" if world.size > 1 else ""
-    return float(total), f"{config.train.dtype} matrix products, measured on {world.size} process{at_once}"
+    return float(
+        total
+    ), f"{config.train.dtype} matrix products, measured on {world.size} process{at_once}"
 
 
 def data_sheet(name: str) -> tuple[str, float] | None:
-    """Return the row of _GPU_PEAKS for a device, found by whole words: an RTX A4000 is no A40, a slice of an H100 (MIG)
-    is no H100."""
+    """Return the row of _GPU_PEAKS for a device, found by whole words: an RTX A4000 is no A40, a
+    slice of an H100 (MIG) is no H100."""
     words = re.split(r"[ -]", name)
     if "MIG" in words:
         return None
@@ -138,8 +195,11 @@ def data_sheet(name: str) -> tuple[str, float] | None:
 
 
 def _probe(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the FLOP/s of a layer's product: the fastest of many, as others may be using the machine."""
-    return max(2 * size**3 / _fastest_product(size, dtype, device) for size in _PROBE_SIZES[device.type])
+    """Return the FLOP/s of a layer's product: the fastest of many, as others may be using the
+    machine."""
+    return max(
+        2 * size**3 / _fastest_product(size, dtype, device) for size in _PROBE_SIZES[device.type]
+    )
 
 
 def _fastest_product(size: int, dtype: torch.dtype, device: torch.device) -> float:
@@ -149,7 +209,8 @@ def _fastest_product(size: int, dtype: torch.dtype, device: torch.device) -> flo
     num_products = 0
     begin = start = time.perf_counter()
     while num_products == 0 or start < begin + (
-            _PROBE_SECONDS if num_products >= _PROBE_PRODUCTS else _MOST_PROBE_SECONDS):
+        _PROBE_SECONDS if num_products >= _PROBE_PRODUCTS else _MOST_PROBE_SECONDS
+    ):
         matmul.linear(a, b)
         if device.type == "cuda":
             torch.cuda.synchronize(device)

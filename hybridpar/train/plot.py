@@ -25,8 +25,11 @@ def can_plot() -> bool:
 _VALID_COLOURS = ("#c7680f", "#35843a", "#774aae", "#b93a3a", "#1c7d7d", "#b23c83", "#7d5636")
 _LONGEST_S = 30.0
 """Most time for a picture: the other ranks wait for rank 0 meanwhile, by default for up to 60 s."""
-_PROGRAM = (f"import sys; sys.path[0] = {str(Path(__file__).parents[2])!r}\n"  # in the place of the working folder
-            f"from {__name__} import main; main()")
+_PROGRAM = (
+    # in the place of the working folder
+    f"import sys; sys.path[0] = {str(Path(__file__).parents[2])!r}\n"
+    f"from {__name__} import main; main()"
+)
 """What the process that draws runs."""
 
 
@@ -39,23 +42,37 @@ def draw_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
 
     OpenBLAS ends the process that it has no memory for, and the kernel the one that takes too much.
 
-    Raises: PictureError, if the process fails or takes longer than 30 s; OSError, if there can be no process.
+    Raises: PictureError, if the process fails or takes longer than 30 s; OSError, if there can be
+        no process.
     """
     command = [sys.executable, "-c", _PROGRAM, str(path), title]
     try:
-        done = subprocess.run(command, input=json.dumps(rows), text=True, errors="replace", stdout=subprocess.DEVNULL,
-                              stderr=subprocess.PIPE, timeout=_LONGEST_S, check=False)
+        done = subprocess.run(
+            command,
+            input=json.dumps(rows),
+            text=True,
+            errors="replace",
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=_LONGEST_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise PictureError(f"drawing it took longer than {_LONGEST_S:.0f} s") from None
     if done.returncode < 0:
-        raise PictureError(f"the process that drew it was ended by {signal.Signals(-done.returncode).name}")
+        raise PictureError(
+            f"the process that drew it was ended by {signal.Signals(-done.returncode).name}"
+        )
     if done.returncode:
         said = done.stderr.strip().rpartition("\n")[2]
-        raise PictureError(said or f"the process that drew it ended with exit code {done.returncode}")
+        raise PictureError(
+            said or f"the process that drew it ended with exit code {done.returncode}"
+        )
 
 
 def main() -> None:
-    """Draw the rows on stdin, as JSON; the whole life of the process that draws. Arguments: the file and the title."""
+    """Draw the rows on stdin, as JSON; the whole life of the process that draws. Arguments: the
+    file and the title."""
     plot_loss(json.load(sys.stdin), Path(sys.argv[1]), sys.argv[2])
 
 
@@ -77,27 +94,48 @@ def plot_loss(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         steps, losses = np.array(train).T
         axes.plot(steps, losses, color="#2c6ab1", alpha=0.3, linewidth=1)
         line = smooth(losses)
-        axes.plot(steps, line, color="#2c6ab1", linewidth=1.8, label=f"training, smoothed, {line[-1]:.3f} at the end")
+        axes.plot(
+            steps,
+            line,
+            color="#2c6ab1",
+            linewidth=1.8,
+            label=f"training, smoothed, {line[-1]:.3f} at the end",
+        )
     for number, (valid_set, points) in enumerate(valid.items()):
         steps, losses = np.array(points).T
-        axes.plot(steps, losses, "o-", color=_VALID_COLOURS[number % len(_VALID_COLOURS)], markersize=4, linewidth=1.5,
-                  label=f"{f'validation {valid_set}'.rstrip()}, {losses[-1]:.3f} at the end")
+        axes.plot(
+            steps,
+            losses,
+            "o-",
+            color=_VALID_COLOURS[number % len(_VALID_COLOURS)],
+            markersize=4,
+            linewidth=1.5,
+            label=f"{f'validation {valid_set}'.rstrip()}, {losses[-1]:.3f} at the end",
+        )
     if train or valid:
         axes.legend(frameon=False)
     figure.savefig(path)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Smooths values by the line of least squares through each one's neighbours: it follows a slope, also at both ends.
+    """Smooths values by the line of least squares through each one's neighbours: it follows a
+    slope, also at both ends.
 
-    Neighbours on each side are a tenth of the values before it, at least 2 and at most 2 % of all (10 where these are
-    fewer), so a loss that falls fast at first is not smoothed away. Shapes: [n] -> [n].
+    Neighbours on each side are a tenth of the values before it, at least 2 and at most 2 % of all
+    (10 where these are fewer), so a loss that falls fast at first is not smoothed away. Shapes: [n]
+    -> [n].
     """
     at = np.arange(len(values))
     reach = np.clip(at // 10, 2, max(10, len(values) // 50))
-    first, stop = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))
-    count, middle = stop - first, (first + stop - 1) / 2
+    first = np.maximum(at - reach, 0)
+    stop = np.minimum(at + reach + 1, len(values))
+    count = stop - first
+    middle = (first + stop - 1) / 2
     total, moment = (np.concatenate([[0.0], np.cumsum(x)]) for x in (values, values * at))
     sums = total[stop] - total[first]
-    slopes = (moment[stop] - moment[first] - middle * sums) * 12 / np.maximum(count * (count**2 - 1.0), 1)
+    slopes = (
+        (moment[stop] - moment[first] - middle * sums)
+        * 12
+        / np.maximum(count * (count**2 - 1.0), 1)
+    )
     return sums / count + slopes * (at - middle)

@@ -1,4 +1,5 @@
-"""Decisions on each batch: versions of the weights, loss scale, learning rate, clipping, and whether to make the step.
+"""Decisions on each batch: versions of the weights, loss scale, learning rate, clipping, and
+whether to make the step.
 
 All ranks decide alike: they have the same numbers, from the same reductions.
 """
@@ -25,10 +26,11 @@ from hybridpar.train.sites import SiteNews
 class StepResult:
     """Outcome of one optimizer step, equal on all ranks of a site. `grad_norm` is before clipping.
 
-    `skipped`: its update was not made. `stage_norms`: of the gradients of each stage, tied ones with the first.
-    `news`: of the other sites, where any came with this step; losses are those of this site. `num_targets`: labels that
-    count in the batch, over all replicas and sites; where there are none, the losses that divide by them are 0.
-    `metrics`: those of the model, means like the losses.
+    `skipped`: its update was not made. `stage_norms`: of the gradients of each stage, tied ones
+    with the first. `news`: of the other sites, where any came with this step; losses are those of
+    this site. `num_targets`: labels that count in the batch, over all replicas and sites; where
+    there are none, the losses that divide by them are 0. `metrics`: those of the model, means like
+    the losses.
     """
 
     step: int
@@ -51,30 +53,42 @@ class StepResult:
 class BatchPolicy:
     """The decisions of a run with this configuration.
 
-    `judge`: says which steps are anomalies (None: the one that the configuration describes). `schedule`, `sizes`:
-    those whose versions count (None: of the configuration). `first`: the batch before which the pipeline was last
-    drained.
+    `judge`: says which steps are anomalies (None: the one that the configuration describes).
+    `schedule`, `sizes`: those whose versions count (None: of the configuration). `first`: the batch
+    before which the pipeline was last drained.
     """
 
-    def __init__(self, config: Config, judge: Judge | None = None, *, schedule: Schedule | None = None,
-                 sizes: Sizes | None = None):
+    def __init__(
+        self,
+        config: Config,
+        judge: Judge | None = None,
+        *,
+        schedule: Schedule | None = None,
+        sizes: Sizes | None = None,
+    ):
         self.config, self.judge = config, judge or RunningJudge(config)
-        self.schedule, self.sizes = schedule or schedule_of(config.pipeline), sizes or Sizes.of(config)
+        self.schedule, self.sizes = (
+            schedule or schedule_of(config.pipeline),
+            sizes or Sizes.of(config),
+        )
         self.scaler = LossScaler.for_dtype(DTYPES[config.train.dtype], config.optim.loss_scale)
         self.first = 0
         self._loss_names = config.model.losses
         self._metric_names = config.model.metric_names
-        self._scales = {0: self.scaler.scale}  # the loss scale that came with each version of the weights
+        self._scales = {
+            0: self.scaler.scale
+        }  # the loss scale that came with each version of the weights
         self._num_skipped = 0
-        """Number of batches so far that made no update: skipped ones, and those between a checkpoint that was rolled
-        back to and the batch that training resumed with."""
+        """Number of batches so far that made no update: skipped ones, and those between a
+        checkpoint that was rolled back to and the batch that training resumed with."""
 
     def num_versions(self, rank: int) -> int:
         """Number of weight versions alive at once on a rank of the pipeline."""
         return self.schedule.max_live_versions(self.sizes, rank)
 
     def versions_of(self, batch: int) -> tuple[tuple[int, ...], ...]:
-        """Weight version per stage and micro-batch of a batch of the stretch that is being trained."""
+        """Weight version per stage and micro-batch of a batch of the stretch that is being
+        trained."""
         return self.schedule.versions_of(self.sizes, batch, self.first)
 
     def versions_in(self, action: Action) -> tuple[int, ...]:
@@ -89,24 +103,34 @@ class BatchPolicy:
         """The loss scale that came with the version that the loss of a batch is computed on."""
         if batch < self.schedule.sync_steps:
             return self._scales[batch]
-        last, first = self.sizes.num_stages - 1, max(self.first, self.schedule.sync_steps)
-        return self._scales[self.schedule.version(self.sizes, last, batch * self.sizes.num_microbatches, first)]
+        last = self.sizes.num_stages - 1
+        first = max(self.first, self.schedule.sync_steps)
+        return self._scales[
+            self.schedule.version(self.sizes, last, batch * self.sizes.num_microbatches, first)
+        ]
 
     def learning_rate(self, batch: int) -> float:
-        """Return one rate for all stages, by the oldest gradients, those of stage 0: tied weights must move as one.
+        """Return one rate for all stages, by the oldest gradients, those of stage 0: tied weights
+        must move as one.
 
-        The schedule counts updates, as the optimizer does, so a skipped batch uses up none of its warm-up. If batches
-        can be skipped, call `updated` for all batches before this one first.
+        The schedule counts updates, as the optimizer does, so a skipped batch uses up none of its
+        warm-up. If batches can be skipped, call `updated` for all batches before this one first.
         """
-        delay = self.schedule.mean_delay(self.sizes, 0) if batch >= self.schedule.sync_steps else 0.0
-        return learning_rate(batch - self._num_skipped, self.config.optim, self.config.train.num_steps, delay)
+        delay = (
+            self.schedule.mean_delay(self.sizes, 0) if batch >= self.schedule.sync_steps else 0.0
+        )
+        return learning_rate(
+            batch - self._num_skipped, self.config.optim, self.config.train.num_steps, delay
+        )
 
-    def result(self, batch: int, squares: Sequence[float], numbers: Sequence[float], num_targets: int) -> StepResult:
+    def result(
+        self, batch: int, squares: Sequence[float], numbers: Sequence[float], num_targets: int
+    ) -> StepResult:
         """The outcome of a batch; call it for each, in order.
 
-        `squares`: squared gradient norm of each rank of the pipeline, scaled as the loss. `numbers`: partial losses,
-        then metrics. `num_targets`: labels that count. A batch without any is no measure for others: it is judged only
-        if its loss or norm is not finite.
+        `squares`: squared gradient norm of each rank of the pipeline, scaled as the loss.
+        `numbers`: partial losses, then metrics. `num_targets`: labels that count. A batch without
+        any is no measure for others: it is judged only if its loss or norm is not finite.
         """
         scale = self.loss_scale(batch)
         norm = math.sqrt(sum(squares)) / scale
@@ -114,16 +138,28 @@ class BatchPolicy:
         named = dict(zip(self._loss_names, numbers[:count], strict=True))
         metrics = dict(zip(self._metric_names, numbers[count:], strict=True))
         cured = self.scaler.dynamic and scale > MIN_SCALE and not math.isfinite(norm)
-        loss, anomaly = sum(named.values()), None
+        loss = sum(named.values())
+        anomaly = None
         if num_targets or not (math.isfinite(loss) and math.isfinite(norm)):
             anomaly = self.judge.judge(batch + 1, loss, norm, cured=cured)
         skipped = self.config.norms_first and (anomaly is not None or not math.isfinite(norm))
         norms = tuple(math.sqrt(square) / scale for square in squares)
-        return StepResult(batch + 1, named, norm, self.learning_rate(batch), scale, skipped, norms, anomaly,
-                          num_targets=num_targets, metrics=metrics)
+        return StepResult(
+            batch + 1,
+            named,
+            norm,
+            self.learning_rate(batch),
+            scale,
+            skipped,
+            norms,
+            anomaly,
+            num_targets=num_targets,
+            metrics=metrics,
+        )
 
     def factor(self, batch: int, result: StepResult | None) -> float | None:
-        """The factor of the gradients; None: the step is not made. `result` None: not known, no clipping."""
+        """The factor of the gradients; None: the step is not made. `result` None: not known, no
+        clipping."""
         if result is None:
             return 1.0 / self.loss_scale(batch)
         if result.skipped:
@@ -144,8 +180,11 @@ class BatchPolicy:
 
     def state(self) -> dict[str, Any]:
         """The values that a checkpoint keeps; plain JSON."""
-        return {"loss_scaler": self.scaler.state(), "loss_scales": {str(v): s for v, s in self._scales.items()},
-                "recent": self.judge.state()}
+        return {
+            "loss_scaler": self.scaler.state(),
+            "loss_scales": {str(v): s for v, s in self._scales.items()},
+            "recent": self.judge.state(),
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores `state()`; `state` also has the numbers of batches and of updates until then."""

@@ -1,7 +1,9 @@
-"""Progress of a run on stderr: lines that stay, and on a terminal a bar with the latest numbers below them.
+"""Progress of a run on stderr: lines that stay, and on a terminal a bar with the latest numbers
+below them.
 
-Lines come at the first and the last step, at evaluations, and otherwise after a tenth of the time that the run has
-taken so far: every 2 s at first, every minute in the end. An hour has some hundred lines.
+Lines come at the first and the last step, at evaluations, and otherwise after a tenth of the time
+that the run has taken so far: every 2 s at first, every minute in the end. An hour has some hundred
+lines.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from hybridpar.config.row_names import metrics_in, valid_numbers_in
 from hybridpar.train.links import a_day
 
 _SHARE_OF_TIME = 0.1
-"""Share of the time so far that passes from one line to the next, within these bounds in seconds."""
+"""Share of the time so far that passes from one line to the next, within these bounds in
+seconds."""
 _LEAST_PAUSE_S = 2.0
 _MOST_PAUSE_S = 60.0
 _ETA_STEPS = 20
@@ -50,7 +53,8 @@ class Status:
     ends: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_ETA_STEPS + 1))
 
     def update(self, row: dict[str, Any]) -> None:
-        self.step, self.row = row["step"], row
+        self.step = row["step"]
+        self.row = row
         if self.ends and self.ends[-1][0] >= self.step:  # it went back to a checkpoint
             self.ends.clear()
         self.ends.append((self.step, time.monotonic()))
@@ -64,9 +68,11 @@ class Status:
         return str(timedelta(seconds=round(pace * (self.total - self.step))))
 
     def text(self, width: int | None = None, *, evaluation: bool = True) -> str:
-        """The numbers that fit into `width` columns (None: all); those that matter least are left out first.
+        """The numbers that fit into `width` columns (None: all); those that matter least are left
+        out first.
 
-        evaluation: whether those of the newest evaluation are among them, which may be of an earlier step.
+        evaluation: whether those of the newest evaluation are among them, which may be of an
+        earlier step.
         """
         row = self.row
         parts: dict[str, str] = {}
@@ -100,9 +106,13 @@ class Status:
 def _numbers_of(row: Mapping[str, Any]) -> dict[str, str]:
     """The numbers of a step behind its losses, as parts of a line."""
     parts = {
-        "norm": f"grad norm {row['grad_norm']:.3f}", "lr": f"lr {row['lr']:.2e}",
-        "speed": f"{row['tokens_per_s']:,.0f} {row.get('counts', 'tokens')}/s", "ms": f"{row['step_ms']:,.0f} ms",
-        "mfu": f"MFU {100 * row['mfu']:.1f} %", "memory": f"{row['memory_mib']:,.0f} MiB"}
+        "norm": f"grad norm {row['grad_norm']:.3f}",
+        "lr": f"lr {row['lr']:.2e}",
+        "speed": f"{row['tokens_per_s']:,.0f} {row.get('counts', 'tokens')}/s",
+        "ms": f"{row['step_ms']:,.0f} ms",
+        "mfu": f"MFU {100 * row['mfu']:.1f} %",
+        "memory": f"{row['memory_mib']:,.0f} MiB",
+    }
     if "sent_gb_a_day" in row:
         parts["data"] = a_day(1e9 * row["sent_gb_a_day"], 1e9 * row["received_gb_a_day"])
     if row.get("skipped"):
@@ -111,15 +121,18 @@ def _numbers_of(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def valid_numbers(row: Mapping[str, float]) -> str:
-    """Return the numbers of an evaluation as text: val 2.3026  val accuracy 0.51; of sets: val wiki 2.30 code 1.23.
+    """Return the numbers of an evaluation as text: val 2.3026  val accuracy 0.51; of sets: val wiki
+    2.30 code 1.23.
 
     row: named as in metrics.jsonl.
     """
     by_number: dict[str, list[str]] = {}
     for name, valid_set, value in valid_numbers_in(row):
         by_number.setdefault(name, []).append(f"{valid_set} {value:.4f}".strip())
-    return "  ".join(f"{'val' if name == 'loss' else f'val {name}'} {' '.join(values)}"
-                     for name, values in by_number.items())
+    return "  ".join(
+        f"{'val' if name == 'loss' else f'val {name}'} {' '.join(values)}"
+        for name, values in by_number.items()
+    )
 
 
 class Reporter:
@@ -132,10 +145,12 @@ class Reporter:
         """Shows a line that only `--verbose` asks for."""
 
     def step(self, row: dict[str, Any], *, is_evaluated: bool = False) -> None:
-        """Shows the numbers of a step, as in metrics.jsonl. is_evaluated: `evaluation` follows for this step."""
+        """Shows the numbers of a step, as in metrics.jsonl. is_evaluated: `evaluation` follows for
+        this step."""
 
     def evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Shows the numbers of an evaluation named as in metrics.jsonl, beside those of its step."""
+        """Shows the numbers of an evaluation named as in metrics.jsonl, beside those of its
+        step."""
 
     def close(self) -> None:
         """Ends what is shown."""
@@ -170,7 +185,8 @@ class PlainReporter(Reporter):
     def evaluation(self, step: int, numbers: Mapping[str, float]) -> None:
         self.status.evaluation = numbers
         if self.status.step != step:  # of a run that resumes: the numbers of its step are not known
-            self.status.step, self.status.row = step, {}
+            self.status.step = step
+            self.status.row = {}
         self._show()
         self._write_line(evaluation=True)
 
@@ -199,16 +215,21 @@ class PlainReporter(Reporter):
 
 
 class BarReporter(PlainReporter):
-    """Shows a bar and the latest numbers at the bottom of a terminal, and the same lines above them.
+    """Shows a bar and the latest numbers at the bottom of a terminal, and the same lines above
+    them.
 
     The bar comes with the first step or evaluation: until then other processes write lines, too.
     """
 
     def __init__(self, total: int, is_verbose: bool = False):
         super().__init__(total, is_verbose)
-        self._bar = Progress(BarColumn(None), MofNCompleteColumn(), TextColumn("ETA {task.fields[eta]}"), expand=True)
+        self._bar = Progress(
+            BarColumn(None), MofNCompleteColumn(), TextColumn("ETA {task.fields[eta]}"), expand=True
+        )
         self._task = self._bar.add_task("", total=total, eta="-")
-        self._live = Live(self._bar, console=Console(stderr=True), refresh_per_second=4, transient=True)
+        self._live = Live(
+            self._bar, console=Console(stderr=True), refresh_per_second=4, transient=True
+        )
 
     def say(self, text: str) -> None:
         self._live.console.print(Text(text))
@@ -229,7 +250,8 @@ class BarReporter(PlainReporter):
 
 
 def make_reporter(rank: int, total: int, is_verbose: bool = False) -> Reporter:
-    """The reporter for this rank and this terminal. total: steps of the run. is_verbose: whether details are shown."""
+    """The reporter for this rank and this terminal. total: steps of the run. is_verbose: whether
+    details are shown."""
     if rank != 0:
         return Reporter()
     moves_cursor = sys.stderr.isatty() and not Console(stderr=True).is_dumb_terminal

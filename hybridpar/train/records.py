@@ -1,10 +1,12 @@
-"""Files that a run writes beside its checkpoints: metrics, pictures, notes. A full disk does not end training.
+"""Files that a run writes beside its checkpoints: metrics, pictures, notes. A full disk does not
+end training.
 
     append    adds a record to a file that grows    waits in memory, in order, until it can be written
     put       writes a file as a whole              is written again from the start
 
-A record is written whole or not at all: the part that had room is cut off before it is tried again. Memory is bounded:
-of each file only its newest records wait, and only the newest files. Resume needs none of them.
+A record is written whole or not at all: the part that had room is cut off before it is tried again.
+Memory is bounded: of each file only its newest records wait, and only the newest files. Resume
+needs none of them.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ _RETRY_S = 1.0
 _FINISH_S = 10.0
 """How long a run waits at its end for room."""
 _LONGEST_LINE = 1 << 20
-MOST_RECORDS, MOST_FEW_RECORDS, MOST_FILES = 1 << 16, 1 << 12, 64
-"""How many records of a file wait at most, how many of one that is dropped first, and how many whole files."""
+MOST_RECORDS = 1 << 16
+MOST_FEW_RECORDS = 1 << 12
+MOST_FILES = 64
+"""How many records of a file wait at most, how many of one that is dropped first, and how many
+whole files."""
 
 Write = Callable[[Path], Any]
 """Writes a file under the name that it is given, or none."""
@@ -32,13 +37,15 @@ Write = Callable[[Path], Any]
 class Journal:
     """A file that only grows, and the records that wait to be written into it.
 
-    end: the file is cut off there; None: after its last whole line. most: the oldest records above it are dropped.
+    end: the file is cut off there; None: after its last whole line. most: the oldest records above
+    it are dropped.
     """
 
     def __init__(self, path: Path, end: int | None = None, most: int = MOST_RECORDS):
         self.waiting: deque[bytes] = deque(maxlen=most)
         self.dropped = 0
-        self._path, self._end = path, end
+        self._path = path
+        self._end = end
         self._file: FileIO | None = None
 
     @property
@@ -51,7 +58,8 @@ class Journal:
         self.waiting.append(record)
 
     def write(self) -> None:
-        """Writes all that waits. Raises: OSError; the records that were written wait no more then."""
+        """Writes all that waits. Raises: OSError; the records that were written wait no more
+        then."""
         if self._file is None:
             self._file = self._open()
         end = self._file.tell()
@@ -69,9 +77,12 @@ class Journal:
             raise
 
     def close(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
-            with contextlib.suppress(OSError):  # an error of the last write, which has been raised before
+            with contextlib.suppress(
+                OSError
+            ):  # an error of the last write, which has been raised before
                 file.close()
 
     def _open(self) -> FileIO:
@@ -99,11 +110,14 @@ def _whole_lines(file: FileIO, size: int) -> int:
 class Records:
     """The files of a folder that this process alone writes. No method raises OSError.
 
-    say: told once when writing fails, and once when it works again. writes: False on a rank that keeps no files.
+    say: told once when writing fails, and once when it works again. writes: False on a rank that
+    keeps no files.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], *, writes: bool = True):
-        self.folder, self.writes, self._say = folder, writes, say
+        self.folder = folder
+        self.writes = writes
+        self._say = say
         self._journals: dict[Path, Journal] = {}
         self._files: dict[Path, Write] = {}
         self._dropped_files = 0
@@ -111,7 +125,8 @@ class Records:
         self._retry_at = 0.0
 
     def begin(self, name: str, end: int | None = None, most: int = MOST_RECORDS) -> None:
-        """Lets a file grow from now on; `end` and `most` as in Journal. Its records that waited are forgotten."""
+        """Lets a file grow from now on; `end` and `most` as in Journal. Its records that waited are
+        forgotten."""
         path = self.folder / name
         if path in self._journals:
             self._journals[path].close()
@@ -129,7 +144,8 @@ class Records:
         return list(self._journals[self.folder / name].waiting)
 
     def put(self, name: str, write: Write) -> None:
-        """Writes a file beside its place and renames it; where `write` makes none, there is none."""
+        """Writes a file beside its place and renames it; where `write` makes none, there is
+        none."""
         if not self.writes:
             return
         self._files.pop(self.folder / name, None)
@@ -153,9 +169,15 @@ class Records:
     def close(self) -> None:
         """Closes the files, and says which could not be written."""
         if self._try():
-            lost = [f"{path} ({len(journal.waiting)} records)" for path, journal in self._journals.items()
-                    if journal.waiting] + [str(path) for path in self._files]
-            self._say(f"never written, for want of room: {'; '.join(filter(None, (', '.join(lost), self._dropped())))}")
+            lost = [
+                f"{path} ({len(journal.waiting)} records)"
+                for path, journal in self._journals.items()
+                if journal.waiting
+            ] + [str(path) for path in self._files]
+            self._say(
+                "never written, for want of room: "
+                f"{'; '.join(filter(None, (', '.join(lost), self._dropped())))}"
+            )
         for journal in self._journals.values():
             journal.close()
         self._journals.clear()
@@ -179,17 +201,26 @@ class Records:
         self._retry_at = time.monotonic() + _RETRY_S
         if failed and self._failing is None:
             self._failing, cause = next(iter(failed.items()))
-            self._say(f"{self._failing}: cannot be written ({cause.strerror or cause}); training goes on, and what is "
-                      "to be there waits")
+            self._say(
+                f"{self._failing}: cannot be written ({cause.strerror or cause}); training goes "
+                "on, and what is "
+                "to be there waits"
+            )
         elif self._failing is not None and not failed:
-            path, self._failing = self._failing, None
-            self._say(f"{path}: can be written again; {self._dropped() or 'all that has waited is there'}")
+            path = self._failing
+            self._failing = None
+            self._say(
+                f"{path}: can be written again; {self._dropped() or 'all that has waited is there'}"
+            )
         return bool(failed)
 
     def _dropped(self) -> str:
         """Says how much was dropped since writing failed, and counts anew; empty: nothing."""
-        dropped = [f"{journal.dropped} records of {path.name}" for path, journal in self._journals.items()
-                   if journal.dropped] + [f"{self._dropped_files} whole files"] * bool(self._dropped_files)
+        dropped = [
+            f"{journal.dropped} records of {path.name}"
+            for path, journal in self._journals.items()
+            if journal.dropped
+        ] + [f"{self._dropped_files} whole files"] * bool(self._dropped_files)
         self._dropped_files = 0
         for journal in self._journals.values():
             journal.dropped = 0

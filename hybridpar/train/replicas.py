@@ -1,10 +1,12 @@
 """Whole chunks of what replicas share (ZeRO-2 and 3), as the plan of a rank has them come and go.
 
-    three parts, two blocks' weights at a time; FETCH gathers weights, RELEASE drops them, or sums gradients over dp
+    three parts, two blocks' weights at a time; FETCH gathers weights, RELEASE drops them, or sums
+    gradients over dp
 
     FETCH0 FETCH1 F0 RELEASE0 FETCH2 F0.1 F0.2   B0.2 RELEASE5 RELEASE2 FETCH0 B0.1 RELEASE4 B0 RELEASE3   REDUCE0 ..
 
-Replicas of a stage have equal plans, for their chunks are of equal sizes; so their collectives meet.
+Replicas of a stage have equal plans, for their chunks are of equal sizes; so their collectives
+meet.
 """
 
 from __future__ import annotations
@@ -27,14 +29,25 @@ from hybridpar.train.tiers import RankTiers
 class SharedChunks:
     """The chunks of a rank that come and go, along its plan: the executor's tiers.
 
-    Before a backward makes gradients, the sums that were started ahead of the backward before it are over. `tiers`:
-    have this rank's shares; None: they are always here. A share stays until what is summed into it is over.
+    Before a backward makes gradients, the sums that were started ahead of the backward before it
+    are over. `tiers`: have this rank's shares; None: they are always here. A share stays until what
+    is summed into it is over.
     """
 
-    def __init__(self, memory: WholeChunks, state: RankState, parts: Parts, sizes: Sizes,
-                 tiers: RankTiers | None = None):
-        self._state, self._tiers, self._m = state, tiers, sizes.num_microbatches
-        shares, first = ({}, 0) if tiers is None else (tiers.touches.shares, len(tiers.touches.items))
+    def __init__(
+        self,
+        memory: WholeChunks,
+        state: RankState,
+        parts: Parts,
+        sizes: Sizes,
+        tiers: RankTiers | None = None,
+    ):
+        self._state = state
+        self._tiers = tiers
+        self._m = sizes.num_microbatches
+        shares, first = (
+            ({}, 0) if tiers is None else (tiers.touches.shares, len(tiers.touches.items))
+        )
         self._touches = SharedTouches(memory, state, parts, sizes, first)
         self._chunks, self.items = self._touches.chunks, self._touches.items()
         """The chunks as a plan knows them."""
@@ -44,7 +57,8 @@ class SharedChunks:
         self._summed: dict[int, int] = {}  # and of which its share has any
 
     def plan(self, actions: Iterator[Action]) -> Iterator[Action]:
-        """The actions of a rank that is drained, with FETCH and RELEASE. At the start nothing is whole."""
+        """The actions of a rank that is drained, with FETCH and RELEASE. At the start nothing is
+        whole."""
         self._settle()
         tiers = SharedTiers(self.items)
         moved = self.items.moved(actions)
@@ -53,10 +67,11 @@ class SharedChunks:
                 raise PlanError(fault, {action.stage: [action]}, [(action.stage, 0)])
             yield action
 
-    # -- as the executor asks for it -----------------------------------------------------------------------------------
+    # -- as the executor asks for it
 
     def move(self, action: Action) -> None:
-        """Starts a FETCH or RELEASE. What was not made, as its batch was cut off, has nothing to give up.
+        """Starts a FETCH or RELEASE. What was not made, as its batch was cut off, has nothing to
+        give up.
 
         Collectives: an all-gather, or a reduce-scatter, for each bucket of the chunk.
         """
@@ -76,13 +91,17 @@ class SharedChunks:
 
     def are_here(self, action: Action) -> bool:
         """Whether `touch` would not wait."""
-        arriving = (self._arriving.get(item, Works()) for item, _ in self._touches.of_weights(action))
+        arriving = (
+            self._arriving.get(item, Works()) for item, _ in self._touches.of_weights(action)
+        )
         sums = self._sums.first(self._sums.num_due(action, self._made(action)))
         return all(works.is_done() for works in (*arriving, *sums)) and (
-            self._tiers is None or self._is_cut_off(action) or self._tiers.are_here(action))
+            self._tiers is None or self._is_cut_off(action) or self._tiers.are_here(action)
+        )
 
     def touch(self, action: Action) -> None:
-        """Waits for weights that the action needs, for sums that must be over, and makes what it adds to."""
+        """Waits for weights that the action needs, for sums that must be over, and makes what it
+        adds to."""
         for item, mode in self._touches.of_weights(action):
             if mode is Mode.READ:
                 self._await(item)
@@ -98,12 +117,18 @@ class SharedChunks:
             chunk = self._chunks[item]
             chunk.take()
             self._batches[item] = action.microbatch // self._m
-            self._state.gradients.renew(chunk.index, self._state.shares[chunk.index].names(chunk.use))
+            self._state.gradients.renew(
+                chunk.index, self._state.shares[chunk.index].names(chunk.use)
+            )
 
     def _is_cut_off(self, action: Action) -> bool:
         """Whether it would release gradients that were not made."""
         number = action.microbatch
-        return action.kind is Kind.RELEASE and number in self.items.summed and not self._adds_up(number)
+        return (
+            action.kind is Kind.RELEASE
+            and number in self.items.summed
+            and not self._adds_up(number)
+        )
 
     def _adds_up(self, number: int) -> bool:
         """Whether a chunk of gradients is here, and not being summed."""
@@ -111,12 +136,16 @@ class SharedChunks:
 
     def _made(self, action: Action) -> list[int]:
         """The chunks that an action adds to as the first since they were summed."""
-        return [item for item, mode in self._touches.of_gradients(action)
-                if mode is Mode.ADD and not self._adds_up(item)]
+        return [
+            item
+            for item, mode in self._touches.of_gradients(action)
+            if mode is Mode.ADD and not self._adds_up(item)
+        ]
 
     def _sum(self, number: int) -> None:
         """Starts to sum the gradients of a chunk over the replicas, if any came."""
-        chunk, gradients = self._chunks[number], self._state.gradients
+        chunk = self._chunks[number]
+        gradients = self._state.gradients
         shares = self._state.shares[chunk.index]
         names = shares.names(chunk.use)
         if gradients.missing(chunk.index).issuperset(names):
@@ -133,7 +162,8 @@ class SharedChunks:
         for _ in range(count):
             number, works, leaves = self._sums.complete()
             works.wait()
-            chunk, batch = self._chunks[number], self._batches[number]
+            chunk = self._chunks[number]
+            batch = self._batches[number]
             shares = self._state.shares[chunk.index]
             shares.take(shares.names(chunk.use), add=self._summed.get(number) == batch)
             self._summed[number] = batch
@@ -161,4 +191,5 @@ class SharedChunks:
         self._complete(len(self._sums))
         for chunk in self._chunks.values():
             chunk.give_back()
-        self._batches, self._summed = {}, {}
+        self._batches = {}
+        self._summed = {}

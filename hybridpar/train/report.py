@@ -1,4 +1,5 @@
-"""A run's report about itself: plan and trace as pictures, a row of numbers a step, and what it came to at the end."""
+"""A run's report about itself: plan and trace as pictures, a row of numbers a step, and what it
+came to at the end."""
 
 from __future__ import annotations
 
@@ -45,12 +46,17 @@ class RunReport:
     """The report of a run on this rank; only rank 0 writes and says anything.
 
     loss, val_loss: the last ones of this run; None where it had none.
-    Collectives: the constructor, `end_stretch` and, with `links`, `finish`, on all ranks of the grid.
+    Collectives: the constructor, `end_stretch` and, with `links`, `finish`, on all ranks of the
+        grid.
     """
 
-    def __init__(self, engine: Engine, reporter: Reporter, resumed: int, links: LinkWatch | None = None):
+    def __init__(
+        self, engine: Engine, reporter: Reporter, resumed: int, links: LinkWatch | None = None
+    ):
         config = self.config = engine.config
-        self.engine, self.reporter, self.links = engine, reporter, links
+        self.engine = engine
+        self.reporter = reporter
+        self.links = links
         self._traffic = links.traffic() if links else Traffic()
         self.writes = engine.grid.rank == 0
         self.log = RunLog(config.run.folder, resumed, reporter, writes=self.writes, config=config)
@@ -65,15 +71,24 @@ class RunReport:
         self._num_unlabelled = 0
         self._knows_validation_sets = False
         self._flops_per_token = training_flops_per_token(config.model)
-        self._peak = Peak(config, engine.device, engine.grid.world, reporter.say, goes_on=resumed > 0)
+        self._peak = Peak(
+            config, engine.device, engine.grid.world, reporter.say, goes_on=resumed > 0
+        )
         counts = config.model.counts
-        each = f"{self._flops_per_token:,} FLOP/{counts.removesuffix('s')} ({training_flops_rule(config.model)})"
-        reporter.detail(f"MFU = {counts}/s x {each} / {self._peak.flops / 1e9:,.0f} GFLOP/s ({self._peak.source})")
+        each = (
+            f"{self._flops_per_token:,} FLOP/{counts.removesuffix('s')} "
+            f"({training_flops_rule(config.model)})"
+        )
+        reporter.detail(
+            f"MFU = {counts}/s x {each} / {self._peak.flops / 1e9:,.0f} GFLOP/s "
+            f"({self._peak.source})"
+        )
         if self.writes:
             self._draw_plan()
 
     def begin_stretch(self, stop: int) -> None:
-        """Training goes on up to step `stop` without a drain: the first stretch with a steady state is recorded.
+        """Training goes on up to step `stop` without a drain: the first stretch with a steady state
+        is recorded.
 
         The last stretch must do where all are shorter.
         """
@@ -82,14 +97,17 @@ class RunReport:
         skip = max(engine.schedule.sync_steps - engine.batches_done, 0)
         least = _TRACED_STEPS if stop < self.config.train.num_steps else 1
         if not self._traced and num_batches - skip >= least:
-            self._recorder = trace.Recorder(engine.executor, engine.batches_done, num_batches, skip=skip)
+            self._recorder = trace.Recorder(
+                engine.executor, engine.batches_done, num_batches, skip=skip
+            )
 
     def end_stretch(self) -> None:
         """The pipeline has drained: what was recorded is gathered and written."""
         if self._recorder is not None:
             self._recorder.close()
             self._write_trace(self._recorder)
-            self._recorder, self._traced = None, True
+            self._recorder = None
+            self._traced = True
 
     def after_update(self, step: int) -> None:
         """To be called after every update, also of steps that will not count."""
@@ -99,12 +117,16 @@ class RunReport:
                 self._advised = self._exchange.has_ended(self._recorder, self.reporter.say)
 
     def step(self, result: StepResult, seconds: float, notes: dict[str, Any]) -> None:
-        """Reports a step that took so long. notes: values besides its numbers; with some it is logged in any case."""
+        """Reports a step that took so long. notes: values besides its numbers; with some it is
+        logged in any case."""
         self._step_seconds.append(seconds)
-        self.loss, settings = result.loss, self.config.train
+        self.loss = result.loss
+        settings = self.config.train
         if not result.num_targets:
             notes = notes | self._note_unlabelled(result.step)
-        logged = notes or result.step % settings.log_interval == 0 or result.step == settings.num_steps
+        logged = (
+            notes or result.step % settings.log_interval == 0 or result.step == settings.num_steps
+        )
         if not self.writes:
             return
         share = self._peak.share(self.config.batch_tokens / seconds * self._flops_per_token)
@@ -114,16 +136,21 @@ class RunReport:
             self.reporter.step(row, is_evaluated=is_evaluated(self.config, result.step))
 
     def _note_unlabelled(self, step: int) -> dict[str, Any]:
-        """Count a step without a label that counts, and warn of the first; return the values for metrics.jsonl."""
+        """Count a step without a label that counts, and warn of the first; return the values for
+        metrics.jsonl."""
         self._num_unlabelled += 1
         if self._num_unlabelled == 1:
-            self.reporter.say(f"step {step}: no label of this batch counts (all are -100, or num_targets is 0), so the "
-                              "losses over labels and their gradients are 0; further such batches are counted as "
-                              "unlabelled_steps in metrics.jsonl")
+            self.reporter.say(
+                f"step {step}: no label of this batch counts (all are -100, or num_targets is 0), "
+                "so the "
+                "losses over labels and their gradients are 0; further such batches are counted as "
+                "unlabelled_steps in metrics.jsonl"
+            )
         return {"unlabelled_steps": self._num_unlabelled}
 
     def validation_sets(self, evaluator: Evaluator) -> None:
-        """Say once, after the first evaluation, if samples of a validation set repeat, or if no label counts."""
+        """Say once, after the first evaluation, if samples of a validation set repeat, or if no
+        label counts."""
         if self._knows_validation_sets:
             return
         self._knows_validation_sets = True
@@ -131,17 +158,29 @@ class RunReport:
         for name, loader in evaluator.loaders.items():
             of_set = f" of {name}" if name else ""
             if not evaluator.has_targets(name):
-                self.reporter.say(f"validation{of_set}: no label of the validation set counts (all are -100, or "
-                                  "num_targets is 0), so there is no validation loss")
+                self.reporter.say(
+                    f"validation{of_set}: no label of the validation set counts (all are -100, or "
+                    "num_targets is 0), so there is no validation loss"
+                )
             asked = num_batches * loader.batch_size
             if repeats := loader.samples.num_repeats(asked):
                 once = loader.num_batches_without_repeats(num_batches)
-                fewer = (f"; train.eval_batches = {once} takes each at most once" if once else
-                         f"; no train.eval_batches avoids it, as one batch has {loader.batch_size} samples")
-                self.reporter.say(f"validation{of_set}: train.eval_batches = {num_batches} asks for {asked} samples, "
-                                  f"and {repeats} of them repeat earlier ones, as the validation set is smaller{fewer}")
+                fewer = (
+                    f"; train.eval_batches = {once} takes each at most once"
+                    if once
+                    else f"; no train.eval_batches avoids it, as one batch has {loader.batch_size} "
+                    "samples"
+                )
+                self.reporter.say(
+                    f"validation{of_set}: train.eval_batches = {num_batches} asks for {asked} "
+                    "samples, "
+                    f"and {repeats} of them repeat earlier ones, as the validation set is "
+                    f"smaller{fewer}"
+                )
 
-    def evaluation(self, step: int, numbers: Numbers, row: Mapping[str, float], loss: float | None) -> None:
+    def evaluation(
+        self, step: int, numbers: Numbers, row: Mapping[str, float], loss: float | None
+    ) -> None:
         """Report an evaluation.
 
         Args:
@@ -152,55 +191,83 @@ class RunReport:
         self.val_loss = self.val_loss if loss is None else loss
         if self.writes:
             names = self.engine.loss_names
-            partial = {valid_name("losses", name): {key: found[key] for key in names}
-                       for name, found in numbers.items()}
+            partial = {
+                valid_name("losses", name): {key: found[key] for key in names}
+                for name, found in numbers.items()
+            }
             self.log.write({"step": step, **row}, partial if len(names) > 1 else {})
             self.reporter.evaluation(step, row)
 
     def finish(self, stopped_by: int) -> None:
-        """Says what the run came to, and draws its loss. stopped_by: the signal that ended it early (0: none)."""
+        """Says what the run came to, and draws its loss. stopped_by: the signal that ended it early
+        (0: none)."""
         traffic = self._all_traffic()
         if not self.writes:
             return
-        say, detail, config = self.reporter.say, self.reporter.detail, self.config
+        say = self.reporter.say
+        detail = self.reporter.detail
+        config = self.config
         for line in traffic:
             say(line)
         if self._num_unlabelled:
             is_only_loss = len(self.engine.loss_names) == 1
-            momentum = ", and only momentum and weight decay changed the weights" if is_only_loss else ""
-            say(f"{self._num_unlabelled} of {len(self._step_seconds)} batches had no label that counts: the losses "
-                f"over labels gave no gradient there{momentum}")
+            momentum = (
+                ", and only momentum and weight decay changed the weights" if is_only_loss else ""
+            )
+            say(
+                f"{self._num_unlabelled} of {len(self._step_seconds)} batches had no label that "
+                "counts: the losses "
+                f"over labels gave no gradient there{momentum}"
+            )
         if self._step_seconds:
             say(self._summary())
         self._compare_with_plan()
         if (compression := self.engine.state.compression) is not None:
             say(str(compression.sent))
         if self._costs is not None:
-            folder = slow_folder(config) if config.memory.budget and self.engine.device.type == "cpu" else None
+            folder = (
+                slow_folder(config)
+                if config.memory.budget and self.engine.device.type == "cpu"
+                else None
+            )
             for line in [*describe(self._costs, folder), *differences(config, self._costs)]:
                 detail(line)
         elif self._traced:
-            detail(f"no {run_folder.COSTS}: that takes {_TRACED_STEPS} steps in a row without an evaluation or a "
-                "checkpoint")
+            detail(
+                f"no {run_folder.COSTS}: that takes {_TRACED_STEPS} steps in a row without an "
+                "evaluation or a "
+                "checkpoint"
+            )
         self.log.finish()
         if can_plot():
             metrics = config.run.folder / run_folder.METRICS
-            self.log.put("loss.png", lambda path: draw_loss(read_curves(metrics), path, config.run.name))
+            self.log.put(
+                "loss.png", lambda path: draw_loss(read_curves(metrics), path, config.run.name)
+            )
         else:
             detail("no loss.png: matplotlib is not installed (pip install 'hybridpar[plot]')")
         if stopped_by:
-            say(f"stopped after step {self.engine.batches_done}; the next start of {config.run.name} resumes there")
+            say(
+                f"stopped after step {self.engine.batches_done}; the next start of "
+                f"{config.run.name} resumes there"
+            )
 
     def _row(self, result: StepResult, seconds: float, share: float) -> dict[str, Any]:
-        config, tokens = self.config, self.config.batch_tokens
+        config = self.config
+        tokens = self.config.batch_tokens
         samples = self.engine.data_start.consumed(result.step, config.global_batch_size)
         row: dict[str, Any] = {
-            "step": result.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr,
+            "step": result.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
             **({} if config.model.counts == "tokens" else {"counts": config.model.counts}),
-            "tokens_per_s": tokens / seconds, "step_ms": 1e3 * seconds,
+            "tokens_per_s": tokens / seconds,
+            "step_ms": 1e3 * seconds,
             "consumed_tokens": samples * config.model.tokens_per_sample,
             "mfu": share,
-            "memory_mib": peak_memory_mib(self.engine.device)}
+            "memory_mib": peak_memory_mib(self.engine.device),
+        }
         if self.links is not None:
             sent, received = (self.links.traffic() - self._traffic).a_day
             row |= {"sent_gb_a_day": sent / 1e9, "received_gb_a_day": received / 1e9}
@@ -214,25 +281,35 @@ class RunReport:
         return row
 
     def _all_traffic(self) -> list[str]:
-        """A line for each host: what it has sent to others and received. Collectives: on all ranks, with `links`."""
+        """A line for each host: what it has sent to others and received. Collectives: on all ranks,
+        with `links`."""
         if self.links is None:
             return []
         mine = self.links.hosts.own, str(self.links.traffic() - self._traffic)
-        return [f"{host} {text}" for host, text in dict(gather_objects(mine, self.engine.grid.world)).items()]
+        return [
+            f"{host} {text}"
+            for host, text in dict(gather_objects(mine, self.engine.grid.world)).items()
+        ]
 
     def _draw_plan(self) -> None:
-        schedule, m = self.config.pipeline.schedule, self.config.pipeline.num_microbatches
-        title = f"{schedule}, {len(self.engine.split)} stages, {m} micro-batches a batch (simulated)"
+        schedule = self.config.pipeline.schedule
+        m = self.config.pipeline.num_microbatches
+        title = (
+            f"{schedule}, {len(self.engine.split)} stages, {m} micro-batches a batch (simulated)"
+        )
         num_batches = ceil(_DRAWN_MICROBATCHES / m)
         if _DRAWN_BATCHES * m * len(self.engine.split) <= _MOST_BOXES:
             num_batches = max(num_batches, _DRAWN_BATCHES)
-        self.log.draw("plan.svg", lambda: draw_svg(preview(self.config, num_batches).timeline, title=title))
+        self.log.draw(
+            "plan.svg", lambda: draw_svg(preview(self.config, num_batches).timeline, title=title)
+        )
 
     def _write_trace(self, recorder: trace.Recorder) -> None:
         ranks = trace.gather(recorder, self.engine.grid)
         if not self.writes or not any(rank.events for rank in ranks):
             return
-        shown, gathers = trace.last_batches(ranks, trace.SHOWN), self.engine.state.partition.is_sharded
+        shown = trace.last_batches(ranks, trace.SHOWN)
+        gathers = self.engine.state.partition.is_sharded
         self.log.put("trace.json", lambda path: trace.write_trace(shown, path, gathers=gathers))
         title = f"{self.config.pipeline.schedule} as it ran"
         self.log.draw("executed.svg", lambda: trace.draw_executed(shown, title))
@@ -244,18 +321,30 @@ class RunReport:
             self._advised = True
 
     def _summary(self) -> str:
-        """Return the time of a step, and where it was measured how long stages were idle, in one line."""
-        took, plan = median(self._step_seconds), self.config.plan
+        """Return the time of a step, and where it was measured how long stages were idle, in one
+        line."""
+        took = median(self._step_seconds)
+        plan = self.config.plan
         planned = f", {in_ms(plan.step_ms / 1e3)} planned" if plan.step_ms else ""
         text = f"{in_ms(took)} a step (median of {len(self._step_seconds)}{planned})"
         if self._costs is None or self._costs.sizes.num_ranks == 1:
             return text
-        return f"{text}; {self._costs.sizes.rank_name}s idle {percent(self._costs.measured.idle)} of the time"
+        return (
+            f"{text}; {self._costs.sizes.rank_name}s idle {percent(self._costs.measured.idle)} of "
+            "the time"
+        )
 
     def _compare_with_plan(self) -> None:
         plan = self.config.plan
         if plan.step_ms and len(self._step_seconds) >= _TRACED_STEPS:
-            took, taken = 1e3 * median(self._step_seconds), round(100 * plan.cores_taken)
-            busy = f"; other programs took {taken} % of the cores while it was measured" if taken else ""
-            self.reporter.detail(f"plan: a step takes {took:.4g} ms (median of {len(self._step_seconds)}), "
-                                 f"{plan.step_ms:.4g} ms predicted ({100 * (plan.step_ms / took - 1):+.1f} %){busy}")
+            took = 1e3 * median(self._step_seconds)
+            taken = round(100 * plan.cores_taken)
+            busy = (
+                f"; other programs took {taken} % of the cores while it was measured"
+                if taken
+                else ""
+            )
+            self.reporter.detail(
+                f"plan: a step takes {took:.4g} ms (median of {len(self._step_seconds)}), "
+                f"{plan.step_ms:.4g} ms predicted ({100 * (plan.step_ms / took - 1):+.1f} %){busy}"
+            )

@@ -1,10 +1,12 @@
-"""One stretch of training, from a step to the end or to a signal, with its evaluations and checkpoints.
+"""One stretch of training, from a step to the end or to a signal, with its evaluations and
+checkpoints.
 
     step   0 ............. eval ............. eval+save ......... save ........ num_steps
            eval   one engine.train call     one call          one call        eval, save, pictures
 
-Between two marks the pipeline never drains. A save goes on beside the next call; at the marks after it ranks agree on
-whether it went well. The last one is waited for. report.py writes and says how it goes.
+Between two marks the pipeline never drains. A save goes on beside the next call; at the marks after
+it ranks agree on whether it went well. The last one is waited for. report.py writes and says how it
+goes.
 """
 
 from __future__ import annotations
@@ -48,7 +50,11 @@ from hybridpar.train.watchdog import SAVING
 
 def mark_intervals(config: Config) -> list[int]:
     """Numbers of steps at whose multiples the pipeline drains."""
-    intervals = config.train.eval_interval, config.train.save_interval, config.anomalies.audit_interval
+    intervals = (
+        config.train.eval_interval,
+        config.train.save_interval,
+        config.anomalies.audit_interval,
+    )
     return [interval for interval in intervals if interval]
 
 
@@ -56,8 +62,8 @@ def mark_intervals(config: Config) -> list[int]:
 class Outcome:
     """How a call of `train` ended. stopped_by: number of the signal that ended it early (0: none).
 
-    loss, val_loss: the last ones of this call; None where it had none. asked_to_stop: a callback returned STOP, or the
-    program called `request_stop`.
+    loss, val_loss: the last ones of this call; None where it had none. asked_to_stop: a callback
+    returned STOP, or the program called `request_stop`.
     """
 
     folder: Path
@@ -75,7 +81,8 @@ class Outcome:
 
     @cached_property
     def history(self) -> History:
-        """The losses and evaluations of the whole run, as its folder has them; read when it is first asked for."""
+        """The losses and evaluations of the whole run, as its folder has them; read when it is
+        first asked for."""
         return History.read(self._metrics)
 
     @property
@@ -86,27 +93,49 @@ class Outcome:
     def as_json(self) -> dict[str, Any]:
         """The outcome in plain values."""
         return {
-            "ok": True, "run": str(self.folder), "step": self.step, "num_steps": self.num_steps,
-            "resumed_from": self.resumed_from, "loss": self.loss, "val_loss": self.val_loss,
-            "stopped_by": signal.Signals(self.stopped_by).name if self.stopped_by else
-                          "program" if self.asked_to_stop else None,
+            "ok": True,
+            "run": str(self.folder),
+            "step": self.step,
+            "num_steps": self.num_steps,
+            "resumed_from": self.resumed_from,
+            "loss": self.loss,
+            "val_loss": self.val_loss,
+            "stopped_by": signal.Signals(self.stopped_by).name
+            if self.stopped_by
+            else "program"
+            if self.asked_to_stop
+            else None,
         }
 
 
 class Run:
-    """Training of a job whose engine stands at step `resumed`. Collectives: go() and the constructor, on all ranks."""
+    """Training of a job whose engine stands at step `resumed`. Collectives: go() and the
+    constructor, on all ranks."""
 
-    def __init__(self, engine: Engine, data: Data, reporter: Reporter, resumed: int, watch: MemoryWatch | None = None,
-                 links: LinkWatch | None = None, callbacks: Callbacks = SILENT):
+    def __init__(
+        self,
+        engine: Engine,
+        data: Data,
+        reporter: Reporter,
+        resumed: int,
+        watch: MemoryWatch | None = None,
+        links: LinkWatch | None = None,
+        callbacks: Callbacks = SILENT,
+    ):
         config = self.config = engine.config
         self.callbacks = CallbackRunner(callbacks, self._stop_soon)
-        self.engine, self.grid, self.reporter, self.watch = engine, engine.grid, reporter, watch
+        self.engine = engine
+        self.grid = engine.grid
+        self.reporter = reporter
+        self.watch = watch
         self.resumed = resumed
         self.report = RunReport(engine, reporter, resumed, links)
         self.train_loader = batch_loader(engine, data.train)
         self.train_loader.start = engine.data_start
         loader = self.train_loader if watch is None else watch.loader(self.train_loader)
-        self.memory = MemoryLog(engine, resumed, reporter.say) if config.train.record_memory else None
+        self.memory = (
+            MemoryLog(engine, resumed, reporter.say) if config.train.record_memory else None
+        )
         self.planned = PlannedMemory(engine, reporter.say) if config.train.planned_memory else None
         self.clock = BatchClock(loader if self.memory is None else self.memory.loader(loader))
         self.evaluator = Evaluator(engine, data.valid)
@@ -114,18 +143,26 @@ class Run:
         self.saving = Flight()
         run_folder.open_flight(config, self.grid.rank, self.saving, SAVING)
         self.saver = checkpoint.Saver(
-            config.run.folder / run_folder.CHECKPOINTS, engine, data.train.fingerprint, reporter.say, self.saving)
+            config.run.folder / run_folder.CHECKPOINTS,
+            engine,
+            data.train.fingerprint,
+            reporter.say,
+            self.saving,
+        )
         self.saver.on_save = self.callbacks.on_save
         self.saves = Saves(self.saver, config.checkpoint.max_failed_saves, self.report.log.note)
         self.reserved = not config.saves_beside_training
         self.evaluated: tuple[int, float] | None = None
-        """The step that was evaluated last, and its validation loss by which checkpoints are compared."""
-        self.flight, self.faults = self.grid.flight, config.faults
+        """The step that was evaluated last, and its validation loss by which checkpoints are
+        compared."""
+        self.flight = self.grid.flight
+        self.faults = config.faults
         self.warm = False
         """Whether a step was made: the first one may load, compile and connect for long."""
 
     def close(self) -> None:
-        """Closes the files. Where training has failed, a checkpoint that is nearly there may still come."""
+        """Closes the files. Where training has failed, a checkpoint that is nearly there may still
+        come."""
         self.saver.close()
         self.saving.leave()
         if self.memory is not None:
@@ -135,8 +172,10 @@ class Run:
         self.report.log.close()
 
     def go(self) -> Outcome:
-        """Trains to the end, or to a request to stop; saves and draws; says how it went. Raises: CallbackError."""
-        engine, end = self.engine, self.config.train.num_steps
+        """Trains to the end, or to a request to stop; saves and draws; says how it went. Raises:
+        CallbackError."""
+        engine = self.engine
+        end = self.config.train.num_steps
         alone = self.grid.world.size == 1
         with noting_signals(self.config.train.stop_signals, self._on_signal, alone) as request:
             if engine.batches_done == 0:
@@ -163,7 +202,9 @@ class Run:
                 stop = self._end_stretch(stop, saves=saves, last=last)
         self.flight.phase("ending", self.faults.start_timeout_s)
         if self.watch is not None:
-            compared = self.watch.compare(self.grid, self.engine.tiers.peak if self.engine.tiers else 0)
+            compared = self.watch.compare(
+                self.grid, self.engine.tiers.peak if self.engine.tiers else 0
+            )
             tell = self.reporter.say if self.config.train.measure_memory else self.reporter.detail
             tell(str(compared))
         if self.planned is not None:
@@ -171,14 +212,24 @@ class Run:
             self.reporter.say(describe(counts))
         self.report.finish(stop.code)
         self._raise_callback_errors()
-        return Outcome(self.config.run.folder, engine.batches_done, end, self.resumed, self.report.loss,
-                       self.report.val_loss, stop.signal, stop.is_by_program)
+        return Outcome(
+            self.config.run.folder,
+            engine.batches_done,
+            end,
+            self.resumed,
+            self.report.loss,
+            self.report.val_loss,
+            stop.signal,
+            stop.is_by_program,
+        )
 
     def _end_stretch(self, stop: StopReason, *, saves: bool, last: bool) -> StopReason:
-        """Evaluates and saves where that is due, and deals with anomalies, also with one that the save has found.
+        """Evaluates and saves where that is due, and deals with anomalies, also with one that the
+        save has found.
 
-        `stop`: the reason to end the run. `last`: nothing follows. Returns the reason, which on_evaluation may have
-        given; none if the run has rolled back instead. Each roll back is to another checkpoint, so they come to an end.
+        `stop`: the reason to end the run. `last`: nothing follows. Returns the reason, which
+        on_evaluation may have given; none if the run has rolled back instead. Each roll back is to
+        another checkpoint, so they come to an end.
         """
         while True:
             if self.anomalies.is_open:
@@ -198,13 +249,20 @@ class Run:
                 return stop
 
     def _raise_callback_errors(self) -> None:
-        """Collectives: one gather, on all ranks. Raises: CallbackError on all ranks, if a callback raised on any."""
+        """Collectives: one gather, on all ranks. Raises: CallbackError on all ranks, if a callback
+        raised on any."""
         errors = gather_objects(self.callbacks.error, self.grid.world)
-        texts = {text: [rank for rank, other in enumerate(errors) if other == text] for text in errors if text}
+        texts = {
+            text: [rank for rank, other in enumerate(errors) if other == text]
+            for text in errors
+            if text
+        }
         if not texts:
             return
-        lines = [text if len(ranks) == len(errors) else f"rank {', '.join(map(str, ranks))}: {text}"
-                 for text, ranks in texts.items()]
+        lines = [
+            text if len(ranks) == len(errors) else f"rank {', '.join(map(str, ranks))}: {text}"
+            for text, ranks in texts.items()
+        ]
         raise CallbackError("\n".join(lines)) from self.callbacks.cause
 
     @property
@@ -217,7 +275,12 @@ class Run:
 
     def _next_mark(self, step: int) -> int:
         """The next step at which the pipeline drains."""
-        return min([self.config.train.num_steps, *((step // n + 1) * n for n in mark_intervals(self.config))])
+        return min(
+            [
+                self.config.train.num_steps,
+                *((step // n + 1) * n for n in mark_intervals(self.config)),
+            ]
+        )
 
     def _train_until(self, stop: int) -> None:
         self.flight.phase("training", self._limit_s)
@@ -248,7 +311,8 @@ class Run:
             self.callbacks.on_step(result)
 
     def _audit(self, saves: bool) -> None:
-        """Compares replicas where that is due: at multiples of the interval, and before every save."""
+        """Compares replicas where that is due: at multiples of the interval, and before every
+        save."""
         interval = self.config.anomalies.audit_interval
         if interval and not self.anomalies.is_open and (saves or self._is_multiple(interval)):
             self.anomalies.audit()
@@ -258,11 +322,13 @@ class Run:
         return is_evaluated(self.config, self.engine.batches_done)
 
     def _make_up_evaluation(self) -> None:
-        """Evaluate the step that the run resumes from, if a signal stopped the run there before it had evaluated.
+        """Evaluate the step that the run resumes from, if a signal stopped the run there before it
+        had evaluated.
 
-        The validation loss is recorded in two places, a row of metrics.jsonl and the manifest of the checkpoint, in
-        this order. A kill between them is made good from the row, without another evaluation. Then checkpoints are
-        pruned, as if the checkpoint had been saved with its validation loss.
+        The validation loss is recorded in two places, a row of metrics.jsonl and the manifest of
+        the checkpoint, in this order. A kill between them is made good from the row, without
+        another evaluation. Then checkpoints are pruned, as if the checkpoint had been saved with
+        its validation loss.
         Collectives: one gather, and an evaluation, on all ranks.
         """
         if not self._is_evaluation_due:
@@ -280,7 +346,8 @@ class Run:
             self.saver.add_val_loss(*self.evaluated)
 
     def _recorded_losses(self, step: int) -> tuple[float | None, float | None]:
-        """Return the validation losses of a step in its manifest and in metrics.jsonl, on rank 0; None: it has none."""
+        """Return the validation losses of a step in its manifest and in metrics.jsonl, on rank 0;
+        None: it has none."""
         if self.grid.rank != 0:
             return None, None
         name = valid_name("loss", self.evaluator.best)
@@ -318,7 +385,8 @@ class Run:
         self.report.log.write({"step": self.engine.batches_done}, notes)
 
     def _save(self, *, last: bool) -> None:
-        """Saves. last: what follows needs the checkpoint; else training goes on, and it may take its time, or fail."""
+        """Saves. last: what follows needs the checkpoint; else training goes on, and it may take
+        its time, or fail."""
         self.flight.phase("saving", self.faults.save_timeout_s)
         step, val_loss = self.evaluated or (-1, None)
         if step != self.engine.batches_done:
@@ -327,7 +395,10 @@ class Run:
             if last:
                 self.saves.insist(val_loss)
             else:
-                self.saves.start(val_loss, beside=self.config.checkpoint.asynchronous and not self.config.memory.budget)
+                self.saves.start(
+                    val_loss,
+                    beside=self.config.checkpoint.asynchronous and not self.config.memory.budget,
+                )
 
     def _settle(self, *, wait: bool) -> None:
         """Ends the save under way; without `wait` only if it is over."""
@@ -344,15 +415,18 @@ class Run:
 
     def _on_signal(self, number: int) -> None:
         self.engine.stop_requested = True
-        self.reporter.say(f"{signal.Signals(number).name}: finishing the batches under way, then saving; "
-                          "again after a second to quit at once")
+        self.reporter.say(
+            f"{signal.Signals(number).name}: finishing the batches under way, then saving; "
+            "again after a second to quit at once"
+        )
 
     def _stop_soon(self) -> None:
         """Asks all ranks to stop, with the sums of the next batch."""
         self.engine.stop_requested = True
 
     def _agree(self, number: int) -> StopReason:
-        """The reason of any rank to stop: all leave together, for the same reason. number: of a signal; 0: none."""
+        """The reason of any rank to stop: all leave together, for the same reason. number: of a
+        signal; 0: none."""
         mine = StopReason.of(number, by_program=self.callbacks.wants_stop)
         seen = torch.tensor([mine.code], dtype=torch.int64, device=self.engine.device)
         return StopReason(int(all_reduce(seen, self.grid.world, "max")))

@@ -1,4 +1,5 @@
-"""Saves that may fail: training goes on, and the next one tries again, up to a number of failures in a row."""
+"""Saves that may fail: training goes on, and the next one tries again, up to a number of failures
+in a row."""
 
 from __future__ import annotations
 
@@ -14,15 +15,18 @@ _PAUSES_S = 1.0, 2.0, 4.0, 8.0, 16.0
 
 
 class Saves:
-    """The saves of a run. limit: so many failures in a row end it. warn: told of each failure before that.
+    """The saves of a run. limit: so many failures in a row end it. warn: told of each failure
+    before that.
 
     Collectives: all methods, on all ranks of the grid.
-    Raises, on all ranks: SaveError if the run cannot continue; NotFiniteError if a state is not finite, which no other
-    try would change.
+    Raises, on all ranks: SaveError if the run cannot continue; NotFiniteError if a state is not
+    finite, which no other try would change.
     """
 
     def __init__(self, saver: Saver, limit: int, warn: Callable[[str], None]):
-        self._saver, self._limit, self._warn = saver, limit, warn
+        self._saver = saver
+        self._limit = limit
+        self._warn = warn
         self._failed = 0
 
     def settle(self, *, wait: bool = True) -> None:
@@ -49,12 +53,18 @@ class Saves:
         except CheckpointError as error:
             self._failed += 1
             if self._failed >= self._limit:
-                raise SaveError(f"{error}; {self._failed} in a row (checkpoint.max_failed_saves)") from error
-            self._warn(f"{error}; training goes on, and the next save tries again ({self._failed} of {self._limit} "
-                       "failures in a row that end the run)")
+                raise SaveError(
+                    f"{error}; {self._failed} in a row (checkpoint.max_failed_saves)"
+                ) from error
+            self._warn(
+                f"{error}; training goes on, and the next save tries again ({self._failed} of "
+                f"{self._limit} "
+                "failures in a row that end the run)"
+            )
 
     def insist(self, val_loss: float | None) -> None:
-        """Saves where the run needs the checkpoint, at its end or at a signal. Tries for half a minute."""
+        """Saves where the run needs the checkpoint, at its end or at a signal. Tries for half a
+        minute."""
         for pause in (*_PAUSES_S, None):
             try:
                 self._saver.start(val_loss, beside=False)

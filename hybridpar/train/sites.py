@@ -1,8 +1,8 @@
-"""What sites tell each other besides weights, with every message of the outer step: nothing else goes between them
-while they train.
+"""What sites tell each other besides weights, with every message of the outer step: nothing else
+goes between them while they train.
 
-So a request to stop, or a step that must end the run, is known to all at the version that takes the message; all end
-with the same batch.
+So a request to stop, or a step that must end the run, is known to all at the version that takes the
+message; all end with the same batch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SiteNews:
-    """What all sites have told. ending: whether any wishes to end. loss: mean over sites and over their steps since the
-    message before. skipped: steps that sites have left out since then."""
+    """What all sites have told. ending: whether any wishes to end. loss: mean over sites and over
+    their steps since the message before. skipped: steps that sites have left out since then."""
 
     ending: bool
     loss: float | None
@@ -39,20 +39,24 @@ class SiteTalk:
         self._begin()
 
     def _begin(self) -> None:
-        self._loss, self._steps, self._skipped = 0.0, 0, 0
+        self._loss = 0.0
+        self._steps = 0
+        self._skipped = 0
 
     def before(self, result: StepResult, ending: bool) -> None:
         """Before an update: its step, and whether this site wishes to end."""
         self._skipped += result.skipped
         if result.num_targets and isfinite(result.loss):
-            self._loss, self._steps = self._loss + result.loss, self._steps + 1
+            self._loss = self._loss + result.loss
+            self._steps = self._steps + 1
         self._outer.notes = float(ending), self._loss, float(self._steps), float(self._skipped)
 
     def after(self, version: int) -> SiteNews | None:
         """After the update that has made a version: what was told with the message that it took."""
         if self._outer.timeline.leaving(version) is not None:
             self._begin()
-        heard, self._outer.heard = self._outer.heard, None
+        heard = self._outer.heard
+        self._outer.heard = None
         if heard is None:
             return None
         ending, losses, steps, skipped = heard.T.tolist()

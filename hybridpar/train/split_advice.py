@@ -1,10 +1,13 @@
-"""A split into stages that would be faster than the one that a run has, from what its steps have cost.
+"""A split into stages that would be faster than the one that a run has, from what its steps have
+cost.
 
     measured     forward and backward of each stage, update of each rank
-    estimated    forward and backward of each block: blocks that compute the same take the same, and where the stages do
-                 not say what a block takes, its counted operations do; its share of the update, by its parameters
+    estimated    forward and backward of each block: blocks that compute the same take the same, and
+                 where the stages do not say what a block takes, its counted operations do; its
+                 share of the update, by its parameters
 
-The costliest stage of the better split is as cheap as possible. Both splits are simulated with the run's schedule.
+The costliest stage of the better split is as cheap as possible. Both splits are simulated with the
+run's schedule.
 """
 
 from __future__ import annotations
@@ -35,9 +38,10 @@ _WORTH = 1.05
 """How much faster the better split must be."""
 _UNEXPLAINED = 0.1
 """Share of a stage's time that its blocks' times may be off."""
-_OWN_TIME, _OWN_TIME_ALONE = 0.1, 0.01
-"""Weights of the time that a kind of block takes besides its operations, and of that of a kind without operations, each
-beside an error of a stage's time of the same size."""
+_OWN_TIME = 0.1
+_OWN_TIME_ALONE = 0.01
+"""Weights of the time that a kind of block takes besides its operations, and of that of a kind
+without operations, each beside an error of a stage's time of the same size."""
 _NANOSECONDS = 1e9
 _Array = NDArray[np.float64]
 
@@ -52,10 +56,16 @@ class _Blocks:
 
 
 def better_split(config: Config, run: RunCosts) -> str:
-    """Return a line that names the idle stage and the better split; empty if no stage idles, or no split is better."""
+    """Return a line that names the idle stage and the better split; empty if no stage idles, or no
+    split is better."""
     sizes = run.sizes
     idle = max(run.measured.idle)
-    if sizes.num_stages != sizes.num_ranks or sizes.num_ranks < 2 or idle <= _IDLE or config.memory.budget:
+    if (
+        sizes.num_stages != sizes.num_ranks
+        or sizes.num_ranks < 2
+        or idle <= _IDLE
+        or config.memory.budget
+    ):
         return ""
     split = stage_split(config)
     blocks = _estimate(config, run, split)
@@ -68,17 +78,21 @@ def better_split(config: Config, run: RunCosts) -> str:
     if before < _WORTH * after:
         return ""
     faster = 100 * (before / after - 1)
-    return (f"stage {run.measured.idle.index(idle)} idles {100 * idle:.0f} % of the time; pipeline.split = "
-            f"{list(best)} instead of {[len(s) for s in split]} would be {faster:.0f} % faster, estimated from these "
-            "steps")
+    return (
+        f"stage {run.measured.idle.index(idle)} idles {100 * idle:.0f} % of the time; "
+        "pipeline.split = "
+        f"{list(best)} instead of {[len(s) for s in split]} would be {faster:.0f} % faster, "
+        "estimated from these "
+        "steps"
+    )
 
 
 class EarlyAdvice:
     """Gives the advice of `better_split` while training goes on, not when the pipeline next drains.
 
-    The ranks of one pipeline leave their events in the job's store, where the first rank finds them at one of its next
-    steps. Nobody waits for anybody. Several hosts have several clocks, and sites train apart, so there is no early
-    advice for them.
+    The ranks of one pipeline leave their events in the job's store, where the first rank finds them
+    at one of its next steps. Nobody waits for anybody. Several hosts have several clocks, and sites
+    train apart, so there is no early advice for them.
     """
 
     def __init__(self, config: Config, grid: ProcessGrid):
@@ -96,14 +110,20 @@ class EarlyAdvice:
             return False
         try:
             return self._exchange(recorder, say)
-        except (RuntimeError, ValueError):  # there is no store: the advice comes when the pipeline drains
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # there is no store: the advice comes when the pipeline drains
             return True
 
     def _exchange(self, recorder: Recorder, say: Callable[[str], None]) -> bool:
         store = _get_default_store()
         if not self._key:
             self._key = f"hybridpar/events/{recorder.events[0].action.microbatch}"
-            store.set(f"{self._key}/{self._grid.pp.rank}", to_bytes(events_of(recorder, self._grid)).decode("ascii"))
+            store.set(
+                f"{self._key}/{self._grid.pp.rank}",
+                to_bytes(events_of(recorder, self._grid)).decode("ascii"),
+            )
         keys = [f"{self._key}/{rank}" for rank in range(self._grid.pp.size)]
         if not self._is_first:
             return True
@@ -112,7 +132,9 @@ class EarlyAdvice:
         ranks: list[RankEvents] = [from_bytes(store.get(key)) for key in keys]
         for key in keys:
             store.delete_key(key)
-        costs = run_costs(self._config, ranks) if len({rank.host.name for rank in ranks}) == 1 else None
+        costs = (
+            run_costs(self._config, ranks) if len({rank.host.name for rank in ranks}) == 1 else None
+        )
         if costs is not None and (advice := better_split(self._config, costs)):
             say(advice)
         return True
@@ -122,23 +144,40 @@ def _explain(blocks: _Blocks, run: RunCosts, split: Sequence[range]) -> bool:
     """Whether the blocks' times add up to those of the stages that were measured."""
     costs = run.measured.costs
     computed = blocks.forward + blocks.backward
-    measured = zip(*(expand(cost, len(split)) for cost in (costs.forward, costs.backward)), strict=True)
-    return all(abs(computed[stage.start : stage.stop].sum() / (sum(seconds) or 1.0) - 1) < _UNEXPLAINED
-               for stage, seconds in zip(split, measured, strict=True))
+    measured = zip(
+        *(expand(cost, len(split)) for cost in (costs.forward, costs.backward)), strict=True
+    )
+    return all(
+        abs(computed[stage.start : stage.stop].sum() / (sum(seconds) or 1.0) - 1) < _UNEXPLAINED
+        for stage, seconds in zip(split, measured, strict=True)
+    )
 
 
 def _estimate(config: Config, run: RunCosts, split: Sequence[range]) -> _Blocks:
-    model, costs, sizes = config.model, run.measured.costs, run.sizes
-    recomputed = {number for stage, again in zip(split, recomputed_blocks(config.pipeline.recompute, model, split),
-                                                 strict=True)
-                  for number in (stage if again.whole else again.blocks)}
+    model = config.model
+    costs = run.measured.costs
+    sizes = run.sizes
+    recomputed = {
+        number
+        for stage, again in zip(
+            split, recomputed_blocks(config.pipeline.recompute, model, split), strict=True
+        )
+        for number in (stage if again.whole else again.blocks)
+    }
     flops = _flops(config)
     parameters = _parameters(config)
-    ends = {0: "first", model.num_blocks - 1: "last"}  # take samples from the batch, and have the losses
-    kinds = [(flops[number], ends.get(number, ""), parameters[number], number in recomputed)
-             for number in range(model.num_blocks)]
+    ends = {
+        0: "first",
+        model.num_blocks - 1: "last",
+    }  # take samples from the batch, and have the losses
+    kinds = [
+        (flops[number], ends.get(number, ""), parameters[number], number in recomputed)
+        for number in range(model.num_blocks)
+    ]
     forward, backward = (
-        _by_kind(kinds, split, expand(cost, sizes.num_stages)) for cost in (costs.forward, costs.backward))
+        _by_kind(kinds, split, expand(cost, sizes.num_stages))
+        for cost in (costs.forward, costs.backward)
+    )
     update = np.zeros(model.num_blocks)
     for stage, seconds in zip(split, expand(costs.update, sizes.num_ranks), strict=True):
         total = sum(parameters[number] for number in stage) or 1
@@ -154,25 +193,41 @@ def _flops(config: Config) -> list[int]:
 
 
 def _parameters(config: Config) -> list[int]:
-    return [sum(prod(place.shape) for place in placements if place.trainable)
-            for placements in block_placements(config.model, config.optim.groups)]
+    return [
+        sum(prod(place.shape) for place in placements if place.trainable)
+        for placements in block_placements(config.model, config.optim.groups)
+    ]
 
 
-def _by_kind(kinds: Sequence[tuple[int, str, int, bool]], split: Sequence[range], measured: Sequence[float]) -> _Array:
-    """Return the time of each block, equal for blocks of a kind: those whose sums are closest to the stages' times.
+def _by_kind(
+    kinds: Sequence[tuple[int, str, int, bool]], split: Sequence[range], measured: Sequence[float]
+) -> _Array:
+    """Return the time of each block, equal for blocks of a kind: those whose sums are closest to
+    the stages' times.
 
-    A kind takes its operations at a rate that all share, and something of its own, which is as small as it may be
-    (least squares); that of a kind without operations, such as an embedding, may be large.
+    A kind takes its operations at a rate that all share, and something of its own, which is as
+    small as it may be (least squares); that of a kind without operations, such as an embedding, may
+    be large.
     """
     names = sorted(set(kinds))
     times = np.array(measured, float)
     mean = times.mean() or 1.0
-    counts = np.array([[Counter(kinds[number] for number in stage)[name] for name in names] for stage in split], float)
+    counts = np.array(
+        [[Counter(kinds[number] for number in stage)[name] for name in names] for stage in split],
+        float,
+    )
     flops = np.array([name[0] for name in names], float)
     flops /= (counts @ flops).mean() or 1.0
     weights = np.diag([_OWN_TIME if name[0] else _OWN_TIME_ALONE for name in names])
-    rows = np.vstack([np.column_stack([counts @ flops, counts]), np.column_stack([np.zeros(len(names)), weights])])
-    rate, *own = np.linalg.lstsq(rows, np.concatenate([times / mean, np.zeros(len(names))]), rcond=None)[0]
+    rows = np.vstack(
+        [
+            np.column_stack([counts @ flops, counts]),
+            np.column_stack([np.zeros(len(names)), weights]),
+        ]
+    )
+    rate, *own = np.linalg.lstsq(
+        rows, np.concatenate([times / mean, np.zeros(len(names))]), rcond=None
+    )[0]
     found = mean * np.maximum(rate * flops + own, 0.0)
     of_kind = dict(zip(names, found.tolist(), strict=True))
     return np.array([of_kind[kind] for kind in kinds])
@@ -184,11 +239,16 @@ def _step_time(run: RunCosts, blocks: _Blocks, split: Sequence[int]) -> float:
     stages = [slice(end - size, end) for end, size in zip(ends, split, strict=True)]
     forward, backward, update = (
         [float(of_block[stage].sum()) for stage in stages]
-        for of_block in (blocks.forward, blocks.backward, blocks.update))
+        for of_block in (blocks.forward, blocks.backward, blocks.update)
+    )
     measured = run.measured.costs
     inputs = measured.backward_input
     if inputs is not None:
-        share = sum(expand(inputs, len(split))) / (sum(expand(measured.backward, len(split))) or 1.0)
+        share = sum(expand(inputs, len(split))) / (
+            sum(expand(measured.backward, len(split))) or 1.0
+        )
         inputs = [share * seconds for seconds in backward]
-    costs = replace(measured, forward=forward, backward=backward, update=update, backward_input=inputs)
+    costs = replace(
+        measured, forward=forward, backward=backward, update=update, backward_input=inputs
+    )
     return run.ordering.timeline(run.sizes, costs).step_time(run.sizes.num_microbatches)

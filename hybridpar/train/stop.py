@@ -19,9 +19,11 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 SAME_REQUEST_S = 1.0
-"""Signals so close are one request: a batch system ends launcher and ranks, and the launcher the ranks again."""
+"""Signals so close are one request: a batch system ends launcher and ranks, and the launcher the
+ranks again."""
 ERROR_TIME_S = 15.0
-"""How long it may take to report an error: a save under way has ten seconds to end, and the launcher two to see."""
+"""How long it may take to report an error: a save under way has ten seconds to end, and the
+launcher two to see."""
 
 
 class _Stop:
@@ -36,7 +38,8 @@ STOP = _Stop()
 
 
 class StopFlag:
-    """Whether a program has asked its own run to stop. Processes that are forked from this one share it."""
+    """Whether a program has asked its own run to stop. Processes that are forked from this one
+    share it."""
 
     def __init__(self) -> None:
         self._shared = mmap.mmap(-1, 1)
@@ -89,13 +92,19 @@ class StopRequest:
 
 
 def numbers_of(names: Sequence[str]) -> list[signal.Signals]:
-    """The signals of train.stop_signals, without HUP where it is ignored: nohup has started this job to outlive it."""
+    """The signals of train.stop_signals, without HUP where it is ignored: nohup has started this
+    job to outlive it."""
     numbers = [signal.Signals[f"SIG{name}"] for name in names]
-    return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    return [
+        number
+        for number in numbers
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
 
 
 def end_with(supervisor: int) -> None:
-    """Has Linux send SIGTERM to this process once the one that has started it is gone, which may have been killed.
+    """Has Linux send SIGTERM to this process once the one that has started it is gone, which may
+    have been killed.
 
     supervisor: the number of that process. Where it is gone already this one ends here.
     """
@@ -109,24 +118,27 @@ def end_with(supervisor: int) -> None:
 def end_at_interrupt() -> None:
     """Has SIGINT end this process like SIGTERM, until `noting_signals`.
 
-    Python's KeyboardInterrupt would leave a rank that connects to others in the middle of C++ code, which then aborts
-    or cannot be interrupted.
+    Python's KeyboardInterrupt would leave a rank that connects to others in the middle of C++ code,
+    which then aborts or cannot be interrupted.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
-def noting_signals(names: Sequence[str], on_first: Callable[[int], None],
-                   alone: bool = False) -> Iterator[StopRequest]:
+def noting_signals(
+    names: Sequence[str], on_first: Callable[[int], None], alone: bool = False
+) -> Iterator[StopRequest]:
     """Notes a first signal of these names and calls `on_first` with its number, while entered.
 
-    A signal that comes more than SAME_REQUEST_S later ends the process. A launcher that has seen one rank die ends the
-    others, which are then about to report what they waited for and may be closing a checkpoint. So where an error
-    leaves this block, one signal in the next ERROR_TIME_S is ignored; those that follow act as before the block.
-    alone: there are no others.
+    A signal that comes more than SAME_REQUEST_S later ends the process. A launcher that has seen
+    one rank die ends the others, which are then about to report what they waited for and may be
+    closing a checkpoint. So where an error leaves this block, one signal in the next ERROR_TIME_S
+    is ignored; those that follow act as before the block. alone: there are no others.
     """
-    request, failed_at, noted_at = StopRequest(), 0.0, 0.0
+    request = StopRequest()
+    failed_at = 0.0
+    noted_at = 0.0
     before: list[tuple[signal.Signals, Any]] = []
 
     def restore() -> None:
@@ -145,7 +157,9 @@ def noting_signals(names: Sequence[str], on_first: Callable[[int], None],
         elif time.monotonic() - noted_at > SAME_REQUEST_S:
             os._exit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():  # Python handles signals nowhere else
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # Python handles signals nowhere else
         yield request
         return
     before = [(number, signal.signal(number, handle)) for number in numbers_of(names)]

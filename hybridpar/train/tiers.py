@@ -12,10 +12,13 @@ from hybridpar.state.touches import Touches
 
 
 class RankTiers:
-    """The tiers of a rank's state, along its plan. Raises: ConfigError, where the budget is too small for any plan."""
+    """The tiers of a rank's state, along its plan. Raises: ConfigError, where the budget is too
+    small for any plan."""
 
     def __init__(self, memory: TieredMemory, touches: Touches):
-        self.memory, self._tiers, self.touches = memory, memory.tiers, touches
+        self.memory = memory
+        self._tiers = memory.tiers
+        self.touches = touches
         touches.require(memory.budget)
 
     @property
@@ -24,23 +27,29 @@ class RankTiers:
         return self._tiers.traffic.peak
 
     def plan(self, actions: Iterator[Action]) -> Iterator[Action]:
-        """The actions of a rank that is drained, with FETCH, RELEASE and DROP. Raises: ConfigError."""
+        """The actions of a rank that is drained, with FETCH, RELEASE and DROP. Raises:
+        ConfigError."""
         self._tiers.settle()  # what a batch that was cut off had asked for
-        touches, items = self.touches, self._tiers.items
+        touches = self.touches
+        items = self._tiers.items
         residency = touches.residency(
-            self.memory.budget, {i: items[i].changed for i in touches.moving if self._tiers.is_here(i)})
+            self.memory.budget,
+            {i: items[i].changed for i in touches.moving if self._tiers.is_here(i)},
+        )
         fast = FastTier(residency)
         for action in add_residency(actions, residency):
             if fault := fast.follow(action):
                 raise PlanError(fault, {action.stage: [action]}, [(action.stage, 0)])
             yield action
 
-    # -- as the executor asks for it -----------------------------------------------------------------------------------
+    # -- as the executor asks for it
 
     def move(self, action: Action) -> None:
-        """Starts a FETCH, RELEASE or DROP. What was not made, as its batch was cut off, has nothing to give up."""
+        """Starts a FETCH, RELEASE or DROP. What was not made, as its batch was cut off, has nothing
+        to give up."""
         self.memory.forget()
-        number, tiers = action.microbatch, self._tiers
+        number = action.microbatch
+        tiers = self._tiers
         if action.kind is Kind.FETCH:
             tiers.fetch(number)
         elif tiers.is_absent(number):
@@ -55,7 +64,8 @@ class RankTiers:
         return all(self._tiers.is_here(touch.item) for touch in self.touches(action))
 
     def touch(self, action: Action) -> None:
-        """Waits until it is, makes room for what the action writes anew, and notes what it changes."""
+        """Waits until it is, makes room for what the action writes anew, and notes what it
+        changes."""
         for item, mode in self.touches(action):
             if mode is Mode.WRITE and self._tiers.is_absent(item):
                 self._tiers.create(item)
@@ -63,7 +73,9 @@ class RankTiers:
 
     def hold_gradients(self, batch: int, part: int) -> None:
         """What the last backward of a part has made final is being reduced."""
-        for i, item in self.touches.of(f"gradients/{self.touches.state.gradients.buffer_index(batch)}"):
+        for i, item in self.touches.of(
+            f"gradients/{self.touches.state.gradients.buffer_index(batch)}"
+        ):
             if item.use.parts[0] == part:
                 self._tiers.hold(i, self.touches.state.reducer.of(item.use))
 

@@ -30,14 +30,16 @@ from hybridpar.train.clocks import shift_to_first
 WARMUP = 3
 SHOWN = 3
 """Batches in trace.json and executed.svg."""
-_MOST_BATCHES, _MOST_MICROBATCHES = 16, 1000
+_MOST_BATCHES = 16
+_MOST_MICROBATCHES = 1000
 _WAITED_S = 50e-6
 """Shortest wait that was for something that was not there yet."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """The host of a rank: machine, device, cores (0: the rank computes elsewhere), and threads of each rank."""
+    """The host of a rank: machine, device, cores (0: the rank computes elsewhere), and threads of
+    each rank."""
 
     name: str = ""
     device: str = "cpu"
@@ -65,8 +67,8 @@ class RankEvents:
 class Recorder:
     """Records some batches of a stretch of training that begins now.
 
-    Recording begins after WARMUP batches, earlier and with fewer where the stretch is short. skip: batches at its start
-    that are not like the others.
+    Recording begins after WARMUP batches, earlier and with fewer where the stretch is short. skip:
+    batches at its start that are not like the others.
     """
 
     def __init__(self, executor: Executor, first: int, num_batches: int, *, skip: int = 0):
@@ -96,25 +98,43 @@ class Recorder:
         """Ends the recording, if it has not ended."""
         if self._recording is not None:
             self.events, self.usage = self._recording.events(), self._recording.usage()
-            if any(part.turns is not None for parts in self._executor.stages.values() for part in parts):
-                self.usage = replace(self.usage, beside=0.0)  # other threads have a share of the actions
+            if any(
+                part.turns is not None for parts in self._executor.stages.values() for part in parts
+            ):
+                self.usage = replace(
+                    self.usage, beside=0.0
+                )  # other threads have a share of the actions
         self._recording = self._executor.recording = None
 
     def _begin(self) -> None:
-        self._recording = self._executor.recording = Recording(make_clock(self._executor.lane.device))
+        self._recording = self._executor.recording = Recording(
+            make_clock(self._executor.lane.device)
+        )
 
 
 def gather(recorder: Recorder, grid: ProcessGrid) -> list[RankEvents]:
-    """The events of all ranks, on rank 0's clock, earliest at 0. Collectives: on all ranks of the grid."""
+    """The events of all ranks, on rank 0's clock, earliest at 0. Collectives: on all ranks of the
+    grid."""
     shift = shift_to_first(grid)
-    mine = replace(events_of(recorder, grid), events=_shifted(recorder.events, shift.seconds), clock_error=shift.error)
+    mine = replace(
+        events_of(recorder, grid),
+        events=_shifted(recorder.events, shift.seconds),
+        clock_error=shift.error,
+    )
     return _from_zero(gather_objects(mine, grid.world))
 
 
 def events_of(recorder: Recorder, grid: ProcessGrid) -> RankEvents:
     """Return this rank's events, on its own host's clock."""
-    return RankEvents(grid.rank, grid.describe(), tuple(index for name, index in grid.place.items() if name != "pp"),
-                      grid.pp.rank, recorder.events, _host(grid), recorder.usage)
+    return RankEvents(
+        grid.rank,
+        grid.describe(),
+        tuple(index for name, index in grid.place.items() if name != "pp"),
+        grid.pp.rank,
+        recorder.events,
+        _host(grid),
+        recorder.usage,
+    )
 
 
 def _from_zero(ranks: Sequence[RankEvents]) -> list[RankEvents]:
@@ -126,37 +146,56 @@ def _from_zero(ranks: Sequence[RankEvents]) -> list[RankEvents]:
 def _shifted(events: Sequence[Event], by: float) -> tuple[Event, ...]:
     return tuple(
         replace(
-            e, start=e.start + by, end=e.end + by, waits=tuple((since + by, until + by) for since, until in e.waits),
-            over=None if e.over is None else e.over + by)
-        for e in events)
+            e,
+            start=e.start + by,
+            end=e.end + by,
+            waits=tuple((since + by, until + by) for since, until in e.waits),
+            over=None if e.over is None else e.over + by,
+        )
+        for e in events
+    )
 
 
 def _host(grid: ProcessGrid) -> Host:
     if grid.device_type != "cpu":
         return Host(platform.node(), torch.cuda.get_device_name())
-    return Host(platform.node(), platform.processor() or platform.machine(), available_cores(), torch.get_num_threads())
+    return Host(
+        platform.node(),
+        platform.processor() or platform.machine(),
+        available_cores(),
+        torch.get_num_threads(),
+    )
 
 
 def _span(event: Event) -> tuple[float, float]:
-    """The time in which an action itself ran: after its last wait; of a send before its first, which is for others."""
+    """The time in which an action itself ran: after its last wait; of a send before its first,
+    which is for others."""
     if ROWS[event.action.kind].met_by and event.waits:
         return event.start, event.waits[0][0]
     return event.ready, event.end
 
 
 # Where the input of a computation comes from, how it is sent, and how it is received.
-_TRANSFERS = {kind: (-row.flow, row.send, row.receive) for kind, row in ROWS.items() if row.send and row.receive}
+_TRANSFERS = {
+    kind: (-row.flow, row.send, row.receive)
+    for kind, row in ROWS.items()
+    if row.send and row.receive
+}
 
 
 def transfer_times(ranks: Sequence[RankEvents], link: int) -> Iterator[float]:
-    """Times that receivers on a link had to wait once the transfer could start, where they were waiting: half of that
-    where the receive was posted last, as word of it goes the other way before.
+    """Times that receivers on a link had to wait once the transfer could start, where they were
+    waiting: half of that where the receive was posted last, as word of it goes the other way
+    before.
 
     Links are numbered as in plan.costs.
     """
     # of an action in parts the first one waits for what comes
-    events = {(r.pipeline, e.action.stage, e.action.kind, e.action.microbatch): e for r in ranks
-              for e in reversed(r.events)}
+    events = {
+        (r.pipeline, e.action.stage, e.action.kind, e.action.microbatch): e
+        for r in ranks
+        for e in reversed(r.events)
+    }
     sizes = _sizes(ranks)
     for (pipeline, stage, kind, number), used in events.items():
         towards, send, receive = _TRANSFERS.get(kind, (0, kind, kind))
@@ -190,18 +229,29 @@ def _input_waits(used: Event) -> Sequence[tuple[float, float]]:
     return used.waits[used.for_state :]
 
 
-def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gathers: bool = False) -> Timeline:
-    """The timeline of one pipeline (the first) as it ran. Waits in the course of an action are no part of it.
+def executed(
+    ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gathers: bool = False
+) -> Timeline:
+    """The timeline of one pipeline (the first) as it ran. Waits in the course of an action are no
+    part of it.
 
-    Work beside the actions ends when it was seen to be over. A transfer that nobody waited for takes as long as those
-    on that link that someone did wait for. gathers: whether replicas gather new weights after an update.
+    Work beside the actions ends when it was seen to be over. A transfer that nobody waited for
+    takes as long as those on that link that someone did wait for. gathers: whether replicas gather
+    new weights after an update.
     """
     pipeline = pipeline or min(r.pipeline for r in ranks)
     stages = sorted((r for r in ranks if r.pipeline == pipeline), key=lambda r: r.stage)
-    events = {(e.action.stage, e.action.kind, e.action.microbatch): e for r in stages for e in reversed(r.events)}
+    events = {
+        (e.action.stage, e.action.kind, e.action.microbatch): e
+        for r in stages
+        for e in reversed(r.events)
+    }
     sizes = _sizes(stages)
     usual: dict[int | None, float] = {
-        link: median(times) for link in range(len(stages)) if (times := list(transfer_times(stages, link)))}
+        link: median(times)
+        for link in range(len(stages))
+        if (times := list(transfer_times(stages, link)))
+    }
 
     def end_of(event: Event) -> float:
         was_seen = event.over is not None and (event.action.kind is not Kind.UPDATE or gathers)
@@ -210,25 +260,42 @@ def executed(ranks: Sequence[RankEvents], pipeline: tuple[int, ...] = (), *, gat
     ends = {key: end_of(event) for key, event in events.items()}
     for (stage, kind, number), event in events.items():
         towards, send, receive = _TRANSFERS.get(kind, (0, kind, kind))
-        sent, posted = events.get((stage + towards, send, number)), events.get((stage, receive, number))
+        sent = events.get((stage + towards, send, number))
+        posted = events.get((stage, receive, number))
         if not towards or sent is None or posted is None:
             continue
         arrival = event.ready
         if not _has_waited(event):
-            arrival = min(arrival, _transfer_start(sent, posted) + usual.get(sizes.link(stage, towards), 0.0))
+            arrival = min(
+                arrival, _transfer_start(sent, posted) + usual.get(sizes.link(stage, towards), 0.0)
+            )
         ends[stage + towards, send, number] = max(_span(sent)[1], arrival)
         ends[stage, receive, number] = max(posted.end, arrival)
-    plan: dict[int, tuple[Action, ...]] = {r.stage: tuple(e.action for e in r.events) for r in stages}
-    by_rank = {r.stage: [ends[e.action.stage, e.action.kind, e.action.microbatch] if ROWS[e.action.kind].side
-                         else end_of(e) for e in r.events] for r in stages}
+    plan: dict[int, tuple[Action, ...]] = {
+        r.stage: tuple(e.action for e in r.events) for r in stages
+    }
+    by_rank = {
+        r.stage: [
+            ends[e.action.stage, e.action.kind, e.action.microbatch]
+            if ROWS[e.action.kind].side
+            else end_of(e)
+            for e in r.events
+        ]
+        for r in stages
+    }
     spans = {r.stage: [_span(e) for e in r.events] for r in stages}
-    return Timeline(plan, {rank: [start for start, _ in of_rank] for rank, of_rank in spans.items()}, by_rank,
-                    max((end for of_rank in by_rank.values() for end in of_rank), default=0.0),
-                    {rank: [end for _, end in of_rank] for rank, of_rank in spans.items()})
+    return Timeline(
+        plan,
+        {rank: [start for start, _ in of_rank] for rank, of_rank in spans.items()},
+        by_rank,
+        max((end for of_rank in by_rank.values() for end in of_rank), default=0.0),
+        {rank: [end for _, end in of_rank] for rank, of_rank in spans.items()},
+    )
 
 
 def last_batches(ranks: Sequence[RankEvents], num_batches: int) -> list[RankEvents]:
-    """The events since the last updates of each rank but `num_batches`, so that pictures stay small."""
+    """The events since the last updates of each rank but `num_batches`, so that pictures stay
+    small."""
     shown = []
     for rank in ranks:
         updates = [i for i, event in enumerate(rank.events) if event.action.kind is Kind.UPDATE]
@@ -242,13 +309,26 @@ def write_trace(ranks: Sequence[RankEvents], path: Path, *, gathers: bool = Fals
     entries: list[Entry] = []
     for pipeline in sorted({r.pipeline for r in ranks}):
         stages = {r.stage: r for r in ranks if r.pipeline == pipeline}
-        idle = {stage: [
-            Slice(wait_name(e.action), "idle", since, until) for e in r.events for since, until in e.waits
-        ] for stage, r in stages.items()}
+        idle = {
+            stage: [
+                Slice(wait_name(e.action), "idle", since, until)
+                for e in r.events
+                for since, until in e.waits
+            ]
+            for stage, r in stages.items()
+        }
         names = {stage: (r.rank, r.name) for stage, r in stages.items()}
         entries += trace_entries(executed(ranks, pipeline, gathers=gathers), names, idle)
-    entries += [{"ph": "M", "name": "process_labels", "pid": r.rank, "args": {
-        "labels": f"clock within {1e6 * r.clock_error:.0f} us of rank 0's"}} for r in ranks if r.clock_error]
+    entries += [
+        {
+            "ph": "M",
+            "name": "process_labels",
+            "pid": r.rank,
+            "args": {"labels": f"clock within {1e6 * r.clock_error:.0f} us of rank 0's"},
+        }
+        for r in ranks
+        if r.clock_error
+    ]
     write_text(path, trace_json(entries))
 
 

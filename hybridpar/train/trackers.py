@@ -1,11 +1,13 @@
-"""Experiment trackers that are sent the numbers of a run: Weights & Biases and MLflow (`run.trackers`).
+"""Experiment trackers that are sent the numbers of a run: Weights & Biases and MLflow
+(`run.trackers`).
 
-They are set up by their own environment variables: WANDB_MODE, WANDB_API_KEY, MLFLOW_TRACKING_URI. What they raise is
-said once, and training goes on without them.
+They are set up by their own environment variables: WANDB_MODE, WANDB_API_KEY, MLFLOW_TRACKING_URI.
+What they raise is said once, and training goes on without them.
 
-A run may go back: it resumes from an earlier checkpoint, or rolls back. Every row after that is sent too, with its
-step. Weights & Biases drops a row whose position is not behind all others. So a row's position is its step plus an
-offset, which grows when the run goes back, and the step is a metric of its own, the x-axis of all others:
+A run may go back: it resumes from an earlier checkpoint, or rolls back. Every row after that is
+sent too, with its step. Weights & Biases drops a row whose position is not behind all others. So a
+row's position is its step plus an offset, which grows when the run goes back, and the step is a
+metric of its own, the x-axis of all others:
 
     step        1 2 3 4 5 | 3 4 5 6     resumed after step 2
     offset      0 0 0 0 0 | 3 3 3 3
@@ -34,7 +36,8 @@ _STEP = "step"
 class Tracker(Protocol):
     """A run at a tracker.
 
-    Attributes: id: its identity there. next_position: the first position that it takes; 0 if it takes any.
+    Attributes: id: its identity there. next_position: the first position that it takes; 0 if it
+        takes any.
     """
 
     id: str
@@ -46,14 +49,16 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class _Known:
-    """The content of a trackers.json. ids: identities by the names of trackers. offset: of positions after steps."""
+    """The content of a trackers.json. ids: identities by the names of trackers. offset: of
+    positions after steps."""
 
     ids: dict[str, str] = field(default_factory=dict)
     offset: Whole = 0
 
 
 class Trackers:
-    """All trackers of a run, on the rank that keeps its files. What a tracker raises is said, and not raised.
+    """All trackers of a run, on the rank that keeps its files. What a tracker raises is said, and
+    not raised.
 
     Args:
         config: Configuration of the run.
@@ -61,10 +66,13 @@ class Trackers:
         resumed_step: The step that training goes on after.
         last_step: The last step that the run has reached before; -1 if it has reached none.
 
-    Attributes: ids: identities at all trackers that the run has ever had, also those that this job does not use.
+    Attributes: ids: identities at all trackers that the run has ever had, also those that this job
+        does not use.
     """
 
-    def __init__(self, config: Config, say: Callable[[str], None], resumed_step: int = 0, last_step: int = -1):
+    def __init__(
+        self, config: Config, say: Callable[[str], None], resumed_step: int = 0, last_step: int = -1
+    ):
         self._say = say
         self._open: dict[str, Tracker] = {}
         known = _known(config.run.folder / NAMES)
@@ -72,15 +80,20 @@ class Trackers:
         self._offset = known.offset
         self._next_position = last_step + known.offset + 1 if known.ids else 0
         for name in config.run.trackers:
+
             def begin(name: str = name) -> None:
                 self._open[name] = _TRACKERS[name](config, self.ids.get(name, ""))
                 self.ids[name] = self._open[name].id
                 self._next_position = max(self._next_position, self._open[name].next_position)
+
             self._try(name, begin)
-        self._put_behind(resumed_step + 1 if resumed_step else 0)  # an evaluation comes before the first step
+        self._put_behind(
+            resumed_step + 1 if resumed_step else 0
+        )  # an evaluation comes before the first step
 
     def go_back(self, step: int) -> None:
-        """Puts the rows of `step` and later ones, which are written from now on, behind all that were sent."""
+        """Puts the rows of `step` and later ones, which are written from now on, behind all that
+        were sent."""
         self._put_behind(step)
 
     def _put_behind(self, first_step: int) -> None:
@@ -88,11 +101,15 @@ class Trackers:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Sends the numbers of a row of metrics.jsonl."""
-        values = {name: float(value) for name, value in row.items()
-                  if isinstance(value, int | float) and name not in ("step", "skipped")}
+        values = {
+            name: float(value)
+            for name, value in row.items()
+            if isinstance(value, int | float) and name not in ("step", "skipped")
+        }
         if not values:
             return
-        step, position = row["step"], row["step"] + self._offset
+        step = row["step"]
+        position = row["step"] + self._offset
         self._next_position = max(self._next_position, position + 1)
         for name, tracker in list(self._open.items()):
             self._try(name, lambda tracker=tracker: tracker.write(step, position, values))  # type: ignore[misc]
@@ -112,14 +129,19 @@ class Trackers:
             do()
         except Exception as error:  # whatever a server, a network or a disk has
             self._open.pop(name, None)
-            self._say(f"run.trackers: {name}: {error or type(error).__name__}; training goes on without it")
+            self._say(
+                f"run.trackers: {name}: {error or type(error).__name__}; training goes on without "
+                "it"
+            )
 
 
 def _known(path: Path) -> _Known:
     """The content of a trackers.json; nothing if the file is missing or damaged."""
     try:
         found = parse_json(read_limited(path, 1 << 16, within=path.parent))
-        if isinstance(found, dict) and "ids" not in found:  # of an older version: the identities alone
+        if (
+            isinstance(found, dict) and "ids" not in found
+        ):  # of an older version: the identities alone
             found = {"ids": found}
         known: _Known = from_plain(_Known, found, NAMES)
         return known
@@ -133,8 +155,14 @@ class _Wandb:
     def __init__(self, config: Config, known: str):
         wandb = importlib.import_module("wandb")
         config.run.folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(project=config.run.project, name=config.run.name, dir=str(config.run.folder),
-                               config=to_mapping(config), id=known or None, resume="allow" if known else None)
+        self._run = wandb.init(
+            project=config.run.project,
+            name=config.run.name,
+            dir=str(config.run.folder),
+            config=to_mapping(config),
+            id=known or None,
+            resume="allow" if known else None,
+        )
         self.id = str(self._run.id)
         self.next_position = int(self._run.step)
         """One behind what its server has; 0 for a new run and without a connection."""
@@ -149,13 +177,17 @@ class _Wandb:
 
 
 class _Mlflow:
-    """A run of MLflow, whose numbers are sent by a thread of its own. It keeps all values of a step, by their times."""
+    """A run of MLflow, whose numbers are sent by a thread of its own. It keeps all values of a
+    step, by their times."""
 
     next_position = 0
 
     def __init__(self, config: Config, known: str):
         mlflow = importlib.import_module("mlflow")
-        self._entities, self._client = importlib.import_module("mlflow.entities"), mlflow.MlflowClient()
+        self._entities, self._client = (
+            importlib.import_module("mlflow.entities"),
+            mlflow.MlflowClient(),
+        )
         self.id = known or self._new_run(config)
         if known:
             self._client.update_run(known, status="RUNNING")
@@ -163,10 +195,15 @@ class _Mlflow:
 
     def _new_run(self, config: Config) -> str:
         found = self._client.get_experiment_by_name(config.run.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(config.run.project)
+        experiment = (
+            found.experiment_id if found else self._client.create_experiment(config.run.project)
+        )
         run: str = self._client.create_run(experiment, run_name=config.run.name).info.run_id
-        flat = [self._entities.Param(f"{section}.{key}", json.dumps(value)[:500])
-                for section, table in to_mapping(config).items() for key, value in table.items()]
+        flat = [
+            self._entities.Param(f"{section}.{key}", json.dumps(value)[:500])
+            for section, table in to_mapping(config).items()
+            for key, value in table.items()
+        ]
         for first in range(0, len(flat), 100):  # the most that one call may have
             self._client.log_batch(run, params=flat[first : first + 100])
         return run

@@ -19,7 +19,8 @@ Tensors = dict[str, Tensor]
 def trained_weights(config: Config) -> Tensors:
     """Return the weights of the newest checkpoint of a run, or its starting weights if it has none.
 
-    Those of modules that a program has made have the names of these modules, and their buffers are with them.
+    Those of modules that a program has made have the names of these modules, and their buffers are
+    with them.
 
     Shapes: the global ones.
     Raises: CheckpointError.
@@ -37,8 +38,11 @@ def _saved(config: Config) -> Tensors:
 
 def _initial(config: Config) -> Tensors:
     blocks = build_blocks(config.model, Axis("tp"), range(config.model.num_blocks), device="cpu")
-    named = [(f"blocks.{number}.{name}", parameter, placement)
-             for number, block in blocks.items() for name, parameter, placement in named_placements(block)]
+    named = [
+        (f"blocks.{number}.{name}", parameter, placement)
+        for number, block in blocks.items()
+        for name, parameter, placement in named_placements(block)
+    ]
     initialize(named, config.train.seed)
     return {name: parameter.detach() for name, parameter, _ in named}
 
@@ -56,5 +60,7 @@ def _as_modules(model: GivenModules, weights: Tensors) -> Tensors:
             own = f"layer.{first[id(parameters[name])]}"
             holder, there = shared.get(own, (number, own))
             saved = weights.get(f"blocks.{number}.{own}")
-            found[f"{prefix}.{name}"] = weights[f"blocks.{holder}.{there}"] if saved is None else saved
+            found[f"{prefix}.{name}"] = (
+                weights[f"blocks.{holder}.{there}"] if saved is None else saved
+            )
     return found

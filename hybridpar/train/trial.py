@@ -1,4 +1,5 @@
-"""Trials: a few batches of random tokens, trained on weights that are then thrown away, and what their actions cost."""
+"""Trials: a few batches of random tokens, trained on weights that are then thrown away, and what
+their actions cost."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Build = Callable[[Callable[[], Engine]], Engine]
 
 @dataclass(frozen=True)
 class Moves:
-    """Means over the moves of this rank's activations, out and back. Units: seconds; `work_`: of a core."""
+    """Means over the moves of this rank's activations, out and back. Units: seconds; `work_`: of a
+    core."""
 
     offload: float = 0.0
     reload: float = 0.0
@@ -35,7 +37,8 @@ class Moves:
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a trial. costs: of all ranks. replays: whether micro-batches ran as CUDA graphs on this rank."""
+    """Result of a trial. costs: of all ranks. replays: whether micro-batches ran as CUDA graphs on
+    this rank."""
 
     costs: Costs
     ordering: Ordering
@@ -43,7 +46,9 @@ class Trial:
     replays: bool
 
 
-def try_out(config: Config, grid: ProcessGrid, device: torch.device, build: Build, *, warmup: int = 0) -> Trial:
+def try_out(
+    config: Config, grid: ProcessGrid, device: torch.device, build: Build, *, warmup: int = 0
+) -> Trial:
     """Train a few batches, and give back all that they took.
 
     warmup: batches before them that are not measured. Collectives: on all ranks of the grid.
@@ -55,13 +60,25 @@ def try_out(config: Config, grid: ProcessGrid, device: torch.device, build: Buil
     return trial
 
 
-def _train(config: Config, grid: ProcessGrid, device: torch.device, build: Build, warmup: int) -> Trial:
+def _train(
+    config: Config, grid: ProcessGrid, device: torch.device, build: Build, warmup: int
+) -> Trial:
     num_batches = warmup + _BATCHES
-    config = replace(config, pipeline=replace(config.pipeline, sync_steps=0), outer=OuterConfig(every=num_batches + 1))
+    config = replace(
+        config,
+        pipeline=replace(config.pipeline, sync_steps=0),
+        outer=OuterConfig(every=num_batches + 1),
+    )
     engine = build(lambda: Engine(config, grid, device))
-    loader = SyntheticLoader(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches,
-                             grid.replica, grid.num_replicas)
-    stash, graphs = engine.executor.stash, engine.executor.graphs
+    loader = SyntheticLoader(
+        config.model,
+        config.train.micro_batch_size,
+        config.pipeline.num_microbatches,
+        grid.replica,
+        grid.num_replicas,
+    )
+    stash = engine.executor.stash
+    graphs = engine.executor.graphs
     recorder = trace.Recorder(engine.executor, 0, num_batches, skip=warmup)
 
     def after_step(result: StepResult) -> None:
@@ -73,7 +90,13 @@ def _train(config: Config, grid: ProcessGrid, device: torch.device, build: Build
     engine.train(loader, num_batches, after_step)
     recorder.close()
     engine.close()
-    moves = Moves() if stash is None else Moves(*stash.tier.seconds_per_move(), *stash.tier.work_per_move())
+    moves = (
+        Moves()
+        if stash is None
+        else Moves(*stash.tier.seconds_per_move(), *stash.tier.work_per_move())
+    )
     run = run_costs(config, trace.gather(recorder, grid))
     assert run is not None, "too few batches were recorded"
-    return Trial(run.measured.costs, run.ordering, moves, graphs is not None and graphs.num_replayed > 0)
+    return Trial(
+        run.measured.costs, run.ordering, moves, graphs is not None and graphs.num_replayed > 0
+    )

@@ -1,13 +1,13 @@
 """Launches the kernels of a rank of a pipeline once before ranks depend on each other.
 
-CUDA loads a kernel at its first launch, and may wait with that until everything on the GPU is done. A plan posts NCCL
-receives ahead, and those are done once another rank has sent. So a rank whose first backward is yet to be loaded may
-wait for a neighbour that waits for this very backward. tests/device_model.py finds that with naive, interleaved,
-zero-bubble and V schedules.
+CUDA loads a kernel at its first launch, and may wait with that until everything on the GPU is done.
+A plan posts NCCL receives ahead, and those are done once another rank has sent. So a rank whose
+first backward is yet to be loaded may wait for a neighbour that waits for this very backward.
+tests/device_model.py finds that with naive, interleaved, zero-bubble and V schedules.
 
-So each rank first trains two batches by itself, with random weights: its neighbours are imagined, what they send is
-zeros, and sums over ranks change nothing. It launches the same kernels on the same shapes. Then it gives everything
-back.
+So each rank first trains two batches by itself, with random weights: its neighbours are imagined,
+what they send is zeros, and sums over ranks change nothing. It launches the same kernels on the
+same shapes. Then it gives everything back.
 """
 
 from __future__ import annotations
@@ -38,8 +38,13 @@ def is_needed(grid: ProcessGrid, device: torch.device) -> bool:
     return device.type == "cuda" and grid.pp.size > 1 and not grid.pp.via_host
 
 
-def warm_up(config: Config, grid: ProcessGrid, device: torch.device, build: Build,
-            watch: Callable[[Action], object] | None = None) -> None:
+def warm_up(
+    config: Config,
+    grid: ProcessGrid,
+    device: torch.device,
+    build: Build,
+    watch: Callable[[Action], object] | None = None,
+) -> None:
     """Train a few micro-batches on weights that are then thrown away, without the other ranks.
 
     Args:
@@ -59,8 +64,13 @@ def warm_up(config: Config, grid: ProcessGrid, device: torch.device, build: Buil
 
     alone = silent_grid(config, grid.world.rank, _send_zeros)
     engine = build(lambda: Engine(config, alone, device, tamper=watched))
-    loader = SyntheticLoader(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches,
-                             grid.replica, grid.num_replicas)
+    loader = SyntheticLoader(
+        config.model,
+        config.train.micro_batch_size,
+        config.pipeline.num_microbatches,
+        grid.replica,
+        grid.num_replicas,
+    )
     engine.train(loader, _BATCHES, lambda result: None)
     engine.close()
     del engine
@@ -77,15 +87,24 @@ def _send_zeros(op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> N
 
 
 def _shortened(config: Config) -> Config:
-    """The configuration with few micro-batches a batch, and usual values for what is yet to be measured."""
-    pipeline, memory = config.pipeline, config.memory
+    """The configuration with few micro-batches a batch, and usual values for what is yet to be
+    measured."""
+    pipeline = config.pipeline
+    memory = config.memory
     if pipeline.schedule == "auto":
         pipeline = replace(pipeline, schedule="1f1b")
     if pipeline.early_switch == "auto":
         pipeline = replace(pipeline, early_switch="off")
     if pipeline.schedule != "own":  # whose order is written down for so many
-        pipeline = replace(pipeline, num_microbatches=min(pipeline.num_microbatches, 2 * config.parallel.pp))
+        pipeline = replace(
+            pipeline, num_microbatches=min(pipeline.num_microbatches, 2 * config.parallel.pp)
+        )
     if memory.offload_activations == "auto":
         memory = replace(memory, offload_activations=0)
-    return replace(config, pipeline=pipeline, memory=memory, outer=OuterConfig(every=_BATCHES + 1),
-                   train=replace(config.train, cuda_graphs=False))
+    return replace(
+        config,
+        pipeline=pipeline,
+        memory=memory,
+        outer=OuterConfig(every=_BATCHES + 1),
+        train=replace(config.train, cuda_graphs=False),
+    )

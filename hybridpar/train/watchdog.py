@@ -1,13 +1,14 @@
 """The watchdog of a rank: a small process beside it that ends it where it cannot end itself.
 
-    launcher gone   the rank has been told by SIGTERM (stop.end_with) and saves; one that stands still for
-                    faults.timeout_s, or is there after ORPHAN_S, is ended
-    rank hangs      under torchrun, which sees only processes that end: after the limit of its phase, as `train --ranks
-                    N` would say, so that torchrun starts all again
+    launcher gone   the rank has been told by SIGTERM (stop.end_with) and saves; one that stands
+                    still for faults.timeout_s, or is there after ORPHAN_S, is ended
+    rank hangs      under torchrun, which sees only processes that end: after the limit of its
+                    phase, as `train --ranks N` would say, so that torchrun starts all again
 
-It is a process and no thread, because a rank that is stopped (SIGSTOP), or whose main thread keeps Python's lock in a C
-function, runs no other thread. It imports no torch, sleeps until the launcher ends (under torchrun it looks once a
-second), and ends with the rank. It needs Linux, whose descriptors of processes never lead to another process.
+It is a process and no thread, because a rank that is stopped (SIGSTOP), or whose main thread keeps
+Python's lock in a C function, runs no other thread. It imports no torch, sleeps until the launcher
+ends (under torchrun it looks once a second), and ends with the rank. It needs Linux, whose
+descriptors of processes never lead to another process.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ if TYPE_CHECKING:
 ORPHAN_S = 300.0
 """How long a rank whose launcher is gone may take to finish and save; as long as after Ctrl-C."""
 STILL_S = 60.0
-"""How long such a rank may stand still before its configuration, which has faults.timeout_s, is read."""
+"""How long such a rank may stand still before its configuration, which has faults.timeout_s, is
+read."""
 START_S = 600.0
-"""How long a rank may take to start before its configuration, which has faults.start_timeout_s, is read."""
+"""How long a rank may take to start before its configuration, which has faults.start_timeout_s, is
+read."""
 _LOOK_EVERY_S = 1.0
 _ASLEEP_S = 5.0
-"""After so long a pause between two looks the machine was asleep, or the watchdog stopped together with the rank."""
+"""After so long a pause between two looks the machine was asleep, or the watchdog stopped together
+with the rank."""
 _SAY_S = 1.0
 SAVING = "saving"
 """Name of the thread of a rank that writes checkpoints."""
@@ -53,7 +57,8 @@ def record_name(rank: int, thread: str = "") -> str:
 
 
 def begin(launch: Launch, limit_s: float = START_S) -> Flight:
-    """Starts the watchdog of this process, once; returns its flight record, which is in memory until it has a file.
+    """Starts the watchdog of this process, once; returns its flight record, which is in memory
+    until it has a file.
 
     A process that no launcher of ours and no torchrun has started gets neither.
     limit_s: how long the process may stand still until it notes another phase; 0: without a limit.
@@ -66,19 +71,31 @@ def begin(launch: Launch, limit_s: float = START_S) -> Flight:
     launcher = launch.supervisor or os.getppid()
     end_with(launcher)
     everyone = list(range(launch.world_size))
-    who = {"rank": launch.rank, "pid": os.getpid(), "axes": {"world": everyone}, "timeout_s": STILL_S}
-    _flight, _pid = Flight.in_memory(record_name(launch.rank), who), os.getpid()
+    who = {
+        "rank": launch.rank,
+        "pid": os.getpid(),
+        "axes": {"world": everyone},
+        "timeout_s": STILL_S,
+    }
+    _flight = Flight.in_memory(record_name(launch.rank), who)
+    _pid = os.getpid()
     _flight.phase("importing", limit_s)
     try:
         _start(launcher, launch.rank, ends_hangs=not launch.supervisor)
     except OSError as error:
-        print(f"hybridpar: rank {launch.rank} runs without its watchdog ({error.strerror}): it may outlive its "
-              "launcher if it hangs", file=sys.stderr, flush=True)
+        print(
+            f"hybridpar: rank {launch.rank} runs without its watchdog ({error.strerror}): it may "
+            "outlive its "
+            "launcher if it hangs",
+            file=sys.stderr,
+            flush=True,
+        )
     return _flight
 
 
 def current() -> Flight:
-    """The flight record that `begin` has made in this process; one that notes nothing where there is none."""
+    """The flight record that `begin` has made in this process; one that notes nothing where there
+    is none."""
     return _flight if _pid == os.getpid() else NO_FLIGHT
 
 
@@ -100,14 +117,24 @@ def _start(launcher: int, rank: int, *, ends_hangs: bool) -> None:
     try:
         with contextlib.suppress(ProcessLookupError):
             held.append(os.pidfd_open(launcher))
-        lives = len(held) == 2 and os.getppid() == launcher  # else the number may be another process's by now
+        lives = (
+            len(held) == 2 and os.getppid() == launcher
+        )  # else the number may be another process's by now
         numbers = [pid, rank, held[0], held[1] if lives else -1]
         root = str(Path(__file__).parents[2])
-        program = (f"import sys; sys.path.insert(0, {root!r}); from hybridpar.train.watchdog import watch; "
-                   f"watch(*{numbers}, ends_hangs={ends_hangs})")
+        program = (
+            f"import sys; sys.path.insert(0, {root!r}); from hybridpar.train.watchdog import "
+            "watch; "
+            f"watch(*{numbers}, ends_hangs={ends_hangs})"
+        )
         # in a session of its own, so that no signal to the rank's group reaches it
-        _watchdog = Popen([sys.executable, "-I", "-S", "-c", program], stdin=DEVNULL, stdout=DEVNULL, pass_fds=held,
-                          start_new_session=True)
+        _watchdog = Popen(
+            [sys.executable, "-I", "-S", "-c", program],
+            stdin=DEVNULL,
+            stdout=DEVNULL,
+            pass_fds=held,
+            start_new_session=True,
+        )
     finally:
         for descriptor in held:
             os.close(descriptor)
@@ -116,8 +143,8 @@ def _start(launcher: int, rank: int, *, ends_hangs: bool) -> None:
 def watch(pid: int, rank: int, process: int, launcher: int, *, ends_hangs: bool) -> None:
     """Watches a process until it has ended; the whole life of a watchdog.
 
-    process, launcher: descriptors (pidfd) of the process and of the one that has started it; -1: that one is gone.
-    ends_hangs: whether to end the process if it hangs.
+    process, launcher: descriptors (pidfd) of the process and of the one that has started it; -1:
+    that one is gone. ends_hangs: whether to end the process if it hangs.
     """
     _ignore_signals()
     watched = _Watched(pid, rank)
@@ -130,7 +157,9 @@ def watch(pid: int, rank: int, process: int, launcher: int, *, ends_hangs: bool)
         orphaned_at = time.monotonic()
     while True:
         looks = ends_hangs or orphaned_at > 0
-        events = [descriptor for descriptor, _ in poll.poll(1000 * _LOOK_EVERY_S if looks else None)]
+        events = [
+            descriptor for descriptor, _ in poll.poll(1000 * _LOOK_EVERY_S if looks else None)
+        ]
         if process in events:
             return
         if launcher in events:
@@ -151,7 +180,8 @@ class _Watched:
     """The process that is watched: its records, and whether there is a reason to end it."""
 
     def __init__(self, pid: int, rank: int):
-        self._pid, self._rank = pid, rank
+        self._pid = pid
+        self._rank = rank
         self._main = Observer(pid, record_name(rank))
         self._saving = Observer(pid, record_name(rank, SAVING))
         self._looked = time.monotonic()
@@ -178,18 +208,26 @@ class _Watched:
         return ""
 
     def orphan(self, since: float) -> str:
-        """The reason to end the process whose launcher has ended then; empty: it may still take some time."""
+        """The reason to end the process whose launcher has ended then; empty: it may still take
+        some time."""
         (record, idle_s), (saving, saving_idle_s) = self._look()
-        who, now = self._name(record), time.monotonic()
+        who = self._name(record)
+        now = time.monotonic()
         doing = record.doing() if record is not None else ""
         if now - since > ORPHAN_S:
-            return f"{who} was still there {now - since:.0f} s after its launcher had ended{doing}; ended"
+            return (
+                f"{who} was still there {now - since:.0f} s after its launcher had ended{doing}; "
+                "ended"
+            )
         limit_s = record.who.get("timeout_s", STILL_S) if record is not None else STILL_S
         stopped = is_stopped(self._pid)
         saves = saving is not None and saving.limit_s > 0 and not stopped
         still_s = min(idle_s, saving_idle_s)
         if still_s > limit_s and not saves:
-            return f"{hang_text(who, still_s, doing, stopped=stopped)}; ended, as its launcher has ended"
+            return (
+                f"{hang_text(who, still_s, doing, stopped=stopped)}; ended, as its launcher has "
+                "ended"
+            )
         return ""
 
     def note(self, text: str) -> None:
@@ -209,7 +247,8 @@ class _Watched:
 
 
 def _ignore_signals() -> None:
-    """Ignores signals, which are meant for the rank, and leaves its working folder, which may be of a mounted disk."""
+    """Ignores signals, which are meant for the rank, and leaves its working folder, which may be of
+    a mounted disk."""
     for number in signal.valid_signals():
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_IGN)

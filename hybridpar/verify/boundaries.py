@@ -1,8 +1,10 @@
-"""What links lose, in one process: the layer y = C(x) behind each stage's last block, and sums of C(part) over tp.
+"""What links lose, in one process: the layer y = C(x) behind each stage's last block, and sums of
+C(part) over tp.
 
-Forward and backward, what went over a link there goes through its codec here. A codec's bytes depend on a token's
-features alone, so neither slices over tp nor replicas nor larger micro-batches make a difference. The parts of a
-layer's sum are products with those columns of the weight (forward) or rows (backward) that ranks of tp hold.
+Forward and backward, what went over a link there goes through its codec here. A codec's bytes
+depend on a token's features alone, so neither slices over tp nor replicas nor larger micro-batches
+make a difference. The parts of a layer's sum are products with those columns of the weight
+(forward) or rows (backward) that ranks of tp hold.
 """
 
 from __future__ import annotations
@@ -21,14 +23,23 @@ from hybridpar.config import Config
 from hybridpar.memory.silent import silent_grid
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.linear import ColumnParallelLinear, RowParallelLinear
-from hybridpar.pipeline.run.codecs import Codec, Codecs, Largest, Marked, PartialSums, coded_layers, through
+from hybridpar.pipeline.run.codecs import (
+    Codec,
+    Codecs,
+    Largest,
+    Marked,
+    PartialSums,
+    coded_layers,
+    through,
+)
 from hybridpar.pipeline.run.stage_split import stage_split
 
 Layer = ColumnParallelLinear | RowParallelLinear
 
 
 def add_boundaries(blocks: Mapping[int, nn.Module], config: Config) -> None:
-    """Puts the links of `config` behind a whole model's blocks, by number; without gradients those of an evaluation."""
+    """Puts the links of `config` behind a whole model's blocks, by number; without gradients those
+    of an evaluation."""
     _add_sums(blocks, config)
     codecs = Codecs.of(config)
     split = stage_split(config)
@@ -38,9 +49,19 @@ def add_boundaries(blocks: Mapping[int, nn.Module], config: Config) -> None:
             continue
         evaluating = codecs.on(1, after.start, training=False)
 
-        def cross(module: nn.Module, inputs: Any, out: Tensor, forward: Codec | None = forward,
-                  backward: Codec | None = backward, evaluating: Codec | None = evaluating) -> Tensor:
-            return _Crossing.apply(out, forward, backward) if torch.is_grad_enabled() else through(evaluating, out)
+        def cross(
+            module: nn.Module,
+            inputs: Any,
+            out: Tensor,
+            forward: Codec | None = forward,
+            backward: Codec | None = backward,
+            evaluating: Codec | None = evaluating,
+        ) -> Tensor:
+            return (
+                _Crossing.apply(out, forward, backward)
+                if torch.is_grad_enabled()
+                else through(evaluating, out)
+            )
 
         blocks[before.stop - 1].register_forward_hook(cross)
 
@@ -60,8 +81,14 @@ def _add_sums(blocks: Mapping[int, nn.Module], config: Config) -> None:
             setattr(whole, method, partial(product, whole, parts, sums, method == "forward"))
 
 
-def _by_columns(layer: Layer, parts: list[Tensor], sums: PartialSums, biased: bool, x: Tensor,
-                sizes: None = None) -> Tensor:
+def _by_columns(
+    layer: Layer,
+    parts: list[Tensor],
+    sums: PartialSums,
+    biased: bool,
+    x: Tensor,
+    sizes: None = None,
+) -> Tensor:
     """The sum of products of the parts of x and of the weight's columns."""
     products = [F.linear(x[..., part], layer.weight[:, part]) for part in parts]
     if torch.is_grad_enabled():
@@ -70,8 +97,14 @@ def _by_columns(layer: Layer, parts: list[Tensor], sums: PartialSums, biased: bo
     return y + layer.bias if biased and layer.bias is not None else y
 
 
-def _by_rows(layer: Layer, parts: list[Tensor], sums: PartialSums, biased: bool, x: Tensor,
-             sizes: None = None) -> Tensor:
+def _by_rows(
+    layer: Layer,
+    parts: list[Tensor],
+    sums: PartialSums,
+    biased: bool,
+    x: Tensor,
+    sizes: None = None,
+) -> Tensor:
     """x times the weight, of whose rows each part gives a part of the gradient of x."""
     y = torch.cat([F.linear(_Part.apply(x, sums, True), layer.weight[part]) for part in parts], -1)
     y = y[..., torch.cat(parts).argsort()]
@@ -83,7 +116,9 @@ class _Part(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sums: PartialSums, backward_only: bool = False) -> Tensor:
-        ctx.sums, ctx.marks, ctx.backward_only = sums, None, backward_only
+        ctx.sums = sums
+        ctx.marks = None
+        ctx.backward_only = backward_only
         if backward_only:
             return x.view_as(x)
         rows = x.reshape(-1, x.shape[-1])
@@ -92,7 +127,11 @@ class _Part(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return through(ctx.sums.codec, dy) if ctx.backward_only else ctx.sums.gradient(dy, ctx.marks), None, None
+        return (
+            through(ctx.sums.codec, dy) if ctx.backward_only else ctx.sums.gradient(dy, ctx.marks),
+            None,
+            None,
+        )
 
 
 class _Crossing(Function):

@@ -1,6 +1,8 @@
-"""Likely reasons why a grid is not the same training as one process: what differs first, and what each block does.
+"""Likely reasons why a grid is not the same training as one process: what differs first, and what
+each block does.
 
-The blocks of a custom model are run in this process, on two samples: twice, together, and one sample at a time.
+The blocks of a custom model are run in this process, on two samples: twice, together, and one
+sample at a time.
 """
 
 from __future__ import annotations
@@ -21,25 +23,33 @@ from hybridpar.nn.placement import named_placements
 from hybridpar.random import RandomKey
 
 _KINDS = {
-    "replicas": "ranks that hold the same parameter have other values of it: they got other gradients. Something "
-                "depends on the rank, or a layer over tp lacks a collective",
-    "init": "it starts from other values: its constructor draws from another generator than torch's default one "
-            "(numpy, random), or depends on the rank or the time",
-    "loss": "the forward differs: it draws random numbers of its own, keeps something from call to call, depends on "
-            "the rank, or its loss is not a sum over samples divided by the whole batch",
-    "grad_norm": "the losses agree and gradients do not: a backward of your own, or a layer over tp that lacks a "
-                 "collective",
-    "gradient": "the losses agree and this gradient does not: a backward of your own, a layer over tp that lacks a "
-                "collective, or a parameter whose gradient is a partial sum and is not declared so (Placement.partial)",
-    "weight": "the gradients agree and the update does not: an update rule that depends on which part of a parameter a "
-              "rank has, or on state of its own"}
+    "replicas": "ranks that hold the same parameter have other values of it: they got other "
+    "gradients. Something "
+    "depends on the rank, or a layer over tp lacks a collective",
+    "init": "it starts from other values: its constructor draws from another generator than "
+    "torch's default one "
+    "(numpy, random), or depends on the rank or the time",
+    "loss": "the forward differs: it draws random numbers of its own, keeps something from call to "
+    "call, depends on "
+    "the rank, or its loss is not a sum over samples divided by the whole batch",
+    "grad_norm": "the losses agree and gradients do not: a backward of your own, or a layer over "
+    "tp that lacks a "
+    "collective",
+    "gradient": "the losses agree and this gradient does not: a backward of your own, a layer over "
+    "tp that lacks a "
+    "collective, or a parameter whose gradient is a partial sum and is not declared so "
+    "(Placement.partial)",
+    "weight": "the gradients agree and the update does not: an update rule that depends on which "
+    "part of a parameter a "
+    "rank has, or on state of its own",
+}
 """The reason that each kind of first difference speaks for."""
 _EQUAL = 1e-9
 
 
 def likely_causes(config: Config, what: str) -> list[str]:
-    """Return the reasons that speak for a first difference of kind `what`: of blocks if one is at fault, else of the
-    kind."""
+    """Return the reasons that speak for a first difference of kind `what`: of blocks if one is at
+    fault, else of the kind."""
     found = []
     if not isinstance(config.model, ModelConfig):
         try:
@@ -47,18 +57,29 @@ def likely_causes(config: Config, what: str) -> list[str]:
         except HybridparError as error:
             found = [first_line(error)]
         except Exception as error:  # a block of the user's may need more than two samples
-            found = [f"its blocks cannot be run one by one ({type(error).__name__}: {first_line(error)})"]
+            found = [
+                f"its blocks cannot be run one by one ({type(error).__name__}: {first_line(error)})"
+            ]
     return found or [_KINDS[what]]
 
 
 @torch.no_grad()
 def _at_fault(model: ModelSpec, seed: int) -> Iterator[str]:
-    blocks = build_blocks(model, Axis("tp"), range(model.num_blocks), device="cpu", dtype=torch.float64)
+    blocks = build_blocks(
+        model, Axis("tp"), range(model.num_blocks), device="cpu", dtype=torch.float64
+    )
     for number, block in blocks.items():
-        initialize([(f"blocks.{number}.{name}", parameter.data, placement)
-                    for name, parameter, placement in named_placements(block)], seed)
+        initialize(
+            [
+                (f"blocks.{number}.{name}", parameter.data, placement)
+                for name, parameter, placement in named_placements(block)
+            ],
+            seed,
+        )
     batch = SyntheticLoader(model, 2, 1, 0, 1, seed).microbatch(0, 0)
-    batch |= {name: torch.tensor(2.0, dtype=torch.float64) for name in ("num_targets", "num_samples")}
+    batch |= {
+        name: torch.tensor(2.0, dtype=torch.float64) for name in ("num_targets", "num_samples")
+    }
     keys = [RandomKey.of(seed, 0, sample) for sample in range(2)]
     x: Any = None
     for number, block in blocks.items():
@@ -66,15 +87,24 @@ def _at_fault(model: ModelSpec, seed: int) -> Iterator[str]:
         out = block(x, batch, keys[0])
         alone = [block(_sample(x, i), _sample(batch, i), key) for i, key in enumerate(keys)]
         if not _is_equal(out, block(x, batch, keys[0])):
-            yield (f"{name} returns other values when it is called again with the same input: it draws random numbers "
-                   "(numpy, random), or keeps something from call to call")
+            yield (
+                f"{name} returns other values when it is called again with the same input: it "
+                "draws random numbers "
+                "(numpy, random), or keeps something from call to call"
+            )
         elif number == model.num_blocks - 1:
             if not _is_equal(out, {loss: alone[0][loss] + alone[1][loss] for loss in out}):
-                yield (f"{name} returns losses of two samples that are not the sum of the losses of each: divide a sum "
-                       'over samples by batch["num_samples"], or over labels by batch["num_targets"]')
+                yield (
+                    f"{name} returns losses of two samples that are not the sum of the losses of "
+                    "each: divide a sum "
+                    'over samples by batch["num_samples"], or over labels by batch["num_targets"]'
+                )
         elif not _is_equal(out, _joined(alone)):
-            yield (f"{name} returns other values for a sample if other samples are in the micro-batch: it mixes "
-                   "samples, so the size of micro-batches matters")
+            yield (
+                f"{name} returns other values for a sample if other samples are in the "
+                "micro-batch: it mixes "
+                "samples, so the size of micro-batches matters"
+            )
         x = out
 
 

@@ -1,8 +1,9 @@
-"""The training that a grid is compared with: one process, float64, plain autograd, no engine, no flat buffers.
+"""The training that a grid is compared with: one process, float64, plain autograd, no engine, no
+flat buffers.
 
-It keeps every version of the weights; each micro-batch runs on the version that the schedule's rule gives it, stage by
-stage. Synchronous schedules: W(t). 2bw: W(max(t-1, 0)), the delayed-gradient oracle. The update rules are in rules.py,
-what messages between stages lose in boundaries.py.
+It keeps every version of the weights; each micro-batch runs on the version that the schedule's rule
+gives it, stage by stage. Synchronous schedules: W(t). 2bw: W(max(t-1, 0)), the delayed-gradient
+oracle. The update rules are in rules.py, what messages between stages lose in boundaries.py.
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ from hybridpar.verify.boundaries import add_boundaries
 from hybridpar.verify.rules import Tensors, build_rule
 
 GRADIENT_FLOOR = 1e-3
-"""A gradient is compared relative to its largest element, or to this share of the norm of all if that is larger."""
+"""A gradient is compared relative to its largest element, or to this share of the norm of all if
+that is larger."""
 TOLERANCE = 1e-9
-"""Largest relative difference in float64: sums in another order differ by some 1e-13, a wrong term by 1e-5 or more."""
+"""Largest relative difference in float64: sums in another order differ by some 1e-13, a wrong term
+by 1e-5 or more."""
 NOISE = TOLERANCE * GRADIENT_FLOOR
-"""Share of the norm of all gradients up to which an element of a gradient cannot be told from zero."""
+"""Share of the norm of all gradients up to which an element of a gradient cannot be told from
+zero."""
 
 
 @dataclass
 class OracleStep:
-    """One batch: summed loss, metrics, global gradient norm before clipping, unclipped gradients of what is trained,
-    and all weights after the update."""
+    """One batch: summed loss, metrics, global gradient norm before clipping, unclipped gradients of
+    what is trained, and all weights after the update."""
 
     loss: float
     metrics: dict[str, float]
@@ -49,11 +53,13 @@ class OracleStep:
 
 @dataclass
 class Oracle:
-    """`version(block, batch, index)`: which weights block number `block` uses for that micro-batch of each replica.
+    """`version(block, batch, index)`: which weights block number `block` uses for that micro-batch
+    of each replica.
 
-    `delay(batch)`: how many updates old its gradients are taken to be, for the learning rate. `poisoned`: batches whose
-    gradients become NaN. A batch whose gradient norm is not finite changes nothing: W(t+1) = W(t), and the learning
-    rate of the next update is what its own would have been.
+    `delay(batch)`: how many updates old its gradients are taken to be, for the learning rate.
+    `poisoned`: batches whose gradients become NaN. A batch whose gradient norm is not finite
+    changes nothing: W(t+1) = W(t), and the learning rate of the next update is what its own would
+    have been.
     """
 
     config: Config
@@ -67,14 +73,22 @@ class Oracle:
     def __post_init__(self) -> None:
         model = self.config.model
         axis = Axis("tp")
-        # blocks are built apart: a tied weight is then several tensors that start equal and must stay so
+        # blocks are built apart: a tied weight is then several tensors that start equal and must
+        # stay so
         self.blocks: dict[int, nn.Module] = {}
         for number in range(model.num_blocks):
-            self.blocks |= build_blocks(model, axis, [number], device="cpu", dtype=torch.float64,
-                                        groups=self.config.optim.groups)
+            self.blocks |= build_blocks(
+                model,
+                axis,
+                [number],
+                device="cpu",
+                dtype=torch.float64,
+                groups=self.config.optim.groups,
+            )
         self.placements: dict[str, Placement] = {}
         self._names: dict[int, list[tuple[dict[str, nn.Parameter | None], str, str]]] = {}
-        """For each block its parameters: where modules hold them, and their names. Modules may share one."""
+        """For each block its parameters: where modules hold them, and their names. Modules may
+        share one."""
         self._first: dict[str, str] = {}
         """The first name of each tied parameter."""
         start: Tensors = {}
@@ -83,30 +97,46 @@ class Oracle:
                 self.placements[f"blocks.{number}.{name}"] = placement
                 start[f"blocks.{number}.{name}"] = parameter.detach()
                 self._first.setdefault(placement.tied, f"blocks.{number}.{name}")
-            names = {id(parameter): f"blocks.{number}.{name}" for name, parameter, _ in named_placements(block)}
+            names = {
+                id(parameter): f"blocks.{number}.{name}"
+                for name, parameter, _ in named_placements(block)
+            }
             self._names[number] = [
-                (module._parameters, key, names[id(parameter)]) for module in block.modules()
-                for key, parameter in module._parameters.items() if parameter is not None]
+                (module._parameters, key, names[id(parameter)])
+                for module in block.modules()
+                for key, parameter in module._parameters.items()
+                if parameter is not None
+            ]
         add_boundaries(self.blocks, self.config)
         initialize([(n, t, self.placements[n]) for n, t in start.items()], self.config.train.seed)
         self.history = [{n: t.clone() for n, t in start.items()}]
         self.rule = build_rule(self.config.optim, self.placements)
 
-    def step(self, batch: int, loader: Loader, replicas: int, measured: Tensors | None = None) -> OracleStep:
-        """Trains on one whole batch; `loader` covers it with num_microbatches * replicas micro-batches.
+    def step(
+        self, batch: int, loader: Loader, replicas: int, measured: Tensors | None = None
+    ) -> OracleStep:
+        """Trains on one whole batch; `loader` covers it with num_microbatches * replicas
+        micro-batches.
 
-        `measured`: the gradients that a grid computed. The update takes from them the elements that are rounding errors
-        alone, here and there; see `_with_noise_of`.
+        `measured`: the gradients that a grid computed. The update takes from them the elements that
+        are rounding errors alone, here and there; see `_with_noise_of`.
         """
-        gradients = {n: torch.zeros_like(w) for n, w in self.history[0].items() if self.placements[n].trainable}
+        gradients = {
+            n: torch.zeros_like(w)
+            for n, w in self.history[0].items()
+            if self.placements[n].trainable
+        }
         loss = 0.0
         metrics = dict.fromkeys(self.config.model.metric_names, 0.0)
         for index in range(self.num_microbatches * replicas):
             leaves = self._bind(batch, index // replicas)
             tensors = loader.microbatch(batch, index)
-            tensors["num_targets"] = torch.tensor(float(loader.num_targets(batch) or 1), dtype=torch.float64)
+            tensors["num_targets"] = torch.tensor(
+                float(loader.num_targets(batch) or 1), dtype=torch.float64
+            )
             tensors["num_samples"] = torch.tensor(
-                self.config.global_batch_size / self.config.parallel.sites, dtype=torch.float64)
+                self.config.global_batch_size / self.config.parallel.sites, dtype=torch.float64
+            )
             key = RandomKey.of(self.config.train.seed, batch, loader.first_sample(index))
             x: Any = None
             for number in sorted(self.blocks):
@@ -122,9 +152,13 @@ class Oracle:
         if batch in self.poisoned:
             gradients = {n: torch.full_like(g, math.nan) for n, g in gradients.items()}
         self._sum_tied(gradients)
-        norm = math.sqrt(sum(g.square().sum().item() for n, g in gradients.items() if not self._second_holder(n)))
+        norm = math.sqrt(
+            sum(g.square().sum().item() for n, g in gradients.items() if not self._second_holder(n))
+        )
         updating = gradients if measured is None else _with_noise_of(measured, gradients, norm)
-        self.history.append(self._updated(batch, updating, norm) if math.isfinite(norm) else self.history[-1])
+        self.history.append(
+            self._updated(batch, updating, norm) if math.isfinite(norm) else self.history[-1]
+        )
         return OracleStep(loss, metrics, norm, gradients, self.history[-1])
 
     def _updated(self, batch: int, gradients: Tensors, norm: float) -> Tensors:
@@ -133,12 +167,18 @@ class Oracle:
         lr = learning_rate(self.num_updates, optim, self.config.train.num_steps, self.delay(batch))
         self.num_updates += 1
         trained = {n: self.history[-1][n] for n in gradients}
-        return self.history[-1] | self.rule(trained, {n: g * clip for n, g in gradients.items()}, lr)
+        return self.history[-1] | self.rule(
+            trained, {n: g * clip for n, g in gradients.items()}, lr
+        )
 
     def _weight(self, name: str, version: int) -> Tensor:
-        """The weight that micro-batches of this version run on: with prediction, the last update once more on top."""
+        """The weight that micro-batches of this version run on: with prediction, the last update
+        once more on top."""
         weight = self.history[version][name]
-        if self.config.optim.staleness != "prediction" or version <= self.config.pipeline.sync_steps:
+        if (
+            self.config.optim.staleness != "prediction"
+            or version <= self.config.pipeline.sync_steps
+        ):
             return weight.clone()
         return weight + (weight - self.history[version - 1][name])
 
@@ -146,8 +186,10 @@ class Oracle:
         leaves: Tensors = {}
         for number, places in self._names.items():
             version = self.version(number, batch, index)
-            weights = {name: nn.Parameter(self._weight(name, version), self.placements[name].trainable)
-                       for name in dict.fromkeys(name for _, _, name in places)}
+            weights = {
+                name: nn.Parameter(self._weight(name, version), self.placements[name].trainable)
+                for name in dict.fromkeys(name for _, _, name in places)
+            }
             for parameters, key, name in places:
                 parameters[key] = weights[name]
             leaves |= {name: weight for name, weight in weights.items() if weight.requires_grad}
@@ -169,14 +211,20 @@ class Oracle:
 
 
 def _with_noise_of(measured: Tensors, gradients: Tensors, norm: float) -> Tensors:
-    """Return the gradients with those elements replaced by `measured` that are too small to be told from zero.
+    """Return the gradients with those elements replaced by `measured` that are too small to be told
+    from zero.
 
-    A gradient that is zero in exact arithmetic, such as that of a key's bias, is a rounding error, which depends on the
-    order of sums. Adam divides it by its own size or by eps = 1e-8, so a weight that starts at zero consists of
-    amplified rounding errors, and no tolerance relative to its size or to the learning rate can hold for every rule.
-    With equal gradients the updated weights must agree to the tolerance as all others do. An element is noise if it is
-    at most NOISE * `norm` in both gradients: such a difference passes in the comparison of gradients, too.
+    A gradient that is zero in exact arithmetic, such as that of a key's bias, is a rounding error,
+    which depends on the order of sums. Adam divides it by its own size or by eps = 1e-8, so a
+    weight that starts at zero consists of amplified rounding errors, and no tolerance relative to
+    its size or to the learning rate can hold for every rule. With equal gradients the updated
+    weights must agree to the tolerance as all others do. An element is noise if it is at most NOISE
+    * `norm` in both gradients: such a difference passes in the comparison of gradients, too.
     """
     limit = NOISE * norm
-    return {name: torch.where((g.abs() <= limit) & (measured[name].abs() <= limit), measured[name], g)
-            if name in measured else g for name, g in gradients.items()}
+    return {
+        name: torch.where((g.abs() <= limit) & (measured[name].abs() <= limit), measured[name], g)
+        if name in measured
+        else g
+        for name, g in gradients.items()
+    }

@@ -1,10 +1,12 @@
-"""`hybridpar replay`: one step of a run again, in one CPU process, and where its numbers stop being finite.
+"""`hybridpar replay`: one step of a run again, in one CPU process, and where its numbers stop being
+finite.
 
-The checkpoint before the step is loaded and the steps between are trained again, all stages and replicas in one: the
-micro-batches of the replicas become one larger one each, so every schedule gives each micro-batch the weights that it
-had (in pipedream those of another version for each stage: staged.py). Numbers agree with the recorded ones up to the
-order of summation, if what was recorded came from the weights and the data. If not, a fault of the machine, or of
-another rank's memory, is the likelier cause.
+The checkpoint before the step is loaded and the steps between are trained again, all stages and
+replicas in one: the micro-batches of the replicas become one larger one each, so every schedule
+gives each micro-batch the weights that it had (in pipedream those of another version for each
+stage: staged.py). Numbers agree with the recorded ones up to the order of summation, if what was
+recorded came from the weights and the data. If not, a fault of the machine, or of another rank's
+memory, is the likelier cause.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from torch import Tensor, nn
 from hybridpar import checkpoint
 from hybridpar.checkpoint.finding import MOST_TRIES
 from hybridpar.checkpoint.folders import HeldError, Hold, folder_of
-from hybridpar.config import Config, KernelsConfig, MemoryConfig, import_beside_user, read_run_config, unloaded_code
+from hybridpar.config import (
+    Config,
+    KernelsConfig,
+    MemoryConfig,
+    import_beside_user,
+    read_run_config,
+    unloaded_code,
+)
 from hybridpar.data import BatchLoader, Data, open_data
 from hybridpar.errors import CheckpointError, DataError, config_error
 from hybridpar.grid import ProcessGrid
@@ -41,8 +50,8 @@ from hybridpar.verify.boundaries import add_boundaries
 from hybridpar.verify.staged import StagedPolicy, staged_engine
 
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
-"""Largest relative difference of loss and gradient norm: rounding, in another order, over the steps since the
-checkpoint (fp32: some 1e-7 a step, which training makes larger)."""
+"""Largest relative difference of loss and gradient norm: rounding, in another order, over the steps
+since the checkpoint (fp32: some 1e-7 a step, which training makes larger)."""
 _SHOWN = 3
 
 Say = Callable[[str], None]
@@ -52,9 +61,10 @@ Say = Callable[[str], None]
 class Report:
     """Outcome of a step that was run again; `recorded`: the outcome then.
 
-    `weights`: the first that is not finite (empty: all are). `activation`, `gradient`: the first block output of a
-    micro-batch, and the first parameter's gradient in the order of the backward pass, that are not finite.
-    `largest`: the blocks and parameters with the largest outputs (root mean square) and gradient norms.
+    `weights`: the first that is not finite (empty: all are). `activation`, `gradient`: the first
+    block output of a micro-batch, and the first parameter's gradient in the order of the backward
+    pass, that are not finite. `largest`: the blocks and parameters with the largest outputs (root
+    mean square) and gradient norms.
     """
 
     bundle: Bundle
@@ -71,42 +81,79 @@ class Report:
 
     @property
     def agrees(self) -> bool:
-        """Whether loss and norm are what was recorded; what is not finite agrees with what is not."""
-        pairs = ((self.bundle.loss, self.result.loss), (self.bundle.grad_norm, self.result.grad_norm))
+        """Whether loss and norm are what was recorded; what is not finite agrees with what is
+        not."""
+        pairs = (
+            (self.bundle.loss, self.result.loss),
+            (self.bundle.grad_norm, self.result.grad_norm),
+        )
         return all(_close(recorded, replayed, self.tolerance) for recorded, replayed in pairs)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values only."""
-        bundle, result = self.bundle, self.result
+        bundle = self.bundle
+        result = self.result
         return {
-            "ok": self.agrees, "step": bundle.step, "kind": bundle.kind, "what": bundle.what,
+            "ok": self.agrees,
+            "step": bundle.step,
+            "kind": bundle.kind,
+            "what": bundle.what,
             "tolerance": self.tolerance,
-            "loss": [bundle.loss, result.loss], "grad_norm": [bundle.grad_norm, result.grad_norm],
+            "loss": [bundle.loss, result.loss],
+            "grad_norm": [bundle.grad_norm, result.grad_norm],
             "stage_norms": [list(bundle.stage_norms), list(self.stage_norms)],
-            "first_not_finite": {"weight": self.weights or None, "activation": self.activation or None,
-                                 "gradient": self.gradient or None},
-            "largest": self.largest}
+            "first_not_finite": {
+                "weight": self.weights or None,
+                "activation": self.activation or None,
+                "gradient": self.gradient or None,
+            },
+            "largest": self.largest,
+        }
 
     def lines(self) -> list[str]:
         """For people."""
-        bundle, result = self.bundle, self.result
+        bundle = self.bundle
+        result = self.result
         rows: list[tuple[str, float | None, float]] = [
-            ("loss", bundle.loss, result.loss), ("gradient norm", bundle.grad_norm, result.grad_norm)]
+            ("loss", bundle.loss, result.loss),
+            ("gradient norm", bundle.grad_norm, result.grad_norm),
+        ]
         part = Sizes.of(bundle.config).rank_name
-        rows += [(f"  of {part} {i}", recorded, replayed) for i, (recorded, replayed) in enumerate(
-            zip(bundle.stage_norms or [None] * len(self.stage_norms), self.stage_norms, strict=True))]
+        rows += [
+            (f"  of {part} {i}", recorded, replayed)
+            for i, (recorded, replayed) in enumerate(
+                zip(
+                    bundle.stage_norms or [None] * len(self.stage_norms),
+                    self.stage_norms,
+                    strict=True,
+                )
+            )
+        ]
         why = f": {bundle.what} ({bundle.policy.replace('_', ' ')})" if bundle.what else ""
         lines = [f"step {bundle.step}{why}", f"{'':<16}{'recorded':>16}{'replayed':>16}"]
         for name, recorded, replayed in rows:  # metrics have no norms of stages
-            lines.append(f"{name:<16}{'-' if recorded is None else f'{recorded:.8g}':>16}{replayed:>16.8g}")
-        for what, first in (("weight", self.weights), ("activation", self.activation), ("gradient", self.gradient)):
+            lines.append(
+                f"{name:<16}{'-' if recorded is None else f'{recorded:.8g}':>16}{replayed:>16.8g}"
+            )
+        for what, first in (
+            ("weight", self.weights),
+            ("activation", self.activation),
+            ("gradient", self.gradient),
+        ):
             if first:
                 lines.append(f"first {what} that is not finite: {first}")
         for what, found in self.largest.items():
-            lines.append(f"largest {what}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
-        lines.append("the numbers are those that were recorded" if self.agrees else
-                     f"these are other numbers than were recorded (tolerance {self.tolerance:g}): neither the weights "
-                     "of the checkpoint nor the data explain them")
+            lines.append(
+                f"largest {what}: "
+                + ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+            )
+        lines.append(
+            "the numbers are those that were recorded"
+            if self.agrees
+            else f"these are other numbers than were recorded (tolerance {self.tolerance:g}): "
+            "neither the weights "
+            "of the checkpoint nor the data explain them"
+        )
         return lines
 
 
@@ -119,10 +166,11 @@ def _close(a: float, b: float, tolerance: float) -> bool:
 def replay(path: Path, step: int, say: Say, *, trust: bool = False) -> Report:
     """Runs a step again: that of a bundle, or step `step` of a run folder.
 
-    A custom model's code is imported from the working folder or from installed packages, never from the run folder.
-    trust: also from the folders that the run has noted.
+    A custom model's code is imported from the working folder or from installed packages, never from
+    the run folder. trust: also from the folders that the run has noted.
 
-    Raises: ConfigError for what cannot be replayed; DataError for a damaged bundle, or other data than there were;
+    Raises: ConfigError for what cannot be replayed; DataError for a damaged bundle, or other data
+        than there were;
     CheckpointError where there is no checkpoint to start from.
     """
     folder = path if path.is_dir() else path.parent.parent
@@ -137,7 +185,10 @@ def replay(path: Path, step: int, say: Say, *, trust: bool = False) -> Report:
             except CheckpointError:
                 if held.is_there or not path.is_dir() or not tries_left:
                     raise
-        say(f"{folder}: the checkpoint of step {bundle.checkpoint} was removed before it was read; starting over")
+        say(
+            f"{folder}: the checkpoint of step {bundle.checkpoint} was removed before it was read; "
+            "starting over"
+        )
     between = bundle.step - 1 - engine.batches_done
     say(f"replaying step {bundle.step} from step {engine.batches_done}, on one CPU process")
     if between:
@@ -146,7 +197,8 @@ def replay(path: Path, step: int, say: Say, *, trust: bool = False) -> Report:
 
 
 class _Held:
-    """A block in which a job that saves in the run folder does not remove the checkpoint that a bundle needs."""
+    """A block in which a job that saves in the run folder does not remove the checkpoint that a
+    bundle needs."""
 
     def __init__(self, folder: Path, bundle: Bundle):
         self._hold: Hold | None = None
@@ -169,69 +221,120 @@ class _Held:
 
 
 def _prepare(bundle: Bundle, folder: Path, say: Say) -> tuple[Engine, BatchLoader]:
-    """Return an engine with the state before the bundle's step, or some steps before that, and its data.
+    """Return an engine with the state before the bundle's step, or some steps before that, and its
+    data.
 
     Raises: as `replay`.
     """
     if (error := unloaded_code(bundle.config)) is not None:
         raise error
     if bundle.config.feeds_back:
-        raise config_error("compression.gradients", bundle.config.compression.gradients,
-                           "keeps a part of every replica's gradients, and one process is one replica", "none")
+        raise config_error(
+            "compression.gradients",
+            bundle.config.compression.gradients,
+            "keeps a part of every replica's gradients, and one process is one replica",
+            "none",
+        )
     config = alone(bundle.config)
-    data = open_data(config.model, config.data, config.cache_folder, seed=config.train.seed,
-                     evaluates=config.train.eval_interval > 0)
+    data = open_data(
+        config.model,
+        config.data,
+        config.cache_folder,
+        seed=config.train.seed,
+        evaluates=config.train.eval_interval > 0,
+    )
     _check_data(bundle, data)
     judge = KnownJudge(bundle.skipped)
     was = bundle.config
-    staged = StagedPolicy(config, was, judge) if was.pipeline.schedule == "pipedream" and was.parallel.pp > 1 else None
+    staged = (
+        StagedPolicy(config, was, judge)
+        if was.pipeline.schedule == "pipedream" and was.parallel.pp > 1
+        else None
+    )
     if staged is not None:
         engine = staged_engine(config, bundle.config, staged)
     else:
-        engine = Engine(config, ProcessGrid(), torch.device("cpu"), policy=BatchPolicy(config, judge))
-    add_boundaries({int(number): block for number, block in engine.stage.blocks.items()}, bundle.config)
+        engine = Engine(
+            config, ProcessGrid(), torch.device("cpu"), policy=BatchPolicy(config, judge)
+        )
+    add_boundaries(
+        {int(number): block for number, block in engine.stage.blocks.items()}, bundle.config
+    )
     _load(engine, bundle, folder, data, say)
     if staged is not None:
         staged.start = engine.batches_done
         _check_versions(bundle, staged.versions_of(bundle.step - 1))
-    return engine, BatchLoader(data.train, micro_batch_size=config.train.micro_batch_size,
-                               num_microbatches=config.pipeline.num_microbatches, start=engine.data_start)
+    return engine, BatchLoader(
+        data.train,
+        micro_batch_size=config.train.micro_batch_size,
+        num_microbatches=config.pipeline.num_microbatches,
+        start=engine.data_start,
+    )
 
 
 def _check_versions(bundle: Bundle, versions: tuple[tuple[int, ...], ...]) -> None:
     """Raises: DataError where the pipeline cannot have drained when the configuration says."""
     if bundle.versions not in ((), versions):
         raise DataError(
-            f"step {bundle.step} ran on versions {bundle.versions} of the weights (by stage and micro-batch), and "
-            f"would on {versions} here: the pipeline was drained at other steps than by train.eval_interval, "
-            "train.save_interval and anomalies.audit_interval, as where a signal stopped the run")
+            f"step {bundle.step} ran on versions {bundle.versions} of the weights (by stage and "
+            "micro-batch), and "
+            f"would on {versions} here: the pipeline was drained at other steps than by "
+            "train.eval_interval, "
+            "train.save_interval and anomalies.audit_interval, as where a signal stopped the run"
+        )
 
 
 def alone(config: Config) -> Config:
     """The same training on one CPU process."""
-    parallel, pipeline, train = config.parallel, config.pipeline, config.train
+    parallel = config.parallel
+    pipeline = config.pipeline
+    train = config.train
     if parallel.sites > 1:
-        raise config_error("parallel.sites", parallel.sites, "has no replay: a site's step has weights that it has "
-                           "trained apart", "a run with parallel.sites = 1")
+        raise config_error(
+            "parallel.sites",
+            parallel.sites,
+            "has no replay: a site's step has weights that it has trained apart",
+            "a run with parallel.sites = 1",
+        )
     early = pipeline.early_switch
     if pipeline.schedule in ("naive", "gpipe", "interleaved", "own"):
         pipeline = replace(pipeline, schedule="1f1b", chunks=0, order=())
     if isinstance(early, int):
         early += parallel.pp - 1
     one = replace(
-        config, parallel=replace(parallel, tp=1, pp=1, dp=1, zero=0), kernels=KernelsConfig(), memory=MemoryConfig(),
-        pipeline=replace(pipeline, split=(), recompute="none", warmup="depth", gradient_buffers=0, early_switch=early,
-                         split_backward=False, zero_bubble=False, placement="loop", activations="full"),
-        train=replace(train, device="cpu", micro_batch_size=train.micro_batch_size * parallel.dp))
+        config,
+        parallel=replace(parallel, tp=1, pp=1, dp=1, zero=0),
+        kernels=KernelsConfig(),
+        memory=MemoryConfig(),
+        pipeline=replace(
+            pipeline,
+            split=(),
+            recompute="none",
+            warmup="depth",
+            gradient_buffers=0,
+            early_switch=early,
+            split_backward=False,
+            zero_bubble=False,
+            placement="loop",
+            activations="full",
+        ),
+        train=replace(train, device="cpu", micro_batch_size=train.micro_batch_size * parallel.dp),
+    )
     return resolve(one, 1)
 
 
 def bundle_of_step(folder: Path, step: int) -> Bundle:
     """A bundle for any step that a run's metrics have. Raises: ConfigError, DataError."""
-    saved = next((s for s in checkpoint.saved_steps(folder / run_folder.CHECKPOINTS) if s < step), None)
+    saved = next(
+        (s for s in checkpoint.saved_steps(folder / run_folder.CHECKPOINTS) if s < step), None
+    )
     row: dict[str, Any] | None = None
-    known, back, unused = range(0), dict[int, int](), list[int]()
-    for one in stream_metrics(folder / run_folder.METRICS):  # a long run has more of them than fit into memory
+    known = range(0)
+    back = dict[int, int]()
+    unused = list[int]()
+    for one in stream_metrics(
+        folder / run_folder.METRICS
+    ):  # a long run has more of them than fit into memory
         at = one["step"]
         if "loss" in one:
             known = range(known.start if known else at, at + 1)
@@ -245,12 +348,21 @@ def bundle_of_step(folder: Path, step: int) -> Bundle:
             if one.get("skipped") is True:
                 unused.append(at)
     if row is None:
-        raise config_error("step", step, f"{folder / run_folder.METRICS} has no such step",
-                           f"{known.start} to {known.stop - 1}" if known else "a run that has made steps")
+        raise config_error(
+            "step",
+            step,
+            f"{folder / run_folder.METRICS} has no such step",
+            f"{known.start} to {known.stop - 1}" if known else "a run that has made steps",
+        )
     start = max(back, default=saved or 0)
     if back and back[start] != saved:
-        raise config_error("step", step, f"comes after a roll back to the checkpoint of step {back[start]}, which is "
-                           "not there any more", "a larger checkpoint.keep next time")
+        raise config_error(
+            "step",
+            step,
+            f"comes after a roll back to the checkpoint of step {back[start]}, which is "
+            "not there any more",
+            "a larger checkpoint.keep next time",
+        )
     skipped = tuple(at for at in unused if at > start)
     config, corpus = settings_of(folder, step, start)
     config = resolve(config, config.parallel.num_ranks)
@@ -258,8 +370,17 @@ def bundle_of_step(folder: Path, step: int) -> Bundle:
     losses = row.get("losses")
     by_name = losses if isinstance(losses, dict) else {}
     values = {name: _number(by_name.get(name) if len(names) > 1 else row["loss"]) for name in names}
-    return Bundle(config, step, values, _number(row.get("grad_norm")), corpus, saved, start, skipped,
-                  lr=_number(row.get("lr")))
+    return Bundle(
+        config,
+        step,
+        values,
+        _number(row.get("grad_norm")),
+        corpus,
+        saved,
+        start,
+        skipped,
+        lr=_number(row.get("lr")),
+    )
 
 
 def _number(value: Any) -> float:
@@ -270,23 +391,38 @@ def _number(value: Any) -> float:
 
 
 def _check_data(bundle: Bundle, data: Data) -> None:
-    corpus, found = bundle.corpus, data.train.fingerprint
+    corpus = bundle.corpus
+    found = data.train.fingerprint
     if corpus and corpus != found:
-        raise DataError(f"data.corpus = {list(bundle.config.data.corpus)} holds other data than then (fingerprint "
-                        f"{corpus}, now {found}), or another version of hybridpar computes it in another way")
+        raise DataError(
+            f"data.corpus = {list(bundle.config.data.corpus)} holds other data than then "
+            "(fingerprint "
+            f"{corpus}, now {found}), or another version of hybridpar computes it in another way"
+        )
     if bundle.tokens and bundle.tokens != content_hash(data.train, bundle.samples):
-        raise DataError(f"samples {bundle.samples.start} to {bundle.samples.stop - 1} are not what they were then")
+        raise DataError(
+            f"samples {bundle.samples.start} to {bundle.samples.stop - 1} are not what they were "
+            "then"
+        )
 
 
 def _load(engine: Engine, bundle: Bundle, folder: Path, data: Data, say: Say) -> None:
     """Raises: CheckpointError."""
     root = folder / run_folder.CHECKPOINTS
     if bundle.checkpoint is not None:
-        back = checkpoint.resume(root, engine, data.train.fingerprint, say, up_to=bundle.checkpoint,
-                                 go_on_at=bundle.start if bundle.start > bundle.checkpoint else 0)
+        back = checkpoint.resume(
+            root,
+            engine,
+            data.train.fingerprint,
+            say,
+            up_to=bundle.checkpoint,
+            go_on_at=bundle.start if bundle.start > bundle.checkpoint else 0,
+        )
         if engine.batches_done != bundle.start and (bundle.start > bundle.checkpoint or back == 0):
-            raise CheckpointError(f"{root}: the checkpoint of step {bundle.checkpoint} is not there any more; only "
-                                  "checkpoint.keep of them stay")
+            raise CheckpointError(
+                f"{root}: the checkpoint of step {bundle.checkpoint} is not there any more; only "
+                "checkpoint.keep of them stay"
+            )
     elif start := bundle.config.train.start_from:
         with checkpoint.hold_start(start, bundle.config.model) as hold:
             checkpoint.start_from(hold.folder, engine)
@@ -299,7 +435,10 @@ class _Outputs:
         self.first = ""
         self.sizes: dict[str, float] = {}
         self._calls: dict[str, int] = {}
-        self._hooks = [block.register_forward_hook(self._hook(f"blocks.{number}")) for number, block in blocks.items()]
+        self._hooks = [
+            block.register_forward_hook(self._hook(f"blocks.{number}"))
+            for number, block in blocks.items()
+        ]
 
     def _hook(self, name: str) -> Callable[..., None]:
         def look(module: nn.Module, inputs: Any, out: Tensor | dict[str, Tensor]) -> None:
@@ -320,27 +459,62 @@ class _Outputs:
 def _probe(engine: Engine, loader: BatchLoader, bundle: Bundle) -> Report:
     """Trains the step under observation."""
     store = engine.state.weights
-    weights = next((f"{name} of version {v}" for v in store.live_versions for name, w in store.leaves_of(v).items()
-                    if not w.isfinite().all()), "")
+    weights = next(
+        (
+            f"{name} of version {v}"
+            for v in store.live_versions
+            for name, w in store.leaves_of(v).items()
+            if not w.isfinite().all()
+        ),
+        "",
+    )
     outputs = _Outputs(dict(engine.stage.blocks.items()))
     gradients: dict[str, Tensor] = {}
     results: list[StepResult] = []
-    engine.train(loader, 1, results.append, lambda batch, found: gradients.update(
-        {name: gradient.detach().clone() for name, gradient in found.items()}))
+    engine.train(
+        loader,
+        1,
+        results.append,
+        lambda batch, found: gradients.update(
+            {name: gradient.detach().clone() for name, gradient in found.items()}
+        ),
+    )
     outputs.close()
     result = results[0]
-    squares = {name: float(g.double().square().sum()) / result.loss_scale**2 for name, g in gradients.items()}
+    squares = {
+        name: float(g.double().square().sum()) / result.loss_scale**2
+        for name, g in gradients.items()
+    }
     backward = sorted(gradients, key=block_of, reverse=True)
     wrong = next((name for name in backward if not gradients[name].isfinite().all()), "")
-    pp, stages = bundle.config.parallel.pp, stage_split(bundle.config)
+    pp = bundle.config.parallel.pp
+    stages = stage_split(bundle.config)
     sizes = Sizes.of(bundle.config)
-    held = [{block for stage in sizes.stages_of(rank) for block in stages[stage]} for rank in range(pp)]
-    norms = tuple(math.sqrt(sum(square for name, square in squares.items() if block_of(name) in mine)) for mine in held)
-    return Report(bundle, result, norms, weights, outputs.first, wrong, {
-        "activations": _largest(outputs.sizes),
-        "gradient norms": _largest({name: math.sqrt(square) for name, square in squares.items()})})
+    held = [
+        {block for stage in sizes.stages_of(rank) for block in stages[stage]} for rank in range(pp)
+    ]
+    norms = tuple(
+        math.sqrt(sum(square for name, square in squares.items() if block_of(name) in mine))
+        for mine in held
+    )
+    return Report(
+        bundle,
+        result,
+        norms,
+        weights,
+        outputs.first,
+        wrong,
+        {
+            "activations": _largest(outputs.sizes),
+            "gradient norms": _largest(
+                {name: math.sqrt(square) for name, square in squares.items()}
+            ),
+        },
+    )
 
 
 def _largest(sizes: Mapping[str, float]) -> dict[str, float]:
-    names = sorted((name for name in sizes if math.isfinite(sizes[name])), key=lambda name: -sizes[name])
+    names = sorted(
+        (name for name in sizes if math.isfinite(sizes[name])), key=lambda name: -sizes[name]
+    )
     return {name: sizes[name] for name in names[:_SHOWN]}

@@ -21,14 +21,18 @@ class Rule:
     """Base of the rules: the count of updates, running averages, which parameters decay."""
 
     def __init__(self, optim: OptimConfig, placements: Mapping[str, Placement]):
-        self.optim, self.placements, self.steps = optim, placements, 0
+        self.optim = optim
+        self.placements = placements
+        self.steps = 0
         self.nesterov = optim.nesterov or optim.staleness == "nesterov"
         self.state: dict[tuple[str, str], Tensor] = {}
 
     def __call__(self, weights: Tensors, gradients: Tensors, lr: float) -> Tensors:
         """The weights after one more update."""
         self.steps += 1
-        return {n: self.one(n, w, gradients[n], lr * self.placements[n].lr) for n, w in weights.items()}
+        return {
+            n: self.one(n, w, gradients[n], lr * self.placements[n].lr) for n, w in weights.items()
+        }
 
     def one(self, name: str, w: Tensor, g: Tensor, lr: float) -> Tensor:
         raise AssertionError
@@ -68,8 +72,11 @@ class NAdamWRule(Rule):
 class LambRule(Rule):
     def one(self, name: str, w: Tensor, g: Tensor, lr: float) -> Tensor:
         direction = self.adam(name, g) + self.decay(name) * w
-        size, length = w.norm().item(), direction.norm().item()
-        ratio = size / length if self.placements[name].weight_decay and min(size, length) > 0 else 1.0
+        size = w.norm().item()
+        length = direction.norm().item()
+        ratio = (
+            size / length if self.placements[name].weight_decay and min(size, length) > 0 else 1.0
+        )
         return w - lr * ratio * direction
 
 
@@ -92,7 +99,9 @@ class MuonRule(AdamWRule):
         step = torch.zeros_like(w)
         for ranges in self.placements[name].matrices:
             rows = [row for start, stop in ranges for row in range(start, stop)]
-            step[rows] = 0.2 * math.sqrt(max(len(rows), w.shape[1])) * orthogonalized(direction[rows])
+            step[rows] = (
+                0.2 * math.sqrt(max(len(rows), w.shape[1])) * orthogonalized(direction[rows])
+            )
         return w * (1 - lr * self.decay(name)) - lr * step
 
 
@@ -115,7 +124,9 @@ class Extrapolated:
     def __call__(self, weights: Tensors, gradients: Tensors, lr: float) -> Tensors:
         after = self.rule(weights, gradients, lr)
         updates = {n: after[n] - w for n, w in weights.items()}
-        result = {n: after[n] + u - self.previous.get(n, torch.zeros_like(u)) for n, u in updates.items()}
+        result = {
+            n: after[n] + u - self.previous.get(n, torch.zeros_like(u)) for n, u in updates.items()
+        }
         self.previous = updates
         return result
 
@@ -124,13 +135,22 @@ class OwnRule(Rule):
     """The user's own, on whole parameters."""
 
     def one(self, name: str, w: Tensor, g: Tensor, lr: float) -> Tensor:
-        rule, after = import_rule(self.optim.spec)(self.optim), w.clone()
-        state = {key: self.state.setdefault((key, name), torch.zeros_like(w)) for key in rule.state_names}
+        rule = import_rule(self.optim.spec)(self.optim)
+        after = w.clone()
+        state = {
+            key: self.state.setdefault((key, name), torch.zeros_like(w)) for key in rule.state_names
+        }
         rule.update(after, g.clone(), state, lr=lr, decay=self.decay(name), step=self.steps)
         return after
 
 
-RULES: dict[str, type[Rule]] = {"adamw": AdamWRule, "lamb": LambRule, "muon": MuonRule, "own": OwnRule, "sgd": SgdRule}
+RULES: dict[str, type[Rule]] = {
+    "adamw": AdamWRule,
+    "lamb": LambRule,
+    "muon": MuonRule,
+    "own": OwnRule,
+    "sgd": SgdRule,
+}
 
 
 def build_rule(optim: OptimConfig, placements: Mapping[str, Placement]) -> Rule | Extrapolated:

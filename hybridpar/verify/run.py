@@ -1,9 +1,11 @@
-"""`hybridpar verify`: the same few batches on a process grid and in one process, in float64, tensor by tensor.
+"""`hybridpar verify`: the same few batches on a process grid and in one process, in float64, tensor
+by tensor.
 
 Of several sites each is compared, with the outer step (verify/sites.py).
 
-Compared for every batch: loss, global gradient norm, every gradient (summed over micro-batches and replicas, before
-clipping), every updated weight; and before the first: that all weights start from the same bits.
+Compared for every batch: loss, global gradient norm, every gradient (summed over micro-batches and
+replicas, before clipping), every updated weight; and before the first: that all weights start from
+the same bits.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Difference:
 
 @dataclass
 class Report:
-    """The outcome: the worst difference of each kind, and the first tensor beyond the tolerance (None: they agree).
+    """The outcome: the worst difference of each kind, and the first tensor beyond the tolerance
+    (None: they agree).
 
     causes: what may have made it differ. As text it is what differs first, with the causes.
     """
@@ -66,15 +69,21 @@ class Report:
         first = self.first_divergence
         if first is None:
             return f"{where}: {self.tensors_compared} tensors agree within {TOLERANCE:g}"
-        lines = [f"{where}: {first.what} of {first.name} differs first, in batch {first.batch}, by {first.error:.1e} "
-                 f"(tolerance {TOLERANCE:g})", *(f"likely: {cause}" for cause in self.causes)]
+        lines = [
+            f"{where}: {first.what} of {first.name} differs first, in batch {first.batch}, by "
+            f"{first.error:.1e} "
+            f"(tolerance {TOLERANCE:g})",
+            *(f"likely: {cause}" for cause in self.causes),
+        ]
         return "\n".join(lines)
 
     @property
     def ok(self) -> bool:
         return self.first_divergence is None
 
-    def add(self, batch: int, what: str, name: str, error: float, tolerance: float = TOLERANCE) -> None:
+    def add(
+        self, batch: int, what: str, name: str, error: float, tolerance: float = TOLERANCE
+    ) -> None:
         """Notes one comparison."""
         self.tensors_compared += 1
         difference = Difference(batch, what, name, error)
@@ -87,10 +96,14 @@ class Report:
         """Plain values only."""
         first = self.first_divergence
         return {
-            "ok": self.ok, "grid": self.grid, "batches": self.num_batches, "tensors_compared": self.tensors_compared,
+            "ok": self.ok,
+            "grid": self.grid,
+            "batches": self.num_batches,
+            "tensors_compared": self.tensors_compared,
             "tolerance": TOLERANCE,
             "worst": {what: asdict(difference) for what, difference in self.worst.items()},
-            "first_divergence": first and asdict(first), "causes": self.causes,
+            "first_divergence": first and asdict(first),
+            "causes": self.causes,
         }
 
 
@@ -126,9 +139,9 @@ class _Part:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Events in the grid's training: the gradient of the batches `nan_batches` becomes NaN on one replica of the last
-    stage, so that all ranks must skip the update; after `resume_at` batches (0: never) everything is saved, thrown away
-    and loaded."""
+    """Events in the grid's training: the gradient of the batches `nan_batches` becomes NaN on one
+    replica of the last stage, so that all ranks must skip the update; after `resume_at` batches (0:
+    never) everything is saved, thrown away and loaded."""
 
     nan_batches: frozenset[int] = frozenset()
     resume_at: int = 0
@@ -137,25 +150,42 @@ class Disturbance:
 CALM = Disturbance()
 
 
-def verify(config: Config, grid: Mapping[str, int], num_batches: int = 4, disturbance: Disturbance = CALM) -> Report:
-    """Trains `num_batches` batches on `grid` ({'tp': 2, 'pp': 2, 'dp': 2}) in as many local processes, and compares.
+def verify(
+    config: Config, grid: Mapping[str, int], num_batches: int = 4, disturbance: Disturbance = CALM
+) -> Report:
+    """Trains `num_batches` batches on `grid` ({'tp': 2, 'pp': 2, 'dp': 2}) in as many local
+    processes, and compares.
 
-    The model, schedule, optimizer and micro-batches are those of `config`, the precision is float64, the data random
-    (with padding that differs from sample to sample).
+    The model, schedule, optimizer and micro-batches are those of `config`, the precision is
+    float64, the data random (with padding that differs from sample to sample).
     Raises: ConfigError; HybridparError with the traceback of a rank that failed.
     """
     if not isinstance(num_batches, int) or num_batches < 1:
         raise config_error("num_batches", num_batches, "must be at least 1, and whole", "4")
     config = on_grid(config, grid)
     if config.feeds_back:
-        raise config_error("compression.gradients", config.compression.gradients,
-                           "sends a part of the gradients, and the oracle has all of them", "none")
+        raise config_error(
+            "compression.gradients",
+            config.compression.gradients,
+            "sends a part of the gradients, and the oracle has all of them",
+            "none",
+        )
     model = config.model
-    if (config.compression.tensor != "none" and isinstance(model, ModelConfig) and model.kv_heads < model.num_heads
-            and model.kv_heads % config.parallel.tp):
-        raise config_error("compression.tensor", config.compression.tensor, "has no oracle where tensor-parallel ranks "
-                           f"share heads of keys and values: model.num_kv_heads = {model.kv_heads} is no multiple of "
-                           f"tp = {config.parallel.tp}", "none")
+    if (
+        config.compression.tensor != "none"
+        and isinstance(model, ModelConfig)
+        and model.kv_heads < model.num_heads
+        and model.kv_heads % config.parallel.tp
+    ):
+        raise config_error(
+            "compression.tensor",
+            config.compression.tensor,
+            "has no oracle where tensor-parallel ranks "
+            f"share heads of keys and values: model.num_kv_heads = {model.kv_heads} is no multiple "
+            "of "
+            f"tp = {config.parallel.tp}",
+            "none",
+        )
     train = replace(config.train, dtype="fp64", fp8=False, device="cpu")
     config = replace(config, train=train, outer=replace(config.outer, precision="full"))
     run = run_grid(config, num_batches, disturbance)
@@ -170,9 +200,15 @@ def on_grid(config: Config, grid: Mapping[str, int]) -> Config:
     if not isinstance(grid, Mapping):
         raise config_error("grid", grid, "must be sizes of axes", '{"pp": 2}')
     sizes = {axis: grid.get(axis, 1) for axis in ("tp", "pp", "dp")}
-    wrong = [Problem("grid", axis, "is not an axis", "tp, pp or dp") for axis in sorted(set(grid) - set(sizes))]
-    wrong += [Problem(f"grid {axis}", size, "must be at least 1, and whole", "1")
-              for axis, size in sizes.items() if not isinstance(size, int) or size < 1]
+    wrong = [
+        Problem("grid", axis, "is not an axis", "tp, pp or dp")
+        for axis in sorted(set(grid) - set(sizes))
+    ]
+    wrong += [
+        Problem(f"grid {axis}", size, "must be at least 1, and whole", "1")
+        for axis, size in sizes.items()
+        if not isinstance(size, int) or size < 1
+    ]
     if wrong:
         raise ConfigError(*wrong)
     parallel = replace(config.parallel, tp=sizes["tp"], pp=sizes["pp"], dp=sizes["dp"])
@@ -181,11 +217,21 @@ def on_grid(config: Config, grid: Mapping[str, int]) -> Config:
 
 
 def run_grid(config: Config, num_batches: int, disturbance: Disturbance = CALM) -> GridRun:
-    """Runs the engine on config.parallel in fresh local Gloo processes. Raises: HybridparError if a rank failed."""
+    """Runs the engine on config.parallel in fresh local Gloo processes. Raises: HybridparError if a
+    rank failed."""
     with scratch_folder() as folder:
-        parts = run_on_ranks(_train, config.parallel.num_ranks, config, num_batches, disturbance, folder,
-                             timeout_s=config.train.timeout_s)
-    first, *others = ([part for part in parts if part.site == site] for site in range(config.parallel.sites))
+        parts = run_on_ranks(
+            _train,
+            config.parallel.num_ranks,
+            config,
+            num_batches,
+            disturbance,
+            folder,
+            timeout_s=config.train.timeout_s,
+        )
+    first, *others = (
+        [part for part in parts if part.site == site] for site in range(config.parallel.sites)
+    )
     return replace(_merge(first), other_sites=list(map(_merge, others)))
 
 
@@ -198,7 +244,9 @@ class _Disturbed(BatchPolicy):
 
     def loss_gradient(self, action: Action) -> float:
         batch, index = divmod(action.microbatch, self.sizes.num_microbatches)
-        return math.nan if index == 0 and batch in self._nan_batches else super().loss_gradient(action)
+        return (
+            math.nan if index == 0 and batch in self._nan_batches else super().loss_gradient(action)
+        )
 
 
 def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: Path) -> _Part:
@@ -209,8 +257,14 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
         return Engine(config, grid, torch.device("cpu"), policy=policy)
 
     engine = make_engine()
-    loader = SyntheticLoader(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches,
-                             grid.replica, grid.num_replicas, config.train.seed)
+    loader = SyntheticLoader(
+        config.model,
+        config.train.micro_batch_size,
+        config.pipeline.num_microbatches,
+        grid.replica,
+        grid.num_replicas,
+        config.train.seed,
+    )
     snapshots: list[Tensors] = []
     gradients: list[Tensors] = []
     steps: list[StepResult] = []
@@ -226,8 +280,16 @@ def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: P
         assert checkpoint.resume(folder / "checkpoints", engine, "", print) == disturbance.resume_at
     engine.train(loader, num_batches - engine.batches_done, steps.append, on_gradients)
     snapshots.append(_copy(engine.state.weights.full_weights()))
-    return _Part(grid.site.rank, grid.tp.rank, engine.state.placements, snapshots, gradients,
-                 [step.loss for step in steps], [step.metrics for step in steps], [step.grad_norm for step in steps])
+    return _Part(
+        grid.site.rank,
+        grid.tp.rank,
+        engine.state.placements,
+        snapshots,
+        gradients,
+        [step.loss for step in steps],
+        [step.metrics for step in steps],
+        [step.grad_norm for step in steps],
+    )
 
 
 def _merge(parts: list[_Part]) -> GridRun:
@@ -240,14 +302,23 @@ def _merge(parts: list[_Part]) -> GridRun:
     gradients = assembled(part.gradients for part in parts)
     first = parts[0]
     return GridRun(
-        initial, first.losses, first.metrics, first.norms, gradients, weights, sorted(set(disagreements)))
+        initial,
+        first.losses,
+        first.metrics,
+        first.norms,
+        gradients,
+        weights,
+        sorted(set(disagreements)),
+    )
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _assemble(parts: list[_Part], locals_of: tuple[Tensors, ...], disagreements: list[str]) -> Tensors:
+def _assemble(
+    parts: list[_Part], locals_of: tuple[Tensors, ...], disagreements: list[str]
+) -> Tensors:
     """The global tensors from the local ones of all ranks; notes replicas that differ by a bit."""
     shards: dict[str, dict[int, Tensor]] = {}
     placements: dict[str, Placement] = {}
@@ -260,7 +331,8 @@ def _assemble(parts: list[_Part], locals_of: tuple[Tensors, ...], disagreements:
     full: Tensors = {}
     tied: dict[str, Tensor] = {}
     for name, by_rank in shards.items():
-        place, locals_ = placements[name], [by_rank[r] for r in sorted(by_rank)]
+        place = placements[name]
+        locals_ = [by_rank[r] for r in sorted(by_rank)]
         full[name] = place.assemble(locals_)
         if any(not _equal(place.take(full[name], r), local) for r, local in enumerate(locals_)):
             disagreements.append(name)
@@ -274,9 +346,12 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def compare(config: Config, run: GridRun, num_batches: int, disturbance: Disturbance = CALM) -> Report:
+def compare(
+    config: Config, run: GridRun, num_batches: int, disturbance: Disturbance = CALM
+) -> Report:
     """Trains the oracle on the same batches and compares everything with what the grid computed."""
-    parallel, m = config.parallel, config.pipeline.num_microbatches
+    parallel = config.parallel
+    m = config.pipeline.num_microbatches
     sizes = Sizes.of(config)
     schedule = schedule_of(config.pipeline)
     split = stage_split(config)
@@ -286,22 +361,31 @@ def compare(config: Config, run: GridRun, num_batches: int, disturbance: Disturb
         if t < schedule.sync_steps:
             return t
         drained = disturbance.resume_at if t >= disturbance.resume_at else 0
-        return schedule.version(sizes, stage_of[block], t * m + j, max(drained, schedule.sync_steps))
+        return schedule.version(
+            sizes, stage_of[block], t * m + j, max(drained, schedule.sync_steps)
+        )
 
     def delay(t: int) -> float:
         return schedule.mean_delay(sizes, 0) if t >= schedule.sync_steps else 0.0
 
-    oracles = SiteOracles(config, lambda: Oracle(config, version, m, delay=delay, poisoned=disturbance.nan_batches))
+    oracles = SiteOracles(
+        config, lambda: Oracle(config, version, m, delay=delay, poisoned=disturbance.nan_batches)
+    )
     loader = SyntheticLoader(
-        config.model, config.train.micro_batch_size, m * parallel.replicas, 0, 1, config.train.seed)
+        config.model, config.train.micro_batch_size, m * parallel.replicas, 0, 1, config.train.seed
+    )
     several = {"sites": parallel.sites} if parallel.sites > 1 else {}
-    report = Report({"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, **several}, num_batches)
+    report = Report(
+        {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp, **several}, num_batches
+    )
     sites = [run, *run.other_sites]
     for of_site, oracle in zip(sites, oracles.sites, strict=True):
         for name in of_site.disagreements:
             report.add(0, "replicas", name, float("inf"))
         for name, tensor in of_site.initial.items():
-            report.add(0, "init", name, relative_error(tensor, oracle.history[0][name]), tolerance=0.0)
+            report.add(
+                0, "init", name, relative_error(tensor, oracle.history[0][name]), tolerance=0.0
+            )
     for t in range(num_batches):
         steps = oracles.step(t, loader, [of_site.gradients[t] for of_site in sites])
         for of_site, step in zip(sites, steps, strict=True):
@@ -314,21 +398,37 @@ def _compare_step(report: Report, t: int, run: GridRun, step: OracleStep) -> Non
     for name, metric in step.metrics.items():
         found = run.metrics[t][name]
         is_equal = found == metric or (math.isnan(found) and math.isnan(metric))
-        report.add(t, "metric", name, 0.0 if is_equal else abs(found - metric) / (abs(metric) or 1.0))
+        report.add(
+            t, "metric", name, 0.0 if is_equal else abs(found - metric) / (abs(metric) or 1.0)
+        )
     skipped = not math.isfinite(step.grad_norm)
     if skipped:
-        report.add(t, "grad_norm", "grad_norm", float("inf") if math.isfinite(run.norms[t]) else 0.0)
+        report.add(
+            t, "grad_norm", "grad_norm", float("inf") if math.isfinite(run.norms[t]) else 0.0
+        )
     else:
-        report.add(t, "grad_norm", "grad_norm", abs(run.norms[t] - step.grad_norm) / (step.grad_norm or 1.0))
+        report.add(
+            t,
+            "grad_norm",
+            "grad_norm",
+            abs(run.norms[t] - step.grad_norm) / (step.grad_norm or 1.0),
+        )
     for name, tensor in run.gradients[t].items() if not skipped else ():
-        # a gradient that is zero in exact arithmetic is rounding noise: measure it against the whole gradient
-        report.add(t, "gradient", name, relative_error(tensor, step.gradients[name], GRADIENT_FLOOR * step.grad_norm))
+        # a gradient that is zero in exact arithmetic is rounding noise: measure it against the
+        # whole gradient
+        report.add(
+            t,
+            "gradient",
+            name,
+            relative_error(tensor, step.gradients[name], GRADIENT_FLOOR * step.grad_norm),
+        )
     for name, tensor in run.weights[t].items():
         report.add(t, "weight", name, relative_error(tensor, step.weights[name]))
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Largest difference over the largest expected element (or `floor`); inf for another shape or NaN."""
+    """Largest difference over the largest expected element (or `floor`); inf for another shape or
+    NaN."""
     if actual.shape != expected.shape or torch.isnan(actual).any():
         return float("inf")
     if torch.equal(actual, expected):

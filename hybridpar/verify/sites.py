@@ -1,4 +1,5 @@
-"""The training that several sites are compared with: an oracle for each, and the outer step written out; one process.
+"""The training that several sites are compared with: an oracle for each, and the outer step written
+out; one process.
 
 Nothing is shared with hybridpar.state.outer or its timeline.
 """
@@ -20,7 +21,8 @@ from hybridpar.verify.rules import Tensors
 
 @dataclass(frozen=True)
 class OfSite:
-    """The part of a batch that a site trains on, as a loader of all its replicas. `loader`: of the replicas of all."""
+    """The part of a batch that a site trains on, as a loader of all its replicas. `loader`: of the
+    replicas of all."""
 
     loader: Loader
     site: int
@@ -54,7 +56,11 @@ class SiteOracles:
     def __post_init__(self) -> None:
         self.sites = [self.make() for _ in range(self.config.parallel.sites)]
         first = self.sites[0]
-        self._anchor = {name: w.clone() for name, w in first.history[0].items() if first.placements[name].trainable}
+        self._anchor = {
+            name: w.clone()
+            for name, w in first.history[0].items()
+            if first.placements[name].trainable
+        }
         self._momentum = {name: torch.zeros_like(w) for name, w in self._anchor.items()}
 
     def step(self, batch: int, loader: Loader, measured: Sequence[Tensors]) -> list[OracleStep]:
@@ -63,14 +69,22 @@ class SiteOracles:
         `measured`: each site's gradients on the grid, as in `Oracle.step`.
         """
         parallel = self.config.parallel
-        steps = [oracle.step(batch, OfSite(loader, s, parallel.sites, parallel.dp), parallel.dp, measured[s])
-                 for s, oracle in enumerate(self.sites)]
+        steps = [
+            oracle.step(
+                batch, OfSite(loader, s, parallel.sites, parallel.dp), parallel.dp, measured[s]
+            )
+            for s, oracle in enumerate(self.sites)
+        ]
         self._outer(batch + 1)
-        return [replace(step, weights=oracle.history[-1]) for step, oracle in zip(steps, self.sites, strict=True)]
+        return [
+            replace(step, weights=oracle.history[-1])
+            for step, oracle in zip(steps, self.sites, strict=True)
+        ]
 
     def _outer(self, done: int) -> None:
         delay = self.config.outer.delay
-        arriving, leaving = self._leaving(done - delay), self._leaving(done)
+        arriving = self._leaving(done - delay)
+        leaving = self._leaving(done)
         for fragment in arriving if delay else ():
             self._take(fragment)
         for fragment in leaving:
@@ -81,17 +95,28 @@ class SiteOracles:
     def _leaving(self, done: int) -> list[int]:
         """The fragments that leave after so many steps."""
         outer = self.config.outer
-        return [f for f in range(outer.fragments)
-                if done > 0 and (done - (f + 1) * outer.every // outer.fragments) % outer.every == 0]
+        return [
+            f
+            for f in range(outer.fragments)
+            if done > 0 and (done - (f + 1) * outer.every // outer.fragments) % outer.every == 0
+        ]
 
     def _names(self, fragment: int) -> list[str]:
-        placements, number = self.sites[0].placements, self.config.outer.fragments
-        return [name for name in self._anchor
-                if (0 if placements[name].tied else int(name.split(".")[1])) % number == fragment]
+        placements = self.sites[0].placements
+        number = self.config.outer.fragments
+        return [
+            name
+            for name in self._anchor
+            if (0 if placements[name].tied else int(name.split(".")[1])) % number == fragment
+        ]
 
     def _send(self, fragment: int) -> None:
-        mean = {name: torch.stack([self._anchor[name] - oracle.history[-1][name] for oracle in self.sites]).mean(0)
-                for name in self._names(fragment)}
+        mean = {
+            name: torch.stack(
+                [self._anchor[name] - oracle.history[-1][name] for oracle in self.sites]
+            ).mean(0)
+            for name in self._names(fragment)
+        }
         self._sent.append((fragment, mean))
 
     def _take(self, fragment: int) -> None:
@@ -100,8 +125,11 @@ class SiteOracles:
         assert sent == fragment, (sent, fragment)
         for name, delta in mean.items():
             self._momentum[name] = outer.momentum * self._momentum[name] + delta
-            self._anchor[name] = self._anchor[name] - outer.lr * (delta + outer.momentum * self._momentum[name])
+            self._anchor[name] = self._anchor[name] - outer.lr * (
+                delta + outer.momentum * self._momentum[name]
+            )
         for oracle in self.sites:
             own = oracle.history[-1]
             oracle.history[-1] = own | {
-                name: outer.mix * own[name] + (1 - outer.mix) * self._anchor[name] for name in mean}
+                name: outer.mix * own[name] + (1 - outer.mix) * self._anchor[name] for name in mean
+            }

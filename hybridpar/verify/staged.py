@@ -1,12 +1,14 @@
-"""pipedream's stages in one process: every block runs on the version of the weights that its stage would have.
+"""pipedream's stages in one process: every block runs on the version of the weights that its stage
+would have.
 
     batch t, three stages, m = 2     micro-batch     2t      2t+1
                                      stage 0      W(t-1)    W(t-1)
                                      stage 1      W(t-1)     W(t)
                                      stage 2       W(t)      W(t)
 
-Versions are a function of the micro-batch's number and of the batch before which the pipeline was last drained. Both
-ends of a tied weight may be of different versions; their gradients meet in one buffer.
+Versions are a function of the micro-batch's number and of the batch before which the pipeline was
+last drained. Both ends of a tied weight may be of different versions; their gradients meet in one
+buffer.
 """
 
 from __future__ import annotations
@@ -30,18 +32,23 @@ from hybridpar.train.run import mark_intervals
 
 
 class StagedPolicy(BatchPolicy):
-    """The decisions of the run `original`, for training with `config`, which is the same on one process.
+    """The decisions of the run `original`, for training with `config`, which is the same on one
+    process.
 
-    `start`: the batch before which training went on from a checkpoint, to be set once that is loaded.
+    `start`: the batch before which training went on from a checkpoint, to be set once that is
+    loaded.
     """
 
     def __init__(self, config: Config, original: Config, judge: Judge):
-        super().__init__(config, judge, schedule=schedule_of(original.pipeline), sizes=Sizes.of(original))
+        super().__init__(
+            config, judge, schedule=schedule_of(original.pipeline), sizes=Sizes.of(original)
+        )
         self._marks = mark_intervals(original)
         self.start = 0
 
     def versions_of(self, batch: int) -> tuple[tuple[int, ...], ...]:
-        """Weight version per stage and micro-batch, where the pipeline drained at the marks of the original run."""
+        """Weight version per stage and micro-batch, where the pipeline drained at the marks of the
+        original run."""
         drained = max(self.start, *(batch // n * n for n in self._marks), 0)
         return self.schedule.versions_of(self.sizes, batch, drained)
 
@@ -61,6 +68,7 @@ def staged_engine(config: Config, original: Config, policy: StagedPolicy) -> Eng
 
     def binding(stage: int, places: list[tuple[dict[str, Any], str, str]]) -> Callable[..., None]:
         """Points a block's modules at its stage's version."""
+
         def bind(module: nn.Module, inputs: Any) -> None:
             assert engine.executor.current is not None
             leaves = weights.leaves_of(policy.versions_by_stage(engine.executor.current)[stage])
@@ -70,8 +78,12 @@ def staged_engine(config: Config, original: Config, policy: StagedPolicy) -> Eng
         return bind
 
     split = stage_split(original)
-    for stage, number in ((stage, number) for stage, numbers in enumerate(split) for number in numbers):
+    for stage, number in (
+        (stage, number) for stage, numbers in enumerate(split) for number in numbers
+    ):
         block = engine.stage.blocks[str(number)]
         tables = {id(module._parameters) for module in block.modules()}
-        block.register_forward_pre_hook(binding(stage, [place for place in weights.places if id(place[0]) in tables]))
+        block.register_forward_pre_hook(
+            binding(stage, [place for place in weights.places if id(place[0]) in tables])
+        )
     return engine

@@ -26,7 +26,8 @@ from hybridpar.watch.tail import GREATEST, Curve, Tail
 T = TypeVar("T")
 
 CURVES = ("loss", "val_loss", "tokens_per_s", "step_ms", "grad_norm", "lr", "memory_mib", "mfu")
-"""Numbers of metrics.jsonl that are drawn over the steps, besides metrics and what belongs to a validation set."""
+"""Numbers of metrics.jsonl that are drawn over the steps, besides metrics and what belongs to a
+validation set."""
 PICTURES = ("executed.svg", "plan.svg")
 """Pictures of the schedule, the best first."""
 _EVENTS = 50
@@ -43,28 +44,44 @@ _LONGEST = 2000
 _STALE_S = 60.0
 """A rank that has noted nothing for so long is not training."""
 _ENDED = (flight.FAILED, flight.LOST, flight.REFUSED, "finished")
-_KINDS = ("weights", "master", "gradients", "optimizer", "checkpoint", "activations", "communication", "transient")
+_KINDS = (
+    "weights",
+    "master",
+    "gradients",
+    "optimizer",
+    "checkpoint",
+    "activations",
+    "communication",
+    "transient",
+)
 
 
 class Board:
-    """The state of a run as plain data, read on at every look. A look takes time by what is new, not by the run's
-    length, and memory is bounded. It imports no code that the run folder names, unless `trust` says so. A file that
-    cannot be read, or holds something else, is a line under `problems`; all else is shown.
+    """The state of a run as plain data, read on at every look. A look takes time by what is new,
+    not by the run's length, and memory is bounded. It imports no code that the run folder names,
+    unless `trust` says so. A file that cannot be read, or holds something else, is a line under
+    `problems`; all else is shown.
 
     Raises: ConfigError where there is no such folder.
     """
 
     def __init__(self, folder: Path, *, trust: bool = False):
         if not folder.is_dir():
-            raise config_error("run", str(folder), "does not exist", runs_near(folder) or "runs/NAME")
+            raise config_error(
+                "run", str(folder), "does not exist", runs_near(folder) or "runs/NAME"
+            )
         if not (folder / CONFIG).exists() and runs_in(folder):
-            raise config_error("run", str(folder), "holds runs, and is none itself", runs_near(folder))
+            raise config_error(
+                "run", str(folder), "holds runs, and is none itself", runs_near(folder)
+            )
         self.folder = folder
         self._trust = trust
         self._lock = threading.Lock()
         self._metrics = Tail(folder / METRICS)
-        self._events = {name: (Tail(folder / name), deque[str](maxlen=_EVENTS))
-                        for name in (FAILURES, NOTES, CHANGES)}
+        self._events = {
+            name: (Tail(folder / name), deque[str](maxlen=_EVENTS))
+            for name in (FAILURES, NOTES, CHANGES)
+        }
         self._begins = 0
         self._read: dict[str, tuple[object, Any, str]] = {}
         self._memory: list[dict[str, Any]] | None = None
@@ -89,17 +106,29 @@ class Board:
             memory = self._memory_of(config)
             picture = next((name for name in PICTURES if self._has_picture(name)), "")
             return {
-                "name": self.folder.name, "running": any(not r["ended"] and r["age_s"] < _STALE_S for r in ranks),
-                "steps": config.train.num_steps if config else 0, "configuration": _summary(config) if config else "",
-                "counts": config.model.counts if config else "tokens", "latest": self._latest,
+                "name": self.folder.name,
+                "running": any(not r["ended"] and r["age_s"] < _STALE_S for r in ranks),
+                "steps": config.train.num_steps if config else 0,
+                "configuration": _summary(config) if config else "",
+                "counts": config.model.counts if config else "tokens",
+                "latest": self._latest,
                 "eta_s": self._eta(config),
                 "curves": {name: curve.shown() for name, curve in self._curves.items()},
-                "ranks": ranks, "time_goes": time_goes, "memory": memory,
-                "failures": self._newest(FAILURES), "notes": self._newest(NOTES), "changes": self._newest(CHANGES),
-                "anomalies": [printable(name) for name in names_in(self.folder / "anomalies", _MOST_NAMES)
-                              if name.endswith(".json")][-_EVENTS:],
-                "picture": picture, "drawn": "as executed" if picture == PICTURES[0] else "simulated",
-                "problems": self._problems()}
+                "ranks": ranks,
+                "time_goes": time_goes,
+                "memory": memory,
+                "failures": self._newest(FAILURES),
+                "notes": self._newest(NOTES),
+                "changes": self._newest(CHANGES),
+                "anomalies": [
+                    printable(name)
+                    for name in names_in(self.folder / "anomalies", _MOST_NAMES)
+                    if name.endswith(".json")
+                ][-_EVENTS:],
+                "picture": picture,
+                "drawn": "as executed" if picture == PICTURES[0] else "simulated",
+                "problems": self._problems(),
+            }
 
     def picture(self, name: str) -> bytes:
         """Return a picture of the schedule. Raises: OSError; ValueError if it is too large."""
@@ -116,12 +145,14 @@ class Board:
     def _problems(self) -> list[str]:
         """What is wrong with the files of the run, as lines."""
         tails = [self._metrics, *(tail for tail, _ in self._events.values())]
-        lines = [tail.problem for tail in tails] + [problem for _, _, problem in self._read.values()]
+        lines = [tail.problem for tail in tails] + [
+            problem for _, _, problem in self._read.values()
+        ]
         return [printable(line)[:_LONGEST] for line in [*lines, self._unpredicted] if line]
 
     def _kept(self, name: str, read: Callable[[], T]) -> T | None:
-        """What `read` makes of a file of the folder, read again once it has changed; None if it is missing or damaged.
-        """
+        """What `read` makes of a file of the folder, read again once it has changed; None if it is
+        missing or damaged."""
         path = self.folder / name
         try:
             state = os.stat(path)
@@ -130,7 +161,8 @@ class Board:
             stamp = error.errno
         before = self._read.get(name)
         if before is None or before[0] != stamp:
-            value, problem = None, ""
+            value = None
+            problem = ""
             try:
                 if os.path.lexists(path):
                     value = read()
@@ -151,7 +183,10 @@ class Board:
                 continue
             self._latest["step"] = step
             numbers = {name: row[name] for name in CURVES if isinstance(row.get(name), int | float)}
-            numbers |= {valid_name(name, valid_set): value for name, valid_set, value in valid_numbers_in(row)}
+            numbers |= {
+                valid_name(name, valid_set): value
+                for name, valid_set, value in valid_numbers_in(row)
+            }
             for name, value in (numbers | dict(metrics_in(row))).items():
                 if name not in self._curves and len(self._curves) >= MOST_CURVES:
                     continue
@@ -171,7 +206,8 @@ class Board:
 
     def _eta(self, config: Config | None) -> float | None:
         """Seconds left, at the pace of the last step."""
-        ms, step = self._latest.get("step_ms"), self._latest.get("step")
+        ms = self._latest.get("step_ms")
+        step = self._latest.get("step")
         if config is None or not isinstance(ms, int | float) or not isinstance(step, int):
             return None
         return max(config.train.num_steps - step, 0) * ms / 1e3
@@ -179,15 +215,23 @@ class Board:
     def _ranks(self) -> list[dict[str, Any]]:
         """What each rank is doing, by its flight record."""
         names = names_in(self.folder / FLIGHT, _MOST_NAMES)
-        ranks = [name for name in names if re.fullmatch("rank_[0-9]{5,7}", name)]  # others are of threads
+        ranks = [
+            name for name in names if re.fullmatch("rank_[0-9]{5,7}", name)
+        ]  # others are of threads
         found = []
         for name in ranks[:_MOST_RANKS]:
             record = flight.read(self.folder / FLIGHT / name)
             if record is not None:
                 ended = record.phase in _ENDED
                 does = f"{record.phase} {record.error}" if ended else record.situation()
-                found.append({"rank": int(name[5:]), "does": does.strip()[:_LONGEST], "ended": ended,
-                              "age_s": time.time() - record.time})
+                found.append(
+                    {
+                        "rank": int(name[5:]),
+                        "does": does.strip()[:_LONGEST],
+                        "ended": ended,
+                        "age_s": time.time() - record.time,
+                    }
+                )
         return found
 
     def _time_goes(self) -> list[dict[str, float]]:
@@ -197,7 +241,9 @@ class Board:
     def _read_time_goes(self) -> list[dict[str, float]]:
         """Raises: HybridparError."""
         measured = read_costs(self.folder / COSTS, _MOST_COSTS).measured
-        return [asdict(parts) | {"step": measured.step_time} for parts in measured.parts[:_MOST_RANKS]]
+        return [
+            asdict(parts) | {"step": measured.step_time} for parts in measured.parts[:_MOST_RANKS]
+        ]
 
     def _memory_of(self, config: Config | None) -> list[dict[str, Any]]:
         """The predicted peak of each rank of a pipeline by kind, in MiB; predicted once.
@@ -210,13 +256,20 @@ class Board:
                 try:
                     stages = self._predicted(config)
                 except HybridparError as error:
-                    self._unpredicted = f"{CONFIG}: no memory is predicted: {str(error).strip()}".replace("\n", "; ")
-            self._memory = [{kind: stage[kind] / 2**20 for kind in _KINDS if stage[kind]} for stage in stages]
+                    self._unpredicted = (
+                        f"{CONFIG}: no memory is predicted: {str(error).strip()}".replace(
+                            "\n", "; "
+                        )
+                    )
+            self._memory = [
+                {kind: stage[kind] / 2**20 for kind in _KINDS if stage[kind]} for stage in stages
+            ]
         return self._memory or []
 
     @staticmethod
     def _predicted(config: Config) -> list[dict[str, Any]]:
-        """The prediction for each rank of a pipeline. Raises: ConfigError for what cannot run or is very large."""
+        """The prediction for each rank of a pipeline. Raises: ConfigError for what cannot run or is
+        very large."""
         from hybridpar.memory import check_size, predict
 
         config = resolve(config, config.parallel.num_ranks)
@@ -226,13 +279,20 @@ class Board:
 
 def _summary(config: Config) -> str:
     parallel = config.parallel
-    return (f"{config.model.kind}, {config.pipeline.schedule}, {config.train.dtype} on tp={parallel.tp} "
-            f"pp={parallel.pp} dp={parallel.dp}, {config.global_batch_size if parallel.dp else '?'} samples a batch")
+    return (
+        f"{config.model.kind}, {config.pipeline.schedule}, {config.train.dtype} on "
+        f"tp={parallel.tp} "
+        f"pp={parallel.pp} dp={parallel.dp}, {config.global_batch_size if parallel.dp else '?'} "
+        "samples a batch"
+    )
 
 
 def _line(row: dict[str, Any]) -> str:
     """An event as a line of text."""
     text = row.get("text")
     if not text or not isinstance(text, str):
-        text = ", ".join(f"{key} {value if isinstance(value, str) else shown(value)}" for key, value in row.items())
+        text = ", ".join(
+            f"{key} {value if isinstance(value, str) else shown(value)}"
+            for key, value in row.items()
+        )
     return text[:_LONGEST]

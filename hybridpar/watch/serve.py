@@ -18,14 +18,18 @@ from hybridpar.watch.board import PICTURES, Board
 _AT_A_TIME = 4 << 20
 """Bytes of metrics that one answer reads: a long run appears bit by bit."""
 _NO_DATA = "/*DATA*/null"
-_POLICY = ("default-src 'none'; img-src 'self' data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-           "connect-src 'self'")
+_POLICY = (
+    "default-src 'none'; img-src 'self' data:; style-src 'unsafe-inline'; script-src "
+    "'unsafe-inline'; "
+    "connect-src 'self'"
+)
 _PICTURE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
 """A picture of a run folder may hold a script, which does not run."""
 
 
 def page(board: Board | None = None) -> str:
-    """The page: of a board, with all it shows inside it; None: one that asks its server for /data.json."""
+    """The page: of a board, with all it shows inside it; None: one that asks its server for
+    /data.json."""
     html = Path(__file__).with_name("page.html").read_text()
     if board is None:
         return html
@@ -76,11 +80,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, name: str) -> None:
         """Answer for a path without its query. Raises: whatever reading the folder raises."""
         if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
-            self.send_error(HTTPStatus.FORBIDDEN)  # a name that leads here: another site's page in this browser
+            self.send_error(
+                HTTPStatus.FORBIDDEN
+            )  # a name that leads here: another site's page in this browser
         elif name == "":
             self._send("text/html; charset=utf-8", page().encode())
         elif name == "data.json":
-            self._send("application/json", to_json(self._board.look(_AT_A_TIME), separators=(",", ":")).encode())
+            self._send(
+                "application/json",
+                to_json(self._board.look(_AT_A_TIME), separators=(",", ":")).encode(),
+            )
         elif name in PICTURES:
             try:
                 picture = self._board.picture(name)
@@ -93,8 +102,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, kind: str, content: bytes, policy: str = _POLICY) -> None:
         self.send_response(HTTPStatus.OK)
-        headers = {"Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": "no-store",
-                   "X-Content-Type-Options": "nosniff", "Content-Security-Policy": policy}
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            "Content-Security-Policy": policy,
+        }
         for header, value in headers.items():
             self.send_header(header, value)
         self.end_headers()

@@ -1,4 +1,5 @@
-"""Files of JSON lines that grow, read on from where they were; and curves of them that do not grow without bound."""
+"""Files of JSON lines that grow, read on from where they were; and curves of them that do not grow
+without bound."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ GREATEST = 1e100
 class Tail:
     """The lines of a file of a run folder since the last look.
 
-    A line counts once it is whole. Where the file was cut off, as by a run that goes on from a checkpoint, or is
-    another one, reading begins anew, and `begins` counts it.
+    A line counts once it is whole. Where the file was cut off, as by a run that goes on from a
+    checkpoint, or is another one, reading begins anew, and `begins` counts it.
 
     Attributes: problem: what is wrong with the file, as a line; empty if it is missing.
     """
@@ -29,18 +30,25 @@ class Tail:
     def __init__(self, path: Path):
         self.begins = 0
         self.problem = ""
-        self._path, self._place, self._last = path, 0, b""
+        self._path = path
+        self._place = 0
+        self._last = b""
 
     def rows(self, most_bytes: int = 1 << 62) -> Iterator[dict[str, Any]]:
-        """Yield the new lines that are JSON objects, of the next `most_bytes` of the file; others are skipped."""
+        """Yield the new lines that are JSON objects, of the next `most_bytes` of the file; others
+        are skipped."""
         self.problem = ""
         try:
             with open_regular(self._path, within=self._path.parent) as file:
                 size = file.seek(0, 2)
                 if not self._is_where_it_was(file, size):
-                    self._place, self._last, self.begins = 0, b"", self.begins + 1
+                    self._place = 0
+                    self._last = b""
+                    self.begins = self.begins + 1
                 file.seek(self._place)
-                while most_bytes > 0 and (chunk := file.read(min(_CHUNK, size - file.tell(), most_bytes))):
+                while most_bytes > 0 and (
+                    chunk := file.read(min(_CHUNK, size - file.tell(), most_bytes))
+                ):
                     whole = chunk.rfind(b"\n") + 1
                     if not whole and len(chunk) < _CHUNK:
                         break  # the line is not whole yet
@@ -50,7 +58,9 @@ class Tail:
                     yield from _objects(chunk[:whole])
                     file.seek(self._place)
                 if size - self._place >= _CHUNK:
-                    self.problem = f"{self._path.name}: the last {size - self._place:,} bytes are not read yet"
+                    self.problem = (
+                        f"{self._path.name}: the last {size - self._place:,} bytes are not read yet"
+                    )
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
@@ -77,12 +87,13 @@ def _objects(lines: bytes) -> Iterator[dict[str, Any]]:
 
 
 class Curve:
-    """A row of values over steps, of which fewer than `most` points (an even number) are kept: each the mean, least and
-    greatest of its steps. Where there are more, two neighbours become one."""
+    """A row of values over steps, of which fewer than `most` points (an even number) are kept: each
+    the mean, least and greatest of its steps. Where there are more, two neighbours become one."""
 
     def __init__(self, most: int = 1024):
         self.points: list[tuple[int, float, float, float]] = []
-        self._most, self._width = most, 1
+        self._most = most
+        self._width = 1
         self._open: list[tuple[int, float]] = []
 
     def add(self, step: int, value: float) -> None:
@@ -95,7 +106,9 @@ class Curve:
             self._open = []
         if len(self.points) == self._most:
             pairs = zip(self.points[::2], self.points[1::2], strict=True)
-            self.points = [(b[0], (a[1] + b[1]) / 2, min(a[2], b[2]), max(a[3], b[3])) for a, b in pairs]
+            self.points = [
+                (b[0], (a[1] + b[1]) / 2, min(a[2], b[2]), max(a[3], b[3])) for a, b in pairs
+            ]
             self._width *= 2
 
     def shown(self) -> list[tuple[int, float, float, float]]:

@@ -1,10 +1,13 @@
-"""Measures the network between two hosts with plain TCP: round trip and rate. `testbed.py check` runs both ends.
+"""Measures the network between two hosts with plain TCP: round trip and rate. `testbed.py check`
+runs both ends.
 
     probe.py serve ADDRESS PORT            answers until it is ended
-    probe.py measure ADDRESS PORT PID      prints one JSON object; PID: a process whose CPU time counts too
+    probe.py measure ADDRESS PORT PID      prints one JSON object; PID: a process whose CPU time
+                                           counts too
 
-A connection begins with one letter, what the server shall do: `p` send every byte back, `s` send, `r` receive and then
-tell the rate. Rates leave out the first moments, when TCP has not found the link's rate yet.
+A connection begins with one letter, what the server shall do: `p` send every byte back, `s` send,
+`r` receive and then tell the rate. Rates leave out the first moments, when TCP has not found the
+link's rate yet.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import time
 from pathlib import Path
 
 PINGS = 100
-START_S, MEASURE_S = 0.5, 1.5
+START_S = 0.5
+MEASURE_S = 1.5
 CHUNK = 1 << 16
 
 
@@ -39,7 +43,8 @@ def receive(connection: socket.socket) -> float:
     begin = time.monotonic()
     while time.monotonic() < begin + START_S:
         connection.recv_into(buffer)
-    begin, total = time.monotonic(), 0
+    begin = time.monotonic()
+    total = 0
     while time.monotonic() < begin + MEASURE_S:
         total += connection.recv_into(buffer)
     return total * 8e-6 / (time.monotonic() - begin)
@@ -119,9 +124,13 @@ def cpu_seconds(pid: int) -> float:
 def measure(address: str, port: int, pid: int) -> dict[str, float]:
     client = Client(address, port)
     trips = client.round_trips()
-    found = {"rtt_ms": statistics.median(trips), "rtt_p90_ms": statistics.quantiles(trips, n=10)[-1]}
+    found = {
+        "rtt_ms": statistics.median(trips),
+        "rtt_p90_ms": statistics.quantiles(trips, n=10)[-1],
+    }
     found |= {"there_mbit": client.there(), "back_mbit": client.back()}
-    start, cpu = time.monotonic(), cpu_seconds(pid)
+    start = time.monotonic()
+    cpu = cpu_seconds(pid)
     other = threading.Thread(target=lambda: found.update(both_there_mbit=client.there()))
     other.start()
     found["both_back_mbit"] = client.back()

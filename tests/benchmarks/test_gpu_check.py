@@ -1,4 +1,5 @@
-"""scripts/gpu_check.sh: its limits, its selections of tests, what it leaves on disk, and when it stops."""
+"""scripts/gpu_check.sh: its limits, its selections of tests, what it leaves on disk, and when it
+stops."""
 
 from __future__ import annotations
 
@@ -18,18 +19,24 @@ from benchmarks.gpu_check import GROUPS, ROOT, Check, Context, Group, Outcome, S
 from benchmarks.gpu_environment import card_of, reasons_to_stop
 from benchmarks.gpu_ops import GPU_SIZES
 
-ON_GPU = Context("cuda", "h100", Path("out"), cores=16, plugins=frozenset({"xdist", "pytest_timeout"}))
+ON_GPU = Context(
+    "cuda", "h100", Path("out"), cores=16, plugins=frozenset({"xdist", "pytest_timeout"})
+)
 STEPS = [step for group in GROUPS for step in group.steps]
 DEFAULT_LIMIT_S = 540
 """LIMIT, which leaves a minute of the ten that one command may take on a lent machine."""
 
 
-@pytest.mark.parametrize(("call", "limit_s"), [(1, 400), (2, DEFAULT_LIMIT_S), (3, DEFAULT_LIMIT_S)])
+@pytest.mark.parametrize(
+    ("call", "limit_s"), [(1, 400), (2, DEFAULT_LIMIT_S), (3, DEFAULT_LIMIT_S)]
+)
 def test_a_call_ends_in_time_and_leaves_eight_files_at_most(call: int, limit_s: int) -> None:
     chosen, _ = choose([str(call)])
     total = sum(group.limit for group in chosen)
     assert total <= limit_s
-    listed = subprocess.run(["bash", "scripts/gpu_check.sh", "--list"], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["bash", "scripts/gpu_check.sh", "--list"], cwd=ROOT, capture_output=True, text=True
+    )
     assert f"call {call}: {total} s at most" in listed.stdout
     results = {step.result for group in chosen for step in group.steps if step.result}
     table = any(step.writes_table for group in chosen for step in group.steps)
@@ -38,7 +45,15 @@ def test_a_call_ends_in_time_and_leaves_eight_files_at_most(call: int, limit_s: 
 
 def test_what_matters_most_comes_first_and_nothing_that_is_timed_runs_beside_anything() -> None:
     first = [step.name for group in GROUPS for step in group.steps if group.call == 1]
-    assert first[:7] == ["environment", "smoke", "1.3B-dropout", "1.3B", "345M-dropout", "1.3B-16", "fp8"]
+    assert first[:7] == [
+        "environment",
+        "smoke",
+        "1.3B-dropout",
+        "1.3B",
+        "345M-dropout",
+        "1.3B-16",
+        "fp8",
+    ]
     assert first[7] == "nccl"
     assert first[-1] == "memcheck"
     second = [step.name for group in GROUPS for step in group.steps if group.call == 2]
@@ -53,9 +68,9 @@ def values(step: Step, option: str) -> list[str]:
     found = []
     for command in step.commands(ON_GPU):
         if option in command:
-            rest = command[command.index(option) + 1:]
+            rest = command[command.index(option) + 1 :]
             options = [i for i, word in enumerate(rest) if word.startswith("--")]
-            found += rest[:options[0] if options else len(rest)]
+            found += rest[: options[0] if options else len(rest)]
     return found
 
 
@@ -96,19 +111,32 @@ def test_no_selection_of_tests_is_empty() -> None:
     context = Context("cpu", "cpu", Path("out"))
     chosen = {step.name: step.commands(context)[0][3:] for step in STEPS if step.runs_tests}
     selections = [*map(list, dict.fromkeys(map(tuple, chosen.values())))]
-    run = subprocess.run([sys.executable, "-c", COLLECT, json.dumps(selections)], cwd=ROOT, capture_output=True,
-                         text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    found = [json.loads(line.removeprefix("found ")) for line in run.stdout.splitlines() if line.startswith("found ")]
+    run = subprocess.run(
+        [sys.executable, "-c", COLLECT, json.dumps(selections)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    found = [
+        json.loads(line.removeprefix("found "))
+        for line in run.stdout.splitlines()
+        if line.startswith("found ")
+    ]
     assert len(found) == len(selections), run.stdout + run.stderr
     for selection, (status, tests) in zip(selections, found, strict=True):
         assert status == 0, selection
         assert tests, selection
-    every = [test for name, selection in chosen.items() if name not in ("memcheck", "racecheck")
-             for test in found[selections.index(selection)][1]]
+    every = [
+        test
+        for name, selection in chosen.items()
+        if name not in ("memcheck", "racecheck")
+        for test in found[selections.index(selection)][1]
+    ]
     assert len(set(every)) == len(every), "a test is in two steps"
 
 
-# -- a check of small steps --------------------------------------------------------------------------------------------
+# -- a check of small steps
 
 
 def python(name: str, code: str, *, limit: int = 20, **options: object) -> Step:
@@ -119,21 +147,42 @@ def python(name: str, code: str, *, limit: int = 20, **options: object) -> Step:
 def environment(monkeypatch: pytest.MonkeyPatch) -> Step:
     """Return a first step that finds a GPU, so that limits are as they stand."""
     monkeypatch.setattr(gpu_check, "CPU_SLOWDOWN", 1)  # until it has found one
-    found = {"device": "cuda", "card": "h100", "gpu": "NVIDIA H100", "plugins": [], "torch": "2.11", "cuda": "13.0",
-             "python": "3.12", "commit": "abc", "backends": [], "extensions": {}}
-    code = f"import pathlib, sys; pathlib.Path(sys.argv[1]).write_text({json.dumps(json.dumps(found))})"
-    return Step("environment", 20, lambda context: [[sys.executable, "-c", code, str(context.environment_file)]])
+    found = {
+        "device": "cuda",
+        "card": "h100",
+        "gpu": "NVIDIA H100",
+        "plugins": [],
+        "torch": "2.11",
+        "cuda": "13.0",
+        "python": "3.12",
+        "commit": "abc",
+        "backends": [],
+        "extensions": {},
+    }
+    code = (
+        "import pathlib, sys; "
+        f"pathlib.Path(sys.argv[1]).write_text({json.dumps(json.dumps(found))})"
+    )
+    return Step(
+        "environment",
+        20,
+        lambda context: [[sys.executable, "-c", code, str(context.environment_file)]],
+    )
 
 
 def report_of(out: Path) -> dict:
     return json.loads((out / "gpu_check_1_h100.json").read_text())
 
 
-def test_each_step_is_in_the_report_before_the_next_begins(tmp_path: Path, environment: Step) -> None:
+def test_each_step_is_in_the_report_before_the_next_begins(
+    tmp_path: Path, environment: Step
+) -> None:
     reads = "import json, sys; print(*(s['step'] for s in json.load(open(sys.argv[1]))['steps']))"
     path = tmp_path / "gpu_check_1_h100.json"
-    steps = (python("fails", "import sys; print('said'); sys.exit(4)"),
-             Step("reads", 20, lambda context: [[sys.executable, "-c", reads, str(path)]]))
+    steps = (
+        python("fails", "import sys; print('said'); sys.exit(4)"),
+        Step("reads", 20, lambda context: [[sys.executable, "-c", reads, str(path)]]),
+    )
     check = Check([Group(1, 40, (environment,)), Group(1, 40, steps)], tmp_path, "gpu_check_1", 60)
     assert check.run() == 1
     log = (tmp_path / "gpu_check_1.log").read_text().splitlines()
@@ -146,9 +195,15 @@ def test_each_step_is_in_the_report_before_the_next_begins(tmp_path: Path, envir
     assert report["backends"] == []
     assert {"date", "seconds", "limit", "cuda", "python"} <= report.keys()
     assert [(step["step"], step["status"], step["exit_status"]) for step in report["steps"]] == [
-        ("environment", "passed", 0), ("fails", "failed", 4), ("reads", "passed", 0)]
-    assert all(set(step) == {"step", "status", "seconds", "limit", "note", "exit_status", "tests", "failed_tests"}
-               for step in report["steps"])
+        ("environment", "passed", 0),
+        ("fails", "failed", 4),
+        ("reads", "passed", 0),
+    ]
+    assert all(
+        set(step)
+        == {"step", "status", "seconds", "limit", "note", "exit_status", "tests", "failed_tests"}
+        for step in report["steps"]
+    )
 
 
 def is_alive(pid: int) -> bool:
@@ -160,23 +215,44 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_step_is_cut_off_with_its_ranks_and_keeps_what_it_has_written(
-        tmp_path: Path, environment: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, environment: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_check, "MIN_STEP_S", 1)
     monkeypatch.setattr(gpu_check, "GRACE_S", 1)
     rank = tmp_path / "rank"
-    hangs = ("import pathlib, subprocess, time; print('begun', flush=True);"
-             f"p = subprocess.Popen(['sleep', '100']); pathlib.Path({str(rank)!r}).write_text(str(p.pid));"
-             "time.sleep(100)")
-    result = {"cases": [{"tokens_per_s": {"hybridpar": 1234.0}, "mfu": {"hybridpar": 0.5},
-                         "peak_memory_gib": {"hybridpar": 3.25}, "graph_replays": {"hybridpar": 0}}]}
-    writes = (f"import pathlib, time; pathlib.Path({str(tmp_path / 'speed_h100.json')!r})"
-              f".write_text({json.dumps(json.dumps(result))}); time.sleep(100)")
-    steps = (python("hangs", hangs, limit=3), python("writes", writes, limit=2, result="speed"),
-             python("next", "print('here')", limit=5))
+    hangs = (
+        "import pathlib, subprocess, time; print('begun', flush=True);"
+        "p = subprocess.Popen(['sleep', '100']); "
+        f"pathlib.Path({str(rank)!r}).write_text(str(p.pid));"
+        "time.sleep(100)"
+    )
+    result = {
+        "cases": [
+            {
+                "tokens_per_s": {"hybridpar": 1234.0},
+                "mfu": {"hybridpar": 0.5},
+                "peak_memory_gib": {"hybridpar": 3.25},
+                "graph_replays": {"hybridpar": 0},
+            }
+        ]
+    }
+    writes = (
+        f"import pathlib, time; pathlib.Path({str(tmp_path / 'speed_h100.json')!r})"
+        f".write_text({json.dumps(json.dumps(result))}); time.sleep(100)"
+    )
+    steps = (
+        python("hangs", hangs, limit=3),
+        python("writes", writes, limit=2, result="speed"),
+        python("next", "print('here')", limit=5),
+    )
     check = Check([Group(1, 20, (environment,)), Group(1, 20, steps)], tmp_path, "gpu_check_1", 60)
     assert check.run() == 1
     outcome = {step["step"]: step for step in report_of(tmp_path)["steps"]}
-    assert [outcome[name]["status"] for name in ("hangs", "writes", "next")] == ["cut off", "cut off", "passed"]
+    assert [outcome[name]["status"] for name in ("hangs", "writes", "next")] == [
+        "cut off",
+        "cut off",
+        "passed",
+    ]
     assert outcome["hangs"]["seconds"] >= 2
     log = (tmp_path / "gpu_check_1.log").read_text().splitlines()
     assert log == ["hangs: begun", "next: here"]
@@ -186,17 +262,22 @@ def test_a_step_is_cut_off_with_its_ranks_and_keeps_what_it_has_written(
 
 
 def test_a_rank_with_a_session_of_its_own_does_not_outlive_its_step(
-        tmp_path: Path, environment: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, environment: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is in no process group of ours, and one that waits for the GPU hears no SIGTERM."""
     monkeypatch.setattr(gpu_check, "MIN_STEP_S", 1)
     monkeypatch.setattr(gpu_check, "GRACE_S", 1)
     rank = tmp_path / "rank"
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
-    leaves = ("import pathlib, subprocess, sys, time;"
-              f"p = subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session=True);"
-              f"pathlib.Path({str(rank)!r}).write_text(str(p.pid)); time.sleep(100)")
-    looks = (f"import pathlib, sys; pid = pathlib.Path({str(rank)!r}).read_text();"
-             "sys.exit(pathlib.Path('/proc', pid).exists())")
+    leaves = (
+        "import pathlib, subprocess, sys, time;"
+        f"p = subprocess.Popen([sys.executable, '-c', {deaf!r}], start_new_session=True);"
+        f"pathlib.Path({str(rank)!r}).write_text(str(p.pid)); time.sleep(100)"
+    )
+    looks = (
+        f"import pathlib, sys; pid = pathlib.Path({str(rank)!r}).read_text();"
+        "sys.exit(pathlib.Path('/proc', pid).exists())"
+    )
     steps = (python("leaves", leaves, limit=2), python("looks", looks, limit=5))
     check = Check([Group(1, 20, (environment,)), Group(1, 20, steps)], tmp_path, "gpu_check_1", 60)
     check.run()
@@ -205,62 +286,107 @@ def test_a_rank_with_a_session_of_its_own_does_not_outlive_its_step(
 
 
 def test_a_group_ends_when_its_time_is_over_and_its_successor_has_its_own(
-        tmp_path: Path, environment: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, environment: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_check, "MIN_STEP_S", 1)
-    first = Group(1, 5, (python("hangs", "import time; time.sleep(60)"), python("starves", "print('never')")))
-    check = Check([replace(first, steps=(environment, *first.steps)), Group(1, 5, (python("next", "pass"),))],
-                  tmp_path, "gpu_check_1", 60)
+    first = Group(
+        1, 5, (python("hangs", "import time; time.sleep(60)"), python("starves", "print('never')"))
+    )
+    check = Check(
+        [replace(first, steps=(environment, *first.steps)), Group(1, 5, (python("next", "pass"),))],
+        tmp_path,
+        "gpu_check_1",
+        60,
+    )
     assert check.run() == 1
     assert [(outcome.step, outcome.status) for outcome in check.outcomes] == [
-        ("environment", "passed"), ("hangs", "cut off"), ("starves", "left out"), ("next", "passed")]
+        ("environment", "passed"),
+        ("hangs", "cut off"),
+        ("starves", "left out"),
+        ("next", "passed"),
+    ]
 
 
-def test_what_no_longer_fits_into_limit_is_left_out_and_said_to_be(tmp_path: Path, environment: Step) -> None:
-    steps = (environment, python("sleeps", "import time; time.sleep(0.8)"), python("late", "print('never')"))
-    check = Check([Group(1, 20, (step,)) for step in steps], tmp_path, "gpu_check_1", gpu_check.MIN_STEP_S + 0.7)
+def test_what_no_longer_fits_into_limit_is_left_out_and_said_to_be(
+    tmp_path: Path, environment: Step
+) -> None:
+    steps = (
+        environment,
+        python("sleeps", "import time; time.sleep(0.8)"),
+        python("late", "print('never')"),
+    )
+    check = Check(
+        [Group(1, 20, (step,)) for step in steps],
+        tmp_path,
+        "gpu_check_1",
+        gpu_check.MIN_STEP_S + 0.7,
+    )
     assert check.run() == 1
-    assert re.fullmatch(r"late: left out, \d s left", (tmp_path / "gpu_check_1.log").read_text().strip())
+    assert re.fullmatch(
+        r"late: left out, \d s left", (tmp_path / "gpu_check_1.log").read_text().strip()
+    )
     assert report_of(tmp_path)["steps"][-1]["status"] == "left out"
 
 
 def test_steps_of_a_parallel_group_run_beside_each_other(tmp_path: Path, environment: Step) -> None:
     """Each waits for a file that another one writes."""
-    meets = ("import pathlib, time; here, there = map(pathlib.Path, ({0!r}, {1!r})); here.touch()\n"
-             "while not there.exists(): time.sleep(0.01)")
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    meets = (
+        "import pathlib, time; here, there = map(pathlib.Path, ({0!r}, {1!r})); here.touch()\n"
+        "while not there.exists(): time.sleep(0.01)"
+    )
+    a = str(tmp_path / "a")
+    b = str(tmp_path / "b")
     steps = (python("a", meets.format(a, b)), python("b", meets.format(b, a)))
-    check = Check([Group(1, 20, (environment,)), Group(1, 20, steps, is_parallel=True)], tmp_path, "gpu_check_1", 60)
+    check = Check(
+        [Group(1, 20, (environment,)), Group(1, 20, steps, is_parallel=True)],
+        tmp_path,
+        "gpu_check_1",
+        60,
+    )
     assert check.run() == 0
     assert {step["step"] for step in report_of(tmp_path)["steps"]} == {"environment", "a", "b"}
 
 
-@pytest.mark.parametrize(("code", "status", "note"), [
-    ("print('tests/a.py::test_b PASSED [100%]')", "passed", ""),
-    ("print('tests/a.py::test_b SKIPPED (needs CUDA) [100%]')", "failed", "no test was passed"),
-    ("print('collected 0 items'); import sys; sys.exit(5)", "failed", ""),
-])
-def test_tests_of_which_none_passed_are_no_pass(tmp_path: Path, environment: Step, code: str, status: str,
-                                                note: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "status", "note"),
+    [
+        ("print('tests/a.py::test_b PASSED [100%]')", "passed", ""),
+        ("print('tests/a.py::test_b SKIPPED (needs CUDA) [100%]')", "failed", "no test was passed"),
+        ("print('collected 0 items'); import sys; sys.exit(5)", "failed", ""),
+    ],
+)
+def test_tests_of_which_none_passed_are_no_pass(
+    tmp_path: Path, environment: Step, code: str, status: str, note: str
+) -> None:
     groups = [Group(1, 20, (environment, python("tests", code, runs_tests=True)))]
     check = Check(groups, tmp_path, "gpu_check_1", 60)
     check.run()
     assert (check.outcomes[1].status, check.outcomes[1].note) == (status, note)
 
 
-def test_a_result_of_another_check_is_not_taken_for_a_failed_step_s(tmp_path: Path, environment: Step) -> None:
+def test_a_result_of_another_check_is_not_taken_for_a_failed_step_s(
+    tmp_path: Path, environment: Step
+) -> None:
     path = tmp_path / "speed_h100.json"
     path.write_text('{"cases": [{"tokens_per_s": {"hybridpar": 1234.0}}]}')
     os.utime(path, (0, 0))
     broken = Step("broken", 20, lambda context: [[1]], runs_tests=True)  # type: ignore[list-item]
     steps = (environment, python("speed", "import sys; sys.exit(1)", result="speed"), broken)
-    check = Check([Group(1, 40, (step,), is_parallel=step is broken) for step in steps], tmp_path, "gpu_check_1", 60)
+    check = Check(
+        [Group(1, 40, (step,), is_parallel=step is broken) for step in steps],
+        tmp_path,
+        "gpu_check_1",
+        60,
+    )
     assert check.run() == 1
     assert [outcome.status for outcome in check.outcomes] == ["passed", "failed", "failed"]
     assert check.outcomes[1].note == ""
     assert "TypeError" in check.outcomes[2].note
 
 
-def test_a_step_whose_program_is_missing_is_left_out_on_a_gpu(tmp_path: Path, environment: Step) -> None:
+def test_a_step_whose_program_is_missing_is_left_out_on_a_gpu(
+    tmp_path: Path, environment: Step
+) -> None:
     groups = [Group(1, 20, (environment, python("memcheck", "pass", needs="no-such-program")))]
     assert Check(groups, tmp_path, "gpu_check_1", 60).run() == 1
     assert report_of(tmp_path)["steps"][1]["note"] == "no no-such-program on this machine"
@@ -282,16 +408,33 @@ def test_error(broken): pass
     expected = {"passed": 2, "failed": 1, "skipped": 1, "errors": 1}
     pytest.importorskip("xdist")
     for workers in ([], ["-n", "2", "--dist", "worksteal"]):
-        run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-vv", "-p", "no:cacheprovider", *workers, "tests"],
-                             cwd=tmp_path, capture_output=True, text=True)
+        run = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-vv",
+                "-p",
+                "no:cacheprovider",
+                *workers,
+                "tests",
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
         outcome = Outcome("tests")
         for line in run.stdout.splitlines():
             outcome.read(line.rstrip(), collects=False)
         assert outcome.tests == expected, run.stdout
-        assert sorted(outcome.failed_tests) == ["tests/test_x.py::test_bad", "tests/test_x.py::test_error"]
+        assert sorted(outcome.failed_tests) == [
+            "tests/test_x.py::test_bad",
+            "tests/test_x.py::test_error",
+        ]
 
 
-# -- what must be there ------------------------------------------------------------------------------------------------
+# -- what must be there
 
 
 def test_an_extension_that_does_not_load_stops_the_check_at_once(tmp_path: Path) -> None:
@@ -305,52 +448,81 @@ def test_an_extension_that_does_not_load_stops_the_check_at_once(tmp_path: Path)
             (package / path.name).symlink_to(path)
     (package / "_C.abi3.so").write_text("this is no shared object")
     out = tmp_path / "out"
-    run = subprocess.run(["bash", str(tmp_path / "scripts" / "gpu_check.sh"), str(out), "smoke"], cwd=tmp_path,
-                         capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": ""})
+    run = subprocess.run(
+        ["bash", str(tmp_path / "scripts" / "gpu_check.sh"), str(out), "smoke"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": ""},
+    )
     assert run.returncode == 3, run.stdout + run.stderr
-    assert "environment: stop: the extension hybridpar._C is not built or does not load" in run.stdout
+    assert (
+        "environment: stop: the extension hybridpar._C is not built or does not load" in run.stdout
+    )
     assert "HYBRIDPAR_BUILD=cpu python setup.py build_ext --inplace" in run.stdout
     report = json.loads((out / "gpu_check_cpu.json").read_text())
-    assert [(step["step"], step["status"]) for step in report["steps"]] == [("environment", "failed")]
+    assert [(step["step"], step["status"]) for step in report["steps"]] == [
+        ("environment", "failed")
+    ]
     assert report["extensions"]["hybridpar._C"]
 
 
 LOADS = dict.fromkeys(("hybridpar._C", "hybridpar._C_cuda", "hybridpar._C_recorder"))
 
 
-@pytest.mark.parametrize(("broken", "on_gpu", "has_cuda_file", "triton", "stops"), [
-    ("", True, True, None, False),
-    ("hybridpar._C", True, True, None, True),
-    ("hybridpar._C_cuda", True, True, None, True),
-    ("hybridpar._C_cuda", True, False, None, True),
-    ("hybridpar._C_cuda", False, False, None, False),
-    ("hybridpar._C_cuda", False, True, None, True),
-    ("hybridpar._C_recorder", True, True, None, False),
-    ("", True, True, "norm cannot be imported", True),
-])
-def test_only_the_recorder_may_be_missing_on_a_gpu(broken: str, on_gpu: bool, has_cuda_file: bool, triton: str | None,
-                                                   stops: bool) -> None:
+@pytest.mark.parametrize(
+    ("broken", "on_gpu", "has_cuda_file", "triton", "stops"),
+    [
+        ("", True, True, None, False),
+        ("hybridpar._C", True, True, None, True),
+        ("hybridpar._C_cuda", True, True, None, True),
+        ("hybridpar._C_cuda", True, False, None, True),
+        ("hybridpar._C_cuda", False, False, None, False),
+        ("hybridpar._C_cuda", False, True, None, True),
+        ("hybridpar._C_recorder", True, True, None, False),
+        ("", True, True, "norm cannot be imported", True),
+    ],
+)
+def test_only_the_recorder_may_be_missing_on_a_gpu(
+    broken: str, on_gpu: bool, has_cuda_file: bool, triton: str | None, stops: bool
+) -> None:
     extensions = LOADS | {broken: "it does not load"} if broken else LOADS
-    reasons = list(reasons_to_stop(extensions, on_gpu=on_gpu, has_cuda_file=has_cuda_file, triton=triton))
+    reasons = list(
+        reasons_to_stop(extensions, on_gpu=on_gpu, has_cuda_file=has_cuda_file, triton=triton)
+    )
     assert bool(reasons) is stops
     if broken == "hybridpar._C_cuda" and stops:
-        assert "HYBRIDPAR_BUILD=cuda HYBRIDPAR_CUDA_ARCHS=90a python setup.py build_ext --inplace" in reasons[0]
+        assert (
+            "HYBRIDPAR_BUILD=cuda HYBRIDPAR_CUDA_ARCHS=90a python setup.py build_ext --inplace"
+            in reasons[0]
+        )
 
 
 def test_reports_are_written_without_torch() -> None:
-    code = "import sys, benchmarks.gpu_check; sys.exit(bool({'torch', 'hybridpar', 'numpy'} & sys.modules.keys()))"
+    code = (
+        "import sys, benchmarks.gpu_check; sys.exit(bool({'torch', 'hybridpar', 'numpy'} & "
+        "sys.modules.keys()))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize(("name", "card"), [
-    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"),
-    ("NVIDIA GeForce RTX 4090", "4090"), ("NVIDIA GH200 480GB", "gh200")])
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA GH200 480GB", "gh200"),
+    ],
+)
 def test_results_are_named_after_the_card(name: str, card: str) -> None:
     assert card_of(name) == card
 
 
-def test_a_peer_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch,
-                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_that_is_not_known_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A misspelled one would be no peer, and ours alone a pass."""
     monkeypatch.setattr(sys, "argv", ["single", "--peers", "autocast gelu_tanh"])
     with pytest.raises(SystemExit):
@@ -367,5 +539,7 @@ def test_steps_and_calls_are_chosen_by_name() -> None:
     assert names[:4] == ["environment", "fp8", "1.3B-peer", "345M-peer"]
     assert stem == "gpu_check_2"
     assert choose([]) == ([*GROUPS], "gpu_check")
-    with pytest.raises(SystemExit, match=r"step = 'nonsense': unknown\. Valid: 1, 2, 3, environment, smoke"):
+    with pytest.raises(
+        SystemExit, match=r"step = 'nonsense': unknown\. Valid: 1, 2, 3, environment, smoke"
+    ):
         choose(["nonsense"])

@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.paper import CLAIMS, FIGURES, GPT, MEMORY, SYSTEMS, TOLERANCE, Speeds, check, simulated_speeds
+from benchmarks.paper import (
+    CLAIMS,
+    FIGURES,
+    GPT,
+    MEMORY,
+    SYSTEMS,
+    TOLERANCE,
+    Speeds,
+    check,
+    simulated_speeds,
+)
 from benchmarks.paper_points import MISSED, STATEMENTS
 from benchmarks.paper_systems import (
     MICRO_BATCH,
@@ -33,10 +43,14 @@ def speeds() -> Speeds:
     return simulated_speeds(Machine(), GPT)
 
 
-@pytest.mark.parametrize("i", range(len(CLAIMS)), ids=[f"{claim.name}, {claim.place}" for claim in CLAIMS])
+@pytest.mark.parametrize(
+    "i", range(len(CLAIMS)), ids=[f"{claim.name}, {claim.place}" for claim in CLAIMS]
+)
 def test_stated_speed_ups(speeds: Speeds, i: int) -> None:
     one = check(speeds)[i]
-    assert abs(one.error) < TOLERANCE, f"{one.simulated:.2f} at {one.setting.name}, stated {one.claim.stated}"
+    assert abs(one.error) < TOLERANCE, (
+        f"{one.simulated:.2f} at {one.setting.name}, stated {one.claim.stated}"
+    )
 
 
 @pytest.mark.parametrize("text", STATEMENTS)
@@ -46,7 +60,11 @@ def test_what_is_said_of_figures_8_and_12(text: str) -> None:
 
 def test_throughputs_of_the_figure(speeds: Speeds) -> None:
     """Read by eye, good for a tenth; the median of 30 is as near as that."""
-    errors = [abs(speeds[s][system] / read - 1) for s in GPT for system, read in zip(SYSTEMS, FIGURES[s], strict=True)]
+    errors = [
+        abs(speeds[s][system] / read - 1)
+        for s in GPT
+        for system, read in zip(SYSTEMS, FIGURES[s], strict=True)
+    ]
     assert statistics.median(errors) < 0.1
 
 
@@ -55,25 +73,37 @@ def test_one_gpu() -> None:
     machine = Machine()
     model = replace(GPT[0].model, num_layers=24, hidden_size=1024, num_heads=16)
     layers, device = range(1, 25), machine.cluster(1, machine.ring_gbit).device
-    step = sum(stage_time(block_times(model, MICRO_BATCH, device, kernels=MEGATRON_2020), range(26), layers))
+    step = sum(
+        stage_time(
+            block_times(model, MICRO_BATCH, device, kernels=MEGATRON_2020), range(26), layers
+        )
+    )
     step += device.memory_time(UPDATE_TRAFFIC * 355e6)
     forward = forward_flops_per_token(model)
     flops = MICRO_BATCH * model.seq_length * (3 * sum(forward) + sum(forward[i] for i in layers))
     assert flops / step == pytest.approx(45e12, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(("system", "schedule"), [("inter-layer", "naive"), ("flush", "1f1b"), ("2bw", "2bw")])
+@pytest.mark.parametrize(
+    ("system", "schedule"), [("inter-layer", "naive"), ("flush", "1f1b"), ("2bw", "2bw")]
+)
 def test_on_one_server_the_plain_simulator_says_the_same(system: str, schedule: str) -> None:
-    """Nothing is shared there, and posting receives right before their use makes exchanges block."""
-    setting, machine = GPT[0], Machine()
+    """Nothing is shared there, and posting receives right before their use makes exchanges
+    block."""
+    setting = GPT[0]
+    machine = Machine()
     m = 1 if system == "inter-layer" else setting.num_microbatches
     costs = pipeline_costs(setting, machine, system)
     if system == "2bw":  # its update is in REDUCE, which takes no time of the rank here
         costs = replace(costs, update=costs.reduce, reduce=0.0)
     link = machine.cluster(1, machine.ring_gbit).inner
-    costs = replace(costs, transfer=link.transfer_time(activation_bytes(setting.model, MICRO_BATCH)))
+    costs = replace(
+        costs, transfer=link.transfer_time(activation_bytes(setting.model, MICRO_BATCH))
+    )
     num_batches = 4 if schedule == "2bw" else 1
-    plan = make_plan(schedule, Sizes(setting.depth, m), 0, num_batches, clip=system != "2bw", ahead=0)
+    plan = make_plan(
+        schedule, Sizes(setting.depth, m), 0, num_batches, clip=system != "2bw", ahead=0
+    )
     timeline = simulate(plan, costs)
     step = timeline.step_time(m) if num_batches > 1 else timeline.makespan
     assert m * MICRO_BATCH / step == pytest.approx(throughput(setting, system, machine), rel=0.01)

@@ -16,7 +16,9 @@ SIZES = {"355m": (24, 1024, 16), "2.2b": (32, 2304, 32), "3.8b": (32, 3072, 32)}
 
 def model(size: str) -> ModelConfig:
     layers, hidden, heads = SIZES[size]
-    return ModelConfig(num_layers=layers, hidden_size=hidden, num_heads=heads, seq_length=512, vocab_size=50304)
+    return ModelConfig(
+        num_layers=layers, hidden_size=hidden, num_heads=heads, seq_length=512, vocab_size=50304
+    )
 
 
 def servers(number: int) -> Cluster:
@@ -25,9 +27,11 @@ def servers(number: int) -> Cluster:
 
 @pytest.mark.parametrize("batch", [512, 2048])
 @pytest.mark.parametrize(("size", "depth", "width"), [("2.2b", 8, 8), ("3.8b", 16, 4)])
-def test_chooses_what_the_paper_ran_on_64_gpus(size: str, depth: int, width: int, batch: int) -> None:
-    """With recomputation, as there: or what is as fast, within 2 %. Without it, if that is chosen, at most a tenth is
-    gained. Source: arXiv 2006.09503v3, section 5.2."""
+def test_chooses_what_the_paper_ran_on_64_gpus(
+    size: str, depth: int, width: int, batch: int
+) -> None:
+    """With recomputation, as there: or what is as fast, within 2 %. Without it, if that is chosen,
+    at most a tenth is gained. Source: arXiv 2006.09503v3, section 5.2."""
     recomputed = [c for c in ranked(model(size), servers(8), batch) if c.recompute]
     theirs = next(c.throughput for c in recomputed if (c.depth, c.width) == (depth, width))
     assert max(c.throughput for c in recomputed) <= 1.02 * theirs
@@ -57,6 +61,8 @@ def test_recomputation_takes_less_memory_and_depth_divides_the_state() -> None:
 
 
 def test_says_when_nothing_fits() -> None:
-    huge = ModelConfig(num_layers=8, hidden_size=12288, num_heads=96, seq_length=512, vocab_size=50304)
+    huge = ModelConfig(
+        num_layers=8, hidden_size=12288, num_heads=96, seq_length=512, vocab_size=50304
+    )
     with pytest.raises(ConfigError, match="no width and depth holds the model on v100-16gb"):
         plan(huge, servers(1), 512)

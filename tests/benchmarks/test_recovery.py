@@ -1,4 +1,5 @@
-"""The faults that benchmarks.recovery draws, how a disturbed job finds its processes, and what counts as a recovery."""
+"""The faults that benchmarks.recovery draws, how a disturbed job finds its processes, and what
+counts as a recovery."""
 
 from __future__ import annotations
 
@@ -52,9 +53,14 @@ def test_a_fault_of_a_start_comes_first_or_after_a_fault_that_ends_all_ranks() -
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 def test_processes_of_a_job_are_found_whoever_their_parent_is_and_are_ended(tmp_path: Path) -> None:
     job = DisturbedJob(tmp_path / "job", tmp_path / "config.toml", Config(), [])
-    program = "import subprocess, sys; subprocess.Popen(['sleep', '60'], start_new_session=True); print(flush=True)"
+    program = (
+        "import subprocess, sys; subprocess.Popen(['sleep', '60'], start_new_session=True); "
+        "print(flush=True)"
+    )
     environment = os.environ | {MARK: job._token}
-    job._process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+    job._process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+    )
     with job._process:
         assert job._process.stdout is not None
         job._process.stdout.readline()
@@ -68,8 +74,15 @@ def test_processes_of_a_job_are_found_whoever_their_parent_is_and_are_ended(tmp_
 def test_a_fault_counts_as_a_recovery_if_nothing_about_it_or_its_job_is_wrong() -> None:
     fault = {"kind": KINDS[0][0].name, "wrong": [], "noticed_s": 0.1}
     unnoticed = fault | {"wrong": ["was not noticed within 6 s"]}
-    job: dict[str, Any] = {"mode": "plain", "job": 0, "num_faults": 2, "left_over": 0, "checkpoints_looked_at": 3,
-                           "wrong": [], "faults": [fault, unnoticed]}
+    job: dict[str, Any] = {
+        "mode": "plain",
+        "job": 0,
+        "num_faults": 2,
+        "left_over": 0,
+        "checkpoints_looked_at": 3,
+        "wrong": [],
+        "faults": [fault, unnoticed],
+    }
     other = job | {"job": 1, "faults": [fault, fault]}
     assert (is_well(job), is_well(other)) == (False, True)
     assert summary([job, other])["recoveries"] == 3
@@ -77,10 +90,13 @@ def test_a_fault_counts_as_a_recovery_if_nothing_about_it_or_its_job_is_wrong() 
     assert json.dumps(summary([job]))
 
 
-@pytest.mark.parametrize(("text", "ranks"), [
-    ("the link between rank 0 and rank 2 is lost: rank 0 (stage 0) ..", {"0", "2"}),
-    ("ranks 3, 1 wait for each other in a circle: rank 3 (stage 1) ..", {"1", "3"}),
-    ("rank 1 (stage 0) hangs: nothing for 3.0 s in step 7", set()),
-])
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("the link between rank 0 and rank 2 is lost: rank 0 (stage 0) ..", {"0", "2"}),
+        ("ranks 3, 1 wait for each other in a circle: rank 3 (stage 1) ..", {"1", "3"}),
+        ("rank 1 (stage 0) hangs: nothing for 3.0 s in step 7", set()),
+    ],
+)
 def test_both_ends_of_a_lost_link_are_suspects(text: str, ranks: set[str]) -> None:
     assert _suspects(text) == ranks

@@ -1,4 +1,5 @@
-"""Shared by the tests of exchange with Hugging Face: models of theirs with random weights, checkpoints of ours."""
+"""Shared by the tests of exchange with Hugging Face: models of theirs with random weights,
+checkpoints of ours."""
 
 from __future__ import annotations
 
@@ -24,20 +25,53 @@ from hybridpar.pipeline.run.stage import Stage
 from hybridpar.train.engine import Engine
 
 OURS = {
-    "gpt2": ModelConfig(num_layers=2, hidden_size=48, num_heads=3, ffn_hidden_size=70, seq_length=20, vocab_size=101),
+    "gpt2": ModelConfig(
+        num_layers=2, hidden_size=48, num_heads=3, ffn_hidden_size=70, seq_length=20, vocab_size=101
+    ),
     "llama": ModelConfig(
-        num_layers=2, hidden_size=48, num_heads=4, num_kv_heads=2, ffn_hidden_size=70, seq_length=20, vocab_size=101,
-        position="rotary", norm="rms_norm", activation="swiglu", bias=False, tie_embeddings=False),
+        num_layers=2,
+        hidden_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_hidden_size=70,
+        seq_length=20,
+        vocab_size=101,
+        position="rotary",
+        norm="rms_norm",
+        activation="swiglu",
+        bias=False,
+        tie_embeddings=False,
+    ),
     "gpt_neox": ModelConfig(
-        num_layers=2, hidden_size=48, num_heads=3, ffn_hidden_size=70, seq_length=20, vocab_size=101, position="rotary",
-        rotary_fraction=0.25, parallel_residual=True, activation="gelu_exact", tie_embeddings=False),
-    "bert": ModelConfig(kind="bert", num_layers=2, hidden_size=48, num_heads=3, ffn_hidden_size=70, seq_length=20,
-                        vocab_size=101, activation="gelu_exact", norm_eps=1e-12),
+        num_layers=2,
+        hidden_size=48,
+        num_heads=3,
+        ffn_hidden_size=70,
+        seq_length=20,
+        vocab_size=101,
+        position="rotary",
+        rotary_fraction=0.25,
+        parallel_residual=True,
+        activation="gelu_exact",
+        tie_embeddings=False,
+    ),
+    "bert": ModelConfig(
+        kind="bert",
+        num_layers=2,
+        hidden_size=48,
+        num_heads=3,
+        ffn_hidden_size=70,
+        seq_length=20,
+        vocab_size=101,
+        activation="gelu_exact",
+        norm_eps=1e-12,
+    ),
 }
 
 
 def random_like(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same numbers for the same name, some 0.2 in size: biases and norms, too, so that nothing can be mixed up."""
+    """The same numbers for the same name, some 0.2 in size: biases and norms, too, so that nothing
+    can be mixed up."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return (0.2 * torch.randn(shape, generator=generator)).to(dtype)
 
@@ -53,9 +87,17 @@ def save_ours(root: Path, model: ModelConfig, dtype: torch.dtype = torch.float32
 def make_theirs(folder: Path, kind: str, **settings: Any) -> Path:
     """A folder as transformers saves it, of a model with random weights."""
     transformers = pytest.importorskip("transformers")
-    name = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "gpt_neox": "GPTNeoX", "bert": "Bert"}[kind]
+    name = {
+        "gpt2": "GPT2",
+        "llama": "Llama",
+        "mistral": "Mistral",
+        "gpt_neox": "GPTNeoX",
+        "bert": "Bert",
+    }[kind]
     head = {"gpt2": "LMHeadModel", "bert": "ForPreTraining"}.get(kind, "ForCausalLM")
-    model = getattr(transformers, name + settings.pop("head", head))(getattr(transformers, f"{name}Config")(**settings))
+    model = getattr(transformers, name + settings.pop("head", head))(
+        getattr(transformers, f"{name}Config")(**settings)
+    )
     dtype = settings.get("dtype", torch.float32)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -75,7 +117,11 @@ def start_engine(start: Path, tp: int, pp: int, dp: int = 1, **train: Any) -> En
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder of theirs."""
-    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
+    return {
+        name: t
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, t in load_file(path).items()
+    }
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -88,12 +134,16 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> N
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
+    save_file(
+        {name: t.contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"}
+    )
 
 
 def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
     assert a.keys() == b.keys(), a.keys() ^ b.keys()
-    different = [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])]
+    different = [
+        name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])
+    ]
     assert not different, different
 
 
@@ -104,4 +154,6 @@ def metadata_of(path: Path) -> dict[str, str]:
 
 def folder_of(tmp_path: Path, kind: str = "llama", **options: Any) -> Path:
     """A folder of theirs, made by export."""
-    return export_folder(save_ours(tmp_path / "made", OURS[kind]), tmp_path / "theirs", **options).folder
+    return export_folder(
+        save_ours(tmp_path / "made", OURS[kind]), tmp_path / "theirs", **options
+    ).folder

@@ -1,4 +1,5 @@
-"""All ranks of a grid in one process: engines that never communicate, and a state in which no two tensors are equal."""
+"""All ranks of a grid in one process: engines that never communicate, and a state in which no two
+tensors are equal."""
 
 from __future__ import annotations
 
@@ -27,10 +28,13 @@ SCALER = {"scale": 1024.0, "good_steps": 3, "overflows": 0}
 
 
 def engines(config: Config, sizes: AxisSizes | None = None) -> Iterator[Engine]:
-    """The engine of every rank of a grid (config.parallel's), one at a time; nothing must go over its axes."""
+    """The engine of every rank of a grid (config.parallel's), one at a time; nothing must go over
+    its axes."""
     sizes = sizes or sizes_of(config.parallel)
     for rank in range(prod(sizes.values())):
-        yield Engine(config, ProcessGrid.imagined(sizes, rank, lambda *_: object()), torch.device("cpu"))
+        yield Engine(
+            config, ProcessGrid.imagined(sizes, rank, lambda *_: object()), torch.device("cpu")
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -72,9 +76,16 @@ class Truth(Mapping[str, Tensor]):
 def fill(engine: Engine, step: int) -> None:
     """Gives a rank its part of the state after so many steps."""
     newest = range(max(step - engine.state.weights.num_versions + 1, 0), step + 1)
-    engine.load_state(Truth(engine), {
-        "batches_done": step, "versions": list(newest), "num_updates": step, "loss_scaler": SCALER,
-        "loss_scales": {str(v): 2.0**v for v in newest}})
+    engine.load_state(
+        Truth(engine),
+        {
+            "batches_done": step,
+            "versions": list(newest),
+            "num_updates": step,
+            "loss_scaler": SCALER,
+            "loss_scales": {str(v): 2.0**v for v in newest},
+        },
+    )
 
 
 def save_all(root: Path, config: Config, step: int = 5, sizes: AxisSizes | None = None) -> Path:
@@ -99,7 +110,12 @@ def load_all(folder: Path, config: Config, sizes: AxisSizes | None = None) -> It
 
 def differing(engine: Engine, *, ignore: tuple[str, ...] = ()) -> list[str]:
     """Names of a rank's tensors that are not what they ought to be."""
-    truth, found = Truth(engine), engine.state.tensors()
+    truth = Truth(engine)
+    found = engine.state.tensors()
     assert len(found) >= len(engine.state.placements)  # with ZeRO a rank may own nothing
-    return [name for name, tensor in found.items() if not name.startswith(ignore)
-            and (tensor.dtype != truth[name].dtype or not torch.equal(tensor, truth[name]))]
+    return [
+        name
+        for name, tensor in found.items()
+        if not name.startswith(ignore)
+        and (tensor.dtype != truth[name].dtype or not torch.equal(tensor, truth[name]))
+    ]

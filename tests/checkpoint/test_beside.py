@@ -1,4 +1,5 @@
-"""A save beside training: what is written is the state at which it began, and failures come to all ranks."""
+"""A save beside training: what is written is the state at which it began, and failures come to all
+ranks."""
 
 from __future__ import annotations
 
@@ -57,25 +58,43 @@ def train_on(config: Config, root: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("sections", "dtype"), [
-    ({"pipeline": {"schedule": "2bw"}}, "bf16"), ({"pipeline": {"schedule": "2bw"}, "optim": {"name": "sgd"}}, "fp32"),
-    ({"pipeline": {"schedule": "2bw"}, "parallel": {"zero": 1, "dp": 2, "pp": 1},
-      "optim": {"staleness": "prediction"}}, "fp32"), ({"pipeline": {"schedule": "pipedream"}}, "fp32"),
-], ids=str)
-def test_training_on_changes_no_bit_of_what_is_saved(tmp_path: Path, sections: dict[str, Any], dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("sections", "dtype"),
+    [
+        ({"pipeline": {"schedule": "2bw"}}, "bf16"),
+        ({"pipeline": {"schedule": "2bw"}, "optim": {"name": "sgd"}}, "fp32"),
+        (
+            {
+                "pipeline": {"schedule": "2bw"},
+                "parallel": {"zero": 1, "dp": 2, "pp": 1},
+                "optim": {"staleness": "prediction"},
+            },
+            "fp32",
+        ),
+        ({"pipeline": {"schedule": "pipedream"}}, "fp32"),
+    ],
+    ids=str,
+)
+def test_training_on_changes_no_bit_of_what_is_saved(
+    tmp_path: Path, sections: dict[str, Any], dtype: str
+) -> None:
     config = from_mapping(sections | {"checkpoint": {"keep": 3}}, make_config(dtype=dtype))
     run_ranks(train_on, 2, config, tmp_path)
     waited, beside = (
         {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-        for root in (tmp_path / "False", tmp_path / "True"))
+        for root in (tmp_path / "False", tmp_path / "True")
+    )
     assert len(waited) == 3 * 3
     assert waited == beside
 
 
 def test_a_copy_stays_and_its_memory_is_used_again() -> None:
     tensors: Mapping[str, Tensor] = {
-        "a": torch.arange(5.0), "b": torch.arange(6, dtype=torch.bfloat16).view(2, 3), "c": torch.tensor(3.0).double(),
-        "d": torch.empty(0)}
+        "a": torch.arange(5.0),
+        "b": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+        "c": torch.tensor(3.0).double(),
+        "d": torch.empty(0),
+    }
     memory = Snapshot()
     for _ in range(2):
         expected = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -89,14 +108,15 @@ def test_a_copy_stays_and_its_memory_is_used_again() -> None:
     assert where == {name: copy.data_ptr() for name, copy in memory.begin(tensors)().items()}
 
 
-# -- failures ----------------------------------------------------------------------------------------------------------
+# -- failures
 
 
 Outcome = tuple[str, list[str], list[int]]
 
 
 def meet_a_full_disk(root: Path, failing: int, wait: bool) -> Outcome:
-    """In the second save, on one rank; then there is room again. What is said, what is left, what is saved at last."""
+    """In the second save, on one rank; then there is room again. What is said, what is left, what
+    is saved at last."""
     engine, loader = start(make_config("2bw"))
     saver = checkpoint.Saver(root, engine, "corpus")
     write = part.write_tensors
@@ -121,11 +141,15 @@ def meet_a_full_disk(root: Path, failing: int, wait: bool) -> Outcome:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("failing", "wait"), [(0, True), (1, False)])
-def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_nothing(tmp_path: Path, failing: int, wait: bool) -> None:
+def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_nothing(
+    tmp_path: Path, failing: int, wait: bool
+) -> None:
     first, second = run_ranks(meet_a_full_disk, 2, tmp_path, failing, wait)
     assert first == second
     said, left, saved = first
-    assert said.startswith(f"rank {failing} (stage {failing}, replica 0, tensor part 0) cannot write the checkpoint: ")
+    assert said.startswith(
+        f"rank {failing} (stage {failing}, replica 0, tensor part 0) cannot write the checkpoint: "
+    )
     assert "No space left on device; it takes 7" in said
     assert "e-05 GB, beside those that are kept" in said
     assert left == ["step_00000001"]
@@ -136,19 +160,29 @@ def test_without_room_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.Monke
     (engine,) = engines(make({}))
     fill(engine, 4)
     checkpoint.save(tmp_path, engine, "corpus")
-    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: SimpleNamespace(total=10, free=5))
-    with pytest.raises(CheckpointError, match=r"5e-09 GB are free: .*; it takes .* checkpoint.keep = 1"):
+    monkeypatch.setattr(
+        folders.shutil, "disk_usage", lambda path: SimpleNamespace(total=10, free=5)
+    )
+    with pytest.raises(
+        CheckpointError, match=r"5e-09 GB are free: .*; it takes .* checkpoint.keep = 1"
+    ):
         checkpoint.save(tmp_path, engine, "corpus")
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
-    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: SimpleNamespace(total=0, free=0))  # does not say
+    monkeypatch.setattr(
+        folders.shutil, "disk_usage", lambda path: SimpleNamespace(total=0, free=0)
+    )  # does not say
     checkpoint.save(tmp_path, engine, "corpus")
 
 
-def test_what_is_no_error_of_the_disk_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_error_of_the_disk_is_told_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (engine,) = engines(make({}))
     fill(engine, 4)
     monkeypatch.setattr(part, "write_tensors", lambda *args: 1 / 0)
-    with pytest.raises(CheckpointError, match="cannot write the checkpoint: ZeroDivisionError") as error:
+    with pytest.raises(
+        CheckpointError, match="cannot write the checkpoint: ZeroDivisionError"
+    ) as error:
         checkpoint.save(tmp_path, engine, "corpus")
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     assert not list(tmp_path.iterdir())
@@ -156,7 +190,9 @@ def test_what_is_no_error_of_the_disk_is_told_too(tmp_path: Path, monkeypatch: p
 
 def test_a_save_and_a_load_say_how_far_they_have_come(tmp_path: Path) -> None:
     """So that a slow disk is no hang, however large the state is."""
-    config = from_mapping({"faults": {"save_timeout_s": 7.0}, "checkpoint": {"read_back": True}}, make_config(pp=1))
+    config = from_mapping(
+        {"faults": {"save_timeout_s": 7.0}, "checkpoint": {"read_back": True}}, make_config(pp=1)
+    )
     (engine, _), seen = start(config), []
     flight = engine.grid.flight = Flight(tmp_path / "flight")
 
@@ -192,13 +228,19 @@ def test_a_save_and_a_load_say_how_far_they_have_come(tmp_path: Path) -> None:
 def test_without_the_note_of_a_rank_nothing_is_published(tmp_path: Path) -> None:
     """As when it was killed. The others leave their notes and go on."""
     config = make({"pp": 2, "dp": 2, "zero": 1})
-    shards = [ShardFile(where, (2 * where["pp"], 2 * where["pp"] + 2), 8, "00" * 4)
-              for where in handover.writers(sizes_of(config.parallel), config.replicas_differ)]
+    shards = [
+        ShardFile(where, (2 * where["pp"], 2 * where["pp"] + 2), 8, "00" * 4)
+        for where in handover.writers(sizes_of(config.parallel), config.replicas_differ)
+    ]
     assert len(shards) == 4
     for shard in shards[:-1]:
         handover.leave(tmp_path, (shard, (4, 5)))
-    task = background.Task(tmp_path, lambda stop: Path(str(handover.collect(tmp_path, config, stop))),
-                           background.Note(NO_FLIGHT, 1, 60.0), gives_way=True)
+    task = background.Task(
+        tmp_path,
+        lambda stop: Path(str(handover.collect(tmp_path, config, stop))),
+        background.Note(NO_FLIGHT, 1, 60.0),
+        gives_way=True,
+    )
     task.start()
     task.join(0.3)
     assert task.is_alive()

@@ -37,7 +37,8 @@ def save_steps(root: Path, num_steps: int) -> None:
         checkpoint.save(root, engine, "corpus")
 
 
-SHARD, MANIFEST = "pp0-tp0.safetensors", "manifest.json"
+SHARD = "pp0-tp0.safetensors"
+MANIFEST = "manifest.json"
 
 
 def cut(path: Path) -> None:
@@ -64,14 +65,21 @@ def empty(path: Path) -> None:
     path.write_text("{")
 
 
-@pytest.mark.parametrize(("damage", "file", "says"), [
-    (cut, SHARD, "bytes, should have"), (flip, SHARD, "the checksum of its bytes 0 to"),
-    (flip_in_the_header, SHARD, "the checksum of its header"), (Path.unlink, SHARD, "No such file"),
-    (empty, MANIFEST, "is damaged"), (change_a_number, MANIFEST, "its checksum"),
-    (Path.unlink, MANIFEST, "No such file"),
-])
+@pytest.mark.parametrize(
+    ("damage", "file", "says"),
+    [
+        (cut, SHARD, "bytes, should have"),
+        (flip, SHARD, "the checksum of its bytes 0 to"),
+        (flip_in_the_header, SHARD, "the checksum of its header"),
+        (Path.unlink, SHARD, "No such file"),
+        (empty, MANIFEST, "is damaged"),
+        (change_a_number, MANIFEST, "its checksum"),
+        (Path.unlink, MANIFEST, "No such file"),
+    ],
+)
 def test_a_damaged_checkpoint_is_passed_over(
-        tmp_path: Path, damage: Callable[[Path], None], file: str, says: str) -> None:
+    tmp_path: Path, damage: Callable[[Path], None], file: str, says: str
+) -> None:
     save_steps(tmp_path, 3)
     damage(tmp_path / "step_00000003" / file)
     engine, _ = start(one_rank())
@@ -108,7 +116,9 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no whole checkpoint$"):
         checkpoint.newest(tmp_path, print)
     (tmp_path / "step_00000004").mkdir()
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint; of the newest, .*step_00000004.*manifest"):
+    with pytest.raises(
+        CheckpointError, match=r"no whole checkpoint; of the newest, .*step_00000004.*manifest"
+    ):
         checkpoint.newest(tmp_path, print)
 
 
@@ -118,22 +128,38 @@ def test_another_model_is_refused_field_by_field(tmp_path: Path) -> None:
     other = replace(config, model=replace(config.model, hidden_size=24, num_layers=3))
     engine, _ = start(other)
     before = {name: tensor.clone() for name, tensor in engine.state.tensors().items()}
-    with pytest.raises(CheckpointError, match=r"2 there and 3 here; model.hidden_size is 12 there and 24"):
+    with pytest.raises(
+        CheckpointError, match=r"2 there and 3 here; model.hidden_size is 12 there and 24"
+    ):
         checkpoint.resume(tmp_path, engine, "corpus", print)
     assert all(torch.equal(before[name], tensor) for name, tensor in engine.state.tensors().items())
 
 
-@pytest.mark.parametrize(("change", "named", "wanted"), [
-    ({"model": {"dropout": 0.3}}, (), ["model.dropout"]),
-    ({"model": {"dropout": 0.3, "label_smoothing": 0.1}, "train": {"micro_batch_size": 4}}, ("model.dropout",),
-     ["model.dropout", "model.label_smoothing", "train.micro_batch_size"]),
-    ({"pipeline": {"num_microbatches": 1}}, ("data.corpus",), ["data.corpus", "pipeline.num_microbatches"]),
-    ({"train": {"seed": 5}}, (), ["train.seed"]),
-])
-def test_a_refusal_names_what_would_allow_it(change: dict[str, Any], named: tuple[str, ...], wanted: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("change", "named", "wanted"),
+    [
+        ({"model": {"dropout": 0.3}}, (), ["model.dropout"]),
+        (
+            {"model": {"dropout": 0.3, "label_smoothing": 0.1}, "train": {"micro_batch_size": 4}},
+            ("model.dropout",),
+            ["model.dropout", "model.label_smoothing", "train.micro_batch_size"],
+        ),
+        (
+            {"pipeline": {"num_microbatches": 1}},
+            ("data.corpus",),
+            ["data.corpus", "pipeline.num_microbatches"],
+        ),
+        ({"train": {"seed": 5}}, (), ["train.seed"]),
+    ],
+)
+def test_a_refusal_names_what_would_allow_it(
+    change: dict[str, Any], named: tuple[str, ...], wanted: list[str]
+) -> None:
     config = one_rank()
     other = from_mapping(change, from_mapping({"train": {"continue_with": named}}, config))
-    with pytest.raises(CheckpointError, match=re.escape(f"train.continue_with = {json.dumps(wanted)}.")):
+    with pytest.raises(
+        CheckpointError, match=re.escape(f"train.continue_with = {json.dumps(wanted)}.")
+    ):
         checkpoint.check_compatible(config, other, Path("run"))
     allowed = from_mapping({"train": {"continue_with": tuple(wanted)}}, other)
     checkpoint.check_compatible(config, allowed, Path("run"))
@@ -143,7 +169,9 @@ def test_other_data_under_the_same_name_and_another_mix_are_named() -> None:
     config = one_rank()
     mixed = from_mapping({"data": {"corpus": ("stdlib", "a.txt"), "weights": (1.0, 2.0)}}, config)
     for other, keys in ((config, ["data.corpus"]), (mixed, ["data.corpus", "data.weights"])):
-        with pytest.raises(CheckpointError, match=f"another version of hybridpar .*{re.escape(json.dumps(keys))}"):
+        with pytest.raises(
+            CheckpointError, match=f"another version of hybridpar .*{re.escape(json.dumps(keys))}"
+        ):
             checkpoint.check_compatible(config, other, Path("run"), ("old", "new"))
         checkpoint.check_compatible(config, other, Path("run"), ("same", "same"))
         named = from_mapping({"train": {"continue_with": tuple(keys)}}, other)
@@ -152,33 +180,59 @@ def test_other_data_under_the_same_name_and_another_mix_are_named() -> None:
 
 def test_another_model_is_refused_whatever_is_named() -> None:
     config = one_rank()
-    other = from_mapping({"model": {"num_layers": 3}, "train": {"continue_with": CONTINUABLE}}, config)
-    with pytest.raises(CheckpointError, match=r"is 2 there and 3 here \(its weights are those of that model"):
+    other = from_mapping(
+        {"model": {"num_layers": 3}, "train": {"continue_with": CONTINUABLE}}, config
+    )
+    with pytest.raises(
+        CheckpointError, match=r"is 2 there and 3 here \(its weights are those of that model"
+    ):
         checkpoint.check_compatible(config, other, Path("run"))
 
 
-@pytest.mark.parametrize(("dp", "micro_batches", "micro_batch", "says"), [
-    (2, 2, 2, r"batches of 4 samples \(micro_batch_size 2 x num_microbatches 2 x dp 1\), here they are 8 samples .*; "
-              r"try pipeline.num_microbatches = 1"),
-    (1, 2, 3, "try train.micro_batch_size = 1, pipeline.num_microbatches = 4"),
-    (3, 2, 2, "try a parallel.dp that divides 4"),
-])
+@pytest.mark.parametrize(
+    ("dp", "micro_batches", "micro_batch", "says"),
+    [
+        (
+            2,
+            2,
+            2,
+            r"batches of 4 samples \(micro_batch_size 2 x num_microbatches 2 x dp 1\), here they "
+            r"are 8 samples .*; "
+            r"try pipeline.num_microbatches = 1",
+        ),
+        (1, 2, 3, "try train.micro_batch_size = 1, pipeline.num_microbatches = 4"),
+        (3, 2, 2, "try a parallel.dp that divides 4"),
+    ],
+)
 def test_another_batch_size_is_refused_saying_how_to_keep_it(
-        dp: int, micro_batches: int, micro_batch: int, says: str) -> None:
+    dp: int, micro_batches: int, micro_batch: int, says: str
+) -> None:
     config = one_rank()
-    other = from_mapping({"parallel": {"dp": dp}, "pipeline": {"num_microbatches": micro_batches},
-                          "train": {"micro_batch_size": micro_batch}}, config)
+    other = from_mapping(
+        {
+            "parallel": {"dp": dp},
+            "pipeline": {"num_microbatches": micro_batches},
+            "train": {"micro_batch_size": micro_batch},
+        },
+        config,
+    )
     with pytest.raises(CheckpointError, match=says):
         checkpoint.check_compatible(config, other, Path("run"))
 
 
 def test_what_may_change_between_two_runs() -> None:
     config = one_rank()
-    for change in ({"train": {"num_steps": 99, "threads": 3}, "optim": {"lr": 1.0, "staleness": "nesterov"}},
-                   {"parallel": {"tp": 2, "pp": 2, "dp": 2, "zero": 1}, "pipeline": {"num_microbatches": 1}},
-                   {"pipeline": {"schedule": "2bw", "early_switch": 1, "sync_steps": 3}}):
+    for change in (
+        {"train": {"num_steps": 99, "threads": 3}, "optim": {"lr": 1.0, "staleness": "nesterov"}},
+        {"parallel": {"tp": 2, "pp": 2, "dp": 2, "zero": 1}, "pipeline": {"num_microbatches": 1}},
+        {"pipeline": {"schedule": "2bw", "early_switch": 1, "sync_steps": 3}},
+    ):
         checkpoint.check_compatible(config, from_mapping(change, config), Path("run"))
-    for section, change in (("train", {"seed": 5}), ("optim", {"name": "sgd"}), ("train", {"dtype": "bf16"})):
+    for section, change in (
+        ("train", {"seed": 5}),
+        ("optim", {"name": "sgd"}),
+        ("train", {"dtype": "bf16"}),
+    ):
         other = replace(config, **{section: replace(getattr(config, section), **change)})
         with pytest.raises(CheckpointError, match=f"{section}.{next(iter(change))} is"):
             checkpoint.check_compatible(config, other, Path("run"))
@@ -190,30 +244,48 @@ def test_a_position_table_may_be_named_or_not() -> None:
     length = config.model.seq_length
     named = from_mapping({"model": {"max_positions": length}}, config)
     checkpoint.check_compatible(config, named, Path("run"))
-    with pytest.raises(CheckpointError, match=rf"model\.max_positions is {length} there and {length + 1} here"):
-        checkpoint.check_compatible(config, from_mapping({"model": {"max_positions": length + 1}}, config), Path("run"))
+    with pytest.raises(
+        CheckpointError, match=rf"model\.max_positions is {length} there and {length + 1} here"
+    ):
+        checkpoint.check_compatible(
+            config, from_mapping({"model": {"max_positions": length + 1}}, config), Path("run")
+        )
     rotary = from_mapping({"model": {"position": "rotary"}}, config)
-    checkpoint.check_compatible(rotary, from_mapping({"model": {"max_positions": length + 1}}, rotary), Path("run"))
+    checkpoint.check_compatible(
+        rotary, from_mapping({"model": {"max_positions": length + 1}}, rotary), Path("run")
+    )
 
 
 def test_the_manifest_tells_what_a_later_reshard_needs(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     plain = json.loads((tmp_path / "step_00000001" / "manifest.json").read_text())
     assert plain["grid"] == {"tp": 1, "pp": 1, "dp": 1}
-    assert plain["shards"][0].keys() == {"name", "pp", "tp", "dp", "blocks", "num_bytes", "checksums"}
+    assert plain["shards"][0].keys() == {
+        "name",
+        "pp",
+        "tp",
+        "dp",
+        "blocks",
+        "num_bytes",
+        "checksums",
+    }
     assert plain["data"] == {"corpus": "corpus", "samples": 4}
     assert plain["versions"] == {"hybridpar": hybridpar.__version__, "torch": torch.__version__}
     assert checkpoint.read_manifest(tmp_path / "step_00000001").config == one_rank()
 
 
 def test_placements_survive_a_file(tmp_path: Path) -> None:
-    init, parts = Init("zeros"), {"blocks.1.b": (2, 4)}
+    init = Init("zeros")
+    parts = {"blocks.1.b": (2, 4)}
     placements = {
         "blocks.0.a": Placement((6, 4), init, Shard(0, (((0, 2), (4, 5)), ((2, 4), (5, 6))))),
-        "blocks.1.b": Placement((5,), init, weight_decay=False), "blocks.2.c": Placement((3, 3), init, tied="words"),
+        "blocks.1.b": Placement((5,), init, weight_decay=False),
+        "blocks.2.c": Placement((3, 3), init, tied="words"),
     }
     size, digest = write_tensors(tmp_path / "pp0-tp1.safetensors", {}, header_of(placements, parts))
-    shard = SavedShard(tmp_path, ShardFile({"pp": 0, "tp": 1, "dp": 0}, (0, 3), size, digest), make_config(tp=2))
+    shard = SavedShard(
+        tmp_path, ShardFile({"pp": 0, "tp": 1, "dp": 0}, (0, 3), size, digest), make_config(tp=2)
+    )
     assert shard.placements == placements
     assert shard.parts == parts
 

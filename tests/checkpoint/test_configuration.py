@@ -1,4 +1,5 @@
-"""What a config.json means: as to transformers' own classes, also by its absent keys, and by two names of one thing."""
+"""What a config.json means: as to transformers' own classes, also by its absent keys, and by two
+names of one thing."""
 
 from __future__ import annotations
 
@@ -18,8 +19,13 @@ from hybridpar.cli import main
 from hybridpar.config import ModelConfig
 from hybridpar.errors import ConfigError
 
-CLASSES = {"gpt2": "GPT2Config", "llama": "LlamaConfig", "mistral": "MistralConfig", "gpt_neox": "GPTNeoXConfig",
-           "bert": "BertConfig"}
+CLASSES = {
+    "gpt2": "GPT2Config",
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "gpt_neox": "GPTNeoXConfig",
+    "bert": "BertConfig",
+}
 NO_WINDOW = {"mistral": {"sliding_window": None}}
 
 
@@ -66,23 +72,72 @@ def test_an_empty_configuration_is_the_default_of_their_class(kind: str) -> None
 
 
 ODD = {
-    "gpt2": {"n_layer": 3, "n_embd": 96, "n_head": 6, "n_inner": 50, "n_positions": 30, "vocab_size": 77,
-             "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3, "activation_function": "gelu",
-             "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.3, "initializer_range": 0.1},
-    "llama": {"num_hidden_layers": 3, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
-              "intermediate_size": 50, "max_position_embeddings": 30, "vocab_size": 77, "tie_word_embeddings": True,
-              "rms_norm_eps": 1e-3, "attention_bias": True, "mlp_bias": True, "attention_dropout": 0.2,
-              "initializer_range": 0.1, "rope_theta": 77.0},
-    "gpt_neox": {"num_hidden_layers": 3, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 50,
-                 "max_position_embeddings": 30, "vocab_size": 77, "tie_word_embeddings": True, "layer_norm_eps": 1e-3,
-                 "hidden_act": "gelu_new", "use_parallel_residual": False, "hidden_dropout": 0.2,
-                 "attention_dropout": 0.3, "initializer_range": 0.1, "rotary_emb_base": 77.0, "rotary_pct": 0.5},
-    "bert": {"num_hidden_layers": 3, "hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 50,
-             "max_position_embeddings": 30, "vocab_size": 77, "tie_word_embeddings": False, "layer_norm_eps": 1e-3,
-             "hidden_act": "gelu_new", "hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3,
-             "initializer_range": 0.1},
+    "gpt2": {
+        "n_layer": 3,
+        "n_embd": 96,
+        "n_head": 6,
+        "n_inner": 50,
+        "n_positions": 30,
+        "vocab_size": 77,
+        "tie_word_embeddings": False,
+        "layer_norm_epsilon": 1e-3,
+        "activation_function": "gelu",
+        "resid_pdrop": 0.2,
+        "embd_pdrop": 0.2,
+        "attn_pdrop": 0.3,
+        "initializer_range": 0.1,
+    },
+    "llama": {
+        "num_hidden_layers": 3,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 50,
+        "max_position_embeddings": 30,
+        "vocab_size": 77,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-3,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "attention_dropout": 0.2,
+        "initializer_range": 0.1,
+        "rope_theta": 77.0,
+    },
+    "gpt_neox": {
+        "num_hidden_layers": 3,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "intermediate_size": 50,
+        "max_position_embeddings": 30,
+        "vocab_size": 77,
+        "tie_word_embeddings": True,
+        "layer_norm_eps": 1e-3,
+        "hidden_act": "gelu_new",
+        "use_parallel_residual": False,
+        "hidden_dropout": 0.2,
+        "attention_dropout": 0.3,
+        "initializer_range": 0.1,
+        "rotary_emb_base": 77.0,
+        "rotary_pct": 0.5,
+    },
+    "bert": {
+        "num_hidden_layers": 3,
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "intermediate_size": 50,
+        "max_position_embeddings": 30,
+        "vocab_size": 77,
+        "tie_word_embeddings": False,
+        "layer_norm_eps": 1e-3,
+        "hidden_act": "gelu_new",
+        "hidden_dropout_prob": 0.2,
+        "attention_probs_dropout_prob": 0.3,
+        "initializer_range": 0.1,
+    },
 }
-ODD["mistral"] = {key: value for key, value in ODD["llama"].items() if "bias" not in key} | {"sliding_window": 30}
+ODD["mistral"] = {key: value for key, value in ODD["llama"].items() if "bias" not in key} | {
+    "sliding_window": 30
+}
 ONE_ABSENT = [(kind, key) for kind, settings in ODD.items() for key in settings]
 
 
@@ -100,7 +155,9 @@ def test_any_absent_key_means_what_their_class_means(kind: str, absent: str) -> 
     config = their_config(kind, **given)
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:
-        with pytest.raises(ConfigError, match=rf"sliding_window = {window}: must reach all 131072 positions"):
+        with pytest.raises(
+            ConfigError, match=rf"sliding_window = {window}: must reach all 131072 positions"
+        ):
             model_of({"model_type": kind, **given}, FAMILIES[kind])
         return
     assert_means(model_of({"model_type": kind, **given}, FAMILIES[kind])[0], config, FAMILIES[kind])
@@ -111,8 +168,11 @@ def test_a_mistral_without_a_window_key_has_one(tmp_path: Path) -> None:
     folder = make_theirs(tmp_path / "theirs", "mistral", **{**settings, "sliding_window": None})
     import_folder(folder, tmp_path / "ours")
     edit_config(folder, sliding_window="REMOVE")
-    says = (r"sliding_window = 4096: must reach all 4097 positions of max_position_embeddings, as hybridpar has no "
-            r"windows yet \(the key is absent, and so has mistral's default\); try null for")
+    says = (
+        r"sliding_window = 4096: must reach all 4097 positions of max_position_embeddings, as "
+        r"hybridpar has no "
+        r"windows yet \(the key is absent, and so has mistral's default\); try null for"
+    )
     with pytest.raises(ConfigError, match=says):
         import_folder(folder, tmp_path / "never")
     edit_config(folder, max_position_embeddings=4096)
@@ -122,50 +182,126 @@ def test_a_mistral_without_a_window_key_has_one(tmp_path: Path) -> None:
 
 
 def test_kv_heads_of_a_mistral_are_eight_where_none_are_named() -> None:
-    given = {"model_type": "mistral", "sliding_window": None, "hidden_size": 64, "num_attention_heads": 16}
+    given = {
+        "model_type": "mistral",
+        "sliding_window": None,
+        "hidden_size": 64,
+        "num_attention_heads": 16,
+    }
     assert model_of(given, FAMILIES["mistral"])[0].kv_heads == 8
     assert model_of({**given, "num_key_value_heads": None}, FAMILIES["mistral"])[0].kv_heads == 16
     assert model_of({**given, "model_type": "llama"}, FAMILIES["llama"])[0].kv_heads == 16
 
 
-@pytest.mark.parametrize(("kind", "changes", "says"), [
-    ("llama", {"rope_theta": 500.0, "rope_parameters": {"rope_theta": 1e4}},
-     r"rope_theta = 500\.0: contradicts rope_parameters\.rope_theta = 10000\.0: both say the same thing"),
-    ("llama", {"rope_theta": 500.0, "rope_scaling": {"rope_type": "default", "rope_theta": 1e4}},
-     r"rope_theta = 500\.0: contradicts rope_scaling\.rope_theta = 10000\.0"),
-    ("llama", {"rope_theta": "REMOVE", "rope_scaling": {"type": "default", "rope_theta": 5.0},
-               "rope_parameters": {"rope_theta": 7.0}},
-     r"rope_scaling\.rope_theta = 5\.0: contradicts rope_parameters\.rope_theta = 7\.0"),
-    ("llama", {"rope_parameters": {"rope_type": "default", "type": "linear"}}, r"rope_parameters = .*without scaling"),
-    ("llama", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-     r"rope_scaling = .*without scaling"),
-    ("llama", {"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
-     r"partial_rotary_factor = 1\.0: contradicts rope_parameters\.partial_rotary_factor = 0\.5"),
-    ("gpt_neox", {"rope_parameters": {"rope_theta": 500.0}},
-     r"rotary_emb_base = 10000\.0: contradicts rope_parameters\.rope_theta = 500\.0"),
-    ("gpt_neox", {"rope_theta": 500.0}, r"rotary_emb_base = 10000\.0: contradicts rope_theta = 500\.0"),
-    ("gpt_neox", {"rotary_emb_base": "REMOVE", "rope_theta": 500.0},
-     r"rotary_emb_base = 10000\.0: contradicts rope_theta = 500\.0"),
-    ("gpt_neox", {"partial_rotary_factor": 0.5}, r"rotary_pct = 0\.25: contradicts partial_rotary_factor = 0\.5"),
-    ("gpt2", {"hidden_size": 96}, r"hidden_size = 96: contradicts n_embd = 48"),
-    ("gpt2", {"num_attention_heads": 6}, r"num_attention_heads = 6: contradicts n_head = 3"),
-    ("gpt2", {"max_position_embeddings": 10}, r"max_position_embeddings = 10: contradicts n_positions = 20"),
-])
-def test_two_names_with_two_values_are_refused(tmp_path: Path, kind: str, changes: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "changes", "says"),
+    [
+        (
+            "llama",
+            {"rope_theta": 500.0, "rope_parameters": {"rope_theta": 1e4}},
+            r"rope_theta = 500\.0: contradicts rope_parameters\.rope_theta = 10000\.0: both say "
+            r"the same thing",
+        ),
+        (
+            "llama",
+            {"rope_theta": 500.0, "rope_scaling": {"rope_type": "default", "rope_theta": 1e4}},
+            r"rope_theta = 500\.0: contradicts rope_scaling\.rope_theta = 10000\.0",
+        ),
+        (
+            "llama",
+            {
+                "rope_theta": "REMOVE",
+                "rope_scaling": {"type": "default", "rope_theta": 5.0},
+                "rope_parameters": {"rope_theta": 7.0},
+            },
+            r"rope_scaling\.rope_theta = 5\.0: contradicts rope_parameters\.rope_theta = 7\.0",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "type": "linear"}},
+            r"rope_parameters = .*without scaling",
+        ),
+        (
+            "llama",
+            {
+                "rope_parameters": {"rope_type": "default"},
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            },
+            r"rope_scaling = .*without scaling",
+        ),
+        (
+            "llama",
+            {"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            r"partial_rotary_factor = 1\.0: contradicts rope_parameters\.partial_rotary_factor = "
+            r"0\.5",
+        ),
+        (
+            "gpt_neox",
+            {"rope_parameters": {"rope_theta": 500.0}},
+            r"rotary_emb_base = 10000\.0: contradicts rope_parameters\.rope_theta = 500\.0",
+        ),
+        (
+            "gpt_neox",
+            {"rope_theta": 500.0},
+            r"rotary_emb_base = 10000\.0: contradicts rope_theta = 500\.0",
+        ),
+        (
+            "gpt_neox",
+            {"rotary_emb_base": "REMOVE", "rope_theta": 500.0},
+            r"rotary_emb_base = 10000\.0: contradicts rope_theta = 500\.0",
+        ),
+        (
+            "gpt_neox",
+            {"partial_rotary_factor": 0.5},
+            r"rotary_pct = 0\.25: contradicts partial_rotary_factor = 0\.5",
+        ),
+        ("gpt2", {"hidden_size": 96}, r"hidden_size = 96: contradicts n_embd = 48"),
+        ("gpt2", {"num_attention_heads": 6}, r"num_attention_heads = 6: contradicts n_head = 3"),
+        (
+            "gpt2",
+            {"max_position_embeddings": 10},
+            r"max_position_embeddings = 10: contradicts n_positions = 20",
+        ),
+    ],
+)
+def test_two_names_with_two_values_are_refused(
+    tmp_path: Path, kind: str, changes: dict[str, Any], says: str
+) -> None:
     folder = folder_of(tmp_path, kind)
     edit_config(folder, **changes)
     with pytest.raises(ConfigError, match=says):
         import_folder(folder, tmp_path / "ours")
 
 
-@pytest.mark.parametrize(("kind", "changes"), [
-    ("llama", {"rope_theta": 500, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
-    ("llama", {"rope_theta": "REMOVE", "rope_parameters": {"rope_theta": 500.0}, "rope_scaling": None}),
-    ("gpt_neox", {"rotary_emb_base": 500, "rope_theta": 500.0, "partial_rotary_factor": 0.25}),
-    ("gpt_neox", {"rotary_emb_base": "REMOVE", "rotary_pct": "REMOVE",
-                  "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25}}),
-])
-def test_two_names_with_one_value_are_read(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (
+            "llama",
+            {"rope_theta": 500, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        ),
+        (
+            "llama",
+            {
+                "rope_theta": "REMOVE",
+                "rope_parameters": {"rope_theta": 500.0},
+                "rope_scaling": None,
+            },
+        ),
+        ("gpt_neox", {"rotary_emb_base": 500, "rope_theta": 500.0, "partial_rotary_factor": 0.25}),
+        (
+            "gpt_neox",
+            {
+                "rotary_emb_base": "REMOVE",
+                "rotary_pct": "REMOVE",
+                "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.25},
+            },
+        ),
+    ],
+)
+def test_two_names_with_one_value_are_read(
+    tmp_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
     folder = folder_of(tmp_path, kind)
     edit_config(folder, **changes)
     made = import_folder(folder, tmp_path / "ours")
@@ -174,25 +310,45 @@ def test_two_names_with_one_value_are_read(tmp_path: Path, kind: str, changes: d
 
 
 def test_other_names_of_gpt2_keys_are_read(tmp_path: Path) -> None:
-    """As transformers does; without them 3 heads would be its default of 12, on tensors of equal shapes."""
+    """As transformers does; without them 3 heads would be its default of 12, on tensors of equal
+    shapes."""
     folder = folder_of(tmp_path, "gpt2")
-    names = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads",
-             "n_positions": "max_position_embeddings"}
+    names = {
+        "n_layer": "num_hidden_layers",
+        "n_embd": "hidden_size",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+    }
     plain = json.loads((folder / "config.json").read_text())
-    edit_config(folder, **dict.fromkeys(names, "REMOVE"), **{alias: plain[key] for key, alias in names.items()})
+    edit_config(
+        folder,
+        **dict.fromkeys(names, "REMOVE"),
+        **{alias: plain[key] for key, alias in names.items()},
+    )
     assert main(["import", str(folder), str(tmp_path / "ours"), "--verify"]) == 0
 
 
 @pytest.mark.parametrize("kind", OURS)
 def test_an_export_names_every_key(tmp_path: Path, kind: str) -> None:
-    """So transformers reads the same model whatever its defaults are, also those of another version."""
-    model = replace(OURS[kind], dropout=0.25, attention_dropout=0.125, init_std=0.03, norm_eps=3e-4, rotary_base=77.0)
+    """So transformers reads the same model whatever its defaults are, also those of another
+    version."""
+    model = replace(
+        OURS[kind],
+        dropout=0.25,
+        attention_dropout=0.125,
+        init_std=0.03,
+        norm_eps=3e-4,
+        rotary_base=77.0,
+    )
     if kind == "llama":
         model = replace(model, dropout=0.0)
     made = export_folder(save_ours(tmp_path / "made", model), tmp_path / "theirs")
-    plain, family = json.loads((made.folder / "config.json").read_text()), FAMILIES[kind]
+    plain = json.loads((made.folder / "config.json").read_text())
+    family = FAMILIES[kind]
     assert {key.theirs for key in family.keys} | set(family.only) <= plain.keys()
-    loaded = pytest.importorskip("transformers").AutoConfig.from_pretrained(made.folder, local_files_only=True)
+    loaded = pytest.importorskip("transformers").AutoConfig.from_pretrained(
+        made.folder, local_files_only=True
+    )
     assert_means(model, loaded, family)
     for key, works in family.only.items():
         assert getattr(loaded, key, works[0]) == works[0]

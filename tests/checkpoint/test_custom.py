@@ -1,4 +1,5 @@
-"""Custom models whose blocks or stages have no parameters, or parameters without elements, train, save and resume."""
+"""Custom models whose blocks or stages have no parameters, or parameters without elements, train,
+save and resume."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class WithEmpty(nn.Linear):
 
 @dataclass(frozen=True)
 class Net(SequentialSpec):
-    """Blocks 1 and 4 have no parameters, blocks 2 and 3 some without elements; `empty` False: of no block."""
+    """Blocks 1 and 4 have no parameters, blocks 2 and 3 some without elements; `empty` False: of no
+    block."""
 
     empty: bool = True
 
@@ -60,9 +62,19 @@ class Net(SequentialSpec):
         return {"x": x, "y": x[0]}
 
 
-CONFIG = Config(Net(), ParallelConfig(dp=1), PipelineConfig("1f1b", 3), OptimConfig(lr=1e-2), TrainConfig(6, 2),
-                DataConfig(split=0.0))
-MEMORY = {"plain": MemoryConfig(), "host": MemoryConfig(host_optimizer=True), "budget": MemoryConfig(budget=24576)}
+CONFIG = Config(
+    Net(),
+    ParallelConfig(dp=1),
+    PipelineConfig("1f1b", 3),
+    OptimConfig(lr=1e-2),
+    TrainConfig(6, 2),
+    DataConfig(split=0.0),
+)
+MEMORY = {
+    "plain": MemoryConfig(),
+    "host": MemoryConfig(host_optimizer=True),
+    "budget": MemoryConfig(budget=24576),
+}
 
 Trained = tuple[list[StepResult], dict[str, Tensor]]
 
@@ -94,8 +106,12 @@ def same_after_a_resume(config: Config, folder: Path) -> list[StepResult]:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("memory", MEMORY)
 def test_resumed_to_the_bit(memory: str, dtype: str, schedule: str, tmp_path: Path) -> None:
-    config = replace(CONFIG, memory=MEMORY[memory], train=replace(CONFIG.train, dtype=dtype),
-                     pipeline=PipelineConfig(schedule, 3))
+    config = replace(
+        CONFIG,
+        memory=MEMORY[memory],
+        train=replace(CONFIG.train, dtype=dtype),
+        pipeline=PipelineConfig(schedule, 3),
+    )
     steps = same_after_a_resume(config, tmp_path / "a")
     without, _ = trained(replace(config, model=Net(empty=False)), tmp_path / "b", 4)
     assert [step.loss for step in steps] == [step.loss for step in without]
@@ -118,10 +134,16 @@ def on_other_grids(config: Config, folder: Path) -> list[float]:
 @pytest.mark.ranks
 def test_a_stage_without_parameters_is_saved_and_resharded(tmp_path: Path) -> None:
     config = replace(CONFIG, train=replace(CONFIG.train, dtype="fp64"))
-    staged = replace(config, parallel=ParallelConfig(pp=3, dp=1), pipeline=PipelineConfig("1f1b", 3, split=(1, 1, 4)))
+    staged = replace(
+        config,
+        parallel=ParallelConfig(pp=3, dp=1),
+        pipeline=PipelineConfig("1f1b", 3, split=(1, 1, 4)),
+    )
     expected, _ = trained(config, tmp_path / "whole", 4)
     run_ranks(trained, 3, staged, tmp_path / "staged", 2)
-    assert on_other_grids(config, tmp_path / "staged") == pytest.approx([s.loss for s in expected[2:]], rel=1e-9)
+    assert on_other_grids(config, tmp_path / "staged") == pytest.approx(
+        [s.loss for s in expected[2:]], rel=1e-9
+    )
     trained(config, tmp_path / "alone", 2)
     for losses in run_ranks(on_other_grids, 3, staged, tmp_path / "alone"):
         assert losses == pytest.approx([s.loss for s in expected[2:]], rel=1e-9)
@@ -130,9 +152,14 @@ def test_a_stage_without_parameters_is_saved_and_resharded(tmp_path: Path) -> No
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_replicas_share_parameters_without_elements(zero: int, tmp_path: Path) -> None:
-    config = replace(CONFIG, train=replace(CONFIG.train, micro_batch_size=1, dtype="fp64"),
-                     parallel=ParallelConfig(dp=2, zero=zero))
-    expected, _ = trained(replace(CONFIG, train=replace(CONFIG.train, dtype="fp64")), tmp_path / "one", 4)
+    config = replace(
+        CONFIG,
+        train=replace(CONFIG.train, micro_batch_size=1, dtype="fp64"),
+        parallel=ParallelConfig(dp=2, zero=zero),
+    )
+    expected, _ = trained(
+        replace(CONFIG, train=replace(CONFIG.train, dtype="fp64")), tmp_path / "one", 4
+    )
     for steps, _ in run_ranks(trained, 2, config, tmp_path / "two", 2, 2):
         assert [s.loss for s in steps] == pytest.approx([s.loss for s in expected], rel=1e-9)
 
@@ -148,4 +175,6 @@ def test_compressed_gradients_without_elements(gradients: str, tmp_path: Path) -
 
 @pytest.mark.ranks
 def test_verified_with_a_stage_without_parameters() -> None:
-    assert verify(replace(CONFIG, pipeline=PipelineConfig("2bw", 3, split=(1, 1, 4))), {"pp": 3}, 3).ok
+    assert verify(
+        replace(CONFIG, pipeline=PipelineConfig("2bw", 3, split=(1, 1, 4))), {"pp": 3}, 3
+    ).ok

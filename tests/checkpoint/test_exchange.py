@@ -1,4 +1,5 @@
-"""Export and import, there and back: no bit changes, and nothing is overwritten. No transformers."""
+"""Export and import, there and back: no bit changes, and nothing is overwritten. No
+transformers."""
 
 from __future__ import annotations
 
@@ -24,27 +25,43 @@ from hybridpar.validate import problems
 
 
 @pytest.mark.parametrize("kind", OURS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 def test_there_and_back_changes_no_bit(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
-    name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}[dtype]
+    name = {
+        torch.float32: "fp32",
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+        torch.float64: "fp64",
+    }[dtype]
     folder = save_ours(tmp_path / "first", OURS[kind], dtype)
     made = export_folder(folder, tmp_path / "theirs", dtype=name)
     assert metadata_of(made.folder / "model.safetensors")["format"] == "pt"
     again = import_folder(made.folder, tmp_path / "ours")
-    assert (again.dtype, again.num_tensors, again.num_parameters) == (name, made.num_tensors, made.num_parameters)
+    assert (again.dtype, again.num_tensors, again.num_parameters) == (
+        name,
+        made.num_tensors,
+        made.num_parameters,
+    )
     same_bits(checkpoint.load_full(again.checkpoint)[1], checkpoint.load_full(folder)[1])
     config = load_toml(tmp_path / "ours" / "config.toml")
     canonical = replace(OURS[kind], num_kv_heads=0, norm_eps=0.0, max_positions=20)
     found = replace(config.model, num_kv_heads=0, norm_eps=0.0)
     assert found == canonical
-    assert (config.model.kv_heads, config.model.norm_epsilon) == (OURS[kind].kv_heads, OURS[kind].norm_epsilon)
+    assert (config.model.kv_heads, config.model.norm_epsilon) == (
+        OURS[kind].kv_heads,
+        OURS[kind].norm_epsilon,
+    )
     assert not problems(config, 1)
 
 
 @pytest.mark.parametrize("kind", OURS)
 def test_a_model_in_many_files(tmp_path: Path, kind: str) -> None:
-    whole, parts = (folder_of(tmp_path / name, kind, max_file_bytes=size) for name, size in
-                    (("whole", 10**9), ("parts", 30_000)))
+    whole, parts = (
+        folder_of(tmp_path / name, kind, max_file_bytes=size)
+        for name, size in (("whole", 10**9), ("parts", 30_000))
+    )
     assert len(list(parts.glob("model-*-of-*.safetensors"))) > 3
     assert all(path.stat().st_size < 45_000 for path in parts.glob("*.safetensors"))
     same_bits(tensors_of(whole), tensors_of(parts))
@@ -56,7 +73,9 @@ def test_a_model_in_many_files(tmp_path: Path, kind: str) -> None:
 
 def test_no_row_of_the_vocabulary_is_added_or_lost(tmp_path: Path) -> None:
     tensors = tensors_of(folder_of(tmp_path))
-    assert tensors["model.embed_tokens.weight"].shape == tensors["lm_head.weight"].shape == (101, 48)
+    assert (
+        tensors["model.embed_tokens.weight"].shape == tensors["lm_head.weight"].shape == (101, 48)
+    )
 
 
 def test_every_rule_is_used_by_some_model() -> None:
@@ -70,33 +89,59 @@ def test_every_rule_is_used_by_some_model() -> None:
                 assert {tensor, f"{tensor}.weight"} & shapes.keys(), tensor
 
 
-@pytest.mark.parametrize(("words", "begin"), [(("<s>", "</s>"), "<s>"), (("</s>",), "</s>"), (("plain",), None)])
-def test_the_token_that_starts_a_text(tmp_path: Path, words: tuple[str, ...], begin: str | None) -> None:
+@pytest.mark.parametrize(
+    ("words", "begin"), [(("<s>", "</s>"), "<s>"), (("</s>",), "</s>"), (("plain",), None)]
+)
+def test_the_token_that_starts_a_text(
+    tmp_path: Path, words: tuple[str, ...], begin: str | None
+) -> None:
     """A LLaMA's own one is kept; without it the end of a document is the start of the next."""
     folder = save_ours(tmp_path / "run" / "checkpoints", OURS["llama"])
-    tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, words[-1])).save(
-        str(tmp_path / "run" / "tokenizer.json"))
+    tokenizers.Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, words[-1])
+    ).save(str(tmp_path / "run" / "tokenizer.json"))
     made = export_folder(tmp_path / "run", tmp_path / "theirs")
     assert made.checkpoint == folder
-    config, tokens = (json.loads((made.folder / f"{name}.json").read_text()) for name in ("config", "tokenizer_config"))
+    config, tokens = (
+        json.loads((made.folder / f"{name}.json").read_text())
+        for name in ("config", "tokenizer_config")
+    )
     assert tokens.get("bos_token") == begin
     assert config["bos_token_id"] == (None if begin is None else words.index(begin))
     assert config["eos_token_id"] == (None if begin is None else words.index("</s>"))
 
 
-@pytest.mark.parametrize(("kind", "changes", "says"), [
-    ("gpt2", {"position": "rotary", "num_kv_heads": 1}, r"num_kv_heads = 1: .* nearest there is gpt_neox; try 3"),
-    ("gpt2", {"parallel_residual": True}, r"model\.parallel_residual = True: .* gpt2; try False"),
-    ("gpt_neox", {"bias": False}, r"model\.bias = False: .* gpt_neox; try True"),
-    ("llama", {"rotary_fraction": 0.5}, r"model\.rotary_fraction = 0\.5: .* llama; try 1\.0"),
-    ("gpt2", {"num_kv_heads": 1}, r"model\.num_kv_heads = 1"), ("gpt2", {"bias": False}, r"model\.bias = False"),
-    ("gpt2", {"norm_position": "post"}, r"model\.norm_position = 'post'"),
-    ("llama", {"activation": "gelu"}, r"model\.activation = 'gelu': .* nearest there is llama; try swiglu"),
-    ("bert", {"position": "rotary"}, r"model\.position = 'rotary': .* bert; try learned"),
-    ("bert", {"norm_position": "pre"}, r"model\.norm_position = 'pre': .* bert; try post"),
-    ("bert", {"activation": "swiglu"}, r"try gelu or gelu_exact"),
-])
-def test_models_that_transformers_has_not(tmp_path: Path, kind: str, changes: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "changes", "says"),
+    [
+        (
+            "gpt2",
+            {"position": "rotary", "num_kv_heads": 1},
+            r"num_kv_heads = 1: .* nearest there is gpt_neox; try 3",
+        ),
+        (
+            "gpt2",
+            {"parallel_residual": True},
+            r"model\.parallel_residual = True: .* gpt2; try False",
+        ),
+        ("gpt_neox", {"bias": False}, r"model\.bias = False: .* gpt_neox; try True"),
+        ("llama", {"rotary_fraction": 0.5}, r"model\.rotary_fraction = 0\.5: .* llama; try 1\.0"),
+        ("gpt2", {"num_kv_heads": 1}, r"model\.num_kv_heads = 1"),
+        ("gpt2", {"bias": False}, r"model\.bias = False"),
+        ("gpt2", {"norm_position": "post"}, r"model\.norm_position = 'post'"),
+        (
+            "llama",
+            {"activation": "gelu"},
+            r"model\.activation = 'gelu': .* nearest there is llama; try swiglu",
+        ),
+        ("bert", {"position": "rotary"}, r"model\.position = 'rotary': .* bert; try learned"),
+        ("bert", {"norm_position": "pre"}, r"model\.norm_position = 'pre': .* bert; try post"),
+        ("bert", {"activation": "swiglu"}, r"try gelu or gelu_exact"),
+    ],
+)
+def test_models_that_transformers_has_not(
+    tmp_path: Path, kind: str, changes: dict[str, Any], says: str
+) -> None:
     model: ModelConfig = replace(OURS[kind], **changes)
     folder = save_ours(tmp_path / "made", model)
     with pytest.raises(ConfigError, match=says):
@@ -106,7 +151,8 @@ def test_models_that_transformers_has_not(tmp_path: Path, kind: str, changes: di
 
 @pytest.mark.parametrize("kind", OURS)
 def test_positions_beyond_the_sequences_are_kept(tmp_path: Path, kind: str) -> None:
-    """As imported, then trained at a shorter length: the whole table goes back, and config.json names it."""
+    """As imported, then trained at a shorter length: the whole table goes back, and config.json
+    names it."""
     folder = save_ours(tmp_path / "made", replace(OURS[kind], seq_length=8, max_positions=20))
     made = export_folder(folder, tmp_path / "theirs")
     plain = json.loads((made.folder / "config.json").read_text())
@@ -122,23 +168,37 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     made = export_folder(folder, tmp_path / "theirs")  # an empty one is welcome
     before = sorted(made.folder.iterdir())
-    for command in (lambda out: export_folder(folder, out), lambda out: import_folder(made.folder, out)):
-        with pytest.raises(ConfigError, match=r"is there already, and nothing is overwritten; try .*theirs-2"):
+    for command in (
+        lambda out: export_folder(folder, out),
+        lambda out: import_folder(made.folder, out),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"is there already, and nothing is overwritten; try .*theirs-2"
+        ):
             command(tmp_path / "theirs")
     assert sorted(made.folder.iterdir()) == before
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "link"):
-        with pytest.raises(ConfigError, match=f"is there already, and nothing is overwritten; try .*{name}-2"):
+        with pytest.raises(
+            ConfigError, match=f"is there already, and nothing is overwritten; try .*{name}-2"
+        ):
             export_folder(folder, tmp_path / name)
-    for path, why in ((tmp_path / "file" / "x", "Not a directory"), (tmp_path / ("x" * 300), "File name too long")):
-        with pytest.raises(CheckpointError, match=rf"cannot be written \({why}\); name another folder"):
+    for path, why in (
+        (tmp_path / "file" / "x", "Not a directory"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
+        with pytest.raises(
+            CheckpointError, match=rf"cannot be written \({why}\); name another folder"
+        ):
             export_folder(folder, path)
     assert (tmp_path / "file").read_text() == "mine"
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_not_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save_ours(tmp_path / "made", OURS["gpt2"])
     path = folder / "pp0-tp0.safetensors"
     path.write_bytes(path.read_bytes()[:-8] + b"\1" * 8)
@@ -154,7 +214,11 @@ def test_what_the_commands_say(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["export", str(folder), str(tmp_path / "theirs"), "--dtype", "fp16", "--json"]) == 0
     out, err = capsys.readouterr()
     plain = json.loads(out)
-    assert (plain["ok"], plain["architecture"], plain["dtype"]) == (True, "LlamaForCausalLM", "fp16")
+    assert (plain["ok"], plain["architecture"], plain["dtype"]) == (
+        True,
+        "LlamaForCausalLM",
+        "fp16",
+    )
     assert "tokenizer.json is missing" in err
     assert main(["import", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
     assert "hybridpar train" in capsys.readouterr().out
@@ -164,7 +228,8 @@ def test_what_the_commands_say(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_verify_without_transformers_says_how_to_get_it(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     folder = save_ours(tmp_path / "made", OURS["llama"])
     assert main(["export", str(folder), str(tmp_path / "theirs")]) == 0

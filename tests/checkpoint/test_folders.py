@@ -1,4 +1,5 @@
-"""Which checkpoints stay, and that one appears whole or not at all, whenever the process that writes it is killed."""
+"""Which checkpoints stay, and that one appears whole or not at all, whenever the process that
+writes it is killed."""
 
 from __future__ import annotations
 
@@ -49,14 +50,24 @@ def is_whole(root: Path, steps: set[int], config: Config = CONFIG) -> int:
     return step
 
 
-# -- what stays ------------------------------------------------------------------------------------------------------
+# -- what stays
 
 
-@pytest.mark.parametrize(("keep", "keep_best", "expected"), [
-    (2, 0, [6, 5]), (1, 0, [6]), (4, 0, [6, 5, 4, 3]), (1, 1, [6, 3]), (2, 3, [6, 5, 3, 1]), (1, 2, [6, 5, 3]),
-    (1, 9, [6, 5, 3, 2, 1]),
-])
-def test_the_newest_and_the_best_are_kept(tmp_path: Path, keep: int, keep_best: int, expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("keep", "keep_best", "expected"),
+    [
+        (2, 0, [6, 5]),
+        (1, 0, [6]),
+        (4, 0, [6, 5, 4, 3]),
+        (1, 1, [6, 3]),
+        (2, 3, [6, 5, 3, 1]),
+        (1, 2, [6, 5, 3]),
+        (1, 9, [6, 5, 3, 2, 1]),
+    ],
+)
+def test_the_newest_and_the_best_are_kept(
+    tmp_path: Path, keep: int, keep_best: int, expected: list[int]
+) -> None:
     config = make({}, checkpoint={"keep": keep, "keep_best": keep_best})
     for step, loss in enumerate([2.0, 2.5, 1.0, None, 2.0, float("nan")], 1):
         save_at(tmp_path, step, config, loss)
@@ -75,8 +86,15 @@ def test_of_equally_good_ones_the_newest_is_best(tmp_path: Path) -> None:
 
 def test_losses_of_another_validation_set_do_not_count(tmp_path: Path) -> None:
     """A run may resume with another checkpoint.best_by."""
-    for step, (loss, best_by) in enumerate([(1.0, "wiki"), (3.0, "code"), (2.0, "code"), (4.0, "code")], 1):
-        save_at(tmp_path, step, make({}, checkpoint={"keep": 1, "keep_best": 1, "best_by": best_by}), loss)
+    for step, (loss, best_by) in enumerate(
+        [(1.0, "wiki"), (3.0, "code"), (2.0, "code"), (4.0, "code")], 1
+    ):
+        save_at(
+            tmp_path,
+            step,
+            make({}, checkpoint={"keep": 1, "keep_best": 1, "best_by": best_by}),
+            loss,
+        )
     assert checkpoint.saved_steps(tmp_path) == [4, 3]
 
 
@@ -107,13 +125,15 @@ def test_other_names_are_let_alone(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted([*before, "step_00000009"])
 
 
-# -- how one appears -------------------------------------------------------------------------------------------------
+# -- how one appears
 
 
 def test_what_is_published_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files before the manifest, both before the folder's own list of names, all that before the rename."""
+    """Files before the manifest, both before the folder's own list of names, all that before the
+    rename."""
     events: list[str] = []
-    fsync, rename = os.fsync, Path.rename
+    fsync = os.fsync
+    rename = Path.rename
 
     def note_sync(handle: int) -> None:
         events.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
@@ -127,7 +147,8 @@ def test_what_is_published_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Path, "rename", note_rename)
     root = tmp_path / "checkpoints"
     save_at(root, 1)
-    part, name = ".step_00000001.part", "step_00000001"
+    part = ".step_00000001.part"
+    name = "step_00000001"
     file = "pp0-tp0.safetensors"
     note = f"{file}.part -> {file}.json"
     assert events == [file, note, "manifest.json", part, f"{part} -> {name}", "checkpoints"]
@@ -139,7 +160,9 @@ def test_what_is_published_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_what_had_the_name_counts_until_the_name_is_taken_again(tmp_path: Path) -> None:
     save_at(tmp_path, 1)
-    (tmp_path / "step_00000001").rename(tmp_path / ".step_00000001.old")  # as if killed between the two renames
+    (tmp_path / "step_00000001").rename(
+        tmp_path / ".step_00000001.old"
+    )  # as if killed between the two renames
     assert checkpoint.saved_steps(tmp_path) == [1]
     assert is_whole(tmp_path, {1})
     assert checkpoint.newest(tmp_path, print) == tmp_path / ".step_00000001.old"
@@ -150,7 +173,8 @@ def test_what_had_the_name_counts_until_the_name_is_taken_again(tmp_path: Path) 
 
 
 def killed(work: Callable[[], Any], after_s: float | None = None) -> bool:
-    """Runs `work` in a process of its own, and kills that with SIGKILL; whether it was killed before it was done."""
+    """Runs `work` in a process of its own, and kills that with SIGKILL; whether it was killed
+    before it was done."""
     sys.stdout.flush()
     pid = os.fork()
     if not pid:
@@ -184,7 +208,9 @@ def killing(work: Callable[[], Any], number: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(("before", "keep"), [([1, 2], 2), ([2, 3], 1), ([3], 1)], ids=str)
-def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path, before: list[int], keep: int) -> None:
+def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(
+    tmp_path: Path, before: list[int], keep: int
+) -> None:
     """Also of a step that was saved already, and is the only one."""
     config = make({}, checkpoint={"keep": keep})
     start = tmp_path / "start"
@@ -214,7 +240,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, num_kill
             save_at(tmp_path, step)
 
     for i in count():
-        if i >= num_kills and newest > 1:  # they got somewhere, which may take longer on a busy machine
+        if (
+            i >= num_kills and newest > 1
+        ):  # they got somewhere, which may take longer on a busy machine
             break
         assert killed(save_more, after_s=draw.uniform(0.01, 0.2) * (1 + i / num_kills))
         steps = checkpoint.saved_steps(tmp_path)
@@ -240,7 +268,9 @@ def save_beside(root: Path, newest: int) -> None:
 @pytest.mark.ranks
 def test_a_kill_while_two_ranks_save_beside_training(tmp_path: Path, num_kills: int) -> None:
     """Of both, or of one, which the other may outlive for a while."""
-    draw, newest, root = random.Random(1), 0, tmp_path / "root"
+    draw = random.Random(1)
+    newest = 0
+    root = tmp_path / "root"
     seen: set[int] = set()
     for i in count():
         if i >= num_kills and len(seen) > 2:

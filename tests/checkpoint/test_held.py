@@ -1,4 +1,5 @@
-"""Checkpoints that are read beside a job that saves and removes them as quickly as it can, and misnamed folders."""
+"""Checkpoints that are read beside a job that saves and removes them as quickly as it can, and
+misnamed folders."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ ALL = make({}, checkpoint={"keep": 99})
 NUM_READS = 25
 
 
-# -- readers beside a job ------------------------------------------------------------------------------------------
+# -- readers beside a job
 
 
 @contextmanager
@@ -42,7 +43,9 @@ def saving_for_ever(config: Config) -> Iterator[None]:
     pid = os.fork()
     if not pid:
         try:
-            os.fsync = lambda handle: None  # what counts here is how quickly checkpoints follow each other
+            os.fsync = lambda handle: (
+                None
+            )  # what counts here is how quickly checkpoints follow each other
             with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
                 train(config, Launch.from_environment())
         finally:
@@ -79,8 +82,11 @@ def test_readers_beside_a_job_that_keeps_one_checkpoint(tmp_path: Path) -> None:
             checkpoint.find_start(run, config.model)
         assert newest(config) > first + NUM_READS, "checkpoints came and went meanwhile"
         assert replay(run, metrics(run)[-1]["step"], said.append).agrees
-        other = replace(config, train=replace(config.train, num_steps=1, start_from=str(run)),
-                        run=replace(config.run, name="other"))
+        other = replace(
+            config,
+            train=replace(config.train, num_steps=1, start_from=str(run)),
+            run=replace(config.run, name="other"),
+        )
         assert train(other, Launch.from_environment()).step == 1
     assert not [line for line in said if "passed over" in line], "none is damaged"
     left = checkpoint.saved_steps(run / "checkpoints")
@@ -143,22 +149,29 @@ def test_a_reader_whose_hold_is_not_seen_starts_over_with_the_newest(tmp_path: P
         shutil.rmtree(folder)
         return checkpoint.read_manifest(folder).step
 
-    with pytest.raises(CheckpointError, match=r"20 checkpoints in a row were removed .* larger checkpoint\.keep"):
+    with pytest.raises(
+        CheckpointError, match=r"20 checkpoints in a row were removed .* larger checkpoint\.keep"
+    ):
         checkpoint.read_held(tmp_path, said.append, never_done)
     (root / f"step_{len(seen):08d}" / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):  # that is damage, and nothing was removed
+    with pytest.raises(
+        CheckpointError, match="holds no whole checkpoint"
+    ):  # that is damage, and nothing was removed
         checkpoint.read_held(tmp_path, said.append, read)
 
 
-# -- folders whose names say another step --------------------------------------------------------------------------
+# -- folders whose names say another step
 
 
 def test_a_misnamed_checkpoint_is_refused_and_passed_over(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     save_at(root, 20, ALL)
     shutil.copytree(root / "step_00000020", root / "step_00000030")
-    wrong = (rf"step_00000030: its manifest is of step 20, so the folder was renamed or copied; name it step_00000020 "
-             rf"if no folder has that name, or move it out of {root}")
+    wrong = (
+        r"step_00000030: its manifest is of step 20, so the folder was renamed or copied; name it "
+        r"step_00000020 "
+        rf"if no folder has that name, or move it out of {root}"
+    )
     for read in (checkpoint.read_manifest, checkpoint.FullWeights, checkpoint.load_full):
         with pytest.raises(CheckpointError, match=wrong):
             read(root / "step_00000030")
@@ -185,14 +198,19 @@ def test_a_save_removes_no_misnamed_checkpoint(tmp_path: Path) -> None:
     save_at(tmp_path, 12, make({}, checkpoint={"keep": 1}))
     assert names(tmp_path) == ["step_00000010", "step_00000012"]
     save_at(tmp_path, 13, make({}, checkpoint={"keep": 2}))
-    assert names(tmp_path) == ["step_00000010", "step_00000012", "step_00000013"], "it counts for none that stay"
+    assert names(tmp_path) == ["step_00000010", "step_00000012", "step_00000013"], (
+        "it counts for none that stay"
+    )
     saver = checkpoint.Saver(tmp_path, engine, "corpus", said.append)
     fill(engine, 10)
     saver.start(beside=False)
     saver.settle()
     moved = "step_00000010.is_step_00000020"
     assert names(tmp_path) == ["step_00000010", moved, "step_00000012", "step_00000013"]
-    assert said[0] == (f"{tmp_path / 'step_00000010'}: its manifest is of step 20, so it was moved to {moved} and is "
-                       "not removed")
+    assert said[0] == (
+        f"{tmp_path / 'step_00000010'}: its manifest is of step 20, so it was moved to {moved} and "
+        "is "
+        "not removed"
+    )
     (tmp_path / moved).rename(tmp_path / "step_00000020")
     assert checkpoint.resume(tmp_path, engine, "corpus", said.append) == 20

@@ -1,4 +1,5 @@
-"""What import refuses, and how: one clear error, before anything is allocated or written. No transformers."""
+"""What import refuses, and how: one clear error, before anything is allocated or written. No
+transformers."""
 
 from __future__ import annotations
 
@@ -29,58 +30,134 @@ def refused(tmp_path: Path, folder: Path, error: type[HybridparError], match: st
     assert not list(tmp_path.glob("*ours*"))
 
 
-# -- what config.json can ask for --------------------------------------------------------------------------------------
+# -- what config.json can ask for
 
 
-@pytest.mark.parametrize(("kind", "changes", "says"), [
-    ("llama", {"model_type": "t5"}, r"model_type = 't5': is not a model that can be imported; try gpt2, llama"),
-    ("llama", {"model_type": ["llama"]}, "model_type"),
-    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8}}, r"rope_scaling = .*without scaling.* try null"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
-    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
-    ("llama", {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear"}}, "rope_scaling"),
-    ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear'"),
-    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-    ("llama", {"rope_theta": -1}, "rope_theta = -1"), ("llama", {"rope_theta": 10**400}, "rope_theta = 1000"),
-    ("llama", {"initializer_range": 10**400}, "initializer_range"), ("llama", {"head_dim": "12"}, "head_dim = '12'"),
-    ("llama", {"attention_bias": True}, r"mlp_bias = False: must be as attention_bias: both are model\.bias"),
-    ("llama", {"hidden_act": "gelu"}, r"hidden_act = 'gelu': hybridpar has only silu"),
-    ("llama", {"head_dim": 32}, r"head_dim = 32: must be hidden_size / num_attention_heads = 48 / 4"),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-    ("llama", {"model_type": "mistral", "sliding_window": 8}, r"sliding_window = 8: must reach all 20 positions"),
-    ("llama", {"num_attention_heads": 5, "head_dim": None}, r"num_heads.* = 5: must divide the hidden size 48"),
-    ("llama", {"num_hidden_layers": "REMOVE"}, r"number of layers = 32: the files have \d+ tensors in all"),
-    ("llama", {"num_hidden_layers": True}, r"num_hidden_layers = True: must be of type int"),
-    ("llama", {"num_hidden_layers": 10**4}, r"10000: the files have \d+ tensors in all"),
-    ("llama", {"hidden_size": 2**62}, r"hidden_size = \d+: must be at least 1 and at most 1048576"),
-    ("llama", {"hidden_size": 2**20, "head_dim": None}, "the longest dimension of a tensor in the files is 101"),
-    ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0"),
-    ("llama", {"rms_norm_eps": 0}, "rms_norm_eps = 0: must be above 0"),
-    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
-    ("llama", {"vocab_size": "101"}, "vocab_size = '101'"),
-    ("llama", {"partial_rotary_factor": 0.5}, r"= 0\.5: llama turns all features of a head; try 1\.0"),
-    ("gpt_neox", {"attention_bias": False}, r"attention_bias = False: hybridpar has no such feature for gpt_neox"),
-    ("gpt_neox", {"hidden_act": "relu"}, r"hidden_act = 'relu'"),
-    ("gpt_neox", {"use_parallel_residual": 1}, "of type bool"),
-    ("gpt_neox", {"rotary_pct": 0}, r"rotary_pct = 0: must be above 0 and at most 1"),
-    ("gpt_neox", {"rotary_pct": "0.25"}, "rotary_pct = '0.25'"), ("gpt_neox", {"rotary_pct": 1.5}, "rotary_pct = 1.5"),
-    ("gpt_neox", {"rotary_pct": 0.2}, r"rotary_fraction = 0\.2: .* a head's 16 features .* are 3"),
-    ("gpt_neox", {"rotary_emb_base": 0}, "rotary_emb_base = 0"),
-    ("gpt_neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
-    ("gpt_neox", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters"),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
-    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
-    ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
-    ("gpt2", {"activation_function": "relu"}, r"'relu': hybridpar has only gelu_new, gelu_pytorch_tanh, gelu"),
-    ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop = 0.3: must be as resid_pdrop"),
-    ("gpt2", {"n_positions": 10**7}, "number of positions = 10000000"),
-    ("bert", {"is_decoder": True}, "is_decoder = True"),
-    ("bert", {"type_vocab_size": 3}, "type_vocab_size = 3"),
-    ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
-    ("bert", {"sentence_head": "other"}, "sentence_head = 'other': must be one of nsp, sop, none"),
-])
-def test_what_we_do_not_have_is_named(tmp_path: Path, kind: str, changes: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "changes", "says"),
+    [
+        (
+            "llama",
+            {"model_type": "t5"},
+            r"model_type = 't5': is not a model that can be imported; try gpt2, llama",
+        ),
+        ("llama", {"model_type": ["llama"]}, "model_type"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
+            r"rope_scaling = .*without scaling.* try null",
+        ),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear"}},
+            "rope_scaling",
+        ),
+        ("llama", {"rope_scaling": "linear"}, "rope_scaling = 'linear'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor = 0.5",
+        ),
+        ("llama", {"rope_theta": -1}, "rope_theta = -1"),
+        ("llama", {"rope_theta": 10**400}, "rope_theta = 1000"),
+        ("llama", {"initializer_range": 10**400}, "initializer_range"),
+        ("llama", {"head_dim": "12"}, "head_dim = '12'"),
+        (
+            "llama",
+            {"attention_bias": True},
+            r"mlp_bias = False: must be as attention_bias: both are model\.bias",
+        ),
+        ("llama", {"hidden_act": "gelu"}, r"hidden_act = 'gelu': hybridpar has only silu"),
+        (
+            "llama",
+            {"head_dim": 32},
+            r"head_dim = 32: must be hidden_size / num_attention_heads = 48 / 4",
+        ),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (
+            "llama",
+            {"model_type": "mistral", "sliding_window": 8},
+            r"sliding_window = 8: must reach all 20 positions",
+        ),
+        (
+            "llama",
+            {"num_attention_heads": 5, "head_dim": None},
+            r"num_heads.* = 5: must divide the hidden size 48",
+        ),
+        (
+            "llama",
+            {"num_hidden_layers": "REMOVE"},
+            r"number of layers = 32: the files have \d+ tensors in all",
+        ),
+        ("llama", {"num_hidden_layers": True}, r"num_hidden_layers = True: must be of type int"),
+        ("llama", {"num_hidden_layers": 10**4}, r"10000: the files have \d+ tensors in all"),
+        (
+            "llama",
+            {"hidden_size": 2**62},
+            r"hidden_size = \d+: must be at least 1 and at most 1048576",
+        ),
+        (
+            "llama",
+            {"hidden_size": 2**20, "head_dim": None},
+            "the longest dimension of a tensor in the files is 101",
+        ),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ("llama", {"rms_norm_eps": 0}, "rms_norm_eps = 0: must be above 0"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ("llama", {"vocab_size": "101"}, "vocab_size = '101'"),
+        (
+            "llama",
+            {"partial_rotary_factor": 0.5},
+            r"= 0\.5: llama turns all features of a head; try 1\.0",
+        ),
+        (
+            "gpt_neox",
+            {"attention_bias": False},
+            r"attention_bias = False: hybridpar has no such feature for gpt_neox",
+        ),
+        ("gpt_neox", {"hidden_act": "relu"}, r"hidden_act = 'relu'"),
+        ("gpt_neox", {"use_parallel_residual": 1}, "of type bool"),
+        ("gpt_neox", {"rotary_pct": 0}, r"rotary_pct = 0: must be above 0 and at most 1"),
+        ("gpt_neox", {"rotary_pct": "0.25"}, "rotary_pct = '0.25'"),
+        ("gpt_neox", {"rotary_pct": 1.5}, "rotary_pct = 1.5"),
+        (
+            "gpt_neox",
+            {"rotary_pct": 0.2},
+            r"rotary_fraction = 0\.2: .* a head's 16 features .* are 3",
+        ),
+        ("gpt_neox", {"rotary_emb_base": 0}, "rotary_emb_base = 0"),
+        ("gpt_neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ("gpt_neox", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters"),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx = True",
+        ),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        (
+            "gpt2",
+            {"activation_function": "relu"},
+            r"'relu': hybridpar has only gelu_new, gelu_pytorch_tanh, gelu",
+        ),
+        ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop = 0.3: must be as resid_pdrop"),
+        ("gpt2", {"n_positions": 10**7}, "number of positions = 10000000"),
+        ("bert", {"is_decoder": True}, "is_decoder = True"),
+        ("bert", {"type_vocab_size": 3}, "type_vocab_size = 3"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        (
+            "bert",
+            {"sentence_head": "other"},
+            "sentence_head = 'other': must be one of nsp, sop, none",
+        ),
+    ],
+)
+def test_what_we_do_not_have_is_named(
+    tmp_path: Path, kind: str, changes: dict[str, Any], says: str
+) -> None:
     folder = folder_of(tmp_path, kind)
     edit_config(folder, **changes)
     tracemalloc.start()
@@ -101,54 +178,108 @@ def test_all_that_is_wrong_in_a_config_is_said_at_once(tmp_path: Path) -> None:
 def test_keys_that_nobody_knows_are_mentioned(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     edit_config(folder, made_by="someone")
-    assert "config.json: made_by: no keys of llama, passed over" in import_folder(folder, tmp_path / "ours").notes
+    assert (
+        "config.json: made_by: no keys of llama, passed over"
+        in import_folder(folder, tmp_path / "ours").notes
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, b"\xff\xfe"])
 def test_a_config_that_is_no_json_object(tmp_path: Path, text: str | bytes) -> None:
     folder = folder_of(tmp_path)
     (folder / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-    refused(tmp_path, folder, CheckpointError, r"config\.json: (is not valid JSON|must be a JSON object)")
+    refused(
+        tmp_path,
+        folder,
+        CheckpointError,
+        r"config\.json: (is not valid JSON|must be a JSON object)",
+    )
 
 
-# -- what the files can be ---------------------------------------------------------------------------------------------
+# -- what the files can be
 
 
 def header_that_lies(path: Path) -> None:
     """A header that says the file has a terabyte."""
-    header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}}).encode()
+    header = json.dumps(
+        {"model.norm.weight": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}}
+    ).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 64)
 
 
-@pytest.mark.parametrize("damage", [
-    lambda path: path.write_bytes(path.read_bytes()[:-10]), lambda path: path.write_bytes(path.read_bytes()[:100]),
-    lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"\xff" * 64),
-    lambda path: path.write_bytes(path.read_bytes() + b"more"), header_that_lies,
-], ids=["short", "half a header", "empty", "a huge header", "long", "a header that lies"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-10]),
+        lambda path: path.write_bytes(path.read_bytes()[:100]),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"\xff" * 64),
+        lambda path: path.write_bytes(path.read_bytes() + b"more"),
+        header_that_lies,
+    ],
+    ids=["short", "half a header", "empty", "a huge header", "long", "a header that lies"],
+)
 def test_damaged_files(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     folder = folder_of(tmp_path)
     damage(folder / "model.safetensors")
-    refused(tmp_path, folder, CheckpointError, r"model\.safetensors: is damaged, truncated or no safetensors file")
+    refused(
+        tmp_path,
+        folder,
+        CheckpointError,
+        r"model\.safetensors: is damaged, truncated or no safetensors file",
+    )
 
 
 def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
     return lambda tensors: tensors.update({new: tensors.pop(old)})
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing; must be there with shape \[48\]"),
-    (lambda t: t.update({"score.weight": torch.ones(2, 48)}), r"score\.weight \[2, 48\] is no tensor of this llama"),
-    (lambda t: t.update({"lm_head.bias": torch.ones(101)}), r"lm_head\.bias \[101\] is no tensor"),
-    (lambda t: t.update({"model.norm.weight": torch.ones(47)}), r"has shape \[47\], config.json makes it \[48\]"),
-    (lambda t: t.update({"model.norm.weight": torch.ones(48, 1)}), r"has shape \[48, 1\]"),
-    (lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}), r"type I8; must be one of F64, F32"),
-    (lambda t: t.update({"layers.0.input_layernorm.weight": torch.ones(48)}), "are there under another name too"),
-    (rename("model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"), "mlp.up_proj.weight is"),
-    (lambda t: t["model.norm.weight"][3:5].fill_(float("nan")), r"norm\.weight has 2 of 48 numbers that are"),
-    (lambda t: t["lm_head.weight"].fill_(float("-inf")), r"lm_head\.weight has \d+ of \d+ numbers that are not finite"),
-    (dict.clear, "the files have 0 tensors in all"),
-])
-def test_tensors_that_do_not_fit(tmp_path: Path, change: Callable[[dict[str, Tensor]], None], says: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda t: t.pop("model.norm.weight"),
+            r"model\.norm\.weight is missing; must be there with shape \[48\]",
+        ),
+        (
+            lambda t: t.update({"score.weight": torch.ones(2, 48)}),
+            r"score\.weight \[2, 48\] is no tensor of this llama",
+        ),
+        (
+            lambda t: t.update({"lm_head.bias": torch.ones(101)}),
+            r"lm_head\.bias \[101\] is no tensor",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(47)}),
+            r"has shape \[47\], config.json makes it \[48\]",
+        ),
+        (lambda t: t.update({"model.norm.weight": torch.ones(48, 1)}), r"has shape \[48, 1\]"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}),
+            r"type I8; must be one of F64, F32",
+        ),
+        (
+            lambda t: t.update({"layers.0.input_layernorm.weight": torch.ones(48)}),
+            "are there under another name too",
+        ),
+        (
+            rename("model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"),
+            "mlp.up_proj.weight is",
+        ),
+        (
+            lambda t: t["model.norm.weight"][3:5].fill_(float("nan")),
+            r"norm\.weight has 2 of 48 numbers that are",
+        ),
+        (
+            lambda t: t["lm_head.weight"].fill_(float("-inf")),
+            r"lm_head\.weight has \d+ of \d+ numbers that are not finite",
+        ),
+        (dict.clear, "the files have 0 tensors in all"),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], None], says: str
+) -> None:
     folder = folder_of(tmp_path)
     edit_tensors(folder, change)
     refused(tmp_path, folder, HybridparError, says)
@@ -158,19 +289,37 @@ def test_a_tied_weight_may_be_there_under_its_other_name_alone(tmp_path: Path) -
     folder = folder_of(tmp_path, "gpt2")
     edit_tensors(folder, rename("transformer.wte.weight", "lm_head.weight"))
     made = import_folder(folder, tmp_path / "ours")
-    same_bits(checkpoint.load_full(made.checkpoint)[1], checkpoint.load_full(tmp_path / "made" / "step_00000000")[1])
+    same_bits(
+        checkpoint.load_full(made.checkpoint)[1],
+        checkpoint.load_full(tmp_path / "made" / "step_00000000")[1],
+    )
 
 
 def test_many_wrong_tensors_are_one_short_error(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     edit_tensors(folder, lambda tensors: [tensors.pop(n) for n in list(tensors) if "layers.1" in n])  # type: ignore[func-returns-value]
-    refused(tmp_path, folder, CheckpointError, r"the tensors do not fit config\.json:\n(.*\n){8}  - and 1 more$")
+    refused(
+        tmp_path,
+        folder,
+        CheckpointError,
+        r"the tensors do not fit config\.json:\n(.*\n){8}  - and 1 more$",
+    )
 
 
-@pytest.mark.parametrize("file", [
-    "../outside.safetensors", "/etc/outside.safetensors", "sub/x.safetensors", "..\\outside.safetensors", "", "x.bin",
-    ".safetensors/../x.safetensors", 3, None,
-])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../outside.safetensors",
+        "/etc/outside.safetensors",
+        "sub/x.safetensors",
+        "..\\outside.safetensors",
+        "",
+        "x.bin",
+        ".safetensors/../x.safetensors",
+        3,
+        None,
+    ],
+)
 def test_an_index_cannot_lead_out_of_the_folder(tmp_path: Path, file: object) -> None:
     folder = folder_of(tmp_path, max_file_bytes=30_000)
     path = folder / "model.safetensors.index.json"
@@ -178,7 +327,9 @@ def test_an_index_cannot_lead_out_of_the_folder(tmp_path: Path, file: object) ->
     index["weight_map"]["model.norm.weight"] = file
     path.write_text(json.dumps(index))
     save_file({"model.norm.weight": torch.ones(48)}, tmp_path / "outside.safetensors")
-    refused(tmp_path, folder, CheckpointError, r"model\.norm\.weight is in .*must be the plain name")
+    refused(
+        tmp_path, folder, CheckpointError, r"model\.norm\.weight is in .*must be the plain name"
+    )
 
 
 def test_an_index_that_does_not_fit_its_files(tmp_path: Path) -> None:

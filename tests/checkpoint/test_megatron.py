@@ -1,4 +1,5 @@
-"""Megatron-LM's checkpoints, as tests/checkpoint/megatron.py writes them, are the models that they were made of."""
+"""Megatron-LM's checkpoints, as tests/checkpoint/megatron.py writes them, are the models that they
+were made of."""
 
 from __future__ import annotations
 
@@ -29,14 +30,32 @@ from hybridpar.validate import problems
 
 transformers = pytest.importorskip("transformers")
 
-GPT2 = {"vocab_size": 101, "n_positions": 20, "n_embd": 48, "n_layer": 4, "n_head": 4, "n_inner": 70,
-        "layer_norm_epsilon": 1e-3}
-LLAMA = {"vocab_size": 101, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "intermediate_size": 70, "max_position_embeddings": 20, "rms_norm_eps": 1e-3}
+GPT2 = {
+    "vocab_size": 101,
+    "n_positions": 20,
+    "n_embd": 48,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_inner": 70,
+    "layer_norm_epsilon": 1e-3,
+}
+LLAMA = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 70,
+    "max_position_embeddings": 20,
+    "rms_norm_eps": 1e-3,
+}
 SIZES = {
-    "gpt2": GPT2, "gpt2-untied": GPT2 | {"tie_word_embeddings": False}, "llama": LLAMA,
+    "gpt2": GPT2,
+    "gpt2-untied": GPT2 | {"tie_word_embeddings": False},
+    "llama": LLAMA,
     "llama-tied": LLAMA | {"tie_word_embeddings": True, "num_key_value_heads": 4},
-    "llama-bias": LLAMA | {"attention_bias": True, "mlp_bias": True}}
+    "llama-bias": LLAMA | {"attention_bias": True, "mlp_bias": True},
+}
 
 
 def made(tmp_path: Path, name: str = "gpt2") -> tuple[Path, Model]:
@@ -48,19 +67,35 @@ def made(tmp_path: Path, name: str = "gpt2") -> tuple[Path, Model]:
 
 
 CASES = [
-    ("gpt2", Layout()), ("gpt2", Layout("fused", 2)), ("gpt2", Layout("core", 1, 2)), ("gpt2", Layout("fused", 2, 2)),
-    ("gpt2", Layout("legacy", 1, 1)), ("gpt2", Layout("legacy", 2, 2)), ("gpt2", Layout("oldest", 2, 1, version=0)),
-    ("gpt2", Layout("oldest", 1, 2, version=1.0)), ("gpt2", Layout("oldest", 2, 2, version=2.0, is_zip=False)),
-    ("gpt2-untied", Layout("legacy", 2, 2)), ("gpt2-untied", Layout("core", 1, 2, chunks=2)),
-    ("gpt2", Layout("core", 4, 1, padded_to=128)), ("gpt2", Layout("fused", 2, safetensors=True)),
+    ("gpt2", Layout()),
+    ("gpt2", Layout("fused", 2)),
+    ("gpt2", Layout("core", 1, 2)),
+    ("gpt2", Layout("fused", 2, 2)),
+    ("gpt2", Layout("legacy", 1, 1)),
+    ("gpt2", Layout("legacy", 2, 2)),
+    ("gpt2", Layout("oldest", 2, 1, version=0)),
+    ("gpt2", Layout("oldest", 1, 2, version=1.0)),
+    ("gpt2", Layout("oldest", 2, 2, version=2.0, is_zip=False)),
+    ("gpt2-untied", Layout("legacy", 2, 2)),
+    ("gpt2-untied", Layout("core", 1, 2, chunks=2)),
+    ("gpt2", Layout("core", 4, 1, padded_to=128)),
+    ("gpt2", Layout("fused", 2, safetensors=True)),
     ("gpt2", Layout("core", 1, 3)),  # uneven stages
-    ("llama", Layout("fused", 1, 1)), ("llama", Layout("core", 2, 2)), ("llama", Layout("legacy", 2, 1)),
-    ("llama-tied", Layout("fused", 4, 2)), ("llama-bias", Layout("core", 2, 1, chunks=2)),
+    ("llama", Layout("fused", 1, 1)),
+    ("llama", Layout("core", 2, 2)),
+    ("llama", Layout("legacy", 2, 1)),
+    ("llama-tied", Layout("fused", 4, 2)),
+    ("llama-bias", Layout("core", 2, 1, chunks=2)),
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda x: x if isinstance(x, str) else (
-    f"{x.style}-tp{x.tp}-pp{x.pp}-{x.chunks}-v{x.version}"))
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    CASES,
+    ids=lambda x: (
+        x if isinstance(x, str) else (f"{x.style}-tp{x.tp}-pp{x.pp}-{x.chunks}-v{x.version}")
+    ),
+)
 def test_it_is_the_model_that_it_was_made_of(tmp_path: Path, name: str, layout: Layout) -> None:
     theirs, model = made(tmp_path, name)
     found = import_megatron(write(tmp_path / "megatron", model, layout), tmp_path / "ours", 101)
@@ -85,8 +120,11 @@ def test_the_folder_of_one_iteration(tmp_path: Path) -> None:
         assert compare(import_megatron(folder, tmp_path / f"{number}", 101).checkpoint, theirs).ok
 
 
-def test_what_else_such_files_hold_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enumerations among the arguments, states of generators, states of layers: none is loaded, none is in the way."""
+def test_what_else_such_files_hold_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Enumerations among the arguments, states of generators, states of layers: none is loaded,
+    none is in the way."""
     module = types.ModuleType("megatron.elsewhere.enums")
     backend = enum.Enum("AttnBackend", ["flash", "auto"], module=module.__name__)
     module.AttnBackend = backend  # type: ignore[attr-defined]
@@ -94,14 +132,24 @@ def test_what_else_such_files_hold_is_passed_over(tmp_path: Path, monkeypatch: p
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     theirs, model = made(tmp_path)
-    rng = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(),
-           "torch_rng_state": torch.get_rng_state()}
-    root = write(tmp_path / "megatron", model, Layout("fused", more={"attention_backend": backend.auto}),
-                 rng_state=[rng], opt_param_scheduler={"max_lr": 1e-4})
+    rng = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+    }
+    root = write(
+        tmp_path / "megatron",
+        model,
+        Layout("fused", more={"attention_backend": backend.auto}),
+        rng_state=[rng],
+        opt_param_scheduler={"max_lr": 1e-4},
+    )
     path = root / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt"
     whole = torch.load(path, weights_only=False)
     whole["model"]["decoder.layers.0.mlp.linear_fc1._extra_state"] = io.BytesIO(b"x")
-    whole["model"]["decoder.layers.0.mlp.linear_fc2._extra_state"] = torch.ones(3, dtype=torch.uint8)
+    whole["model"]["decoder.layers.0.mlp.linear_fc2._extra_state"] = torch.ones(
+        3, dtype=torch.uint8
+    )
     torch.save(whole, path)
     monkeypatch.undo()
     assert "megatron.elsewhere.enums" not in sys.modules
@@ -111,15 +159,23 @@ def test_what_else_such_files_hold_is_passed_over(tmp_path: Path, monkeypatch: p
     assert "1 tensors that take no part" in found.notes[0]
 
 
-@pytest.mark.parametrize(("more", "vocab_size", "rows", "says"), [
-    ({}, None, 104, True), ({}, 99, 99, False), ({"vocab_size": 101}, None, 101, False),
-    ({"vocab_size": 100, "tokenizer_type": "NullTokenizer"}, None, 101, False),
-    ({"tokenizer_type": "GPT2BPETokenizer"}, None, 104, True),  # fewer than GPT-2 has
-])
-def test_the_size_of_the_vocabulary(tmp_path: Path, more: dict[str, Any], vocab_size: int | None, rows: int,
-                                    says: bool) -> None:
+@pytest.mark.parametrize(
+    ("more", "vocab_size", "rows", "says"),
+    [
+        ({}, None, 104, True),
+        ({}, 99, 99, False),
+        ({"vocab_size": 101}, None, 101, False),
+        ({"vocab_size": 100, "tokenizer_type": "NullTokenizer"}, None, 101, False),
+        ({"tokenizer_type": "GPT2BPETokenizer"}, None, 104, True),  # fewer than GPT-2 has
+    ],
+)
+def test_the_size_of_the_vocabulary(
+    tmp_path: Path, more: dict[str, Any], vocab_size: int | None, rows: int, says: bool
+) -> None:
     _, model = made(tmp_path)
-    found = import_megatron(write(tmp_path / "megatron", model, Layout(more=more)), tmp_path / "ours", vocab_size)
+    found = import_megatron(
+        write(tmp_path / "megatron", model, Layout(more=more)), tmp_path / "ours", vocab_size
+    )
     words = checkpoint.load_full(found.checkpoint)[1]["blocks.0.tokens.weight"]
     assert len(words) == rows
     assert any("rows of the embedding are kept" in note for note in found.notes) is says
@@ -127,7 +183,9 @@ def test_the_size_of_the_vocabulary(tmp_path: Path, more: dict[str, Any], vocab_
 
 def test_a_tokenizer_beside_the_ranks_says_it(tmp_path: Path) -> None:
     _, model = made(tmp_path)
-    root = write(tmp_path / "megatron", replace(model, words=torch.randn(300, 48)), Layout(padded_to=384))
+    root = write(
+        tmp_path / "megatron", replace(model, words=torch.randn(300, 48)), Layout(padded_to=384)
+    )
     train_tokenizer(["some text"], 262).save(root / "iter_0000100" / "tokenizer.json")
     found = import_megatron(root, tmp_path / "ours")
     size = checkpoint.read_manifest(found.checkpoint).config.model.vocab_size
@@ -136,24 +194,38 @@ def test_a_tokenizer_beside_the_ranks_says_it(tmp_path: Path) -> None:
     assert (tmp_path / "ours" / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize(("style", "more", "exact"), [
-    ("core", {}, False), ("core", {"bias_gelu_fusion": False}, True),
-    ("core", {"bias_gelu_fusion": False, "openai_gelu": True}, True),  # Megatron Core does not look at it
-    ("legacy", {"bias_gelu_fusion": False, "openai_gelu": True}, False),
-    ("legacy", {"bias_gelu_fusion": None, "openai_gelu": True}, False)])
+@pytest.mark.parametrize(
+    ("style", "more", "exact"),
+    [
+        ("core", {}, False),
+        ("core", {"bias_gelu_fusion": False}, True),
+        (
+            "core",
+            {"bias_gelu_fusion": False, "openai_gelu": True},
+            True,
+        ),  # Megatron Core does not look at it
+        ("legacy", {"bias_gelu_fusion": False, "openai_gelu": True}, False),
+        ("legacy", {"bias_gelu_fusion": None, "openai_gelu": True}, False),
+    ],
+)
 def test_which_gelu_it_was(tmp_path: Path, style: str, more: dict[str, Any], exact: bool) -> None:
     _, model = made(tmp_path)
-    found = import_megatron(write(tmp_path / "megatron", model, Layout(style, more=more)), tmp_path / "ours")
+    found = import_megatron(
+        write(tmp_path / "megatron", model, Layout(style, more=more)), tmp_path / "ours"
+    )
     activation = checkpoint.read_manifest(found.checkpoint).config.model.activation
     assert activation == ("gelu_exact" if exact else "gelu")
 
 
-def test_verify_needs_megatron_core(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_needs_megatron_core(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("megatron", "megatron.core", "megatron.core.parallel_state"):
         monkeypatch.setitem(sys.modules, name, None)
     root = write(tmp_path / "megatron", made(tmp_path)[1], Layout())
-    assert main(["import", str(root), str(tmp_path / "ours"), "--vocab_size", "101", "--verify"]) == 1
+    assert (
+        main(["import", str(root), str(tmp_path / "ours"), "--vocab_size", "101", "--verify"]) == 1
+    )
     assert "verify = True: needs megatron-core, which cannot be imported" in capsys.readouterr().err
 
 

@@ -13,10 +13,26 @@ from hybridpar.checkpoint.megatron.ignored import is_ignored
 from hybridpar.errors import ConfigError
 
 PLAIN: dict[str, Any] = {
-    "kind": "gpt", "num_layers": 2, "hidden_size": 48, "num_heads": 4, "num_kv_heads": 0, "ffn_hidden_size": 92,
-    "seq_length": 20, "vocab_size": 101, "tie_embeddings": True, "position": "learned", "rotary_base": 10000.0,
-    "norm": "layer_norm", "norm_eps": 1e-5, "norm_position": "auto", "activation": "gelu", "bias": True, "dropout": 0.1,
-    "attention_dropout": 0.1, "rotary_fraction": 1.0}
+    "kind": "gpt",
+    "num_layers": 2,
+    "hidden_size": 48,
+    "num_heads": 4,
+    "num_kv_heads": 0,
+    "ffn_hidden_size": 92,
+    "seq_length": 20,
+    "vocab_size": 101,
+    "tie_embeddings": True,
+    "position": "learned",
+    "rotary_base": 10000.0,
+    "norm": "layer_norm",
+    "norm_eps": 1e-5,
+    "norm_position": "auto",
+    "activation": "gelu",
+    "bias": True,
+    "dropout": 0.1,
+    "attention_dropout": 0.1,
+    "rotary_fraction": 1.0,
+}
 
 
 def keys_of(args: dict[str, Any], *, is_core: bool = True) -> dict[str, Any]:
@@ -45,10 +61,15 @@ def test_the_value_of_what_is_ignored_does_not_matter() -> None:
     others = {"tokenizer_type", "padded_vocab_size", "bias_swiglu_fusion", *GPT.only}
     assert not {name for name in {*CHOICES, *SIZE, *REFUSED} - others if is_ignored(name)}
     assert {name for name in HARMLESS if not is_ignored(name)} == {"a_flag_of_a_fork"}
-    assert model(**{name: 12345 for name in DEFAULTS if is_ignored(name) and name not in GPT.only}) == PLAIN
+    assert (
+        model(**{name: 12345 for name in DEFAULTS if is_ignored(name) and name not in GPT.only})
+        == PLAIN
+    )
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values]
+)
 def test_what_we_have_not_is_refused_by_name(name: str, value: Any) -> None:
     assert refused(**{name: value}) == [f"args: {name}"]
 
@@ -60,17 +81,36 @@ def test_what_nobody_knows_must_be_off(value: Any) -> None:
         assert model(another=off) == PLAIN
 
 
-@pytest.mark.parametrize(("more", "ours"), [
-    ({"use_rotary_position_embeddings": True, "rotary_base": 500}, {"position": "rotary", "rotary_base": 500.0}),
-    ({"position_embedding_type": "rope", "add_position_embedding": False}, {"position": "rotary"}),
-    ({"position_embedding_type": "rope", "rotary_percent": 0.5}, {"position": "rotary", "rotary_fraction": 0.5}),
-    ({"swiglu": True, "use_te_activation_func": True}, {"activation": "swiglu"}),
-    ({"add_bias_linear": False, "add_qkv_bias": False}, {"bias": False, "activation": "gelu_exact"}),
-    ({"group_query_attention": True, "num_query_groups": 2}, {"num_kv_heads": 2}), ({"num_query_groups": 2}, {}),
-    ({"normalization": "RMSNorm", "norm_epsilon": 1e-3, "layernorm_epsilon": 1e-3},
-     {"norm": "rms_norm", "norm_eps": 1e-3}),
-    ({"untie_embeddings_and_output_weights": True}, {"tie_embeddings": False}), ({"add_qkv_bias": True}, {}),
-])
+@pytest.mark.parametrize(
+    ("more", "ours"),
+    [
+        (
+            {"use_rotary_position_embeddings": True, "rotary_base": 500},
+            {"position": "rotary", "rotary_base": 500.0},
+        ),
+        (
+            {"position_embedding_type": "rope", "add_position_embedding": False},
+            {"position": "rotary"},
+        ),
+        (
+            {"position_embedding_type": "rope", "rotary_percent": 0.5},
+            {"position": "rotary", "rotary_fraction": 0.5},
+        ),
+        ({"swiglu": True, "use_te_activation_func": True}, {"activation": "swiglu"}),
+        (
+            {"add_bias_linear": False, "add_qkv_bias": False},
+            {"bias": False, "activation": "gelu_exact"},
+        ),
+        ({"group_query_attention": True, "num_query_groups": 2}, {"num_kv_heads": 2}),
+        ({"num_query_groups": 2}, {}),
+        (
+            {"normalization": "RMSNorm", "norm_epsilon": 1e-3, "layernorm_epsilon": 1e-3},
+            {"norm": "rms_norm", "norm_eps": 1e-3},
+        ),
+        ({"untie_embeddings_and_output_weights": True}, {"tie_embeddings": False}),
+        ({"add_qkv_bias": True}, {}),
+    ],
+)
 def test_what_is_translated(more: dict[str, Any], ours: dict[str, Any]) -> None:
     assert model(**more) == PLAIN | ours
 
@@ -82,18 +122,30 @@ def test_either_name_of_the_epsilon(name: str) -> None:
     assert refused(**{name: 1e-3, other: 1e-5}) == ["args: layernorm_epsilon"]
 
 
-@pytest.mark.parametrize(("is_core", "more", "named"), [
-    (True, {"bias_gelu_fusion": None}, "bias_gelu_fusion"),
-    (True, {"use_te_activation_func": True}, "use_te_activation_func"),
-    (True, {"swiglu": "False"}, "swiglu"), (True, {"add_bias_linear": 1}, "add_bias_linear"),
-    (False, {"position_embedding_type": "rope", "rotary_base": 500}, "rotary_base"),
-    (True, {"kv_channels": "12"}, "kv_channels"), (True, {"add_position_embedding": False}, "add_position_embedding"),
-    (True, {"export_num_medusa_heads": 2}, "export_num_medusa_heads"), (True, {"rope_type": "yarn"}, "rope_type"),
-])
-def test_what_does_not_fit_the_others_or_is_no_value(is_core: bool, more: dict[str, Any], named: str) -> None:
+@pytest.mark.parametrize(
+    ("is_core", "more", "named"),
+    [
+        (True, {"bias_gelu_fusion": None}, "bias_gelu_fusion"),
+        (True, {"use_te_activation_func": True}, "use_te_activation_func"),
+        (True, {"swiglu": "False"}, "swiglu"),
+        (True, {"add_bias_linear": 1}, "add_bias_linear"),
+        (False, {"position_embedding_type": "rope", "rotary_base": 500}, "rotary_base"),
+        (True, {"kv_channels": "12"}, "kv_channels"),
+        (True, {"add_position_embedding": False}, "add_position_embedding"),
+        (True, {"export_num_medusa_heads": 2}, "export_num_medusa_heads"),
+        (True, {"rope_type": "yarn"}, "rope_type"),
+    ],
+)
+def test_what_does_not_fit_the_others_or_is_no_value(
+    is_core: bool, more: dict[str, Any], named: str
+) -> None:
     assert f"args: {named}" in refused(is_core, **more)
 
 
 def test_all_are_named_at_once() -> None:
     assert set(refused(qk_l2_norm=True, another=3, kv_channels=8, swiglu="yes")) == {
-        "args: qk_l2_norm", "args: another", "args: kv_channels", "args: swiglu"}
+        "args: qk_l2_norm",
+        "args: another",
+        "args: kv_channels",
+        "args: swiglu",
+    }

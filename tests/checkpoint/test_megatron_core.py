@@ -1,4 +1,5 @@
-"""Random arguments of Megatron-LM: what is imported computes what Megatron Core does, all else is refused by name."""
+"""Random arguments of Megatron-LM: what is imported computes what Megatron Core does, all else is
+refused by name."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.megatron_core import HARMLESS, core_logits, core_model, one_process, random_arguments, save_core
+from checkpoint.megatron_core import (
+    HARMLESS,
+    core_logits,
+    core_model,
+    one_process,
+    random_arguments,
+    save_core,
+)
 
 from hybridpar.checkpoint import load_full
 from hybridpar.checkpoint.huggingface.verify import our_logits
@@ -23,7 +31,8 @@ TOLERANCE = 1e-4
 
 @pytest.fixture
 def _core() -> Iterator[None]:
-    """Here and not as this file is read, which all workers do, and which is a third of the time to read all."""
+    """Here and not as this file is read, which all workers do, and which is a third of the time to
+    read all."""
     pytest.importorskip("megatron.core.models.gpt")
     with one_process():
         yield
@@ -38,11 +47,17 @@ def test_random_arguments(tmp_path: Path, seed: int) -> None:
     if wrong:
         with pytest.raises(ConfigError) as refusal:
             import_megatron(root, tmp_path / "ours")
-        named = {re.split(r"_alone| = ", problem.field.removeprefix("args: "))[0] for problem in refusal.value.problems}
+        named = {
+            re.split(r"_alone| = ", problem.field.removeprefix("args: "))[0]
+            for problem in refusal.value.problems
+        }
         assert named == set(wrong)
         return
     config, weights = load_full(import_megatron(root, tmp_path / "ours").checkpoint)
-    assert (config.model.dropout, config.model.attention_dropout) == (args["hidden_dropout"], args["attention_dropout"])
+    assert (config.model.dropout, config.model.attention_dropout) == (
+        args["hidden_dropout"],
+        args["attention_dropout"],
+    )
     tokens = torch.randint(101, (2, 20), generator=torch.Generator().manual_seed(seed))
     ours = our_logits(config.model, whole_model(config.model, weights), {"tokens": tokens})["words"]
     torch.testing.assert_close(ours, core_logits(theirs, tokens), rtol=0, atol=TOLERANCE)
@@ -64,5 +79,7 @@ def test_verify_compares_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
         if name == "qk_l2_norm":
             assert not compare_megatron(checkpoint, root).ok
             continue
-        with pytest.raises(CheckpointError, match=r"Megatron Core (misses decoder|cannot compute it here)"):
+        with pytest.raises(
+            CheckpointError, match=r"Megatron Core (misses decoder|cannot compute it here)"
+        ):
             compare_megatron(checkpoint, root)

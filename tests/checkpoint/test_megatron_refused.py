@@ -20,26 +20,52 @@ from hybridpar.checkpoint.megatron import import_megatron
 from hybridpar.errors import CheckpointError, ConfigError, HybridparError
 
 
-def refused(tmp_path: Path, root: Path, error: type[HybridparError], match: str, vocab_size: int | None = 101) -> None:
+def refused(
+    tmp_path: Path,
+    root: Path,
+    error: type[HybridparError],
+    match: str,
+    vocab_size: int | None = 101,
+) -> None:
     with pytest.raises(error, match=match):
         import_megatron(root, tmp_path / "ours", vocab_size)
     assert not list(tmp_path.glob("*ours*"))
 
 
-@pytest.mark.parametrize(("more", "says"), [
-    ({"num_experts": 8}, "args: num_experts = 8: hybridpar has no such feature for megatron; try None"),
-    ({"qk_layernorm": True}, "qk_layernorm = True"), ({"apply_layernorm_1p": True}, "apply_layernorm_1p"),
-    ({"rotary_percent": 1.5}, r"rotary_percent = 1\.5: must be above 0"), ({"squared_relu": True}, "squared_relu"),
-    ({"window_size": (128, 0)}, "window_size = 'tuple'"), ({"mtp_num_layers": 1}, "mtp_num_layers"),
-    ({"position_embedding_type": "none"}, "'none': hybridpar has only learned_absolute, rope"),
-    ({"normalization": "other"}, "normalization = 'other': hybridpar has only LayerNorm, RMSNorm"),
-    ({"add_bias_linear": False, "add_qkv_bias": True}, "add_qkv_bias_alone = True"),
-    ({"kv_channels": 16}, "kv_channels = 16: must be hidden_size / num_attention_heads = 48 / 4"),
-    ({"num_layers": None}, "num_layers = None: is missing"), ({"num_layers": 10**4}, "10000: the files have"),
-    ({"hidden_size": 2**20, "kv_channels": None}, "longest dimension"), ({"num_attention_heads": "4"}, "= '4'"),
-    ({"add_position_embedding": False}, "add_position_embedding = False"),
-    ({"tensor_model_parallel_size": 4}, "has files of 2 tensor and 1 pipeline ranks, its arguments say 4 and 1"),
-])
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (
+            {"num_experts": 8},
+            "args: num_experts = 8: hybridpar has no such feature for megatron; try None",
+        ),
+        ({"qk_layernorm": True}, "qk_layernorm = True"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p"),
+        ({"rotary_percent": 1.5}, r"rotary_percent = 1\.5: must be above 0"),
+        ({"squared_relu": True}, "squared_relu"),
+        ({"window_size": (128, 0)}, "window_size = 'tuple'"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers"),
+        ({"position_embedding_type": "none"}, "'none': hybridpar has only learned_absolute, rope"),
+        (
+            {"normalization": "other"},
+            "normalization = 'other': hybridpar has only LayerNorm, RMSNorm",
+        ),
+        ({"add_bias_linear": False, "add_qkv_bias": True}, "add_qkv_bias_alone = True"),
+        (
+            {"kv_channels": 16},
+            "kv_channels = 16: must be hidden_size / num_attention_heads = 48 / 4",
+        ),
+        ({"num_layers": None}, "num_layers = None: is missing"),
+        ({"num_layers": 10**4}, "10000: the files have"),
+        ({"hidden_size": 2**20, "kv_channels": None}, "longest dimension"),
+        ({"num_attention_heads": "4"}, "= '4'"),
+        ({"add_position_embedding": False}, "add_position_embedding = False"),
+        (
+            {"tensor_model_parallel_size": 4},
+            "has files of 2 tensor and 1 pipeline ranks, its arguments say 4 and 1",
+        ),
+    ],
+)
 def test_what_we_do_not_have_is_named(tmp_path: Path, more: dict[str, Any], says: str) -> None:
     _, model = made(tmp_path)
     root = write(tmp_path / "megatron", model, Layout(tp=2, more=more))
@@ -57,20 +83,39 @@ def test_ranks_that_are_missing_or_differ(tmp_path: Path) -> None:
 
     name = "decoder.layers.1.mlp.linear_fc2.bias"
     with_(model=whole["model"] | {name: whole["model"][name] + 1})
-    refused(tmp_path, root, CheckpointError, r"decoder\.layers\.3\.mlp\.linear_fc2\.bias differs between tensor ranks")
+    refused(
+        tmp_path,
+        root,
+        CheckpointError,
+        r"decoder\.layers\.3\.mlp\.linear_fc2\.bias differs between tensor ranks",
+    )
     with_(model={key: value for key, value in whole["model"].items() if key != name})
-    refused(tmp_path, root, CheckpointError, rf"{name} is not on all tensor ranks of pipeline rank 1")
+    refused(
+        tmp_path, root, CheckpointError, rf"{name} is not on all tensor ranks of pipeline rank 1"
+    )
     with_(model=whole["model"] | {name: whole["model"][name].bfloat16()})
     refused(tmp_path, root, CheckpointError, "has types BF16, F32 on different ranks")
     with_(model=whole["model"] | {"output_layer.weight": whole["model"]["output_layer.weight"] + 1})
-    refused(tmp_path, root, CheckpointError, r"output_layer\.weight and embedding.* differ, but args ties them")
+    refused(
+        tmp_path,
+        root,
+        CheckpointError,
+        r"output_layer\.weight and embedding.* differ, but args ties them",
+    )
     with_(model=whole["model"] | {name: torch.tensor(1.0)})
-    refused(tmp_path, root, CheckpointError, f"{name.replace('.1.', '.3.')} differs between tensor ranks")
+    refused(
+        tmp_path,
+        root,
+        CheckpointError,
+        f"{name.replace('.1.', '.3.')} differs between tensor ranks",
+    )
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     with_(model=whole["model"] | {name: torch.tensor(1.0)})
     refused(tmp_path, root, CheckpointError, "it has 2 dimensions at least")
     with_(model=whole["model"] | {name: torch.ones(3, 35)})
-    refused(tmp_path, root, CheckpointError, r"has shapes \[\[48, 35\], \[3, 35\]\] on its tensor ranks")
+    refused(
+        tmp_path, root, CheckpointError, r"has shapes \[\[48, 35\], \[3, 35\]\] on its tensor ranks"
+    )
     torch.save({"weights": 1}, path)
     refused(tmp_path, root, CheckpointError, "has no 'model'")
     torch.save([1], path)
@@ -78,10 +123,23 @@ def test_ranks_that_are_missing_or_differ(tmp_path: Path) -> None:
     path.unlink()
     refused(tmp_path, root, CheckpointError, "has none of model_optim_rng.pt")
     path.parent.rmdir()
-    refused(tmp_path, root, CheckpointError, r"has no file of tensor rank 1, pipeline rank 1, with 2 x 2 ranks")
+    refused(
+        tmp_path,
+        root,
+        CheckpointError,
+        r"has no file of tensor rank 1, pipeline rank 1, with 2 x 2 ranks",
+    )
     path.parent.with_name("mp_rank_999999_999999").mkdir()
-    shutil.copy(path.parent.with_name("mp_rank_00_000") / path.name, path.parent.with_name("mp_rank_999999_999999"))
-    refused(tmp_path, root, CheckpointError, r"has no file of tensor rank 2, pipeline rank 0, with 1000000 x 1000000")
+    shutil.copy(
+        path.parent.with_name("mp_rank_00_000") / path.name,
+        path.parent.with_name("mp_rank_999999_999999"),
+    )
+    refused(
+        tmp_path,
+        root,
+        CheckpointError,
+        r"has no file of tensor rank 2, pipeline rank 0, with 1000000 x 1000000",
+    )
 
 
 @pytest.mark.parametrize("name", ["decoder.layers.{}.input_layernorm.weight", "model{}"])
@@ -115,14 +173,26 @@ def test_what_could_run_code_is_refused(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     for number, place in enumerate(("more", "extra")):
         evil: dict[str, Any] = {"x": Evil(ran)}
-        root = write(tmp_path / f"{number}", model, Layout(more=evil if place == "more" else {}),
-                     **(evil if place == "extra" else {}))
-        refused(tmp_path, root, CheckpointError, r"names \w+\.mkdir: only plain .* could run any code")
+        root = write(
+            tmp_path / f"{number}",
+            model,
+            Layout(more=evil if place == "more" else {}),
+            **(evil if place == "extra" else {}),
+        )
+        refused(
+            tmp_path, root, CheckpointError, r"names \w+\.mkdir: only plain .* could run any code"
+        )
     assert not ran.exists()
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("../../x", "must be the number of an iteration"), ("", "must be the number"), ("7", "iter_0000007: is not there")])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("../../x", "must be the number of an iteration"),
+        ("", "must be the number"),
+        ("7", "iter_0000007: is not there"),
+    ],
+)
 def test_a_tracker_that_leads_nowhere(tmp_path: Path, text: str, says: str) -> None:
     root = write(tmp_path / "megatron", made(tmp_path)[1], Layout())
     (root / "latest_checkpointed_iteration.txt").write_text(text)
@@ -136,19 +206,35 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
     refused(tmp_path, root, CheckpointError, "no folders mp_rank_00")
     os.rename(inner / "mp_rank_00_000_001", inner / "mp_rank_00")
     (inner / "mp_rank_00_000_001").mkdir()
-    refused(tmp_path, root, CheckpointError, "is not named mp_rank_TT .*; only models without experts")
+    refused(
+        tmp_path, root, CheckpointError, "is not named mp_rank_TT .*; only models without experts"
+    )
     (inner / "mp_rank_00_000_001").rmdir()
     for path in (inner / "mp_rank_00").iterdir():
         path.rename(inner / "common.pt")
     (inner / "mp_rank_00").rmdir()
-    refused(tmp_path, root, CheckpointError, r"distributed checkpoint \(torch_dist\).*--ckpt-convert-format torch")
+    refused(
+        tmp_path,
+        root,
+        CheckpointError,
+        r"distributed checkpoint \(torch_dist\).*--ckpt-convert-format torch",
+    )
 
 
 def test_arguments_beside_the_ranks_go_before_those_in_the_files(tmp_path: Path) -> None:
     theirs, model = made(tmp_path)
-    root = write(tmp_path / "megatron", model, Layout("oldest", version=0, more={"a_fork_s_own": 3}))
-    refused(tmp_path, root, ConfigError, r"a_fork_s_own = 3: hybridpar does not know .*args\.json.*try None")
-    args = {key: value for key, value in arguments(model, Layout()).items() if key != "params_dtype"}
+    root = write(
+        tmp_path / "megatron", model, Layout("oldest", version=0, more={"a_fork_s_own": 3})
+    )
+    refused(
+        tmp_path,
+        root,
+        ConfigError,
+        r"a_fork_s_own = 3: hybridpar does not know .*args\.json.*try None",
+    )
+    args = {
+        key: value for key, value in arguments(model, Layout()).items() if key != "params_dtype"
+    }
     (root / "args.json").write_text(json.dumps(args))
     assert compare(import_megatron(root, tmp_path / "ours", 101).checkpoint, theirs).ok
 
@@ -157,7 +243,8 @@ def test_safetensors_need_arguments(tmp_path: Path) -> None:
     theirs, model = made(tmp_path)
     layout = Layout(safetensors=True)
     root = write(tmp_path / "megatron", model, layout)
-    path, args = root / "iter_0000100" / "mp_rank_00" / "model.safetensors", root / "iter_0000100" / "args.json"
+    path = root / "iter_0000100" / "mp_rank_00" / "model.safetensors"
+    args = root / "iter_0000100" / "args.json"
     plain = json.loads(args.read_text())
     args.rename(root / "args.json")  # beside all iterations will do
     assert compare(import_megatron(root, tmp_path / "first", 101).checkpoint, theirs).ok
@@ -170,7 +257,12 @@ def test_safetensors_need_arguments(tmp_path: Path) -> None:
     save_file(tensors | {"module.embedding.word_embeddings.weight": torch.ones(48)}, path)
     refused(tmp_path, root, CheckpointError, r"has embedding\.word_embeddings\.weight twice")
     save_file(tensors | {"lm_head.dense.weight": torch.ones(48)}, path)
-    refused(tmp_path, root, CheckpointError, r"the tensors do not fit args:\n  - lm_head\.dense\.weight \[48\] is no")
+    refused(
+        tmp_path,
+        root,
+        CheckpointError,
+        r"the tensors do not fit args:\n  - lm_head\.dense\.weight \[48\] is no",
+    )
     path.write_bytes(path.read_bytes()[:100])
     refused(tmp_path, root, CheckpointError, "is damaged, truncated")
     assert "params_dtype" in arguments(model, layout)

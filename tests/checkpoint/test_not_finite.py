@@ -1,4 +1,5 @@
-"""A state that is not finite is no checkpoint: it is neither written nor loaded, and the one before stays."""
+"""A state that is not finite is no checkpoint: it is neither written nor loaded, and the one before
+stays."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ CHUNK = 64
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 70])
 def test_no_file_is_written_or_read_with_such_a_number(
-        tmp_path: Path, dtype: torch.dtype, value: float, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, dtype: torch.dtype, value: float, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tensorfile, "CHUNK", CHUNK)
     healthy = torch.full((71,), torch.finfo(dtype).max, dtype=dtype)
     healthy[1], healthy[2] = -healthy[0], torch.finfo(dtype).smallest_normal / 2
@@ -52,19 +54,26 @@ def test_no_file_is_written_or_read_with_such_a_number(
     file, target = TensorFile(path), torch.empty(71, dtype=dtype)
     file.read("x", np.array([[0, 0, 71]]), target)
     for read in (file.check, lambda: file.read("bad", np.array([[place, 0, 1]]), target)):
-        with pytest.raises(NotFiniteError, match=f"{path}: bad is not finite; take an earlier checkpoint"):
+        with pytest.raises(
+            NotFiniteError, match=f"{path}: bad is not finite; take an earlier checkpoint"
+        ):
             read()
 
 
-# -- saves -------------------------------------------------------------------------------------------------------------
+# -- saves
 
 
 def make(parallel: dict[str, int], **sections: dict[str, Any]) -> Config:
-    return gpt((3, 24, 4, 6, 37), {"parallel": {"dp": 1} | parallel, "checkpoint": {"keep": 1}}, sections)
+    return gpt(
+        (3, 24, 4, 6, 37), {"parallel": {"dp": 1} | parallel, "checkpoint": {"keep": 1}}, sections
+    )
 
 
-def save_a_bad_state(config: Config, root: Path, rank: int, pick: Callable[[str], bool], beside: bool) -> list[Any]:
-    """Saves, trains on, spoils a number of one tensor on one rank and saves; what was said, with the step."""
+def save_a_bad_state(
+    config: Config, root: Path, rank: int, pick: Callable[[str], bool], beside: bool
+) -> list[Any]:
+    """Saves, trains on, spoils a number of one tensor on one rank and saves; what was said, with
+    the step."""
     engine, loader = start(config)
     saver = checkpoint.Saver(root, engine, "corpus")
     for spoils in (False, True):
@@ -86,25 +95,41 @@ def save_a_bad_state(config: Config, root: Path, rank: int, pick: Callable[[str]
 @pytest.mark.ranks
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize(("sections", "rank", "kind"), [
-    ({"parallel": {"pp": 2}}, 1, "weights/"), ({"parallel": {"tp": 2}, "train": {"dtype": "bf16"}}, 1, "master/"),
-    ({"parallel": {"dp": 2, "zero": 1}}, 1, "optimizer/"), ({"parallel": {"dp": 3, "zero": 3}}, 2, "shares/"),
-    ({"parallel": {"dp": 2}, "memory": {"host_optimizer": True}, "train": {"dtype": "fp16"}}, 0, "master/"),
-    ({"parallel": {"dp": 2}, "memory": {"budget": 150_000}}, 0, "weights/"),
-    ({"parallel": {"dp": 2}, "compression": {"gradients": "int8"}}, 1, "feedback/"),
-    ({"parallel": {"sites": 2}}, 1, "weights/"), ({"parallel": {"sites": 2}}, 0, "anchor/"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("sections", "rank", "kind"),
+    [
+        ({"parallel": {"pp": 2}}, 1, "weights/"),
+        ({"parallel": {"tp": 2}, "train": {"dtype": "bf16"}}, 1, "master/"),
+        ({"parallel": {"dp": 2, "zero": 1}}, 1, "optimizer/"),
+        ({"parallel": {"dp": 3, "zero": 3}}, 2, "shares/"),
+        (
+            {"parallel": {"dp": 2}, "memory": {"host_optimizer": True}, "train": {"dtype": "fp16"}},
+            0,
+            "master/",
+        ),
+        ({"parallel": {"dp": 2}, "memory": {"budget": 150_000}}, 0, "weights/"),
+        ({"parallel": {"dp": 2}, "compression": {"gradients": "int8"}}, 1, "feedback/"),
+        ({"parallel": {"sites": 2}}, 1, "weights/"),
+        ({"parallel": {"sites": 2}}, 0, "anchor/"),
+    ],
+    ids=str,
+)
 def test_all_ranks_refuse_the_state_of_one(
-        tmp_path: Path, sections: dict[str, Any], rank: int, kind: str, beside: bool) -> None:
+    tmp_path: Path, sections: dict[str, Any], rank: int, kind: str, beside: bool
+) -> None:
     config = make(**sections)
     beside = beside and not config.memory.budget  # with which a run waits
-    said = run_ranks(save_a_bad_state, config.parallel.num_ranks, config, tmp_path, rank, Starts(kind), beside)
+    said = run_ranks(
+        save_a_bad_state, config.parallel.num_ranks, config, tmp_path, rank, Starts(kind), beside
+    )
     assert said == [said[0]] * config.parallel.num_ranks
     text, step = said[0]
     assert text.startswith(kind)
     assert text.endswith(" is not finite")
     assert step == (5 if beside else 4)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"], "with checkpoint.keep = 1"
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"], (
+        "with checkpoint.keep = 1"
+    )
 
 
 class Starts:
@@ -117,16 +142,26 @@ class Starts:
         return key.startswith(self.kind)
 
 
-@pytest.mark.parametrize(("dtype", "optim", "key"), [
-    ("fp16", {"lr": 1e6}, r"weights/1/"), ("fp32", {"name": "sgd", "lr": 1e39}, r"weights/1/"),
-    ("fp32", {"clip_grad": 0.0, "lr": 1e-3, "loss": 1e25}, r"optimizer/.*exp_avg_sq")], ids=str)
-def test_an_update_that_overflows(tmp_path: Path, dtype: str, optim: dict[str, Any], key: str,
-                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients are finite: rounding of a master to fp16, a step of infinite length, a square beyond fp32."""
+@pytest.mark.parametrize(
+    ("dtype", "optim", "key"),
+    [
+        ("fp16", {"lr": 1e6}, r"weights/1/"),
+        ("fp32", {"name": "sgd", "lr": 1e39}, r"weights/1/"),
+        ("fp32", {"clip_grad": 0.0, "lr": 1e-3, "loss": 1e25}, r"optimizer/.*exp_avg_sq"),
+    ],
+    ids=str,
+)
+def test_an_update_that_overflows(
+    tmp_path: Path, dtype: str, optim: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients are finite: rounding of a master to fp16, a step of infinite length, a square
+    beyond fp32."""
     optim = dict(optim)
     size = optim.pop("loss", 1.0)
     monkeypatch.setattr(BatchPolicy, "loss_gradient", lambda self, action: size)
-    engine, loader = start(make({}, train={"dtype": dtype}, optim=optim | {"loss_scale": 1.0, "decay": "constant"}))
+    engine, loader = start(
+        make({}, train={"dtype": dtype}, optim=optim | {"loss_scale": 1.0, "decay": "constant"})
+    )
     steps: list[StepResult] = []
     engine.train(loader, 1, steps.append)
     assert math.isfinite(steps[0].loss)
@@ -137,11 +172,12 @@ def test_an_update_that_overflows(tmp_path: Path, dtype: str, optim: dict[str, A
     assert not list(tmp_path.iterdir())
 
 
-# -- checkpoints that an older version has saved -----------------------------------------------------------------------
+# -- checkpoints that an older version has saved
 
 
 def spoil_newest(root: Path, num_steps: int) -> None:
-    """Saves checkpoints of one process, the last of them with a weight that is NaN, as older versions did."""
+    """Saves checkpoints of one process, the last of them with a weight that is NaN, as older
+    versions did."""
     with pytest.MonkeyPatch.context() as before:
         before.setattr(tensorfile, "_is_finite", lambda chunk, dtype: True)
         engine, loader = start(one_rank())
@@ -166,14 +202,21 @@ def test_such_a_checkpoint_is_passed_over_by_name(tmp_path: Path) -> None:
         checkpoint.resume(tmp_path / "alone", engine, "corpus", said.append)
 
 
-@pytest.mark.parametrize("use", [
-    checkpoint.load_full, lambda folder: export_folder(folder, folder.parent.parent.parent / "theirs"),
-    lambda folder: checkpoint.start_from(folder, start(one_rank())[0]),
-    lambda folder: load_stage(checkpoint.FullWeights(folder), Axis("tp"), range(1, 2)),
-], ids=["load", "export", "start_from", "generate"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        checkpoint.load_full,
+        lambda folder: export_folder(folder, folder.parent.parent.parent / "theirs"),
+        lambda folder: checkpoint.start_from(folder, start(one_rank())[0]),
+        lambda folder: load_stage(checkpoint.FullWeights(folder), Axis("tp"), range(1, 2)),
+    ],
+    ids=["load", "export", "start_from", "generate"],
+)
 def test_nobody_takes_weights_from_it(tmp_path: Path, use: Callable[[Path], Any]) -> None:
     spoil_newest(tmp_path / "run" / "checkpoints", 2)
-    with pytest.raises(CheckpointError, match=r"weights/2/blocks\.1\.mlp\.up\.weight is not finite"):
+    with pytest.raises(
+        CheckpointError, match=r"weights/2/blocks\.1\.mlp\.up\.weight is not finite"
+    ):
         use(tmp_path / "run" / "checkpoints" / "step_00000002")
     assert not (tmp_path / "theirs").exists()
 

@@ -1,4 +1,5 @@
-"""Training that goes on on another grid, schedule or ZeRO setting is the training that it would have been."""
+"""Training that goes on on another grid, schedule or ZeRO setting is the training that it would
+have been."""
 
 from __future__ import annotations
 
@@ -21,11 +22,22 @@ from hybridpar.verify.oracle import Oracle
 
 pytestmark = pytest.mark.ranks
 
-TOLERANCE = 1e-9  # float64: sums in another order differ by some 1e-13, a wrong moment or version by 1e-5 or more
-BATCH, SAVED_AT, STEPS = 4, 3, 6
+# float64: sums in another order differ by some 1e-13, a wrong moment or version by 1e-5 or more
+TOLERANCE = 1e-9
+BATCH = 4
+SAVED_AT = 3
+STEPS = 6
 BASE: dict[str, dict[str, Any]] = {
-    "model": {"num_layers": 2, "hidden_size": 12, "num_heads": 4, "num_kv_heads": 2, "ffn_hidden_size": 11,
-              "seq_length": 8, "vocab_size": 37, "dropout": 0.1},
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 12,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 11,
+        "seq_length": 8,
+        "vocab_size": 37,
+        "dropout": 0.1,
+    },
     "optim": {"lr": 1e-2, "warmup_steps": 2, "weight_decay": 0.1},
     "train": {"num_steps": STEPS, "micro_batch_size": 1, "dtype": "fp64"},
 }
@@ -35,7 +47,9 @@ BERT = {"kind": "bert", "num_kv_heads": 4}
 def make(grid: dict[str, int], **sections: dict[str, Any]) -> Config:
     """Batches of 4 samples on any number of replicas."""
     grid = {"dp": 1} | grid
-    config = from_mapping(BASE | {"parallel": grid, "pipeline": {"num_microbatches": BATCH // grid["dp"]}})
+    config = from_mapping(
+        BASE | {"parallel": grid, "pipeline": {"num_microbatches": BATCH // grid["dp"]}}
+    )
     return from_mapping(sections, config)
 
 
@@ -65,51 +79,100 @@ def close(steps: list[StepResult], expected: list[StepResult]) -> None:
 def weights_close(root: Path, expected: dict[str, Tensor]) -> None:
     _, weights = checkpoint.load_full(root / f"step_{STEPS:08d}")
     for name, tensor in expected.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=TOLERANCE * float(tensor.abs().max()))
+        torch.testing.assert_close(
+            weights[name], tensor, rtol=0, atol=TOLERANCE * float(tensor.abs().max())
+        )
 
 
 def moves(tmp_path: Path, before: Config, after: Config, expected: Config) -> None:
     """`before` to the middle, then `after`, against `expected` on one process without a stop."""
-    steps = on_grid(before, tmp_path / "moved", SAVED_AT) + on_grid(after, tmp_path / "moved", STEPS)
-    whole = run(replace(expected, parallel=replace(expected.parallel, tp=1, pp=1, dp=1, zero=0),
-                        pipeline=replace(expected.pipeline, num_microbatches=BATCH)), tmp_path / "whole", STEPS)
+    steps = on_grid(before, tmp_path / "moved", SAVED_AT) + on_grid(
+        after, tmp_path / "moved", STEPS
+    )
+    whole = run(
+        replace(
+            expected,
+            parallel=replace(expected.parallel, tp=1, pp=1, dp=1, zero=0),
+            pipeline=replace(expected.pipeline, num_microbatches=BATCH),
+        ),
+        tmp_path / "whole",
+        STEPS,
+    )
     close(steps, whole)
-    weights_close(tmp_path / "moved", checkpoint.load_full(tmp_path / "whole" / f"step_{STEPS:08d}")[1])
+    weights_close(
+        tmp_path / "moved", checkpoint.load_full(tmp_path / "whole" / f"step_{STEPS:08d}")[1]
+    )
 
 
-@pytest.mark.parametrize(("before", "after", "sections"), [
-    ({"pp": 3}, {"tp": 2, "dp": 2, "zero": 1}, {"optim": {"name": "sgd"}, "pipeline": {"schedule": "2bw"}}),
-    ({"tp": 3, "zero": 1}, {"pp": 2, "dp": 2, "zero": 1}, {"optim": {"name": "muon"}}),
-    ({"pp": 2, "dp": 2, "zero": 1}, {"tp": 2}, {"optim": {"name": "lamb"}, "model": BERT}),
-    ({"dp": 2, "zero": 1}, {"tp": 2, "pp": 2}, {"optim": {"staleness": "nesterov"}, "model": BERT}),
-    ({"tp": 2, "pp": 2}, {"pp": 3}, {"optim": {"staleness": "extrapolation"}, "pipeline": {"schedule": "2bw"}}),
-    ({"pp": 2, "dp": 2, "zero": 1}, {"tp": 3}, {
-        "optim": {"staleness": "prediction", "name": "muon"}, "pipeline": {"schedule": "2bw"}}),
-    ({"tp": 3}, {"tp": 3, "zero": 1, "sequence": True}, {"model": BERT}),
-], ids=str)
-def test_another_grid(tmp_path: Path, before: dict[str, int], after: dict[str, int],
-                      sections: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "sections"),
+    [
+        (
+            {"pp": 3},
+            {"tp": 2, "dp": 2, "zero": 1},
+            {"optim": {"name": "sgd"}, "pipeline": {"schedule": "2bw"}},
+        ),
+        ({"tp": 3, "zero": 1}, {"pp": 2, "dp": 2, "zero": 1}, {"optim": {"name": "muon"}}),
+        ({"pp": 2, "dp": 2, "zero": 1}, {"tp": 2}, {"optim": {"name": "lamb"}, "model": BERT}),
+        (
+            {"dp": 2, "zero": 1},
+            {"tp": 2, "pp": 2},
+            {"optim": {"staleness": "nesterov"}, "model": BERT},
+        ),
+        (
+            {"tp": 2, "pp": 2},
+            {"pp": 3},
+            {"optim": {"staleness": "extrapolation"}, "pipeline": {"schedule": "2bw"}},
+        ),
+        (
+            {"pp": 2, "dp": 2, "zero": 1},
+            {"tp": 3},
+            {"optim": {"staleness": "prediction", "name": "muon"}, "pipeline": {"schedule": "2bw"}},
+        ),
+        ({"tp": 3}, {"tp": 3, "zero": 1, "sequence": True}, {"model": BERT}),
+    ],
+    ids=str,
+)
+def test_another_grid(
+    tmp_path: Path,
+    before: dict[str, int],
+    after: dict[str, int],
+    sections: dict[str, dict[str, Any]],
+) -> None:
     moves(tmp_path, make(before, **sections), make(after, **sections), make({}, **sections))
 
 
-def test_two_versions_of_one_are_those_of_a_run_that_was_synchronous_till_then(tmp_path: Path) -> None:
+def test_two_versions_of_one_are_those_of_a_run_that_was_synchronous_till_then(
+    tmp_path: Path,
+) -> None:
     two: dict[str, Any] = {"schedule": "2bw"}
-    moves(tmp_path, make({"pp": 2}), make({"tp": 2, "pp": 2}, pipeline=two),
-          make({}, pipeline=two | {"sync_steps": SAVED_AT}))
+    moves(
+        tmp_path,
+        make({"pp": 2}),
+        make({"tp": 2, "pp": 2}, pipeline=two),
+        make({}, pipeline=two | {"sync_steps": SAVED_AT}),
+    )
 
 
 def test_one_version_of_two(tmp_path: Path) -> None:
-    """Against the oracle, which is told what each batch runs on: the older version, then the newest."""
+    """Against the oracle, which is told what each batch runs on: the older version, then the
+    newest."""
     two: dict[str, Any] = {"schedule": "2bw"}
-    steps = on_grid(make({"pp": 2}, pipeline=two), tmp_path, SAVED_AT) + on_grid(make({"tp": 2}), tmp_path, STEPS)
+    steps = on_grid(make({"pp": 2}, pipeline=two), tmp_path, SAVED_AT) + on_grid(
+        make({"tp": 2}), tmp_path, STEPS
+    )
     config = make({})
-    oracle = Oracle(config, lambda block, batch, index: max(batch - 1, 0) if batch < SAVED_AT else batch, BATCH)
+    oracle = Oracle(
+        config, lambda block, batch, index: max(batch - 1, 0) if batch < SAVED_AT else batch, BATCH
+    )
     loader = SyntheticLoader(config.model, 1, BATCH)
     for batch, step in enumerate(steps):
         expected = oracle.step(batch, loader, 1)
         assert step.loss == pytest.approx(expected.loss, rel=TOLERANCE)
         assert step.grad_norm == pytest.approx(expected.grad_norm, rel=TOLERANCE)
-    weights_close(tmp_path, {n: t for n, t in oracle.history[-1].items() if not oracle._second_holder(n)})
+    weights_close(
+        tmp_path, {n: t for n, t in oracle.history[-1].items() if not oracle._second_holder(n)}
+    )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "pipedream"])
@@ -125,8 +188,8 @@ def test_a_single_stage_takes_over_any_schedule(tmp_path: Path, schedule: str) -
 
 
 def test_overflows_and_the_loss_scale_go_along(tmp_path: Path) -> None:
-    """fp16, whose first batches overflow at this scale, also one that begins with the older version's after the move:
-    every grid skips the same ones."""
+    """fp16, whose first batches overflow at this scale, also one that begins with the older
+    version's after the move: every grid skips the same ones."""
     sections: dict[str, Any] = {"train": {"dtype": "fp16"}, "optim": {"loss_scale": 2.0**20}}
     two: dict[str, Any] = {"schedule": "2bw"}
     steps = on_grid(make({"pp": 2}, pipeline=two, **sections), tmp_path / "a", SAVED_AT)

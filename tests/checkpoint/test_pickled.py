@@ -1,4 +1,5 @@
-"""Files of torch.save can hold tensors and plain values; whatever else they name is refused, and nothing is run."""
+"""Files of torch.save can hold tensors and plain values; whatever else they name is refused, and
+nothing is run."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Evil:
     """Makes a folder when it is unpickled."""
 
     def __init__(self, path: Path, function: Callable[..., Any] = os.mkdir):
-        self.path, self.function = path, function
+        self.path = path
+        self.function = function
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self.function, (str(self.path),)
@@ -46,19 +48,28 @@ def write(path: Path, value: object, is_zip: bool = True) -> Path:
 @FORMAT
 def test_tensors_and_plain_values(tmp_path: Path, is_zip: bool) -> None:
     whole = torch.randn(6, 4)
-    value = {"a": {"b": whole, "c": {"d": whole[1:3].t(), "n": 3}}, "text": "x", "list": [1, (2.0, None, True)]}
+    value = {
+        "a": {"b": whole, "c": {"d": whole[1:3].t(), "n": 3}},
+        "text": "x",
+        "list": [1, (2.0, None, True)],
+    }
     found = load_pickled(write(tmp_path / "x.pt", value, is_zip))
     assert (found["text"], found["list"], found["a"]["c"]["n"]) == ("x", [1, (2.0, None, True)], 3)
     same_bits(tensors_in(found, tmp_path), {"a.b": whole, "a.c.d": whole[1:3].t()})
 
 
 @FORMAT
-@pytest.mark.parametrize("wrap", [lambda e: e, lambda e: {"w": torch.ones(1), "x": [e]}], ids=["bare", "inside"])
+@pytest.mark.parametrize(
+    "wrap", [lambda e: e, lambda e: {"w": torch.ones(1), "x": [e]}], ids=["bare", "inside"]
+)
 def test_what_could_run_code_is_refused_and_does_not_run(
-        tmp_path: Path, wrap: Callable[[object], object], is_zip: bool) -> None:
+    tmp_path: Path, wrap: Callable[[object], object], is_zip: bool
+) -> None:
     made = tmp_path / "made"
     path = write(tmp_path / "x.pt", wrap(Evil(made)), is_zip)
-    with pytest.raises(CheckpointError, match=r"x\.pt: names (posix|nt)\.mkdir: only plain .* could run any code"):
+    with pytest.raises(
+        CheckpointError, match=r"x\.pt: names (posix|nt)\.mkdir: only plain .* could run any code"
+    ):
         load_pickled(path)
     with pytest.raises(CheckpointError, match="mkdir"):
         load_pickled(path, r"argparse\.Namespace")
@@ -71,12 +82,18 @@ def test_what_could_run_code_is_refused_and_does_not_run(
 @FORMAT
 def test_stand_ins_keep_attributes_alone(tmp_path: Path, is_zip: bool) -> None:
     settings = argparse.Namespace(num_layers=3, dtype=torch.float16, nested=argparse.Namespace(a=1))
-    path = write(tmp_path / "x.pt", {"args": settings, "rng": np.arange(3), "w": torch.ones(2)}, is_zip)
+    path = write(
+        tmp_path / "x.pt", {"args": settings, "rng": np.arange(3), "w": torch.ones(2)}, is_zip
+    )
     with pytest.raises(CheckpointError, match=r"names argparse\.Namespace"):
         load_pickled(path)
     found = load_pickled(path, r"argparse\.Namespace|numpy(\.\w+)+")
     assert type(found["args"]) is type(found["rng"]) is Inert
-    assert (found["args"].num_layers, found["args"].dtype, found["args"].nested.a) == (3, torch.float16, 1)
+    assert (found["args"].num_layers, found["args"].dtype, found["args"].nested.a) == (
+        3,
+        torch.float16,
+        1,
+    )
     assert list(tensors_in(found, tmp_path)) == ["w"]
 
 
@@ -97,7 +114,9 @@ def test_damaged_files(tmp_path: Path, is_zip: bool) -> None:
     path = tmp_path / "y.pt"
     for cut in range(0, len(whole), len(whole) // 40):
         path.write_bytes(whole[:cut])
-        with pytest.raises(CheckpointError, match=r"y\.pt: (is damaged, or not a file of torch\.save|names \S+, )"):
+        with pytest.raises(
+            CheckpointError, match=r"y\.pt: (is damaged, or not a file of torch\.save|names \S+, )"
+        ):
             load_pickled(path)
     path.write_bytes(pickle.dumps([1, 2]))
     with pytest.raises(CheckpointError, match="is damaged"):
@@ -107,8 +126,11 @@ def test_damaged_files(tmp_path: Path, is_zip: bool) -> None:
 
 
 def test_tensors_that_claim_more_than_there_is(tmp_path: Path) -> None:
-    for tensor, said in ((torch.ones(1).expand(10**9), "w has shape"), (torch.ones(3).to_sparse(), "_sparse_tensor"),
-                         (torch.empty(3, device="meta"), "names .*: only plain tensors and values")):
+    for tensor, said in (
+        (torch.ones(1).expand(10**9), "w has shape"),
+        (torch.ones(3).to_sparse(), "_sparse_tensor"),
+        (torch.empty(3, device="meta"), "names .*: only plain tensors and values"),
+    ):
         path = write(tmp_path / "x.pt", {"w": tensor})
         with pytest.raises(CheckpointError, match=said):
             tensors_in(load_pickled(path), path)
@@ -133,11 +155,15 @@ def test_zips_that_others_have_packed(tmp_path: Path) -> None:
                 archive.writestr(name, record)
         if way == zipfile.ZIP_STORED:
             same_bits(load_pickled(tmp_path / "y.pt"), {"w": torch.arange(1000.0)})
-    with pytest.raises(CheckpointError, match=r"y\.pt: is damaged, .* \(x/data\.pkl is compressed\)"):
+    with pytest.raises(
+        CheckpointError, match=r"y\.pt: is damaged, .* \(x/data\.pkl is compressed\)"
+    ):
         load_pickled(tmp_path / "y.pt")
     torch.serialization.set_crc32_options(False)
     try:
-        same_bits(load_pickled(write(tmp_path / "z.pt", {"w": torch.ones(9)})), {"w": torch.ones(9)})
+        same_bits(
+            load_pickled(write(tmp_path / "z.pt", {"w": torch.ones(9)})), {"w": torch.ones(9)}
+        )
     finally:
         torch.serialization.set_crc32_options(True)
 
@@ -148,7 +174,9 @@ def test_reasons_are_not_torchs_advice(tmp_path: Path) -> None:
         records = {entry.filename: archive.read(entry) for entry in archive.infolist()}
     with zipfile.ZipFile(path, "w") as archive:
         for name, record in records.items():
-            archive.writestr(name, record if not name.endswith("data.pkl") else b"\x80\x02]}K\x01K\x01sa0K\x01a.")
+            archive.writestr(
+                name, record if not name.endswith("data.pkl") else b"\x80\x02]}K\x01K\x01sa0K\x01a."
+            )
     with pytest.raises(CheckpointError, match=r"torch\.save \((?!.*weights_only).+\)$"):
         load_pickled(path)
 
@@ -165,7 +193,8 @@ def test_nesting_without_end(tmp_path: Path) -> None:
 
 
 def as_pickled(folder: Path, is_zip: bool, num_files: int) -> None:
-    """Puts the tensors of a folder into files of torch.save, as folders had them before safetensors."""
+    """Puts the tensors of a folder into files of torch.save, as folders had them before
+    safetensors."""
     tensors = tensors_of(folder)
     for path in folder.glob("*.safetensors*"):
         path.unlink()
@@ -184,7 +213,9 @@ def as_pickled(folder: Path, is_zip: bool, num_files: int) -> None:
 @FORMAT
 @pytest.mark.parametrize("num_files", [1, 3])
 @pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_folders_from_before_safetensors(tmp_path: Path, kind: str, num_files: int, is_zip: bool) -> None:
+def test_folders_from_before_safetensors(
+    tmp_path: Path, kind: str, num_files: int, is_zip: bool
+) -> None:
     folder = save_ours(tmp_path / "made", OURS[kind])
     theirs = export_folder(folder, tmp_path / "theirs").folder
     as_pickled(theirs, is_zip, num_files)
@@ -214,20 +245,33 @@ def nested(operations: bytes, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("operations", [
-    b"}X\1\0\0\0a" * 10**6 + b"}" + b"s" * 10**6, b")" + b"\x85" * 10**6, b")" + b"\x85" * 10**6 + b"q\0}h\0h\0s",
-    b"]" * 10**6 + b"a" * (10**6 - 1), b"(" * 10**6 + b"}", b"}0" * 1_100_000 + b"}"],
-    ids=["dictionaries", "tuples", "a key of tuples", "lists", "marks", "many"])
+@pytest.mark.parametrize(
+    "operations",
+    [
+        b"}X\1\0\0\0a" * 10**6 + b"}" + b"s" * 10**6,
+        b")" + b"\x85" * 10**6,
+        b")" + b"\x85" * 10**6 + b"q\0}h\0h\0s",
+        b"]" * 10**6 + b"a" * (10**6 - 1),
+        b"(" * 10**6 + b"}",
+        b"}0" * 1_100_000 + b"}",
+    ],
+    ids=["dictionaries", "tuples", "a key of tuples", "lists", "marks", "many"],
+)
 def test_a_pickle_that_nests_without_end_is_refused(operations: bytes, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nest deeper|wait for one that|more than .* operations") as error:
+    with pytest.raises(
+        CheckpointError, match=r"nest deeper|wait for one that|more than .* operations"
+    ) as error:
         load_pickled(nested(operations, tmp_path / "x.pt"))
     assert len(str(error.value)) < 400
 
 
 def test_dictionaries_that_contain_each_other_are_not_walked_for_ever(tmp_path: Path) -> None:
-    """Each is put into the one before it while it is empty, so that no operation sees how deep they are."""
+    """Each is put into the one before it while it is empty, so that no operation sees how deep they
+    are."""
     made = b"}q\0" + b"".join(
-        b"j" + i.to_bytes(4, "little") + b"X\1\0\0\0a}r" + (i + 1).to_bytes(4, "little") + b"s" for i in range(1000))
+        b"j" + i.to_bytes(4, "little") + b"X\1\0\0\0a}r" + (i + 1).to_bytes(4, "little") + b"s"
+        for i in range(1000)
+    )
     path = nested(made + b"h\0", tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="mappings nest deeper than 100"):
         tensors_in(load_pickled(path), path)

@@ -1,4 +1,5 @@
-"""A file that is damaged as it is written: noticed before its checkpoint is published, or when it is loaded."""
+"""A file that is damaged as it is written: noticed before its checkpoint is published, or when it
+is loaded."""
 
 from __future__ import annotations
 
@@ -25,8 +26,12 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("read_back", [False, True])
-def test_a_damaged_file_is_not_published_where_it_is_read_back(tmp_path: Path, read_back: bool, beside: bool) -> None:
-    engine, loader = start(from_mapping({"checkpoint": {"read_back": read_back}}, make_config(pp=1)))
+def test_a_damaged_file_is_not_published_where_it_is_read_back(
+    tmp_path: Path, read_back: bool, beside: bool
+) -> None:
+    engine, loader = start(
+        from_mapping({"checkpoint": {"read_back": read_back}}, make_config(pp=1))
+    )
     saver = checkpoint.Saver(tmp_path, engine, "corpus")
     engine.train(loader, 2, lambda step: None)
     saver.start(beside=beside)
@@ -45,7 +50,9 @@ def test_a_damaged_file_is_not_published_where_it_is_read_back(tmp_path: Path, r
     engine.train(loader, 1, lambda step: None)
     saver.start(beside=beside)
     if read_back:
-        with pytest.raises(CheckpointError, match=r"rank 0 .* cannot write the checkpoint: .*pp0-tp0.*checksum"):
+        with pytest.raises(
+            CheckpointError, match=r"rank 0 .* cannot write the checkpoint: .*pp0-tp0.*checksum"
+        ):
             saver.settle()
         assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
     else:

@@ -13,7 +13,14 @@ from train.runs import metrics, steps, write_config
 
 from hybridpar import checkpoint
 from hybridpar.cli import main
-from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig, from_mapping
+from hybridpar.config import (
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainConfig,
+    from_mapping,
+)
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.grid import ProcessGrid
@@ -21,7 +28,8 @@ from hybridpar.train.engine import Engine
 
 
 def start(folder: Path, tp: int, pp: int, dp: int) -> None:
-    """Every parameter is its part of the one in the checkpoint; tied ones are found under either name."""
+    """Every parameter is its part of the one in the checkpoint; tied ones are found under either
+    name."""
     engine = start_engine(folder, tp, pp, dp)
     for name, tensor in engine.state.weights.full_weights().items():
         place = engine.state.placements[name]
@@ -30,8 +38,10 @@ def start(folder: Path, tp: int, pp: int, dp: int) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("kind", "grid"), [("gpt2", (3, 1, 1)), ("llama", (3, 1, 1)), ("bert", (2, 2, 1)),
-                                            ("gpt2", (1, 2, 2))])
+@pytest.mark.parametrize(
+    ("kind", "grid"),
+    [("gpt2", (3, 1, 1)), ("llama", (3, 1, 1)), ("bert", (2, 2, 1)), ("gpt2", (1, 2, 2))],
+)
 def test_one_process_to_a_grid(tmp_path: Path, kind: str, grid: tuple[int, int, int]) -> None:
     tp, pp, dp = grid
     run_ranks(start, tp * pp * dp, save_ours(tmp_path, OURS[kind]), tp, pp, dp)
@@ -40,7 +50,9 @@ def test_one_process_to_a_grid(tmp_path: Path, kind: str, grid: tuple[int, int, 
 def grid_to_grid(root: Path, dtype: str, zero: int) -> None:
     """What tp=2 dp=2 has trained, taken by pp=4."""
     train = TrainConfig(2, 2, dtype)  # type: ignore[arg-type]
-    config = Config(OURS["gpt2"], ParallelConfig(2, 1, 2, zero), PipelineConfig("1f1b", 2), train=train)  # type: ignore[arg-type]
+    config = Config(
+        OURS["gpt2"], ParallelConfig(2, 1, 2, zero), PipelineConfig("1f1b", 2), train=train
+    )  # type: ignore[arg-type]
     engine = Engine(config, grid := ProcessGrid(tp=2, dp=2), torch.device("cpu"))
     loader = SyntheticLoader(config.model, 2, 2, grid.dp.rank, grid.dp.size)
     engine.train(loader, 2, lambda step: None)
@@ -51,7 +63,9 @@ def grid_to_grid(root: Path, dtype: str, zero: int) -> None:
     checkpoint.start_from(folder, taken)
     assert taken.batches_done == 0
     for name, tensor in taken.state.weights.full_weights().items():
-        assert torch.equal(tensor, full["blocks.0.tokens.weight" if taken.state.placements[name].tied else name]), name
+        assert torch.equal(
+            tensor, full["blocks.0.tokens.weight" if taken.state.placements[name].tied else name]
+        ), name
 
 
 @pytest.mark.ranks
@@ -83,7 +97,14 @@ def test_a_run_starts_goes_on_and_forgets_where_it_came_from(tmp_path: Path) -> 
     config = write_config(tmp_path)
     assert main(["train", str(config)]) == 0
     learnt = steps(metrics(tmp_path / "runs" / "run"))
-    flags = ["--run.name", "second", "--train.start_from", str(tmp_path / "runs" / "run"), "--train.num_steps", "4"]
+    flags = [
+        "--run.name",
+        "second",
+        "--train.start_from",
+        str(tmp_path / "runs" / "run"),
+        "--train.num_steps",
+        "4",
+    ]
     assert main(["train", str(config), *flags]) == 0
     second = steps(metrics(tmp_path / "runs" / "second"))
     assert second[0][0] == 1
@@ -92,26 +113,50 @@ def test_a_run_starts_goes_on_and_forgets_where_it_came_from(tmp_path: Path) -> 
     assert [step for step, *_ in steps(metrics(tmp_path / "runs" / "second"))] == [1, 2, 3, 4, 5, 6]
 
 
-def test_weights_for_other_tokens_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_weights_for_other_tokens_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Another text has another tokenizer, unless data.tokenizer names the one of the weights."""
     config = write_config(tmp_path)
     assert main(["train", str(config)]) == 0
     (tmp_path / "other.txt").write_text("".join(f"word{i} " for i in range(2000)))
-    flags = ["--run.name", "second", "--train.start_from", str(tmp_path / "runs" / "run"), "--train.num_steps", "2",
-             "--data.corpus", str(tmp_path / "other.txt"), "--data.split", "0", "--train.eval_interval", "0"]
+    flags = [
+        "--run.name",
+        "second",
+        "--train.start_from",
+        str(tmp_path / "runs" / "run"),
+        "--train.num_steps",
+        "2",
+        "--data.corpus",
+        str(tmp_path / "other.txt"),
+        "--data.split",
+        "0",
+        "--train.eval_interval",
+        "0",
+    ]
     assert main(["train", str(config), *flags]) == 1
     tokenizer = tmp_path / "runs" / "run" / "tokenizer.json"
     assert f"belong to the tokens of another tokenizer; try '{tokenizer}'" in capfd.readouterr().err
     assert main(["train", str(config), *flags, "--data.tokenizer", str(tokenizer)]) == 0
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"hidden_size": 64, "num_heads": 4}, r"model\.hidden_size = 64: train\.start_from = .* has 48; try 48"),
-    ({"activation": "gelu_exact"}, r"model\.activation = 'gelu_exact'"), ({"norm_eps": 1e-3}, r"model\.norm_eps"),
-    ({"seq_length": 10}, r"model\.max_positions = 0: train\.start_from = .* has a table of 20 positions; try 20"),
-    ({"seq_length": 10, "max_positions": 21}, r"model\.max_positions = 21"),
-    ({"position": "rotary"}, r"model\.position"),
-])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"hidden_size": 64, "num_heads": 4},
+            r"model\.hidden_size = 64: train\.start_from = .* has 48; try 48",
+        ),
+        ({"activation": "gelu_exact"}, r"model\.activation = 'gelu_exact'"),
+        ({"norm_eps": 1e-3}, r"model\.norm_eps"),
+        (
+            {"seq_length": 10},
+            r"model\.max_positions = 0: train\.start_from = .* has a table of 20 positions; try 20",
+        ),
+        ({"seq_length": 10, "max_positions": 21}, r"model\.max_positions = 21"),
+        ({"position": "rotary"}, r"model\.position"),
+    ],
+)
 def test_another_model_is_refused(tmp_path: Path, changes: dict[str, object], says: str) -> None:
     folder = save_ours(tmp_path, OURS["gpt2"])
     model = from_mapping({"model": changes}, Config(OURS["gpt2"])).model
@@ -125,6 +170,9 @@ def test_what_may_differ(tmp_path: Path) -> None:
     assert checkpoint.find_start(folder, model) == folder
     assert checkpoint.find_start(folder, replace(model, max_positions=99)) == folder
     learned = save_ours(tmp_path / "learned", OURS["gpt2"])
-    assert checkpoint.find_start(learned, replace(OURS["gpt2"], seq_length=8, max_positions=20)) == learned
+    assert (
+        checkpoint.find_start(learned, replace(OURS["gpt2"], seq_length=8, max_positions=20))
+        == learned
+    )
     with pytest.raises(CheckpointError, match="is not a run folder"):
         checkpoint.find_start(tmp_path / "nowhere", model)

@@ -1,4 +1,5 @@
-"""Our safetensors files are everyone's; a header that does not describe its file exactly is refused."""
+"""Our safetensors files are everyone's; a header that does not describe its file exactly is
+refused."""
 
 from __future__ import annotations
 
@@ -21,9 +22,13 @@ from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
 from hybridpar.errors import CheckpointError
 
 TENSORS = {
-    "b": torch.arange(6, dtype=torch.float32).view(2, 3), "a": torch.randn(5, dtype=torch.float64),
-    "half": torch.ones(3, dtype=torch.bfloat16), "fp16": torch.ones(1, 1, dtype=torch.float16),
-    "empty": torch.empty(0, 4), "turned": torch.arange(6.0).view(2, 3).T, "one": torch.tensor(3.0),
+    "b": torch.arange(6, dtype=torch.float32).view(2, 3),
+    "a": torch.randn(5, dtype=torch.float64),
+    "half": torch.ones(3, dtype=torch.bfloat16),
+    "fp16": torch.ones(1, 1, dtype=torch.float16),
+    "empty": torch.empty(0, 4),
+    "turned": torch.arange(6.0).view(2, 3).T,
+    "one": torch.tensor(3.0),
 }
 
 
@@ -31,10 +36,14 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
     size, checksums = write_tensors(path, TENSORS, {"key": "väl\nue"})
     assert size == path.stat().st_size
-    assert len(checksums) == 8 * (1 + sum(1 for t in TENSORS.values() if t.numel())), "header, and each of the tensors"
+    assert len(checksums) == 8 * (1 + sum(1 for t in TENSORS.values() if t.numel())), (
+        "header, and each of the tensors"
+    )
     found = load_file(path)
     assert found.keys() == TENSORS.keys()
-    assert all(torch.equal(found[name], t) and found[name].dtype == t.dtype for name, t in TENSORS.items())
+    assert all(
+        torch.equal(found[name], t) and found[name].dtype == t.dtype for name, t in TENSORS.items()
+    )
     assert TensorFile(path).metadata == {"key": "väl\nue"}
 
 
@@ -62,7 +71,8 @@ def cuts(draw: st.DrawFn, size: int) -> list[list[int]]:
     """Pieces of a flat tensor, in any order: (first there, first here, how many)."""
     edges = sorted(draw(st.sets(st.integers(0, size), min_size=2, max_size=8)))
     kept = [(a, b) for a, b in pairwise(edges) if draw(st.booleans())]
-    at, found = 0, []
+    at = 0
+    found = []
     for a, b in draw(st.permutations(kept)):
         found.append([a, at, b - a])
         at += b - a
@@ -73,25 +83,36 @@ def cuts(draw: st.DrawFn, size: int) -> list[list[int]]:
 @given(st.data())
 def test_what_is_read_is_compared_and_nothing_else(data: st.DataObject) -> None:
     """Chunks of 16 bytes. One byte of the file is damaged."""
-    tensors = {"a": torch.arange(13.0), "b": torch.arange(30, dtype=torch.bfloat16), "c": torch.arange(9.0) + 50}
+    tensors = {
+        "a": torch.arange(13.0),
+        "b": torch.arange(30, dtype=torch.bfloat16),
+        "c": torch.arange(9.0) + 50,
+    }
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(tensorfile, "CHUNK", 16):
         path = Path(folder, "file")
         size, _ = written = write_tensors(path, tensors, {})
         file = TensorFile(path, written)
         name = data.draw(st.sampled_from("abc"))
-        tensor, info = tensors[name], file.tensors[name]
+        tensor = tensors[name]
+        info = file.tensors[name]
         pieces = data.draw(cuts(tensor.numel()))
         bad = data.draw(st.integers(0, size - 1))
         content = bytearray(path.read_bytes())
         content[bad] ^= 1 << data.draw(st.integers(0, 7))
         path.write_bytes(content)
         if bad < size - sum(t.nbytes for t in tensors.values()):
-            with pytest.raises(CheckpointError, match=r"its header|damaged, or no safetensors file"):
+            with pytest.raises(
+                CheckpointError, match=r"its header|damaged, or no safetensors file"
+            ):
                 TensorFile(path, written)
             return
         at = bad - (size - sum(t.nbytes for t in tensors.values())) - info.start
         width = info.dtype.itemsize
-        chunks = {byte // 16 for first, _, n in pieces for byte in range(first * width, (first + n) * width)}
+        chunks = {
+            byte // 16
+            for first, _, n in pieces
+            for byte in range(first * width, (first + n) * width)
+        }
         target = torch.full((sum(n for *_, n in pieces),), -1, dtype=tensor.dtype)
         if 0 <= at < info.num_bytes and at // 16 in chunks:
             with pytest.raises(CheckpointError, match=f"{path}: is damaged, {name} cannot be read"):
@@ -133,27 +154,43 @@ def write_header(path: Path, header: Any, data: bytes = b"\0" * 16) -> Path:
 
 
 def entry(start: int = 0, stop: int = 16, shape: Any = (4,), dtype: Any = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [start, stop]}
+    return {
+        "dtype": dtype,
+        "shape": list(shape) if isinstance(shape, tuple) else shape,
+        "data_offsets": [start, stop],
+    }
 
 
-@pytest.mark.parametrize(("header", "says"), [
-    ({"a": entry(0, 8, (2,)), "b": entry(8, 16, (2,), "F99")}, "of type 'F99'"),
-    ({"a": entry(shape=(5,))}, r"has 16 bytes, which is not shape \[5\]"),
-    ({"a": entry(shape=(2**61, 2))}, "is not shape"),
-    ({"a": entry(shape=(-4,))}, "must be at least 0"), ({"a": entry(shape=(4.0,))}, "must be of type int"),
-    ({"a": entry(shape=(True, 4))}, "must be of type int"), ({"a": entry(shape="4")}, "must be a list"),
-    ({"a": entry(shape=(1,) * 9 + (4,))}, "is not shape"),
-    ({"a": entry(0, 8, (2,))}, "end at byte 8 of 16"), ({"a": entry(8, 16, (2,))}, "begins at byte 8"),
-    ({"a": entry(), "b": entry()}, "begins at byte 0, what comes before ends at 16"),
-    ({"a": entry(0, 12, (3,)), "b": entry(8, 16, (2,))}, "begins at byte 8, what comes before ends at 12"),
-    ({"a": entry(0, 32, (8,))}, "from 0 to 16"), ({"a": entry(16, 0)}, "from 0 to 16"),
-    ({"a": {"dtype": "F32", "shape": [4]}}, "'data_offsets' is missing"),
-    ({"a": 3}, "a is 3, which must be of type dict"),
-    ([], "the header is .*, which must be of type dict"),
-    ({"__metadata__": {"k": 3}, "a": entry()}, "metadata__.k is 3, which must be of type str"),
-    (b'{"a":{},"a":{}}', "one key twice"), (b"[" * 100_000, "nests too deep"), (b"\xff\xfe", "damaged"),
-    (b"", "cannot be 0 bytes long"),
-])
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ({"a": entry(0, 8, (2,)), "b": entry(8, 16, (2,), "F99")}, "of type 'F99'"),
+        ({"a": entry(shape=(5,))}, r"has 16 bytes, which is not shape \[5\]"),
+        ({"a": entry(shape=(2**61, 2))}, "is not shape"),
+        ({"a": entry(shape=(-4,))}, "must be at least 0"),
+        ({"a": entry(shape=(4.0,))}, "must be of type int"),
+        ({"a": entry(shape=(True, 4))}, "must be of type int"),
+        ({"a": entry(shape="4")}, "must be a list"),
+        ({"a": entry(shape=(1,) * 9 + (4,))}, "is not shape"),
+        ({"a": entry(0, 8, (2,))}, "end at byte 8 of 16"),
+        ({"a": entry(8, 16, (2,))}, "begins at byte 8"),
+        ({"a": entry(), "b": entry()}, "begins at byte 0, what comes before ends at 16"),
+        (
+            {"a": entry(0, 12, (3,)), "b": entry(8, 16, (2,))},
+            "begins at byte 8, what comes before ends at 12",
+        ),
+        ({"a": entry(0, 32, (8,))}, "from 0 to 16"),
+        ({"a": entry(16, 0)}, "from 0 to 16"),
+        ({"a": {"dtype": "F32", "shape": [4]}}, "'data_offsets' is missing"),
+        ({"a": 3}, "a is 3, which must be of type dict"),
+        ([], "the header is .*, which must be of type dict"),
+        ({"__metadata__": {"k": 3}, "a": entry()}, "metadata__.k is 3, which must be of type str"),
+        (b'{"a":{},"a":{}}', "one key twice"),
+        (b"[" * 100_000, "nests too deep"),
+        (b"\xff\xfe", "damaged"),
+        (b"", "cannot be 0 bytes long"),
+    ],
+)
 def test_a_header_that_lies_is_refused(tmp_path: Path, header: Any, says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         TensorFile(write_header(tmp_path / "file", header))
@@ -175,17 +212,45 @@ def test_no_file(tmp_path: Path) -> None:
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=4)
     | st.sampled_from(["F32", "dtype", "shape", "data_offsets"]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
-        st.sampled_from(["dtype", "shape", "data_offsets", "__metadata__", "a"]), inner, max_size=4), max_leaves=12)
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["dtype", "shape", "data_offsets", "__metadata__", "a"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
 
 
 @settings(max_examples=150)
-@given(st.one_of(VALUES, st.dictionaries(st.text(max_size=3), st.fixed_dictionaries({
-    "dtype": st.sampled_from(["F32", "F64", "I8"]), "shape": st.lists(st.integers(-1, 5), max_size=3),
-    "data_offsets": st.lists(st.integers(-1, 40), min_size=1, max_size=3)}), max_size=3)), st.integers(0, 40))
-def test_any_header_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, header: Any, size: int) -> None:
+@given(
+    st.one_of(
+        VALUES,
+        st.dictionaries(
+            st.text(max_size=3),
+            st.fixed_dictionaries(
+                {
+                    "dtype": st.sampled_from(["F32", "F64", "I8"]),
+                    "shape": st.lists(st.integers(-1, 5), max_size=3),
+                    "data_offsets": st.lists(st.integers(-1, 40), min_size=1, max_size=3),
+                }
+            ),
+            max_size=3,
+        ),
+    ),
+    st.integers(0, 40),
+)
+def test_any_header_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, header: Any, size: int
+) -> None:
     path = write_header(tmp_path_factory.getbasetemp() / "fuzzed", header, b"\0" * size)
     try:
         file = TensorFile(path)

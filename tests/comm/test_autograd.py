@@ -29,7 +29,9 @@ def copy_to(axis: Axis) -> None:
     assert torch.equal(g, kept)
     assert torch.equal(b.grad, kept)
     torch.testing.assert_close(a.grad, sum(values(f"g{r}", 2, 3) for r in range(axis.size)))
-    comm.copy_to(a := values("x", 2, 3).requires_grad_(), axis).sum().backward()  # expanded gradient
+    comm.copy_to(
+        a := values("x", 2, 3).requires_grad_(), axis
+    ).sum().backward()  # expanded gradient
     assert torch.equal(a.grad, torch.full((2, 3), float(axis.size), dtype=torch.float64))
 
 
@@ -51,7 +53,9 @@ def reduce_from(axis: Axis) -> None:
     assert y.data_ptr() == fresh.data_ptr()
     y.square().sum().backward()
     torch.testing.assert_close(x.grad, 8 * expected.t())
-    assert comm.reduce_from_(torch.ones(2), axis).tolist() == [axis.size] * 2  # nothing requires a gradient
+    assert (
+        comm.reduce_from_(torch.ones(2), axis).tolist() == [axis.size] * 2
+    )  # nothing requires a gradient
 
 
 def gather_from(axis: Axis) -> None:

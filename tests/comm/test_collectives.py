@@ -1,4 +1,5 @@
-"""Collectives: results, what is counted, uneven sizes, strides, types; identity and uncounted on an axis of size 1."""
+"""Collectives: results, what is counted, uneven sizes, strides, types; identity and uncounted on an
+axis of size 1."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from hybridpar.grid import Axis, ProcessGrid
 
 
 def reductions(axis: Axis) -> None:
-    n, r = axis.size, axis.rank
+    n = axis.size
+    r = axis.rank
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64):
         x = torch.full((2, 3), r + 1, dtype=dtype)
         with traffic(axis, all_reduce=2):
@@ -43,7 +45,8 @@ def asynchronous(axis: Axis) -> None:
 
 
 def gathers(axis: Axis) -> None:
-    n, r = axis.size, axis.rank
+    n = axis.size
+    r = axis.rank
     for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool):
         whole = (torch.arange(4 * 3 * n * 5) % 7 % 2).view(4, 3 * n, 5).to(dtype)
         for dim in (0, 1, -1):
@@ -66,7 +69,8 @@ def gathers(axis: Axis) -> None:
 
 
 def others(axis: Axis) -> None:
-    n, r = axis.size, axis.rank
+    n = axis.size
+    r = axis.rank
     for source in range(n):
         x = torch.full((3,), r)
         with traffic(axis, broadcast=1):
@@ -83,7 +87,8 @@ def others(axis: Axis) -> None:
 
 def exchanges(axis: Axis) -> None:
     """Rank r sends r * 10 + i to rank i, (r + i) % 3 times: uneven, and to some nothing."""
-    n, r = axis.size, axis.rank
+    n = axis.size
+    r = axis.rank
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         send = [(r + i) % 3 for i in range(n)]
         x = torch.tensor([r * 10 + i for i in range(n) for _ in range(send[i])], dtype=dtype)
@@ -95,8 +100,10 @@ def exchanges(axis: Axis) -> None:
 
 
 def parts(axis: Axis) -> None:
-    """Each part is summed on its owner, then everyone gets it; nothing arrives before the wait on a via_host axis."""
-    n, r = axis.size, axis.rank
+    """Each part is summed on its owner, then everyone gets it; nothing arrives before the wait on a
+    via_host axis."""
+    n = axis.size
+    r = axis.rank
     cut = [(i % n, 3 * i, 3 * i + 2 + i % 2) for i in range(n + 1)]
     x = torch.full((3 * n + 4,), float(r + 1))
     with traffic(axis, reduce=len(cut)):
@@ -116,12 +123,17 @@ def parts(axis: Axis) -> None:
 
 
 def even_parts() -> bool:
-    """One collective each, as with NCCL, where parts are even and those of all ranks; else one for each part."""
+    """One collective each, as with NCCL, where parts are even and those of all ranks; else one for
+    each part."""
     axis = ProcessGrid(tp=2).tp
     collectives._in_one_call = collectives._are_even
-    even, odd = [(0, 0, 3), (1, 3, 6)], [(0, 0, 2), (1, 2, 6)]
-    for cut, names in ((even, ("reduce_scatter", "all_gather")), (odd, ("reduce", "broadcast")),
-                       (even[::-1], ("reduce", "broadcast"))):
+    even = [(0, 0, 3), (1, 3, 6)]
+    odd = [(0, 0, 2), (1, 2, 6)]
+    for cut, names in (
+        (even, ("reduce_scatter", "all_gather")),
+        (odd, ("reduce", "broadcast")),
+        (even[::-1], ("reduce", "broadcast")),
+    ):
         x = torch.arange(6.0) + axis.rank
         with traffic(axis, **{names[0]: 1 if cut is even else 2}):
             comm.reduce_scatter_async(x, cut, axis).wait()
@@ -139,12 +151,19 @@ def test_even_parts_go_in_one_call() -> None:
 
 
 def scattered_sums(axis: Axis) -> None:
-    """Along any dimension, into slices that differ and may be empty; the argument stays as it is."""
-    n, r = axis.size, axis.rank
+    """Along any dimension, into slices that differ and may be empty; the argument stays as it
+    is."""
+    n = axis.size
+    r = axis.rank
     sizes = [2, 0, 3, 1][:n]
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for dim, shape in ((1, (3, sum(sizes), 2)), (0, (sum(sizes), 2)), (1, (1, sum(sizes), 2))):
-            base = (torch.arange(float(sum(sizes) * 6)) % 5).view(-1)[: torch.Size(shape).numel()].view(shape).to(dtype)
+            base = (
+                (torch.arange(float(sum(sizes) * 6)) % 5)
+                .view(-1)[: torch.Size(shape).numel()]
+                .view(shape)
+                .to(dtype)
+            )
             x = base * (r + 1)
             with traffic(axis, reduce=sum(size > 0 for size in sizes)):
                 got = comm.reduce_scatter(x, axis, dim, sizes)
@@ -157,7 +176,8 @@ def scattered_sums(axis: Axis) -> None:
 
 
 def run_cases(tp: int, device: str, computes_on: str = "cpu") -> None:
-    """`device`: what the grid believes; on Gloo, other than the CPU means through host memory, wherever tensors are."""
+    """`device`: what the grid believes; on Gloo, other than the CPU means through host memory,
+    wherever tensors are."""
     axis = ProcessGrid(tp=tp, device_type=device).tp
     assert axis.via_host == (tp > 1 and device != "cpu")
     with torch.device(computes_on):

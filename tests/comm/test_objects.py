@@ -21,9 +21,28 @@ from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.kinds import Kind
 
 OBJECTS: list[Any] = [
-    None, True, 3, 2**70, 0.1, 1e-320, math.inf, "text \u20ac \udc80 \n", b"\x00\xff", [], [1, [2]], (), (1, (2, "x")),
-    {}, {"a": 1, 2: (3,), (4, 5): None}, {1, 2}, Path("runs/x"), Kind.F, Action(Kind.B, 1, 2, 3),
-    Costs((0.1,), (0.2,), 0.3, {Kind.NORM: 0.001}), PipelineConfig("2bw", 4), Config(),
+    None,
+    True,
+    3,
+    2**70,
+    0.1,
+    1e-320,
+    math.inf,
+    "text \u20ac \udc80 \n",
+    b"\x00\xff",
+    [],
+    [1, [2]],
+    (),
+    (1, (2, "x")),
+    {},
+    {"a": 1, 2: (3,), (4, 5): None},
+    {1, 2},
+    Path("runs/x"),
+    Kind.F,
+    Action(Kind.B, 1, 2, 3),
+    Costs((0.1,), (0.2,), 0.3, {Kind.NORM: 0.001}),
+    PipelineConfig("2bw", 4),
+    Config(),
 ]
 
 
@@ -34,7 +53,9 @@ def test_comes_back_as_it_was(value: Any) -> None:
     assert type(back) is type(value)
 
 
-@pytest.mark.parametrize("value", [np.float64(0.1), np.float32(0.5), np.int64(3), np.bool_(True)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [np.float64(0.1), np.float32(0.5), np.int64(3), np.bool_(True)], ids=repr
+)
 def test_a_number_of_numpy_is_python_s(value: Any) -> None:
     back = from_bytes(to_bytes([value]))[0]
     assert back == value
@@ -45,25 +66,43 @@ def test_a_number_that_is_none_comes_back() -> None:
     assert math.isnan(from_bytes(to_bytes(math.nan)))
 
 
-@pytest.mark.parametrize("value", [object(), torch.zeros(2), len, Exception("x"), type("Mine", (), {})()],
-                         ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [object(), torch.zeros(2), len, Exception("x"), type("Mine", (), {})()],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_has_no_form_is_refused_by_its_sender(value: Any) -> None:
     with pytest.raises(TypeError, match="comm/objects"):
         to_bytes(value)
 
 
-@pytest.mark.parametrize("content", [
-    {"record": ["subprocess:Popen", {"args": ["true"]}]}, {"record": ["hybridpar.comm.objects:sys", {}]},
-    {"record": ["hybridpar.comm.objects:Path", {}]}, {"record": ["hybridpar.cli:main", {}]},
-    {"record": ["hybridpar.not_imported_yet:X", {}]}, {"enum": ["hybridpar.config.pipeline:PipelineConfig", 1]},
-    {"record": ["hybridpar.config.pipeline:PipelineConfig", {"no_such_field": 1}]}, {"unknown": 1}, {},
-    {"tuple": 1}, {"dict": [[1]]}, {"a": 1, "b": 2}, {"bytes": "?"}], ids=str)
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"record": ["subprocess:Popen", {"args": ["true"]}]},
+        {"record": ["hybridpar.comm.objects:sys", {}]},
+        {"record": ["hybridpar.comm.objects:Path", {}]},
+        {"record": ["hybridpar.cli:main", {}]},
+        {"record": ["hybridpar.not_imported_yet:X", {}]},
+        {"enum": ["hybridpar.config.pipeline:PipelineConfig", 1]},
+        {"record": ["hybridpar.config.pipeline:PipelineConfig", {"no_such_field": 1}]},
+        {"unknown": 1},
+        {},
+        {"tuple": 1},
+        {"dict": [[1]]},
+        {"a": 1, "b": 2},
+        {"bytes": "?"},
+    ],
+    ids=str,
+)
 def test_crafted_bytes_run_nothing(content: Any) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  # of several kinds
         from_bytes(json.dumps(content).encode())
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80\x04.", b"{", b"[" * 100_000, b"\xff"], ids=lambda data: repr(data[:4]))
+@pytest.mark.parametrize(
+    "data", [b"", b"\x80\x04.", b"{", b"[" * 100_000, b"\xff"], ids=lambda data: repr(data[:4])
+)
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         from_bytes(data)

@@ -14,9 +14,11 @@ from hybridpar.grid import Axis, ProcessGrid
 
 
 def ring(device: str, computes_on: str = "cpu") -> None:
-    """`device`: what the grid believes; on Gloo, other than the CPU means through host memory, wherever tensors are."""
+    """`device`: what the grid believes; on Gloo, other than the CPU means through host memory,
+    wherever tensors are."""
     axis = ProcessGrid(pp=3, device_type=device).pp
-    right, left = (axis.rank + 1) % 3, (axis.rank - 1) % 3
+    right = (axis.rank + 1) % 3
+    left = (axis.rank - 1) % 3
     with torch.device(computes_on):
         buffers = [torch.full((2, 3), torch.nan) for _ in range(3)]
         receives = [irecv(b, left, axis) for b in buffers]
@@ -40,9 +42,12 @@ def ring(device: str, computes_on: str = "cpu") -> None:
 def directions(device: str) -> None:
     """The reverse axis is a line of its own, and so is each axis again."""
     grid = ProcessGrid(pp=2, device_type=device)
-    other, axes = 1 - grid.pp.rank, (grid.pp, grid.again("pp"))
+    other = 1 - grid.pp.rank
+    axes = (grid.pp, grid.again("pp"))
     assert axes[1].group is not axes[0].group
-    sends = [isend(torch.tensor([float(i), grid.pp.rank]), other, axis) for i, axis in enumerate(axes)]
+    sends = [
+        isend(torch.tensor([float(i), grid.pp.rank]), other, axis) for i, axis in enumerate(axes)
+    ]
     got = [torch.empty(2) for _ in axes]
     for i in (1, 0):
         irecv(got[i], other, axes[i]).wait()

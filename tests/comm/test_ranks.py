@@ -32,14 +32,18 @@ def fail(how: str) -> None:
     dist.all_reduce(torch.zeros(1))  # which rank 1 never joins
 
 
-@pytest.mark.parametrize(("how", "says"), [("raise", "ValueError: no such luck"), ("exit", "the process ended")])
+@pytest.mark.parametrize(
+    ("how", "says"), [("raise", "ValueError: no such luck"), ("exit", "the process ended")]
+)
 def test_the_rank_that_failed_is_named_and_the_others_are_ended(how: str, says: str) -> None:
     """Long before the collective's time is over, which is longer than pytest's."""
     with pytest.raises(HybridparError, match=rf"(?s)rank 1 of 3 failed:\n.*{says}"):
         run_on_ranks(fail, 3, how, timeout_s=600.0)
 
 
-def test_ranks_over_nccl_start_with_a_hardware_queue_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_over_nccl_start_with_a_hardware_queue_for_each_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As `hybridpar train` has it; CUDA reads the number when a rank sets it up."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     seen = []

@@ -1,4 +1,5 @@
-"""Megatron Core's cross-entropy beside torch's: `python -m conformance.megatron_loss` prints what each case found."""
+"""Megatron Core's cross-entropy beside torch's: `python -m conformance.megatron_loss` prints what
+each case found."""
 
 from __future__ import annotations
 
@@ -27,9 +28,12 @@ def megatron_loss(plain: Any, group: dist.ProcessGroup) -> Built:
     head.bias = nn.Parameter(head.bias[start:stop].detach().clone())
 
     def forward(plain: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits, valid = head(wrong.Sum.apply(x, False, True)), labels >= 0
+        logits = head(wrong.Sum.apply(x, False, True))
+        valid = labels >= 0
         with torch.compiler.set_stance("force_eager"):  # a fork may not compile
-            losses = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.clamp_min(0), plain.smoothing_given)
+            losses = tensor_parallel.vocab_parallel_cross_entropy(
+                logits, labels.clamp_min(0), plain.smoothing_given
+            )
         return (losses * valid).sum() / valid.sum()
 
     return Built(wrong.Of(plain, forward), layout=lambda name, parameter: Layout(0))
@@ -50,5 +54,7 @@ def even_labels() -> tuple[torch.Tensor, ...]:
 if __name__ == "__main__":
     for smoothing in (0.0, 0.1):
         case = Case(partial(megatron_plain, smoothing), even_labels, "", "7452 (1)")
-        for result in conform({f"{smoothing}": megatron_loss}, [1, 2], cases={f"{smoothing}": case}, tolerance=1e-5):
+        for result in conform(
+            {f"{smoothing}": megatron_loss}, [1, 2], cases={f"{smoothing}": case}, tolerance=1e-5
+        ):
             print(result)

@@ -1,4 +1,5 @@
-"""Modules with the bugs of the catalogue, as frameworks have had them: plain torch, without a layer of ours."""
+"""Modules with the bugs of the catalogue, as frameworks have had them: plain torch, without a layer
+of ours."""
 
 from __future__ import annotations
 
@@ -54,9 +55,12 @@ class Mlp(nn.Module):
 
     def __init__(self, plain: Any, wrong: str = ""):
         super().__init__()
-        size, rank = dist.get_world_size(), dist.get_rank()
+        size = dist.get_world_size()
+        rank = dist.get_rank()
         start, stop = split_ranges(plain.up.out_features, size)[rank]
-        self.up, self.down, self.wrong = plain.up, plain.down, wrong
+        self.up = plain.up
+        self.down = plain.down
+        self.wrong = wrong
         self.up.weight = nn.Parameter(plain.up.weight[start:stop].detach().clone())
         self.up.bias = nn.Parameter(plain.up.bias[start:stop].detach().clone())
         self.down.weight = nn.Parameter(plain.down.weight[:, start:stop].detach().clone())
@@ -89,6 +93,7 @@ def mlp(wrong: str) -> Factory:
 
 def block(wrong: str) -> Factory:
     """The norm of all gradients counts what all hold once a rank, or leaves one parameter out."""
+
     def factory(plain: nn.Module, group: dist.ProcessGroup) -> Built:
         module = Block(plain)
 
@@ -96,7 +101,11 @@ def block(wrong: str) -> Factory:
             total = torch.zeros((), dtype=torch.float64)
             for name, parameter in module.named_parameters():
                 assert parameter.grad is not None
-                if layout(name, parameter).dim is not None or wrong == "twice" or dist.get_rank() == 0:
+                if (
+                    layout(name, parameter).dim is not None
+                    or wrong == "twice"
+                    or dist.get_rank() == 0
+                ):
                     total += 0 if wrong == name else parameter.grad.square().sum()
             dist.all_reduce(total)
             return total.sqrt()
@@ -119,7 +128,8 @@ class Of(nn.Module):
 
     def __init__(self, plain: nn.Module, forward: Callable[..., Tensor]):
         super().__init__()
-        self.inner, self.call = plain, forward
+        self.inner = plain
+        self.call = forward
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.call(self.inner, *inputs)
@@ -143,7 +153,9 @@ def _summed(plain: nn.Module, mean: bool = False) -> Callable[[], None]:
 
 
 def of(forward: Callable[..., Tensor], finish: bool = False, mean: bool = False) -> Factory:
-    return lambda plain, group: Built(Of(plain, forward), _summed(plain, mean) if finish else lambda: None)
+    return lambda plain, group: Built(
+        Of(plain, forward), _summed(plain, mean) if finish else lambda: None
+    )
 
 
 def padded(plain: Any, x: Tensor, labels: Tensor) -> Tensor:
@@ -161,14 +173,23 @@ def gathered(plain: Any, x: Tensor, labels: Tensor) -> Tensor:
 
 def smoothed(plain: Any, x: Tensor, labels: Tensor) -> Tensor:
     """The smoothing is over this rank's share of the vocabulary."""
-    logits, valid = plain.head(x), labels >= 0
-    (start, stop), logs = split_ranges(VOCAB, dist.get_world_size())[dist.get_rank()], logits.log_softmax(-1)
-    losses = 0.9 * -logs.gather(1, labels.clamp_min(0)[:, None])[:, 0] - 0.1 * logs[:, start:stop].mean(-1)
+    logits = plain.head(x)
+    valid = labels >= 0
+    (start, stop), logs = (
+        split_ranges(VOCAB, dist.get_world_size())[dist.get_rank()],
+        logits.log_softmax(-1),
+    )
+    losses = 0.9 * -logs.gather(1, labels.clamp_min(0)[:, None])[:, 0] - 0.1 * logs[
+        :, start:stop
+    ].mean(-1)
     return (losses * valid).sum() / valid.sum()
 
 
 def mean_of_means(plain: Any, x: Tensor, labels: Tensor) -> Tensor:
-    return Sum.apply(functional.cross_entropy(plain.head(x), labels), True, False) / dist.get_world_size()
+    return (
+        Sum.apply(functional.cross_entropy(plain.head(x), labels), True, False)
+        / dist.get_world_size()
+    )
 
 
 def edge(plain: Any, ids: Tensor) -> Tensor:
@@ -181,7 +202,10 @@ def edge(plain: Any, ids: Tensor) -> Tensor:
 class Untied(nn.Module):
     def __init__(self, plain: Any):
         super().__init__()
-        self.embedding, self.head = plain.embedding, nn.Linear(8, VOCAB, bias=False, dtype=torch.float64)
+        self.embedding, self.head = (
+            plain.embedding,
+            nn.Linear(8, VOCAB, bias=False, dtype=torch.float64),
+        )
         self.head.weight = nn.Parameter(plain.embedding.weight.detach().clone())
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -194,23 +218,42 @@ class Heads(nn.Module):
     def __init__(self, plain: Any, wrong: str = ""):
         super().__init__()
         heads = HeadLayout(HIDDEN, HEADS, plain.groups, dist.get_world_size())
-        self.rows, columns = (shard.index(dist.get_rank()) for shard in (heads.qkv_shard(), heads.out_shard()))
+        self.rows, columns = (
+            shard.index(dist.get_rank()) for shard in (heads.qkv_shard(), heads.out_shard())
+        )
         self.queries = list(heads.group_heads(dist.get_rank()).values())
-        self.qkv, self.out, self.columns, self.wrong = plain.qkv, plain.out, columns, wrong
+        self.qkv = plain.qkv
+        self.out = plain.out
+        self.columns = columns
+        self.wrong = wrong
         for parameters, name in ((self.qkv, "weight"), (self.qkv, "bias")):
-            setattr(parameters, name, nn.Parameter(getattr(parameters, name)[self.rows].detach().clone()))
+            setattr(
+                parameters,
+                name,
+                nn.Parameter(getattr(parameters, name)[self.rows].detach().clone()),
+            )
         self.out.weight = nn.Parameter(plain.out.weight[:, columns].detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        slots = self.qkv(Sum.apply(x, False, True)).unflatten(1, (-1, HIDDEN // HEADS)).transpose(0, 1)
-        outs, at = [], 0
+        slots = (
+            self.qkv(Sum.apply(x, False, True)).unflatten(1, (-1, HIDDEN // HEADS)).transpose(0, 1)
+        )
+        outs = []
+        at = 0
         for start, stop in self.queries:
             each = stop - start
-            q, k, v = slots[at : at + each], slots[at + each], slots[at + each + 1]
+            q = slots[at : at + each]
+            k = slots[at + each]
+            v = slots[at + each + 1]
             k = slots[-2] if self.wrong == "key" else k
-            scale = (HIDDEN / HEADS) ** -0.5 / (dist.get_world_size() if self.wrong == "scale" else 1)
-            outs.append(functional.scaled_dot_product_attention(
-                q, k.expand_as(q), v.expand_as(q), is_causal=self.wrong != "mask", scale=scale))
+            scale = (HIDDEN / HEADS) ** -0.5 / (
+                dist.get_world_size() if self.wrong == "scale" else 1
+            )
+            outs.append(
+                functional.scaled_dot_product_attention(
+                    q, k.expand_as(q), v.expand_as(q), is_causal=self.wrong != "mask", scale=scale
+                )
+            )
             at += each + 2
         y = torch.cat(outs).transpose(0, 1).flatten(1)
         return Sum.apply(functional.linear(y, self.out.weight), True, False) + self.out.bias
@@ -218,12 +261,20 @@ class Heads(nn.Module):
     def finish(self) -> None:
         """Sums gradients of rows that several ranks hold."""
         for parameter in () if self.wrong == "shared" else self.qkv.parameters():
-            total = torch.zeros(HIDDEN // HEADS * (HEADS + 2 * GROUPS), *parameter.shape[1:], dtype=torch.float64)
+            total = torch.zeros(
+                HIDDEN // HEADS * (HEADS + 2 * GROUPS), *parameter.shape[1:], dtype=torch.float64
+            )
             dist.all_reduce(total.index_add_(0, self.rows, parameter.grad))
             parameter.grad = total[self.rows]
 
     def layout(self, name: str, parameter: nn.Parameter) -> Layout:
-        return Layout(0, self.rows) if "qkv" in name else Layout(1, self.columns) if "weight" in name else Layout()
+        return (
+            Layout(0, self.rows)
+            if "qkv" in name
+            else Layout(1, self.columns)
+            if "weight" in name
+            else Layout()
+        )
 
 
 def heads(wrong: str, grouped: bool = False) -> Factory:
@@ -237,11 +288,14 @@ def heads(wrong: str, grouped: bool = False) -> Factory:
 def _spread(x: Tensor, backward: bool = True) -> Tensor:
     """All rows, of those that each rank has."""
     start, stop = split_ranges(ROWS, dist.get_world_size())[dist.get_rank()]
-    return Sum.apply(functional.pad(x.transpose(0, -1), (start, ROWS - stop)).transpose(0, -1), True, backward)
+    return Sum.apply(
+        functional.pad(x.transpose(0, -1), (start, ROWS - stop)).transpose(0, -1), True, backward
+    )
 
 
 def rows_attention(wrong: str) -> Factory:
     """Keys and values come from all ranks, as around a ring."""
+
     def attention(plain: Any, x: Tensor, documents: Tensor | None = None) -> Tensor:
         start, stop = split_ranges(ROWS, dist.get_world_size())[dist.get_rank()]
         q, _, _ = heads_of(plain.qkv(x), HEADS)
@@ -258,6 +312,7 @@ def rows_attention(wrong: str) -> Factory:
 
 def experts(wrong: str) -> Factory:
     """A rank has its share of the experts, to which the rows of all ranks come."""
+
     def factory(plain: Any, group: dist.ProcessGroup) -> Built:
         start, stop = split_ranges(ROWS, group.size())[group.rank()]
         mine = slice(*split_ranges(EXPERTS, group.size())[group.rank()])
@@ -277,16 +332,24 @@ def experts(wrong: str) -> Factory:
                 return own
             total = Sum.apply(own.square().sum() / (ROWS * HIDDEN), True, False)
             if wrong == "own rows":
-                share, chosen = share[start:stop], chosen[start:stop]
+                share = share[start:stop]
+                chosen = chosen[start:stop]
             loss = balance(share.detach() if wrong == "no gradient" else share, chosen)
-            return total + 0.1 * loss if wrong == "each" else total + 0.1 * (loss / group.size() + (
-                loss - loss / group.size()).detach())
+            return (
+                total + 0.1 * loss
+                if wrong == "each"
+                else total + 0.1 * (loss / group.size() + (loss - loss / group.size()).detach())
+            )
 
         def finish() -> None:
             if wrong != "router":
                 dist.all_reduce(plain.router.weight.grad)
 
-        return Built(Of(plain, forward), finish, layout=lambda name, _: Layout(None if "router" in name else 0))
+        return Built(
+            Of(plain, forward),
+            finish,
+            layout=lambda name, _: Layout(None if "router" in name else 0),
+        )
 
     return factory
 

@@ -1,4 +1,5 @@
-"""Makes the benchmarks importable; last in the path, so that the package under test stays the installed one."""
+"""Makes the benchmarks importable; last in the path, so that the package under test stays the
+installed one."""
 
 import sys
 from pathlib import Path

@@ -37,7 +37,8 @@ def test_worth_inverts_the_budget_curve() -> None:
     for share, loss in budgets.items():
         assert worth(loss, budgets) == pytest.approx(share)
     assert worth(0.025, budgets) == pytest.approx(math.sqrt(0.9))  # half way in the logarithm
-    beyond, better = worth(0.19, budgets), worth(-0.05, budgets)
+    beyond = worth(0.19, budgets)
+    better = worth(-0.05, budgets)
     assert beyond == pytest.approx(0.8 * 0.8 / 0.9)
     assert better == pytest.approx(1 / 0.9)
     assert worth(0.1, {1.0: 0.0}) is None
@@ -51,7 +52,8 @@ def test_gap_text() -> None:
 
 
 def test_runs_of_a_seed_must_have_begun_alike() -> None:
-    alike, other = made("sync", 1, 3.0), made("2bw", 1, 3.1)
+    alike = made("sync", 1, 3.0)
+    other = made("2bw", 1, 3.1)
     assert by_variant([alike, other]) == {"sync": {1: alike}, "2bw": {1: other}}
     elsewhere = replace(other, val_loss=[(0, 5.1), (20, 3.0)])
     with pytest.raises(ValueError, match="2bw begins with validation loss"):

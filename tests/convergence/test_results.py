@@ -23,13 +23,19 @@ def test_harvest() -> None:
     assert result.final_val_loss == 3.0
     assert result.val_loss == [(0, 5.0), (10, 4.0), (20, 3.0)]
     assert result.train_loss == [(10, 4.45), (20, 3.45)]
-    assert (result.seconds, result.tokens, result.eval_tokens) == (10.0, 20 * 4 * 4 * 128, 4 * 4 * 4 * 128)
+    assert (result.seconds, result.tokens, result.eval_tokens) == (
+        10.0,
+        20 * 4 * 4 * 128,
+        4 * 4 * 4 * 128,
+    )
 
 
 LAST_IS_NAN = [*metrics_lines()[:-1], {"step": 20, "val_loss": None}]
 
 
-@pytest.mark.parametrize("rows", [metrics_lines()[:-2], metrics_lines(19), metrics_lines()[:-1], LAST_IS_NAN, []])
+@pytest.mark.parametrize(
+    "rows", [metrics_lines()[:-2], metrics_lines(19), metrics_lines()[:-1], LAST_IS_NAN, []]
+)
 def test_a_run_that_is_not_complete_is_no_result(rows: list[dict[str, Any]]) -> None:
     with pytest.raises(ValueError, match="sync"):
         results.harvest(rows, CONFIG, {}, {}, "sync")
@@ -57,6 +63,8 @@ def test_other_files_are_refused_by_name(tmp_path: Path, text: str) -> None:
 
 def test_a_result_is_of_its_configuration_whatever_the_folders() -> None:
     result = harvested()
-    assert results.is_of(result, replace(CONFIG, train=replace(CONFIG.train, threads=3, save_interval=7)))
+    assert results.is_of(
+        result, replace(CONFIG, train=replace(CONFIG.train, threads=3, save_interval=7))
+    )
     assert not results.is_of(result, replace(CONFIG, train=replace(CONFIG.train, seed=5)))
     assert not results.is_of(replace(result, config={"model": {"no_such": 1}}), CONFIG)

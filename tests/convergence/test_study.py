@@ -30,7 +30,9 @@ def test_all_but_the_budgets_train_on_equal_tokens(model: str) -> None:
         batch = config.train.micro_batch_size * config.pipeline.num_microbatches
         tokens[name] = (batch, config.train.num_steps / base.train.num_steps)
     assert {name: value for name, value in tokens.items() if value != (32, 1.0)} == {
-        "muon-sync-80": (32, 0.8), "muon-sync-90": (32, 0.9)}
+        "muon-sync-80": (32, 0.8),
+        "muon-sync-90": (32, 0.9),
+    }
 
 
 def test_a_rate_keeps_its_floor_at_a_tenth() -> None:

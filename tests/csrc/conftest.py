@@ -14,15 +14,27 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hybridpar" / "compiled_by_tests"
+CACHE = (
+    Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    / "hybridpar"
+    / "compiled_by_tests"
+)
 
 
 def made_of() -> str:
-    """Of all that compiled code follows from: sources, how they are compiled, compilers, torch, Python."""
-    digest = hashlib.sha256(repr((torch.__version__, torch.__file__, sys.version, os.environ.get("CXX"))).encode())
+    """Of all that compiled code follows from: sources, how they are compiled, compilers, torch,
+    Python."""
+    digest = hashlib.sha256(
+        repr((torch.__version__, torch.__file__, sys.version, os.environ.get("CXX"))).encode()
+    )
     sources = [*ROOT.glob("csrc/**/*"), *ROOT.glob("tests/csrc/**/*"), ROOT / "setup.py"]
-    tools = [os.path.realpath(shutil.which(tool) or tool) for tool in (os.environ.get("CXX", "c++"), "nvcc")]
-    for path in sorted(path for path in sources if path.suffix in (".c", ".cpp", ".cu", ".cuh", ".h", ".py")):
+    tools = [
+        os.path.realpath(shutil.which(tool) or tool)
+        for tool in (os.environ.get("CXX", "c++"), "nvcc")
+    ]
+    for path in sorted(
+        path for path in sources if path.suffix in (".c", ".cpp", ".cu", ".cuh", ".h", ".py")
+    ):
         digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     for tool in tools:
         digest.update(repr((tool, os.path.exists(tool) and os.stat(tool).st_mtime_ns)).encode())
@@ -31,7 +43,8 @@ def made_of() -> str:
 
 @pytest.fixture(scope="session")
 def built_once() -> Callable[[str, Callable[[Path], None]], Path]:
-    """The folder of a name, which the first to ask for it fills; of the same sources only once on a machine."""
+    """The folder of a name, which the first to ask for it fills; of the same sources only once on a
+    machine."""
     key = made_of()
 
     def folder_of(name: str, fill: Callable[[Path], None]) -> Path:

@@ -1,5 +1,6 @@
-"""Without a GPU: the CUDA operators compile for A100, H100 and RTX 5090, without spills, and load in a torch without
-CUDA. Newer GPUs than those of the default list, such as a B200, get code that they can compile.
+"""Without a GPU: the CUDA operators compile for A100, H100 and RTX 5090, without spills, and load
+in a torch without CUDA. Newer GPUs than those of the default list, such as a B200, get code that
+they can compile.
 
 Prints what registers and shared memory each kernel takes.
 """
@@ -62,28 +63,53 @@ def built(built_once) -> tuple[Path, str]:
 
 
 def build(folder: Path) -> None:
-    env = {**os.environ, "HYBRIDPAR_BUILD": "cuda", "HYBRIDPAR_CUDA_ARCHS": ";".join(ARCHITECTURES),
-           "NVCC_APPEND_FLAGS": "-Xptxas=-v,-warn-spills,--warning-as-error"}
-    command = [sys.executable, "-c", ONLY_CUDA, "build_ext", "-b", folder / "lib", "-t", folder / "objects"]
-    run = subprocess.run(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    env = {
+        **os.environ,
+        "HYBRIDPAR_BUILD": "cuda",
+        "HYBRIDPAR_CUDA_ARCHS": ";".join(ARCHITECTURES),
+        "NVCC_APPEND_FLAGS": "-Xptxas=-v,-warn-spills,--warning-as-error",
+    }
+    command = [
+        sys.executable,
+        "-c",
+        ONLY_CUDA,
+        "build_ext",
+        "-b",
+        folder / "lib",
+        "-t",
+        folder / "objects",
+    ]
+    run = subprocess.run(
+        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     assert run.returncode == 0, run.stdout[-5000:]
     (folder / "log").write_text(run.stdout)
 
 
 def test_compiles_without_spills(built, record_property):
     found = re.findall(
-        r"Compiling entry function '(\w+)' for 'sm_(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
-        r"(\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)", built[1], re.DOTALL)
+        r"Compiling entry function '(\w+)' for 'sm_(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes "
+        r"spill stores, "
+        r"(\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)",
+        built[1],
+        re.DOTALL,
+    )
     names = demangled([name for name, *_ in found])
     assert {architecture for _, architecture, *_ in found} == set(ARCHITECTURES)
     for source in [*(ROOT / "csrc").rglob("*.cu"), *(ROOT / "csrc").rglob("*.cuh")]:
         text = source.read_text()
         kernels = re.findall(r"__global__ .*?(\w+_kernel)\(", text)
-        assert len(kernels) == text.count("__global__"), f"{source}: a kernel's name ends with _kernel, in its line"
+        assert len(kernels) == text.count("__global__"), (
+            f"{source}: a kernel's name ends with _kernel, in its line"
+        )
         for kernel in kernels:
             found_in = sum(kernel in name for name in names)
-            assert found_in >= 4 * len(ARCHITECTURES), f"{kernel}: for 4 types, or uses, and each architecture"
-    for name, (_, architecture, stack, stores, loads, registers, rest) in sorted(zip(names, found, strict=True)):
+            assert found_in >= 4 * len(ARCHITECTURES), (
+                f"{kernel}: for 4 types, or uses, and each architecture"
+            )
+    for name, (_, architecture, stack, stores, loads, registers, rest) in sorted(
+        zip(names, found, strict=True)
+    ):
         shared = re.search(r"(\d+) bytes smem", rest)
         used = {"registers": int(registers), "shared": int(shared[1]) if shared else 0}
         record_property(f"sm_{architecture} {name}", used)
@@ -93,45 +119,72 @@ def test_compiles_without_spills(built, record_property):
 
 @pytest.mark.parametrize("newer", ["100", "120"])
 def test_newer_gpus_compile_what_the_default_has(built, newer, tmp_path):
-    """As their driver does when it loads the extension, for which a build has PTX of the GPUs that it is for."""
+    """As their driver does when it loads the extension, for which a build has PTX of the GPUs that
+    it is for."""
     tools = Path(os.path.realpath(NVCC)).parent, triton_tools()
-    cuobjdump, ptxas = (next((folder / name for folder in tools if (folder / name).exists()), None)
-                        for name in ("cuobjdump", "ptxas"))
+    cuobjdump, ptxas = (
+        next((folder / name for folder in tools if (folder / name).exists()), None)
+        for name in ("cuobjdump", "ptxas")
+    )
     if cuobjdump is None or ptxas is None:
         pytest.skip("needs cuobjdump, which comes with CUDA and with triton, and ptxas")
     (library,) = built[0].glob("_C_cuda*.so")
-    subprocess.run([cuobjdump, "-xptx", "all", library], cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(
+        [cuobjdump, "-xptx", "all", library], cwd=tmp_path, check=True, capture_output=True
+    )
     texts = {path: path.read_text() for path in tmp_path.glob("*.ptx")}
-    by_target = {target: [path for path, text in texts.items() if f".target sm_{target}\n" in text]
-                 for target in ("80", "90")}
+    by_target = {
+        target: [path for path, text in texts.items() if f".target sm_{target}\n" in text]
+        for target in ("80", "90")
+    }
     assert all(by_target.values()), f"PTX of {by_target}"
     kernels = set()
     for path in by_target["90"]:
-        run = subprocess.run([ptxas, f"-arch=sm_{newer}", "-warn-spills", "-v", path, "-o", tmp_path / "code"],
-                             capture_output=True, text=True)
+        run = subprocess.run(
+            [ptxas, f"-arch=sm_{newer}", "-warn-spills", "-v", path, "-o", tmp_path / "code"],
+            capture_output=True,
+            text=True,
+        )
         assert run.returncode == 0, run.stderr
         assert "spilled" not in run.stderr.lower(), run.stderr
         kernels |= set(re.findall(r"Compiling entry function '(\w+)'", run.stderr))
-    assert {name for name in ("rotary_kernel", "cross_entropy_kernel", "cross_entropy_backward_kernel")
-            if not any(name in kernel for kernel in kernels)} == set()
+    assert {
+        name
+        for name in ("rotary_kernel", "cross_entropy_kernel", "cross_entropy_backward_kernel")
+        if not any(name in kernel for kernel in kernels)
+    } == set()
 
 
 def triton_tools() -> Path:
     found = importlib.util.find_spec("triton")
-    return Path(found.origin).parent / "backends" / "nvidia" / "bin" if found and found.origin else Path("nowhere")
+    return (
+        Path(found.origin).parent / "backends" / "nvidia" / "bin"
+        if found and found.origin
+        else Path("nowhere")
+    )
 
 
 def demangled(names: list[str]) -> list[str]:
     """'kernel<type, number>', if c++filt is here."""
     if not shutil.which("c++filt"):
         return names
-    text = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
-    return [re.sub(r"hybridpar::|\(anonymous namespace\)::|^void |\(.*\)$", "", line) for line in text.splitlines()]
+    text = subprocess.run(
+        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout
+    return [
+        re.sub(r"hybridpar::|\(anonymous namespace\)::|^void |\(.*\)$", "", line)
+        for line in text.splitlines()
+    ]
 
 
 def test_loads_where_torch_has_no_cuda(built):
-    run = subprocess.run([sys.executable, "-c", LOAD, built[0]], capture_output=True, text=True, cwd=ROOT,
-                         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)})
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD, built[0]],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+    )
     assert run.returncode == 0, run.stderr
     answer = json.loads(run.stdout)
     assert answer["missing"] is None

@@ -1,4 +1,5 @@
-"""The CUDA operators' own code on the CPU: kernels, sizes of grids and blocks, checks, allocation (see emulated/).
+"""The CUDA operators' own code on the CPU: kernels, sizes of grids and blocks, checks, allocation
+(see emulated/).
 
 What this cannot show is how fast they are, and what is undefined rather than wrong.
 """
@@ -21,17 +22,36 @@ from hybridpar import native, ops
 from hybridpar.ops import registry
 
 ROOT = Path(__file__).parents[2]
-CUDA, EMULATED = ROOT / "csrc" / "cuda", ROOT / "tests" / "csrc" / "emulated"
+CUDA = ROOT / "csrc" / "cuda"
+EMULATED = ROOT / "tests" / "csrc" / "emulated"
 pytestmark = [
     pytest.mark.timeout(1200),  # the first test compiles
     pytest.mark.skipif(not CUDA.exists(), reason="runs in a checkout"),
     pytest.mark.skipif(native.missing() is not None, reason=str(native.missing())),
 ]
-COMMON = ["-O1", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-w", f"-I{EMULATED}", f"-I{CUDA}",
-          "-Dhybridpar=hybridpar_emulated"]
-KERNELS = ["-fsanitize=alignment,bounds,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error", "-x", "c++"]
-OPERATORS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-include", "as_cpu.h", "-isystem",
-             str(Path(torch.__file__).parent / "include")]
+COMMON = [
+    "-O1",
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-w",
+    f"-I{EMULATED}",
+    f"-I{CUDA}",
+    "-Dhybridpar=hybridpar_emulated",
+]
+KERNELS = [
+    "-fsanitize=alignment,bounds,integer-divide-by-zero",
+    "-fsanitize-undefined-trap-on-error",
+    "-x",
+    "c++",
+]
+OPERATORS = [
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",
+    "-include",
+    "as_cpu.h",
+    "-isystem",
+    str(Path(torch.__file__).parent / "include"),
+]
 ROWS = [row for row in registry.TABLE if row.name == "cuda" and row.op != "attention"]
 OPS = [row.op for row in ROWS]
 
@@ -42,7 +62,9 @@ def library(built_once) -> Iterator[None]:
     folder = built_once("emulated", build)
     definitions = torch.library.Library("hybridpar_emulated", "DEF")
     for name in native.operators():
-        definitions.define(str(getattr(torch.ops.hybridpar, name).default._schema).removeprefix("hybridpar::"))
+        definitions.define(
+            str(getattr(torch.ops.hybridpar, name).default._schema).removeprefix("hybridpar::")
+        )
     torch.ops.load_library(folder / "emulated.so")
     yield
     definitions._destroy()
@@ -50,8 +72,12 @@ def library(built_once) -> Iterator[None]:
 
 def build(folder: Path) -> None:
     compiler = shlex.split(os.environ.get("CXX", "c++"))
-    operators = [path for path in CUDA.glob("*.cpp") if path.name not in ("attention.cpp", "device.cpp")]
-    jobs = [(*KERNELS, path) for path in CUDA.glob("*.cu") if path.name != "attention_kernels.cu"]  # Hopper's own
+    operators = [
+        path for path in CUDA.glob("*.cpp") if path.name not in ("attention.cpp", "device.cpp")
+    ]
+    jobs = [
+        (*KERNELS, path) for path in CUDA.glob("*.cu") if path.name != "attention_kernels.cu"
+    ]  # Hopper's own
     jobs += [(*OPERATORS, path) for path in [*operators, EMULATED / "device.cpp"]]
 
     def run(arguments: list[object]) -> None:
@@ -66,7 +92,17 @@ def build(folder: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, jobs))
     torch_libraries = Path(torch.__file__).parent / "lib"
-    run(["-shared", "-o", folder / "emulated.so", *objects, f"-L{torch_libraries}", "-ltorch_cpu", "-lc10"])
+    run(
+        [
+            "-shared",
+            "-o",
+            folder / "emulated.so",
+            *objects,
+            f"-L{torch_libraries}",
+            "-ltorch_cpu",
+            "-lc10",
+        ]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -78,9 +114,13 @@ def emulated(library, monkeypatch):
 
 
 CASES = [case for case in backends.CASES if case.op in OPS]
-FAR = Case("rotary", "far", ((2, 19, 3, 32),), lambda x, k: ops.rotary(x, offset=200_000, backend=k))
-TYPED = [*((case, dtype) for case in CASES for dtype in DTYPES),
-         *((FAR, dtype) for dtype in DTYPES[1:])]  # in double an angle of 10^5 has an error of 10^-11, whatever is done
+FAR = Case(
+    "rotary", "far", ((2, 19, 3, 32),), lambda x, k: ops.rotary(x, offset=200_000, backend=k)
+)
+TYPED = [
+    *((case, dtype) for case in CASES for dtype in DTYPES),
+    *((FAR, dtype) for dtype in DTYPES[1:]),
+]  # in double an angle of 10^5 has an error of 10^-11, whatever is done
 
 
 @pytest.mark.parametrize(("case", "dtype"), TYPED, ids=[f"{case}-{dtype}" for case, dtype in TYPED])
@@ -94,9 +134,14 @@ def test_outputs_do_not_depend_on_what_memory_held(case):
 
 
 @pytest.mark.parametrize("with_sum", [False, True])
-@pytest.mark.parametrize(("size", "dtype"), [
-    *((size, dtype) for size in backends.ROWS for dtype in DTYPES),
-    *(("3x9001-8999", dtype) for dtype in DTYPES[:3])], ids=str)  # some of e^12 there, which is beyond float16
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        *((size, dtype) for size in backends.ROWS for dtype in DTYPES),
+        *(("3x9001-8999", dtype) for dtype in DTYPES[:3]),
+    ],
+    ids=str,
+)  # some of e^12 there, which is beyond float16
 def test_cross_entropy_passes(size, with_sum, dtype):
     backends.test_cross_entropy_passes(size, with_sum, dtype, "cpu")
 

@@ -9,9 +9,12 @@ from hybridpar.data.indexed import IndexedDataset, IndexedWriter
 
 @pytest.fixture
 def make_indexed(tmp_path) -> Callable[..., IndexedDataset]:
-    """Writes documents given as the lengths of their sentences; tokens count upwards from `first`."""
+    """Writes documents given as the lengths of their sentences; tokens count upwards from
+    `first`."""
 
-    def make(documents: Sequence[Sequence[int]], first: int = 0, name: str = "made") -> IndexedDataset:
+    def make(
+        documents: Sequence[Sequence[int]], first: int = 0, name: str = "made"
+    ) -> IndexedDataset:
         token = first
         with IndexedWriter(tmp_path / name, "<i4") as writer:
             for sizes in documents:

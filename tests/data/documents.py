@@ -10,12 +10,15 @@ from numpy.typing import ArrayLike
 from hybridpar.data.indexed import IndexedWriter
 
 
-def add_document(writer: IndexedWriter, tokens: ArrayLike, sizes: Sequence[int] | None = None) -> None:
-    """Writes a document. `sizes`: the lengths of its sequences (default: the document is one sequence)."""
+def add_document(
+    writer: IndexedWriter, tokens: ArrayLike, sizes: Sequence[int] | None = None
+) -> None:
+    """Writes a document. `sizes`: the lengths of its sequences (default: the document is one
+    sequence)."""
     ids = np.asarray(tokens)
     start = 0
     for length in [ids.size] if sizes is None else sizes:
-        writer.add(ids[start:start + length])
+        writer.add(ids[start : start + length])
         writer.end_sequence()
         start += length
     writer.end_document()

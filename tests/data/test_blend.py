@@ -12,7 +12,8 @@ class Counted:
     """Samples are their own numbers, plus `first`."""
 
     def __init__(self, length, first=0):
-        self.length, self.first = length, first
+        self.length = length
+        self.first = first
         self.fingerprint = f"{length} {first}"
 
     def __len__(self):
@@ -78,10 +79,18 @@ def test_members_of_equal_size_have_their_own_order():
     assert (samples[members == 0] != samples[members == 1]).sum() > 80
 
 
-@pytest.mark.parametrize(("weights", "expected"), [
-    ((0.7, 0.3), (7, 3)), ((1, 1), (1, 1)), ((0.01, 0.99), (1, 99)), ((1, 1, 1), (3334, 3333, 3333)), ((), (1, 3))])
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ((0.7, 0.3), (7, 3)),
+        ((1, 1), (1, 1)),
+        ((0.01, 0.99), (1, 99)),
+        ((1, 1, 1), (3334, 3333, 3333)),
+        ((), (1, 3)),
+    ],
+)
 def test_weights_become_whole_numbers(weights, expected):
-    lengths = (10, 30, 20)[:len(expected)]
+    lengths = (10, 30, 20)[: len(expected)]
     assert Blend([Counted(n) for n in lengths], weights, seed=0).shares == expected
 
 
@@ -89,7 +98,9 @@ def test_without_weights_the_smallest_still_takes_part():
     assert Blend([Counted(1), Counted(10**6)], seed=0).shares == (1, 4999)
 
 
-@pytest.mark.parametrize("weights", [(1,), (1, 2, 3), (1, 0), (1, -1), (1, float("nan")), (1, float("inf")), (1, 1e-9)])
+@pytest.mark.parametrize(
+    "weights", [(1,), (1, 2, 3), (1, 0), (1, -1), (1, float("nan")), (1, float("inf")), (1, 1e-9)]
+)
 def test_weights_that_cannot_work(weights):
     with pytest.raises(ConfigError, match=r"data\.weights"):
         Blend([Counted(3), Counted(3)], weights, seed=0)
@@ -97,6 +108,13 @@ def test_weights_that_cannot_work(weights):
 
 def test_fingerprint_tells_streams_apart(make_indexed):
     data = GPTDataset(make_indexed([[100]]), 8)
-    prints = {Blend(d, w, seed=s).fingerprint for d, w, s in [
-        ([data], (), 0), ([data], (), 1), ([data, data], (1, 1), 0), ([data, data], (1, 2), 0)]}
+    prints = {
+        Blend(d, w, seed=s).fingerprint
+        for d, w, s in [
+            ([data], (), 0),
+            ([data], (), 1),
+            ([data, data], (1, 1), 0),
+            ([data, data], (1, 2), 0),
+        ]
+    }
     assert len(prints) == 4

@@ -32,7 +32,9 @@ def test_files_folders_patterns_and_json_lines(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.md").write_text("twö", encoding="utf-8")
     (tmp_path / "sub" / "empty.txt").touch()
-    (tmp_path / "sub" / "c.jsonl").write_text('{"text": "three"}\n\n{"text": "", "id": 1}\n{"text": "four"}')
+    (tmp_path / "sub" / "c.jsonl").write_text(
+        '{"text": "three"}\n\n{"text": "", "id": 1}\n{"text": "four"}'
+    )
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0")
     (tmp_path / ".hidden.txt").write_bytes(b"\xff")
     assert sorted(read(tmp_path)) == ["four", "one\r\n", "three", "twö"]
@@ -41,22 +43,31 @@ def test_files_folders_patterns_and_json_lines(tmp_path):
     assert read(tmp_path / "sub" / "c.jsonl", max_bytes=20) == ["three"]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("a.txt", b"ok\nfine\n\xff\xfe", r"a\.txt, line 3 of plain text: byte 0xff is not UTF-8"),
-    ("a.txt", b"caf\xe9", r"line 1 of plain text: byte 0xe9"),
-    ("a.txt", b"ok\n\0\0", r"line 2 of plain text: holds a zero byte"),
-    ("a.txt", b"", "is empty"),
-    ("a.jsonl", b"\n \n", r"a\.jsonl: no text in 1 files \(JSON lines\)"),
-    ("a.jsonl", b'{"text": ""}', r"no text in 1 files \(JSON lines\)"),
-])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"ok\nfine\n\xff\xfe", r"a\.txt, line 3 of plain text: byte 0xff is not UTF-8"),
+        ("a.txt", b"caf\xe9", r"line 1 of plain text: byte 0xe9"),
+        ("a.txt", b"ok\n\0\0", r"line 2 of plain text: holds a zero byte"),
+        ("a.txt", b"", "is empty"),
+        ("a.jsonl", b"\n \n", r"a\.jsonl: no text in 1 files \(JSON lines\)"),
+        ("a.jsonl", b'{"text": ""}', r"no text in 1 files \(JSON lines\)"),
+    ],
+)
 def test_unreadable_text_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         read(tmp_path / name)
 
 
-@pytest.mark.parametrize(("source", "message"), [
-    ("nothing-here", "does not exist"), ("*.nothing", "matches no file"), (".", "holds no files ending in .txt")])
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nothing-here", "does not exist"),
+        ("*.nothing", "matches no file"),
+        (".", "holds no files ending in .txt"),
+    ],
+)
 def test_sources_without_files(tmp_path, monkeypatch, source, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=message):
@@ -82,26 +93,58 @@ def test_key_changes_with_the_files(tmp_path):
     assert first != corpus_key(corpus_files([tmp_path]))
 
 
-@pytest.mark.parametrize(("name", "content", "says"), [
-    ("a.txt", b"", "a.txt: is empty; name a file or a folder with text in it, or stdlib"),
-    ("a.txt", b"fine\ncaf\xe9\n", "line 2 of plain text: byte 0xe9 is not UTF-8 (column 4); corpora are UTF-8 text"),
-    ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', "line 2 of JSON lines: is not JSON (Expecting ',' delimiter, at "),
-    ("a.json", b'[{"text": "a"},\n {"text": }]', "element 2 of JSON: is not JSON (Expecting value, at line 2, col"),
-    ("a.json", b'[{"text": "a"},' + b"\n" * 2**21 + b'{"text": }]', "at line 2097153, column 10)"),
-])
-def test_damage_is_named_with_its_place(name: str, content: bytes, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.txt", b"", "a.txt: is empty; name a file or a folder with text in it, or stdlib"),
+        (
+            "a.txt",
+            b"fine\ncaf\xe9\n",
+            "line 2 of plain text: byte 0xe9 is not UTF-8 (column 4); corpora are UTF-8 text",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "b"\n',
+            "line 2 of JSON lines: is not JSON (Expecting ',' delimiter, at ",
+        ),
+        (
+            "a.json",
+            b'[{"text": "a"},\n {"text": }]',
+            "element 2 of JSON: is not JSON (Expecting value, at line 2, col",
+        ),
+        (
+            "a.json",
+            b'[{"text": "a"},' + b"\n" * 2**21 + b'{"text": }]',
+            "at line 2097153, column 10)",
+        ),
+    ],
+)
+def test_damage_is_named_with_its_place(
+    name: str, content: bytes, says: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
         list(read_parts(corpus_files([tmp_path / name])))
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize(("source", "says"), [
-    ("txt.a", "name a file or a folder with text in it, or stdlib"), ("folder/B.TXT", "try folder/b.txt"),
-    ("foldr/b.txt", "try folder/b.txt"), ("stdlb", "try stdlib"), ("-", "is no regular file; a corpus is read more"),
-    ("/dev/null", "is no regular file; a corpus is read more than once, so save the text in a file")])
-def test_a_source_that_is_none_names_one_that_is(source: str, says: str, tmp_path: Path,
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("txt.a", "name a file or a folder with text in it, or stdlib"),
+        ("folder/B.TXT", "try folder/b.txt"),
+        ("foldr/b.txt", "try folder/b.txt"),
+        ("stdlb", "try stdlib"),
+        ("-", "is no regular file; a corpus is read more"),
+        (
+            "/dev/null",
+            "is no regular file; a corpus is read more than once, so save the text in a file",
+        ),
+    ],
+)
+def test_a_source_that_is_none_names_one_that_is(
+    source: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "b.txt").write_text("text")
     monkeypatch.chdir(tmp_path)

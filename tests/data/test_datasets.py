@@ -14,14 +14,25 @@ MODEL = {"vocab_size": 400, "seq_length": 32}
 @pytest.fixture
 def texts(tmp_path):
     for name in ("one", "two"):
-        lines = [f"The {name} text, number {i}.\nIt has\nfour lines.\n{'Long! ' * (i % 9)}" for i in range(60)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in lines))
+        lines = [
+            f"The {name} text, number {i}.\nIt has\nfour lines.\n{'Long! ' * (i % 9)}"
+            for i in range(60)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text(
+            "\n".join(json.dumps({"text": text}) for text in lines)
+        )
     return tuple(str(tmp_path / f"{name}.jsonl") for name in ("one", "two"))
 
 
 @pytest.mark.parametrize(("kind", "dataset"), [("gpt", GPTDataset), ("bert", BertDataset)])
 def test_text_without_weights_is_one_corpus(texts, tmp_path, kind, dataset):
-    data = open_data(ModelConfig(kind=kind, **MODEL), DataConfig(texts, split=0.1), tmp_path / "c", seed=1, quiet=True)
+    data = open_data(
+        ModelConfig(kind=kind, **MODEL),
+        DataConfig(texts, split=0.1),
+        tmp_path / "c",
+        seed=1,
+        quiet=True,
+    )
     assert len(data.prepared) == len(data.train.datasets) == 1
     assert data.prepared[0].num_documents == 120
     assert isinstance(data.train.datasets[0], dataset)
@@ -43,10 +54,18 @@ def test_prepared_corpora_can_be_named(texts, tmp_path):
     first = open_data(ModelConfig(**MODEL), config, tmp_path / "c", seed=1, quiet=True)
     assert not first.valid
     for name in (str(first.prepared[0].prefix), f"{first.prepared[0].prefix}.bin"):
-        again = open_data(ModelConfig(**MODEL), DataConfig((name,), split=0), tmp_path / "d", seed=1, quiet=True)
+        again = open_data(
+            ModelConfig(**MODEL), DataConfig((name,), split=0), tmp_path / "d", seed=1, quiet=True
+        )
         assert again.train.fingerprint == first.train.fingerprint
         assert again.tokenizer is None or again.tokenizer.fingerprint == first.tokenizer.fingerprint
-    mixed = open_data(ModelConfig(**MODEL), DataConfig((name, texts[1]), split=0), tmp_path / "d", seed=1, quiet=True)
+    mixed = open_data(
+        ModelConfig(**MODEL),
+        DataConfig((name, texts[1]), split=0),
+        tmp_path / "d",
+        seed=1,
+        quiet=True,
+    )
     assert len(mixed.train.datasets) == 2
     assert mixed.tokenizer.fingerprint == first.tokenizer.fingerprint
 
@@ -63,10 +82,19 @@ def test_a_validation_corpus_of_its_own(texts, tmp_path):
     assert data.tokenizer.fingerprint == whole.tokenizer.fingerprint
     held_out = data.valid[""].datasets[0].batch(np.arange(3), np.zeros(3, np.int64))["tokens"]
     assert "two text" in data.tokenizer.decode(held_out.reshape(-1))
-    again = opened(texts[:1], valid_corpus=texts[1:]).valid[""].datasets[0].batch(np.arange(3), np.full(3, 7))["tokens"]
+    again = (
+        opened(texts[:1], valid_corpus=texts[1:])
+        .valid[""]
+        .datasets[0]
+        .batch(np.arange(3), np.full(3, 7))["tokens"]
+    )
     np.testing.assert_array_equal(again, held_out)  # at every evaluation
-    weighted = opened(texts, weights=(3.0, 1.0), valid_corpus=(str(data.prepared[0].prefix), __file__),
-                      tokenizer=str(data.prepared[0].tokenizer_path))
+    weighted = opened(
+        texts,
+        weights=(3.0, 1.0),
+        valid_corpus=(str(data.prepared[0].prefix), __file__),
+        tokenizer=str(data.prepared[0].tokenizer_path),
+    )
     assert weighted.train.shares == (3, 1)
     assert len(weighted.valid[""].datasets) == 2
 
@@ -83,27 +111,43 @@ def test_files_of_megatron(theirs, tmp_path):
     assert data.tokenizer is None
     assert len(data.train.datasets[0]) == 7
     with pytest.raises(ConfigError, match=r"data\.tokenizer = '': is needed: BERT"):
-        open_data(ModelConfig(kind="bert", **MODEL), DataConfig((theirs,), split=0.2), tmp_path, seed=1)
+        open_data(
+            ModelConfig(kind="bert", **MODEL), DataConfig((theirs,), split=0.2), tmp_path, seed=1
+        )
     with pytest.raises(ConfigError, match=r"vocab_size = 299"):
-        open_data(ModelConfig(vocab_size=299, seq_length=32), DataConfig((theirs,), split=0), tmp_path, seed=1)
+        open_data(
+            ModelConfig(vocab_size=299, seq_length=32),
+            DataConfig((theirs,), split=0),
+            tmp_path,
+            seed=1,
+        )
 
 
 def test_what_does_not_go_together(texts, theirs, tmp_path):
     def opened(kind="gpt", corpus=texts, split=0.1, **options):
         config = DataConfig(corpus, split=split, **options)
-        return open_data(ModelConfig(kind=kind, **MODEL), config, tmp_path / "c", seed=1, quiet=True)
+        return open_data(
+            ModelConfig(kind=kind, **MODEL), config, tmp_path / "c", seed=1, quiet=True
+        )
 
     with pytest.raises(ConfigError, match=r"data\.tokenizer = '': is needed for .*one\.jsonl"):
         opened(corpus=(texts[0], theirs))
     with pytest.raises(DataError, match="does not exist"):
         opened(corpus=("missing.txt",))
-    with pytest.raises(ConfigError, match=r"data\.tokenizer = '': is needed for .*one\.jsonl, because data\.corpus is"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.tokenizer = '': is needed for .*one\.jsonl, because data\.corpus is",
+    ):
         opened(corpus=(theirs,), valid_corpus=texts[:1])
     with pytest.raises(DataError, match=r"missing\.txt: does not exist"):
         opened(valid_corpus=("missing.txt",))
     gpt = str(opened().prepared[0].prefix)
     with pytest.raises(ConfigError, match="was prepared for gpt, this is bert"):
-        opened(kind="bert", corpus=(gpt,), tokenizer=str(opened(kind="bert").prepared[0].tokenizer_path))
+        opened(
+            kind="bert",
+            corpus=(gpt,),
+            tokenizer=str(opened(kind="bert").prepared[0].tokenizer_path),
+        )
     other = str(opened(corpus=texts[:1]).prepared[0].tokenizer_path)
     with pytest.raises(ConfigError, match="is not the tokenizer that"):
         opened(corpus=(gpt,), tokenizer=other)

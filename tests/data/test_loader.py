@@ -7,7 +7,16 @@ from hybridpar.data.gpt import GPTDataset
 from hybridpar.data.loader import BatchLoader
 from hybridpar.data.tokenizer import BertVocabulary
 
-GRIDS = [(12, 1, 1), (1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (1, 4, 3), (4, 1, 3), (6, 2, 1)]  # mbs, m, dp
+GRIDS = [
+    (12, 1, 1),
+    (1, 12, 1),
+    (1, 1, 12),
+    (2, 3, 2),
+    (3, 2, 2),
+    (1, 4, 3),
+    (4, 1, 3),
+    (6, 2, 1),
+]  # mbs, m, dp
 
 
 @pytest.fixture(params=["gpt", "bert"])
@@ -17,11 +26,18 @@ def blend(request, make_indexed):
     if request.param == "gpt":
         return Blend([GPTDataset(first, 16), GPTDataset(second, 16)], (3, 1), seed=5)
     vocabulary = BertVocabulary(2000, 0, 1, 2, 3, (0, 1, 2, 3))
-    return Blend([BertDataset(d, 24, vocabulary, seed=5, head="nsp") for d in (first, second)], (3, 1), seed=5)
+    return Blend(
+        [BertDataset(d, 24, vocabulary, seed=5, head="nsp") for d in (first, second)],
+        (3, 1),
+        seed=5,
+    )
 
 
 def loaders(blend, mbs, m, dp):
-    return [BatchLoader(blend, micro_batch_size=mbs, num_microbatches=m, dp_rank=d, dp_size=dp) for d in range(dp)]
+    return [
+        BatchLoader(blend, micro_batch_size=mbs, num_microbatches=m, dp_rank=d, dp_size=dp)
+        for d in range(dp)
+    ]
 
 
 @pytest.mark.parametrize("batch", [0, 1, 1000])
@@ -37,7 +53,7 @@ def test_a_batch_is_the_same_on_every_grid(blend, batch):
                 first = loader.first_sample(index)
                 assert part.keys() == whole.keys()
                 for name, values in part.items():
-                    assert torch.equal(values, whole[name][first:first + mbs]), (mbs, m, dp, name)
+                    assert torch.equal(values, whole[name][first : first + mbs]), (mbs, m, dp, name)
                 seen += mbs
         assert seen == 12
 
@@ -60,11 +76,14 @@ def test_types(blend):
     batch = loaders(blend, 2, 1, 1)[0].microbatch(0, 0)
     for name, values in batch.items():
         assert values.dtype == (torch.bool if name == "padding_mask" else torch.int64)
-        assert values.shape == ((2,) if name == "sentence_labels" else (2, batch["tokens"].shape[1]))
+        assert values.shape == (
+            (2,) if name == "sentence_labels" else (2, batch["tokens"].shape[1])
+        )
         assert values.is_contiguous()
 
 
 def test_batch_size_changes_grouping_and_nothing_else(blend):
-    small, large = loaders(blend, 3, 1, 1)[0], loaders(blend, 12, 1, 1)[0]
+    small = loaders(blend, 3, 1, 1)[0]
+    large = loaders(blend, 12, 1, 1)[0]
     joined = torch.cat([small.microbatch(4 + i, 0)["tokens"] for i in range(4)])
     assert torch.equal(joined, large.microbatch(1, 0)["tokens"])

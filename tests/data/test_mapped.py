@@ -26,7 +26,9 @@ class Counting(Model):
 
 class Samples:
     def __init__(self, size: int, change: Any = None):
-        self.size, self.change, self.read = size, change, 0
+        self.size = size
+        self.change = change
+        self.read = 0
 
     def __len__(self) -> int:
         return self.size
@@ -38,8 +40,13 @@ class Samples:
 
 
 def loader(model: ModelSpec, samples: Samples, dp: int = 1, rank: int = 0) -> BatchLoader:
-    return BatchLoader(Blend([MappedDataset(model, samples, "train")], seed=3), micro_batch_size=2,
-                       num_microbatches=4 // dp, dp_rank=rank, dp_size=dp)
+    return BatchLoader(
+        Blend([MappedDataset(model, samples, "train")], seed=3),
+        micro_batch_size=2,
+        num_microbatches=4 // dp,
+        dp_rank=rank,
+        dp_size=dp,
+    )
 
 
 def test_every_sample_once_an_epoch_on_any_grid() -> None:
@@ -54,7 +61,8 @@ def test_every_sample_once_an_epoch_on_any_grid() -> None:
 
 def test_targets_are_counted_only_where_a_model_says_how() -> None:
     samples = Samples(24)
-    plain, counting = loader(Model(), samples), loader(Counting(), samples)
+    plain = loader(Model(), samples)
+    counting = loader(Counting(), samples)
     before = samples.read
     assert plain.num_targets(0) == 8
     assert samples.read == before, "one each"
@@ -66,16 +74,25 @@ def test_another_dataset_has_another_fingerprint() -> None:
     def changed(i: int, sample: dict[str, Any]) -> dict[str, Any]:
         return sample | {"y": i + (i == 23)}
 
-    prints = {loader(Model(), samples).fingerprint for samples in (Samples(24), Samples(25), Samples(24, changed))}
+    prints = {
+        loader(Model(), samples).fingerprint
+        for samples in (Samples(24), Samples(25), Samples(24, changed))
+    }
     assert len(prints) == 3
     assert loader(Model(), Samples(24)).fingerprint in prints
 
 
-@pytest.mark.parametrize(("change", "text"), [
-    (lambda i, s: (s["x"], i), r"dataset\('train'\) of Model\[0\] is a tuple, which must be a dict of arrays"),
-    (lambda i, s: s | {"name": "a"}, r"'name' has the type <U1, which must be one of numbers"),
-    (lambda i, s: {}, "must be a dict of arrays"),
-])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda i, s: (s["x"], i),
+            r"dataset\('train'\) of Model\[0\] is a tuple, which must be a dict of arrays",
+        ),
+        (lambda i, s: s | {"name": "a"}, r"'name' has the type <U1, which must be one of numbers"),
+        (lambda i, s: {}, "must be a dict of arrays"),
+    ],
+)
 def test_samples_that_are_none(change: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         loader(Model(), Samples(4, change))

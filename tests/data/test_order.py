@@ -24,18 +24,28 @@ def test_small_sizes_are_permuted_too():
 
 def test_epochs_seeds_and_names_differ():
     n = 1000
-    orders = [SampleOrder(n, 1).index(np.arange(n)), SampleOrder(n, 1).index(np.arange(n, 2 * n)),
-              SampleOrder(n, 2).index(np.arange(n)), SampleOrder(n, 1, "other").index(np.arange(n))]
+    orders = [
+        SampleOrder(n, 1).index(np.arange(n)),
+        SampleOrder(n, 1).index(np.arange(n, 2 * n)),
+        SampleOrder(n, 2).index(np.arange(n)),
+        SampleOrder(n, 1, "other").index(np.arange(n)),
+    ]
     for i, one in enumerate(orders):
         for other in orders[:i]:
-            assert (one == other).sum() < 10  # one place in n agrees on average: Poisson(1), above 9 once in 10 million
+            assert (
+                one == other
+            ).sum() < 10  # one place in n agrees on average: Poisson(1), above 9 once in 10 million
 
 
 def test_a_position_answers_alone():
     order = SampleOrder(777, 5)
     run = order.index(np.arange(3000))
-    assert [int(order.index(i)) for i in (0, 776, 777, 2999)] == [run[i] for i in (0, 776, 777, 2999)]
-    np.testing.assert_array_equal(order.index(np.array([[5, 2000], [1, 0]])), run[[[5, 2000], [1, 0]]])
+    assert [int(order.index(i)) for i in (0, 776, 777, 2999)] == [
+        run[i] for i in (0, 776, 777, 2999)
+    ]
+    np.testing.assert_array_equal(
+        order.index(np.array([[5, 2000], [1, 0]])), run[[[5, 2000], [1, 0]]]
+    )
 
 
 def test_huge_data_sets_need_no_memory():
@@ -52,9 +62,11 @@ def test_sizes_out_of_range(n):
 
 
 def test_each_sample_is_equally_likely_everywhere():
-    # 24 samples, 4800 epochs: each (position, sample) is expected 200 times. Chi-squared with 23 * 23 = 529 degrees of
-    # freedom has standard deviation sqrt(2 * 529) = 33; 5 of them are the bound.
-    n, epochs = 24, 4800
+    # 24 samples, 4800 epochs: each (position, sample) is expected 200 times. Chi-squared with 23 *
+    # 23 = 529 degrees of freedom has standard deviation sqrt(2 * 529) = 33; 5 of them are the
+    # bound.
+    n = 24
+    epochs = 4800
     samples = SampleOrder(n, 11).index(np.arange(n * epochs)).reshape(epochs, n)
     counts = np.array([np.bincount(samples[:, i], minlength=n) for i in range(n)])
     expected = epochs / n
@@ -62,8 +74,8 @@ def test_each_sample_is_equally_likely_everywhere():
 
 
 def test_neighbours_are_not_related():
-    # Differences of neighbouring samples modulo n are uniform if the order is random: 64 bins, chi-squared with 63
-    # degrees of freedom, standard deviation 11.2.
+    # Differences of neighbouring samples modulo n are uniform if the order is random: 64 bins,
+    # chi-squared with 63 degrees of freedom, standard deviation 11.2.
     n = 1 << 16
     steps = np.diff(SampleOrder(n, 4).index(np.arange(n))) % n
     counts = np.bincount(steps * 64 // n, minlength=64)
@@ -78,7 +90,9 @@ def test_bits_are_uniform():
     # Each of 64 bits is 1 half the time, +- 0.5 / sqrt(100000) = 0.0016; 5 of these are the bound.
     ones = np.unpackbits(draws.view(np.uint8).reshape(-1, 8), axis=1).mean(axis=0)
     assert np.abs(ones - 0.5).max() < 5 * 0.0016
-    assert np.bincount(below(draws, 7), minlength=7).min() > 100_000 / 7 - 5 * 111  # sqrt(100000 * 6 / 49) = 111
+    assert (
+        np.bincount(below(draws, 7), minlength=7).min() > 100_000 / 7 - 5 * 111
+    )  # sqrt(100000 * 6 / 49) = 111
     assert below(draws, 1).max() == 0
 
 
@@ -89,5 +103,7 @@ def test_heads_are_counted():
     assert set(heads[:, 1].tolist()) == {0, 1}
     assert (heads <= [0, 1, 64, 130]).all()
     # Mean t / 2 of 5000 draws, each with standard deviation sqrt(t) / 2; 5 standard deviations.
-    np.testing.assert_allclose(heads.mean(axis=0), [0, 0.5, 32, 65], atol=5 * 130**0.5 / 2 / 5000**0.5)
+    np.testing.assert_allclose(
+        heads.mean(axis=0), [0, 0.5, 32, 65], atol=5 * 130**0.5 / 2 / 5000**0.5
+    )
     assert count_heads(keys[:0], np.zeros(0, np.int64)).shape == (0,)

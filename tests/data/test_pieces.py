@@ -1,4 +1,5 @@
-"""Texts in pieces: nothing is lost, the ids are those of the whole text, and memory does not grow with the text."""
+"""Texts in pieces: nothing is lost, the ids are those of the whole text, and memory does not grow
+with the text."""
 
 from __future__ import annotations
 
@@ -18,12 +19,30 @@ from hybridpar.data.pieces import Ends, Part, in_parts, pieces, sentences
 from hybridpar.data.tokenizer import Tokenizer, train_tokenizer
 
 
-@pytest.mark.parametrize("made", [
-    lambda: train_tokenizer(foreign.TEXT, 400)._inner, foreign.llama, lambda: foreign.llama("first"),
-    lambda: foreign.llama("always"), foreign.llama_3, foreign.unigram, foreign.word_piece,
-], ids=["ours", "llama", "metaspace first", "metaspace always", "llama 3", "unigram", "word piece"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: train_tokenizer(foreign.TEXT, 400)._inner,
+        foreign.llama,
+        lambda: foreign.llama("first"),
+        lambda: foreign.llama("always"),
+        foreign.llama_3,
+        foreign.unigram,
+        foreign.word_piece,
+    ],
+    ids=[
+        "ours",
+        "llama",
+        "metaspace first",
+        "metaspace always",
+        "llama 3",
+        "unigram",
+        "word piece",
+    ],
+)
 def test_ids_of_pieces_are_those_of_the_whole_text(made, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner, random = made(), Random(1)
+    inner = made()
+    random = Random(1)
     tokenizer = Tokenizer(inner)
     text = "".join(random.choice(foreign.WORDS) for _ in range(400))
     whole = inner.encode(text, add_special_tokens=False).ids
@@ -37,8 +56,12 @@ def test_ids_of_pieces_are_those_of_the_whole_text(made, monkeypatch: pytest.Mon
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=30), st.booleans())), st.integers(1, 20), st.booleans())
-def test_pieces_join_to_the_documents(found: list[tuple[str, bool]], size: int, allows: bool) -> None:
-    parts = [Part(text, Ends.DOCUMENT if ends else Ends.NOTHING) for text, ends in found] + [Part("", Ends.DOCUMENT)]
+def test_pieces_join_to_the_documents(
+    found: list[tuple[str, bool]], size: int, allows: bool
+) -> None:
+    parts = [Part(text, Ends.DOCUMENT if ends else Ends.NOTHING) for text, ends in found] + [
+        Part("", Ends.DOCUMENT)
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_PIECE", size)
         patch.setattr(module, "_AROUND", 4)
@@ -59,9 +82,13 @@ def _documents(parts) -> list[str]:
 
 def _sentences(*texts: str, size: int = 1) -> list[list[str]]:
     """The sentences of documents that come in parts of so many characters."""
-    parts = [Part(text[i:i + size], Ends.DOCUMENT if i + size >= len(text) else Ends.NOTHING)
-             for text in texts for i in range(0, len(text), size)]
-    found, rest = [[]], ""
+    parts = [
+        Part(text[i : i + size], Ends.DOCUMENT if i + size >= len(text) else Ends.NOTHING)
+        for text in texts
+        for i in range(0, len(text), size)
+    ]
+    found = [[]]
+    rest = ""
     for text, ends in sentences(parts):
         rest += text
         if ends and rest:
@@ -76,7 +103,10 @@ def _sentences(*texts: str, size: int = 1) -> list[list[str]]:
 def test_sentences(size: int) -> None:
     text = 'One is 1.5 long.  "Two!" (Three?) four\n\n   Five\r\n'
     assert _sentences(text, "Six.", " \n ", size=size) == [
-        ["One is 1.5 long.", '"Two!"', "(Three?) four", "Five"], ["Six."], []]
+        ["One is 1.5 long.", '"Two!"', "(Three?) four", "Five"],
+        ["Six."],
+        [],
+    ]
 
 
 @settings(deadline=None)
@@ -100,9 +130,13 @@ for text in texts:
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of its memory there")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="reads the peak of its memory there"
+)
 @pytest.mark.parametrize(("kind", "name"), [("gpt", "text.txt"), ("bert", "text.txt")])
-def test_a_long_document_takes_no_more_memory_than_a_short_one(tmp_path: Path, kind: str, name: str) -> None:
+def test_a_long_document_takes_no_more_memory_than_a_short_one(
+    tmp_path: Path, kind: str, name: str
+) -> None:
     train_tokenizer(foreign.TEXT, 300, "bert").save(tmp_path / "tokenizer.json")
     paths = []
     for num_bytes in (1_500_000, 5_000_000):
@@ -110,8 +144,14 @@ def test_a_long_document_takes_no_more_memory_than_a_short_one(tmp_path: Path, k
         paths.append(tmp_path / f"{num_bytes}-{name}")
         paths[-1].write_text(text)
     command = [sys.executable, "-c", _PEAKS, kind, tmp_path / "tokenizer.json", *paths]
-    done = subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True,
-                          env=os.environ | {"RAYON_NUM_THREADS": "2"})
+    done = subprocess.run(
+        [str(word) for word in command],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"RAYON_NUM_THREADS": "2"},
+    )
     short, long = map(int, done.stdout.split())
-    # how much is in memory at a time depends on threads of the tokenizer; 3.5 MB more at once would take some 150 MB
+    # how much is in memory at a time depends on threads of the tokenizer; 3.5 MB more at once would
+    # take some 150 MB
     assert long - short < 80_000

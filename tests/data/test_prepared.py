@@ -19,7 +19,10 @@ from hybridpar.data.prepared import check_vocab, open_prepared, prepare, prepare
 from hybridpar.data.tokenizer import END, Tokenizer, train_tokenizer
 from hybridpar.errors import ConfigError, DataError
 
-TEXTS = [f"def function_{i}(a, b):\n    return a + b * {i}\n\n\nprint('One. Two! Three?')\n" for i in range(40)]
+TEXTS = [
+    f"def function_{i}(a, b):\n    return a + b * {i}\n\n\nprint('One. Two! Three?')\n"
+    for i in range(40)
+]
 
 
 @pytest.fixture
@@ -31,7 +34,8 @@ def corpus(tmp_path):
 
 def test_gpt_documents_come_back_and_end_with_end_of_text(corpus, tmp_path):
     prepared = prepare(corpus, tmp_path / "cache", 400, quiet=True)
-    tokenizer, indexed = prepared.tokenizer(), prepared.open()
+    tokenizer = prepared.tokenizer()
+    indexed = prepared.open()
     assert indexed.num_documents == len(indexed) == prepared.num_documents == len(TEXTS)
     end = tokenizer.special(END)
     for text, ids in zip(TEXTS, indexed, strict=True):
@@ -45,10 +49,20 @@ def test_gpt_documents_come_back_and_end_with_end_of_text(corpus, tmp_path):
 
 def test_bert_sequences_are_sentences(corpus, tmp_path):
     prepared = prepare(corpus, tmp_path / "cache", 400, kind="bert", quiet=True)
-    tokenizer, indexed = prepared.tokenizer(), prepared.open()
+    tokenizer = prepared.tokenizer()
+    indexed = prepared.open()
     found = [tokenizer.decode(ids) for ids in indexed]
-    assert found == [line for i in range(40) for line in (
-        f"def function_{i}(a, b):", f"return a + b * {i}", "print('One.", "Two!", "Three?')")]
+    assert found == [
+        line
+        for i in range(40)
+        for line in (
+            f"def function_{i}(a, b):",
+            f"return a + b * {i}",
+            "print('One.",
+            "Two!",
+            "Three?')",
+        )
+    ]
     assert np.diff(indexed.documents).tolist() == [5] * len(TEXTS)
     assert indexed.tokens.min() > 4  # no special ones
 
@@ -58,7 +72,9 @@ def test_documents_have_what_their_tokenizer_puts_around_a_text(corpus, tmp_path
     made.save(str(tmp_path / "llama.json"))
     monkeypatch.setattr(pieces, "_PIECE", 20)
     monkeypatch.setattr(pieces, "_AROUND", 10)
-    prepared = prepare(corpus, tmp_path / "cache", 700, tokenizer=tmp_path / "llama.json", quiet=True)
+    prepared = prepare(
+        corpus, tmp_path / "cache", 700, tokenizer=tmp_path / "llama.json", quiet=True
+    )
     for text, ids in zip(TEXTS, prepared.open(), strict=True):
         assert ids.tolist() == [*made.encode(text).ids, Tokenizer(made).special(END)]
         assert Tokenizer(made).decode(ids[1:-1]) == text
@@ -72,7 +88,9 @@ def test_a_second_call_finds_the_result(corpus, tmp_path, monkeypatch):
 
 def test_other_inputs_give_another_result(corpus, tmp_path):
     def folder(**options):
-        return prepare(corpus, tmp_path / "cache", quiet=True, **{"vocab_size": 400, **options}).prefix.parent
+        return prepare(
+            corpus, tmp_path / "cache", quiet=True, **{"vocab_size": 400, **options}
+        ).prefix.parent
 
     folders = [folder(), folder(vocab_size=300), folder(kind="bert"), folder(max_bytes=1000)]
     folders.append(folder(tokenizer=folders[1] / "tokenizer.json"))
@@ -85,11 +103,23 @@ def test_other_inputs_give_another_result(corpus, tmp_path):
 def test_a_given_tokenizer_is_used(corpus, tmp_path):
     tokenizer = train_tokenizer(["nothing alike"], 300)
     tokenizer.save(tmp_path / "mine.json")
-    prepared = prepare(corpus, tmp_path / "cache", 300, tokenizer=tmp_path / "mine.json", quiet=True)
+    prepared = prepare(
+        corpus, tmp_path / "cache", 300, tokenizer=tmp_path / "mine.json", quiet=True
+    )
     assert prepared.tokenizer().fingerprint == tokenizer.fingerprint
     with pytest.raises(DataError, match=r"mine\.json: has no token \[PAD\]"):
-        prepare(corpus, tmp_path / "cache", 300, kind="bert", tokenizer=tmp_path / "mine.json", quiet=True)
-    with pytest.raises(ConfigError, match=r"vocab_size = 100: the tokenizer .*mine\.json has ids up to 26.; try 320"):
+        prepare(
+            corpus,
+            tmp_path / "cache",
+            300,
+            kind="bert",
+            tokenizer=tmp_path / "mine.json",
+            quiet=True,
+        )
+    with pytest.raises(
+        ConfigError,
+        match=r"vocab_size = 100: the tokenizer .*mine\.json has ids up to 26.; try 320",
+    ):
         prepare(corpus, tmp_path / "cache", 100, tokenizer=tmp_path / "mine.json", quiet=True)
 
 
@@ -127,7 +157,9 @@ def test_a_failure_leaves_nothing(corpus, tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_named(corpus, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(DataError, match=r"file.x: cannot be written \(Not a directory\); name another folder"):
+    with pytest.raises(
+        DataError, match=r"file.x: cannot be written \(Not a directory\); name another folder"
+    ):
         prepare(corpus, tmp_path / "file" / "x", 300, quiet=True)
 
     def full(*args):
@@ -147,8 +179,15 @@ def test_progress_goes_to_stderr(corpus, tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("change", [
-    lambda m: m.pop("fingerprint"), lambda m: m.update(num_tokens=1), lambda m: m.update(vocab_size="many"), None])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.pop("fingerprint"),
+        lambda m: m.update(num_tokens=1),
+        lambda m: m.update(vocab_size="many"),
+        None,
+    ],
+)
 def test_damaged_results_are_found(corpus, tmp_path, change):
     prepared = prepare(corpus, tmp_path / "cache", 400, quiet=True)
     if change is None:
@@ -170,7 +209,9 @@ def test_files_from_elsewhere(tmp_path):
     prepared = open_prepared(tmp_path / "theirs_text_document")
     assert (prepared.kind, prepared.vocab_size, prepared.num_tokens) == ("", 512, 3)
     check_vocab(prepared, 512)
-    with pytest.raises(ConfigError, match=r"model\.vocab_size = 511: the corpus .* has ids up to 511; try 512"):
+    with pytest.raises(
+        ConfigError, match=r"model\.vocab_size = 511: the corpus .* has ids up to 511; try 512"
+    ):
         check_vocab(prepared, 511)
     with pytest.raises(DataError, match=r"data\.tokenizer"):
         prepared.tokenizer()
@@ -181,8 +222,14 @@ def test_one_tokenizer_for_several_corpora(corpus, tmp_path):
     other.write_text("something else entirely " * 100)
     path = prepare_tokenizer([corpus, other], tmp_path / "cache", 400, quiet=True)
     assert path == prepare_tokenizer([corpus, other], tmp_path / "cache", 400, quiet=True)
-    assert {len(prepare(c, tmp_path / "cache", 400, tokenizer=path, quiet=True).tokenizer().encode(" entirely"))
-            for c in (corpus, other)} == {1}
+    assert {
+        len(
+            prepare(c, tmp_path / "cache", 400, tokenizer=path, quiet=True)
+            .tokenizer()
+            .encode(" entirely")
+        )
+        for c in (corpus, other)
+    } == {1}
 
 
 def test_an_error_of_another_file_is_not_the_folders(tmp_path):
@@ -212,4 +259,5 @@ def test_the_next_call_removes_what_a_killed_one_left(corpus, tmp_path, where):
     assert len([path for path in cache.iterdir() if path.name.startswith(".preparing.")]) == 1
     prepared = prepare(corpus, cache, 300, quiet=True)
     assert sorted(path.name for path in cache.iterdir() if not path.name.endswith(".lock")) == [
-        prepared.prefix.parent.name]
+        prepared.prefix.parent.name
+    ]

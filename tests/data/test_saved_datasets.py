@@ -1,6 +1,8 @@
-"""Folders that Hugging Face's `datasets` has saved: with indices, with parts, and beside other files.
+"""Folders that Hugging Face's `datasets` has saved: with indices, with parts, and beside other
+files.
 
-The files are those that its older versions write for a dataset after select, shuffle, filter or train_test_split.
+The files are those that its older versions write for a dataset after select, shuffle, filter or
+train_test_split.
 """
 
 from __future__ import annotations
@@ -25,8 +27,14 @@ TEXTS = [f"text {i}" for i in range(10)]
 KEY = "_indices_data_files"
 
 
-def save(folder: Path, indices: Sequence[int | None] | None, *, texts: Sequence[str | None] = TEXTS, key: str = KEY,
-         num_files: int = 2) -> Path:
+def save(
+    folder: Path,
+    indices: Sequence[int | None] | None,
+    *,
+    texts: Sequence[str | None] = TEXTS,
+    key: str = KEY,
+    num_files: int = 2,
+) -> Path:
     """A dataset of these texts, of whose rows the indices count (None: all)."""
     folder.mkdir(parents=True)
     names = [f"data-{i:05}-of-{num_files:05}.arrow" for i in range(num_files)]
@@ -34,8 +42,15 @@ def save(folder: Path, indices: Sequence[int | None] | None, *, texts: Sequence[
     for i, name in enumerate(names):
         table = pa.table({"id": range(len(texts)), "text": texts}).slice(i * each, each)
         (folder / name).write_bytes(_arrow(table))
-    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "af08", "_format_columns": None,
-             "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False, "_split": "train"}
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": "af08",
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": "train",
+    }
     if indices is not None:
         table = pa.table({"indices": pa.array(indices, pa.uint64())})
         (folder / "indices.arrow").write_bytes(_arrow(table))
@@ -49,7 +64,9 @@ def save(folder: Path, indices: Sequence[int | None] | None, *, texts: Sequence[
 @pytest.mark.parametrize("key", [KEY, "_indices_files"])
 @pytest.mark.parametrize("num_files", [1, 2, 3])
 @pytest.mark.parametrize("indices", [[3, 9, 0], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0], [4, 4, 4], [0]])
-def test_its_rows_come_as_the_indices_say(tmp_path: Path, key: str, num_files: int, indices: list[int]) -> None:
+def test_its_rows_come_as_the_indices_say(
+    tmp_path: Path, key: str, num_files: int, indices: list[int]
+) -> None:
     folder = save(tmp_path / "saved", indices, key=key, num_files=num_files)
     assert read(folder) == [TEXTS[i] for i in indices]
     made = prepare(folder, tmp_path / "out", 300, quiet=True)
@@ -66,7 +83,9 @@ def test_without_indices_all_rows_count(tmp_path: Path) -> None:
 
 def test_several_files_of_indices_follow_each_other(tmp_path: Path) -> None:
     folder = save(tmp_path / "saved", [1, 2])
-    (folder / "more.arrow").write_bytes(_arrow(pa.table({"indices": pa.array([9, 0], pa.uint64())}), pa.ipc.new_file))
+    (folder / "more.arrow").write_bytes(
+        _arrow(pa.table({"indices": pa.array([9, 0], pa.uint64())}), pa.ipc.new_file)
+    )
     state = json.loads((folder / "state.json").read_text())
     state[KEY] += [{"filename": "more.arrow"}]
     (folder / "state.json").write_text(json.dumps(state))
@@ -89,13 +108,25 @@ def test_a_dataset_below_a_folder_gives_what_it_would_give_alone(tmp_path: Path)
     (tmp_path / "all" / "two" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     (tmp_path / "all" / "three.txt").write_text("plain")
     (tmp_path / "all" / "state.json").write_text('[{"text": "of another program"}]')
-    assert sorted(read(tmp_path / "all")) == ["of another program", "plain", "text 0", "text 1", "text 5"]
+    assert sorted(read(tmp_path / "all")) == [
+        "of another program",
+        "plain",
+        "text 0",
+        "text 1",
+        "text 5",
+    ]
 
 
 def test_a_file_of_it_is_not_read_without_the_others(tmp_path: Path) -> None:
     folder = save(tmp_path / "saved", [5])
-    for source in (folder / "data-00000-of-00002.arrow", folder / "indices.arrow", folder / "*.arrow"):
-        with pytest.raises(DataError, match=r"whose rows 'indices.arrow' selects; name the folder .*saved"):
+    for source in (
+        folder / "data-00000-of-00002.arrow",
+        folder / "indices.arrow",
+        folder / "*.arrow",
+    ):
+        with pytest.raises(
+            DataError, match=r"whose rows 'indices.arrow' selects; name the folder .*saved"
+        ):
             read(source)
     assert read(save(tmp_path / "whole", None) / "data-00000-of-00002.arrow") == TEXTS[:5]
 
@@ -104,7 +135,9 @@ def test_other_indices_make_another_corpus(tmp_path: Path) -> None:
     folder = save(tmp_path / "saved", [5, 6])
     first = corpus_key(corpus_files([folder]))
     assert num_bytes(corpus_files([folder])) > sum(p.stat().st_size for p in folder.glob("data-*"))
-    (folder / "indices.arrow").write_bytes(_arrow(pa.table({"indices": pa.array([7, 5, 6], pa.uint64())})))
+    (folder / "indices.arrow").write_bytes(
+        _arrow(pa.table({"indices": pa.array([7, 5, 6], pa.uint64())}))
+    )
     second = corpus_key(corpus_files([folder]))
     data = folder / "data-00000-of-00002.arrow"
     data.write_bytes(_arrow(pa.table({"id": [1], "text": ["x"]})))
@@ -123,14 +156,29 @@ def test_a_bad_row_is_named_by_its_number_in_the_dataset(tmp_path: Path) -> None
     assert bad.count == 1
 
 
-@pytest.mark.parametrize(("indices", "message"), [
-    (pa.table({"indices": pa.array([10], pa.uint64())}), r"indices\.arrow: names row 11 of 10; save the dataset again"),
-    (pa.table({"indices": pa.array([2**64 - 1], pa.uint64())}), r"names row 18446744073709551616; save"),
-    (pa.table({"indices": pa.array([-1], pa.int64())}), r"names row 0; save"),
-    (pa.table({"indices": pa.array([1, None], pa.uint64())}), "holds a null; save"),
-    (pa.table({"indices": pa.array([1.0])}), r"has the columns \['indices'\], and must have whole numbers"),
-    (pa.table({"other": pa.array([1], pa.uint64())}), r"has the columns \['other'\], and must have whole numbers"),
-])
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        (
+            pa.table({"indices": pa.array([10], pa.uint64())}),
+            r"indices\.arrow: names row 11 of 10; save the dataset again",
+        ),
+        (
+            pa.table({"indices": pa.array([2**64 - 1], pa.uint64())}),
+            r"names row 18446744073709551616; save",
+        ),
+        (pa.table({"indices": pa.array([-1], pa.int64())}), r"names row 0; save"),
+        (pa.table({"indices": pa.array([1, None], pa.uint64())}), "holds a null; save"),
+        (
+            pa.table({"indices": pa.array([1.0])}),
+            r"has the columns \['indices'\], and must have whole numbers",
+        ),
+        (
+            pa.table({"other": pa.array([1], pa.uint64())}),
+            r"has the columns \['other'\], and must have whole numbers",
+        ),
+    ],
+)
 def test_indices_that_are_none_are_refused(tmp_path: Path, indices: pa.Table, message: str) -> None:
     folder = save(tmp_path / "saved", [0])
     (folder / "indices.arrow").write_bytes(_arrow(indices))

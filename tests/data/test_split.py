@@ -30,7 +30,9 @@ def test_without_validation(make_indexed):
 @given(st.floats(0.001, 0.9), st.lists(st.integers(1, 300), min_size=1, max_size=30))
 def test_the_share_is_half_to_twice_what_was_asked(fraction, sizes):
     starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    index = SimpleNamespace(prefix="x", num_tokens=starts[-1], document_starts=starts, sequence_starts=starts)
+    index = SimpleNamespace(
+        prefix="x", num_tokens=starts[-1], document_starts=starts, sequence_starts=starts
+    )
     try:
         (start, cut), (again, total) = split_tokens(index, fraction, 1)
     except ConfigError:
@@ -42,7 +44,9 @@ def test_the_share_is_half_to_twice_what_was_asked(fraction, sizes):
 
 def test_too_small_a_part_names_a_share_that_works(make_indexed):
     indexed = make_indexed([[10]] * 100)
-    with pytest.raises(ConfigError, match=r"data\.split = 0\.02: .* into 980 and 20 tokens, .* 65; try") as caught:
+    with pytest.raises(
+        ConfigError, match=r"data\.split = 0\.02: .* into 980 and 20 tokens, .* 65; try"
+    ) as caught:
         split_tokens(indexed, 0.02, 65)
     better = float(caught.value.problems[0].suggestion)
     assert split_tokens(indexed, better, 65)[1] == (870, 1000)

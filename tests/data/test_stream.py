@@ -37,11 +37,15 @@ class Numbers:
             yield {"x": np.float32(n)}
 
 
-@given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=4), max_size=6), st.integers(1, 9))
+@given(
+    st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=4), max_size=6), st.integers(1, 9)
+)
 def test_any_position_after_any_other(requests: list[list[int]], kept: int) -> None:
     iterable = StreamedSamples(Model(), Numbers(), "train", kept)
     function = StreamedSamples(Model(), lambda start: Numbers().since(start % 7), "train", kept)
-    alone = StreamedSamples(Model(), [{"x": np.float32(0)}], "train", kept)  # the first sample, again and again
+    alone = StreamedSamples(
+        Model(), [{"x": np.float32(0)}], "train", kept
+    )  # the first sample, again and again
     assert iterable.fingerprint == function.fingerprint == alone.fingerprint
     for positions in requests:
         for stream in (iterable, function):
@@ -60,19 +64,35 @@ def test_a_function_begins_where_a_run_goes_on() -> None:
 def test_what_can_be_read_once_is_read_once() -> None:
     stream = StreamedSamples(Model(), iter(Numbers()), "train", 2)
     assert stream.batch(np.arange(2, 5))["x"].tolist() == [2, 3, 4]
-    with pytest.raises(DataError, match=r"dataset\('train'\) of Model, sample 1 has been read before.*a function"):
+    with pytest.raises(
+        DataError, match=r"dataset\('train'\) of Model, sample 1 has been read before.*a function"
+    ):
         stream.batch(np.array([1]))
-    with pytest.raises(DataError, match=r"ends after 7 samples and cannot be gone through again; try a function"):
+    with pytest.raises(
+        DataError, match=r"ends after 7 samples and cannot be gone through again; try a function"
+    ):
         StreamedSamples(Model(), iter(Numbers()), "train", 2).batch(np.arange(6, 8))
-    with pytest.raises(DataError, match="an empty iterator for position 7; try one that begins again"):
+    with pytest.raises(
+        DataError, match="an empty iterator for position 7; try one that begins again"
+    ):
         StreamedSamples(Model(), Numbers().since, "train", 2).batch(np.arange(6, 8))
 
 
-@pytest.mark.parametrize(("source", "text"), [
-    ([], "ends after 0 samples"), ([3], r"sample 0 is a int, which must be a dict of arrays"),
-    (DataLoader([{"x": 1.0}] * 4, batch_size=2), r"gives batches \(of 2\), which must be samples: batch_size=None"),
-], ids=["nothing", "no dict", "batches"])
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ([], "ends after 0 samples"),
+        ([3], r"sample 0 is a int, which must be a dict of arrays"),
+        (
+            DataLoader([{"x": 1.0}] * 4, batch_size=2),
+            r"gives batches \(of 2\), which must be samples: batch_size=None",
+        ),
+    ],
+    ids=["nothing", "no dict", "batches"],
+)
 def test_what_gives_no_samples(source: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         StreamedSamples(Model(), source, "train", 4)
-    assert StreamedSamples(Model(), DataLoader([{"x": 1.0}], batch_size=None), "train", 4).fingerprint
+    assert StreamedSamples(
+        Model(), DataLoader([{"x": 1.0}], batch_size=None), "train", 4
+    ).fingerprint

@@ -11,7 +11,10 @@ from tokenizers import processors
 from hybridpar.data.tokenizer import BERT_TOKENS, END, Tokenizer, train_tokenizer
 from hybridpar.errors import ConfigError, DataError
 
-TEXTS = ["def add(a, b):\n    return a + b\n", "class Adder:\n    def __init__(self):\n        self.sum = 0\n"] * 20
+TEXTS = [
+    "def add(a, b):\n    return a + b\n",
+    "class Adder:\n    def __init__(self):\n        self.sum = 0\n",
+] * 20
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +58,29 @@ def test_special_tokens_in_a_text_are_text(trained):
     assert trained.decode(ids) == f"a{END}b[MASK]"
 
 
-@pytest.mark.parametrize("made", [foreign.llama, lambda: foreign.llama("first"), foreign.llama_3, foreign.unigram])
+@pytest.mark.parametrize(
+    "made", [foreign.llama, lambda: foreign.llama("first"), foreign.llama_3, foreign.unigram]
+)
 @pytest.mark.parametrize("text", ["", "The cat", " sat.\n", "  two", "é 漢字\n\nend"])
 def test_prompts_are_those_of_transformers(made, text):
     inner = made()
     theirs = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_object=inner)
-    assert Tokenizer(tokenizers.Tokenizer.from_str(inner.to_str())).encode_prompt(text) == theirs(text).input_ids
+    assert (
+        Tokenizer(tokenizers.Tokenizer.from_str(inner.to_str())).encode_prompt(text)
+        == theirs(text).input_ids
+    )
 
 
-@pytest.mark.parametrize(("template", "begin", "finish"), [
-    ("<s> $A", [1], [2]), ("<s> $A </s>", [1], [2]), ("$A <unk>", [], [0, 2]), ("$A", [], [2])])
+@pytest.mark.parametrize(
+    ("template", "begin", "finish"),
+    [("<s> $A", [1], [2]), ("<s> $A </s>", [1], [2]), ("$A <unk>", [], [0, 2]), ("$A", [], [2])],
+)
 def test_a_document_has_what_its_tokenizer_adds_and_one_end(template, begin, finish):
     made = foreign.llama()
     special = [(word, made.token_to_id(word)) for word in ("<unk>", "<s>", "</s>")]
-    made.post_processor = processors.TemplateProcessing(single=template, pair=f"{template} $B", special_tokens=special)
+    made.post_processor = processors.TemplateProcessing(
+        single=template, pair=f"{template} $B", special_tokens=special
+    )
     frame = Tokenizer(made).document_frame
     assert [part.tolist() for part in frame] == [begin, finish]
 
@@ -105,7 +117,9 @@ def test_too_small_a_vocabulary(kind):
         train_tokenizer(TEXTS, 256, kind)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"model": 3}', '{"version": "1.0", "model": {}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "{}", '{"model": 3}', '{"version": "1.0", "model": {}}']
+)
 def test_damaged_file(tmp_path, text):
     path = tmp_path / "tokenizer.json"
     path.write_text(text)
@@ -118,7 +132,7 @@ def test_damaged_in_the_middle(trained, tmp_path):
     whole = trained.to_json()
     document = json.loads(whole)
     document["model"]["merges"][5] = ["nothing", "known"]
-    for text in (whole[:len(whole) // 2], json.dumps(document)):
+    for text in (whole[: len(whole) // 2], json.dumps(document)):
         path.write_text(text)
         with pytest.raises(DataError):
             Tokenizer.load(path)
@@ -129,12 +143,21 @@ def test_damaged_in_the_middle(trained, tmp_path):
         Tokenizer.load(tmp_path / "missing.json")
 
 
-@pytest.mark.parametrize("pre_tokenizer", [
-    {"type": "Split", "pattern": {"Regex": "(a+)+$b"}, "behavior": "Isolated", "invert": False},
-    {"type": "FixedLength", "length": 0}], ids=["searches without end", "no length"])
-def test_a_tokenizer_that_panics_is_an_error(tmp_path: Path, pre_tokenizer: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "pre_tokenizer",
+    [
+        {"type": "Split", "pattern": {"Regex": "(a+)+$b"}, "behavior": "Isolated", "invert": False},
+        {"type": "FixedLength", "length": 0},
+    ],
+    ids=["searches without end", "no length"],
+)
+def test_a_tokenizer_that_panics_is_an_error(
+    tmp_path: Path, pre_tokenizer: dict[str, object]
+) -> None:
     """A panic in Rust is no Exception of Python."""
-    document = json.loads(train_tokenizer(["some text"], 300).to_json()) | {"pre_tokenizer": pre_tokenizer}
+    document = json.loads(train_tokenizer(["some text"], 300).to_json()) | {
+        "pre_tokenizer": pre_tokenizer
+    }
     (tmp_path / "made.json").write_text(json.dumps(document))
     tokenizer = Tokenizer.load(tmp_path / "made.json")
     for encode in (tokenizer.encode, tokenizer.encode_prompt):

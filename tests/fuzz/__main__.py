@@ -1,7 +1,7 @@
 """python -m tests.fuzz --inputs 1000000 --seed 1 --out fuzz.json [--targets manifest,index]
 
-Runs each target's inputs in child processes of CHUNK inputs, so that a process that dies, or waits for ever, is one
-failure among others.
+Runs each target's inputs in child processes of CHUNK inputs, so that a process that dies, or waits
+for ever, is one failure among others.
 """
 
 from __future__ import annotations
@@ -33,15 +33,26 @@ SHARED = "/dev/shm"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--inputs", type=int, default=100_000, help="in all, shared evenly among the targets")
+    parser.add_argument(
+        "--inputs", type=int, default=100_000, help="in all, shared evenly among the targets"
+    )
     parser.add_argument("--first", type=int, default=0, help="number of each target's first input")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--targets", default="", help=f"of {', '.join(BY_NAME)}")
-    parser.add_argument("--out", default="", help="a JSON file; what it has of the same seed stays, and is added to")
-    parser.add_argument("--one", type=int, default=-1, help="run that input of one target in this process, and show it")
+    parser.add_argument(
+        "--out", default="", help="a JSON file; what it has of the same seed stays, and is added to"
+    )
+    parser.add_argument(
+        "--one",
+        type=int,
+        default=-1,
+        help="run that input of one target in this process, and show it",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    targets = [BY_NAME[name] for name in options.targets.split(",")] if options.targets else list(TARGETS)
+    targets = (
+        [BY_NAME[name] for name in options.targets.split(",")] if options.targets else list(TARGETS)
+    )
     if options.one >= 0:
         return show(targets[0], options.one, options.seed)
     each = options.inputs / sum(target.share for target in targets)
@@ -50,11 +61,16 @@ def main() -> int:
     for target in targets:
         start = time.monotonic()
         assert target.seeds  # made once, here
-        tally = tallies[target.name] = run(target, numbers_of(target, options.first, each), options.seed)
+        tally = tallies[target.name] = run(
+            target, numbers_of(target, options.first, each), options.seed
+        )
         seconds[target.name] = time.monotonic() - start
-        print(f"{target.name:<16} {tally.inputs:>8} inputs {tally.rejected:>8} rejected, "
-              f"{seconds[target.name]:7.1f} s, longest {1e3 * tally.longest_s:7.1f} ms, "
-              f"peak {tally.largest_bytes / 2**20:6.2f} MiB, {len(tally.failures)} failures", flush=True)
+        print(
+            f"{target.name:<16} {tally.inputs:>8} inputs {tally.rejected:>8} rejected, "
+            f"{seconds[target.name]:7.1f} s, longest {1e3 * tally.longest_s:7.1f} ms, "
+            f"peak {tally.largest_bytes / 2**20:6.2f} MiB, {len(tally.failures)} failures",
+            flush=True,
+        )
         for number, what in tally.failures[:5]:
             print(f"    {number}: {what}", flush=True)
     if options.out:
@@ -69,7 +85,8 @@ def numbers_of(target: Target, first: int, each: float) -> range:
 
 def run(target: Target, numbers: range, seed: int) -> Tally:
     """The inputs of these numbers, in child processes one after the other."""
-    total, at = Tally(), numbers.start
+    total = Tally()
+    at = numbers.start
     while at < numbers.stop:
         stop = min(at + CHUNK, numbers.stop)
         part, reached, end = child(target, range(at, stop), seed)
@@ -93,18 +110,21 @@ def child(target: Target, numbers: range, seed: int) -> tuple[Tally, int, str]:
             work(target, numbers, seed, board)
             status = 0
         os._exit(status)
-    last, since, end = -1, time.monotonic(), ""
+    last = -1
+    since = time.monotonic()
+    end = ""
     while not end:
         done, code = os.waitpid(pid, os.WNOHANG)
         reached = int.from_bytes(board[:8], "little")
         if done:
             end = f"status {os.waitstatus_to_exitcode(code)}"
         elif reached != last:
-            last, since = reached, time.monotonic()
+            last = reached
+            since = time.monotonic()
         elif time.monotonic() - since > DEADLINE_S:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-    text = bytes(board[16:16 + int.from_bytes(board[8:16], "little")])
+    text = bytes(board[16 : 16 + int.from_bytes(board[8:16], "little")])
     plain = json.loads(text) if text else {"failures": []}
     plain["failures"] = [(number, what) for number, what in plain["failures"]]
     return Tally(**plain), int.from_bytes(board[:8], "little"), end
@@ -127,7 +147,7 @@ def work(target: Target, numbers: range, seed: int, board: mmap.mmap) -> None:
             tally.failures = tally.failures[:50]
             if number % 100 == 99 or number == numbers[-1]:
                 text = json.dumps(vars(tally)).encode()[: len(board) - 16]
-                board[16:16 + len(text)] = text
+                board[16 : 16 + len(text)] = text
                 board[8:16] = len(text).to_bytes(8, "little")
             board[:8] = (number + 1).to_bytes(8, "little")
 
@@ -142,13 +162,24 @@ def show(target: Target, number: int, seed: int) -> int:
     return 0
 
 
-def write(path: Path, options: argparse.Namespace, tallies: dict[str, Tally], seconds: dict[str, float]) -> None:
+def write(
+    path: Path, options: argparse.Namespace, tallies: dict[str, Tally], seconds: dict[str, float]
+) -> None:
     """The result, beside what the file has already."""
     document: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"runs": []}
-    document["runs"].append({
-        "seed": options.seed, "first": options.first, "inputs": sum(t.inputs for t in tallies.values()),
-        "seconds": round(sum(seconds.values()), 1), "failures": sum(len(t.failures) for t in tallies.values()),
-        "targets": {name: tally.as_json() | {"seconds": round(seconds[name], 1)} for name, tally in tallies.items()}})
+    document["runs"].append(
+        {
+            "seed": options.seed,
+            "first": options.first,
+            "inputs": sum(t.inputs for t in tallies.values()),
+            "seconds": round(sum(seconds.values()), 1),
+            "failures": sum(len(t.failures) for t in tallies.values()),
+            "targets": {
+                name: tally.as_json() | {"seconds": round(seconds[name], 1)}
+                for name, tally in tallies.items()
+            },
+        }
+    )
     document["inputs"] = sum(run["inputs"] for run in document["runs"])
     path.write_text(json.dumps(document, indent=1) + "\n")
 

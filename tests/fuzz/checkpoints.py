@@ -34,8 +34,15 @@ SHARD = "pp0-tp0.safetensors"
 
 @functools.cache
 def _engine(schedule: str = "2bw") -> Engine:
-    config = from_mapping({"pipeline": {"schedule": schedule}, "anomalies": {"loss_spike": 9.0},
-                           "optim": {"name": "sgd"}, "model": {"bias": False}}, TINY)
+    config = from_mapping(
+        {
+            "pipeline": {"schedule": schedule},
+            "anomalies": {"loss_spike": 9.0},
+            "optim": {"name": "sgd"},
+            "model": {"bias": False},
+        },
+        TINY,
+    )
     return Engine(config, ProcessGrid(), torch.device("cpu"))
 
 
@@ -92,12 +99,26 @@ def resum(files: Files) -> Files:
         pieces = [data[:length]]
         spans = sorted(e["data_offsets"] for key, e in header.items() if key != "__metadata__")
         for start, stop in spans:
-            start, stop = max(start, 0), min(stop, len(data))
-            pieces += [data[length + at:length + min(at + CHUNK, stop)] for at in range(start, stop, CHUNK)]
+            start = max(start, 0)
+            stop = min(stop, len(data))
+            pieces += [
+                data[length + at : length + min(at + CHUNK, stop)]
+                for at in range(start, stop, CHUNK)
+            ]
         manifest["shards"][0] |= {
-            "num_bytes": len(data), "checksums": "".join(f"{zlib.crc32(piece):08x}" for piece in pieces)}
+            "num_bytes": len(data),
+            "checksums": "".join(f"{zlib.crc32(piece):08x}" for piece in pieces),
+        }
         return files | {MANIFEST: json.dumps(sign(manifest)).encode()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RecursionError,
+    ):
         return files  # what cannot be put right stays wrong
 
 
@@ -119,7 +140,18 @@ def make_notes(folder: Path) -> list[Path]:
 TARGETS = (
     Target("manifest", make_checkpoints, read_manifest, {MANIFEST: mutate_manifest}),
     Target("tensor file", make_checkpoints, read_tensors, {SHARD: mutate_tensors}, share=0.5),
-    Target("checkpoint", make_checkpoints, read_checkpoint, {SHARD: mutate_tensors, MANIFEST: mutate_manifest}, resum,
-           share=0.1),
-    Target("note", make_notes, lambda folder: handover._read(folder / f"{SHARD}.json", TINY), {".json": mutate_json}),
+    Target(
+        "checkpoint",
+        make_checkpoints,
+        read_checkpoint,
+        {SHARD: mutate_tensors, MANIFEST: mutate_manifest},
+        resum,
+        share=0.1,
+    ),
+    Target(
+        "note",
+        make_notes,
+        lambda folder: handover._read(folder / f"{SHARD}.json", TINY),
+        {".json": mutate_json},
+    ),
 )

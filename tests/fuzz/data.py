@@ -58,7 +58,10 @@ def read_indexed(folder: Path) -> None:
 
 def make_prepared(folder: Path) -> list[Path]:
     text = folder_with(folder / "text", a__txt=TEXT) / "a.txt"
-    made = [prepare(text, folder / kind, 300, kind=kind, quiet=True).prefix.parent for kind in ("gpt", "bert")]  # type: ignore[arg-type]
+    made = [
+        prepare(text, folder / kind, 300, kind=kind, quiet=True).prefix.parent
+        for kind in ("gpt", "bert")
+    ]  # type: ignore[arg-type]
     return made
 
 
@@ -67,10 +70,16 @@ def read_prepared(folder: Path) -> None:
 
 
 BESIDE: dict[str, Any] = {
-    "tokenizer_config.json": {"eos_token": "two", "add_prefix_space": False, "do_lower_case": False,
-                              "pad_token": {"content": "<pad>"}},
+    "tokenizer_config.json": {
+        "eos_token": "two",
+        "add_prefix_space": False,
+        "do_lower_case": False,
+        "pad_token": {"content": "<pad>"},
+    },
     "special_tokens_map.json": {"bos_token": "<s>"},
-    "generation_config.json": {"eos_token_id": [1, 2]}, "config.json": {"pad_token_id": 3}}
+    "generation_config.json": {"eos_token_id": [1, 2]},
+    "config.json": {"pad_token_id": 3},
+}
 """What may be beside a tokenizer.json."""
 
 
@@ -98,7 +107,8 @@ def read_tokenizer(folder: Path) -> None:
 
 
 def make_formats(folder: Path) -> list[Path]:
-    """In a process of its own: Arrow's threads do not live on in the ones that are forked for the inputs."""
+    """In a process of its own: Arrow's threads do not live on in the ones that are forked for the
+    inputs."""
     process = multiprocessing.get_context("fork").Process(target=_write_formats, args=(folder,))
     process.start()
     process.join()
@@ -124,7 +134,9 @@ def _write_formats(folder: Path) -> None:
     columns = {"p__parquet": parquet, "f__arrow": arrow, "s__arrow": stream, "c__zst": zstd}
     for name, sink in columns.items():
         folder_with(folder / name, **{name: sink.getvalue().to_pybytes()})
-    folder_with(folder / "texts", a__json=json.dumps(records), b__csv=csv, c__gz=gzip.compress(csv.encode()))
+    folder_with(
+        folder / "texts", a__json=json.dumps(records), b__csv=csv, c__gz=gzip.compress(csv.encode())
+    )
     selected = state | {"_indices_data_files": [{"filename": "indices.arrow"}]}
     for name, content in (("saved", state), ("selected", selected)):
         saved = folder_with(folder / name, state__json=json.dumps(content))
@@ -147,12 +159,30 @@ def read_formats(folder: Path) -> None:
 
 TARGETS = (
     Target("index", make_indexed, read_indexed, {".idx": mutate_index, ".bin": mutate_bytes}),
-    Target("prepared corpus", make_prepared, read_prepared, {
-        "manifest.json": mutate_json, ".idx": mutate_index, "tokenizer.json": mutate_json}),
+    Target(
+        "prepared corpus",
+        make_prepared,
+        read_prepared,
+        {"manifest.json": mutate_json, ".idx": mutate_index, "tokenizer.json": mutate_json},
+    ),
     Target("tokenizer", make_tokenizers, read_tokenizer, {".json": mutate_json}),
-    Target("corpus", lambda folder: [folder_with(folder / "c", a__txt=TEXT, b__jsonl=DOCUMENTS)], read_formats, {
-        ".txt": mutate_bytes, ".jsonl": mutate_lines}),
-    Target("formats", make_formats, read_formats, {
-        ".json": mutate_json, ".csv": mutate_bytes, ".gz": mutate_bytes, ".zst": mutate_bytes, ".parquet": mutate_bytes,
-        ".arrow": mutate_bytes}),
+    Target(
+        "corpus",
+        lambda folder: [folder_with(folder / "c", a__txt=TEXT, b__jsonl=DOCUMENTS)],
+        read_formats,
+        {".txt": mutate_bytes, ".jsonl": mutate_lines},
+    ),
+    Target(
+        "formats",
+        make_formats,
+        read_formats,
+        {
+            ".json": mutate_json,
+            ".csv": mutate_bytes,
+            ".gz": mutate_bytes,
+            ".zst": mutate_bytes,
+            ".parquet": mutate_bytes,
+            ".arrow": mutate_bytes,
+        },
+    ),
 )

@@ -23,8 +23,10 @@ LIMIT_S = 10.0
 """CPU time of an input: how busy the machine is says nothing of the code."""
 HEADROOM = 96 << 20
 """Bytes that a process may take over what it has: what wants more fails."""
-ALLOWED, PER_BYTE = 12 << 20, 64
-"""Peak of one input: a fixed part (readers work on chunks of some MiB), and so many bytes for each of its files."""
+ALLOWED = 12 << 20
+PER_BYTE = 64
+"""Peak of one input: a fixed part (readers work on chunks of some MiB), and so many bytes for each
+of its files."""
 LONGEST_MESSAGE = 30_000
 
 
@@ -49,9 +51,15 @@ class Tally:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values only."""
-        return {"inputs": self.inputs, "rejected": self.rejected, "longest_ms": round(1e3 * self.longest_s, 2),
-                "largest_peak_bytes": self.largest_bytes, "largest_peak_per_byte": round(self.largest_share, 1),
-                "failures": self.failures[:20], "num_failures": len(self.failures)}
+        return {
+            "inputs": self.inputs,
+            "rejected": self.rejected,
+            "longest_ms": round(1e3 * self.longest_s, 2),
+            "largest_peak_bytes": self.largest_bytes,
+            "largest_peak_per_byte": round(self.largest_share, 1),
+            "failures": self.failures[:20],
+            "num_failures": len(self.failures),
+        }
 
 
 class Hang(BaseException):
@@ -64,7 +72,9 @@ def _on_alarm(number: int, frame: FrameType | None) -> None:
 
 def limit_memory() -> None:
     """This process can take HEADROOM bytes more, from now on."""
-    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()  # data and stack
+    used = (
+        int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    )  # data and stack
     resource.setrlimit(resource.RLIMIT_DATA, (used + HEADROOM, resource.RLIM_INFINITY))
 
 
@@ -93,9 +103,12 @@ def put(files: Files, folder: Path) -> None:
         (folder / name).write_bytes(data)
 
 
-def run_one(target: Target, files: Files, folder: Path, tally: Tally, number: int, *, traced: bool = True) -> None:
-    """Writes the files and reads them; notes in `tally` what came of it. `traced`: all allocations of Python and numpy,
-    which makes it slower by half; what is not traced is held by limit_memory alone."""
+def run_one(
+    target: Target, files: Files, folder: Path, tally: Tally, number: int, *, traced: bool = True
+) -> None:
+    """Writes the files and reads them; notes in `tally` what came of it. `traced`: all allocations
+    of Python and numpy, which makes it slower by half; what is not traced is held by limit_memory
+    alone."""
     put(files, folder)
     size = sum(map(len, files.values()))
     problem = ""
@@ -115,16 +128,20 @@ def run_one(target: Target, files: Files, folder: Path, tally: Tally, number: in
         raise
     except BaseException as error:  # a panic in Rust is not an Exception
         where = traceback.extract_tb(error.__traceback__)
-        problem = f"{type(error).__name__}: {str(error)[:200]} at {where[-1].filename}:{where[-1].lineno}"
+        problem = (
+            f"{type(error).__name__}: {str(error)[:200]} at {where[-1].filename}:{where[-1].lineno}"
+        )
         problem += "".join(f" < {Path(f.filename).name}:{f.lineno}" for f in reversed(where[-6:-1]))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    seconds, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
+    seconds = time.process_time() - start
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     if not problem and peak > ALLOWED + PER_BYTE * size:
         problem = f"took {peak} bytes for {size}"
     tally.inputs += 1
-    tally.longest_s, tally.largest_bytes = max(tally.longest_s, seconds), max(tally.largest_bytes, peak)
+    tally.longest_s = max(tally.longest_s, seconds)
+    tally.largest_bytes = max(tally.largest_bytes, peak)
     tally.largest_share = max(tally.largest_share, peak / max(size, 1))
     if problem:
         tally.failures.append((number, problem))

@@ -10,17 +10,85 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-BYTES = (b"\0", b"\xff", b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff\xff\xff\xff\xff", b"{", b"[", b'"', b"}", b"\\ud800",
-         b"1e999", b"-", b"NaN", b"../", b"\n", b"[[[[[[[[", b"9" * 30, b"\xed\xa0\x80", b"\x1b[2J", b"=", b"null")
+BYTES = (
+    b"\0",
+    b"\xff",
+    b"\xff\xff\xff\xff",
+    b"\x7f\xff\xff\xff\xff\xff\xff\xff",
+    b"{",
+    b"[",
+    b'"',
+    b"}",
+    b"\\ud800",
+    b"1e999",
+    b"-",
+    b"NaN",
+    b"../",
+    b"\n",
+    b"[[[[[[[[",
+    b"9" * 30,
+    b"\xed\xa0\x80",
+    b"\x1b[2J",
+    b"=",
+    b"null",
+)
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 3, 7, 255, 65536, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**62, 2**63 - 1, 2**63,
-    2**64, 10**30, 10**400, -(2**63), 0.5, -0.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"), "", "a",
-    "\0", "\ud800", "../../etc/passwd", "/etc/passwd", "a/b", "\x1b[2J", "x" * 300, "F32", "1", "-1", [], [0], [1, 2],
-    [[]], {}, {"a": 1}, [1.5] * 40, "é" * 40, "." * 3)
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    7,
+    255,
+    65536,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53 + 1,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64,
+    10**30,
+    10**400,
+    -(2**63),
+    0.5,
+    -0.0,
+    1e-300,
+    1e300,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    "",
+    "a",
+    "\0",
+    "\ud800",
+    "../../etc/passwd",
+    "/etc/passwd",
+    "a/b",
+    "\x1b[2J",
+    "x" * 300,
+    "F32",
+    "1",
+    "-1",
+    [],
+    [0],
+    [1, 2],
+    [[]],
+    {},
+    {"a": 1},
+    [1.5] * 40,
+    "é" * 40,
+    "." * 3,
+)
 
 
 def mutate_bytes(data: bytes, random: Random) -> bytes:
-    """One to four changes: bits, bytes, pieces removed, doubled, moved or put in, the end cut off."""
+    """One to four changes: bits, bytes, pieces removed, doubled, moved or put in, the end cut
+    off."""
     changed = bytearray(data)
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         at = random.randrange(len(changed) + 1)
@@ -44,7 +112,8 @@ def mutate_bytes(data: bytes, random: Random) -> bytes:
 
 
 def mutate_tree(tree: Any, random: Random) -> Any:
-    """A tree of JSON values with one to three nodes replaced, removed, doubled, exchanged or nested deeper."""
+    """A tree of JSON values with one to three nodes replaced, removed, doubled, exchanged or nested
+    deeper."""
     tree = copy.deepcopy(tree)
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         if not isinstance(tree, dict | list) or not tree:
@@ -60,7 +129,9 @@ def mutate_tree(tree: Any, random: Random) -> Any:
         elif what == 5 and isinstance(holder, list):
             holder.insert(random.randrange(len(holder) + 1), copy.deepcopy(holder[key]))
         elif what == 5:
-            holder[random.choice(("a", "../x", "\0", f"{key}x", "9" * 25, str(key)[:-1]))] = holder[key]
+            holder[random.choice(("a", "../x", "\0", f"{key}x", "9" * 25, str(key)[:-1]))] = holder[
+                key
+            ]
         elif what == 6:
             other, there = _place(tree, random)
             holder[key], other[there] = copy.deepcopy(other[there]), copy.deepcopy(holder[key])
@@ -88,7 +159,9 @@ def _near(value: Any, random: Random) -> Any:
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int):
-        return random.choice((value - 1, value + 1, -value, value * 2, value * 10**9, str(value), 0.5))
+        return random.choice(
+            (value - 1, value + 1, -value, value * 2, value * 10**9, str(value), 0.5)
+        )
     if isinstance(value, float):
         return random.choice((-value, value * 1e300, 0.0, str(value)))
     if isinstance(value, str):
@@ -96,8 +169,11 @@ def _near(value: Any, random: Random) -> Any:
     return _value(random)
 
 
-def mutate_json(data: bytes, random: Random, sign: Callable[[Any], Any] = lambda tree: tree) -> bytes:
-    """A JSON file as bytes or as a tree; `sign`: what has to be put right in a tree for a reader to look at it."""
+def mutate_json(
+    data: bytes, random: Random, sign: Callable[[Any], Any] = lambda tree: tree
+) -> bytes:
+    """A JSON file as bytes or as a tree; `sign`: what has to be put right in a tree for a reader to
+    look at it."""
     if random.random() < 0.3:
         return mutate_bytes(data, random)
     tree = mutate_tree(json.loads(data), random)
@@ -129,7 +205,9 @@ def mutate_toml(data: bytes, random: Random) -> bytes:
         if equals and what <= 2:
             lines[at] = f"{key} = {_toml(_value(random))}"
         elif equals and what == 3:
-            lines[at] = key + equals + mutate_bytes(value.encode(), random).decode("utf-8", "replace")
+            lines[at] = (
+                key + equals + mutate_bytes(value.encode(), random).decode("utf-8", "replace")
+            )
         elif what == 4:
             lines.insert(random.randrange(len(lines)), lines[at])
         else:
@@ -143,8 +221,11 @@ def _toml(value: Any) -> str:
         return "1979-05-27T07:32:00Z"
     if isinstance(value, int) and abs(value) > 10**300:
         return hex(value) if value > 0 else str(value)
-    return {float("inf"): "inf", float("-inf"): "-inf"}.get(value, "nan") if (
-        isinstance(value, float) and not abs(value) < 1e308) else json.dumps(value).replace(":", " =")
+    return (
+        {float("inf"): "inf", float("-inf"): "-inf"}.get(value, "nan")
+        if (isinstance(value, float) and not abs(value) < 1e308)
+        else json.dumps(value).replace(":", " =")
+    )
 
 
 def mutate_index(data: bytes, random: Random) -> bytes:
@@ -154,16 +235,35 @@ def mutate_index(data: bytes, random: Random) -> bytes:
     changed = bytearray(data)
     sequences = struct.unpack_from("<Q", data, 18)[0]
     offsets = 34 + 4 * sequences
-    place, form = random.choice((
-        (9, "<Q"), (17, "<B"), (18, "<Q"), (26, "<Q"),
-        (34 + 4 * random.randrange(max(sequences, 1)), "<i"),
-        (offsets + 8 * random.randrange(max((len(data) - offsets) // 8, 1)), "<q")))
+    place, form = random.choice(
+        (
+            (9, "<Q"),
+            (17, "<B"),
+            (18, "<Q"),
+            (26, "<Q"),
+            (34 + 4 * random.randrange(max(sequences, 1)), "<i"),
+            (offsets + 8 * random.randrange(max((len(data) - offsets) // 8, 1)), "<q"),
+        )
+    )
     size = struct.calcsize(form)
     if place + size <= len(data):
         now = struct.unpack_from(form, data, place)[0]
         bits = 8 * size
-        value = random.choice((0, 1, now + 1, now - 1, 2**(bits - 1) - 1, 2**bits - 1, 2**(bits - 1), 2**33, 7, 1000))
-        changed[place:place + size] = (value % 2**bits).to_bytes(size, "little")
+        value = random.choice(
+            (
+                0,
+                1,
+                now + 1,
+                now - 1,
+                2 ** (bits - 1) - 1,
+                2**bits - 1,
+                2 ** (bits - 1),
+                2**33,
+                7,
+                1000,
+            )
+        )
+        changed[place : place + size] = (value % 2**bits).to_bytes(size, "little")
     return bytes(changed)
 
 
@@ -172,21 +272,26 @@ def mutate_tensors(data: bytes, random: Random) -> bytes:
     length = int.from_bytes(data[:8], "little")
     if random.random() < 0.25:
         return mutate_bytes(data, random)
-    header = json.loads(data[8:8 + length])
+    header = json.loads(data[8 : 8 + length])
     inner = [key for key, text in header.get("__metadata__", {}).items() if text.startswith("{")]
     if inner and random.random() < 0.5:
         key = random.choice(inner)
-        header["__metadata__"][key] = json.dumps(mutate_tree(json.loads(header["__metadata__"][key]), random))
+        header["__metadata__"][key] = json.dumps(
+            mutate_tree(json.loads(header["__metadata__"][key]), random)
+        )
     else:
         header = mutate_tree(header, random)
     text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data[8 + length:]
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
 def mutate_names(files: dict[str, bytes], random: Random) -> dict[str, bytes]:
-    """A set of files, one of which is missing, is doubled under another name, or has another's content."""
-    changed, name = dict(files), random.choice(list(files))
-    other, what = random.choice(list(files)), random.randrange(4)
+    """A set of files, one of which is missing, is doubled under another name, or has another's
+    content."""
+    changed = dict(files)
+    name = random.choice(list(files))
+    other = random.choice(list(files))
+    what = random.randrange(4)
     if what == 0:
         del changed[name]
     elif what == 1:
@@ -195,7 +300,9 @@ def mutate_names(files: dict[str, bytes], random: Random) -> dict[str, bytes]:
         parts = name.split("/")
         at = random.randrange(len(parts))
         digits = random.choice(("0", "00", "01", "9" * 3, "9" * 30, "\u0663\u0664", "", "00_007"))
-        parts[at] = random.choice((re.sub(r"\d+", digits, parts[at]),) * 4 + ("x", ".metadata", parts[at][:-1]))
+        parts[at] = random.choice(
+            (re.sub(r"\d+", digits, parts[at]),) * 4 + ("x", ".metadata", parts[at][:-1])
+        )
         if what == 2:
             del changed[name]
         changed["/".join(parts)] = files[name]

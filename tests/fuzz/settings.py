@@ -31,13 +31,26 @@ from hybridpar.validate import problems
 from hybridpar.watch import Board, page
 
 from .mutate import mutate_json, mutate_lines, mutate_toml
-from .samples import CHANGES, CLUSTER, INSTANCE, MEMORY, METRICS, PROFILE, RUN, SPLIT, TINY, WORKLOAD
+from .samples import (
+    CHANGES,
+    CLUSTER,
+    INSTANCE,
+    MEMORY,
+    METRICS,
+    PROFILE,
+    RUN,
+    SPLIT,
+    TINY,
+    WORKLOAD,
+)
 from .target import Target, folder_with
 
 
 def make_configs(folder: Path) -> list[Path]:
     root = Path(__file__).parent.parent.parent / "scripts" / "configs"
-    texts = [(root / name).read_text() for name in ("gpt_tiny.toml", "bert_large.toml")] + [to_toml(TINY)]
+    texts = [(root / name).read_text() for name in ("gpt_tiny.toml", "bert_large.toml")] + [
+        to_toml(TINY)
+    ]
     return [folder_with(folder / str(i), config__toml=text) for i, text in enumerate(texts)]
 
 
@@ -54,25 +67,51 @@ def read_run(folder: Path) -> None:
     measured(replace(here, pipeline=replace(here.pipeline, early_switch="auto")))
     find_run(here)
 
-
     with contextlib.suppress(ConfigError):
         settings_of(folder, 7, 4)
     read_peaks(folder / "peaks.json")
 
 
 def make_runs(folder: Path) -> list[Path]:
-    return [folder_with(folder / "run", config__toml=RUN, metrics__jsonl=METRICS, changes__jsonl=CHANGES,
-                        peaks__json=json.dumps({"a machine": 1e11}))]
+    return [
+        folder_with(
+            folder / "run",
+            config__toml=RUN,
+            metrics__jsonl=METRICS,
+            changes__jsonl=CHANGES,
+            peaks__json=json.dumps({"a machine": 1e11}),
+        )
+    ]
 
 
 def make_boards(folder: Path) -> list[Path]:
-    return [folder_with(folder / "board", metrics__jsonl=METRICS, failures__jsonl=CHANGES, notes__jsonl=METRICS)]
+    return [
+        folder_with(
+            folder / "board", metrics__jsonl=METRICS, failures__jsonl=CHANGES, notes__jsonl=METRICS
+        )
+    ]
 
 
 def make_bundles(folder: Path) -> list[Path]:
-    bundle = Bundle(_grid(), 7, {"lm": 2.5}, float("nan"), "corpus", 4, 5, (6,), "non_finite", "the loss is nan",
-                    "skip", 1e-3, 1.0, "0123", ((5, 5), (5, 5)), (1.5, float("inf")),
-                    range(12, 12 + _grid().global_batch_size))
+    bundle = Bundle(
+        _grid(),
+        7,
+        {"lm": 2.5},
+        float("nan"),
+        "corpus",
+        4,
+        5,
+        (6,),
+        "non_finite",
+        "the loss is nan",
+        "skip",
+        1e-3,
+        1.0,
+        "0123",
+        ((5, 5), (5, 5)),
+        (1.5, float("inf")),
+        range(12, 12 + _grid().global_batch_size),
+    )
     return [folder_with(folder / "anomalies", step_00000007__json=bundle.to_json())]
 
 
@@ -83,7 +122,9 @@ def _grid() -> Config:
 def make_costs(folder: Path) -> list[Path]:
     engine = Engine(TINY, ProcessGrid(), torch.device("cpu"))
     recorder = trace.Recorder(engine.executor, 0, 8)
-    engine.train(SyntheticLoader(TINY.model, 1, 2), 8, lambda result: recorder.after_step(result.step))
+    engine.train(
+        SyntheticLoader(TINY.model, 1, 2), 8, lambda result: recorder.after_step(result.step)
+    )
     recorder.close()
     costs = run_costs(TINY, trace.gather(recorder, engine.grid))
     assert costs is not None
@@ -98,8 +139,10 @@ def make_profiles(folder: Path) -> list[Path]:
 
 
 def make_graphs(folder: Path) -> list[Path]:
-    return [folder_with(folder / "w", graph__json=json.dumps(WORKLOAD), split__json=json.dumps(SPLIT)),
-            folder_with(folder / "i", graph__json=json.dumps(INSTANCE), split__json="{}")]
+    return [
+        folder_with(folder / "w", graph__json=json.dumps(WORKLOAD), split__json=json.dumps(SPLIT)),
+        folder_with(folder / "i", graph__json=json.dumps(INSTANCE), split__json="{}"),
+    ]
 
 
 def read_graph(folder: Path) -> None:
@@ -126,15 +169,57 @@ def read_memory(folder: Path) -> None:
 
 TARGETS = (
     Target("configuration", make_configs, read_config, {".toml": mutate_toml}, share=0.5),
-    Target("run folder", make_runs, read_run, {
-        ".toml": mutate_toml, ".jsonl": mutate_lines, ".json": mutate_json}, share=0.3),
-    Target("dashboard", make_boards, lambda folder: page(Board(folder)), {".jsonl": mutate_lines}, share=0.5),
-    Target("replay bundle", make_bundles, lambda folder: read_bundle(folder / "step_00000007.json"), {
-        ".json": mutate_json}),
-    Target("costs", make_costs, lambda folder: read_costs(folder / "costs.json"), {".json": mutate_json}),
-    Target("profile", make_profiles, lambda folder: read_profile(folder / "profile.json"), {".json": mutate_json}),
-    Target("graph", make_graphs, read_graph, {"graph.json": mutate_json, "split.json": mutate_json}),
-    Target("cluster", make_clusters, lambda folder: read_cluster(folder / "cluster.toml"), {".toml": mutate_toml}),
-    Target("memory trace", lambda folder: [folder_with(folder / "m", memory__jsonl=MEMORY, planned0__json=json.dumps(
-        asdict(Counts(hits=5, num_bytes=1 << 20))))], read_memory, {".jsonl": mutate_lines, ".json": mutate_json}),
+    Target(
+        "run folder",
+        make_runs,
+        read_run,
+        {".toml": mutate_toml, ".jsonl": mutate_lines, ".json": mutate_json},
+        share=0.3,
+    ),
+    Target(
+        "dashboard",
+        make_boards,
+        lambda folder: page(Board(folder)),
+        {".jsonl": mutate_lines},
+        share=0.5,
+    ),
+    Target(
+        "replay bundle",
+        make_bundles,
+        lambda folder: read_bundle(folder / "step_00000007.json"),
+        {".json": mutate_json},
+    ),
+    Target(
+        "costs",
+        make_costs,
+        lambda folder: read_costs(folder / "costs.json"),
+        {".json": mutate_json},
+    ),
+    Target(
+        "profile",
+        make_profiles,
+        lambda folder: read_profile(folder / "profile.json"),
+        {".json": mutate_json},
+    ),
+    Target(
+        "graph", make_graphs, read_graph, {"graph.json": mutate_json, "split.json": mutate_json}
+    ),
+    Target(
+        "cluster",
+        make_clusters,
+        lambda folder: read_cluster(folder / "cluster.toml"),
+        {".toml": mutate_toml},
+    ),
+    Target(
+        "memory trace",
+        lambda folder: [
+            folder_with(
+                folder / "m",
+                memory__jsonl=MEMORY,
+                planned0__json=json.dumps(asdict(Counts(hits=5, num_bytes=1 << 20))),
+            )
+        ],
+        read_memory,
+        {".jsonl": mutate_lines, ".json": mutate_json},
+    ),
 )

@@ -15,10 +15,11 @@ Mutator = Callable[[bytes, Random], bytes]
 
 @dataclass(frozen=True)
 class Target:
-    """A reader. `make`: writes valid files into a folder, several sets of them. `read`: of the files in a folder.
+    """A reader. `make`: writes valid files into a folder, several sets of them. `read`: of the
+    files in a folder.
 
-    `mutators`: by the end of a file's name; files without one stay as they are. `repair`: puts checksums right, as
-    somebody who forges files would.
+    `mutators`: by the end of a file's name; files without one stay as they are. `repair`: puts
+    checksums right, as somebody who forges files would.
     """
 
     name: str
@@ -27,7 +28,8 @@ class Target:
     mutators: Mapping[str, Mutator]
     repair: Callable[[Files], Files] = lambda files: files
     renames: bool = False
-    """Whether files are also taken away, put elsewhere and exchanged: where names mean something."""
+    """Whether files are also taken away, put elsewhere and exchanged: where names mean
+    something."""
     share: float = 1.0
     """Of the inputs that others get: slow readers get fewer."""
 
@@ -38,13 +40,21 @@ class Target:
     def seeds(self) -> list[Files]:
         """Sets of valid files, by name."""
         with tempfile.TemporaryDirectory() as folder:
-            return [{path.relative_to(one).as_posix(): path.read_bytes() for path in sorted(one.rglob("*"))
-                     if path.is_file()} for one in self.make(Path(folder))]
+            return [
+                {
+                    path.relative_to(one).as_posix(): path.read_bytes()
+                    for path in sorted(one.rglob("*"))
+                    if path.is_file()
+                }
+                for one in self.make(Path(folder))
+            ]
 
 
 def folder_with(folder: Path, **files: str | bytes) -> Path:
     """A new folder with files, whose names have __ for a dot."""
     folder.mkdir()
     for name, data in files.items():
-        (folder / name.replace("__", ".")).write_bytes(data.encode() if isinstance(data, str) else data)
+        (folder / name.replace("__", ".")).write_bytes(
+            data.encode() if isinstance(data, str) else data
+        )
     return folder

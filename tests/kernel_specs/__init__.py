@@ -1,4 +1,5 @@
-"""Launches that every Triton kernel is compiled for, without a GPU: a module here for each module of kernels/.
+"""Launches that every Triton kernel is compiled for, without a GPU: a module here for each module
+of kernels/.
 
 SPECS there: kernel -> [Spec, ..]. tests/kernels/test_compile.py fails for a kernel without one.
 """
@@ -13,10 +14,11 @@ from dataclasses import dataclass, field
 class Spec:
     """One way a kernel is launched.
 
-    `types`: argument -> 'i32', 'fp32', '*bf16', ..; pointers count as aligned to 16 bytes, the integers in `divisible`
-    as multiples of 16. `constants`: the tl.constexpr arguments. `most_registers`: of a thread, on an A100 and an H100,
-    for which it was chosen; None, and on other GPUs: what warps leave. `capabilities`: what it is launched on.
-    `thorough`: compiled with --thorough alone.
+    `types`: argument -> 'i32', 'fp32', '*bf16', ..; pointers count as aligned to 16 bytes, the
+    integers in `divisible` as multiples of 16. `constants`: the tl.constexpr arguments.
+    `most_registers`: of a thread, on an A100 and an H100, for which it was chosen; None, and on
+    other GPUs: what warps leave. `capabilities`: what it is launched on. `thorough`: compiled with
+    --thorough alone.
     """
 
     types: Mapping[str, str]
@@ -31,5 +33,6 @@ class Spec:
     def __str__(self) -> str:
         pointers = "-".join(dict.fromkeys(t[1:] for t in self.types.values() if t.startswith("*")))
         values = "-".join(f"{name}{value}" for name, value in self.constants.items())
-        return "-".join(part for part in (pointers, values, f"w{self.num_warps}",
-                                     f"s{self.num_stages}") if part)
+        return "-".join(
+            part for part in (pointers, values, f"w{self.num_warps}", f"s{self.num_stages}") if part
+        )

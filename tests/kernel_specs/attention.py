@@ -3,21 +3,32 @@ from collections.abc import Iterator
 from hybridpar.kernels.tiles import Tile, tiles_of
 from kernel_specs import Spec
 
-# compute capability, d, elements, causal, padding, dropout (1: a counter for 4 keys, 2: for one), grouped heads, by the
-# copy engine
+# compute capability, d, elements, causal, padding, dropout (1: a counter for 4 keys, 2: for one),
+# grouped heads, by the copy engine
 USES = [
-    (90, 64, "bf16", True, False, 0, False, True), (80, 128, "bf16", True, False, 0, False, False),
-    (90, 128, "bf16", True, False, 0, False, True), (80, 32, "fp16", False, True, 2, True, False),
-    (90, 80, "bf16", False, True, 1, True, False), (80, 256, "bf16", True, True, 0, False, False),
-    (90, 128, "bf16", True, True, 0, True, True), (90, 128, "bf16", True, False, 0, False, False),
-    (90, 64, "bf16", True, False, 0, False, False), (90, 128, "bf16", True, False, 1, False, True),
+    (90, 64, "bf16", True, False, 0, False, True),
+    (80, 128, "bf16", True, False, 0, False, False),
+    (90, 128, "bf16", True, False, 0, False, True),
+    (80, 32, "fp16", False, True, 2, True, False),
+    (90, 80, "bf16", False, True, 1, True, False),
+    (80, 256, "bf16", True, True, 0, False, False),
+    (90, 128, "bf16", True, True, 0, True, True),
+    (90, 128, "bf16", True, False, 0, False, False),
+    (90, 64, "bf16", True, False, 0, False, False),
+    (90, 128, "bf16", True, False, 1, False, True),
     (90, 64, "fp32", True, False, 1, False, False),
 ]
 GPUS = (80, 89, 90, 100, 120)
-"""A GPU of each group of tiles_of, and of those with 99 KiB one without and one with a copy engine."""
-CANDIDATES = [(gpu, d, "bf16", True, False, dropout, False, gpu >= 90)
-              for gpu in GPUS for d in (64, 128) for dropout in (0, 1)]
-"""All tiles of these are compiled, with dropout and wide heads, which take most registers, also without --thorough."""
+"""A GPU of each group of tiles_of, and of those with 99 KiB one without and one with a copy
+engine."""
+CANDIDATES = [
+    (gpu, d, "bf16", True, False, dropout, False, gpu >= 90)
+    for gpu in GPUS
+    for d in (64, 128)
+    for dropout in (0, 1)
+]
+"""All tiles of these are compiled, with dropout and wide heads, which take most registers, also
+without --thorough."""
 INPUTS = ("q", "k", "v")
 COUNTERS = dict.fromkeys(("key0", "key1", "threshold"), "i32")
 POINTERS = {
@@ -42,19 +53,39 @@ def specs(kernel: str) -> Iterator[Spec]:
 def tiles(kernel: str, use: Use) -> tuple[Tile, ...]:
     capability, d, element, _, padded, dropout, grouped, engine = use
     pointers = padded or (grouped and kernel == "dkdv_kernel") or (capability >= 90 and not engine)
-    return tiles_of(kernel, 1 << (d - 1).bit_length(), 4 if element == "fp32" else 2, capability,
-                    2 if dropout else int(pointers))
+    return tiles_of(
+        kernel,
+        1 << (d - 1).bit_length(),
+        4 if element == "fp32" else 2,
+        capability,
+        2 if dropout else int(pointers),
+    )
 
 
 def spec(kernel: str, use: Use, tile: Tile, thorough: bool) -> Spec:
     inputs = INPUTS if kernel == "forward_kernel" else (*INPUTS, "dout")
     capability, d, element, causal, padded, dropout, grouped, engine = use
     elements = {f"{name}_ptr": f"*{element}" for name in (*INPUTS, *POINTERS[kernel])}
-    types = {**elements, **{n: "*fp32" for n in ("lse_ptr", "delta_ptr") if n in elements}, "table_ptr": "*i32",
-             **{f"{name}_{dim}": "i32" for name in inputs for dim in "bns"},
-             "heads": "i32", "s": "i32", "scale": "fp32", **COUNTERS, "keep_scale": "fp32", "start": "i64"}
+    types = {
+        **elements,
+        **{n: "*fp32" for n in ("lse_ptr", "delta_ptr") if n in elements},
+        "table_ptr": "*i32",
+        **{f"{name}_{dim}": "i32" for name in inputs for dim in "bns"},
+        "heads": "i32",
+        "s": "i32",
+        "scale": "fp32",
+        **COUNTERS,
+        "keep_scale": "fp32",
+        "start": "i64",
+    }
     D = 1 << (d - 1).bit_length()
-    constants = {"HEAD": d, "D": D, "CAUSAL": causal, "DROPOUT": dropout, "UNIT": 4 if element == "fp32" else 8}
+    constants = {
+        "HEAD": d,
+        "D": D,
+        "CAUSAL": causal,
+        "DROPOUT": dropout,
+        "UNIT": 4 if element == "fp32" else 8,
+    }
     if dropout:
         types["counter_ptr"] = "*i64"
     else:
@@ -65,14 +96,22 @@ def spec(kernel: str, use: Use, tile: Tile, thorough: bool) -> Spec:
         constants["real_ptr"] = None
     if kernel == "dkdv_kernel":
         types["kv_heads"], constants["GROUPED"] = "i32", grouped
-    loaded, count = (("q", "dout"), tile.rows) if kernel == "dkdv_kernel" else (("k", "v"), tile.keys)
+    loaded, count = (
+        (("q", "dout"), tile.rows) if kernel == "dkdv_kernel" else (("k", "v"), tile.keys)
+    )
     for name in loaded:
         if engine:
             types[f"{name}_matrix"] = f"tensordesc<{element}[{count}, {D}]>"
         else:
             constants[f"{name}_matrix"] = None
-    return Spec(types, {**constants, "ROWS": tile.rows, "KEYS": tile.keys}, tile.num_warps, tile.num_stages,
-                capabilities=(capability,), thorough=thorough)
+    return Spec(
+        types,
+        {**constants, "ROWS": tile.rows, "KEYS": tile.keys},
+        tile.num_warps,
+        tile.num_stages,
+        capabilities=(capability,),
+        thorough=thorough,
+    )
 
 
 SPECS = {kernel: list(specs(kernel)) for kernel in POINTERS}

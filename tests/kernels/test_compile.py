@@ -1,6 +1,8 @@
-"""Every Triton kernel compiles for A100 and H100, without a GPU: no spills, shared memory that fits; prints a table.
+"""Every Triton kernel compiles for A100 and H100, without a GPU: no spills, shared memory that
+fits; prints a table.
 
-Those whose tiles depend on the GPU compile for the others, too: L40S (sm_89), B200 (sm_100) and RTX 5090 (sm_120)."""
+Those whose tiles depend on the GPU compile for the others, too: L40S (sm_89), B200 (sm_100) and RTX
+5090 (sm_120)."""
 
 from __future__ import annotations
 
@@ -18,14 +20,21 @@ import pytest
 from kernel_specs import Spec
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter replaces the compiler")
+pytestmark = pytest.mark.skipif(
+    "TRITON_INTERPRET" in os.environ, reason="the interpreter replaces the compiler"
+)
 
 CAPABILITIES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes of shared memory that a block may have."""
 REGISTERS = 64 * 1024
 """Registers of an SM, and so the most of a block."""
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hybridpar" / "compiled_by_tests"
-"""Machine code, which Triton finds again by all that it is made of: source, options, compilers and target."""
+CACHE = (
+    Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    / "hybridpar"
+    / "compiled_by_tests"
+)
+"""Machine code, which Triton finds again by all that it is made of: source, options, compilers and
+target."""
 MODULES = sorted(m.name for m in pkgutil.iter_modules(kernel_specs.__path__))
 KERNELS = Path(__file__).parents[2] / "kernels"
 
@@ -42,20 +51,34 @@ def test_every_kernel_has_a_spec() -> None:
         launched = {name for name in vars(code) if name.endswith("_kernel")}
         assert launched == set(specs_of(module)), module
         jitted = {n for n, f in vars(code).items() if isinstance(f, triton.runtime.jit.JITFunction)}
-        assert all(name.startswith("_") for name in jitted - launched), f"{module}: a kernel's name ends with _kernel"
+        assert all(name.startswith("_") for name in jitted - launched), (
+            f"{module}: a kernel's name ends with _kernel"
+        )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Without --thorough each spec is compiled for one of its GPUs, by turns: a kernel is for all of them."""
+    """Without --thorough each spec is compiled for one of its GPUs, by turns: a kernel is for all
+    of them."""
     if "spec" not in metafunc.fixturenames:
         return
     thorough = metafunc.config.getoption("--thorough")
-    cases = [(module, kernel, spec, capability) for module in MODULES for kernel, specs in specs_of(module).items()
-             for i, spec in enumerate(specs) for turn, capability in enumerate(spec.capabilities)
-             if thorough or (not spec.thorough and (
-                 len(specs) < len(spec.capabilities) or turn == i % len(spec.capabilities)))]
-    metafunc.parametrize(("module", "kernel", "spec", "capability"), cases,
-                         ids=["-".join(map(str, case)) for case in cases])
+    cases = [
+        (module, kernel, spec, capability)
+        for module in MODULES
+        for kernel, specs in specs_of(module).items()
+        for i, spec in enumerate(specs)
+        for turn, capability in enumerate(spec.capabilities)
+        if thorough
+        or (
+            not spec.thorough
+            and (len(specs) < len(spec.capabilities) or turn == i % len(spec.capabilities))
+        )
+    ]
+    metafunc.parametrize(
+        ("module", "kernel", "spec", "capability"),
+        cases,
+        ids=["-".join(map(str, case)) for case in cases],
+    )
 
 
 def test_compiles_without_spills(module, kernel, spec, capability, monkeypatch, record_property):
@@ -75,7 +98,8 @@ def test_compiles_without_spills(module, kernel, spec, capability, monkeypatch, 
 
 
 def compiled_resources(module: str, kernel: str, spec: Spec, capability: int) -> dict[str, int]:
-    """Registers, stack and shared bytes of the machine code, as cuobjdump (it comes with triton) reads them."""
+    """Registers, stack and shared bytes of the machine code, as cuobjdump (it comes with triton)
+    reads them."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -83,17 +107,29 @@ def compiled_resources(module: str, kernel: str, spec: Spec, capability: int) ->
     names = function.arg_names
     types = {**spec.types, **dict.fromkeys(spec.constants, "constexpr")}
     assert set(types) == set(names), f"arguments {sorted(set(types) ^ set(names))}"
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
-               if types[name].startswith("*") or name in spec.divisible}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if types[name].startswith("*") or name in spec.divisible
+    }
     constants = {(names.index(name),): value for name, value in spec.constants.items()}
-    source = ASTSource(fn=function, signature={n: types[n] for n in names}, constexprs=constants, attrs=aligned)
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32),
-                            options={"num_warps": spec.num_warps, "num_stages": spec.num_stages})
+    source = ASTSource(
+        fn=function, signature={n: types[n] for n in names}, constexprs=constants, attrs=aligned
+    )
+    binary = triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": spec.num_warps, "num_stages": spec.num_stages},
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        text = subprocess.run([cuobjdump(), "--dump-resource-usage", file.name], capture_output=True, text=True,
-                              check=True).stdout
+        text = subprocess.run(
+            [cuobjdump(), "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
     used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     assert used, text
     return {**used, "SHARED": binary.metadata.shared}

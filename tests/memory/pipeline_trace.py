@@ -1,4 +1,5 @@
-"""Traces made by hand: what a rank of a small pipeline does with its blocks, the same in every step."""
+"""Traces made by hand: what a rank of a small pipeline does with its blocks, the same in every
+step."""
 
 from __future__ import annotations
 
@@ -16,17 +17,24 @@ HEADER = Header(rank=1, device="cpu", place={"pp": 1, "dp": 0, "tp": 0})
 
 
 class _Writer:
-    """Blocks and events in the order in which they are made; an event lasts a hundredth of a millisecond."""
+    """Blocks and events in the order in which they are made; an event lasts a hundredth of a
+    millisecond."""
 
     def __init__(self) -> None:
-        self.blocks, self.sizes, self.events, self.now = 0, {}, [], 0.0
+        self.blocks = 0
+        self.sizes = {}
+        self.events = []
+        self.now = 0.0
 
-    def __call__(self, what: What, block: int, op: str = "", layer: int = -1, name: str = "") -> None:
+    def __call__(
+        self, what: What, block: int, op: str = "", layer: int = -1, name: str = ""
+    ) -> None:
         self.now += 1e-5
         self.events.append(MemoryEvent(what, block, self.sizes[block], op, self.now, layer, name))
 
     def make(self, num_bytes: int, op: str, layer: int = -1, name: str = "") -> int:
-        block, self.blocks = self.blocks, self.blocks + 1
+        block = self.blocks
+        self.blocks = self.blocks + 1
         self.sizes[block] = num_bytes
         self(What.MALLOC, block, op, layer, name)
         if not name:
@@ -36,20 +44,31 @@ class _Writer:
     def span(self, step: int, action: Action | None) -> Span:
         start = self.events[0].time - 1e-5 if self.events else self.now
         self.now = max(self.now, start + (TAKES.get(action.kind, 0.0) if action else 0.0))
-        events, self.events = self.events, []
+        events = self.events
+        self.events = []
         return Span(step, str(action or ""), start, self.now, events)
 
 
-def trace(steps: int = 2, *, layers: int = 3, schedule: str = "1f1b", ranks: int = 2, rank: int = 1,
-          unit: int = 256 * KIB) -> list[Span]:
-    """A rank with so many layers, 4 micro-batches a step. A layer keeps 2 units of one and has temporaries of 3.
+def trace(
+    steps: int = 2,
+    *,
+    layers: int = 3,
+    schedule: str = "1f1b",
+    ranks: int = 2,
+    rank: int = 1,
+    unit: int = 256 * KIB,
+) -> list[Span]:
+    """A rank with so many layers, 4 micro-batches a step. A layer keeps 2 units of one and has
+    temporaries of 3.
 
     Weights and gradients have 4 units a layer, the optimizer's state 8.
     """
     sizes = Sizes(ranks, 4)
     write = _Writer()
-    weights, gradients, moments = (write.make(n * unit * layers, "", name=name)
-                                   for n, name in ((4, "weights 0"), (4, "gradients 0"), (8, "optimizer 0")))
+    weights, gradients, moments = (
+        write.make(n * unit * layers, "", name=name)
+        for n, name in ((4, "weights 0"), (4, "gradients 0"), (8, "optimizer 0"))
+    )
     spans = [write.span(1, None)]
     kept: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for action in lower(schedule, sizes, rank, 0, steps):
@@ -74,7 +93,11 @@ def trace(steps: int = 2, *, layers: int = 3, schedule: str = "1f1b", ranks: int
                 write(What.READ, block, "hybridpar::adamw")
             for block in (moments, weights):
                 write(What.WRITE, block, "hybridpar::adamw")
-        step = (m if action.kind in (Kind.REDUCE, Kind.NORM, Kind.UPDATE) else m // sizes.num_microbatches) + 1
+        step = (
+            m
+            if action.kind in (Kind.REDUCE, Kind.NORM, Kind.UPDATE)
+            else m // sizes.num_microbatches
+        ) + 1
         spans.append(write.span(step, action))
     return spans
 

@@ -17,36 +17,78 @@ from hybridpar.memory.behaviour import Distribution, analyse
 from hybridpar.memory.events import Category, MemoryEvent, Span, What, lives
 from hybridpar.pipeline.plan.sizes import Sizes
 
-M, F, R, W = What.MALLOC, What.FREE, What.READ, What.WRITE
+M = What.MALLOC
+F = What.FREE
+R = What.READ
+W = What.WRITE
 
 
 def span(step: int, action: str, end: float, *events: tuple[What, int, int, float]) -> Span:
-    return Span(step, action, 0.0, end, [MemoryEvent(what, block, num_bytes, "aten::add", time, layer=block)
-                                         for what, block, num_bytes, time in events])
+    return Span(
+        step,
+        action,
+        0.0,
+        end,
+        [
+            MemoryEvent(what, block, num_bytes, "aten::add", time, layer=block)
+            for what, block, num_bytes, time in events
+        ],
+    )
 
 
 def test_known_answers() -> None:
     weights = Span(1, "", 0.0, 0.0, [MemoryEvent(M, 0, 100, "", 0.0, name="weights 0")])
-    found = analyse([
-        weights,
-        span(1, "F0@0v0", 2.0, (R, 0, 100, 1.0), (M, 1, 40, 1.0), (W, 1, 40, 1.0), (M, 2, 7, 1.5), (W, 2, 7, 1.5),
-             (R, 2, 7, 1.6), (F, 2, 7, 1.6)),
-        span(1, "B0@0v0", 5.0, (R, 1, 40, 3.0), (M, 3, 30, 3.0), (W, 3, 30, 3.0), (R, 0, 100, 4.0), (F, 1, 40, 4.0),
-             (F, 3, 30, 5.0)),
-    ])
+    found = analyse(
+        [
+            weights,
+            span(
+                1,
+                "F0@0v0",
+                2.0,
+                (R, 0, 100, 1.0),
+                (M, 1, 40, 1.0),
+                (W, 1, 40, 1.0),
+                (M, 2, 7, 1.5),
+                (W, 2, 7, 1.5),
+                (R, 2, 7, 1.6),
+                (F, 2, 7, 1.6),
+            ),
+            span(
+                1,
+                "B0@0v0",
+                5.0,
+                (R, 1, 40, 3.0),
+                (M, 3, 30, 3.0),
+                (W, 3, 30, 3.0),
+                (R, 0, 100, 4.0),
+                (F, 1, 40, 4.0),
+                (F, 3, 30, 5.0),
+            ),
+        ]
+    )
     peak = found.peak
     assert (peak.num_bytes, peak.time, peak.step, peak.action) == (170, 3.0, 1, "B0@0v0")
-    assert peak.by_category == {Category.WEIGHTS: 100, Category.ACTIVATIONS: 40, Category.TEMPORARIES: 30}
+    assert peak.by_category == {
+        Category.WEIGHTS: 100,
+        Category.ACTIVATIONS: 40,
+        Category.TEMPORARIES: 30,
+    }
     assert peak.by_layer == {1: 40}
     assert [life.block for life in peak.owners] == [0, 1, 3]
     assert found.timeline == [
-        (0.0, {Category.WEIGHTS: 100}), (2.0, {Category.WEIGHTS: 100, Category.ACTIVATIONS: 40}),
-        (3.0, peak.by_category), (5.0, {Category.WEIGHTS: 100})]
+        (0.0, {Category.WEIGHTS: 100}),
+        (2.0, {Category.WEIGHTS: 100, Category.ACTIVATIONS: 40}),
+        (3.0, peak.by_category),
+        (5.0, {Category.WEIGHTS: 100}),
+    ]
     intervals = found.intervals
     assert intervals.distribution.count == 3
     assert intervals.distribution.total == pytest.approx(3.0 + 2.0 + 0.1)
     assert [(one.life.block, one.seconds) for one in intervals.outliers] == [
-        (0, 3.0), (1, 2.0), (2, pytest.approx(0.1))]
+        (0, 3.0),
+        (1, 2.0),
+        (2, pytest.approx(0.1)),
+    ]
     assert intervals.outliers[0].before.action == "F0@0v0"
     assert intervals.outliers[0].after.action == "B0@0v0"
     # block 2: nothing between; 1: block 2; 0: blocks 1, 2 and 3
@@ -54,20 +96,37 @@ def test_known_answers() -> None:
     assert found.lifetimes[Category.ACTIVATIONS].total == 3.0
     assert Category.WEIGHTS not in found.lifetimes
     totals = found.breakdown[Category.TEMPORARIES]
-    assert (totals.num_blocks, totals.num_bytes, totals.reads, totals.writes, totals.accesses) == (2, 37, 1, 2, 3)
+    assert (totals.num_blocks, totals.num_bytes, totals.reads, totals.writes, totals.accesses) == (
+        2,
+        37,
+        1,
+        2,
+        3,
+    )
     assert (found.num_steps, found.stable_from, found.num_events) == (1, None, 14)
 
 
 def test_a_first_step_that_reaches_no_more_than_others_is_not_the_one_that_is_shown() -> None:
-    steps = [span(step, f"F{step - 1}@0v0", step, (M, step, 40, step), (F, step, 40, step)) for step in (1, 2, 3)]
+    steps = [
+        span(step, f"F{step - 1}@0v0", step, (M, step, 40, step), (F, step, 40, step))
+        for step in (1, 2, 3)
+    ]
     assert analyse(steps).peak.step == 2
     assert analyse([*steps, span(4, "F3@0v0", 4.0, (M, 4, 41, 4.0))]).peak.step == 4
-    assert analyse([span(1, "F0@0v0", 1.0, (M, 9, 41, 0.5), (F, 9, 41, 0.6)), *steps[1:]]).peak.step == 1
+    assert (
+        analyse([span(1, "F0@0v0", 1.0, (M, 9, 41, 0.5), (F, 9, 41, 0.6)), *steps[1:]]).peak.step
+        == 1
+    )
 
 
 def test_nothing_at_all() -> None:
     found = analyse([])
-    assert (found.peak.num_bytes, found.timeline, found.num_steps, found.reuse.percentile(50)) == (0, [], 0, 0.0)
+    assert (found.peak.num_bytes, found.timeline, found.num_steps, found.reuse.percentile(50)) == (
+        0,
+        [],
+        0,
+        0.0,
+    )
 
 
 @given(st.randoms(use_true_random=False), st.integers(0, 12))
@@ -75,28 +134,50 @@ def test_equals_slow_ones(random: Random, num_steps: int) -> None:
     spans = list(random_spans(random, num_steps))
     found, all_lives = analyse(iter(spans)), list(lives(spans))
     events = [event for one in spans for event in one.events]
-    live, most = 0, 0
+    live = 0
+    most = 0
     for event in events:
         live += {M: event.num_bytes, F: -event.num_bytes}.get(event.what, 0)
         most = max(most, live)
     assert found.peak.num_bytes == most == sum(found.peak.by_category.values())
     assert sum(found.peak.by_layer.values()) == found.peak.by_category.get(Category.ACTIVATIONS, 0)
     assert max((sum(point.values()) for _, point in found.timeline), default=0) == most
-    times = [b.time - a.time for life in all_lives for a, b in zip(life.accesses, life.accesses[1:], strict=False)]
+    times = [
+        b.time - a.time
+        for life in all_lives
+        for a, b in zip(life.accesses, life.accesses[1:], strict=False)
+    ]
     assert found.intervals.distribution.count == len(times)
     assert found.intervals.distribution.total == pytest.approx(sum(times))
-    products = sorted((b.time - a.time) * life.num_bytes for life in all_lives
-                      for a, b in zip(life.accesses, life.accesses[1:], strict=False))
+    products = sorted(
+        (b.time - a.time) * life.num_bytes
+        for life in all_lives
+        for a, b in zip(life.accesses, life.accesses[1:], strict=False)
+    )
     assert [one.seconds * one.life.num_bytes for one in found.intervals.outliers] == pytest.approx(
-        [product for product in reversed(products) if product])
-    assert sorted(slow_reuse(events)) == pytest.approx(sorted(values_of(found.reuse, slow_reuse(events))))
+        [product for product in reversed(products) if product]
+    )
+    assert sorted(slow_reuse(events)) == pytest.approx(
+        sorted(values_of(found.reuse, slow_reuse(events)))
+    )
     assert {category: totals.num_blocks for category, totals in found.breakdown.items()} == Counter(
-        life.category for life in all_lives)
-    assert sum(totals.accesses for totals in found.breakdown.values()) == sum(len(life.accesses) for life in all_lives)
+        life.category for life in all_lives
+    )
+    assert sum(totals.accesses for totals in found.breakdown.values()) == sum(
+        len(life.accesses) for life in all_lives
+    )
     for category, lifetimes in found.lifetimes.items():
-        ended = [life.died - life.born for life in all_lives if life.category is category and life.died is not None]
+        ended = [
+            life.died - life.born
+            for life in all_lives
+            if life.category is category and life.died is not None
+        ]
         assert (lifetimes.count, lifetimes.total) == (len(ended), pytest.approx(sum(ended)))
-    plain = [point for i, point in enumerate(found.timeline) if point[1] is not found.peak.by_category or most == 0]
+    plain = [
+        point
+        for i, point in enumerate(found.timeline)
+        if point[1] is not found.peak.by_category or most == 0
+    ]
     assert plain == slow_timeline(spans)
 
 
@@ -109,7 +190,8 @@ def values_of(distribution: Distribution, expected: list[int]) -> list[int]:
 
 
 def slow_reuse(events: list[MemoryEvent]) -> list[int]:
-    found, sizes = [], {}
+    found = []
+    sizes = {}
     since: dict[int, set[int]] = {}
     for event in events:
         if event.what is M:
@@ -201,8 +283,12 @@ def test_ten_thousand_steps_take_little_memory() -> None:
         events = [MemoryEvent(M, i, 1000, "", 0.0, name="weights 0") for i in range(3)]
         yield Span(1, "", 0.0, 0.0, events)
         for i in range(10_000):
-            events = [MemoryEvent(R, block, 1000, "aten::mm", i + 0.1 * block) for block in range(3)]
-            events += [MemoryEvent(what, i + 3, 8 + i % 50, "aten::mm", i + 0.5) for what in (M, W, R, F)]
+            events = [
+                MemoryEvent(R, block, 1000, "aten::mm", i + 0.1 * block) for block in range(3)
+            ]
+            events += [
+                MemoryEvent(what, i + 3, 8 + i % 50, "aten::mm", i + 0.5) for what in (M, W, R, F)
+            ]
             yield Span(i + 1, f"F{i}@0v{i}", float(i), i + 0.9, events)
 
     tracemalloc.start()

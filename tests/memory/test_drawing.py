@@ -1,4 +1,5 @@
-"""Pictures of memory: they parse, say what is on their axes, no text lies on another, and shapes are bounded."""
+"""Pictures of memory: they parse, say what is on their axes, no text lies on another, and shapes
+are bounded."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from memory.pipeline_trace import HEADER, KIB, trace
 
 from hybridpar.memory.account import Account, examine
 from hybridpar.memory.behaviour import analyse
-from hybridpar.memory.drawing import COLOURS, draw_blocks, draw_intervals, draw_strip, pictures, stacked
+from hybridpar.memory.drawing import (
+    COLOURS,
+    draw_blocks,
+    draw_intervals,
+    draw_strip,
+    pictures,
+    stacked,
+)
 from hybridpar.memory.events import Category, Span
 from hybridpar.memory.page import html_page, perfetto
 from hybridpar.memory.sections import Section, as_text
@@ -32,7 +40,9 @@ def account() -> Account:
 
 
 def texts(svg: str) -> list[str]:
-    return ["".join(element.itertext()) for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+    return [
+        "".join(element.itertext()) for element in ElementTree.fromstring(svg).iter(f"{SVG}text")
+    ]
 
 
 def boxes(svg: str) -> list[tuple[float, float, float, float, str]]:
@@ -43,9 +53,11 @@ def boxes(svg: str) -> list[tuple[float, float, float, float, str]]:
         if move := re.fullmatch(r"translate\(0 (\d+)\)", element.get("transform", "")):
             down += float(move[1])
         if element.tag == f"{SVG}text" and "transform" not in element.attrib:
-            css, text = element.get("class", ""), element.text or ""
+            css = element.get("class", "")
+            text = element.text or ""
             width = len(text) * (8.6 if "title" in css else 6.0)
-            x, y = float(element.get("x", 0)), down + float(element.get("y", 0))
+            x = float(element.get("x", 0))
+            y = down + float(element.get("y", 0))
             left = x - width * (0.5 if "mid" in css else 1.0 if "end" in css else 0.0)
             found.append((left, y - 10, left + width, y + 2, text))
         for child in element:
@@ -78,18 +90,27 @@ def test_every_picture_has_a_title_axes_with_units_and_a_legend(account: Account
         assert "time in milliseconds, from the beginning of step 2" in said[draw]
     assert "offset in the planned arena in MiB" in said[draw_blocks]
     assert "bytes in MiB" in said[draw_strip]
-    assert {"time between two accesses of a block", "bytes of the block"} <= set(said[draw_intervals])
+    assert {"time between two accesses of a block", "bytes of the block"} <= set(
+        said[draw_intervals]
+    )
     counted = texts(draw_strip(account_of(trace(3), timed=False)).svg())
     assert any("forwards of one micro-batch" in text for text in counted)
 
 
 def test_the_strip_marks_the_peak_and_says_who_owns_it(account: Account) -> None:
-    svg, peak = draw_strip(account).svg(), account.behaviour.peak
-    assert f"peak: {peak.num_bytes / 2**20:.3g} MiB in {peak.action}, step {peak.step}" in texts(svg)
+    svg = draw_strip(account).svg()
+    peak = account.behaviour.peak
+    assert f"peak: {peak.num_bytes / 2**20:.3g} MiB in {peak.action}, step {peak.step}" in texts(
+        svg
+    )
     owners = [re.fullmatch(r"(.*): ([\d.]+) (MiB|KiB) at the peak", text) for text in texts(svg)]
     total = sum(float(m[2]) * {"MiB": 2**20, "KiB": KIB}[m[3]] for m in owners if m)
     assert total == pytest.approx(peak.num_bytes, rel=0.01)  # three digits each
-    paths = [p for p in ElementTree.fromstring(svg).iter(f"{SVG}path") if p.find(f"{SVG}title") is not None]
+    paths = [
+        p
+        for p in ElementTree.fromstring(svg).iter(f"{SVG}path")
+        if p.find(f"{SVG}title") is not None
+    ]
     top = min(float(y) for p in paths for y in re.findall(r"V([\d.]+)", p.get("d", "")))
     circle = next(ElementTree.fromstring(svg).iter(f"{SVG}circle"))
     assert top == pytest.approx(float(circle.get("cy", 0)), abs=0.1)
@@ -104,8 +125,15 @@ def test_blocks_are_drawn_at_their_offsets_and_none_overlap(account: Account) ->
         apart = x + w <= x2 + 0.2 or x2 + w2 <= x + 0.2 or y + h <= y2 + 0.1 or y2 + h2 <= y + 0.1
         assert apart, "up to the rounding of pixels"
     tips = [e.findtext(f"{SVG}title", "") for e in drawn]
-    assert any(re.match(r"activations, 512 KiB: aten::gelu in F4@1v1, until B4@1v1, block 2 of the model; 1 reads, "
-                        r"1 writes", tip) for tip in tips)
+    assert any(
+        re.match(
+            r"activations, 512 KiB: aten::gelu in F4@1v1, until B4@1v1, block 2 of the model; 1 "
+            r"reads, "
+            r"1 writes",
+            tip,
+        )
+        for tip in tips
+    )
 
 
 @pytest.mark.parametrize("unit", [64, 256 * KIB])
@@ -136,7 +164,8 @@ def test_every_category_has_a_colour_of_its_own() -> None:
 class _Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
-        self.open, self.seen = [], set()
+        self.open = []
+        self.seen = set()
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         self.seen.add(tag)
@@ -151,7 +180,9 @@ class _Page(HTMLParser):
 
 
 def test_the_page_needs_no_other_file(account: Account) -> None:
-    page = html_page(account, [Section("a < b & c", [["x", "MiB"], ["<i>", "1"]], notes=["so & so"])])
+    page = html_page(
+        account, [Section("a < b & c", [["x", "MiB"], ["<i>", "1"]], notes=["so & so"])]
+    )
     parser = _Page()
     parser.feed(page)
     parser.close()
@@ -160,7 +191,10 @@ def test_the_page_needs_no_other_file(account: Account) -> None:
     assert not parser.seen & {"script", "link", "img", "i"}
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "<td class='text'>&lt;i&gt;</td><td>1</td>" in page
-    assert as_text([Section("title", [["x", "MiB"], ["long name", "1"]])]) == "title\nx          MiB\nlong name    1"
+    assert (
+        as_text([Section("title", [["x", "MiB"], ["long name", "1"]])])
+        == "title\nx          MiB\nlong name    1"
+    )
 
 
 def test_perfetto_shows_actions_and_a_counter_of_all_categories(account: Account) -> None:

@@ -16,37 +16,61 @@ from hybridpar.memory import fragmentation
 from hybridpar.memory.events import MemoryEvent, What
 from hybridpar.memory.fragmentation import replay
 
-KIB, MIB = 1 << 10, 1 << 20
+KIB = 1 << 10
+MIB = 1 << 20
 
 
 def events(*steps: int) -> list[MemoryEvent]:
-    """A malloc of so many bytes for each positive number; -1 frees the first of them, -2 the second, .."""
+    """A malloc of so many bytes for each positive number; -1 frees the first of them, -2 the
+    second, .."""
     sizes = [size for size in steps if size >= 0]
-    made, count = [], 0
+    made = []
+    count = 0
     for step in steps:
         block = count if step >= 0 else -step - 1
-        made.append(MemoryEvent(What.MALLOC if step >= 0 else What.FREE, block, sizes[block], "", 0.0))
+        made.append(
+            MemoryEvent(What.MALLOC if step >= 0 else What.FREE, block, sizes[block], "", 0.0)
+        )
         count += step >= 0
     return made
 
 
-@pytest.mark.parametrize(("steps", "reserved", "live"), [
-    ((), 0, 0),
-    ((0,), 0, 0),
-    ((1,), 2 * MIB, 1),
-    ((MIB, MIB), 2 * MIB, 2 * MIB),  # two in a small segment
-    ((MIB, MIB, 1), 4 * MIB, 2 * MIB + 1),
-    ((MIB + 1,), 20 * MIB, MIB + 1),  # the first large one
-    ((10 * MIB - 512, 10 * MIB - 512), 20 * MIB, 20 * MIB - 1024),  # split: more than 1 MiB is left
-    ((10 * MIB,), 10 * MIB, 10 * MIB),  # its own segment
-    ((11 * MIB + 1,), 12 * MIB, 11 * MIB + 1),
-    ((20 * MIB, -1, 19 * MIB, MIB + 512), 40 * MIB, 20 * MIB + 512),  # 1 MiB left over is not split off
-    ((20 * MIB, -1, 18 * MIB, 2 * MIB), 20 * MIB, 20 * MIB),  # 2 MiB are
-    ((1024 * KIB, 512, -1, 512 * KIB, 512 * KIB), 2 * MIB, MIB + 512),  # freed, cut in two and used again
-    ((512 * KIB, 512 * KIB, 512 * KIB, -1, -2, MIB), 2 * MIB, 3 * 512 * KIB),  # neighbours join
-    ((512 * KIB, 512 * KIB, 512 * KIB, 512 * KIB, -1, -3, MIB), 4 * MIB, 2 * MIB),  # these are none
-    ((12 * MIB, 14 * MIB, -1, -2, 11 * MIB, 13 * MIB), 26 * MIB, 26 * MIB),  # best fit
-])
+@pytest.mark.parametrize(
+    ("steps", "reserved", "live"),
+    [
+        ((), 0, 0),
+        ((0,), 0, 0),
+        ((1,), 2 * MIB, 1),
+        ((MIB, MIB), 2 * MIB, 2 * MIB),  # two in a small segment
+        ((MIB, MIB, 1), 4 * MIB, 2 * MIB + 1),
+        ((MIB + 1,), 20 * MIB, MIB + 1),  # the first large one
+        (
+            (10 * MIB - 512, 10 * MIB - 512),
+            20 * MIB,
+            20 * MIB - 1024,
+        ),  # split: more than 1 MiB is left
+        ((10 * MIB,), 10 * MIB, 10 * MIB),  # its own segment
+        ((11 * MIB + 1,), 12 * MIB, 11 * MIB + 1),
+        (
+            (20 * MIB, -1, 19 * MIB, MIB + 512),
+            40 * MIB,
+            20 * MIB + 512,
+        ),  # 1 MiB left over is not split off
+        ((20 * MIB, -1, 18 * MIB, 2 * MIB), 20 * MIB, 20 * MIB),  # 2 MiB are
+        (
+            (1024 * KIB, 512, -1, 512 * KIB, 512 * KIB),
+            2 * MIB,
+            MIB + 512,
+        ),  # freed, cut in two and used again
+        ((512 * KIB, 512 * KIB, 512 * KIB, -1, -2, MIB), 2 * MIB, 3 * 512 * KIB),  # neighbours join
+        (
+            (512 * KIB, 512 * KIB, 512 * KIB, 512 * KIB, -1, -3, MIB),
+            4 * MIB,
+            2 * MIB,
+        ),  # these are none
+        ((12 * MIB, 14 * MIB, -1, -2, 11 * MIB, 13 * MIB), 26 * MIB, 26 * MIB),  # best fit
+    ],
+)
 def test_known_answers(steps: tuple[int, ...], reserved: int, live: int) -> None:
     usage = replay(events(*steps))
     assert (usage.reserved, usage.largest_live, usage.fits) == (reserved, live, True)
@@ -78,8 +102,11 @@ def test_under_a_limit_cached_segments_are_given_back() -> None:
 
 @given(st.randoms(use_true_random=False), st.integers(1, 30), st.sampled_from([1, 700, 30_000]))
 def test_equals_a_slow_one(random: Random, num_steps: int, scale: int) -> None:
-    made = [event._replace(num_bytes=event.num_bytes * scale)
-            for span in random_spans(random, num_steps) for event in span.events]
+    made = [
+        event._replace(num_bytes=event.num_bytes * scale)
+        for span in random_spans(random, num_steps)
+        for event in span.events
+    ]
     usage = replay(made)
     assert (usage.reserved, usage.largest_live) == slow(made)
     assert usage.reserved >= usage.largest_live
@@ -109,15 +136,27 @@ def slow(made: list[MemoryEvent]) -> tuple[int, int]:
         largest = max(largest, live)
         size = (event.num_bytes + 511) // 512 * 512
         small = size <= MIB
-        free = [(piece[0], i, j) for i, (is_small, pieces) in enumerate(segments) if is_small == small
-                for j, piece in enumerate(pieces) if piece[1] is None and piece[0] >= size]
+        free = [
+            (piece[0], i, j)
+            for i, (is_small, pieces) in enumerate(segments)
+            if is_small == small
+            for j, piece in enumerate(pieces)
+            if piece[1] is None and piece[0] >= size
+        ]
         if free:
             _, i, j = min(free)
         else:
-            whole = 2 * MIB if small else 20 * MIB if size < 10 * MIB else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
+            whole = (
+                2 * MIB
+                if small
+                else 20 * MIB
+                if size < 10 * MIB
+                else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
+            )
             segments.append((small, [[whole, None]]))
             reserved += whole
-            i, j = len(segments) - 1, 0
+            i = len(segments) - 1
+            j = 0
         pieces = segments[i][1]
         left = pieces[j][0] - size
         if left >= 512 if small else left > MIB:

@@ -1,4 +1,5 @@
-"""Ghosts take and compute nothing, and the tracker counts what the real tensors would have taken."""
+"""Ghosts take and compute nothing, and the tracker counts what the real tensors would have
+taken."""
 
 from __future__ import annotations
 
@@ -39,10 +40,18 @@ def test_a_ghost_takes_nothing_and_is_counted() -> None:
 
 def test_shapes_and_types_are_the_real_ones() -> None:
     def work() -> list[Tensor]:
-        a, b = torch.ones(3, 4), torch.zeros(4, 5, dtype=torch.bfloat16)
+        a = torch.ones(3, 4)
+        b = torch.zeros(4, 5, dtype=torch.bfloat16)
         c = a.t().contiguous().t() @ b.float()
-        return [c, c.sum(0, keepdim=True), c.to(torch.float64).mean(), torch.cat([c, c], 1), *c.split([2, 3], 1),
-                c.gather(1, torch.tensor([[0], [1], [4]])), c.masked_fill(torch.eye(3, 5, dtype=torch.bool), 0)]
+        return [
+            c,
+            c.sum(0, keepdim=True),
+            c.to(torch.float64).mean(),
+            torch.cat([c, c], 1),
+            *c.split([2, 3], 1),
+            c.gather(1, torch.tensor([[0], [1], [4]])),
+            c.masked_fill(torch.eye(3, 5, dtype=torch.bool), 0),
+        ]
 
     with Tracker(CPU):
         ghosts = [*work(), *work()]  # the second time from what was remembered of the first
@@ -63,8 +72,8 @@ def test_integers_are_real_and_counted() -> None:
 
 
 def test_integers_of_its_own_making_may_be_ghosts() -> None:
-    """The reference dropout makes 64-bit integers by the million, for nothing here: one piece of them shows the rest.
-    """
+    """The reference dropout makes 64-bit integers by the million, for nothing here: one piece of
+    them shows the rest."""
     data = torch.tensor([1, 0, 2])
     with measure(CPU) as meter, Tracker(CPU) as tracker:
         tracker.ghost_integers = True
@@ -124,7 +133,8 @@ def residual(restart: Any) -> Any:
 
 def mixed(restart: Any) -> Any:
     """The CPU adds bf16 to fp32 by way of an fp32 copy."""
-    main, grad = torch.zeros(1 << 16), torch.zeros(1 << 16, dtype=torch.bfloat16)
+    main = torch.zeros(1 << 16)
+    grad = torch.zeros(1 << 16, dtype=torch.bfloat16)
     restart()
     return main.add_(grad), grad
 
@@ -144,20 +154,34 @@ def attention(restart: Any) -> Any:
     return y, q, k, v
 
 
-@pytest.mark.parametrize("work", [residual, mixed, chosen_rows, attention], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "work", [residual, mixed, chosen_rows, attention], ids=lambda f: f.__name__
+)
 def test_the_allocator_agrees(work: Any) -> None:
     measured, followed = in_both_worlds(work)
     assert followed.current == pytest.approx(measured.current, abs=1024)
-    assert followed.peak == pytest.approx(measured.peak, rel=0.01, abs=2**15)  # scratch space of the fused attention
+    assert followed.peak == pytest.approx(
+        measured.peak, rel=0.01, abs=2**15
+    )  # scratch space of the fused attention
 
 
 SMALL = {"num_layers": 3, "hidden_size": 256, "num_heads": 4, "seq_length": 128, "vocab_size": 2000}
-LLAMA = {"position": "rotary", "activation": "swiglu", "norm": "rms_norm", "num_kv_heads": 2, "bias": False}
+LLAMA = {
+    "position": "rotary",
+    "activation": "swiglu",
+    "norm": "rms_norm",
+    "num_kv_heads": 2,
+    "bias": False,
+}
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}
 
 
-def stage_memory(model: ModelConfig, dtype: torch.dtype, blocks: range, recompute: Recomputation, meter: Any) -> Any:
-    """Static bytes, the peak of a forward, what it keeps, the peak of the backward; the second time, when warm."""
+def stage_memory(
+    model: ModelConfig, dtype: torch.dtype, blocks: range, recompute: Recomputation, meter: Any
+) -> Any:
+    """Static bytes, the peak of a forward, what it keeps, the peak of the backward; the second
+    time, when warm."""
+
     def now() -> int:
         meter.restart_peak()
         return meter.read().current
@@ -166,7 +190,9 @@ def stage_memory(model: ModelConfig, dtype: torch.dtype, blocks: range, recomput
         return meter.read().peak
 
     stage = Stage(build_blocks(model, Axis("tp"), blocks, dtype=dtype), recompute)
-    state = RankState(stage, ProcessGrid(), StatePolicy(dtype, 1, 1, OptimConfig(), ParallelConfig(), "auto"), CPU)
+    state = RankState(
+        stage, ProcessGrid(), StatePolicy(dtype, 1, 1, OptimConfig(), ParallelConfig(), "auto"), CPU
+    )
     state.bind(0, (0,))
     batch = SyntheticLoader(model, 4, 1, padding=False).microbatch(0, 0)
     batch |= {n: torch.ones((), dtype=torch.float64) for n in ("num_targets", "num_samples")}
@@ -178,7 +204,11 @@ def stage_memory(model: ModelConfig, dtype: torch.dtype, blocks: range, recomput
         forward = top() - before
         out = sum(out.values()) if isinstance(out, dict) else out
         edge = torch.autograd.graph.get_gradient_edge(out)
-        gradient = torch.ones((), dtype=out.dtype) if not out.dim() else torch.zeros(4, 128, 256, dtype=dtype)
+        gradient = (
+            torch.ones((), dtype=out.dtype)
+            if not out.dim()
+            else torch.zeros(4, 128, 256, dtype=dtype)
+        )
         del out
         kept = now() - before
         torch.autograd.backward(edge, gradient)
@@ -190,24 +220,38 @@ def stage_memory(model: ModelConfig, dtype: torch.dtype, blocks: range, recomput
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("options", "blocks"), [
-    ({}, range(0, 5)), (DROPOUT, range(1, 3)), (LLAMA, range(1, 3)), ({"kind": "bert", **DROPOUT}, range(0, 3)),
-    ({"kind": "bert"}, range(2, 5)), ({**LLAMA, **DROPOUT}, range(3, 5)),
-], ids=str)
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [
+        ({}, range(0, 5)),
+        (DROPOUT, range(1, 3)),
+        (LLAMA, range(1, 3)),
+        ({"kind": "bert", **DROPOUT}, range(0, 3)),
+        ({"kind": "bert"}, range(2, 5)),
+        ({**LLAMA, **DROPOUT}, range(3, 5)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("again", ["none", "layers", "stage"])
-def test_a_stage_takes_what_its_ghost_takes(options: dict[str, Any], blocks: range, dtype: torch.dtype,
-                                            again: str) -> None:
-    """Weights and gradients to the byte; what is kept to 0.2 %; peaks but for the scratch space of kernels."""
+def test_a_stage_takes_what_its_ghost_takes(
+    options: dict[str, Any], blocks: range, dtype: torch.dtype, again: str
+) -> None:
+    """Weights and gradients to the byte; what is kept to 0.2 %; peaks but for the scratch space of
+    kernels."""
     model = ModelConfig(**{**SMALL, **options})
-    recompute = {"none": Recomputation(), "layers": Recomputation(frozenset(blocks) - {0, 4}),
-                 "stage": Recomputation(frozenset(blocks), whole=True)}[again]
+    recompute = {
+        "none": Recomputation(),
+        "layers": Recomputation(frozenset(blocks) - {0, 4}),
+        "stage": Recomputation(frozenset(blocks), whole=True),
+    }[again]
     with measure(CPU) as meter:
         static, forward, kept, backward = stage_memory(model, dtype, blocks, recompute, meter)
     with Tracker(CPU) as tracker:
         ghost = stage_memory(model, dtype, blocks, recompute, tracker)
     assert ghost[0] == static
     assert ghost[2] == pytest.approx(kept, rel=0.002, abs=512)
-    # oneDNN's for bf16, which torch allocates: with AMX a whole factor is packed, here of 512 x 1024 elements at most
+    # oneDNN's for bf16, which torch allocates: with AMX a whole factor is packed, here of 512 x
+    # 1024 elements at most
     scratch = 2**19 + 2**20 * torch.cpu._is_amx_tile_supported()
     assert ghost[1] == pytest.approx(forward, rel=0.01, abs=scratch)
     assert ghost[3] == pytest.approx(backward, rel=0.01, abs=scratch)

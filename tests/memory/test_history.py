@@ -1,4 +1,5 @@
-"""The allocator's history beside a recording: births, deaths and scratch, by entries as torch's docs show them."""
+"""The allocator's history beside a recording: births, deaths and scratch, by entries as torch's
+docs show them."""
 
 from __future__ import annotations
 
@@ -14,31 +15,65 @@ from hybridpar.memory.recorder import Recorder
 from hybridpar.memory.trace_file import header_line, span_line
 from hybridpar.train.memory_trace import AllocatorHistory
 
-M, F, R = What.MALLOC, What.FREE, What.READ
+M = What.MALLOC
+F = What.FREE
+R = What.READ
 
 
 def entry(action: str, addr: int, size: int) -> dict[str, Any]:
-    return {"action": action, "addr": addr, "size": size, "stream": 0, "time_us": 1726183881020000, "frames": []}
+    return {
+        "action": action,
+        "addr": addr,
+        "size": size,
+        "stream": 0,
+        "time_us": 1726183881020000,
+        "frames": [],
+    }
 
 
 def span(*rows: tuple[What, int, int]) -> list[Span]:
-    return [Span(1, "", 0, 1, [MemoryEvent(what, block, size, "" if what is F else "aten::mm", 0.5)
-                               for what, block, size in rows])]
+    return [
+        Span(
+            1,
+            "",
+            0,
+            1,
+            [
+                MemoryEvent(what, block, size, "" if what is F else "aten::mm", 0.5)
+                for what, block, size in rows
+            ],
+        )
+    ]
 
 
 HISTORY = [
     entry("segment_alloc", 0, 2 << 20),
-    entry("alloc", 0, 1024), entry("alloc", 1024, 4096),  # the second is cuBLAS's own
-    entry("free_requested", 1024, 4096), entry("free_completed", 1024, 4096),
-    entry("alloc", 1024, 512), entry("free_requested", 0, 1024), entry("free_completed", 0, 1024),
-    entry("alloc", 0, 1024), entry("free_requested", 1024, 512), entry("free_completed", 1024, 512),
+    entry("alloc", 0, 1024),
+    entry("alloc", 1024, 4096),  # the second is cuBLAS's own
+    entry("free_requested", 1024, 4096),
+    entry("free_completed", 1024, 4096),
+    entry("alloc", 1024, 512),
+    entry("free_requested", 0, 1024),
+    entry("free_completed", 0, 1024),
+    entry("alloc", 0, 1024),
+    entry("free_requested", 1024, 512),
+    entry("free_completed", 1024, 512),
 ]
 
 
 def test_what_agrees() -> None:
-    found = compare(span((M, 0, 1000), (R, 0, 1000), (M, 1, 4), (F, 0, 1000), (M, 2, 1024), (F, 1, 4)), HISTORY)
-    assert found == Agreement(births=3, found_births=3, deaths=2, found_deaths=2, scratch=1, peak=1536,
-                              allocator_peak=1024 + 4096)
+    found = compare(
+        span((M, 0, 1000), (R, 0, 1000), (M, 1, 4), (F, 0, 1000), (M, 2, 1024), (F, 1, 4)), HISTORY
+    )
+    assert found == Agreement(
+        births=3,
+        found_births=3,
+        deaths=2,
+        found_deaths=2,
+        scratch=1,
+        peak=1536,
+        allocator_peak=1024 + 4096,
+    )
     assert "3 of 3 recorded births and 2 of 2 deaths, and 1 blocks" in str(found)
 
 
@@ -55,15 +90,33 @@ def test_a_death_that_comes_late() -> None:
 
 
 def test_blocks_from_before_are_in_neither() -> None:
-    before = [Span(1, "", 0, 1, [MemoryEvent(M, 0, 512, "", 0.5, name="weights 0"), MemoryEvent(F, 0, 512, "", 0.5)])]
+    before = [
+        Span(
+            1,
+            "",
+            0,
+            1,
+            [MemoryEvent(M, 0, 512, "", 0.5, name="weights 0"), MemoryEvent(F, 0, 512, "", 0.5)],
+        )
+    ]
     assert compare(before, [entry("free_requested", 7, 512)]) == Agreement(0, 0, 0, 0, 0, 0, 0)
 
 
-def test_a_recorded_run_on_a_gpu_says_whether_it_agrees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path, calls, history = tmp_path / "rank0.jsonl", [], list(HISTORY)
-    path.write_text(header_line(Header(device="cuda:1")) + "".join(
-        map(span_line, span((M, 0, 1000), (M, 1, 4), (F, 0, 1000), (M, 2, 1024), (F, 1, 4)))))
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
+def test_a_recorded_run_on_a_gpu_says_whether_it_agrees(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "rank0.jsonl"
+    calls = []
+    history = list(HISTORY)
+    path.write_text(
+        header_line(Header(device="cuda:1"))
+        + "".join(
+            map(span_line, span((M, 0, 1000), (M, 1, 4), (F, 0, 1000), (M, 2, 1024), (F, 1, 4)))
+        )
+    )
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options)
+    )
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [[], history]})
     found = AllocatorHistory(torch.device("cuda", 1))
     assert "3 of 3 recorded births and 2 of 2 deaths" in found.compare(path)

@@ -1,4 +1,5 @@
-"""Measured memory is what the allocator handed out: known sizes, blocks from before, other threads, malloc's count."""
+"""Measured memory is what the allocator handed out: known sizes, blocks from before, other threads,
+malloc's count."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_current_and_peak_are_the_bytes_of_live_tensors() -> None:
 
 def test_what_autograd_makes_is_seen() -> None:
     n = 1 << 16
-    x, gradient = torch.zeros(n, requires_grad=True), torch.ones(n)
+    x = torch.zeros(n, requires_grad=True)
+    gradient = torch.ones(n)
     with measure(CPU) as meter:
         y = x.exp()
         assert meter.read() == Usage(4 * n, 4 * n)
@@ -129,13 +131,19 @@ print(json.dumps(found))
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="LD_PRELOAD")
 def test_the_peak_of_training_is_that_which_malloc_counts(tmp_path: Path) -> None:
-    """A second, independent witness under all of torch: blocks from 16 KiB on, but for what MKL keeps from before."""
+    """A second, independent witness under all of torch: blocks from 16 KiB on, but for what MKL
+    keeps from before."""
     if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
         pytest.skip("no C compiler")
     library = tmp_path / "malloc_count.so"
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, HERE / "malloc_count.c", "-ldl"], check=True)
+    subprocess.run(
+        [compiler, "-O2", "-shared", "-fPIC", "-o", library, HERE / "malloc_count.c", "-ldl"],
+        check=True,
+    )
     environment = {**os.environ, "LD_PRELOAD": str(library)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     for by_malloc, metered in json.loads(done.stdout):
         assert metered == pytest.approx(by_malloc, rel=0.02)

@@ -1,5 +1,5 @@
-"""Planned memory: what follows from two recorded cycles, and the allocators that go by it, of CPUs and, with a stand-in
-for CUDA's runtime, of GPUs."""
+"""Planned memory: what follows from two recorded cycles, and the allocators that go by it, of CPUs
+and, with a stand-in for CUDA's runtime, of GPUs."""
 
 from __future__ import annotations
 
@@ -25,29 +25,45 @@ from hybridpar.memory.arena import Block, plan
 from hybridpar.memory.planned import FREE, MALLOC, TURN, Allocator, Counts, CycleError, plan_cycle
 
 ROOT = Path(__file__).parents[2]
-on_cpu = pytest.mark.skipif(native.missing_recorder() is not None, reason=str(native.missing_recorder()))
+on_cpu = pytest.mark.skipif(
+    native.missing_recorder() is not None, reason=str(native.missing_recorder())
+)
 
 
-# -- plans -------------------------------------------------------------------------------------------------------------
+# -- plans
 
 
-@given(st.integers(1, 40), st.lists(
-    st.tuples(st.integers(1, 9000), st.integers(0, 39), st.integers(1, 40)), max_size=40))
+@given(
+    st.integers(1, 40),
+    st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 39), st.integers(1, 40)), max_size=40),
+)
 def test_no_two_blocks_of_a_cycle_overlap(period: int, given: list[tuple[int, int, int]]) -> None:
-    blocks = [Block(num_bytes, start % period, start % period + 1 + (length - 1) % period)
-              for num_bytes, start, length in given]
+    blocks = [
+        Block(num_bytes, start % period, start % period + 1 + (length - 1) % period)
+        for num_bytes, start, length in given
+    ]
     arena = plan(blocks, period)
     alive = [{int(t) % period for t in range(int(b.start), int(b.end or 0))} for b in blocks]
     size = [-(-block.num_bytes // 512) * 512 for block in blocks]
     for i, j in combinations(range(len(blocks)), 2):
         if alive[i] & alive[j]:
-            assert arena.offsets[i] + size[i] <= arena.offsets[j] or arena.offsets[j] + size[j] <= arena.offsets[i]
-    assert arena.bound == max(sum(size[i] for i in range(len(blocks)) if t in alive[i]) for t in range(period))
-    assert arena.bound <= arena.num_bytes == max((o + s for o, s in zip(arena.offsets, size, strict=True)), default=0)
+            assert (
+                arena.offsets[i] + size[i] <= arena.offsets[j]
+                or arena.offsets[j] + size[j] <= arena.offsets[i]
+            )
+    assert arena.bound == max(
+        sum(size[i] for i in range(len(blocks)) if t in alive[i]) for t in range(period)
+    )
+    assert (
+        arena.bound
+        <= arena.num_bytes
+        == max((o + s for o, s in zip(arena.offsets, size, strict=True)), default=0)
+    )
 
 
 def test_micro_batches_in_flight_share_their_places() -> None:
-    """Two are in flight at a time, and each lives into the next cycle: four blocks in the room of two."""
+    """Two are in flight at a time, and each lives into the next cycle: four blocks in the room of
+    two."""
     blocks = [Block(1 << 20, 2 * i, 2 * i + 4) for i in range(4)]
     assert plan(blocks, 8).num_bytes == 2 << 20
 
@@ -60,8 +76,19 @@ def events(*cycle: tuple[int, int], again: tuple[tuple[int, int], ...] | None = 
 
 
 def test_a_plan_of_two_cycles() -> None:
-    found = plan_cycle(events((TURN, 0), (MALLOC, 1000), (MALLOC, 8), (FREE, 0), (TURN, 1), (MALLOC, 600), (FREE, 1),
-                              (FREE, 2), (MALLOC, 50)))
+    found = plan_cycle(
+        events(
+            (TURN, 0),
+            (MALLOC, 1000),
+            (MALLOC, 8),
+            (FREE, 0),
+            (TURN, 1),
+            (MALLOC, 600),
+            (FREE, 1),
+            (FREE, 2),
+            (MALLOC, 50),
+        )
+    )
     assert found.sizes.tolist() == [1000, 8, 600, 50]
     assert found.firsts.tolist() == [0, 2, 4]
     assert found.offsets[3] == -1  # never given back
@@ -80,14 +107,23 @@ def test_a_block_that_lives_into_the_next_cycle_keeps_out_of_the_way() -> None:
     assert sorted(found.offsets.tolist()) == [0, 512]
 
 
-@pytest.mark.parametrize("again", [
-    ((TURN, 0), (MALLOC, 9), (TURN, 1)), ((TURN, 0), (TURN, 1), (MALLOC, 8)), ((TURN, 1), (MALLOC, 8))], ids=str)
+@pytest.mark.parametrize(
+    "again",
+    [
+        ((TURN, 0), (MALLOC, 9), (TURN, 1)),
+        ((TURN, 0), (TURN, 1), (MALLOC, 8)),
+        ((TURN, 1), (MALLOC, 8)),
+    ],
+    ids=str,
+)
 def test_cycles_that_are_not_equal(again: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(CycleError, match=r"did not ask for the same|cycles were noted"):
         plan_cycle(events((TURN, 0), (MALLOC, 8), (TURN, 1), again=again))
 
 
-@pytest.mark.parametrize("text", ["[]", '{"hits": "1"}', '{"hits": 1, "mine": 2}', '{"hits": -1}', "{"])
+@pytest.mark.parametrize(
+    "text", ["[]", '{"hits": "1"}', '{"hits": 1, "mine": 2}', '{"hits": -1}', "{"]
+)
 def test_counts_of_a_damaged_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "planned0.json"
     path.write_text(text)
@@ -95,7 +131,7 @@ def test_counts_of_a_damaged_file(tmp_path: Path, text: str) -> None:
         Counts.read(path)
 
 
-# -- CPUs --------------------------------------------------------------------------------------------------------------
+# -- CPUs
 
 
 @pytest.fixture
@@ -193,7 +229,7 @@ def test_a_block_outlives_its_arena_and_may_grow(allocator: Allocator) -> None:
     assert torch.equal(held[:1000], torch.full((1000,), 5.0))
 
 
-# -- CUDA, with a stand-in for its runtime -----------------------------------------------------------------------------
+# -- CUDA, with a stand-in for its runtime
 
 
 class StandIn:
@@ -206,7 +242,8 @@ class StandIn:
         self._log.restype = ctypes.c_char_p
         self.install = library.hybridpar_planned_install
         self.install.argtypes = (ctypes.c_int, ctypes.c_void_p)
-        self._alloc, self._free = library.hybridpar_planned_alloc, library.hybridpar_planned_free
+        self._alloc = library.hybridpar_planned_alloc
+        self._free = library.hybridpar_planned_free
         self._alloc.restype = ctypes.c_void_p
         self._alloc.argtypes = (ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
         self._free.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
@@ -230,8 +267,17 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
     path = tmp_path_factory.mktemp("planned") / "planned.so"
     sources = [ROOT / "csrc" / "planned" / f"{name}.cpp" for name in ("planned", "cuda")]
     flags = ["-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-fvisibility=hidden"]
-    subprocess.run([*shlex.split(os.environ.get("CXX", "c++")), *flags, f"-I{ROOT / 'tests' / 'csrc' / 'emulated'}",
-                    "-o", path, *sources], check=True)
+    subprocess.run(
+        [
+            *shlex.split(os.environ.get("CXX", "c++")),
+            *flags,
+            f"-I{ROOT / 'tests' / 'csrc' / 'emulated'}",
+            "-o",
+            path,
+            *sources,
+        ],
+        check=True,
+    )
     found = StandIn(path)
     found.install(0, 5)
     return found
@@ -239,7 +285,8 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
 
 def cuda_step(cuda: StandIn) -> list[int]:
     cuda.allocator.turn_to(0)
-    a, b = cuda.alloc(1000), cuda.alloc(600)
+    a = cuda.alloc(1000)
+    b = cuda.alloc(600)
     cuda.free(a, 1000)
     cuda.allocator.turn_to(1)
     c = cuda.alloc(900)
@@ -255,12 +302,20 @@ def test_cuda(cuda: StandIn) -> None:
     cuda_step(cuda)
     events = cuda.allocator.events()
     cuda.allocator.record(False)
-    one = ["malloc 1000 on 5", "malloc 600 on 5", "free on 5", "malloc 900 on 5", "free on 5", "free on 5"]
+    one = [
+        "malloc 1000 on 5",
+        "malloc 600 on 5",
+        "free on 5",
+        "malloc 900 on 5",
+        "free on 5",
+        "free on 5",
+    ]
     assert cuda.called() == ["keep", *one * 2]
     cycle = plan_cycle(events)
     assert cuda.allocator.plan(cycle)
     assert cuda.called() == ["malloc 2048"]
-    first, second = cuda_step(cuda), cuda_step(cuda)
+    first = cuda_step(cuda)
+    second = cuda_step(cuda)
     assert first == second
     assert first[0] == first[2]
     assert cuda.called() == []

@@ -37,19 +37,24 @@ def test_what_this_span_made_is_named_from_its_birth() -> None:
         recorder.adopt("gradients", [a, b, torch.empty(0)])
     recorder.close()
     assert [(e.num_bytes, e.op, e.name) for e in events(spans) if e.what is What.MALLOC] == [
-        (12, "aten::ones", ""), (16, "aten::ones", "gradients")]
+        (12, "aten::ones", ""),
+        (16, "aten::ones", "gradients"),
+    ]
     assert a.sum() + b.sum() == 7
 
 
 def told(run: Callable[[], Any], *before: Tensor) -> list[str]:
-    """Events of a call, such as "read 0"; blocks of `before` have the first numbers. What it returns lives."""
+    """Events of a call, such as "read 0"; blocks of `before` have the first numbers. What it
+    returns lives."""
     spans, recorder = recording()
     recorder.adopt("x", before)
     with recorder:
         kept = run()
     recorder.close()
     del kept
-    return [f"{e.what.value} {e.block}" for e in events(spans)][sum(t.layout is torch.strided for t in before):]
+    return [f"{e.what.value} {e.block}" for e in events(spans)][
+        sum(t.layout is torch.strided for t in before) :
+    ]
 
 
 def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -60,29 +65,34 @@ def foreach(a: Tensor, b: Tensor) -> None:
     torch._foreach_add_([a, b], [b, a])
 
 
-@pytest.mark.parametrize(("run", "expected"), [
-    (lambda a, b: (a.t(), a[1:].view(-1), a.detach(), a.expand(2, 4, 4), a.unbind()), []),
-    (lambda a, b: a.squeeze_().t_().unsqueeze_(0), []),
-    (lambda a, b: torch.empty_like(a), ["malloc 2"]),
-    (lambda a, b: (a.new_zeros(3)), ["malloc 2", "write 2"]),
-    (lambda a, b: torch.ones_like(a), ["malloc 2", "write 2"]),
-    (lambda a, b: a + b, ["malloc 2", "read 0", "read 1", "write 2"]),
-    (lambda a, b: a * a, ["malloc 2", "read 0", "write 2"]),
-    (lambda a, b: a[0].add_(b[0]), ["read 0", "read 1", "write 0"]),
-    (lambda a, b: a.copy_(b), ["read 1", "write 0"]),
-    (lambda a, b: a.zero_(), ["write 0"]),
-    (lambda a, b: a.exponential_(), ["write 0"]),
-    (lambda a, b: torch.add(a, a, out=b), ["read 0", "write 1"]),
-    (lambda a, b: a.sum().item(), ["malloc 2", "read 0", "write 2", "read 2", "free 2"]),
-    (foreach, ["read 0", "read 1", "write 0", "write 1"]),
-    (lambda a, b: torch._foreach_zero_([a, b]), ["write 0", "write 1"]),
-    (lambda a, b: torch.cat([a, b, a]), ["malloc 2", "read 0", "read 1", "write 2"]),
-    (lambda a, b: torch.tensor([1.0, 2.0]), ["malloc 2", "write 2"]),
-    (lambda a, b: torch.empty(0) + torch.ones(0), []),
-    (lambda a, b: a.max(dim=0), ["malloc 2", "malloc 3", "read 0", "write 2", "write 3"]),
-    (lambda a, b: a.index_put_((torch.tensor(0),), b[0]),
-     ["malloc 2", "write 2", "read 0", "read 2", "read 1", "write 0", "free 2"]),
-])
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda a, b: (a.t(), a[1:].view(-1), a.detach(), a.expand(2, 4, 4), a.unbind()), []),
+        (lambda a, b: a.squeeze_().t_().unsqueeze_(0), []),
+        (lambda a, b: torch.empty_like(a), ["malloc 2"]),
+        (lambda a, b: a.new_zeros(3), ["malloc 2", "write 2"]),
+        (lambda a, b: torch.ones_like(a), ["malloc 2", "write 2"]),
+        (lambda a, b: a + b, ["malloc 2", "read 0", "read 1", "write 2"]),
+        (lambda a, b: a * a, ["malloc 2", "read 0", "write 2"]),
+        (lambda a, b: a[0].add_(b[0]), ["read 0", "read 1", "write 0"]),
+        (lambda a, b: a.copy_(b), ["read 1", "write 0"]),
+        (lambda a, b: a.zero_(), ["write 0"]),
+        (lambda a, b: a.exponential_(), ["write 0"]),
+        (lambda a, b: torch.add(a, a, out=b), ["read 0", "write 1"]),
+        (lambda a, b: a.sum().item(), ["malloc 2", "read 0", "write 2", "read 2", "free 2"]),
+        (foreach, ["read 0", "read 1", "write 0", "write 1"]),
+        (lambda a, b: torch._foreach_zero_([a, b]), ["write 0", "write 1"]),
+        (lambda a, b: torch.cat([a, b, a]), ["malloc 2", "read 0", "read 1", "write 2"]),
+        (lambda a, b: torch.tensor([1.0, 2.0]), ["malloc 2", "write 2"]),
+        (lambda a, b: torch.empty(0) + torch.ones(0), []),
+        (lambda a, b: a.max(dim=0), ["malloc 2", "malloc 3", "read 0", "write 2", "write 3"]),
+        (
+            lambda a, b: a.index_put_((torch.tensor(0),), b[0]),
+            ["malloc 2", "write 2", "read 0", "read 2", "read 1", "write 0", "free 2"],
+        ),
+    ],
+)
 def test_what_an_operator_does(run: Callable[[Tensor, Tensor], Any], expected: list[str]) -> None:
     a, b = x(), x()
     assert told(lambda: run(a, b), a, b) == expected
@@ -96,15 +106,23 @@ def test_a_block_from_before_is_seen_at_its_first_access() -> None:
         kept = view * 2
     recorder.close()
     assert [(e.what.value, e.block, e.num_bytes, e.name) for e in events(spans)] == [
-        ("malloc", 0, 64, "other"), ("malloc", 1, 16, ""), ("read", 0, 64, ""), ("write", 1, 16, "")]
+        ("malloc", 0, 64, "other"),
+        ("malloc", 1, 16, ""),
+        ("read", 0, 64, ""),
+        ("write", 1, 16, ""),
+    ]
     del kept
 
 
-@pytest.mark.parametrize(("wide", "narrow"), [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("wide", "narrow"), [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)]
+)
 @pytest.mark.parametrize("operator", [torch.add, torch.mul, torch.sub, torch.div])
 def test_scratch_of_mixed_arithmetic_is_the_allocator_s(
-        operator: Callable[[Tensor, Tensor], Tensor], wide: torch.dtype, narrow: torch.dtype) -> None:
-    a, b = x(64, 64, dtype=wide), x(64, 64, dtype=narrow)
+    operator: Callable[[Tensor, Tensor], Tensor], wide: torch.dtype, narrow: torch.dtype
+) -> None:
+    a = x(64, 64, dtype=wide)
+    b = x(64, 64, dtype=narrow)
     spans, recorder = recording()
     with recorder:
         operator(a, b)
@@ -145,7 +163,9 @@ def test_sparse_tensors_are_their_parts() -> None:
         product = torch.sparse.mm(sparse, dense)
     recorder.close()
     assert product.sum() == 9
-    assert {e.block for e in events(spans) if (e.what, e.op) == (What.READ, "aten::_sparse_addmm")} >= {0, 1, 2}
+    assert {
+        e.block for e in events(spans) if (e.what, e.op) == (What.READ, "aten::_sparse_addmm")
+    } >= {0, 1, 2}
     table = nn.Embedding(10, 4, sparse=True)
     sgd = torch.optim.SGD(table.parameters(), lr=0.1)
 
@@ -168,7 +188,9 @@ def test_recomputed_blocks_are_made_twice() -> None:
         with recorder:
             (checkpoint(layers, a, use_reentrant=False) if again else layers(a)).sum().backward()
         recorder.close()
-        assert sum(e.op == "aten::tanh" and e.what is What.MALLOC for e in events(spans)) == 1 + again
+        assert (
+            sum(e.op == "aten::tanh" and e.what is What.MALLOC for e in events(spans)) == 1 + again
+        )
 
 
 def test_an_error_inside_an_operator_leaves_the_trace_whole() -> None:
@@ -195,7 +217,8 @@ def test_an_error_inside_an_operator_leaves_the_trace_whole() -> None:
 
 
 def check(spans: list[Span]) -> list[tuple[str, str]]:
-    """(kind, operator) of all events, of which each has its block between malloc and free, and times that grow."""
+    """(kind, operator) of all events, of which each has its block between malloc and free, and
+    times that grow."""
     living: dict[int, int] = {}
     last = 0.0
     for event in events(spans):
@@ -213,7 +236,9 @@ def check(spans: list[Span]) -> list[tuple[str, str]]:
 def test_a_pause_and_the_end() -> None:
     spans, recorder = recording()
     with recorder:
-        a, b, c = x(), x(), x()
+        a = x()
+        b = x()
+        c = x()
         recorder.paused = True
         unseen = x()
         del a
@@ -271,7 +296,9 @@ def sums_of_gradients() -> None:
 
 def sparse_sums() -> None:
     table = nn.Embedding(10, 4, sparse=True)
-    (table(torch.tensor([1, 2, 1])).sum() + table(torch.tensor([3])).sum() + table.weight.sum()).backward()
+    (
+        table(torch.tensor([1, 2, 1])).sum() + table(torch.tensor([3])).sum() + table.weight.sum()
+    ).backward()
 
 
 @pytest.mark.parametrize("observer", ["C++"], indirect=True)
@@ -310,7 +337,14 @@ def test_memory_from_elsewhere() -> None:
             b.add_(1)
         recorder.close()
         assert [f"{e.what.value} {e.block}" for e in events(spans)] == [
-            "malloc 0", "malloc 1", "read 0", "write 1", "free 0", "read 1", "write 1"]
+            "malloc 0",
+            "malloc 1",
+            "read 0",
+            "write 1",
+            "free 0",
+            "read 1",
+            "write 1",
+        ]
         assert b.sum() == 12
     a = x(4)
     b = torch._lazy_clone(a)  # which copies when it is written
@@ -343,8 +377,15 @@ def test_other_threads() -> None:
         on_a_thread(drop, held)
         kept = box[0] + 1
     recorder.close()
-    assert check(spans) == [("malloc", "aten::ones"), ("write", "aten::ones"), ("free", ""), ("malloc", ""),
-                            ("malloc", "aten::add"), ("read", "aten::add"), ("write", "aten::add")]
+    assert check(spans) == [
+        ("malloc", "aten::ones"),
+        ("write", "aten::ones"),
+        ("free", ""),
+        ("malloc", ""),
+        ("malloc", "aten::add"),
+        ("read", "aten::add"),
+        ("write", "aten::add"),
+    ]
     del kept
 
 
@@ -371,4 +412,8 @@ def test_many_threads_give_back_while_others_are_made() -> None:
         thread.join()
     recorder.close()
     check(spans)
-    assert Counter(e.what for e in events(spans)) == {What.MALLOC: 400, What.WRITE: 400, What.FREE: 400}
+    assert Counter(e.what for e in events(spans)) == {
+        What.MALLOC: 400,
+        What.WRITE: 400,
+        What.FREE: 400,
+    }

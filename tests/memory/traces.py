@@ -1,4 +1,5 @@
-"""Traces made up for tests: what a rank of a pipeline does with its memory, along the actions of a real schedule."""
+"""Traces made up for tests: what a rank of a pipeline does with its memory, along the actions of a
+real schedule."""
 
 from __future__ import annotations
 
@@ -13,13 +14,23 @@ from hybridpar.pipeline.plan.kinds import PER_BATCH, Kind
 from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.sizes import Sizes
 
-KEPT = {"norm": 16, "qkv": 48, "attention": 16, "stats": 1, "sum": 16, "ffn": 64, "gelu": 64, "mask": 5}
+KEPT = {
+    "norm": 16,
+    "qkv": 48,
+    "attention": 16,
+    "stats": 1,
+    "sum": 16,
+    "ffn": 64,
+    "gelu": 64,
+    "mask": 5,
+}
 """What a layer keeps for its backward, in sixteenths of an activation."""
 
 
 @dataclass
 class Rank:
-    """A rank of a pipeline. unit: bytes of a sixteenth of an activation. recompute: layers keep their input alone."""
+    """A rank of a pipeline. unit: bytes of a sixteenth of an activation. recompute: layers keep
+    their input alone."""
 
     schedule: str = "interleaved"
     sizes: Sizes = field(default_factory=lambda: Sizes(4, 8, 2))
@@ -33,11 +44,14 @@ class Rank:
     def __post_init__(self) -> None:
         self.events: list[MemoryEvent] = []
         self.sizes_of: dict[int, int] = {}
-        self.clock, self.count, self.layer = 0.0, 0, -1
+        self.clock = 0.0
+        self.count = 0
+        self.layer = -1
         self.held: dict[tuple[str, int, int], list[int]] = {}
 
     def new(self, units: int, op: str, name: str = "") -> int:
-        block, self.count = self.count, self.count + 1
+        block = self.count
+        self.count = self.count + 1
         self.sizes_of[block] = units * self.unit
         self._add(What.MALLOC, block, "" if name else op, name)
         if not name:
@@ -55,18 +69,29 @@ class Rank:
 
     def _add(self, what: What, block: int, op: str, name: str = "") -> None:
         self.clock += 1e-4
-        self.events.append(MemoryEvent(what, block, self.sizes_of[block], op, self.clock, self.layer, name))
+        self.events.append(
+            MemoryEvent(what, block, self.sizes_of[block], op, self.clock, self.layer, name)
+        )
 
     def spans(self) -> Iterator[Span]:
         """What was there, then one span for each action."""
         stages = self.sizes.stages_of(self.rank)
-        self.state = {(name, stage): self.new(12 * 16 * self.num_layers, "", name)
-                      for stage in stages for name in ("weights 0", "gradients 0", "optimizer 0")}
+        self.state = {
+            (name, stage): self.new(12 * 16 * self.num_layers, "", name)
+            for stage in stages
+            for name in ("weights 0", "gradients 0", "optimizer 0")
+        }
         yield self._span(1, "", 0.0)
-        for action in lower(self.schedule, self.sizes, self.rank, 0, self.num_batches, split=self.split):
+        for action in lower(
+            self.schedule, self.sizes, self.rank, 0, self.num_batches, split=self.split
+        ):
             start = self.clock
             self.act(action)
-            batch = action.microbatch if action.kind in PER_BATCH else action.microbatch // self.sizes.num_microbatches
+            batch = (
+                action.microbatch
+                if action.kind in PER_BATCH
+                else action.microbatch // self.sizes.num_microbatches
+            )
             yield self._span(1 + batch, str(action), start)
 
     def _span(self, step: int, action: str, start: float) -> Span:
@@ -75,13 +100,19 @@ class Rank:
         return span
 
     def act(self, action: Action) -> None:
-        kind, stage = action.kind, action.stage
+        kind = action.kind
+        stage = action.stage
         key = (stage, action.microbatch)
         self.layer = -1
         if kind is Kind.UPDATE:
             for stage in self.sizes.stages_of(self.rank):
                 scratch = self.new(40, "aten::mul")
-                self.read(*(self.state[name, stage] for name in ("weights 0", "gradients 0", "optimizer 0")))
+                self.read(
+                    *(
+                        self.state[name, stage]
+                        for name in ("weights 0", "gradients 0", "optimizer 0")
+                    )
+                )
                 self.free(scratch)
         elif kind in (Kind.RECV_F, Kind.RECV_B):
             self.held[(kind.value, *key)] = [self.new(16, "aten::empty")]
@@ -127,7 +158,8 @@ class Rank:
         per_layer = 1 if self.recompute else len(KEPT)
         for layer in reversed(range(self.num_layers)):
             self.layer = layer
-            mine, kept = kept[-per_layer:], kept[:-per_layer]
+            mine = kept[-per_layer:]
+            kept = kept[:-per_layer]
             made = self._layer() if self.recompute else []
             for block in reversed(made or mine):
                 wide = self.new(self.sizes_of[block] // self.unit, "aten::mm")
@@ -151,18 +183,29 @@ class Rank:
 def random_spans(random: Random, num_steps: int, *, num_actions: int = 4) -> Iterator[Span]:
     """Blocks made, used and freed at random, some for ever, with equal times among them."""
     living: dict[int, int] = {}
-    clock, count = 0.0, 0
+    clock = 0.0
+    count = 0
     for step in range(1, num_steps + 1):
         for number in range(num_actions):
-            start, events = clock, []
+            start = clock
+            events = []
             for _ in range(random.randrange(8)):
                 clock += random.choice((0.0, 1e-6, 1e-3, 0.5))
                 what = random.choice(list(What)) if living else What.MALLOC
                 block = count if what is What.MALLOC else random.choice(list(living))
                 if what is What.MALLOC:
                     living[block], count = random.choice((0, 1, 512, 4096, 10_000)), count + 1
-                events.append(MemoryEvent(what, block, living[block], "aten::add", clock, random.randrange(-1, 3),
-                                          random.choice(("", "", "weights 0")) if what is What.MALLOC else ""))
+                events.append(
+                    MemoryEvent(
+                        what,
+                        block,
+                        living[block],
+                        "aten::add",
+                        clock,
+                        random.randrange(-1, 3),
+                        random.choice(("", "", "weights 0")) if what is What.MALLOC else "",
+                    )
+                )
                 if what is What.FREE:
                     del living[block]
             kind = random.choice(("F", "B", "UPDATE", "RECV_F"))

@@ -25,32 +25,54 @@ def test_no_contiguous_split_is_better(costs: list[int], data: st.DataObject) ->
         return max(sum(costs[a:b]) for a, b in pairwise(edges))
 
     ours = tuple(sum(sizes[:i]) for i in range(1, p))
-    assert bottleneck(ours) == min(bottleneck(cuts) for cuts in combinations(range(1, len(costs)), p - 1))
+    assert bottleneck(ours) == min(
+        bottleneck(cuts) for cuts in combinations(range(1, len(costs)), p - 1)
+    )
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.data())
-def test_of_equal_splits_takes_that_whose_fullest_stage_holds_the_least(costs: list[int], data: st.DataObject) -> None:
+def test_of_equal_splits_takes_that_whose_fullest_stage_holds_the_least(
+    costs: list[int], data: st.DataObject
+) -> None:
     p = data.draw(st.integers(1, len(costs)))
-    held = data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), min_size=len(costs),
-                              max_size=len(costs)))
+    held = data.draw(
+        st.lists(
+            st.tuples(st.integers(0, 20), st.integers(0, 9)),
+            min_size=len(costs),
+            max_size=len(costs),
+        )
+    )
     ours = tuple(accumulate(balanced_split(tuple(costs), p, tuple(held))))[:-1]
 
     def worst(cuts: tuple[int, ...]) -> tuple[int, int]:
         edges = [*pairwise((0, *cuts, len(costs)))]
-        return (max(sum(costs[a:b]) for a, b in edges),
-                max(sum(state + (p - stage) * kept for state, kept in held[a:b]) for stage, (a, b) in enumerate(edges)))
+        return (
+            max(sum(costs[a:b]) for a, b in edges),
+            max(
+                sum(state + (p - stage) * kept for state, kept in held[a:b])
+                for stage, (a, b) in enumerate(edges)
+            ),
+        )
 
     assert worst(ours) == min(map(worst, combinations(range(1, len(costs)), p - 1)))
 
 
 def test_within_the_slack_memory_decides() -> None:
-    costs, held = (100, 99, 99, 100, 101), ((0, 9),) * 5
+    costs = (100, 99, 99, 100, 101)
+    held = ((0, 9),) * 5
     assert balanced_split(costs, 2, held) == (3, 2), "298 is less than 300"
     assert balanced_split(costs, 2, held, slack=0.01) == (2, 3), "less in flight"
 
 
-@pytest.mark.parametrize(("costs", "num_ranks", "chunks"), [
-    ([0, *[1] * 24, 4], 4, 2), ([0, *[1] * 9, 2], 2, 3), ([0, *[1] * 14, 1], 4, 4), ([3, 1, 4, 1, 5, 9, 2, 6], 2, 2)])
+@pytest.mark.parametrize(
+    ("costs", "num_ranks", "chunks"),
+    [
+        ([0, *[1] * 24, 4], 4, 2),
+        ([0, *[1] * 9, 2], 2, 3),
+        ([0, *[1] * 14, 1], 4, 4),
+        ([3, 1, 4, 1, 5, 9, 2, 6], 2, 2),
+    ],
+)
 def test_chunks_even_out_over_their_ranks(costs: list[int], num_ranks: int, chunks: int) -> None:
     """Against all splits there are: the costliest rank is within a block of the best one's."""
     num_stages = num_ranks * chunks

@@ -11,9 +11,16 @@ from hybridpar.models.cost import forward_flops_per_token, training_flops_per_to
 from hybridpar.nn.placement import named_placements
 
 
-@pytest.mark.parametrize(("name", "millions"), [
-    ("gpt_345m", 355), ("gpt_1b3", 1313), ("gpt_2b2", 2157), ("gpt_3b8", 3780), ("bert_large", 336),
-])
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("gpt_345m", 355),
+        ("gpt_1b3", 1313),
+        ("gpt_2b2", 2157),
+        ("gpt_3b8", 3780),
+        ("bert_large", 336),
+    ],
+)
 def test_models_have_the_size_in_their_name(name: str, millions: int) -> None:
     """Built on the meta device: nothing is allocated."""
     model = load_toml(f"scripts/configs/{name}.toml").model
@@ -24,14 +31,27 @@ def test_models_have_the_size_in_their_name(name: str, millions: int) -> None:
 
 
 def test_flops_are_six_per_matmul_weight_and_token_and_attention() -> None:
-    model = ModelConfig(num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_hidden_size=100, seq_length=32,
-                        vocab_size=50, activation="swiglu")
+    model = ModelConfig(
+        num_layers=3,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_hidden_size=100,
+        seq_length=32,
+        vocab_size=50,
+        activation="swiglu",
+    )
     layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 100
-    assert training_flops_per_token(model) == 6 * (3 * layer + 64 * 50) + 6 * 3 * 64 * 32, "half the matrix"
+    assert training_flops_per_token(model) == 6 * (3 * layer + 64 * 50) + 6 * 3 * 64 * 32, (
+        "half the matrix"
+    )
     assert len(forward_flops_per_token(model)) == model.num_blocks
 
 
 def test_the_whole_attention_matrix_counts_where_nothing_is_masked() -> None:
-    model = ModelConfig("bert", num_layers=3, hidden_size=64, num_heads=4, seq_length=32, vocab_size=50)
-    layer, head = 12 * 64 * 64, round(2 * 0.15 * (64 * 50 + 64 * 64))
+    model = ModelConfig(
+        "bert", num_layers=3, hidden_size=64, num_heads=4, seq_length=32, vocab_size=50
+    )
+    layer = 12 * 64 * 64
+    head = round(2 * 0.15 * (64 * 50 + 64 * 64))
     assert training_flops_per_token(model) == 6 * 3 * layer + 12 * 3 * 64 * 32 + 3 * head

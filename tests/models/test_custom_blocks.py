@@ -1,4 +1,5 @@
-"""Custom blocks with unusual contents: no parameters, no elements, buffers, random numbers, an evaluation mode."""
+"""Custom blocks with unusual contents: no parameters, no elements, buffers, random numbers, an
+evaluation mode."""
 
 from __future__ import annotations
 
@@ -40,7 +41,15 @@ class Odd(SequentialSpec):
     def layers(self) -> Iterable[nn.Module]:
         empty = nn.Linear(8, 8)
         empty.none, empty.flat = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0, 8))
-        return [nn.Flatten(), nn.Linear(3, 8), nn.Tanh(), Inner(), nn.Tanh(), empty, nn.Linear(8, 1)]
+        return [
+            nn.Flatten(),
+            nn.Linear(3, 8),
+            nn.Tanh(),
+            Inner(),
+            nn.Tanh(),
+            empty,
+            nn.Linear(8, 1),
+        ]
 
     def loss(self, out: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return nn.functional.mse_loss(out[:, 0], batch["y"])
@@ -51,8 +60,15 @@ class Odd(SequentialSpec):
 
 
 def config_of(**sections: dict[str, Any]) -> Config:
-    return from_mapping({"pipeline": {"num_microbatches": 2}, "train": {"micro_batch_size": 2, "device": "cpu"},
-                         "parallel": {"tp": 1, "pp": 1, "dp": 1}, **sections}, Config(model=Odd()))
+    return from_mapping(
+        {
+            "pipeline": {"num_microbatches": 2},
+            "train": {"micro_batch_size": 2, "device": "cpu"},
+            "parallel": {"tp": 1, "pp": 1, "dp": 1},
+            **sections,
+        },
+        Config(model=Odd()),
+    )
 
 
 def test_a_block_without_parameters_resumes_to_the_bit(tmp_path: Path) -> None:
@@ -81,11 +97,19 @@ def test_parameters_without_elements_change_no_bit(memory: dict[str, Any]) -> No
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("grid", "sections"), [
-    ({"pp": 7}, {"pipeline": {"num_microbatches": 2}}), ({"pp": 3}, {"pipeline": {"recompute": "all"}}),
-    ({"dp": 2}, {"parallel": {"zero": 3}}), ({"pp": 2, "dp": 2}, {"parallel": {"zero": 1}}),
-    ({"pp": 2}, {"memory": {"budget": 16384}})])
-def test_a_stage_without_parameters_trains_as_one_process(grid: dict[str, int], sections: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("grid", "sections"),
+    [
+        ({"pp": 7}, {"pipeline": {"num_microbatches": 2}}),
+        ({"pp": 3}, {"pipeline": {"recompute": "all"}}),
+        ({"dp": 2}, {"parallel": {"zero": 3}}),
+        ({"pp": 2, "dp": 2}, {"parallel": {"zero": 1}}),
+        ({"pp": 2}, {"memory": {"budget": 16384}}),
+    ],
+)
+def test_a_stage_without_parameters_trains_as_one_process(
+    grid: dict[str, int], sections: dict[str, Any]
+) -> None:
     pipeline = {"num_microbatches": 2} | sections.get("pipeline", {})
     report = Trainer(Odd(), **(sections | {"pipeline": pipeline})).verify(grid, num_batches=3)
     assert report.ok, report.first_divergence

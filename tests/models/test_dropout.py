@@ -1,4 +1,5 @@
-"""torch's dropout in custom blocks: drawn by the key, so that it is the same training on every grid."""
+"""torch's dropout in custom blocks: drawn by the key, so that it is the same training on every
+grid."""
 
 from __future__ import annotations
 
@@ -37,18 +38,24 @@ class Dropping(nn.Module):
 
 
 def attention(layer: Dropping, x: Tensor) -> Tensor:
-    return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if layer.training else 0.0)
+    return functional.scaled_dot_product_attention(
+        x, x, x, dropout_p=0.5 if layer.training else 0.0
+    )
 
 
 FORWARDS: dict[str, Any] = {
-    "module": lambda layer, x: layer.drop(x), "twice": lambda layer, x: layer.drop(torch.ones_like(x)) + layer.drop(x),
+    "module": lambda layer, x: layer.drop(x),
+    "twice": lambda layer, x: layer.drop(torch.ones_like(x)) + layer.drop(x),
     "function": lambda layer, x: functional.dropout(x, 0.5, layer.training),
     "in place": lambda layer, x: (functional.dropout(x, 0.5, layer.training, inplace=True), x)[1],
     "torch": lambda layer, x: torch.dropout(x, 0.5, layer.training),
     "channels": lambda layer, x: layer.channels(x.unflatten(1, (2, 3))).flatten(1, 2),
-    "by channel": lambda layer, x: functional.dropout2d(x.unflatten(1, (2, 3)), 0.5, layer.training).flatten(1, 2),
+    "by channel": lambda layer, x: functional.dropout2d(
+        x.unflatten(1, (2, 3)), 0.5, layer.training
+    ).flatten(1, 2),
     "rows": lambda layer, x: layer.drop(x.flatten(0, 1)).unflatten(0, x.shape[:2]),
-    "transposed": lambda layer, x: layer.drop(x.transpose(0, 1)).transpose(0, 1), "attention": attention,
+    "transposed": lambda layer, x: layer.drop(x.transpose(0, 1)).transpose(0, 1),
+    "attention": attention,
 }
 
 
@@ -79,7 +86,9 @@ def run(what: str, x: Tensor, key: RandomKey | None = KEY) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("what", ["module", "function", "in place", "torch", "channels", "by channel", "rows"])
+@pytest.mark.parametrize(
+    "what", ["module", "function", "in place", "torch", "channels", "by channel", "rows"]
+)
 def test_masks_are_those_of_the_sample_and_not_of_the_micro_batch(what: str) -> None:
     x = torch.zeros(4, 6, 5)
     before = torch.random.get_rng_state()
@@ -107,8 +116,11 @@ def test_dropout_of_what_does_not_begin_with_samples_is_refused() -> None:
 def test_a_row_trains_the_same_with_other_micro_batches() -> None:
     losses = []
     for micro_batch_size, num_microbatches in ((4, 1), (1, 4)):
-        sections = {"pipeline": {"num_microbatches": num_microbatches, "recompute": "all"}, "parallel": {"dp": 1},
-                    "train": {"micro_batch_size": micro_batch_size, "device": "cpu", "dtype": "fp64"}}
+        sections = {
+            "pipeline": {"num_microbatches": num_microbatches, "recompute": "all"},
+            "parallel": {"dp": 1},
+            "train": {"micro_batch_size": micro_batch_size, "device": "cpu", "dtype": "fp64"},
+        }
         engine, loader = start(from_mapping(sections, Config(model=Row(("module", "function")))))
         steps: list[float] = []
         engine.train(loader, 3, lambda step, steps=steps: steps.append(step.loss))
@@ -117,19 +129,27 @@ def test_a_row_trains_the_same_with_other_micro_batches() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("grid", "pipeline"), [
-    ({"pp": 2, "dp": 2}, {"schedule": "2bw"}), ({"pp": 2}, {"recompute": "all"})])
-def test_a_row_with_dropout_trains_as_one_process(grid: dict[str, int], pipeline: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("grid", "pipeline"),
+    [({"pp": 2, "dp": 2}, {"schedule": "2bw"}), ({"pp": 2}, {"recompute": "all"})],
+)
+def test_a_row_with_dropout_trains_as_one_process(
+    grid: dict[str, int], pipeline: dict[str, Any]
+) -> None:
     row = Row(("module", "function", "channels", "twice"))
-    report = Trainer(row, pipeline={"num_microbatches": 2, **pipeline}, train={"micro_batch_size": 2}).verify(grid, 2)
+    report = Trainer(
+        row, pipeline={"num_microbatches": 2, **pipeline}, train={"micro_batch_size": 2}
+    ).verify(grid, 2)
     assert report.ok, report.first_divergence
 
 
 @pytest.mark.parametrize("what", ["module", "function"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_dropout_in_a_function_that_torch_runs_again_is_refused(what: str, reentrant: bool,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second run, in the backward, has no key: it would drop nothing, or other elements, without a word."""
+def test_dropout_in_a_function_that_torch_runs_again_is_refused(
+    what: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run, in the backward, has no key: it would drop nothing, or other elements,
+    without a word."""
     forward = FORWARDS[what]
 
     def checkpointed(layer: Dropping, x: Tensor) -> Any:
@@ -141,6 +161,9 @@ def test_dropout_in_a_function_that_torch_runs_again_is_refused(what: str, reent
 
 
 def test_attention_with_dropout_is_refused_with_advice() -> None:
-    rule = r"draws .*\(scaled_dot_product_attention\) in module 1 \(Dropping\).*try dropout_p=0\.0, or nn.Dropout"
+    rule = (
+        r"draws .*\(scaled_dot_product_attention\) in module 1 \(Dropping\).*try dropout_p=0\.0, "
+        r"or nn.Dropout"
+    )
     with pytest.raises(HybridparError, match=rule):
         Trainer(Row(("attention",))).verify({"pp": 2})

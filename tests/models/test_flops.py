@@ -1,4 +1,5 @@
-"""Operations of custom models, against numbers by hand: convolutions, attention, and what needs no gradient."""
+"""Operations of custom models, against numbers by hand: convolutions, attention, and what needs no
+gradient."""
 
 from __future__ import annotations
 
@@ -37,8 +38,12 @@ class Residual(nn.Module):
     def __init__(self, width: int, out: int, stride: int):
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(width, out, 3, stride, 1, bias=False), nn.GroupNorm(8, out), nn.ReLU(),
-            nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.GroupNorm(8, out))
+            nn.Conv2d(width, out, 3, stride, 1, bias=False),
+            nn.GroupNorm(8, out),
+            nn.ReLU(),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False),
+            nn.GroupNorm(8, out),
+        )
         same = width == out and stride == 1
         self.shortcut = nn.Identity() if same else nn.Conv2d(width, out, 1, stride, bias=False)
 
@@ -77,15 +82,18 @@ class Products(nn.Module):
         return torch.baddbmm(x, x, torch.einsum("bij,bjk->bik", x, x))
 
 
-@pytest.mark.parametrize(("layer", "shape", "forward"), [
-    (nn.Conv1d(4, 8, 5), (4, 20), 2 * 16 * 8 * 4 * 5),
-    (nn.Conv2d(8, 16, 3, groups=4), (8, 10, 12), 2 * 8 * 10 * 16 * 2 * 9),
-    (nn.Conv2d(8, 8, 3, padding=1, groups=8), (8, 10, 12), 2 * 120 * 8 * 9),
-    (nn.Conv3d(2, 4, 2, stride=2), (2, 4, 6, 8), 2 * 24 * 4 * 2 * 8),
-    (nn.ConvTranspose2d(8, 4, 2, stride=2), (8, 5, 6), 2 * 30 * 8 * 4 * 4),
-    (nn.ConvTranspose2d(8, 4, 2, stride=2, groups=4), (8, 5, 6), 2 * 30 * 8 * 4),
-    (Products(), (6, 6), 2 * 2 * 6**3),
-])
+@pytest.mark.parametrize(
+    ("layer", "shape", "forward"),
+    [
+        (nn.Conv1d(4, 8, 5), (4, 20), 2 * 16 * 8 * 4 * 5),
+        (nn.Conv2d(8, 16, 3, groups=4), (8, 10, 12), 2 * 8 * 10 * 16 * 2 * 9),
+        (nn.Conv2d(8, 8, 3, padding=1, groups=8), (8, 10, 12), 2 * 120 * 8 * 9),
+        (nn.Conv3d(2, 4, 2, stride=2), (2, 4, 6, 8), 2 * 24 * 4 * 2 * 8),
+        (nn.ConvTranspose2d(8, 4, 2, stride=2), (8, 5, 6), 2 * 30 * 8 * 4 * 4),
+        (nn.ConvTranspose2d(8, 4, 2, stride=2, groups=4), (8, 5, 6), 2 * 30 * 8 * 4),
+        (Products(), (6, 6), 2 * 2 * 6**3),
+    ],
+)
 def test_layers_of_torch(layer: nn.Module, shape: tuple[int, ...], forward: int) -> None:
     @dataclass(frozen=True)
     class Model(Row):
@@ -99,7 +107,10 @@ def test_layers_of_torch(layer: nn.Module, shape: tuple[int, ...], forward: int)
     assert found[1] == BlockFlops(forward, 2 * forward), "the gradients of both factors"
 
 
-WIDTH, HEADS, LENGTH, WORDS = 32, 4, 16, 50
+WIDTH = 32
+HEADS = 4
+LENGTH = 16
+WORDS = 50
 
 
 class Layer(nn.Module):
@@ -108,7 +119,9 @@ class Layer(nn.Module):
     def __init__(self, causal: bool):
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.causal = causal
 
@@ -178,7 +191,11 @@ class Frozen(Row):
 
 def test_frozen_layers_need_fewer_gradients() -> None:
     each = 2 * 8 * 8
-    assert count_flops(Frozen()) == (BlockFlops(each, 0), BlockFlops(each, each), BlockFlops(each, each))
+    assert count_flops(Frozen()) == (
+        BlockFlops(each, 0),
+        BlockFlops(each, each),
+        BlockFlops(each, each),
+    )
 
 
 class Reads(nn.Module):

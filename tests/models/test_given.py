@@ -1,4 +1,5 @@
-"""Rows of modules that a program has made: copies start where they are, ties hold, and what cannot be is said."""
+"""Rows of modules that a program has made: copies start where they are, ties hold, and what cannot
+be is said."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks
 
 SAMPLES = [{"x": np.full(4, i, np.float32), "y": np.float32(i)} for i in range(40)]
-SECTIONS: dict[str, Any] = {"train": {"micro_batch_size": 2, "device": "cpu"}, "pipeline": {"num_microbatches": 4}}
+SECTIONS: dict[str, Any] = {
+    "train": {"micro_batch_size": 2, "device": "cpu"},
+    "pipeline": {"num_microbatches": 4},
+}
 
 
 def loss(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
@@ -58,7 +62,9 @@ def test_blocks_start_as_the_modules_are_and_share_nothing_with_them() -> None:
         row[0].weight.fill_(0.5)  # training has not begun
     blocks = build_blocks(model, Axis("tp"), range(3), device="cpu", dtype=torch.float64)
     for block, module in zip(blocks.values(), row, strict=True):
-        for (name, ours), (own, theirs) in zip(block.named_parameters(), module.named_parameters(), strict=True):
+        for (name, ours), (own, theirs) in zip(
+            block.named_parameters(), module.named_parameters(), strict=True
+        ):
             assert name == f"layer.{own}"
             assert torch.equal(ours, theirs.double())
             assert ours.requires_grad == theirs.requires_grad
@@ -67,8 +73,11 @@ def test_blocks_start_as_the_modules_are_and_share_nothing_with_them() -> None:
 
 
 def test_state_dict_before_training_is_the_modules_own(tmp_path: Path) -> None:
-    first, tied = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
-    row = nn.Sequential(first, Shifted(), tied, tied, nn.Sequential(Head(first.weight), nn.Linear(4, 1)))
+    first = nn.Linear(4, 4, bias=False)
+    tied = nn.Linear(4, 4)
+    row = nn.Sequential(
+        first, Shifted(), tied, tied, nn.Sequential(Head(first.weight), nn.Linear(4, 1))
+    )
     trainer = trainer_of(row, run={"dir": str(tmp_path)})
     found = trainer.state_dict()
     assert list(found) == list(row.state_dict())
@@ -79,25 +88,34 @@ def test_state_dict_before_training_is_the_modules_own(tmp_path: Path) -> None:
 
 
 def test_ties_are_told_by_the_first_holder() -> None:
-    first, tied = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+    first = nn.Linear(4, 4, bias=False)
+    tied = nn.Linear(4, 4)
     model = trainer_of([first, tied, tied, Head(first.weight)]).config.model
     assert model.tie_embeddings
     assert model.shared_parameters(3) == {"layer.weight": (0, "layer.weight")}
-    assert model.shared_parameters(2) == {f"layer.{name}": (1, f"layer.{name}") for name in ("weight", "bias")}
+    assert model.shared_parameters(2) == {
+        f"layer.{name}": (1, f"layer.{name}") for name in ("weight", "bias")
+    }
 
 
 @pytest.mark.ranks
 def test_ends_are_tied_over_stages_and_others_within_one() -> None:
     """Also with a frozen parameter and buffers, and a parameter that one module has twice."""
-    first, inner = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+    first = nn.Linear(4, 4, bias=False)
+    inner = nn.Linear(4, 4)
     twice = nn.Sequential(inner, nn.Tanh(), Head(inner.weight))
     pipeline = {"schedule": "2bw", "num_microbatches": 4}
     ends = trainer_of([first, Shifted(), twice, Head(first.weight)], pipeline=pipeline)
     assert ends.verify({"pp": 2, "dp": 2}, num_batches=3).ok
     tied = nn.Linear(4, 4)
-    middle = trainer_of([nn.Linear(4, 4), tied, nn.Tanh(), tied, Head(first.weight), nn.Linear(4, 4)])
+    middle = trainer_of(
+        [nn.Linear(4, 4), tied, nn.Tanh(), tied, Head(first.weight), nn.Linear(4, 4)]
+    )
     assert middle.verify({"dp": 2}, num_batches=2).ok
-    with pytest.raises(ConfigError, match=r"parallel\.pp = 2: requires that modules which share .* are the first and"):
+    with pytest.raises(
+        ConfigError,
+        match=r"parallel\.pp = 2: requires that modules which share .* are the first and",
+    ):
         middle.verify({"pp": 2})
 
 
@@ -140,30 +158,63 @@ class Skipping(nn.Sequential):
         return x + super().forward(x)
 
 
-@pytest.mark.parametrize(("make", "text"), [
-    (lambda: trainer_of(Own()), r"model = .*Own.*: is a module with a forward of its own.*try nn\.Sequential\("),
-    (lambda: trainer_of(Skipping(nn.Linear(4, 4))), "is a module with a forward of its own"),
-    (lambda: trainer_of([]), "modules = 'an empty list': must have at least one module"),
-    (lambda: trainer_of([torch.tanh]), r"modules = .*must be a torch\.nn\.Module; try nn\.Tanh\(\)"),
-    (lambda: trainer_of([nn.Linear(4, 1)], loss=None), "loss = None: must be a function of the last module's output"),
-    (lambda: trainer_of([nn.Linear(4, 1)], metrics=5), "metrics = 5: must be a function"),
-    (lambda: trainer_of([nn.Linear(4, 1)], datasets=None), 'datasets = .*must have samples to train on, under "train"'),
-    (lambda: trainer_of([nn.Linear(4, 1)], datasets={"train": [(1, 2)]}).memory(),
-     r"datasets = 'train': has samples of type tuple, which must be dicts of arrays"),
-    (lambda: trainer_of([nn.Linear(4, 1)], datasets={"train": []}).memory(), "must have at least one sample"),
-    (lambda: trainer_of([nn.BatchNorm1d(4), nn.Linear(4, 1)]).memory(), "modules = '2 modules': has a BatchNorm1d"),
-    (lambda: trainer_of([nn.Linear(5, 1)]).memory(), r"modules = '1 module': has a module 0 \(Linear\) that makes of"),
-    (lambda: trainer_of([nn.Linear(4, 1)], parallel={"tp": 2}).memory(), "modules of a row are never split over ranks"),
-    (lambda: Trainer(loss=loss), r"loss = .*goes with an nn\.Sequential"),
-], ids=range(13))
-def test_what_cannot_be_is_said_in_the_words_of_python(make: Callable[[], object], text: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: trainer_of(Own()),
+            r"model = .*Own.*: is a module with a forward of its own.*try nn\.Sequential\(",
+        ),
+        (lambda: trainer_of(Skipping(nn.Linear(4, 4))), "is a module with a forward of its own"),
+        (lambda: trainer_of([]), "modules = 'an empty list': must have at least one module"),
+        (
+            lambda: trainer_of([torch.tanh]),
+            r"modules = .*must be a torch\.nn\.Module; try nn\.Tanh\(\)",
+        ),
+        (
+            lambda: trainer_of([nn.Linear(4, 1)], loss=None),
+            "loss = None: must be a function of the last module's output",
+        ),
+        (lambda: trainer_of([nn.Linear(4, 1)], metrics=5), "metrics = 5: must be a function"),
+        (
+            lambda: trainer_of([nn.Linear(4, 1)], datasets=None),
+            'datasets = .*must have samples to train on, under "train"',
+        ),
+        (
+            lambda: trainer_of([nn.Linear(4, 1)], datasets={"train": [(1, 2)]}).memory(),
+            r"datasets = 'train': has samples of type tuple, which must be dicts of arrays",
+        ),
+        (
+            lambda: trainer_of([nn.Linear(4, 1)], datasets={"train": []}).memory(),
+            "must have at least one sample",
+        ),
+        (
+            lambda: trainer_of([nn.BatchNorm1d(4), nn.Linear(4, 1)]).memory(),
+            "modules = '2 modules': has a BatchNorm1d",
+        ),
+        (
+            lambda: trainer_of([nn.Linear(5, 1)]).memory(),
+            r"modules = '1 module': has a module 0 \(Linear\) that makes of",
+        ),
+        (
+            lambda: trainer_of([nn.Linear(4, 1)], parallel={"tp": 2}).memory(),
+            "modules of a row are never split over ranks",
+        ),
+        (lambda: Trainer(loss=loss), r"loss = .*goes with an nn\.Sequential"),
+    ],
+    ids=range(13),
+)
+def test_what_cannot_be_is_said_in_the_words_of_python(
+    make: Callable[[], object], text: str
+) -> None:
     with pytest.raises(ConfigError, match=text) as caught:
         make()
     assert "model.spec" not in str(caught.value)
 
 
 def test_a_row_is_told_from_an_earlier_one_whose_address_it_has() -> None:
-    """Metrics, shapes and ties are found once for each row; the same modules may come with other functions."""
+    """Metrics, shapes and ties are found once for each row; the same modules may come with other
+    functions."""
     row = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     for number in range(40):
         name = f"mean_{number}"
@@ -172,13 +223,19 @@ def test_a_row_is_told_from_an_earlier_one_whose_address_it_has() -> None:
 
 
 def test_a_row_may_be_one_module(tmp_path: Path) -> None:
-    """All of a model in one module; its loss has a course that depends on values, so operations are not counted."""
+    """All of a model in one module; its loss has a course that depends on values, so operations are
+    not counted."""
+
     def positive(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return loss(out, batch) if float(out.detach().abs().sum()) >= 0 else out.mean()
 
     row = nn.Sequential(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)))
-    trainer = trainer_of(row, loss=positive, run={"dir": str(tmp_path)},
-                         train=SECTIONS["train"] | {"num_steps": 2, "eval_interval": 0})
+    trainer = trainer_of(
+        row,
+        loss=positive,
+        run={"dir": str(tmp_path)},
+        train=SECTIONS["train"] | {"num_steps": 2, "eval_interval": 0},
+    )
     assert trainer.verify({"dp": 2}, num_batches=1).ok
     assert trainer.memory()
     assert len(trainer.fit().history.losses) == 2

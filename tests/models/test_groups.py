@@ -10,7 +10,12 @@ import torch
 from hybridpar.config import Config, ModelConfig, OptimConfig, ParameterGroup, from_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
-from hybridpar.models.build import build_blocks, global_placements, require_factors, require_trainable
+from hybridpar.models.build import (
+    build_blocks,
+    global_placements,
+    require_factors,
+    require_trainable,
+)
 from hybridpar.models.groups import find_groups, require_matches, summarize, table
 from hybridpar.nn.placement import Placement, named_placements
 from hybridpar.validate import problems
@@ -25,13 +30,19 @@ def groups_of(*tables: dict[str, Any]) -> tuple[ParameterGroup, ...]:
 
 def placed(model: ModelConfig, groups: tuple[ParameterGroup, ...]) -> dict[str, Placement]:
     blocks = build_blocks(model, Axis("tp"), range(model.num_blocks), groups=groups)
-    return {f"blocks.{number}.{name}": placement for number, block in blocks.items()
-            for name, _, placement in named_placements(block)}
+    return {
+        f"blocks.{number}.{name}": placement
+        for number, block in blocks.items()
+        for name, _, placement in named_placements(block)
+    }
 
 
 def test_the_first_pattern_that_matches_decides() -> None:
-    groups = groups_of({"pattern": "blocks.1.*.bias", "lr": 0.5}, {"pattern": "blocks.1.*", "weight_decay": 3},
-                       {"pattern": "*_norm.?eight", "lr": 0.1})
+    groups = groups_of(
+        {"pattern": "blocks.1.*.bias", "lr": 0.5},
+        {"pattern": "blocks.1.*", "weight_decay": 3},
+        {"pattern": "*_norm.?eight", "lr": 0.1},
+    )
     found = placed(TIED, groups)
     assert found["blocks.1.mlp.up.bias"].lr == 0.5
     assert found["blocks.1.mlp.up.bias"].weight_decay == 0  # as without groups
@@ -62,7 +73,9 @@ def test_a_group_without_parameters_is_an_error() -> None:
     assert "optim.groups[0].pattern = '*.atention.qkv.weight': matches no parameter" in misspelled
     assert misspelled.endswith('try "blocks.*.attention.qkv.weight"')
     later = said({"pattern": "blocks.*"}, {"pattern": "blocks.1.*"})
-    assert "optim.groups[1].pattern = 'blocks.1.*': matches only parameters of earlier groups" in later
+    assert (
+        "optim.groups[1].pattern = 'blocks.1.*': matches only parameters of earlier groups" in later
+    )
     assert "of optim.groups[0]" in later
 
 
@@ -80,8 +93,17 @@ def test_check_names_what_is_wrong_with_groups() -> None:
     assert said(lr_points=[[5, -1e-3]]) == ["optim.lr_points"]
 
 
-@pytest.mark.parametrize("entry", [{"lr": 1}, {"pattern": "*", "rate": 1}, {"pattern": "*", "lr": "1"}, "*",
-                                   {"pattern": "*", "lr": -1}, {"pattern": "*", "lr": float("inf")}])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"lr": 1},
+        {"pattern": "*", "rate": 1},
+        {"pattern": "*", "lr": "1"},
+        "*",
+        {"pattern": "*", "lr": -1},
+        {"pattern": "*", "lr": float("inf")},
+    ],
+)
 def test_an_entry_that_is_no_group_is_refused(entry: Any) -> None:
     with pytest.raises(ConfigError, match=r"optim.groups = .*\[0\].*try \[\{pattern = .\*.\}\]"):
         from_mapping({"optim": {"groups": [entry]}})
@@ -97,8 +119,14 @@ def test_what_must_be_trained() -> None:
 
 
 def test_the_table_of_groups() -> None:
-    tables = [{"pattern": HEAD, "frozen": True}, {"pattern": "*.bias", "lr": 2.0}, {"pattern": "blocks.1.*", "lr": 0.5}]
-    optim = from_mapping({"optim": {"groups": tables, "lr_points": [[0, 0.0], [9, 0.1]], "weight_decay": 0.3}}).optim
+    tables = [
+        {"pattern": HEAD, "frozen": True},
+        {"pattern": "*.bias", "lr": 2.0},
+        {"pattern": "blocks.1.*", "lr": 0.5},
+    ]
+    optim = from_mapping(
+        {"optim": {"groups": tables, "lr_points": [[0, 0.0], [9, 0.1]], "weight_decay": 0.3}}
+    ).optim
     tied, biases, first, rest = summarize(optim, global_placements(TIED))
     assert (tied.parameters, tied.frozen) == (16 * 8, True)
     assert (biases.lr, biases.weight_decay) == (0.2, 0.0)
@@ -106,7 +134,9 @@ def test_the_table_of_groups() -> None:
     assert rest.pattern == ""
     blocks = build_blocks(TIED, Axis("tp"), range(4)).values()
     total = torch.nn.ModuleList(blocks).parameters()
-    assert tied.parameters + biases.parameters + first.parameters + rest.parameters == sum(p.numel() for p in total)
+    assert tied.parameters + biases.parameters + first.parameters + rest.parameters == sum(
+        p.numel() for p in total
+    )
     lines = table([tied, biases, first, rest]).splitlines()
     assert lines[1].split() == [HEAD, "128", "frozen"]
     assert lines[-1].split()[:2] == ["all", "others"]

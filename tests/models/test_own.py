@@ -1,4 +1,5 @@
-"""Blocks of models of one's own: ordinary modules start alike everywhere, and what cannot be right is said."""
+"""Blocks of models of one's own: ordinary modules start alike everywhere, and what cannot be right
+is said."""
 
 from __future__ import annotations
 
@@ -40,10 +41,13 @@ class First(nn.Module):
 class Last(nn.Module):
     def __init__(self, name: str = "loss"):
         super().__init__()
-        self.out, self.name = nn.Linear(WIDTH, 1), name
+        self.out = nn.Linear(WIDTH, 1)
+        self.name = name
 
     def forward(self, x: Tensor, batch: dict[str, Tensor], key: Any) -> dict[str, Tensor]:
-        return {self.name: (self.out(x).squeeze(1) - batch["y"]).square().sum() / batch["num_samples"]}
+        return {
+            self.name: (self.out(x).squeeze(1) - batch["y"]).square().sum() / batch["num_samples"]
+        }
 
 
 class Mean(Last):
@@ -75,15 +79,22 @@ class Small(ModelSpec):
 
     def block(self, number: int, build: Any) -> nn.Module:
         made: dict[str, Callable[[], Any]] = {
-            "alpha dropout": lambda: First(nn.AlphaDropout(0.1)), "batch norm": lambda: First(nn.BatchNorm1d(WIDTH)),
+            "alpha dropout": lambda: First(nn.AlphaDropout(0.1)),
+            "batch norm": lambda: First(nn.BatchNorm1d(WIDTH)),
             "convolution": lambda: First(nn.Sequential(nn.Conv1d(1, 6, 1), nn.BatchNorm1d(6))),
             "images": lambda: First(nn.BatchNorm2d(64)),
-            "dropout": lambda: First(nn.Dropout(0.1)), "no module": lambda: print,
-            "attention": lambda: First(nn.MultiheadAttention(WIDTH, 1, dropout=0.1))}
+            "dropout": lambda: First(nn.Dropout(0.1)),
+            "no module": lambda: print,
+            "attention": lambda: First(nn.MultiheadAttention(WIDTH, 1, dropout=0.1)),
+        }
         if number == 0:
             return made.get(self.what, First)()
         if number == self.num_blocks - 1:
-            return Mean() if self.what == "mean" else Last("other" if self.what == "losses" else "loss")
+            return (
+                Mean()
+                if self.what == "mean"
+                else Last("other" if self.what == "losses" else "loss")
+            )
         return Inner(WIDTH + 1 if self.what == "width" and number == 1 else WIDTH)
 
     def sample(self, number: int, seed: int) -> dict[str, Any]:
@@ -91,14 +102,21 @@ class Small(ModelSpec):
         return {"x": random.normal(size=3).astype(np.float32), "y": np.float32(random.normal())}
 
 
-def blocks_of(model: ModelSpec, device: str = "meta", dtype: torch.dtype = torch.float32) -> dict[int, nn.Module]:
+def blocks_of(
+    model: ModelSpec, device: str = "meta", dtype: torch.dtype = torch.float32
+) -> dict[int, nn.Module]:
     return build_blocks(model, Axis("tp"), range(model.num_blocks), device=device, dtype=dtype)
 
 
-def initialized(model: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def initialized(
+    model: ModelSpec, seed: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     blocks = blocks_of(model, "cpu", dtype)
-    named = [(f"blocks.{n}.{name}", parameter.data, place) for n, block in blocks.items()
-             for name, parameter, place in named_placements(block)]
+    named = [
+        (f"blocks.{n}.{name}", parameter.data, place)
+        for n, block in blocks.items()
+        for name, parameter, place in named_placements(block)
+    ]
     initialize(named, seed)
     return {name: tensor for name, tensor, _ in named}
 
@@ -106,14 +124,20 @@ def initialized(model: ModelSpec, seed: int, dtype: torch.dtype = torch.float32)
 def test_ordinary_modules_start_as_constructed_from_the_seed_alone() -> None:
     before = torch.random.get_rng_state()
     one, again, other = initialized(Small(), 1), initialized(Small(), 1), initialized(Small(), 2)
-    assert torch.equal(before, torch.random.get_rng_state()), "nobody else's random numbers are drawn"
+    assert torch.equal(before, torch.random.get_rng_state()), (
+        "nobody else's random numbers are drawn"
+    )
     assert all(torch.equal(again[name], value) for name, value in one.items())
-    assert not any(torch.equal(other[name], value) for name, value in one.items() if value.numel() > 1)
+    assert not any(
+        torch.equal(other[name], value) for name, value in one.items() if value.numel() > 1
+    )
     assert not torch.equal(one["blocks.1.layer.weight"], one["blocks.2.layer.weight"])
     bound = WIDTH**-0.5  # what torch's Linear draws from
     assert 0.5 * bound < one["blocks.1.layer.weight"].abs().max() <= bound
     wide = initialized(Small(), 1, torch.float64)
-    assert all(torch.equal(wide[name].float(), value) for name, value in one.items()), "every type from one point"
+    assert all(torch.equal(wide[name].float(), value) for name, value in one.items()), (
+        "every type from one point"
+    )
 
 
 def test_blocks_are_built_without_memory_and_buffers_have_values() -> None:
@@ -128,14 +152,26 @@ def test_blocks_are_built_without_memory_and_buffers_have_values() -> None:
     assert pickle.loads(pickle.dumps(placements)) == placements, "ranks send them"
 
 
-@pytest.mark.parametrize(("what", "text"), [
-    ("alpha dropout", r"has a AlphaDropout \(inner\) in block 0, which draws its mask.*try nn.Dropout\(0.1\)"),
-    ("batch norm", r"has a BatchNorm1d \(inner\) in block 0.*try nn.LayerNorm\(6\)"),
-    ("convolution", r"has a BatchNorm1d \(inner.1\) in block 0.*try nn.GroupNorm\(2, 6\)"),
-    ("images", r"has a BatchNorm2d \(inner\) in block 0.*try nn.GroupNorm\(8, 64\)"),
-    ("attention", r"has a MultiheadAttention.*try inner.dropout = 0.0; nn.Dropout on its output works"),
-    ("no module", r"returns <built-in function print> for block 0, which must be a torch.nn.Module"),
-])
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (
+            "alpha dropout",
+            r"has a AlphaDropout \(inner\) in block 0, which draws its mask.*try nn.Dropout\(0.1\)",
+        ),
+        ("batch norm", r"has a BatchNorm1d \(inner\) in block 0.*try nn.LayerNorm\(6\)"),
+        ("convolution", r"has a BatchNorm1d \(inner.1\) in block 0.*try nn.GroupNorm\(2, 6\)"),
+        ("images", r"has a BatchNorm2d \(inner\) in block 0.*try nn.GroupNorm\(8, 64\)"),
+        (
+            "attention",
+            r"has a MultiheadAttention.*try inner.dropout = 0.0; nn.Dropout on its output works",
+        ),
+        (
+            "no module",
+            r"returns <built-in function print> for block 0, which must be a torch.nn.Module",
+        ),
+    ],
+)
 def test_blocks_that_cannot_be_right(what: str, text: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.spec = .*{text}"):
         blocks_of(Small(what=what))
@@ -146,7 +182,10 @@ def test_dropout_of_torch_is_refused_where_a_tensor_may_be_divided() -> None:
     class Divided(Small):
         max_tp = 2
 
-    with pytest.raises(ConfigError, match=r"has a Dropout \(inner\) in block 0.*try hybridpar.Dropout\(p, build.name"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has a Dropout \(inner\) in block 0.*try hybridpar.Dropout\(p, build.name",
+    ):
         blocks_of(Divided(what="dropout"))
 
 
@@ -159,11 +198,18 @@ def run(model: ModelSpec, dtype: torch.dtype = torch.float32) -> Any:
     return x
 
 
-@pytest.mark.parametrize(("what", "text"), [
-    ("width", r"activation_shape = \(6,\).*block 1 \(Inner\) of Small.*it returns \(7,\)"),
-    ("losses", r"model\.losses = \['loss'\].*block 3 \(Last\) of Small returns \['other'\]"),
-    ("mean", r"block 3 \(Mean\) of Small reads neither batch\['num_samples'\] nor .*; try cross_entropy"),
-])
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("width", r"activation_shape = \(6,\).*block 1 \(Inner\) of Small.*it returns \(7,\)"),
+        ("losses", r"model\.losses = \['loss'\].*block 3 \(Last\) of Small returns \['other'\]"),
+        (
+            "mean",
+            r"block 3 \(Mean\) of Small reads neither batch\['num_samples'\] nor .*; try "
+            r"cross_entropy",
+        ),
+    ],
+)
 def test_blocks_that_return_something_else(what: str, text: str) -> None:
     assert run(Small())["loss"].dim() == 0
     with pytest.raises(ConfigError, match=text):
@@ -171,17 +217,23 @@ def test_blocks_that_return_something_else(what: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_samples_come_in_the_working_precision_and_labels_in_no_narrower_one(dtype: torch.dtype) -> None:
+def test_samples_come_in_the_working_precision_and_labels_in_no_narrower_one(
+    dtype: torch.dtype,
+) -> None:
     loss = run(Small(), dtype)["loss"]
     assert loss.dtype == torch.promote_types(dtype, torch.float32)
     first = blocks_of(Small(), "cpu", dtype)[0]
-    given, cast = (first(None, {"x": x}, None) for x in (torch.ones(1, 3), torch.ones(1, 3, dtype=dtype)))
+    given, cast = (
+        first(None, {"x": x}, None) for x in (torch.ones(1, 3), torch.ones(1, 3, dtype=dtype))
+    )
     assert torch.equal(given, cast)
 
 
 def test_messages_of_one_shape_alone_are_compressed() -> None:
     for what, wrong in (("", False), ("shapes", True)):
-        found = problems(from_mapping({"compression": {"messages": "bf16"}}, Config(model=Small(what=what))), 1)
+        found = problems(
+            from_mapping({"compression": {"messages": "bf16"}}, Config(model=Small(what=what))), 1
+        )
         assert any("needs one tensor of one shape" in str(p) for p in found) == wrong
 
 
@@ -196,9 +248,14 @@ def test_work_is_counted_from_weights_or_said() -> None:
 
 def test_what_needs_ours_is_refused() -> None:
     config = Config(model=Small())
-    with pytest.raises(ConfigError, match=r"'selective'.*First has none|'selective'.*Inner has none"):
+    with pytest.raises(
+        ConfigError, match=r"'selective'.*First has none|'selective'.*Inner has none"
+    ):
         recomputed_blocks("selective", config.model, [range(2), range(2, 4)])
-    found = {p.field: p for p in problems(from_mapping({"parallel": {"tp": 2, "sequence": True}}, config), 2)}
+    found = {
+        p.field: p
+        for p in problems(from_mapping({"parallel": {"tp": 2, "sequence": True}}, config), 2)
+    }
     assert {"parallel.tp", "parallel.sequence"} <= found.keys()
     assert "Small.max_tp" in str(found["parallel.tp"])
     with pytest.raises(ConfigError, match="works with GPT and BERT only"):
@@ -215,20 +272,27 @@ def test_a_configuration_names_the_class_and_has_its_keys() -> None:
         from_mapping({"model": {"dept": 3}}, config)
     with pytest.raises(ConfigError, match=r"model\.depth = 'a'.*must be of type int"):
         from_mapping({"model": {"depth": "a"}}, config)
-    with pytest.raises(ConfigError, match=r"model\.spec = 'nowhere:Model'.*does not know.*try a configuration"):
+    with pytest.raises(
+        ConfigError, match=r"model\.spec = 'nowhere:Model'.*does not know.*try a configuration"
+    ):
         from_mapping({"model": {"spec": "nowhere:Model"}})
     with pytest.raises(ConfigError, match=r"model\.spec = 3.*must be of type str"):
         from_mapping({"model": {"spec": 3}})
 
 
-@pytest.mark.parametrize(("name", "text"), [
-    ("no colon", "must be a module and a class in it"), ("nowhere_at_all:Model", "cannot be imported"),
-    ("json:JSONDecoder", "must name a class that inherits from hybridpar.ModelSpec"),
-    ("json:missing", "must name a class"), ("bare_specs:Thawed", "must be a frozen dataclass"),
-    ("bare_specs:Bare", "must have a default for every field; depth has none"),
-    ("bare_specs:Unnamed", r"annotations of names.*\(name 'Width' is not defined\)"),
-    ("bare_specs:Listed", r"must have values that can be compared.*try tuple\[int"),
-])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("no colon", "must be a module and a class in it"),
+        ("nowhere_at_all:Model", "cannot be imported"),
+        ("json:JSONDecoder", "must name a class that inherits from hybridpar.ModelSpec"),
+        ("json:missing", "must name a class"),
+        ("bare_specs:Thawed", "must be a frozen dataclass"),
+        ("bare_specs:Bare", "must have a default for every field; depth has none"),
+        ("bare_specs:Unnamed", r"annotations of names.*\(name 'Width' is not defined\)"),
+        ("bare_specs:Listed", r"must have values that can be compared.*try tuple\[int"),
+    ],
+)
 def test_names_that_are_no_model(name: str, text: str, tmp_path: Any, monkeypatch: Any) -> None:
     (tmp_path / "bare_specs.py").write_text(
         "from dataclasses import dataclass, field\nfrom hybridpar import ModelSpec\n"
@@ -236,7 +300,8 @@ def test_names_that_are_no_model(name: str, text: str, tmp_path: Any, monkeypatc
         "@dataclass(frozen=True)\nclass Bare(ModelSpec):\n    depth: int\n"
         "@dataclass(frozen=True)\nclass Unnamed(ModelSpec):\n    width: 'Width' = 3\n"
         "@dataclass(frozen=True)\nclass Listed(ModelSpec):\n"
-        "    widths: list[int] = field(default_factory=list)\n")
+        "    widths: list[int] = field(default_factory=list)\n"
+    )
     with monkeypatch.context() as patch:
         patch.setattr("sys.path", [*__import__("sys").path])
         with pytest.raises(ConfigError, match=text):
@@ -247,9 +312,15 @@ def test_what_is_not_defined_is_named() -> None:
     class Nothing(ModelSpec):
         pass
 
-    for use in (lambda m: m.num_blocks, lambda m: m.block(0, None), lambda m: m.activation_shape(0),
-                lambda m: m.sample(0, 0)):
-        with pytest.raises(ConfigError, match=r"model\.spec = .*Nothing'.*must define \w+; try .*(def|=) "):
+    for use in (
+        lambda m: m.num_blocks,
+        lambda m: m.block(0, None),
+        lambda m: m.activation_shape(0),
+        lambda m: m.sample(0, 0),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"model\.spec = .*Nothing'.*must define \w+; try .*(def|=) "
+        ):
             use(Nothing())
     assert Nothing().dataset("train") is None
     assert replace(Small(), depth=1).kind == "Small"
@@ -258,17 +329,37 @@ def test_what_is_not_defined_is_named() -> None:
 class Scales(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.thin, self.table = nn.Parameter(torch.ones(1, 1, WIDTH)), nn.Parameter(torch.ones(2, WIDTH))
+        self.thin, self.table = (
+            nn.Parameter(torch.ones(1, 1, WIDTH)),
+            nn.Parameter(torch.ones(2, WIDTH)),
+        )
 
 
-@pytest.mark.parametrize(("module", "decaying"), [
-    (nn.LayerNorm((4, 8)), set()), (nn.RMSNorm((4, 8)), set()), (nn.GroupNorm(2, 4), set()),
-    (nn.InstanceNorm1d(4, affine=True), set()),
-    (nn.Linear(1, 8), {"weight"}), (nn.Linear(8, 1), {"weight"}), (nn.Embedding(8, 1), {"weight"}),
-    (nn.Conv1d(1, 1, 3), {"weight"}), (nn.PReLU(8), set()), (nn.LSTM(1, 2), {"weight_ih_l0", "weight_hh_l0"}),
-    (nn.MultiheadAttention(4, 2, add_bias_kv=True), {"in_proj_weight", "out_proj.weight"}),
-    (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), {"parametrizations.weight.original1"}),
-    (Scales(), {"table"})])
-def test_the_owner_of_a_parameter_decides_whether_it_decays(module: nn.Module, decaying: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("module", "decaying"),
+    [
+        (nn.LayerNorm((4, 8)), set()),
+        (nn.RMSNorm((4, 8)), set()),
+        (nn.GroupNorm(2, 4), set()),
+        (nn.InstanceNorm1d(4, affine=True), set()),
+        (nn.Linear(1, 8), {"weight"}),
+        (nn.Linear(8, 1), {"weight"}),
+        (nn.Embedding(8, 1), {"weight"}),
+        (nn.Conv1d(1, 1, 3), {"weight"}),
+        (nn.PReLU(8), set()),
+        (nn.LSTM(1, 2), {"weight_ih_l0", "weight_hh_l0"}),
+        (nn.MultiheadAttention(4, 2, add_bias_kv=True), {"in_proj_weight", "out_proj.weight"}),
+        (
+            nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+            {"parametrizations.weight.original1"},
+        ),
+        (Scales(), {"table"}),
+    ],
+)
+def test_the_owner_of_a_parameter_decides_whether_it_decays(
+    module: nn.Module, decaying: set[str]
+) -> None:
     adopt(module, Small(), 1, torch.float32)
-    assert {name for name, _, placement in named_placements(module) if placement.weight_decay} == decaying
+    assert {
+        name for name, _, placement in named_placements(module) if placement.weight_decay
+    } == decaying

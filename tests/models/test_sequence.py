@@ -1,4 +1,5 @@
-"""Sequence parallelism: blocks on parts of the sequence equal blocks on all of it, and send what formulas say."""
+"""Sequence parallelism: blocks on parts of the sequence equal blocks on all of it, and send what
+formulas say."""
 
 from __future__ import annotations
 
@@ -18,18 +19,38 @@ from hybridpar.random import RandomKey
 
 F64 = torch.float64
 KEY = RandomKey.of(seed=3, step=1, sample=5)
-GPT = ModelConfig(num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=2, seq_length=11, vocab_size=37, dropout=0.2,
-                  attention_dropout=0.1)
+GPT = ModelConfig(
+    num_layers=1,
+    hidden_size=16,
+    num_heads=4,
+    num_kv_heads=2,
+    seq_length=11,
+    vocab_size=37,
+    dropout=0.2,
+    attention_dropout=0.1,
+)
 BERT = replace(GPT, kind="bert", num_kv_heads=0, sentence_head="nsp")
-MODELS = [GPT, replace(GPT, position="rotary", norm="rms_norm", activation="swiglu", bias=False, logits_chunk=5),
-          replace(GPT, parallel_residual=True, seq_length=2), BERT]
+MODELS = [
+    GPT,
+    replace(
+        GPT, position="rotary", norm="rms_norm", activation="swiglu", bias=False, logits_chunk=5
+    ),
+    replace(GPT, parallel_residual=True, seq_length=2),
+    BERT,
+]
 
 
 def microbatch(model: ModelConfig) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     shape = (3, model.seq_length)
-    batch = {name: torch.randint(model.vocab_size, shape, generator=generator) for name in ("tokens", "labels")}
-    batch |= {"num_targets": torch.tensor(7.0, dtype=F64), "num_samples": torch.tensor(3.0, dtype=F64)}
+    batch = {
+        name: torch.randint(model.vocab_size, shape, generator=generator)
+        for name in ("tokens", "labels")
+    }
+    batch |= {
+        "num_targets": torch.tensor(7.0, dtype=F64),
+        "num_samples": torch.tensor(3.0, dtype=F64),
+    }
     if model.kind == "bert":
         batch["token_types"] = torch.randint(2, shape, generator=generator)
         batch["padding_mask"] = torch.arange(model.seq_length) < torch.tensor([[11], [7], [1]])
@@ -40,7 +61,8 @@ def microbatch(model: ModelConfig) -> dict[str, torch.Tensor]:
 
 def blocks_are_whole_ones(axis: Axis, model: ModelConfig) -> None:
     model = replace(model, tie_embeddings=False)
-    batch, part = microbatch(model), SequencePart.of(model.seq_length, axis, True)
+    batch = microbatch(model)
+    part = SequencePart.of(model.seq_length, axis, True)
     own = build_blocks(model, axis, range(3), sequence=True, device="cpu", dtype=F64)
     alone = build_blocks(model, Axis("tp"), range(3), device="cpu", dtype=F64)
     x = x_ref = None
@@ -48,7 +70,8 @@ def blocks_are_whole_ones(axis: Axis, model: ModelConfig) -> None:
         whole = fill(block, axis)
         for name, parameter, _ in named_placements(alone[number]):
             parameter.data.copy_(whole[name].detach())
-        y, y_ref = block(x, batch, KEY), alone[number](x_ref, batch, KEY)
+        y = block(x, batch, KEY)
+        y_ref = alone[number](x_ref, batch, KEY)
         if isinstance(y, dict):
             for name in y:
                 torch.testing.assert_close(y[name], y_ref[name], **TOLERANCE)
@@ -60,20 +83,27 @@ def blocks_are_whole_ones(axis: Axis, model: ModelConfig) -> None:
             y.backward(dy.narrow(1, part.start, part.length))
             y_ref.backward(dy)
         if x is not None:
-            torch.testing.assert_close(x.grad, x_ref.grad.narrow(1, part.start, part.length), **TOLERANCE)
+            torch.testing.assert_close(
+                x.grad, x_ref.grad.narrow(1, part.start, part.length), **TOLERANCE
+            )
         for name, parameter, _ in named_placements(alone[number]):
             whole[name].grad = parameter.grad
         check_gradients(block, whole, axis)
         with torch.no_grad():  # the same without a graph
             again = block(x, batch, KEY)
-            assert all(map(torch.equal, again.values(), y.values())) if isinstance(y, dict) else torch.equal(again, y)
+            assert (
+                all(map(torch.equal, again.values(), y.values()))
+                if isinstance(y, dict)
+                else torch.equal(again, y)
+            )
         if not isinstance(y, dict):
             x_ref = values(f"x{number}", *y_ref.shape).requires_grad_()
             x = x_ref.detach().narrow(1, part.start, part.length).clone().requires_grad_()
 
 
 def counts_and_bytes(axis: Axis) -> None:
-    """A layer sends 4(t-1)/t u forward and 6(t-1)/t u backward, where u = b s h e; all-reduces would be 8 in all."""
+    """A layer sends 4(t-1)/t u forward and 6(t-1)/t u backward, where u = b s h e; all-reduces
+    would be 8 in all."""
     t, model = axis.size, replace(GPT, seq_length=12)
     block = build_blocks(model, axis, [1], sequence=True, device="cpu", dtype=F64)[1]
     fill(block, axis)
@@ -102,9 +132,13 @@ def run_cases(tp: int) -> None:
 def test_on_one_rank_nothing_changes() -> None:
     run_cases(1)
     for model in (GPT, BERT):
-        split, whole = (build_blocks(model, Axis("tp"), range(3), sequence=on) for on in (True, False))
+        split, whole = (
+            build_blocks(model, Axis("tp"), range(3), sequence=on) for on in (True, False)
+        )
         for number, block in whole.items():
-            assert [p for *_, p in named_placements(split[number])] == [p for *_, p in named_placements(block)]
+            assert [p for *_, p in named_placements(split[number])] == [
+                p for *_, p in named_placements(block)
+            ]
 
 
 @pytest.mark.ranks
@@ -119,14 +153,22 @@ def test_dropout_is_that_of_all_rows(tp: int) -> None:
     layer, bias = Dropout(0.3, "blocks.1.dropout"), torch.ones(6)
     parts = x.split(split_sizes(37, tp), 1)
     starts = [sum(split_sizes(37, tp)[:rank]) for rank in range(tp)]
-    for function in (lambda part, start: layer(part, KEY, start),
-                     lambda part, start: layer.add(part, bias, part, KEY, start)):
-        got = torch.cat([function(part, start) for part, start in zip(parts, starts, strict=True)], 1)
+    for function in (
+        lambda part, start: layer(part, KEY, start),
+        lambda part, start: layer.add(part, bias, part, KEY, start),
+    ):
+        got = torch.cat(
+            [function(part, start) for part, start in zip(parts, starts, strict=True)], 1
+        )
         assert torch.equal(got, function(x, 0))
 
 
 def test_what_each_rank_holds_of_few_rows() -> None:
-    assert [tuple(part_of(rank)) for rank in range(3)] == [(0, 1, (1, 1, 0)), (1, 1, (1, 1, 0)), (2, 0, (1, 1, 0))]
+    assert [tuple(part_of(rank)) for rank in range(3)] == [
+        (0, 1, (1, 1, 0)),
+        (1, 1, (1, 1, 0)),
+        (2, 0, (1, 1, 0)),
+    ]
 
 
 def part_of(rank: int) -> SequencePart:

@@ -1,4 +1,5 @@
-"""Rows of ordinary modules: what is computed is what torch's Sequential computes, and what cannot be right is said."""
+"""Rows of ordinary modules: what is computed is what torch's Sequential computes, and what cannot
+be right is said."""
 
 from __future__ import annotations
 
@@ -28,9 +29,14 @@ class Net(SequentialSpec):
     def layers(self) -> Iterable[nn.Module]:
         if self.what == "list":
             return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
-        rows: dict[str, Any] = {"nothing": list, "function": lambda: [torch.tanh], "misfit": lambda: [nn.Linear(8, 5)],
-                                "a pair": lambda: [nn.LSTM(3, 8), nn.Tanh()], "a norm": lambda: [nn.BatchNorm1d(3)],
-                                "twice": lambda: [both := nn.Tanh(), nn.Linear(3, 5), both]}
+        rows: dict[str, Any] = {
+            "nothing": list,
+            "function": lambda: [torch.tanh],
+            "misfit": lambda: [nn.Linear(8, 5)],
+            "a pair": lambda: [nn.LSTM(3, 8), nn.Tanh()],
+            "a norm": lambda: [nn.BatchNorm1d(3)],
+            "twice": lambda: [both := nn.Tanh(), nn.Linear(3, 5), both],
+        }
         return rows.get(self.what, self._one_by_one)()
 
     def _one_by_one(self) -> Iterable[nn.Module]:
@@ -53,26 +59,39 @@ class Net(SequentialSpec):
 
 @pytest.mark.parametrize("what", ["generator", "list"])
 def test_micro_batches_add_up_to_the_batch_of_a_sequential(what: str) -> None:
-    model, wide = Net(what), torch.float64
+    model = Net(what)
+    wide = torch.float64
     assert model.num_blocks == 3
     assert [model.activation_shape(number) for number in range(2)] == [(8,), (8,)]
     blocks = build_blocks(model, Axis("tp"), range(3), device="cpu", dtype=wide)
     plain = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)).to(wide)
-    plain.load_state_dict({name.replace(".layer", ""): value for name, value in
-                           nn.Sequential(*blocks.values()).state_dict().items()})
-    x, label = torch.randn(6, 3), torch.tensor([0, 1, 2, 3, 4, 0])
+    plain.load_state_dict(
+        {
+            name.replace(".layer", ""): value
+            for name, value in nn.Sequential(*blocks.values()).state_dict().items()
+        }
+    )
+    x = torch.randn(6, 3)
+    label = torch.tensor([0, 1, 2, 3, 4, 0])
     whole = nn.functional.cross_entropy(plain(x.to(wide)), label)
     whole.backward()
     total = 0.0
     for part in (slice(0, 4), slice(4, 6)):
-        batch, h = {"numbers": x[part], "label": label[part], "num_samples": torch.tensor(6.0, dtype=wide)}, None
+        batch = {
+            "numbers": x[part],
+            "label": label[part],
+            "num_samples": torch.tensor(6.0, dtype=wide),
+        }
+        h = None
         for block in blocks.values():
             h = block(h, batch, None)
         h["loss"].backward()
         total += h["loss"].item()
     assert total == pytest.approx(whole.item(), rel=1e-12)
     ours = [parameter.grad for block in blocks.values() for parameter in block.parameters()]
-    assert all(torch.allclose(a, p.grad, rtol=1e-12) for a, p in zip(ours, plain.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, p.grad, rtol=1e-12) for a, p in zip(ours, plain.parameters(), strict=True)
+    )
 
 
 def test_the_last_module_may_be_another_one_too() -> None:
@@ -93,22 +112,41 @@ def test_a_generator_makes_only_its_own_module_with_memory(monkeypatch: pytest.M
     assert made[:2] == ["meta", "cpu"]
 
 
-@pytest.mark.parametrize(("what", "text"), [
-    ("nothing", r"has no modules"),
-    ("other input", r"takes the input 'numbers', which its samples lack: they have x, label; try inputs = 'x'"),
-    ("no sample", r"has samples of type int, which must be dicts"), ("function", r"gives <.*tanh.*> as module 0, whi"),
-    ("misfit", r"has a module 0 \(Linear\) that makes of \(1, 3\) no tensor: "),
-    ("a pair", r"has a module 0 \(LSTM\) that makes"), ("a norm", r"has a BatchNorm1d \(itself\) in block 0"),
-])
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("nothing", r"has no modules"),
+        (
+            "other input",
+            r"takes the input 'numbers', which its samples lack: they have x, label; try inputs = "
+            r"'x'",
+        ),
+        ("no sample", r"has samples of type int, which must be dicts"),
+        ("function", r"gives <.*tanh.*> as module 0, whi"),
+        ("misfit", r"has a module 0 \(Linear\) that makes of \(1, 3\) no tensor: "),
+        ("a pair", r"has a module 0 \(LSTM\) that makes"),
+        ("a norm", r"has a BatchNorm1d \(itself\) in block 0"),
+    ],
+)
 def test_rows_that_cannot_be_right(what: str, text: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.spec = .*{text}"):
         _ = Net(what).num_blocks
 
 
-@pytest.mark.parametrize(("what", "text"), [
-    ("no loss", r"returns a float from loss\(\), which must be a number"), ("detached", "losses without a gradient")])
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("no loss", r"returns a float from loss\(\), which must be a number"),
+        ("detached", "losses without a gradient"),
+    ],
+)
 def test_losses_that_cannot_be_right(what: str, text: str) -> None:
-    batch, h = {"numbers": torch.ones(2, 3), "label": torch.ones(2).long(), "num_samples": torch.tensor(2.0)}, None
+    batch = {
+        "numbers": torch.ones(2, 3),
+        "label": torch.ones(2).long(),
+        "num_samples": torch.tensor(2.0),
+    }
+    h = None
     *others, last = build_blocks(Net(what), Axis("tp"), range(3), device="cpu").values()
     for block in others:
         h = block(h, batch, None)
@@ -130,13 +168,20 @@ class Scales(Net):
 
 
 def test_a_model_without_products_is_simulated_and_verified() -> None:
-    trainer = Trainer(Scales(), parallel={"pp": 2}, train={"micro_batch_size": 1}, pipeline={"num_microbatches": 2})
+    trainer = Trainer(
+        Scales(),
+        parallel={"pp": 2},
+        train={"micro_batch_size": 1},
+        pipeline={"num_microbatches": 2},
+    )
     assert stage_costs(trainer.config).forward == [1.0, 1.0]
     assert trainer.verify(num_batches=1).ok
 
 
 def test_settings_that_no_file_can_hold() -> None:
-    with pytest.raises(ConfigError, match=r"model\.unknown = None: must be text, a number, .* TOML has no others"):
+    with pytest.raises(
+        ConfigError, match=r"model\.unknown = None: must be text, a number, .* TOML has no others"
+    ):
         Trainer(Scales(unknown=None)).memory()
 
 
@@ -151,8 +196,15 @@ class MadeFirst(Net):
 
 def test_a_generator_may_make_several_modules_before_it_yields_one() -> None:
     wide = torch.float64
-    apart = [build_blocks(MadeFirst(), Axis("tp"), [number], device="cpu", dtype=wide)[number] for number in range(3)]
-    listed = {(number, name): value for number, block in enumerate(apart) for name, value in block.named_parameters()}
+    apart = [
+        build_blocks(MadeFirst(), Axis("tp"), [number], device="cpu", dtype=wide)[number]
+        for number in range(3)
+    ]
+    listed = {
+        (number, name): value
+        for number, block in enumerate(apart)
+        for name, value in block.named_parameters()
+    }
     assert len(listed) == 6
     assert not any(value.is_meta for value in listed.values())
     for number, block in build_blocks(MadeFirst(), Axis("tp"), range(3)).items():

@@ -20,7 +20,9 @@ from hybridpar.models.build import build_blocks
 from hybridpar.models.own import constructed
 from hybridpar.nn.placement import named_placements
 
-WORDS, WIDTH, LENGTH = 12, 8, 5
+WORDS = 12
+WIDTH = 8
+LENGTH = 5
 
 
 class Turn(nn.Module):
@@ -85,10 +87,15 @@ class Tied(SequentialSpec):
 def test_the_first_module_has_the_values_of_what_the_last_one_shares() -> None:
     assert Tied().tie_embeddings
     for model in (Tied(), Tied(made_first=True)):
-        places = {name: place for name, _, place in named_placements(build_blocks(model, Axis("tp"), [3])[3])}
+        places = {
+            name: place
+            for name, _, place in named_placements(build_blocks(model, Axis("tp"), [3])[3])
+        }
         assert {name: place.tied for name, place in places.items()} == {
-            "layer.turn.matrix": "blocks.0.layer.turn", "layer.project.weight": "blocks.0.layer.words.weight",
-            "layer.project.bias": ""}
+            "layer.turn.matrix": "blocks.0.layer.turn",
+            "layer.project.weight": "blocks.0.layer.words.weight",
+            "layer.project.bias": "",
+        }
         drawn = places["layer.project.weight"].init.draw(5)
         assert torch.equal(drawn, constructed(model, 0, 5)["layer.words.weight"])
         both = build_blocks(model, Axis("tp"), [0, 3])
@@ -98,20 +105,36 @@ def test_the_first_module_has_the_values_of_what_the_last_one_shares() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("grid", "sections"), [
-    ({"pp": 2}, {}), ({"pp": 4}, {"pipeline": {"schedule": "2bw"}}), ({"dp": 2}, {"parallel": {"zero": 3}}),
-    ({"pp": 2, "dp": 2}, {"pipeline": {"schedule": "2bw"}, "parallel": {"zero": 1}})])
+@pytest.mark.parametrize(
+    ("grid", "sections"),
+    [
+        ({"pp": 2}, {}),
+        ({"pp": 4}, {"pipeline": {"schedule": "2bw"}}),
+        ({"dp": 2}, {"parallel": {"zero": 3}}),
+        ({"pp": 2, "dp": 2}, {"pipeline": {"schedule": "2bw"}, "parallel": {"zero": 1}}),
+    ],
+)
 def test_tied_rows_train_as_one_process(grid: dict[str, int], sections: dict[str, Any]) -> None:
     pipeline = {"num_microbatches": 4} | sections.get("pipeline", {})
-    settings = sections | {"pipeline": pipeline, "train": {"micro_batch_size": 2}, "optim": {"lr": 1e-2}}
+    settings = sections | {
+        "pipeline": pipeline,
+        "train": {"micro_batch_size": 2},
+        "optim": {"lr": 1e-2},
+    }
     report = Trainer(Tied(), **settings).verify(grid, num_batches=3)
     assert report.ok, report.first_divergence
 
 
 def test_a_tied_row_resumes_to_the_bit_and_learns(tmp_path: Path) -> None:
-    config = from_mapping({
-        "pipeline": {"num_microbatches": 2}, "train": {"micro_batch_size": 2, "device": "cpu"}, "optim": {"lr": 1e-2},
-        "parallel": {"tp": 1, "pp": 1, "dp": 1}}, Config(model=Tied()))
+    config = from_mapping(
+        {
+            "pipeline": {"num_microbatches": 2},
+            "train": {"micro_batch_size": 2, "device": "cpu"},
+            "optim": {"lr": 1e-2},
+            "parallel": {"tp": 1, "pp": 1, "dp": 1},
+        },
+        Config(model=Tied()),
+    )
     through, loader = start(config)
     losses: list[float] = []
     through.train(loader, 20, lambda step: losses.append(step.loss))
@@ -123,6 +146,8 @@ def test_a_tied_row_resumes_to_the_bit_and_learns(tmp_path: Path) -> None:
     assert checkpoint.resume(tmp_path, then, "corpus", pytest.fail) == 10
     then.train(loader, 10, lambda step: None)
     weights = then.state.weights.full_weights()
-    assert sum("project.weight" in name or "words.weight" in name for name in weights) == 1, "one parameter"
+    assert sum("project.weight" in name or "words.weight" in name for name in weights) == 1, (
+        "one parameter"
+    )
     for name, weight in through.state.weights.full_weights().items():
         assert torch.equal(weight, weights[name]), name

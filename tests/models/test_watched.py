@@ -1,4 +1,5 @@
-"""Custom blocks in training and evaluation; draws from torch's generator and changing buffers are refused."""
+"""Custom blocks in training and evaluation; draws from torch's generator and changing buffers are
+refused."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inner(x)
-        return x if self.what == "nothing" else {**CHANGES, **CACHES, **DRAWS, **QUIET}[self.what](self, x)
+        return (
+            x
+            if self.what == "nothing"
+            else {**CHANGES, **CACHES, **DRAWS, **QUIET}[self.what](self, x)
+        )
 
 
 def changed(change: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
@@ -59,7 +64,9 @@ CHANGES = {
 }
 CACHES = {
     "filled": changed(lambda layer, x: setattr(layer, "late", torch.arange(4.0))),
-    "grown": changed(lambda layer, x: setattr(layer, "table", torch.arange(len(layer.table) + 1.0))),
+    "grown": changed(
+        lambda layer, x: setattr(layer, "table", torch.arange(len(layer.table) + 1.0))
+    ),
     "made again": changed(lambda layer, x: setattr(layer, "table", torch.arange(4.0))),
     "not persistent": changed(lambda layer, x: layer.cache.copy_(x[0])),
 }
@@ -141,20 +148,29 @@ def test_the_key_decides_between_training_and_evaluation() -> None:
     block = block_of("nothing")
     for key in (KEY, None, KEY, None):
         block(torch.ones(2, 4), {}, key)
-        assert block.training == block.layer.training == block.layer.rrelu.training == (key is not None)
+        assert (
+            block.training
+            == block.layer.training
+            == block.layer.rrelu.training
+            == (key is not None)
+        )
         assert not block.frozen.training
 
 
 @pytest.mark.parametrize("what", DRAWS)
 def test_draws_from_the_global_generator_are_refused_in_the_first_forward(what: str) -> None:
-    with pytest.raises(ConfigError, match=r"draws from torch's global generator \(\w.*\) .*in block 1 \(Block\)"):
+    with pytest.raises(
+        ConfigError, match=r"draws from torch's global generator \(\w.*\) .*in block 1 \(Block\)"
+    ):
         block_of(what)(torch.ones(2, 4), {}, KEY)
     assert torch.rand(2).shape == (2,)  # the mode is gone
 
 
 @pytest.mark.parametrize("what", ["bernoulli_", "attention"])
 def test_draws_of_a_row_are_refused_before_any_block_is_built(what: str) -> None:
-    with pytest.raises(ConfigError, match=r"draws from torch's global generator .* in module 1 \(Layer\)"):
+    with pytest.raises(
+        ConfigError, match=r"draws from torch's global generator .* in module 1 \(Layer\)"
+    ):
         Row(what).num_blocks  # noqa: B018
 
 
@@ -176,7 +192,9 @@ def test_what_draws_nothing_and_caches_are_allowed(what: str, key: Any) -> None:
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.parametrize("key", [KEY, None])
 def test_a_buffer_that_changes_is_refused_at_once(what: str, key: Any) -> None:
-    with pytest.raises(ConfigError, match=r"changes the buffer 'layer\.(mean|count)' of block 1 \(Block\)"):
+    with pytest.raises(
+        ConfigError, match=r"changes the buffer 'layer\.(mean|count)' of block 1 \(Block\)"
+    ):
         block_of(what)(torch.ones(2, 4), {}, key)
 
 

@@ -1,4 +1,5 @@
-"""Attention split by heads equals attention on whole tensors, for even and uneven heads and shared key-value heads."""
+"""Attention split by heads equals attention on whole tensors, for even and uneven heads and shared
+key-value heads."""
 
 from __future__ import annotations
 
@@ -37,17 +38,35 @@ class Case:
 
 
 CASES = [
-    Case(4, 4), Case(5, 5, rotary_base=100.0), Case(5, 5, causal=False, padding=True, bias=False),
-    Case(4, 2, rotary_base=100.0), Case(4, 1), Case(6, 3, causal=False, padding=True), Case(6, 2, padding=True),
-    Case(9, 3), Case(5, 1), Case(4, 2, batch=0), Case(5, 5, rotary_base=100.0, rotary_fraction=0.5),
+    Case(4, 4),
+    Case(5, 5, rotary_base=100.0),
+    Case(5, 5, causal=False, padding=True, bias=False),
+    Case(4, 2, rotary_base=100.0),
+    Case(4, 1),
+    Case(6, 3, causal=False, padding=True),
+    Case(6, 2, padding=True),
+    Case(9, 3),
+    Case(5, 1),
+    Case(4, 2, batch=0),
+    Case(5, 5, rotary_base=100.0, rotary_fraction=0.5),
     Case(4, 2, rotary_base=100.0, rotary_fraction=0.5, batch=0),
 ]
 
 
 def make(case: Case, axis: Axis, dropout: float = 0.0) -> ParallelAttention:
-    return ParallelAttention(case.heads * HEAD_DIM, case.heads, axis, num_kv_heads=case.kv_heads, causal=case.causal,
-                             bias=case.bias, rotary_base=case.rotary_base, rotary_fraction=case.rotary_fraction,
-                             attention_dropout=dropout, name="blocks.0.attention", dtype=torch.float64)
+    return ParallelAttention(
+        case.heads * HEAD_DIM,
+        case.heads,
+        axis,
+        num_kv_heads=case.kv_heads,
+        causal=case.causal,
+        bias=case.bias,
+        rotary_base=case.rotary_base,
+        rotary_fraction=case.rotary_fraction,
+        attention_dropout=dropout,
+        name="blocks.0.attention",
+        dtype=torch.float64,
+    )
 
 
 def reference(x: Tensor, mask: Tensor | None, whole: dict[str, Tensor], case: Case) -> Tensor:
@@ -55,13 +74,21 @@ def reference(x: Tensor, mask: Tensor | None, whole: dict[str, Tensor], case: Ca
     m = case.heads // case.kv_heads
     qkv = x @ whole["qkv.weight"].T + whole.get("qkv.bias", 0.0)
     qkv = rearrange(qkv, "b s (g slot d) -> b g slot s d", g=case.kv_heads, d=HEAD_DIM)
-    q, k, v = rearrange(qkv[:, :, :m], "b g m s d -> b (g m) s d"), qkv[:, :, m], qkv[:, :, m + 1]
+    q = rearrange(qkv[:, :, :m], "b g m s d -> b (g m) s d")
+    k = qkv[:, :, m]
+    v = qkv[:, :, m + 1]
     k, v = (repeat(t, "b g s d -> b (g m) s d", m=m) for t in (k, v))
     if case.rotary_base is not None:
         r = int(HEAD_DIM * case.rotary_fraction)
-        q, k = (torch.cat((rotate(t[..., :r], case.rotary_base), t[..., r:]), dim=-1) for t in (q, k))
+        q, k = (
+            torch.cat((rotate(t[..., :r], case.rotary_base), t[..., r:]), dim=-1) for t in (q, k)
+        )
     s = x.shape[1]
-    visible = torch.ones(s, s, dtype=torch.bool).tril() if case.causal else torch.ones(s, s, dtype=torch.bool)
+    visible = (
+        torch.ones(s, s, dtype=torch.bool).tril()
+        if case.causal
+        else torch.ones(s, s, dtype=torch.bool)
+    )
     if mask is not None:
         visible = visible & mask[:, None, None, :]
     scores = (q @ k.transpose(-1, -2) / HEAD_DIM**0.5).masked_fill(~visible, -torch.inf)
@@ -71,9 +98,14 @@ def reference(x: Tensor, mask: Tensor | None, whole: dict[str, Tensor], case: Ca
 
 def rotate(x: Tensor, base: float) -> Tensor:
     """Pairs (i, i + d/2) as complex numbers, turned by position * base^(-2i/d)."""
-    d, s = x.shape[-1], x.shape[-2]
-    angle = torch.arange(s, dtype=x.dtype)[:, None] * base ** (-torch.arange(0, d, 2, dtype=x.dtype) / d)
-    turned = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * torch.polar(torch.ones_like(angle), angle)
+    d = x.shape[-1]
+    s = x.shape[-2]
+    angle = torch.arange(s, dtype=x.dtype)[:, None] * base ** (
+        -torch.arange(0, d, 2, dtype=x.dtype) / d
+    )
+    turned = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * torch.polar(
+        torch.ones_like(angle), angle
+    )
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
@@ -81,7 +113,8 @@ def check(case: Case, axis: Axis) -> None:
     h = case.heads * HEAD_DIM
     layer = make(case, axis)
     whole = fill(layer, axis)
-    x, x_ref = leaf("x", case.batch, 5, h), leaf("x", case.batch, 5, h)
+    x = leaf("x", case.batch, 5, h)
+    x_ref = leaf("x", case.batch, 5, h)
     mask = torch.arange(5) < torch.tensor([[3], [5]]) if case.padding else None
     with traffic(axis, all_reduce=1):
         y = layer(x, mask)
@@ -94,7 +127,8 @@ def check(case: Case, axis: Axis) -> None:
     check_gradients(layer, whole, axis)
 
     # dropout: the same heads get the same masks whoever computes them
-    split, alone = make(case, axis, dropout=0.3), make(case, Axis("tp"), dropout=0.3)
+    split = make(case, axis, dropout=0.3)
+    alone = make(case, Axis("tp"), dropout=0.3)
     fill(split, axis), fill(alone, Axis("tp"))
     dropped = split(x, mask, KEY)
     torch.testing.assert_close(dropped, alone(x, mask, KEY), **TOLERANCE)
@@ -106,10 +140,16 @@ def shared_rows_take_one_collective(axis: Axis) -> None:
     layer = torch.nn.ModuleList([make(Case(4, 2), axis), make(Case(4, 1), axis)])
     for p in layer.parameters():
         p.grad = torch.ones_like(p)
-    shared = [placement for _, _, placement in named_placements(layer) if len(placement.shared_index())]
-    assert len(shared) == (4 if axis.size > 2 else 2)  # two kv heads over two ranks: each has one to itself
+    shared = [
+        placement for _, _, placement in named_placements(layer) if len(placement.shared_index())
+    ]
+    assert len(shared) == (
+        4 if axis.size > 2 else 2
+    )  # two kv heads over two ranks: each has one to itself
     with traffic(axis, all_reduce=1):
-        reduce_shared_gradients([(p.grad, placement) for _, p, placement in named_placements(layer)], axis)
+        reduce_shared_gradients(
+            [(p.grad, placement) for _, p, placement in named_placements(layer)], axis
+        )
     for _, p, placement in named_placements(layer):
         if placement.shard is not None:
             holders = placement.shard.holders(placement.shape[placement.shard.dim])
@@ -118,7 +158,9 @@ def shared_rows_take_one_collective(axis: Axis) -> None:
             assert torch.equal(rows, expected[:, None].expand_as(rows))
     whole_groups = make(Case(4, 4), axis)
     with traffic(axis):
-        reduce_shared_gradients([(p, placement) for _, p, placement in named_placements(whole_groups)], axis)
+        reduce_shared_gradients(
+            [(p, placement) for _, p, placement in named_placements(whole_groups)], axis
+        )
 
 
 def run_cases(tp: int) -> None:
@@ -145,7 +187,8 @@ def test_attention_split(tp: int) -> None:
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.data())
 def test_layout(kv_heads: int, q_per_group: int, head_dim: int, data: st.DataObject) -> None:
-    """Ranks together hold every row; each query head is on one rank, beside its group's key and value."""
+    """Ranks together hold every row; each query head is on one rank, beside its group's key and
+    value."""
     heads = kv_heads * q_per_group
     tp = data.draw(st.integers(1, heads))
     layout = HeadLayout(heads * head_dim, heads, kv_heads, tp)
@@ -157,9 +200,14 @@ def test_layout(kv_heads: int, q_per_group: int, head_dim: int, data: st.DataObj
     assert torch.equal(holders[:, -1], holders[:, -2])
     for rank in range(tp):
         groups = layout.group_heads(rank)
-        assert sum(b - a for a, b in groups.values()) == layout.heads[rank][1] - layout.heads[rank][0]
-        slots = [g * (q_per_group + 2) + slot for g, (a, b) in groups.items()
-                 for slot in (*(i - g * q_per_group for i in range(a, b)), q_per_group, q_per_group + 1)]
+        assert (
+            sum(b - a for a, b in groups.values()) == layout.heads[rank][1] - layout.heads[rank][0]
+        )
+        slots = [
+            g * (q_per_group + 2) + slot
+            for g, (a, b) in groups.items()
+            for slot in (*(i - g * q_per_group for i in range(a, b)), q_per_group, q_per_group + 1)
+        ]
         expected = [slot * head_dim + i for slot in slots for i in range(head_dim)]
         assert shard.index(rank).tolist() == expected
 
@@ -171,15 +219,29 @@ def test_whole_uniform_groups_are_views() -> None:
     assert all(t.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for t in heads)
 
 
-@pytest.mark.parametrize(("kwargs", "message"), [
-    ({"num_heads": 3}, "num_heads = 3: must divide the hidden size 16; try 1, 2, 4, 8, 16"),
-    ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads = 3: must divide num_heads 4; try 1, 2, 4"),
-    ({"num_heads": 4, "num_kv_heads": 0}, "num_kv_heads = 0"),
-    ({"num_heads": 16, "rotary_base": 1e4}, "rotary_fraction = 1.0: rotary positions turn pairs, and of a head's 1 "
-     "features (hidden_size / num_heads) these are 1; try a larger hidden_size"),
-    *[({"num_heads": 4, "rotary_base": 1e4, "rotary_fraction": fraction}, f"rotary_fraction = {fraction}: ")
-      for fraction in (-0.5, 0.0, 0.3, 1.5, float("nan"), float("inf"))],
-])
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_heads": 3}, "num_heads = 3: must divide the hidden size 16; try 1, 2, 4, 8, 16"),
+        (
+            {"num_heads": 4, "num_kv_heads": 3},
+            "num_kv_heads = 3: must divide num_heads 4; try 1, 2, 4",
+        ),
+        ({"num_heads": 4, "num_kv_heads": 0}, "num_kv_heads = 0"),
+        (
+            {"num_heads": 16, "rotary_base": 1e4},
+            "rotary_fraction = 1.0: rotary positions turn pairs, and of a head's 1 "
+            "features (hidden_size / num_heads) these are 1; try a larger hidden_size",
+        ),
+        *[
+            (
+                {"num_heads": 4, "rotary_base": 1e4, "rotary_fraction": fraction},
+                f"rotary_fraction = {fraction}: ",
+            )
+            for fraction in (-0.5, 0.0, 0.3, 1.5, float("nan"), float("inf"))
+        ],
+    ],
+)
 def test_counts_that_do_not_fit(kwargs: dict, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ParallelAttention(16, axis=Axis("tp"), **kwargs)
@@ -195,14 +257,19 @@ def test_more_ranks_than_heads() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_on_a_gpu_with_and_without_triton(triton: bool, dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding, rotary positions, shared keys, dropout: the same output and gradients as on the CPU."""
+def test_on_a_gpu_with_and_without_triton(
+    triton: bool, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding, rotary positions, shared keys, dropout: the same output and gradients as on the
+    CPU."""
     if not triton:
         monkeypatch.setattr(libraries, "_register_triton", lambda: "cannot be imported (a test)")
     case = Case(6, 3, rotary_base=100.0, padding=True, rotary_fraction=0.5)
     registry._selected.cache_clear()
     try:
-        assert (registry.select("attention", "auto", "cuda", torch.bfloat16).name == "torch") is not triton
+        assert (
+            registry.select("attention", "auto", "cuda", torch.bfloat16).name == "torch"
+        ) is not triton
         results = []
         for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32)):
             layer = make(case, Axis("tp"), dropout)

@@ -14,34 +14,54 @@ LENGTH = 9
 
 def make(heads: int, kv_heads: int, rotary_base: float | None) -> ParallelAttention:
     torch.manual_seed(0)
-    layer = ParallelAttention(heads * 4, heads, Axis("tp"), num_kv_heads=kv_heads, rotary_base=rotary_base,
-                              dtype=torch.float64)
+    layer = ParallelAttention(
+        heads * 4,
+        heads,
+        Axis("tp"),
+        num_kv_heads=kv_heads,
+        rotary_base=rotary_base,
+        dtype=torch.float64,
+    )
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     return layer
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("heads", "kv_heads", "rotary_base"), [(4, 4, None), (4, 2, 100.0), (3, 1, 100.0)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rotary_base"), [(4, 4, None), (4, 2, 100.0), (3, 1, 100.0)]
+)
 @pytest.mark.parametrize("first", [1, 4])
-def test_piece_by_piece_is_at_once(heads: int, kv_heads: int, rotary_base: float | None, first: int) -> None:
-    layer, x = make(heads, kv_heads, rotary_base), torch.randn(2, LENGTH, heads * 4, dtype=torch.float64)
-    cache, at, parts = KeyValueCache(LENGTH), torch.arange(LENGTH), []
+def test_piece_by_piece_is_at_once(
+    heads: int, kv_heads: int, rotary_base: float | None, first: int
+) -> None:
+    layer = make(heads, kv_heads, rotary_base)
+    x = torch.randn(2, LENGTH, heads * 4, dtype=torch.float64)
+    cache = KeyValueCache(LENGTH)
+    at = torch.arange(LENGTH)
+    parts = []
     for start, stop in ((0, first), *((i, i + 1) for i in range(first, 7)), (7, LENGTH)):
         parts.append(layer.without_bias(x[:, start:stop], None, None, cache, at[start:stop])[0])
-    torch.testing.assert_close(torch.cat(parts, 1), layer.without_bias(x, None, None)[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat(parts, 1), layer.without_bias(x, None, None)[0], rtol=1e-12, atol=1e-12
+    )
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("heads", "kv_heads", "rotary_base"), [(4, 4, None), (4, 2, 100.0)])
 def test_texts_of_several_lengths(heads: int, kv_heads: int, rotary_base: float | None) -> None:
-    """Padded behind at first; then each goes on where it ends, one begins anew, one is forgotten."""
-    layer, x = make(heads, kv_heads, rotary_base), torch.randn(3, LENGTH, heads * 4, dtype=torch.float64)
+    """Padded behind at first; then each goes on where it ends, one begins anew, one is
+    forgotten."""
+    layer, x = (
+        make(heads, kv_heads, rotary_base),
+        torch.randn(3, LENGTH, heads * 4, dtype=torch.float64),
+    )
     cache, lengths, texts = KeyValueCache(LENGTH), torch.tensor([2, 5, 3]), [0, 1, 2]
     layer.without_bias(x[:, :5], None, None, cache, torch.arange(5))
 
     def go_on() -> None:
-        at, rows = lengths[texts][:, None], torch.tensor(texts)
+        at = lengths[texts][:, None]
+        rows = torch.tensor(texts)
         real = torch.arange(int(at.max()) + 1) <= at
         made, _ = layer.without_bias(x[rows[:, None], at], real, None, cache, at)
         for row, text in zip(made, texts, strict=True):

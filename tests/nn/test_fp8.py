@@ -44,21 +44,28 @@ def quantized(weight: Tensor) -> Fp8Weight:
 
 @pytest.mark.parametrize("rows", [1, 7, 300])
 def test_products_are_near_those_of_float64(rows: int) -> None:
-    """3 bits of mantissa: 1/16 at most of each factor, 1/32 on average. The scale of a row takes up its magnitude."""
-    x, w, dy, b = draw(rows, 3, 64), draw(48, 64), draw(3 * rows, 48), draw(48)
+    """3 bits of mantissa: 1/16 at most of each factor, 1/32 on average. The scale of a row takes up
+    its magnitude."""
+    x = draw(rows, 3, 64)
+    w = draw(48, 64)
+    dy = draw(3 * rows, 48)
+    b = draw(48)
     sizes = 10.0 ** torch.linspace(-10, 10, 3 * rows).view(rows, 3, 1)
     weight = quantized(w)
     y = fp8.linear((x * sizes).bfloat16(), weight).double() / sizes
     exact = x.double() @ w.double().t()
     assert ((y - exact).norm(dim=-1) / exact.norm(dim=-1)).max() < 0.09
-    with_bias, exact = fp8.linear(x, weight, b).double(), fp8.linear(x, weight).double() + b.double()
+    with_bias = fp8.linear(x, weight, b).double()
+    exact = fp8.linear(x, weight).double() + b.double()
     assert (with_bias - exact).abs().max() <= 2**-7 * exact.abs().max()  # both are rounded
-    dx, exact = fp8.input_gradient(dy, weight).double(), dy.double() @ w.double()
+    dx = fp8.input_gradient(dy, weight).double()
+    exact = dy.double() @ w.double()
     assert (dx - exact).norm() / exact.norm() < 0.05
 
 
 def test_zeros_are_zeros_and_what_is_not_finite_is_seen() -> None:
-    x, w = draw(4, 32), draw(16, 32)
+    x = draw(4, 32)
+    w = draw(16, 32)
     x[0], x[1, 3], x[2, 5] = 0, torch.inf, torch.nan
     y = fp8.linear(x, quantized(w))
     assert torch.equal(y[0], torch.zeros(16).bfloat16())
@@ -67,7 +74,8 @@ def test_zeros_are_zeros_and_what_is_not_finite_is_seen() -> None:
     for broken in (torch.inf, torch.nan):
         w[2, 3] = broken
         weight = quantized(w)
-        y, dx = fp8.linear(x[3:], weight), fp8.input_gradient(draw(5, 16), weight)
+        y = fp8.linear(x[3:], weight)
+        dx = fp8.input_gradient(draw(5, 16), weight)
         assert (~y.isfinite()).nonzero()[:, 1].tolist() == [2]
         assert (~dx.isfinite()).nonzero()[:, 1].unique().tolist() == [3]
 
@@ -81,18 +89,36 @@ class Count(TorchDispatchMode):
 
 
 def make(**sections: dict[str, Any]) -> Config:
-    return from_mapping({
-        "model": {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "seq_length": 32, "vocab_size": 97,
-                  **sections.get("model", {})},
-        "parallel": {"dp": 1, **sections.get("parallel", {})},
-        "pipeline": {"num_microbatches": 2, **sections.get("pipeline", {})},
-        "train": {"micro_batch_size": 4, "num_steps": 8, "dtype": "bf16", "fp8": True, **sections.get("train", {})},
-        "optim": {"lr": 3e-3, **sections.get("optim", {})}, "memory": sections.get("memory", {})})
+    return from_mapping(
+        {
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 64,
+                "num_heads": 4,
+                "seq_length": 32,
+                "vocab_size": 97,
+                **sections.get("model", {}),
+            },
+            "parallel": {"dp": 1, **sections.get("parallel", {})},
+            "pipeline": {"num_microbatches": 2, **sections.get("pipeline", {})},
+            "train": {
+                "micro_batch_size": 4,
+                "num_steps": 8,
+                "dtype": "bf16",
+                "fp8": True,
+                **sections.get("train", {}),
+            },
+            "optim": {"lr": 3e-3, **sections.get("optim", {})},
+            "memory": sections.get("memory", {}),
+        }
+    )
 
 
 def trained(config: Config) -> tuple[list[float], int]:
     """Losses of eight steps, and the number of products in fp8."""
-    engine, losses, train = Engine(config, ProcessGrid(), CPU), list[float](), config.train
+    engine = Engine(config, ProcessGrid(), CPU)
+    losses = list[float]()
+    train = config.train
     loader = SyntheticLoader(config.model, train.micro_batch_size, config.pipeline.num_microbatches)
     with Count() as count:
         engine.train(loader, 8, lambda step: losses.append(step.loss))
@@ -102,19 +128,33 @@ def trained(config: Config) -> tuple[list[float], int]:
 def test_hidden_matrices_are_multiplied_so() -> None:
     losses, number = trained(make())
     exact, none = trained(make(train={"fp8": False}))
-    assert (number, none) == (8 * 2 * 2 * 4 * 2, 0)  # steps, micro-batches, layers, matrices, forward and backward
+    assert (number, none) == (
+        8 * 2 * 2 * 4 * 2,
+        0,
+    )  # steps, micro-batches, layers, matrices, forward and backward
     assert losses == pytest.approx(exact, rel=0.01)
     assert losses != exact
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("sections", [
-    {"pipeline": {"recompute": "all"}}, {"pipeline": {"split_backward": True}},
-    {"pipeline": {"schedule": "gpipe", "num_microbatches": 4}, "train": {"micro_batch_size": 2},
-     "memory": {"offload_activations": 2}},
-], ids=str)
-def test_how_it_is_computed_changes_little(sections: dict[str, dict[str, Any]], tmp_path: Any) -> None:
-    """Sums of weights' gradients may be rounded in another way, which may carry a number to its neighbour."""
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"pipeline": {"recompute": "all"}},
+        {"pipeline": {"split_backward": True}},
+        {
+            "pipeline": {"schedule": "gpipe", "num_microbatches": 4},
+            "train": {"micro_batch_size": 2},
+            "memory": {"offload_activations": 2},
+        },
+    ],
+    ids=str,
+)
+def test_how_it_is_computed_changes_little(
+    sections: dict[str, dict[str, Any]], tmp_path: Any
+) -> None:
+    """Sums of weights' gradients may be rounded in another way, which may carry a number to its
+    neighbour."""
     config = make(**sections)
     config = replace(config, memory=replace(config.memory, folder=str(tmp_path)))
     losses, number = trained(config)
@@ -129,12 +169,26 @@ LIVES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "recomputation": (1, {"pipeline": {"recompute": "all"}}),
     "two stages": (2, {"parallel": {"pp": 2}}),
     "two stages, 2bw": (2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "2bw"}}),
-    "two stages, pipedream": (2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "pipedream"},
-                                  "optim": {"clip_grad": 0.0}}),
-    "predicted weights": (2, {"parallel": {"pp": 2}, "pipeline": {"schedule": "2bw"},
-                              "optim": {"staleness": "prediction"}}),
-    "V": (2, {"model": {"num_layers": 6}, "parallel": {"pp": 2},
-              "pipeline": {"placement": "v", "split_backward": True, "num_microbatches": 4}}),
+    "two stages, pipedream": (
+        2,
+        {"parallel": {"pp": 2}, "pipeline": {"schedule": "pipedream"}, "optim": {"clip_grad": 0.0}},
+    ),
+    "predicted weights": (
+        2,
+        {
+            "parallel": {"pp": 2},
+            "pipeline": {"schedule": "2bw"},
+            "optim": {"staleness": "prediction"},
+        },
+    ),
+    "V": (
+        2,
+        {
+            "model": {"num_layers": 6},
+            "parallel": {"pp": 2},
+            "pipeline": {"placement": "v", "split_backward": True, "num_microbatches": 4},
+        },
+    ),
     "ZeRO-1": (2, {"parallel": {"dp": 2, "zero": 1}}),
     "ZeRO-2": (2, {"parallel": {"dp": 2, "zero": 2}}),
     "host optimizer": (1, {"memory": {"host_optimizer": True}}),
@@ -143,7 +197,8 @@ LIVES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("name", LIVES)
 def test_weights_quantized_once_a_version_are_those_quantized_in_each_product(name: str) -> None:
-    """To the bit, over steps, skipped ones too, evaluations, loaded states, and new starting values."""
+    """To the bit, over steps, skipped ones too, evaluations, loaded states, and new starting
+    values."""
     size, sections = LIVES[name]
     lives = run_ranks(two_lives, size, sections) if size > 1 else [two_lives(sections)]
     for (losses, weights, products, refreshed), (expected, same, *_) in lives:
@@ -156,17 +211,22 @@ def two_lives(sections: dict[str, dict[str, Any]]) -> list[Any]:
     return [life(sections, anew) for anew in (False, True)]
 
 
-def life(sections: dict[str, dict[str, Any]], anew: bool) -> tuple[list[float], dict[str, Any], int, int]:
-    """Losses and the state's bytes after training, and the numbers of products and of quantized weights.
+def life(
+    sections: dict[str, dict[str, Any]], anew: bool
+) -> tuple[list[float], dict[str, Any], int, int]:
+    """Losses and the state's bytes after training, and the numbers of products and of quantized
+    weights.
 
     Args:
         sections: Sections of the configuration.
         anew: Quantize the weight in each product, from the buffer that its leaf views.
     """
     config = make(**sections)
-    parallel, losses = config.parallel, list[float]()
+    parallel = config.parallel
+    losses = list[float]()
     products = refreshed = 0
-    refresh, product = Fp8Weight.refresh, fp8._product
+    refresh = Fp8Weight.refresh
+    product = fp8._product
 
     def counted(weight: Fp8Weight) -> None:
         nonlocal refreshed
@@ -190,10 +250,14 @@ def life(sections: dict[str, dict[str, Any]], anew: bool) -> tuple[list[float], 
         patch.setattr(Fp8Weight, "refresh", counted)
         patch.setattr(fp8, "_product", multiplied)
         factor = BatchPolicy.factor
-        patch.setattr(BatchPolicy, "factor",
-                      lambda policy, batch, result: None if batch % 4 == 1 else factor(policy, batch, result))
-        loader = SyntheticLoader(config.model, 4, engine.sizes.num_microbatches, engine.grid.dp.rank,
-                                 engine.grid.dp.size)
+        patch.setattr(
+            BatchPolicy,
+            "factor",
+            lambda policy, batch, result: None if batch % 4 == 1 else factor(policy, batch, result),
+        )
+        loader = SyntheticLoader(
+            config.model, 4, engine.sizes.num_microbatches, engine.grid.dp.rank, engine.grid.dp.size
+        )
 
         def train(number: int) -> None:
             engine.train(loader, number, lambda step: losses.append(step.loss))
@@ -208,7 +272,12 @@ def life(sections: dict[str, dict[str, Any]], anew: bool) -> tuple[list[float], 
         train(3)
         engine.state.initialize(5)
         losses += engine.evaluate(loader, 1).values()
-    return losses, {key: tensor.float().sum().item() for key, tensor in saved.items()}, products, refreshed
+    return (
+        losses,
+        {key: tensor.float().sum().item() for key, tensor in saved.items()},
+        products,
+        refreshed,
+    )
 
 
 def test_frozen_weights_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,11 +285,14 @@ def test_frozen_weights_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> N
     blocks = build_blocks(config.model, ProcessGrid().tp, range(4), dtype=torch.bfloat16)
     for module in blocks[1].modules():
         if isinstance(module, ParallelModule):
-            module.placements = {n: replace(p, trainable=False) for n, p in module.placements.items()}
+            module.placements = {
+                n: replace(p, trainable=False) for n, p in module.placements.items()
+            }
     for parameter in blocks[1].parameters():
         parameter.requires_grad_(requires_grad=False)
     state = RankState(Stage(blocks), ProcessGrid(), StatePolicy.of(config, 2, 1), CPU)
-    refreshed, refresh = list[int](), Fp8Weight.refresh
+    refreshed = list[int]()
+    refresh = Fp8Weight.refresh
 
     def counted(weight: Fp8Weight) -> None:
         refreshed.append(id(weight))
@@ -257,7 +329,9 @@ def test_layers_that_stay_in_bf16_are_named_at_the_start(caplog: pytest.LogCaptu
     Engine(make(), ProcessGrid(), CPU)
     assert "train.fp8" not in caplog.text
     Engine(make(model={"hidden_size": 24}), ProcessGrid(), CPU)
-    (message,) = [record.getMessage() for record in caplog.records if "train.fp8" in record.getMessage()]
+    (message,) = [
+        record.getMessage() for record in caplog.records if "train.fp8" in record.getMessage()
+    ]
     assert "no effect on 8 linear layers" in message
     assert "blocks.1.attention.qkv" in message
     assert unquantized_layers(nn.Sequential(nn.Linear(16, 16), nn.ReLU())) == ["0"]
@@ -274,25 +348,48 @@ def test_its_memory_is_predicted() -> None:
 
 @pytest.mark.parametrize(("schedule", "versions"), [("1f1b", 1), ("2bw", 2)])
 def test_memory_of_the_quantized_weights(schedule: str, versions: int) -> None:
-    """2 bytes for each parameter of a hidden matrix and version, and 4 for each of its rows and columns."""
+    """2 bytes for each parameter of a hidden matrix and version, and 4 for each of its rows and
+    columns."""
+
     def total(on: bool) -> int:
-        config = make(pipeline={"schedule": schedule}, train={"fp8": on}, model={"num_layers": 4, "hidden_size": 256})
+        config = make(
+            pipeline={"schedule": schedule},
+            train={"fp8": on},
+            model={"num_layers": 4, "hidden_size": 256},
+        )
         return sum(Engine(config, ProcessGrid(), CPU).state.num_bytes().values())
 
     h = 256
     assert total(True) - total(False) == versions * 4 * (2 * 12 * h * h + 4 * (4 + 2 + 5 + 5) * h)
 
 
-@pytest.mark.parametrize(("sections", "message"), [
-    ({"train": {"dtype": "fp32"}}, 'train.fp8 = .*requires train.dtype = "bf16", not "fp32"'),
-    ({"parallel": {"tp": 2}}, "train.fp8 = .*not supported with parallel.tp = 2"),
-    ({"parallel": {"dp": 2, "zero": 3}}, "train.fp8 = .*not supported with parallel.zero = 3.*parallel.zero = 2"),
-    ({"memory": {"budget": 2**30}}, "train.fp8 = .*not supported with memory.budget.*memory.budget = 0"),
-])
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"dtype": "fp32"}}, 'train.fp8 = .*requires train.dtype = "bf16", not "fp32"'),
+        ({"parallel": {"tp": 2}}, "train.fp8 = .*not supported with parallel.tp = 2"),
+        (
+            {"parallel": {"dp": 2, "zero": 3}},
+            "train.fp8 = .*not supported with parallel.zero = 3.*parallel.zero = 2",
+        ),
+        (
+            {"memory": {"budget": 2**30}},
+            "train.fp8 = .*not supported with memory.budget.*memory.budget = 0",
+        ),
+    ],
+)
 def test_what_it_does_not_go_with(sections: dict[str, dict[str, Any]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve(from_mapping({"train": {"dtype": "bf16", "fp8": True} | sections.get("train", {}),
-                              "parallel": sections.get("parallel", {}), "memory": sections.get("memory", {})}), 2)
+        resolve(
+            from_mapping(
+                {
+                    "train": {"dtype": "bf16", "fp8": True} | sections.get("train", {}),
+                    "parallel": sections.get("parallel", {}),
+                    "memory": sections.get("memory", {}),
+                }
+            ),
+            2,
+        )
 
 
 def test_a_gpu_that_has_no_such_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,10 @@ SHARDS = [
     ((17,), Shard.even(0, 17, 3)),
     ((2, 3), Shard.even(0, 2, 4)),  # more ranks than rows: some hold nothing
     ((3, 2), Shard.even(1, 2, 3)),
-    ((24, 5), Shard(0, (((0, 4), (12, 15), (18, 21)), ((4, 12), (12, 15), (15, 18))))),  # q, k, v; shared key heads
+    (
+        (24, 5),
+        Shard(0, (((0, 4), (12, 15), (18, 21)), ((4, 12), (12, 15), (15, 18)))),
+    ),  # q, k, v; shared key heads
     ((5, 12), Shard(1, (((8, 12), (0, 3)), ((3, 8), (0, 3))))),  # not in order
 ]
 
@@ -39,7 +42,10 @@ def test_a_shard_is_a_part_of_the_whole(shape, shard, chunk, monkeypatch):
 
 
 def test_whole_is_the_flat_draw():
-    expected = random.normal(5, random.site("w"), rows=1, cols=60, stride=0, start=0, dtype=torch.float64) * 0.02
+    expected = (
+        random.normal(5, random.site("w"), rows=1, cols=60, stride=0, start=0, dtype=torch.float64)
+        * 0.02
+    )
     assert torch.equal(filled("w", Placement((4, 15), NORMAL), 0).flatten(), expected[0].float())
 
 
@@ -64,7 +70,8 @@ def test_constants():
 
 
 def test_names_seeds_and_ties():
-    placement, tied = Placement((40,), NORMAL), Placement((40,), NORMAL, tied="embedding")
+    placement = Placement((40,), NORMAL)
+    tied = Placement((40,), NORMAL, tied="embedding")
     base = filled("a", placement, 0)
     assert torch.equal(filled("a", placement, 0), base)
     assert not torch.equal(filled("b", placement, 0), base)

@@ -1,4 +1,5 @@
-"""Linear, MLP, embedding and replicated layers: equal to the same mathematics on whole tensors, for every tp."""
+"""Linear, MLP, embedding and replicated layers: equal to the same mathematics on whole tensors, for
+every tp."""
 
 from __future__ import annotations
 
@@ -27,11 +28,17 @@ F64 = torch.float64
 
 
 def whole_ends(axis: Axis, row: bool, features: int, bias: bool, *batch: int) -> None:
-    """A column-parallel layer that gathers its output, or a row-parallel one whose input is whole."""
-    layer = (RowParallelLinear(features, 5, axis, bias=bias, input_is_parallel=False, dtype=F64) if row else
-             ColumnParallelLinear(5, features, axis, bias=bias, gather_output=True, dtype=F64))
-    whole, shape = fill(layer, axis), (*batch, features if row else 5)
-    x, x_ref = leaf("x", *shape), leaf("x", *shape)
+    """A column-parallel layer that gathers its output, or a row-parallel one whose input is
+    whole."""
+    layer = (
+        RowParallelLinear(features, 5, axis, bias=bias, input_is_parallel=False, dtype=F64)
+        if row
+        else ColumnParallelLinear(5, features, axis, bias=bias, gather_output=True, dtype=F64)
+    )
+    whole = fill(layer, axis)
+    shape = (*batch, features if row else 5)
+    x = leaf("x", *shape)
+    x_ref = leaf("x", *shape)
     with traffic(axis, all_gather=1 - row, all_reduce=row):
         y = layer(x)
     y_ref = F.linear(x_ref, whole["weight"], whole.get("bias"))
@@ -49,7 +56,11 @@ def column_strided_and_no_input_gradient(axis: Axis) -> None:
     base = values("x", 5, 3, 2)
     x = base.permute(2, 1, 0)  # not contiguous, and not a leaf that requires a gradient
     y_ref = F.linear(x, whole["weight"], whole["bias"])
-    part = slice(*layer.placements["weight"].shard.ranges[axis.rank][0]) if axis.size > 1 else slice(None)
+    part = (
+        slice(*layer.placements["weight"].shard.ranges[axis.rank][0])
+        if axis.size > 1
+        else slice(None)
+    )
     with traffic(axis):
         y = layer(x)
         y.sum().backward()  # an expanded gradient
@@ -60,7 +71,8 @@ def column_strided_and_no_input_gradient(axis: Axis) -> None:
     layer.zero_grad()
     for w in whole.values():
         w.grad = None
-    x, x_ref = base.clone().requires_grad_(), base.clone().requires_grad_()
+    x = base.clone().requires_grad_()
+    x_ref = base.clone().requires_grad_()
     dy = values("dy", 7, 3, 2).permute(2, 1, 0)
     layer(x.permute(2, 1, 0)).backward(dy[..., part])
     F.linear(x_ref.permute(2, 1, 0), whole["weight"], whole["bias"]).backward(dy)
@@ -82,12 +94,16 @@ def column_backward_twice(axis: Axis) -> None:
 def mlp(axis: Axis, ffn: int, activation: str, bias: bool, *batch: int) -> None:
     layer = ParallelMLP(6, ffn, axis, activation=activation, bias=bias, dtype=F64)
     whole = fill(layer, axis)
-    x, x_ref = leaf("x", *batch, 6), leaf("x", *batch, 6)
+    x = leaf("x", *batch, 6)
+    x_ref = leaf("x", *batch, 6)
     with traffic(axis, all_reduce=1):
         y = layer(x)
     z = F.linear(x_ref, whole["up.weight"], whole.get("up.bias"))
-    z = {"gelu": lambda: F.gelu(z, approximate="tanh"), "gelu_exact": lambda: z * torch.special.ndtr(z),
-         "swiglu": lambda: F.silu(z[..., :ffn]) * z[..., ffn:]}[activation]()
+    z = {
+        "gelu": lambda: F.gelu(z, approximate="tanh"),
+        "gelu_exact": lambda: z * torch.special.ndtr(z),
+        "swiglu": lambda: F.silu(z[..., :ffn]) * z[..., ffn:],
+    }[activation]()
     y_ref = F.linear(z, whole["down.weight"], whole.get("down.bias"))
     torch.testing.assert_close(y, y_ref, **TOLERANCE)
     with traffic(axis, all_reduce=1):
@@ -123,8 +139,10 @@ def low_precision(axis: Axis) -> None:
         reference = ParallelMLP(6, 9, Axis("tp"), activation="swiglu", dtype=F64)
         fill(layer, axis)
         fill(reference, Axis("tp"))
-        x, x_ref = values("x", 3, 6).to(dtype).requires_grad_(), leaf("x", 3, 6)
-        y, y_ref = layer(x), reference(x_ref)
+        x = values("x", 3, 6).to(dtype).requires_grad_()
+        x_ref = leaf("x", 3, 6)
+        y = layer(x)
+        y_ref = reference(x_ref)
         y.sum().backward()
         y_ref.sum().backward()
         for a, b in ((y, y_ref), (x.grad, x_ref.grad)):
@@ -134,15 +152,21 @@ def low_precision(axis: Axis) -> None:
 
 
 def replicated(axis: Axis) -> None:
-    """Norms, positions and dropout speak to nobody and agree with torch; dropout is a function of the key alone."""
-    x, x_ref = leaf("x", 2, 3, 6), leaf("x", 2, 3, 6)
-    layer_norm, rms_norm = LayerNorm(6, axis, dtype=F64), RMSNorm(6, axis, dtype=F64)
+    """Norms, positions and dropout speak to nobody and agree with torch; dropout is a function of
+    the key alone."""
+    x = leaf("x", 2, 3, 6)
+    x_ref = leaf("x", 2, 3, 6)
+    layer_norm = LayerNorm(6, axis, dtype=F64)
+    rms_norm = RMSNorm(6, axis, dtype=F64)
     positions = LearnedPositionEmbedding(5, 6, axis, dtype=F64)
     whole = [fill(m, axis) for m in (layer_norm, rms_norm, positions)]
     with traffic(axis):
         y = rms_norm(layer_norm(x) + positions(3))
         y.backward(values("dy", *y.shape))
-    z = F.layer_norm(x_ref, (6,), whole[0]["weight"], whole[0]["bias"], 1e-5) + whole[2]["weight"][:3]
+    z = (
+        F.layer_norm(x_ref, (6,), whole[0]["weight"], whole[0]["bias"], 1e-5)
+        + whole[2]["weight"][:3]
+    )
     y_ref = F.rms_norm(z, (6,), whole[1]["weight"], 1e-6)
     y_ref.backward(values("dy", *y.shape))
     torch.testing.assert_close(y, y_ref, **TOLERANCE)
@@ -156,7 +180,8 @@ def replicated(axis: Axis) -> None:
 
 
 def replicated_in_a_grid(axis: Axis) -> None:
-    """A layer on an axis of its own, of size 1, is whole on every rank, and its placement says so."""
+    """A layer on an axis of its own, of size 1, is whole on every rank, and its placement says
+    so."""
     layer = VocabParallelEmbedding(2, 4, Axis("segments"), dtype=F64)
     ((_, parameter, placement),) = named_placements(layer)
     assert placement.local_shape(axis.rank) == tuple(parameter.shape) == (2, 4)
@@ -212,13 +237,19 @@ def test_layers_are_built_on_meta() -> None:
     layer = ParallelMLP(4, 6, Axis("tp"), device="meta", dtype=torch.bfloat16)
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in layer.parameters())
     assert [(n, p.init.kind, p.weight_decay) for n, _, p in named_placements(layer)] == [
-        ("up.weight", "normal", True), ("up.bias", "zeros", False), ("down.weight", "normal", True),
-        ("down.bias", "zeros", False)]
+        ("up.weight", "normal", True),
+        ("up.bias", "zeros", False),
+        ("down.weight", "normal", True),
+        ("down.bias", "zeros", False),
+    ]
 
 
 def test_out_init_std() -> None:
     layer = ParallelMLP(4, 6, Axis("tp"), init_std=0.1, out_init_std=0.01, device="meta")
-    assert (layer.up.placements["weight"].init.std, layer.down.placements["weight"].init.std) == (0.1, 0.01)
+    assert (layer.up.placements["weight"].init.std, layer.down.placements["weight"].init.std) == (
+        0.1,
+        0.01,
+    )
 
 
 def test_unchecked_ids_still_read_the_table() -> None:

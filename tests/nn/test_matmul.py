@@ -1,4 +1,5 @@
-"""The products of linear layers: equal to torch's; the weight's gradient is added in place where the leaf allows it."""
+"""The products of linear layers: equal to torch's; the weight's gradient is added in place where
+the leaf allows it."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def test_equal_to_torch(dtype: torch.dtype, batch: tuple[int, ...], with_bias: b
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_adds_in_place(dtype: torch.dtype) -> None:
-    """The buffer stays the buffer, hooks run once in each backward, also where the weight has another use."""
+    """The buffer stays the buffer, hooks run once in each backward, also where the weight has
+    another use."""
     w, w_ref = pair(dtype, 7, 5)
     accumulator = GradientAccumulator(FlatLayout(["w"], [(7, 5)], dtype))
     flat = accumulator.buffers[0].tensors[0][:35]
@@ -46,12 +48,16 @@ def test_adds_in_place(dtype: torch.dtype) -> None:
     accumulator.begin(0)
     accumulator.bind({"w": w}, 0)
     calls: list[bool] = []
-    w.register_post_accumulate_grad_hook(lambda leaf: calls.append(torch.equal(leaf.grad, w_ref.grad)))
+    w.register_post_accumulate_grad_hook(
+        lambda leaf: calls.append(torch.equal(leaf.grad, w_ref.grad))
+    )
     ids = torch.tensor([0, 6, 6])
     for i in range(1, 4):
         for weight in (w_ref, w):
             x = F.embedding(ids, weight)
-            column_linear(column_linear(x, weight, None, AXIS)[:, :5], weight, None, AXIS).square().sum().backward()
+            column_linear(
+                column_linear(x, weight, None, AXIS)[:, :5], weight, None, AXIS
+            ).square().sum().backward()
         torch.testing.assert_close(flat.view(7, 5), w_ref.grad)
         assert len(calls) == i
         assert w.grad.data_ptr() == flat.data_ptr()
@@ -70,20 +76,31 @@ def mlp(dtype: torch.dtype) -> Tensor:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_split_in_working_precision(dtype: torch.dtype, tolerance: float) -> None:
-    """Column then row in the precisions that training uses: their products come from other libraries than float64's."""
-    for result, expected in zip(run_ranks(mlp, 2, dtype), run_ranks(mlp, 2, torch.float64), strict=True):
+    """Column then row in the precisions that training uses: their products come from other
+    libraries than float64's."""
+    for result, expected in zip(
+        run_ranks(mlp, 2, dtype), run_ranks(mlp, 2, torch.float64), strict=True
+    ):
         largest = expected.abs().max().item()
-        torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance * largest)
+        torch.testing.assert_close(
+            result.double(), expected, rtol=tolerance, atol=tolerance * largest
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [(3, 11), (1,), (0,)])
-def test_products_by_float32(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
-    """Where a CPU has no fast instructions for a type: float32's products of the same numbers, rounded once."""
+def test_products_by_float32(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: tuple[int, ...]
+) -> None:
+    """Where a CPU has no fast instructions for a type: float32's products of the same numbers,
+    rounded once."""
     monkeypatch.setattr(matmul, "_has_fast_instructions", lambda dtype: dtype == torch.float32)
-    inputs = [torch.randn(shape).to(dtype).requires_grad_() for shape in ((*rows, 65), (17, 65), (17,))]
+    inputs = [
+        torch.randn(shape).to(dtype).requires_grad_() for shape in ((*rows, 65), (17, 65), (17,))
+    ]
     wide = [x.detach().float().requires_grad_() for x in inputs]
-    y, y_ref = column_linear(*inputs, AXIS), F.linear(*wide)
+    y = column_linear(*inputs, AXIS)
+    y_ref = F.linear(*wide)
     dy = torch.randn(y.shape).to(dtype)
     y.backward(dy)
     y_ref.backward(dy.float())
@@ -93,10 +110,13 @@ def test_products_by_float32(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
         torch.testing.assert_close(x.grad, x_ref.grad.to(dtype))
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not in this build of torch")
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="oneDNN is not in this build of torch"
+)
 @pytest.mark.parametrize("rows", [(3, 11), (1,), (0,)])
 def test_products_by_onednn(monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ...]) -> None:
-    """Where oneDNN is the faster one, at any size: the same numbers, the weight's gradient added in blocks of rows."""
+    """Where oneDNN is the faster one, at any size: the same numbers, the weight's gradient added in
+    blocks of rows."""
     monkeypatch.setattr(matmul, "_onednn", lambda: matmul._OneDNN(1, 1))
     monkeypatch.setattr(matmul, "ONEDNN_BLOCK", 4 * 65)
     inputs = [torch.randn(shape).requires_grad_() for shape in ((*rows, 65), (17, 65), (17,))]
@@ -106,7 +126,8 @@ def test_products_by_onednn(monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ..
     accumulator.begin(0)
     accumulator.bind({"w": inputs[1]}, 0)
     for _ in range(2):
-        y, y_ref = column_linear(*inputs, AXIS), F.linear(*wide)
+        y = column_linear(*inputs, AXIS)
+        y_ref = F.linear(*wide)
         dy = torch.randn(17, *y.shape[:-1]).movedim(0, -1)  # strided
         y.backward(dy)
         y_ref.backward(dy.double())
@@ -119,12 +140,18 @@ def test_products_by_onednn(monkeypatch: pytest.MonkeyPatch, rows: tuple[int, ..
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (23,), (3, 40)])
-def test_what_is_of_another_type_is_added_in_blocks(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    total, part = torch.randn(shape), torch.randn(shape).bfloat16()
-    expected, added = total + part, list[int]()
+def test_what_is_of_another_type_is_added_in_blocks(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = torch.randn(shape)
+    part = torch.randn(shape).bfloat16()
+    expected = total + part
+    added = list[int]()
     monkeypatch.setattr(matmul, "ADD_BLOCK", 10)
     real = Tensor.add_
-    monkeypatch.setattr(Tensor, "add_", lambda self, other: (added.append(other.numel()), real(self, other))[1])
+    monkeypatch.setattr(
+        Tensor, "add_", lambda self, other: (added.append(other.numel()), real(self, other))[1]
+    )
     matmul.add_(total, part)
     assert torch.equal(total, expected)
     assert sum(added) == part.numel()

@@ -1,4 +1,5 @@
-"""apex as a backend, by stand-ins: it is not on this machine, or broken, or another package of that name, or there."""
+"""apex as a backend, by stand-ins: it is not on this machine, or broken, or another package of that
+name, or there."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ from hybridpar.ops.dropout import make_mask
 from hybridpar.ops.update import AdamStep, Passes, Weights
 from hybridpar.random import RandomKey
 
-EXTENSION, PACKAGE = "fused_layer_norm_cuda", "apex.normalization.fused_layer_norm"
-AMP, APPLY = "amp_C", "apex.multi_tensor_apply"
+EXTENSION = "fused_layer_norm_cuda"
+PACKAGE = "apex.normalization.fused_layer_norm"
+AMP = "amp_C"
+APPLY = "apex.multi_tensor_apply"
 CHUNK = 2048 * 32
 
 
@@ -37,7 +40,9 @@ def fresh(monkeypatch):
         cache.cache_clear()
 
 
-def reason(op: str = "layer_norm", dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> str | None:
+def reason(
+    op: str = "layer_norm", dtype: torch.dtype = torch.bfloat16, device: str = "cuda"
+) -> str | None:
     (row,) = (row for row in registry.backends(op) if row.name == "apex")
     return row.unsupported(device, dtype)
 
@@ -78,6 +83,7 @@ def test_broken(monkeypatch):
 @pytest.fixture
 def norms(monkeypatch):
     """apex's norms, by torch."""
+
     def layer(x, weight, bias, shape, eps):
         assert shape == weight.shape
         return F.layer_norm(x, shape, weight, bias, eps)
@@ -86,8 +92,11 @@ def norms(monkeypatch):
         return F.rms_norm(x, shape, weight, eps)
 
     monkeypatch.setitem(sys.modules, EXTENSION, stand_in(EXTENSION))
-    monkeypatch.setitem(sys.modules, PACKAGE, stand_in(
-        PACKAGE, fused_layer_norm_affine=layer, fused_rms_norm_affine=rms))
+    monkeypatch.setitem(
+        sys.modules,
+        PACKAGE,
+        stand_in(PACKAGE, fused_layer_norm_affine=layer, fused_rms_norm_affine=rms),
+    )
 
 
 def test_present(norms):
@@ -96,42 +105,71 @@ def test_present(norms):
     assert "amp_C" in reason("optimizer", torch.float32)
     assert "no torch.float64 version" in reason("layer_norm", torch.float64)
     assert "GPU" in reason("layer_norm", torch.float32, "cpu")
-    x, weight, bias = torch.randn(3, 5), torch.randn(5), torch.randn(5)
-    assert torch.equal(apex.layer_norm(x, weight, bias, 1e-5), ops.layer_norm(x, weight, bias, backend="torch"))
+    x = torch.randn(3, 5)
+    weight = torch.randn(5)
+    bias = torch.randn(5)
+    assert torch.equal(
+        apex.layer_norm(x, weight, bias, 1e-5), ops.layer_norm(x, weight, bias, backend="torch")
+    )
     assert torch.equal(apex.rms_norm(x, weight, 1e-6), ops.rms_norm(x, weight, backend="torch"))
 
 
 @pytest.mark.parametrize("centre", [True, False])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_add_norm_is_the_sum_and_then_the_norm(norms, centre, with_bias):
-    x, residual = torch.randn(2, 4, 6, 8, requires_grad=True), torch.randn(2, 4, 6, 8, requires_grad=True)
+    x = torch.randn(2, 4, 6, 8, requires_grad=True)
+    residual = torch.randn(2, 4, 6, 8, requires_grad=True)
     weight, bias, of_x = (torch.randn(8, requires_grad=True) for _ in range(3))
-    options = {"bias_of_x": of_x if with_bias else None, "centre": centre, "p": 0.4, "key": RandomKey.of(1, 2, 3)}
+    options = {
+        "bias_of_x": of_x if with_bias else None,
+        "centre": centre,
+        "p": 0.4,
+        "key": RandomKey.of(1, 2, 3),
+    }
     inputs = [x, residual, weight, *([bias] if centre else []), *([of_x] if with_bias else [])]
-    expected = ops.add_norm(x, residual, weight, bias if centre else None, **options, backend="torch")
+    expected = ops.add_norm(
+        x, residual, weight, bias if centre else None, **options, backend="torch"
+    )
     mask = make_mask(x.shape, x.device, 0.4, options["key"], 0)
-    made = apex.add_norm(x, options["bias_of_x"], residual, weight, bias if centre else None, 1e-5, centre, mask)
+    made = apex.add_norm(
+        x, options["bias_of_x"], residual, weight, bias if centre else None, 1e-5, centre, mask
+    )
     seeds = [torch.randn_like(x) for _ in made]
-    for a, b in zip((*made, *torch.autograd.grad(made, inputs, seeds)),
-                    (*expected, *torch.autograd.grad(expected, inputs, seeds)), strict=True):
+    for a, b in zip(
+        (*made, *torch.autograd.grad(made, inputs, seeds)),
+        (*expected, *torch.autograd.grad(expected, inputs, seeds)),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
 def fused_adam(monkeypatch):
-    """amp_C.multi_tensor_adam as apex computes it (its csrc/multi_tensor_adam.cu); the sizes it was called with."""
+    """amp_C.multi_tensor_adam as apex computes it (its csrc/multi_tensor_adam.cu); the sizes it was
+    called with."""
     calls = []
 
-    def multi_tensor_adam(chunk, noop, lists, lr, beta1, beta2, eps, count, mode, bias_correction, decay):
-        assert (chunk, noop.dtype, noop.tolist(), mode, bias_correction) == (CHUNK, torch.int32, [0], 1, 1)
+    def multi_tensor_adam(
+        chunk, noop, lists, lr, beta1, beta2, eps, count, mode, bias_correction, decay
+    ):
+        assert (chunk, noop.dtype, noop.tolist(), mode, bias_correction) == (
+            CHUNK,
+            torch.int32,
+            [0],
+            1,
+            1,
+        )
         assert isinstance(lr, float)
         assert isinstance(count, int)
         assert {x.dtype for column in lists for x in column} == {torch.float32}
         assert all(x.is_contiguous() and x.numel() for column in lists for x in column)
         calls.append([x.numel() for x in lists[0]])
         for g, p, m, v in zip(*lists, strict=True):
-            new_m, new_v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-            update = new_m / (1 - beta1**count) / ((new_v / (1 - beta2**count)).sqrt() + eps) + decay * p
+            new_m = beta1 * m + (1 - beta1) * g
+            new_v = beta2 * v + (1 - beta2) * g * g
+            update = (
+                new_m / (1 - beta1**count) / ((new_v / (1 - beta2**count)).sqrt() + eps) + decay * p
+            )
             for old, new in ((m, new_m), (v, new_v), (p, p - lr * update)):
                 old.data.copy_(new)  # autograd is not told
 
@@ -147,18 +185,28 @@ def updated(passes, scale, nesterov, in_place, working_type):
     """Weights old and new, working copy and moments after a step."""
     g = torch.Generator().manual_seed(0)
     old, gradients, means, squares = (
-        [torch.randn(size, generator=g) for size in ((7, 5), (0,), (3,), (300,), (0,))] for _ in range(4))
+        [torch.randn(size, generator=g) for size in ((7, 5), (0,), (3,), (300,), (0,))]
+        for _ in range(4)
+    )
     squares = [x.abs() for x in squares]
     new = old if in_place else [torch.full_like(x, torch.nan) for x in old]
     working = [torch.empty_like(x, dtype=working_type) for x in old] if working_type else []
-    passes.adam(Weights(old, new, working), gradients, (means, squares), [0.1, 0.0, 0.0, 0.1, 0.0], 1e-2,
-                AdamStep(scale, 0.9, 0.95, 1e-8, 3, nesterov))
+    passes.adam(
+        Weights(old, new, working),
+        gradients,
+        (means, squares),
+        [0.1, 0.0, 0.0, 0.1, 0.0],
+        1e-2,
+        AdamStep(scale, 0.9, 0.95, 1e-8, 3, nesterov),
+    )
     return [*old, *new, *working, *means, *squares]
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3, torch.tensor(0.3, dtype=torch.float64)])
 @pytest.mark.parametrize("nesterov", [None, (1.7, 0.4)])
-@pytest.mark.parametrize(("in_place", "working_type"), [(True, None), (False, None), (False, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("in_place", "working_type"), [(True, None), (False, None), (False, torch.bfloat16)]
+)
 def test_adamw(fused_adam, scale, nesterov, in_place, working_type):
     assert reason("optimizer", torch.float32) is None
     assert "fused_layer_norm_cuda" in reason()
@@ -167,10 +215,15 @@ def test_adamw(fused_adam, scale, nesterov, in_place, working_type):
     assert fused_adam == ([] if nesterov else [[35, 300], [3]])
     assert nesterov or all(x._version for x in made[5:10] + made[-10:] if x.numel())
     for a, b in zip(made, updated(Passes, scale, nesterov, in_place, working_type), strict=True):
-        torch.testing.assert_close(a, b, rtol=2**-8 if a.dtype == torch.bfloat16 else 2e-6, atol=1e-7)
+        torch.testing.assert_close(
+            a, b, rtol=2**-8 if a.dtype == torch.bfloat16 else 2e-6, atol=1e-7
+        )
 
 
 def test_what_apex_has_not_is_the_references(fused_adam):
     for name in ("adam_directions", "move", "extrapolate", "sum_squares"):
         assert getattr(apex.FusedAdam, name) is getattr(Passes, name)
-    assert registry.select("optimizer", "apex", "cuda", torch.float32).path == "hybridpar.ops.apex:FusedAdam"
+    assert (
+        registry.select("optimizer", "apex", "cuda", torch.float32).path
+        == "hybridpar.ops.apex:FusedAdam"
+    )

@@ -16,7 +16,9 @@ KEY, SITE = RandomKey.of(5, 6, 70), random.site("test.attention")
 def heads(b, n, n_kv, s, d, dtype=torch.float64):
     g = torch.Generator().manual_seed(s)
     shapes = [(b, m, s, d) for m in (n, n_kv, n_kv)]
-    return [torch.randn(x, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for x in shapes]
+    return [
+        torch.randn(x, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for x in shapes
+    ]
 
 
 def by_loops(q, k, v, *, causal, padding_mask=None, kv_index=None, keep=None):
@@ -24,8 +26,14 @@ def by_loops(q, k, v, *, causal, padding_mask=None, kv_index=None, keep=None):
     b, n, s, d = q.shape
     kv_index = kv_index or [i * k.shape[1] // n for i in range(n)]
     rows = []
-    for i, h, at in torch.cartesian_prod(torch.arange(b), torch.arange(n), torch.arange(s)).tolist():
-        keys = [j for j in range(s) if (not causal or j <= at) and (padding_mask is None or padding_mask[i, j])]
+    for i, h, at in torch.cartesian_prod(
+        torch.arange(b), torch.arange(n), torch.arange(s)
+    ).tolist():
+        keys = [
+            j
+            for j in range(s)
+            if (not causal or j <= at) and (padding_mask is None or padding_mask[i, j])
+        ]
         if not keys:
             rows.append(torch.zeros(d, dtype=q.dtype))
             continue
@@ -36,24 +44,46 @@ def by_loops(q, k, v, *, causal, padding_mask=None, kv_index=None, keep=None):
     return torch.stack(rows).view(b, n, s, d)
 
 
-PADDING = torch.tensor([[True] * 7, [True] * 4 + [False] * 3, [False] * 3 + [True] * 4, [False] * 7])
+PADDING = torch.tensor(
+    [[True] * 7, [True] * 4 + [False] * 3, [False] * 3 + [True] * 4, [False] * 7]
+)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize(("n", "n_kv", "kv_index"), [(3, 3, None), (4, 2, None), (5, 1, None), (5, 2, [0, 0, 0, 1, 1]),
-                                                     (2, 3, [2, 0]), (3, 3, [2, 1, 0])])
+@pytest.mark.parametrize(
+    ("n", "n_kv", "kv_index"),
+    [
+        (3, 3, None),
+        (4, 2, None),
+        (5, 1, None),
+        (5, 2, [0, 0, 0, 1, 1]),
+        (2, 3, [2, 0]),
+        (3, 3, [2, 1, 0]),
+    ],
+)
 def test_against_loops_with_gradients(causal, padded, p, n, n_kv, kv_index):
     tensors = heads(4, n, n_kv, 7, 6)
     mask = PADDING if padded else None
-    out = attention(*tensors, causal=causal, padding_mask=mask, kv_index=kv_index, dropout_p=p, key=KEY, site=SITE)
+    out = attention(
+        *tensors,
+        causal=causal,
+        padding_mask=mask,
+        kv_index=kv_index,
+        dropout_p=p,
+        key=KEY,
+        site=SITE,
+    )
     keep = dropout(torch.ones(4, n, 7, 7, dtype=torch.float64), p, KEY, SITE)
     expected = by_loops(*tensors, causal=causal, padding_mask=mask, kv_index=kv_index, keep=keep)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     seed = torch.randn_like(out)
-    for got, want in zip(torch.autograd.grad(out, tensors, seed), torch.autograd.grad(expected, tensors, seed),
-                         strict=True):
+    for got, want in zip(
+        torch.autograd.grad(out, tensors, seed),
+        torch.autograd.grad(expected, tensors, seed),
+        strict=True,
+    ):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
@@ -79,10 +109,16 @@ def test_rows_without_keys_are_zero_and_have_no_gradient(dtype, causal, p):
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize(("n", "n_kv", "kv_index"), [(3, 3, None), (4, 2, None), (5, 1, None), (5, 2, [0, 0, 0, 1, 1])])
+@pytest.mark.parametrize(
+    ("n", "n_kv", "kv_index"), [(3, 3, None), (4, 2, None), (5, 1, None), (5, 2, [0, 0, 0, 1, 1])]
+)
 def test_fewer_queries_than_keys_are_the_last_ones(n, n_kv, kv_index, queries, padded, backend):
     q, k, v = heads(4, n, n_kv, 7, 6)
-    options = {"padding_mask": PADDING if padded else None, "kv_index": kv_index, "backend": backend}
+    options = {
+        "padding_mask": PADDING if padded else None,
+        "kv_index": kv_index,
+        "backend": backend,
+    }
     for causal in (True, False):
         out = attention(q[:, :, -queries:], k, v, causal=causal, **options)
         expected = attention(q, k, v, causal=causal, **options)[:, :, -queries:]
@@ -96,8 +132,13 @@ def test_one_query_takes_grouped_keys_as_they_are(monkeypatch):
     q, k, v = heads(2, 6, 2, 7, 8)
     seen = []
     kernel = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
-                        lambda q, k, v, *a, **o: (seen.append((k.data_ptr(), k.shape)), kernel(q, k, v, *a, **o))[1])
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda q, k, v, *a, **o: (seen.append((k.data_ptr(), k.shape)), kernel(q, k, v, *a, **o))[
+            1
+        ],
+    )
     attention(q[:, :, -1:], k, v, causal=True)
     assert seen == [(k.data_ptr(), k.shape)]
 
@@ -115,8 +156,14 @@ def test_ranks_and_micro_batches_compute_parts_of_the_whole(p):
     whole = attention(q, k, v, causal=True, dropout_p=p, key=KEY, site=SITE)
     for a, b in ((0, 1), (1, 4)):
         for start, stop in ((0, 2), (2, 5)):
-            part = attention(*(t[a:b, start:stop] for t in (q, k, v)), causal=True, dropout_p=p,
-                             key=RandomKey.of(5, 6, 70 + a), site=SITE, head_start=start)
+            part = attention(
+                *(t[a:b, start:stop] for t in (q, k, v)),
+                causal=True,
+                dropout_p=p,
+                key=RandomKey.of(5, 6, 70 + a),
+                site=SITE,
+                head_start=start,
+            )
             torch.testing.assert_close(part, whole[a:b, start:stop], rtol=1e-13, atol=1e-13)
 
 
@@ -124,7 +171,9 @@ def test_evaluation_has_no_dropout():
     q, k, v = heads(2, 2, 2, 5, 4)
     plain = attention(q, k, v, causal=True)
     assert torch.equal(attention(q, k, v, causal=True, dropout_p=0.5, key=None, site=SITE), plain)
-    assert not torch.equal(attention(q, k, v, causal=True, dropout_p=0.5, key=KEY, site=SITE), plain)
+    assert not torch.equal(
+        attention(q, k, v, causal=True, dropout_p=0.5, key=KEY, site=SITE), plain
+    )
 
 
 def test_a_rank_without_heads():
@@ -135,7 +184,10 @@ def test_a_rank_without_heads():
 def test_compiles():
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     tensors = heads(4, 4, 2, 7, 6)
-    for kwargs in ({"causal": True}, {"causal": False, "padding_mask": PADDING, "dropout_p": 0.5, "key": KEY}):
+    for kwargs in (
+        {"causal": True},
+        {"causal": False, "padding_mask": PADDING, "dropout_p": 0.5, "key": KEY},
+    ):
         torch.testing.assert_close(compiled(*tensors, **kwargs), attention(*tensors, **kwargs))
 
 
@@ -163,15 +215,31 @@ def test_bad_input():
         attention(q, k, v, causal=True, dropout_p=-1.0, key=KEY)
 
 
-@pytest.mark.parametrize(("n", "n_kv", "d", "changes", "taken"), [
-    (4, 4, 16, {}, True), (4, 2, 16, {}, True), (4, 4, 12, {}, False), (4, 2, 16, {"kv_index": [0, 0, 0, 1]}, False),
-    (4, 4, 16, {"padding_mask": PADDING}, False), (4, 4, 16, {"mask": (1,)}, False),
-])
-def test_torchs_fused_kernel_takes_plain_cases_and_leaves_the_others(monkeypatch, n, n_kv, d, changes, taken):
+@pytest.mark.parametrize(
+    ("n", "n_kv", "d", "changes", "taken"),
+    [
+        (4, 4, 16, {}, True),
+        (4, 2, 16, {}, True),
+        (4, 4, 12, {}, False),
+        (4, 2, 16, {"kv_index": [0, 0, 0, 1]}, False),
+        (4, 4, 16, {"padding_mask": PADDING}, False),
+        (4, 4, 16, {"mask": (1,)}, False),
+    ],
+)
+def test_torchs_fused_kernel_takes_plain_cases_and_leaves_the_others(
+    monkeypatch, n, n_kv, d, changes, taken
+):
     module = importlib.import_module("hybridpar.ops.attention")
     left = []
-    monkeypatch.setattr(module, "resolve", lambda op, backend, q: lambda *args: left.append(backend))
-    arguments = {"causal": True, "padding_mask": None, "kv_index": [i * n_kv // n for i in range(n)], "mask": KEEP_ALL}
+    monkeypatch.setattr(
+        module, "resolve", lambda op, backend, q: lambda *args: left.append(backend)
+    )
+    arguments = {
+        "causal": True,
+        "padding_mask": None,
+        "kv_index": [i * n_kv // n for i in range(n)],
+        "mask": KEEP_ALL,
+    }
     tensors = heads(4, n, n_kv, 7, d)
     out = module.attention_sdpa(*tensors, **arguments | changes)
     assert left == [] if taken else left == ["triton"]

@@ -1,6 +1,8 @@
-"""Every operation on every backend that runs here: outputs and all gradients against float64, at awkward inputs.
+"""Every operation on every backend that runs here: outputs and all gradients against float64, at
+awkward inputs.
 
-On the CPU these are C++ and, in Triton's interpreter (test_interpreter.py), Triton; with a GPU also what runs there.
+On the CPU these are C++ and, in Triton's interpreter (test_interpreter.py), Triton; with a GPU also
+what runs there.
 """
 
 from __future__ import annotations
@@ -46,72 +48,164 @@ def on(tensor: Tensor | None, x: Tensor) -> Tensor | None:
 
 def cases() -> Iterator[Case]:
     for shape in ((3, 7, 41), (2, 64), (1, 1), (5, 1030), (0, 8), (300, 33)):
-        name, h = "x".join(map(str, shape)), shape[-1:]
-        yield Case("layer_norm", name, (shape, h, h), lambda x, w, b, k: ops.layer_norm(x, w, b, 1e-3, backend=k))
-        yield Case("rms_norm", name, (shape, h), lambda x, w, k: ops.rms_norm(x, w, 1e-3, backend=k))
+        name = "x".join(map(str, shape))
+        h = shape[-1:]
+        yield Case(
+            "layer_norm",
+            name,
+            (shape, h, h),
+            lambda x, w, b, k: ops.layer_norm(x, w, b, 1e-3, backend=k),
+        )
+        yield Case(
+            "rms_norm", name, (shape, h), lambda x, w, k: ops.rms_norm(x, w, 1e-3, backend=k)
+        )
         yield Case("gelu", name, (shape, h), lambda x, b, k: ops.gelu(x, b, backend=k))
         yield Case("gelu", f"{name}-no-bias", (shape,), lambda x, k: ops.gelu(x, backend=k))
-        pair, wide = (*shape[:-1], 2 * shape[-1]), (2 * shape[-1],)
+        pair = (*shape[:-1], 2 * shape[-1])
+        wide = (2 * shape[-1],)
         yield Case("swiglu", name, (pair, wide), lambda x, b, k: ops.swiglu(x, b, backend=k))
         yield Case("swiglu", f"{name}-no-bias", (pair,), lambda x, k: ops.swiglu(x, backend=k))
         for drop, kwargs in (("", {}), ("-dropout", DROPS)):
-            yield Case("add_norm", f"{name}{drop}", (shape, h, shape, h, h),
-                       lambda x, c, r, w, b, k, kwargs=kwargs: ops.add_norm(
-                           x, r, w, b, 1e-3, bias_of_x=c, backend=k, **kwargs))
-            yield Case("add_norm", f"{name}{drop}-rms-no-bias", (shape, shape, h),
-                       lambda x, r, w, k, kwargs=kwargs: ops.add_norm(
-                           x, r, w, None, 1e-3, centre=False, backend=k, **kwargs))
-            yield Case("bias_dropout_add", f"{name}{drop}", (shape, h, shape),
-                       lambda x, b, r, k, kwargs=kwargs: ops.bias_dropout_add(x, r, b, backend=k, **kwargs))
-            yield Case("bias_dropout_add", f"{name}{drop}-no-bias", (shape, shape),
-                       lambda x, r, k, kwargs=kwargs: ops.bias_dropout_add(x, r, backend=k, **kwargs))
-        yield Case("dropout", name, (shape,), lambda x, k: ops.dropout(x, 0.3, KEY, SITE, backend=k))
-    yield Case("dropout", "part", ((2, 3, 300),),
-               lambda x, k: ops.dropout(x, 0.3, KEY, SITE, inner_size=500, inner_start=13, backend=k))
+            yield Case(
+                "add_norm",
+                f"{name}{drop}",
+                (shape, h, shape, h, h),
+                lambda x, c, r, w, b, k, kwargs=kwargs: ops.add_norm(
+                    x, r, w, b, 1e-3, bias_of_x=c, backend=k, **kwargs
+                ),
+            )
+            yield Case(
+                "add_norm",
+                f"{name}{drop}-rms-no-bias",
+                (shape, shape, h),
+                lambda x, r, w, k, kwargs=kwargs: ops.add_norm(
+                    x, r, w, None, 1e-3, centre=False, backend=k, **kwargs
+                ),
+            )
+            yield Case(
+                "bias_dropout_add",
+                f"{name}{drop}",
+                (shape, h, shape),
+                lambda x, b, r, k, kwargs=kwargs: ops.bias_dropout_add(
+                    x, r, b, backend=k, **kwargs
+                ),
+            )
+            yield Case(
+                "bias_dropout_add",
+                f"{name}{drop}-no-bias",
+                (shape, shape),
+                lambda x, r, k, kwargs=kwargs: ops.bias_dropout_add(x, r, backend=k, **kwargs),
+            )
+        yield Case(
+            "dropout", name, (shape,), lambda x, k: ops.dropout(x, 0.3, KEY, SITE, backend=k)
+        )
+    yield Case(
+        "dropout",
+        "part",
+        ((2, 3, 300),),
+        lambda x, k: ops.dropout(x, 0.3, KEY, SITE, inner_size=500, inner_start=13, backend=k),
+    )
     for b, n, s, d in ((2, 3, 5, 6), (1, 2, 130, 32), (2, 1, 1, 2), (0, 2, 3, 4)):
         shape = (b, n, s, d)
-        yield Case("rotary", f"{s}x{d}", (shape,), lambda x, k: ops.rotary(x, offset=500, backend=k))
+        yield Case(
+            "rotary", f"{s}x{d}", (shape,), lambda x, k: ops.rotary(x, offset=500, backend=k)
+        )
         each = torch.arange(b * s).view(b, s).flip(-1)
-        yield Case("rotary", f"{s}x{d}-positions", (shape,),
-                   lambda x, k, each=each: ops.rotary(x, positions=each.to(x.device), backend=k))
-    yield Case("rotary", "first-features", ((2, 3, 5, 16),), lambda x, k: ops.rotary(x[..., :4], offset=500, backend=k))
-    for b, s, d, groups, features in ((2, 5, 7, (1, 1, 1), 0), (1, 70, 32, (2, 2), 32), (2, 5, 8, (1, 3, 2), 4),
-                                      (3, 1, 1, (2,), 0), (1, 33, 20, (4, 1), 20), (0, 2, 4, (1, 2), 4)):
+        yield Case(
+            "rotary",
+            f"{s}x{d}-positions",
+            (shape,),
+            lambda x, k, each=each: ops.rotary(x, positions=each.to(x.device), backend=k),
+        )
+    yield Case(
+        "rotary",
+        "first-features",
+        ((2, 3, 5, 16),),
+        lambda x, k: ops.rotary(x[..., :4], offset=500, backend=k),
+    )
+    for b, s, d, groups, features in (
+        (2, 5, 7, (1, 1, 1), 0),
+        (1, 70, 32, (2, 2), 32),
+        (2, 5, 8, (1, 3, 2), 4),
+        (3, 1, 1, (2,), 0),
+        (1, 33, 20, (4, 1), 20),
+        (0, 2, 4, (1, 2), 4),
+    ):
         rows = d * (sum(groups) + 2 * len(groups))
         turn = RotarySettings(500.0, features, "torch") if features else None
         each = torch.arange(b * s).view(b, s).flip(-1) * 1_000_003 if len(groups) == 3 else None
         for biased in (True, False):
             name = f"{s}x{d}-{len(groups)}-groups{'-rotary' * bool(features)}{'-no-bias' * (not biased)}"
-            yield Case("split_qkv", name,
-                       ((b, s, rows), (rows,)) if biased else ((b, s, rows),),
-                       lambda qkv, *bias_and_backend, g=groups, turn=turn, each=each: ops.split_qkv(
-                           qkv, g, bias=bias_and_backend[0] if len(bias_and_backend) == 2 else None, turn=turn,
-                           positions=on(each, qkv), backend=bias_and_backend[-1]))
-    for b, n, n_kv, s, d, index in ((2, 3, 3, 5, 7, None), (1, 4, 2, 131, 32, None), (1, 2, 1, 70, 40, None),
-                                    (2, 3, 2, 33, 5, [1, 0, 1]), (1, 1, 1, 260, 64, None), (1, 1, 1, 1, 1, None)):
+            yield Case(
+                "split_qkv",
+                name,
+                ((b, s, rows), (rows,)) if biased else ((b, s, rows),),
+                lambda qkv, *bias_and_backend, g=groups, turn=turn, each=each: ops.split_qkv(
+                    qkv,
+                    g,
+                    bias=bias_and_backend[0] if len(bias_and_backend) == 2 else None,
+                    turn=turn,
+                    positions=on(each, qkv),
+                    backend=bias_and_backend[-1],
+                ),
+            )
+    for b, n, n_kv, s, d, index in (
+        (2, 3, 3, 5, 7, None),
+        (1, 4, 2, 131, 32, None),
+        (1, 2, 1, 70, 40, None),
+        (2, 3, 2, 33, 5, [1, 0, 1]),
+        (1, 1, 1, 260, 64, None),
+        (1, 1, 1, 1, 1, None),
+    ):
         real = torch.arange(b * s).view(b, s) % 4 != 1
         for causal in (False, True):
             for padded in (False, True):
                 for p in (0.0, 0.3):
-                    mask, name = real if padded else None, f"{n}-{n_kv}x{s}x{d}"
+                    mask = real if padded else None
+                    name = f"{n}-{n_kv}x{s}x{d}"
                     yield Case(
-                        "attention", f"{name}{'-causal' * causal}{'-padded' * padded}{'-dropout' * (p > 0)}",
+                        "attention",
+                        f"{name}{'-causal' * causal}{'-padded' * padded}{'-dropout' * (p > 0)}",
                         ((b, n, s, d), (b, n_kv, s, d), (b, n_kv, s, d)),
                         lambda q, k, v, backend, c=causal, m=mask, i=index, p=p: ops.attention(
-                            q, k, v, causal=c, padding_mask=on(m, q), kv_index=i, dropout_p=p, key=KEY, site=SITE,
-                            head_start=3, backend=backend))
+                            q,
+                            k,
+                            v,
+                            causal=c,
+                            padding_mask=on(m, q),
+                            kv_index=i,
+                            dropout_p=p,
+                            key=KEY,
+                            site=SITE,
+                            head_start=3,
+                            backend=backend,
+                        ),
+                    )
 
 
 CASES = list(cases())
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=[
-    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")])]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+        ],
+    ),
+]
 
 
 def others(op: str, device: str = "cpu", dtype: torch.dtype | None = None) -> list[str]:
-    """The backends of `op`, besides the reference, that run on such tensors; without any there is nothing to test."""
-    names = [row.name for row in registry.backends(op) if row.name != "torch" and not row.unsupported(device, dtype)]
+    """The backends of `op`, besides the reference, that run on such tensors; without any there is
+    nothing to test."""
+    names = [
+        row.name
+        for row in registry.backends(op)
+        if row.name != "torch" and not row.unsupported(device, dtype)
+    ]
     if not names:
         pytest.skip(f"only the reference of {op} runs here")
     return names
@@ -121,14 +215,21 @@ def compute(case: Case, tensors: list[Tensor], backend: str) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in tensors]
     out = case.function(*leaves, backend)
     outs = list(out) if isinstance(out, tuple) else [out]
-    seeds = [torch.randn(o.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64).to(o)
-             for i, o in enumerate(outs)]
+    seeds = [
+        torch.randn(o.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64).to(o)
+        for i, o in enumerate(outs)
+    ]
     return [*outs, *torch.autograd.grad(outs, leaves, seeds)]
 
 
-def tensors_of(case: Case, dtype: torch.dtype, scale: float = 1.0, device: str = "cpu") -> list[Tensor]:
+def tensors_of(
+    case: Case, dtype: torch.dtype, scale: float = 1.0, device: str = "cpu"
+) -> list[Tensor]:
     g = torch.Generator().manual_seed(sum(map(sum, case.shapes)))
-    return [(scale * torch.randn(shape, generator=g, dtype=torch.float64)).to(device, dtype) for shape in case.shapes]
+    return [
+        (scale * torch.randn(shape, generator=g, dtype=torch.float64)).to(device, dtype)
+        for shape in case.shapes
+    ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -145,18 +246,27 @@ def test_outputs_and_gradients_against_float64(case, dtype, device):
                 assert (got.double() - want).abs().max() <= TOLERANCE[dtype] * largest, backend
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "130" in str(c) or "7x41" in str(c) or "5x7" in str(c)], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if "130" in str(c) or "7x41" in str(c) or "5x7" in str(c)], ids=str
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_strides_do_not_matter(case, device):
     for backend in others(case.op, device, torch.float32):
         tensors = tensors_of(case, torch.float32, device=device)
-        gaps = [torch.stack((t, torch.full_like(t, torch.nan)), 0 if t.dim() < 2 else -1) for t in tensors]
+        gaps = [
+            torch.stack((t, torch.full_like(t, torch.nan)), 0 if t.dim() < 2 else -1)
+            for t in tensors
+        ]
         strided = [g[0] if t.dim() < 2 else g[..., 0] for t, g in zip(tensors, gaps, strict=True)]
-        for got, want in zip(compute(case, strided, backend), compute(case, tensors, backend), strict=True):
+        for got, want in zip(
+            compute(case, strided, backend), compute(case, tensors, backend), strict=True
+        ):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # of which some loops have their own
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=str
+)  # of which some loops have their own
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_number_of_threads_gives_the_same_bits(case, dtype):
     before = torch.get_num_threads()
@@ -166,12 +276,24 @@ def test_any_number_of_threads_gives_the_same_bits(case, dtype):
             torch.set_num_threads(threads)
             results.append(compute(case, tensors_of(case, dtype), backend))
         torch.set_num_threads(before)
-        assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True)), backend
+        assert all(
+            torch.equal(a, b)
+            for other in results[1:]
+            for a, b in zip(results[0], other, strict=True)
+        ), backend
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # 1e4 is beyond float16
-@pytest.mark.parametrize("case", [c for c in CASES if c.op in ("gelu", "swiglu", "attention", "layer_norm")
-                                  and ("7x41" in str(c) or "5x7" in str(c))], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        c
+        for c in CASES
+        if c.op in ("gelu", "swiglu", "attention", "layer_norm")
+        and ("7x41" in str(c) or "5x7" in str(c))
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_large_values_stay_finite(case, dtype, device):
     tensors = tensors_of(case, dtype, 100.0, device)
@@ -180,7 +302,9 @@ def test_large_values_stay_finite(case, dtype, device):
         got = compute(case, tensors, backend)
         assert all(tensor.isfinite().all() for tensor in got)
         # scores of 1e4 have an absolute error of 1e-3 in float32 before the exponential
-        assert (got[0].double() - exact[0]).abs().max() <= 3 * TOLERANCE[torch.bfloat16] * exact[0].abs().max()
+        assert (got[0].double() - exact[0]).abs().max() <= 3 * TOLERANCE[torch.bfloat16] * exact[
+            0
+        ].abs().max()
 
 
 @pytest.mark.parametrize("op", ["gelu", "swiglu", "layer_norm", "rms_norm", "attention"])
@@ -208,7 +332,9 @@ def test_outputs_do_not_depend_on_what_memory_held(case, dtype, device):
     malloc_fills(0x100)  # with bytes of 0xff: what operators take from the allocator themselves
     try:
         assert torch.empty(5000).isnan().all()
-        torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what they get from torch.empty
+        torch.use_deterministic_algorithms(
+            True, warn_only=True
+        )  # which fills what they get from torch.empty
         assert torch.empty(3, device=device).isnan().all()
         for backend in others(case.op, device, dtype):
             for tensor in compute(case, tensors_of(case, dtype, device=device), backend):
@@ -219,7 +345,8 @@ def test_outputs_do_not_depend_on_what_memory_held(case, dtype, device):
 
 
 def malloc_fills(pattern: int) -> None:
-    """Has glibc fill what it gives out with the inverse of the lowest byte of `pattern`; 0: no longer."""
+    """Has glibc fill what it gives out with the inverse of the lowest byte of `pattern`; 0: no
+    longer."""
     assert ctypes.CDLL(None).mallopt(-6, pattern)  # M_PERTURB
 
 
@@ -238,16 +365,21 @@ def test_cross_entropy_passes(size, with_sum, dtype, device):
     column = torch.arange(rows, device=device) * 2 - 1  # on another rank, here, beyond
     numbers = torch.rand(4, rows, dtype=torch.float64, device=device)
     reference = ops.cross_entropy(logits.double(), "torch")
-    exact, gradient = reference.statistics(logits.double(), column, real, with_sum), torch.empty_like(logits.double())
+    exact = reference.statistics(logits.double(), column, real, with_sum)
+    gradient = torch.empty_like(logits.double())
     reference.gradient_(gradient, logits.double(), column, numbers, real)
     for backend in others("cross_entropy", device, dtype):
         passes = ops.cross_entropy(logits, backend)
-        got, own, other = passes.statistics(logits, column, real, with_sum), logits.clone(), torch.empty_like(logits)
+        got = passes.statistics(logits, column, real, with_sum)
+        own = logits.clone()
+        other = torch.empty_like(logits)
         torch.testing.assert_close(got.double(), exact, rtol=3e-6, atol=1e-5)
         passes.gradient_(own, own, column, numbers.to(got.dtype), real)
         passes.gradient_(other, logits, column, numbers.to(got.dtype), real)
         assert torch.equal(own, other)
-        torch.testing.assert_close(own.double(), gradient, rtol=2 * torch.finfo(dtype).eps + 1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            own.double(), gradient, rtol=2 * torch.finfo(dtype).eps + 1e-6, atol=1e-6
+        )
         assert (own[:, real:] == 0).all()
 
 
@@ -257,4 +389,5 @@ def test_every_op_takes_a_backend():
         function = partial(ops.quantize, bits=8) if op == "quantize" else getattr(ops, op)
         with pytest.raises(ConfigError, match="is not a backend of"):
             function(torch.ones(1, 1), backend="abacus") if case is None else compute(
-                case, tensors_of(case, torch.float32), "abacus")
+                case, tensors_of(case, torch.float32), "abacus"
+            )

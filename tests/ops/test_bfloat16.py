@@ -1,5 +1,5 @@
-"""bfloat16 in C++ is float32 rounded once, to the bit: also where a CPU rounds by an instruction that makes something
-else of NaN and subnormals, and on the last few columns of a row."""
+"""bfloat16 in C++ is float32 rounded once, to the bit: also where a CPU rounds by an instruction
+that makes something else of NaN and subnormals, and on the last few columns of a row."""
 
 import pytest
 import torch
@@ -7,15 +7,30 @@ from torch import Tensor
 
 from hybridpar import ops
 
-AWKWARD = [0.0, -0.0, 1e-39, -1e-39, 9.2e-41, 1.2e-38, float("nan"), float("inf"), -float("inf"), 3.3e38, -3.3e38, 88.5,
-           -104.0]
+AWKWARD = [
+    0.0,
+    -0.0,
+    1e-39,
+    -1e-39,
+    9.2e-41,
+    1.2e-38,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    3.3e38,
+    -3.3e38,
+    88.5,
+    -104.0,
+]
 SHAPES = [(3, 1), (2, 15), (5, 16), (1, 31), (4, 33), (3, 130), (7, 2081)]
 
 
 def numbers(*shape: int, seed: int, awkward: bool) -> Tensor:
     x = 3 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     if awkward:
-        x.view(-1)[seed % 3 :: 4] = torch.tensor(AWKWARD).repeat(x.numel())[: len(x.view(-1)[seed % 3 :: 4])]
+        x.view(-1)[seed % 3 :: 4] = torch.tensor(AWKWARD).repeat(x.numel())[
+            : len(x.view(-1)[seed % 3 :: 4])
+        ]
     return x.bfloat16()
 
 
@@ -32,7 +47,10 @@ def same(got: Tensor, exact: Tensor) -> bool:
 def test_activations(op, shape, with_bias, awkward):
     rows, cols = shape
     width = 2 * cols if op == "swiglu" else cols
-    tensors = [numbers(rows, width, seed=1, awkward=awkward), *([numbers(width, seed=2, awkward=False)] * with_bias)]
+    tensors = [
+        numbers(rows, width, seed=1, awkward=awkward),
+        *([numbers(width, seed=2, awkward=False)] * with_bias),
+    ]
     dy = numbers(rows, cols, seed=3, awkward=awkward)
     results = []
     for wide in (False, True):
@@ -49,7 +67,8 @@ def test_cross_entropy(shape, awkward):
     logits = numbers(rows, cols, seed=4, awkward=False)
     if awkward:
         logits[0, : cols // 2] = -float("inf")
-    column, real = torch.arange(rows) * 5 - 1, max(1, cols - 2)
+    column = torch.arange(rows) * 5 - 1
+    real = max(1, cols - 2)
     passes = ops.cross_entropy(logits, "cpp")
     got, exact = (passes.statistics(x, column, real, True) for x in (logits, logits.float()))
     assert torch.equal(got, exact)
@@ -58,7 +77,8 @@ def test_cross_entropy(shape, awkward):
     if awkward:
         logits[-1, 0] = float("nan")
         assert passes.statistics(logits, column, real, False)[1, -1].isnan()
-    mine, wide = torch.empty_like(logits), torch.empty_like(logits.float())
+    mine = torch.empty_like(logits)
+    wide = torch.empty_like(logits.float())
     passes.gradient_(mine, logits, column, rest, real)
     passes.gradient_(wide, logits.float(), column, rest, real)
     assert same(mine, wide)

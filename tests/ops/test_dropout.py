@@ -8,7 +8,9 @@ from hybridpar.errors import ConfigError
 from hybridpar.ops import dropout
 from hybridpar.random import RandomKey
 
-SEED, STEP, SAMPLE = 2**35 + 11, 7, 100
+SEED = 2**35 + 11
+STEP = 7
+SAMPLE = 100
 KEY, SITE = RandomKey.of(SEED, STEP, SAMPLE), random.site("test.dropout")
 needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 BACKENDS = ["torch", pytest.param("cpp", marks=needs_native)]
@@ -20,7 +22,9 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 def test_keeps_what_the_bits_say(backend, dtype):
     p = 0.3
     x = torch.randn(3, 2, 5, 41).to(dtype)
-    bits = random.random_bits(SEED, SITE, STEP, SAMPLE, num_samples=3, rows=10, cols=41, stride=41, start=0)
+    bits = random.random_bits(
+        SEED, SITE, STEP, SAMPLE, num_samples=3, rows=10, cols=41, stride=41, start=0
+    )
     keep = (bits.long() & 0xFFFFFFFF).view(x.shape) >= round(p * 2**32)
     expected = torch.where(keep, x * (1 / (1 - p)), 0.0)
     assert torch.equal(dropout(x, p, KEY, SITE, backend=backend), expected)
@@ -28,8 +32,15 @@ def test_keeps_what_the_bits_say(backend, dtype):
 
 @needs_native
 @settings(max_examples=60, deadline=None)
-@given(b=st.integers(0, 3), rows=st.integers(0, 5), cols=st.integers(0, 1300), gap=st.integers(0, 40),
-       start=st.integers(0, 2**36), p=st.floats(0.0, 1.0, exclude_max=True), dtype=st.sampled_from(DTYPES))
+@given(
+    b=st.integers(0, 3),
+    rows=st.integers(0, 5),
+    cols=st.integers(0, 1300),
+    gap=st.integers(0, 40),
+    start=st.integers(0, 2**36),
+    p=st.floats(0.0, 1.0, exclude_max=True),
+    dtype=st.sampled_from(DTYPES),
+)
 def test_cpp_equals_the_reference(b, rows, cols, gap, start, p, dtype):
     x = torch.randn(b, rows, cols).to(dtype)
     where = {"inner_size": cols + gap, "inner_start": start}
@@ -40,11 +51,15 @@ def test_cpp_equals_the_reference(b, rows, cols, gap, start, p, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_special_values_pass(backend):
     for dtype in DTYPES:
-        special = torch.tensor([float("nan"), float("inf"), -float("inf"), torch.finfo(dtype).max, -0.0], dtype=dtype)
+        special = torch.tensor(
+            [float("nan"), float("inf"), -float("inf"), torch.finfo(dtype).max, -0.0], dtype=dtype
+        )
         x = special.repeat(40).view(1, -1)
         out = dropout(x, 0.5, KEY, SITE, backend=backend)
         keep = dropout(torch.ones_like(x), 0.5, KEY, SITE, backend=backend) != 0
-        torch.testing.assert_close(out, torch.where(keep, x * 2, 0.0), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            out, torch.where(keep, x * 2, 0.0), rtol=0, atol=0, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -53,8 +68,15 @@ def test_a_shard_and_a_micro_batch_see_their_part_of_the_mask(backend):
     whole = dropout(x, 0.4, KEY, SITE, backend=backend)
     for first, last in ((0, 2), (2, 3), (3, 6)):
         for start, stop in ((0, 7), (7, 8), (8, 20), (20, 20)):
-            part = dropout(x[first:last, :, start:stop], 0.4, RandomKey.of(SEED, STEP, SAMPLE + first), SITE,
-                           inner_size=20, inner_start=start, backend=backend)
+            part = dropout(
+                x[first:last, :, start:stop],
+                0.4,
+                RandomKey.of(SEED, STEP, SAMPLE + first),
+                SITE,
+                inner_size=20,
+                inner_start=start,
+                backend=backend,
+            )
             assert torch.equal(part, whole[first:last, :, start:stop])
 
 
@@ -84,8 +106,10 @@ def test_nothing_is_saved_for_backward():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_memory_layout(backend):
     x = torch.randn(5, 4, 3).permute(2, 0, 1)
-    assert torch.equal(dropout(x, 0.5, KEY, SITE, backend=backend),
-                       dropout(x.contiguous(), 0.5, KEY, SITE, backend=backend))
+    assert torch.equal(
+        dropout(x, 0.5, KEY, SITE, backend=backend),
+        dropout(x.contiguous(), 0.5, KEY, SITE, backend=backend),
+    )
     grad = torch.ones(1).expand(3, 5, 4)
     y = x.clone().requires_grad_()
     dropout(y, 0.5, KEY, SITE, backend=backend).backward(grad)
@@ -94,8 +118,13 @@ def test_any_memory_layout(backend):
 
 def test_rate_and_independence():
     x = torch.ones(8, 100, 1000)
-    keys = [(KEY, SITE), (RandomKey.of(SEED, 8, 100), SITE), (RandomKey.of(SEED + 1, 7, 100), SITE), (KEY, SITE + 1),
-            (RandomKey.of(SEED, 7, 108), SITE)]
+    keys = [
+        (KEY, SITE),
+        (RandomKey.of(SEED, 8, 100), SITE),
+        (RandomKey.of(SEED + 1, 7, 100), SITE),
+        (KEY, SITE + 1),
+        (RandomKey.of(SEED, 7, 108), SITE),
+    ]
     masks = [(dropout(x, 0.1, key, site) == 0).double().flatten() for key, site in keys]
     for mask in masks:
         assert abs(mask.mean() - 0.1) < 5 * (0.09 / x.numel()) ** 0.5
@@ -128,7 +157,9 @@ def test_bad_input():
 def test_operators_are_complete():
     for dtype in DTYPES:
         x = torch.randn(2, 3, 5).to(dtype)
-        torch.library.opcheck(torch.ops.hybridpar.philox_dropout.default, (x, 1, 2, KEY.counter, 2**31, 2.0, 5, 6))
+        torch.library.opcheck(
+            torch.ops.hybridpar.philox_dropout.default, (x, 1, 2, KEY.counter, 2**31, 2.0, 5, 6)
+        )
     torch.library.opcheck(torch.ops.hybridpar.philox_bits.default, (1, 2, 3, 4, 2, 3, 5, 6, 7))
     torch.library.opcheck(torch.ops.hybridpar.philox_normal.default, (1, 2, 3, 5, 6, 7, True))
 
@@ -145,7 +176,12 @@ def test_operator_refuses_bad_input():
         op(torch.ones(2, 3, 4, dtype=torch.int32), *mask)
     with pytest.raises(RuntimeError, match="32 bits"):
         op(torch.ones(2, 3, 4), 1, 2, KEY.counter, 2**32, 2.0, 5, 6)
-    for counter in (None, KEY.counter.int(), torch.tensor([1, 2, 3]), torch.tensor([[1, 9], [2, 9]])[:, 0]):
+    for counter in (
+        None,
+        KEY.counter.int(),
+        torch.tensor([1, 2, 3]),
+        torch.tensor([[1, 9], [2, 9]])[:, 0],
+    ):
         with pytest.raises(RuntimeError, match="needs a counter"):
             op(torch.ones(2, 3, 4), 1, 2, counter, 2**31, 2.0, 5, 6)
     for step, sample in ((2**32, 0), (-1, 0), (0, -1), (0, 2**32 - 1)):

@@ -19,7 +19,9 @@ def test_layer_norm():
 
 
 def test_rms_norm():
-    torch.testing.assert_close(ops.rms_norm(X, W, 0.1), X / (X.square().mean(-1, keepdim=True) + 0.1).sqrt() * W)
+    torch.testing.assert_close(
+        ops.rms_norm(X, W, 0.1), X / (X.square().mean(-1, keepdim=True) + 0.1).sqrt() * W
+    )
 
 
 def test_gelu_is_the_tanh_form():
@@ -38,25 +40,32 @@ def test_gelu_exact_is_by_the_error_function():
 
 
 def test_swiglu():
-    packed, bias = torch.cat((X, 2 * X), -1), torch.cat((B, -B))
+    packed = torch.cat((X, 2 * X), -1)
+    bias = torch.cat((B, -B))
     torch.testing.assert_close(ops.swiglu(packed), X / (1 + torch.exp(-X)) * (2 * X))
     gate = X + B
-    torch.testing.assert_close(ops.swiglu(packed, bias), gate / (1 + torch.exp(-gate)) * (2 * X - B))
+    torch.testing.assert_close(
+        ops.swiglu(packed, bias), gate / (1 + torch.exp(-gate)) * (2 * X - B)
+    )
 
 
 def turned(x, base, positions):
     """Rotation of pairs, as complex numbers."""
     b, _, s, d = x.shape
     frequency = base ** (-2 * torch.arange(d // 2, dtype=torch.float64) / d)
-    angle = (positions.expand(b, s).double()[:, None, :, None] * frequency)
-    z = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * torch.polar(torch.ones_like(angle), angle)
+    angle = positions.expand(b, s).double()[:, None, :, None] * frequency
+    z = torch.complex(x[..., : d // 2], x[..., d // 2 :]) * torch.polar(
+        torch.ones_like(angle), angle
+    )
     return torch.cat((z.real, z.imag), -1)
 
 
 def test_rotary():
     x = torch.randn(2, 3, 5, 6, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(ops.rotary(x), turned(x, 10000.0, torch.arange(5)))
-    torch.testing.assert_close(ops.rotary(x, 500.0, offset=100_000), turned(x, 500.0, torch.arange(5) + 100_000))
+    torch.testing.assert_close(
+        ops.rotary(x, 500.0, offset=100_000), turned(x, 500.0, torch.arange(5) + 100_000)
+    )
     each = torch.tensor([[0, 1, 2, 0, 1], [5, 4, 3, 2, 1]])
     torch.testing.assert_close(ops.rotary(x, positions=each), turned(x, 10000.0, each))
     torch.testing.assert_close(ops.rotary(x, positions=each[1]), turned(x, 10000.0, each[1]))
@@ -84,18 +93,26 @@ def test_low_precision_is_the_rounded_result(dtype):
     for name, (got, exact) in pairs.items():
         assert got.dtype == dtype, name
         # two roundings, of the size of the largest element that goes into a sum
-        assert (got.double() - exact).abs().max() <= 2 * torch.finfo(dtype).eps * exact.abs().max(), name
+        assert (got.double() - exact).abs().max() <= 2 * torch.finfo(
+            dtype
+        ).eps * exact.abs().max(), name
 
 
 def test_bad_shapes():
-    for function in (lambda: ops.layer_norm(X, W[:6], B), lambda: ops.layer_norm(X, W, B[:1]),
-                     lambda: ops.rms_norm(X, W[:, None])):
+    for function in (
+        lambda: ops.layer_norm(X, W[:6], B),
+        lambda: ops.layer_norm(X, W, B[:1]),
+        lambda: ops.rms_norm(X, W[:, None]),
+    ):
         with pytest.raises(ValueError, match="of its last size"):
             function()
     with pytest.raises(ValueError, match="must be even"):
         ops.swiglu(X)
-    for function in (lambda: ops.gelu(X, B[:3]), lambda: ops.swiglu(X[..., :6], B),
-                     lambda: ops.bias_dropout_add(X, X, B[1:])):
+    for function in (
+        lambda: ops.gelu(X, B[:3]),
+        lambda: ops.swiglu(X[..., :6], B),
+        lambda: ops.bias_dropout_add(X, X, B[1:]),
+    ):
         with pytest.raises(ValueError, match="bias of its last size"):
             function()
     for function in (lambda: ops.add_norm(X, X[:1], W, B), lambda: ops.bias_dropout_add(X, X[0])):

@@ -24,12 +24,17 @@ def packed(b: int, heads: tuple[int, int], s: int, d: int, dtype: torch.dtype) -
     return [t.transpose(1, 2) for t in x.split([n, n_kv, n_kv], 2)]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, kv_head: list[int], causal: bool) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, kv_head: list[int], causal: bool
+) -> tuple[Tensor, Tensor]:
     """The memory that its results go to holds NaNs before."""
     b, n, s, d = q.shape
-    poison = q.new_full((b, s, n, d), float("nan")), q.new_full((b, n, s), float("nan"), dtype=torch.float32)
+    poison = (
+        q.new_full((b, s, n, d), float("nan")),
+        q.new_full((b, n, s), float("nan"), dtype=torch.float32),
+    )
     del poison
-    return torch.ops.hybridpar.attention_hopper(q, k, v, kv_head, d ** -0.5, causal)
+    return torch.ops.hybridpar.attention_hopper(q, k, v, kv_head, d**-0.5, causal)
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, kv_head: list[int], causal: bool) -> None:
@@ -38,10 +43,17 @@ def check(q: Tensor, k: Tensor, v: Tensor, kv_head: list[int], causal: bool) -> 
         for head, kv in enumerate(kv_head):
             scores = q[sample, head].double() @ k[sample, kv].double().T * q.shape[-1] ** -0.5
             if causal:
-                scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+                scores = scores.masked_fill(
+                    torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf")
+                )
             exact = scores.softmax(-1) @ v[sample, kv].double()
-            assert (out[sample, :, head] - exact).norm() <= TOLERANCE[q.dtype] * exact.norm(), (sample, head)
-            torch.testing.assert_close(lse[sample, head].double(), scores.logsumexp(-1), rtol=0, atol=1e-4)
+            assert (out[sample, :, head] - exact).norm() <= TOLERANCE[q.dtype] * exact.norm(), (
+                sample,
+                head,
+            )
+            torch.testing.assert_close(
+                lse[sample, head].double(), scores.logsumexp(-1), rtol=0, atol=1e-4
+            )
     again = forward(q, k, v, kv_head, causal)
     assert torch.equal(again[0], out)
     assert torch.equal(again[1], lse)
@@ -76,7 +88,10 @@ def test_keys_beyond_what_the_cache_holds_are_taken_in_groups_of_heads():
 def test_any_strides():
     dense = [t.contiguous() for t in packed(2, (2, 2), 150, 64, torch.bfloat16)]
     want = forward(*dense, [0, 1], True)[0]
-    shifted = [torch.empty(t.numel() + 1, device="cuda", dtype=t.dtype)[1:].view_as(t).copy_(t) for t in dense]
+    shifted = [
+        torch.empty(t.numel() + 1, device="cuda", dtype=t.dtype)[1:].view_as(t).copy_(t)
+        for t in dense
+    ]
     gaps = [torch.stack((t, t), -1)[..., 0] for t in dense]
     odd = [torch.nn.functional.pad(t, (0, 3))[..., :64] for t in dense]
     for tensors in (shifted, gaps, odd):
@@ -106,10 +121,14 @@ def test_gradients_against_triton(causal, padded):
 @needs_hopper
 def test_refuses_what_it_cannot_take():
     q = torch.zeros(1, 2, 8, 64, device="cuda", dtype=torch.bfloat16)
-    cases = [((q.float(), q.float(), q.float(), [0, 1], 1.0, True), "needs bfloat16 or float16"),
-             ((q[..., :32], q[..., :32], q[..., :32], [0, 1], 1.0, True), "d 64 or 128, got d 32"),
-             ((q, q, q[:, :1], [0, 1], 1.0, True), "k and v"), ((q, q, q, [0], 1.0, True), "an entry for each"),
-             ((q, q, q, [0, 2], 1.0, True), "a head that is not there"), ((q, q, q, [0, 1], 0.0, True), "positive")]
+    cases = [
+        ((q.float(), q.float(), q.float(), [0, 1], 1.0, True), "needs bfloat16 or float16"),
+        ((q[..., :32], q[..., :32], q[..., :32], [0, 1], 1.0, True), "d 64 or 128, got d 32"),
+        ((q, q, q[:, :1], [0, 1], 1.0, True), "k and v"),
+        ((q, q, q, [0], 1.0, True), "an entry for each"),
+        ((q, q, q, [0, 2], 1.0, True), "a head that is not there"),
+        ((q, q, q, [0, 1], 0.0, True), "positive"),
+    ]
     for arguments, message in cases:
         with pytest.raises(RuntimeError, match=message):
             torch.ops.hybridpar.attention_hopper(*arguments)
@@ -121,9 +140,16 @@ def test_says_where_it_cannot_run():
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
-@pytest.mark.parametrize(("d", "padded", "threshold", "taken"), [
-    (64, False, 0, "hopper"), (128, False, 0, "hopper"), (80, False, 0, "triton"), (64, True, 0, "triton"),
-    (64, False, 9, "triton")])
+@pytest.mark.parametrize(
+    ("d", "padded", "threshold", "taken"),
+    [
+        (64, False, 0, "hopper"),
+        (128, False, 0, "hopper"),
+        (80, False, 0, "triton"),
+        (64, True, 0, "triton"),
+        (64, False, 9, "triton"),
+    ],
+)
 def test_takes_plain_cases_and_leaves_the_others(monkeypatch, d, padded, threshold, taken):
     class Called:
         def __init__(self, name: str) -> None:
@@ -139,13 +165,20 @@ def test_takes_plain_cases_and_leaves_the_others(monkeypatch, d, padded, thresho
     mask = (1, 2, None, threshold, 1.5, 5)
     library, _, arguments = hopper.attention(q, q, q, real, [0, 1], 0.5, True, *mask)
     assert library == taken
-    assert arguments[3:] == (([0, 1], 0.5, True) if taken == "hopper" else (real, [0, 1], 0.5, True, *mask))
+    assert arguments[3:] == (
+        ([0, 1], 0.5, True) if taken == "hopper" else (real, [0, 1], 0.5, True, *mask)
+    )
 
 
 @pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 def test_shapes_while_tracing():
     registry.select("attention", "cpp")
-    q, k = torch.empty(2, 4, 7, 64, dtype=torch.bfloat16, device="meta"), torch.empty(
-        2, 2, 7, 64, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(2, 4, 7, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, 2, 7, 64, dtype=torch.bfloat16, device="meta")
     out, lse = torch.ops.hybridpar.attention_hopper(q, k, k, [0, 0, 1, 1], 0.5, True)
-    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((2, 7, 4, 64), torch.bfloat16, (2, 4, 7), torch.float32)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
+        (2, 7, 4, 64),
+        torch.bfloat16,
+        (2, 4, 7),
+        torch.float32,
+    )

@@ -1,4 +1,5 @@
-"""The largest numbers of each row: every backend makes the reference's bytes, which depend on the row alone."""
+"""The largest numbers of each row: every backend makes the reference's bytes, which depend on the
+row alone."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from hybridpar import ops
 from hybridpar.ops import registry
 from hybridpar.ops.largest import places_bytes, value_bytes
 
-SHAPES = [((3, 7), 1), ((5, 64), 7), ((7, 200), 200), ((0, 8), 3), ((3, 385), 77), ((1, 1), 1), ((1, 1100), 1099)]
+SHAPES = [
+    ((3, 7), 1),
+    ((5, 64), 7),
+    ((7, 200), 200),
+    ((0, 8), 3),
+    ((3, 385), 77),
+    ((1, 1), 1),
+    ((1, 1100), 1099),
+]
 
 
 def backends(device: str, dtype: torch.dtype) -> list[str]:
@@ -19,24 +28,32 @@ def backends(device: str, dtype: torch.dtype) -> list[str]:
 
 
 def there_and_back(x: Tensor, k: int, rounded: bool = False, backend: str = "torch") -> Tensor:
-    passes, out = ops.largest(x, backend), torch.full_like(x, 5)
+    passes = ops.largest(x, backend)
+    out = torch.full_like(x, 5)
     message = passes.largest(x, k, rounded)
-    passes.spread_(out, *message.split((message.shape[1] - places_bytes(x.shape[1]), places_bytes(x.shape[1])), 1),
-                   rounded)
+    passes.spread_(
+        out,
+        *message.split((message.shape[1] - places_bytes(x.shape[1]), places_bytes(x.shape[1])), 1),
+        rounded,
+    )
     return out
 
 
-def check(cases: list[tuple[tuple[int, int], int]], rounded: bool, dtype: torch.dtype, device: str) -> None:
+def check(
+    cases: list[tuple[tuple[int, int], int]], rounded: bool, dtype: torch.dtype, device: str
+) -> None:
     """That all backends make the reference's bytes, and its numbers of them."""
     for (shape, k), backend in ((case, name) for case in cases for name in backends(device, dtype)):
         x = (numbers(shape, torch.float32) * 4).round().to(dtype).to(device)  # many are equal
-        reference, passes = ops.largest(x, "torch"), ops.largest(x, backend)
+        reference = ops.largest(x, "torch")
+        passes = ops.largest(x, backend)
         message = reference.largest(x, k, rounded)
         item = value_bytes(dtype, rounded)
         assert message.shape == (shape[0], k * item + places_bytes(shape[1]))
         assert torch.equal(passes.largest(x, k, rounded), message)
         assert torch.equal(there_and_back(x, k, rounded, backend), there_and_back(x, k, rounded))
-        places, dy = message[:, k * item:], numbers(shape[::-1], dtype).t().contiguous().to(device)
+        places = message[:, k * item :]
+        dy = numbers(shape[::-1], dtype).t().contiguous().to(device)
         for part in (places, places.contiguous()):
             values = passes.pick(dy, part, k, rounded)
             assert torch.equal(values, reference.pick(dy, part, k, rounded))
@@ -50,7 +67,9 @@ def check(cases: list[tuple[tuple[int, int], int]], rounded: bool, dtype: torch.
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rounded", [False, True])
-def test_every_backend_makes_the_same_bytes_and_numbers(rounded: bool, dtype: torch.dtype, device: str) -> None:
+def test_every_backend_makes_the_same_bytes_and_numbers(
+    rounded: bool, dtype: torch.dtype, device: str
+) -> None:
     check(SHAPES, rounded, dtype, device)
 
 
@@ -65,7 +84,10 @@ def test_wide_rows(dtype: torch.dtype, device: str) -> None:
 def test_the_farthest_from_zero_are_kept_and_of_equal_ones_the_first(dtype: torch.dtype) -> None:
     x = torch.tensor([[0.0, -3, 2, 3, -2, 2, 1, 0, 2], [0, 0, 0, 0, 0, 0, 0, 0, 0]], dtype=dtype)
     for backend in backends("cpu", dtype):
-        assert there_and_back(x, 4, backend=backend).tolist() == [[0, -3, 2, 3, -2, 0, 0, 0, 0], [0] * 9]
+        assert there_and_back(x, 4, backend=backend).tolist() == [
+            [0, -3, 2, 3, -2, 0, 0, 0, 0],
+            [0] * 9,
+        ]
         assert torch.equal(there_and_back(x, 9, backend=backend), x), "all of them are all"
         random = numbers((9, 70), dtype)
         kept = there_and_back(random, 7, backend=backend).abs()
@@ -85,7 +107,8 @@ def test_what_is_not_finite_arrives(value: float) -> None:
 
 
 def test_any_number_of_threads_gives_the_same_bytes_and_rows_may_be_cut() -> None:
-    x, before = numbers((700, 130)), torch.get_num_threads()
+    x = numbers((700, 130))
+    before = torch.get_num_threads()
     for backend in backends("cpu", x.dtype):
         found = []
         for threads in (1, 3):
@@ -98,9 +121,11 @@ def test_any_number_of_threads_gives_the_same_bytes_and_rows_may_be_cut() -> Non
 
 
 def test_places_that_are_more_than_the_values_write_nothing_beyond_them() -> None:
-    x, every = torch.ones(2, 9), torch.full((2, 2), 255, dtype=torch.uint8)
+    x = torch.ones(2, 9)
+    every = torch.full((2, 2), 255, dtype=torch.uint8)
     for backend in backends("cpu", x.dtype):
-        passes, out = ops.largest(x, backend), torch.full_like(x, 5)
+        passes = ops.largest(x, backend)
+        out = torch.full_like(x, 5)
         passes.spread_(out, passes.pick(x, every, 3, False), every, False)
         assert out.tolist() == [[1.0] * 3 + [0.0] * 6] * 2
         assert passes.pick(x, every * 0, 3, False).tolist() == [[0] * 12] * 2

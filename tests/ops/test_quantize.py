@@ -1,4 +1,5 @@
-"""Tiles of integers: every backend makes the reference's bytes, errors keep to a tile's step, odd values are told."""
+"""Tiles of integers: every backend makes the reference's bytes, errors keep to a tile's step, odd
+values are told."""
 
 from __future__ import annotations
 
@@ -14,8 +15,16 @@ from hybridpar.ops.quantize import TILE, dequantize_, quantized_bytes
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(3, 7), (5, 64), (7, 200), (0, 8), (40, 385), (1, 1)]
 FORMS = [(8, False), (4, False), (4, True), (8, True)]
-DEVICES = ["cpu", pytest.param("cuda", marks=[
-    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")])]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+        ],
+    ),
+]
 
 
 def backends(device: str, dtype: torch.dtype) -> list[str]:
@@ -55,13 +64,16 @@ def test_every_backend_makes_the_same_bytes_and_numbers(bits, rotate, dtype, dev
 
 @pytest.mark.parametrize(("bits", "rotate"), FORMS)
 def test_errors_are_within_half_a_step_of_the_tile(bits, rotate):
-    """Rotated: an error of half a step in each of the 64 turned numbers, of which the orthonormal scale is 1 / 8."""
+    """Rotated: an error of half a step in each of the 64 turned numbers, of which the orthonormal
+    scale is 1 / 8."""
     x = numbers((9, 3 * TILE), torch.float64)
     error = (there_and_back(x, bits, rotate) - x).view(9, 3, TILE)
     tiles = x.view(9, 3, TILE)
     hadamard = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(6):
-        hadamard = torch.kron(hadamard, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64))
+        hadamard = torch.kron(
+            hadamard, torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+        )
     turned, error = (tiles @ hadamard / 8, error @ hadamard / 8) if rotate else (tiles, error)
     step = turned.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
     assert (error.abs() <= step * (0.5 + 2**-7)).all(), "a bfloat16 scale is up to 2^-7 coarser"
@@ -78,7 +90,9 @@ def test_a_rotation_spreads_an_outlier():
 
 def test_ties_go_to_the_even_code_and_the_largest_number_stays():
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -127.0, 126.5]])
-    assert there_and_back(x, 8, False).tolist() == [[127.0, 0.0, 2.0, 2.0, 0.0, -2.0, -127.0, 126.0]]
+    assert there_and_back(x, 8, False).tolist() == [
+        [127.0, 0.0, 2.0, 2.0, 0.0, -2.0, -127.0, 126.0]
+    ]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300])
@@ -104,7 +118,8 @@ def test_zeros_and_very_small_numbers_come_back_as_zeros(dtype):
 
 
 def test_any_number_of_threads_gives_the_same_bytes():
-    x, before = numbers((700, 130)), torch.get_num_threads()
+    x = numbers((700, 130))
+    before = torch.get_num_threads()
     for backend in backends("cpu", x.dtype):
         found = []
         for threads in (1, 2, 3):
@@ -118,7 +133,9 @@ def test_any_number_of_threads_gives_the_same_bytes():
 def test_rows_may_be_cut_anywhere_and_strides_do_not_matter():
     x = numbers((11, 100))
     whole = ops.quantize(x, 4, rotate=True)
-    assert torch.equal(torch.cat([ops.quantize(part, 4, rotate=True) for part in x.split((4, 0, 7))]), whole)
+    assert torch.equal(
+        torch.cat([ops.quantize(part, 4, rotate=True) for part in x.split((4, 0, 7))]), whole
+    )
     assert torch.equal(ops.quantize(x.t().contiguous().t(), 4, rotate=True), whole)
 
 

@@ -25,16 +25,26 @@ def numbers(n: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize(("backend", "device"), FIRST)
-@pytest.mark.parametrize(("dtype", "values"), [
-    (torch.float32, torch.float32), (torch.float64, torch.float64), (torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("n", SIZES)
 def test_a_message_is_what_was_taken_off(
-        backend: str, device: str, dtype: torch.dtype, values: torch.dtype, n: int) -> None:
+    backend: str, device: str, dtype: torch.dtype, values: torch.dtype, n: int
+) -> None:
     x = numbers(n, dtype).to(device)
-    passes, reference = ops.sparse(x, backend), ops.sparse(x, "torch")
+    passes = ops.sparse(x, backend)
+    reference = ops.sparse(x, "torch")
     sizes = x.abs().sort(descending=True).values
     for share in SHARES:
-        k, left = max(1, int(share * n)), x.clone()
+        k = max(1, int(share * n))
+        left = x.clone()
         threshold = passes.threshold(x, k)
         assert threshold.shape == (1,)
         assert float(threshold) == (0 if k == n else float(sizes[k - 1]) or float(threshold))
@@ -44,13 +54,16 @@ def test_a_message_is_what_was_taken_off(
         where = torch.empty(place_bytes(n, count), dtype=torch.uint8, device=device)
         assert len(where) <= most_place_bytes(n, 2 * k)
         passes.pack_(left, threshold, message, where)
-        sent, more = torch.full_like(x, 0.5), torch.full_like(x, 0.5)
+        sent = torch.full_like(x, 0.5)
+        more = torch.full_like(x, 0.5)
         passes.add_(sent, message, where, True)
         passes.add_(more, message, where, False)
         assert torch.equal(more, sent + 0.5)
         assert torch.equal(sent[sent != 0], message[message != 0].to(dtype))
         assert torch.equal(left, x - sent)
-        same, places_, rest = torch.empty_like(message), torch.empty_like(where), x.clone()
+        same = torch.empty_like(message)
+        places_ = torch.empty_like(where)
+        rest = x.clone()
         reference.pack_(rest, threshold, same, places_)
         assert torch.equal(same, message)
         assert torch.equal(places_, where)
@@ -65,8 +78,11 @@ def test_what_is_no_number_is_never_left_out(backend: str, device: str) -> None:
     threshold = passes.threshold(x, 2)
     assert float(threshold) == float("inf")
     assert passes.count(x, threshold) == 2
-    assert passes.count(torch.zeros_like(x), passes.threshold(torch.zeros_like(x), 5)) == 0, "a zero is never sent"
-    values, where = torch.empty(2, device=device), torch.empty(place_bytes(1000, 2), dtype=torch.uint8, device=device)
+    assert passes.count(torch.zeros_like(x), passes.threshold(torch.zeros_like(x), 5)) == 0, (
+        "a zero is never sent"
+    )
+    values = torch.empty(2, device=device)
+    where = torch.empty(place_bytes(1000, 2), dtype=torch.uint8, device=device)
     passes.pack_(x, threshold, values, where)
     total = torch.ones_like(x)
     passes.add_(total, values, where, False)
@@ -83,4 +99,6 @@ def test_a_damaged_message_is_refused(backend: str, device: str, n: int, count: 
     with pytest.raises(RuntimeError, match="damaged"):
         ops.sparse(x, backend).add_(x, torch.ones(count, device=device), where, False)
     with pytest.raises(RuntimeError, match="fewer such elements"):
-        ops.sparse(x, backend).pack_(x, torch.ones(1, device=device), torch.ones(count, device=device), where)
+        ops.sparse(x, backend).pack_(
+            x, torch.ones(1, device=device), torch.ones(count, device=device), where
+        )

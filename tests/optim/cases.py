@@ -36,29 +36,45 @@ class Settings:
 
 
 def overlapping(parts: int) -> Shard:
-    """7 rows over `parts` ranks; from two ranks on, some are held by several, at different local positions."""
-    ranges = {1: (((0, 7),),), 2: (((0, 5),), ((3, 7),)), 3: (((0, 2), (3, 6)), ((3, 6),), ((1, 7),))}
+    """7 rows over `parts` ranks; from two ranks on, some are held by several, at different local
+    positions."""
+    ranges = {
+        1: (((0, 7),),),
+        2: (((0, 5),), ((3, 7),)),
+        3: (((0, 2), (3, 6)), ((3, 6),), ((1, 7),)),
+    }
     return Shard(0, ranges[parts])
 
 
 def placements(parts: int) -> dict[str, Placement]:
-    """Odd shapes, every kind of split, with and without decay, of one hidden matrix and several; the first is tied."""
+    """Odd shapes, every kind of split, with and without decay, of one hidden matrix and several;
+    the first is tied."""
     return {
         "embedding": Placement((13, 5), INIT, Shard.even(0, 13, parts), tied="word"),
         "column": Placement((9, 5), INIT, Shard.even(0, 9, parts), matrices=(((0, 4),), ((4, 9),))),
         "row": Placement((5, 11), INIT, Shard.even(1, 11, parts), matrices=(((0, 5),),)),
-        "kv": Placement((7, 5), INIT, overlapping(parts), matrices=(((0, 2), (4, 5)), ((2, 3),), ((3, 4), (5, 7)))),
+        "kv": Placement(
+            (7, 5),
+            INIT,
+            overlapping(parts),
+            matrices=(((0, 2), (4, 5)), ((2, 3),), ((3, 4), (5, 7))),
+        ),
         "kv_bias": Placement((7,), INIT, overlapping(parts), weight_decay=False),
         "bias": Placement((1,), Init("zeros"), weight_decay=False),
         "replicated": Placement((3, 3, 3), INIT),
         "few": Placement((2,), INIT, Shard.even(0, 2, parts)),  # empty on the last of three ranks
         "square": Placement((4, 4), INIT, matrices=(((0, 4),),), weight_decay=False),
-        "narrow": Placement((3, 2), INIT, Shard.even(1, 2, parts), matrices=(((0, 3),),)),  # likewise
+        "narrow": Placement(
+            (3, 2), INIT, Shard.even(1, 2, parts), matrices=(((0, 3),),)
+        ),  # likewise
     }
 
 
 def slots(parts: int, rank: int, **place: int) -> list[ParameterSlot]:
-    return [ParameterSlot(name, placement, {"tp": rank, **place}) for name, placement in placements(parts).items()]
+    return [
+        ParameterSlot(name, placement, {"tp": rank, **place})
+        for name, placement in placements(parts).items()
+    ]
 
 
 def random_tensors(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -68,9 +84,14 @@ def random_tensors(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor
 
 
 def local(tensors: list[Tensor], parts: int, rank: int) -> list[Tensor]:
-    return [p.take(x, rank).clone() for p, x in zip(placements(parts).values(), tensors, strict=True)]
+    return [
+        p.take(x, rank).clone() for p, x in zip(placements(parts).values(), tensors, strict=True)
+    ]
 
 
 def assemble(by_rank: list[list[Tensor]], parts: int) -> list[Tensor]:
     """Global tensors from the local ones of all ranks."""
-    return [p.assemble([tensors[i] for tensors in by_rank]) for i, p in enumerate(placements(parts).values())]
+    return [
+        p.assemble([tensors[i] for tensors in by_rank])
+        for i, p in enumerate(placements(parts).values())
+    ]

@@ -15,8 +15,16 @@ class Lion(UpdateRule):
 
     state_names = ("momentum",)
 
-    def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], *, lr: float, decay: float,
-               step: int) -> None:
+    def update(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        *,
+        lr: float,
+        decay: float,
+        step: int,
+    ) -> None:
         direction = torch.lerp(gradient, state["momentum"], 0.9).sign_()
         weight.mul_(1 - lr * decay).sub_(direction, alpha=lr)
         state["momentum"].lerp_(gradient, 0.01)
@@ -25,10 +33,19 @@ class Lion(UpdateRule):
 class Adam(UpdateRule):
     state_names = ("mean", "square")
 
-    def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], *, lr: float, decay: float,
-               step: int) -> None:
+    def update(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        *,
+        lr: float,
+        decay: float,
+        step: int,
+    ) -> None:
         one, two = self.settings.betas
-        mean, square = state["mean"].lerp_(gradient, 1 - one), state["square"].lerp_(gradient * gradient, 1 - two)
+        mean = state["mean"].lerp_(gradient, 1 - one)
+        square = state["square"].lerp_(gradient * gradient, 1 - two)
         root = (square / (1 - two**step)).sqrt() + self.settings.eps
         weight.mul_(1 - lr * decay).sub_(mean / (1 - one**step) / root, alpha=lr)
 
@@ -38,8 +55,16 @@ class Sgd(UpdateRule):
 
     state_names = ("momentum",)
 
-    def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], *, lr: float, decay: float,
-               step: int) -> None:
+    def update(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        *,
+        lr: float,
+        decay: float,
+        step: int,
+    ) -> None:
         self.move(weight, gradient, state, lr)
 
     def move(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], lr: float) -> Any:

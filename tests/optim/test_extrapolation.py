@@ -16,7 +16,8 @@ def start():
 def test_what_is_applied_is_the_update_and_its_change():
     """SGD with lr 1 makes the update -g; the first counts double."""
     optimizer = build_optimizer(
-        Settings(name="sgd", momentum=0.0, weight_decay=0.0, staleness="extrapolation"), [SLOT], ONE)
+        Settings(name="sgd", momentum=0.0, weight_decay=0.0, staleness="extrapolation"), [SLOT], ONE
+    )
     x = start()
     seen = []
     for g in (1.0, 4.0, 2.0):
@@ -28,11 +29,13 @@ def test_what_is_applied_is_the_update_and_its_change():
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
 def test_is_prediction_seen_from_the_other_side(name):
-    """Gradients taken one step ahead of the optimizer's path z, at z + (z - the z before); here x is that point."""
+    """Gradients taken one step ahead of the optimizer's path z, at z + (z - the z before); here x
+    is that point."""
     settings = Settings(name=name, weight_decay=0.0, staleness="extrapolation")
     extrapolating = build_optimizer(settings, [SLOT], ONE)
     plain = build_optimizer(Settings(name=name, weight_decay=0.0), [SLOT], ONE)
-    x, z = start(), start()
+    x = start()
+    z = start()
     points = [start()]
     for _ in range(12):
         stale = points[max(len(points) - 2, 0)]
@@ -44,15 +47,19 @@ def test_is_prediction_seen_from_the_other_side(name):
 
 
 def test_gradients_come_from_near_where_undelayed_descent_is():
-    """On the path z of the update rule alone; the error is of second order in lr instead of the first."""
+    """On the path z of the update rule alone; the error is of second order in lr instead of the
+    first."""
     settings = {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0}
     errors = {}
     for lr in (0.1, 0.05):
         for staleness in ("none", "extrapolation"):
             optimizer = build_optimizer(Settings(**settings, staleness=staleness), [SLOT], ONE)
-            x, stale, undelayed = start(), start(), start()
+            x = start()
+            stale = start()
+            undelayed = start()
             for _ in range(round(1 / lr)):
-                gradient, stale = stale.clone(), x.clone()
+                gradient = stale.clone()
+                stale = x.clone()
                 optimizer.step([x], [gradient.clone()], lr=lr)
                 undelayed -= lr * undelayed
             path = x + lr * gradient if staleness == "extrapolation" else x
@@ -67,4 +74,6 @@ def test_staleness_names_the_optimizer():
     assert type(build_optimizer(Settings(staleness="extrapolation"), [SLOT], ONE)) is Extrapolation
     for staleness in ("none", "prediction", "lr_rescale"):
         assert type(build_optimizer(Settings(staleness=staleness), [SLOT], ONE)).__name__ == "AdamW"
-    assert build_optimizer(Settings(name="sgd", staleness="nesterov"), [SLOT], ONE).settings.nesterov
+    assert build_optimizer(
+        Settings(name="sgd", staleness="nesterov"), [SLOT], ONE
+    ).settings.nesterov

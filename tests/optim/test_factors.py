@@ -18,8 +18,10 @@ DECAYS = (1.0, 0.5, 3.0)
 
 
 def with_factors() -> dict[str, Placement]:
-    return {name: replace(place, lr=RATES[i % 4], weight_decay=place.weight_decay * DECAYS[i % 3])
-            for i, (name, place) in enumerate(placements(1).items())}
+    return {
+        name: replace(place, lr=RATES[i % 4], weight_decay=place.weight_decay * DECAYS[i % 3])
+        for i, (name, place) in enumerate(placements(1).items())
+    }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -28,7 +30,9 @@ def with_factors() -> dict[str, Placement]:
 def test_optimizers_follow_the_rules_with_factors(name: str, staleness: str, backend: str) -> None:
     if name in ("lamb", "own") and staleness == "nesterov":
         return
-    settings = OptimConfig(name, "optim.rules:Adam" * (name == "own"), weight_decay=0.1, staleness=staleness)  # type: ignore[arg-type]
+    settings = OptimConfig(
+        name, "optim.rules:Adam" * (name == "own"), weight_decay=0.1, staleness=staleness
+    )  # type: ignore[arg-type]
     placed = with_factors()
     rule = build_rule(settings, placed)
     weights = dict(zip(placed, random_tensors(0), strict=True))
@@ -52,8 +56,13 @@ def test_adamw_with_factors_is_torch_with_groups(backend: str) -> None:
     slots = [ParameterSlot(name, place, {"tp": 0}) for name, place in placed.items()]
     optimizer = build_optimizer(settings, slots, ONE, backend)
     reference = torch.optim.AdamW(
-        [{"params": [x], "lr": 0.02 * place.lr, "weight_decay": 0.1 * place.weight_decay}
-         for x, place in zip(theirs, placed.values(), strict=True)], betas=settings.betas, eps=settings.eps)
+        [
+            {"params": [x], "lr": 0.02 * place.lr, "weight_decay": 0.1 * place.weight_decay}
+            for x, place in zip(theirs, placed.values(), strict=True)
+        ],
+        betas=settings.betas,
+        eps=settings.eps,
+    )
     for step in range(6):
         for x, gradient in zip(theirs, random_tensors(step + 50), strict=True):
             x.grad = gradient

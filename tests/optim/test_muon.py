@@ -5,7 +5,14 @@ from ranks import run_ranks
 
 from hybridpar.config import OptimConfig
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.nn import HeadLayout, ParallelAttention, ParallelMLP, Placement, Shard, named_placements
+from hybridpar.nn import (
+    HeadLayout,
+    ParallelAttention,
+    ParallelMLP,
+    Placement,
+    Shard,
+    named_placements,
+)
 from hybridpar.ops.split_qkv import split_heads
 from hybridpar.optim import AdamW, ParameterSlot, build_optimizer, divisible
 from hybridpar.optim.matrices import hidden_matrices, plan_rounds
@@ -55,8 +62,14 @@ def test_does_as_torch_optim_up_to_its_bfloat16(nesterov):
     optimizer = build_optimizer(settings, [ParameterSlot(n, p) for n, p in whole.items()], ONE)
     ours = [x.clone() for x in values.values()]
     theirs = [x.clone() for x in values.values()]
-    reference = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.0, momentum=0.9, nesterov=nesterov,
-                                 adjust_lr_fn="match_rms_adamw")
+    reference = torch.optim.Muon(
+        theirs,
+        lr=0.1,
+        weight_decay=0.0,
+        momentum=0.9,
+        nesterov=nesterov,
+        adjust_lr_fn="match_rms_adamw",
+    )
     for _ in range(STEPS):
         gradients = [torch.randn_like(x) for x in ours]
         for x, g in zip(theirs, gradients, strict=True):
@@ -88,7 +101,9 @@ def test_a_step_has_the_size_of_one_of_adamw():
 
 def on_ranks(parts, dtype, nesterov):
     tp = ProcessGrid(tp=parts).tp
-    result = train(Settings(name="muon", nesterov=nesterov), parts=parts, rank=tp.rank, tp=tp, dtype=dtype)
+    result = train(
+        Settings(name="muon", nesterov=nesterov), parts=parts, rank=tp.rank, tp=tp, dtype=dtype
+    )
     assert tp.traffic.calls == ({"all_to_all": 2 * STEPS} if parts > 1 else {})
     return result
 
@@ -97,12 +112,15 @@ def on_ranks(parts, dtype, nesterov):
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize(("dtype", "nesterov"), [(torch.float64, False), (torch.float32, True)])
 def test_any_split_gives_the_bits_of_the_whole(parts, dtype, nesterov):
-    """Rows held by several ranks at different places, matrices in interleaved rows, ranks without any, replicas."""
+    """Rows held by several ranks at different places, matrices in interleaved rows, ranks without
+    any, replicas."""
     (whole,) = run_ranks(on_ranks, 1, 1, dtype, nesterov)  # as many threads
     by_rank = run_ranks(on_ranks, parts, parts, dtype, nesterov)
     for name, got, wanted in zip(NAMES, assemble(by_rank, parts), whole, strict=True):
         tolerance = 0.0 if name in HIDDEN else 1e-6  # AdamW's kernel rounds by place
-        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got, wanted, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
     held = {}
     for rank, tensors in enumerate(by_rank):
         for slot, x in zip(slots(parts, rank), tensors, strict=True):
@@ -123,7 +141,9 @@ def test_orthogonalised_in_bfloat16_as_on_cuda():
     """Momentum and weights stay float32; what travels is bfloat16."""
     wide = train(Settings(name="muon"), dtype=torch.float32)
     (whole,), split = run_ranks(in_bfloat16_on_ranks, 1, 1), run_ranks(in_bfloat16_on_ranks, 3, 3)
-    for name, start, a, b, c in zip(NAMES, random_tensors(0), wide, whole, assemble(split, 3), strict=True):
+    for name, start, a, b, c in zip(
+        NAMES, random_tensors(0), wide, whole, assemble(split, 3), strict=True
+    ):
         if name in HIDDEN:
             assert torch.equal(b, c), name
             assert 0 < (a - b).norm() < 0.1 * (a - start).norm(), name
@@ -142,7 +162,8 @@ def test_on_cuda_as_on_the_cpu_up_to_bfloat16():
 
 
 def layers_on_ranks(tp_size):
-    """A layer's own placements: uneven heads, groups over several ranks, gate and up, features that do not divide."""
+    """A layer's own placements: uneven heads, groups over several ranks, gate and up, features that
+    do not divide."""
     tp = ProcessGrid(tp=tp_size).tp
     torch.manual_seed(0)
     held = []
@@ -150,16 +171,22 @@ def layers_on_ranks(tp_size):
         attention = ParallelAttention(48, 6, axis, num_kv_heads=3, device="meta")
         mlp = ParallelMLP(48, 50, axis, activation="swiglu", device="meta")
         held.append([(n, p) for module in (attention, mlp) for n, _, p in named_placements(module)])
-    values, grads = ([torch.randn(p.shape, dtype=torch.float64) for _, p in held[0]] for _ in range(2))
+    values, grads = (
+        [torch.randn(p.shape, dtype=torch.float64) for _, p in held[0]] for _ in range(2)
+    )
     results = []
     for axis, named in zip((Axis("tp"), tp), held, strict=True):
         mine = [ParameterSlot(n, p, {"tp": axis.rank}) for n, p in named]
-        parameters, gradients = ([s.placement.take(x, axis.rank).clone() for s, x in zip(mine, xs, strict=True)]
-                                 for xs in (values, grads))
+        parameters, gradients = (
+            [s.placement.take(x, axis.rank).clone() for s, x in zip(mine, xs, strict=True)]
+            for xs in (values, grads)
+        )
         build_optimizer(Settings(name="muon"), mine, axis).step(parameters, gradients, lr=0.1)
         results.append([(s, x) for s, x in zip(mine, parameters, strict=True)])
     for (_, whole), (slot, part) in zip(*results, strict=True):
-        torch.testing.assert_close(part, slot.placement.take(whole, tp.rank), rtol=1e-15, atol=1e-15)
+        torch.testing.assert_close(
+            part, slot.placement.take(whole, tp.rank), rtol=1e-15, atol=1e-15
+        )
 
 
 @pytest.mark.ranks
@@ -181,9 +208,19 @@ def test_matrices_of_qkv_are_what_attention_splits_it_into():
 def test_which_parameters_are_matrices():
     attention = ParallelAttention(24, 4, Axis("tp"))
     gated = ParallelMLP(24, 40, Axis("tp"), activation="swiglu")
-    counts = {n: len(p.matrices) for module in (attention, gated) for n, _, p in named_placements(module)}
-    assert counts == {"qkv.weight": 3, "qkv.bias": 0, "out.weight": 1, "out.bias": 0,
-                      "up.weight": 2, "up.bias": 0, "down.weight": 1, "down.bias": 0}
+    counts = {
+        n: len(p.matrices) for module in (attention, gated) for n, _, p in named_placements(module)
+    }
+    assert counts == {
+        "qkv.weight": 3,
+        "qkv.bias": 0,
+        "out.weight": 1,
+        "out.bias": 0,
+        "up.weight": 2,
+        "up.bias": 0,
+        "down.weight": 1,
+        "down.bias": 0,
+    }
 
 
 def test_only_what_is_no_matrix_is_divisible():
@@ -204,7 +241,9 @@ def test_flat_pieces_do_for_the_rest():
         if slot.name in HIDDEN or slot.numel < 2:
             continue
         cut = slot.numel // 2
-        piece = ParameterSlot(slot.name, Placement((cut,), INIT, weight_decay=slot.placement.weight_decay))
+        piece = ParameterSlot(
+            slot.name, Placement((cut,), INIT, weight_decay=slot.placement.weight_decay)
+        )
         row = slots(1, 0)[NAMES.index("row")]
         values = [random_tensors(0)[i].flatten()[:cut], random_tensors(0)[NAMES.index("row")]]
         optimizer = build_optimizer(settings, [piece, row], ONE)
@@ -227,7 +266,10 @@ def test_state_has_what_each_kind_needs():
     optimizer.allocate(torch.device("cpu"), torch.float32)
     state = optimizer.state_tensors()
     assert {k.split(".")[1] for k in state if k.split(".")[0] in HIDDEN} == {"momentum"}
-    assert {k.split(".")[1] for k in state if k.split(".")[0] not in HIDDEN} == {"exp_avg", "exp_avg_sq"}
+    assert {k.split(".")[1] for k in state if k.split(".")[0] not in HIDDEN} == {
+        "exp_avg",
+        "exp_avg_sq",
+    }
     assert len(state) == len(HIDDEN) + 2 * (len(NAMES) - len(HIDDEN))
     assert state["kv.momentum"].shape == (3, 5)
 
@@ -235,8 +277,12 @@ def test_state_has_what_each_kind_needs():
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 @pytest.mark.parametrize("limit", [1, 100, 10**9])
 def test_rounds_hold_every_matrix_once_and_share_the_work(num_ranks, limit):
-    held = [ParameterSlot(f"w{i}", Placement((r, c), INIT, Shard.even(0, r, num_ranks), matrices=(((0, r),),)))
-            for i, (r, c) in enumerate([(6, 6)] * 7 + [(24, 6)] * 4 + [(6, 24)] * 4)]
+    held = [
+        ParameterSlot(
+            f"w{i}", Placement((r, c), INIT, Shard.even(0, r, num_ranks), matrices=(((0, r),),))
+        )
+        for i, (r, c) in enumerate([(6, 6)] * 7 + [(24, 6)] * 4 + [(6, 24)] * 4)
+    ]
     matrices = hidden_matrices(held, num_ranks)
     rounds = plan_rounds(matrices, num_ranks, limit)
     planned = [m for round_ in rounds for m in round_.matrices]

@@ -18,7 +18,8 @@ def on_singular_values(x):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("smallest", [2, 128])
 def test_is_the_polynomial_of_the_singular_values(shape, smallest, monkeypatch):
-    """Wide, high and square; both ways to iterate; by blocks, of which the last may be smaller, and by one."""
+    """Wide, high and square; both ways to iterate; by blocks, of which the last may be smaller, and
+    by one."""
     monkeypatch.setattr("hybridpar.optim.newton_schulz.SMALLEST", smallest)
     x = torch.randn(3, *shape, dtype=torch.float64)
     got = newton_schulz(x.clone())
@@ -47,7 +48,8 @@ def test_float32_follows_float64(shape, power):
     torch.manual_seed(1)
     u, _, vh = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
     x = (u * torch.arange(1.0, 49.0, dtype=torch.float64) ** -power) @ vh
-    exact, got = newton_schulz(x[None].clone())[0], newton_schulz(x[None].float())[0]
+    exact = newton_schulz(x[None].clone())[0]
+    got = newton_schulz(x[None].float())[0]
     assert got.dtype == torch.float32
     assert (got - exact).norm() < 5e-3 * exact.norm()
 
@@ -56,7 +58,8 @@ def test_float32_follows_float64(shape, power):
 def test_bfloat16_is_near_for_ordinary_matrices(shape):
     torch.manual_seed(1)
     x = torch.randn(2, *shape)
-    exact, got = newton_schulz(x.clone()), newton_schulz(x.bfloat16())
+    exact = newton_schulz(x.clone())
+    got = newton_schulz(x.bfloat16())
     assert got.dtype == torch.bfloat16
     assert (got - exact).norm() < 0.03 * exact.norm()
 
@@ -65,7 +68,9 @@ def test_does_not_depend_on_scale_or_on_other_matrices_of_the_batch():
     x = torch.randn(4, 6, 9, dtype=torch.float64)
     whole = newton_schulz(x.clone())
     for i in range(4):
-        torch.testing.assert_close(newton_schulz(1e-4 * x[i : i + 1])[0], whole[i], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            newton_schulz(1e-4 * x[i : i + 1])[0], whole[i], rtol=1e-10, atol=1e-12
+        )
 
 
 def test_zero_stays_zero():

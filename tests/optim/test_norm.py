@@ -17,7 +17,8 @@ def squared_norm(gradients, slots):
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_sum_over_the_grid_counts_every_element_once(parts, dp, dtype):
-    """Two stages hold the tied embedding, the second nothing else; every tp and dp rank contributes."""
+    """Two stages hold the tied embedding, the second nothing else; every tp and dp rank
+    contributes."""
     full = [x.to(dtype) for x in random_tensors(1)]
     total = torch.zeros((), dtype=torch.float64)
     for dp_rank in range(dp):
@@ -27,7 +28,9 @@ def test_sum_over_the_grid_counts_every_element_once(parts, dp, dtype):
             total += squared_norm(gradients[:1], slots(parts, rank, dp=dp_rank, pp=1)[:1])
     wanted = sum(x.double().square().sum() for x in full)
     assert total.dtype == torch.float64
-    torch.testing.assert_close(total, wanted, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=0.0)
+    torch.testing.assert_close(
+        total, wanted, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=0.0
+    )
 
 
 @pytest.mark.parametrize("numel", [1, 1023, 1024, 1025, 5000, 300_000])

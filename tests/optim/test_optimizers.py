@@ -47,15 +47,27 @@ def train(settings, *, parts=1, rank=0, tp=ONE, dtype=torch.float64, scale=1.0, 
 def torch_reference(settings, scale=1.0):
     parameters = random_tensors(0)
     decays = [p.weight_decay for p in placements(1).values()]
-    groups = [{"params": [x for x, d in zip(parameters, decays, strict=True) if d == wanted],
-               "weight_decay": settings.weight_decay * wanted} for wanted in (True, False)]
+    groups = [
+        {
+            "params": [x for x, d in zip(parameters, decays, strict=True) if d == wanted],
+            "weight_decay": settings.weight_decay * wanted,
+        }
+        for wanted in (True, False)
+    ]
     if settings.staleness == "nesterov":
         optimizer = torch.optim.NAdam(
-            groups, betas=settings.betas, eps=settings.eps, decoupled_weight_decay=True, foreach=False)
+            groups,
+            betas=settings.betas,
+            eps=settings.eps,
+            decoupled_weight_decay=True,
+            foreach=False,
+        )
     elif settings.name == "adamw":
         optimizer = torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, foreach=False)
     else:
-        optimizer = torch.optim.SGD(groups, momentum=settings.momentum, nesterov=settings.nesterov, foreach=False)
+        optimizer = torch.optim.SGD(
+            groups, momentum=settings.momentum, nesterov=settings.nesterov, foreach=False
+        )
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = settings.lr / (1 + step)
@@ -67,7 +79,9 @@ def torch_reference(settings, scale=1.0):
 
 def assert_close(got, wanted, tolerance):
     for name, a, b in zip(placements(1), got, wanted, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            a.double(), b, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.fixture
@@ -78,10 +92,18 @@ def float64_scalars():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.3, torch.tensor(0.3, dtype=torch.float64)], ids=["1", "0.3", "tensor"])
-@pytest.mark.parametrize("variant", ["adamw", "adamw_no_decay", "sgd", "sgd_plain", "sgd_nesterov", "nadamw"])
+@pytest.mark.parametrize(
+    "scale", [1.0, 0.3, torch.tensor(0.3, dtype=torch.float64)], ids=["1", "0.3", "tensor"]
+)
+@pytest.mark.parametrize(
+    "variant", ["adamw", "adamw_no_decay", "sgd", "sgd_plain", "sgd_nesterov", "nadamw"]
+)
 def test_equals_torch_optim(variant, scale, float64_scalars):
-    assert_close(train(VARIANTS[variant], scale=scale)[0], torch_reference(VARIANTS[variant], float(scale)), 1e-13)
+    assert_close(
+        train(VARIANTS[variant], scale=scale)[0],
+        torch_reference(VARIANTS[variant], float(scale)),
+        1e-13,
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -97,7 +119,9 @@ def test_resume_is_exact(variant):
     wanted, _ = train(settings, dtype=torch.float32)
     parameters, optimizer = train(settings, dtype=torch.float32, steps=7)
     resumed = build_optimizer(settings, slots(1, 0), ONE)
-    resumed.load_state_tensors({k: v.clone() for k, v in optimizer.state_tensors().items()}, optimizer.num_updates)
+    resumed.load_state_tensors(
+        {k: v.clone() for k, v in optimizer.state_tensors().items()}, optimizer.num_updates
+    )
     for step in range(7, STEPS):
         resumed.step(parameters, [g.float() for g in gradient(step)], lr=settings.lr / (1 + step))
     assert all(torch.equal(a, b) for a, b in zip(parameters, wanted, strict=True))
@@ -138,7 +162,9 @@ def test_the_configuration_names_every_optimizer_and_decay():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_stage_without_parameters_works(name):
-    optimizer = build_optimizer(Settings(name=name, spec="optim.rules:Lion" * (name == "own")), [], ONE)
+    optimizer = build_optimizer(
+        Settings(name=name, spec="optim.rules:Lion" * (name == "own")), [], ONE
+    )
     optimizer.step([], [], lr=1.0, gradient_scale=0.5)
     assert optimizer.num_updates == 1
 
@@ -146,20 +172,25 @@ def test_a_stage_without_parameters_works(name):
 @pytest.mark.parametrize("variant", ELEMENTWISE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_shared_rows_keep_equal_bits_on_all_holders(variant, dtype):
-    """Vector kernels round a tensor's tail differently; shared rows lie at other places on other ranks."""
+    """Vector kernels round a tensor's tail differently; shared rows lie at other places on other
+    ranks."""
     held = {}
     for rank in range(3):
         parameters, _ = train(VARIANTS[variant], parts=3, rank=rank, dtype=dtype, scale=0.7)
         for i, slot in enumerate(slots(3, rank)):
             if slot.name.startswith("kv"):
-                for row, values in zip(slot.placement.shard.index(rank).tolist(), parameters[i], strict=True):
+                for row, values in zip(
+                    slot.placement.shard.index(rank).tolist(), parameters[i], strict=True
+                ):
                     assert torch.equal(held.setdefault((slot.name, row), values), values)
 
 
 def sharded_on_ranks(settings, parts, dtype):
     tp = ProcessGrid(tp=parts).tp
     parameters, _ = train(settings, parts=parts, rank=tp.rank, tp=tp, dtype=dtype)
-    assert tp.traffic.calls == ({"all_reduce": STEPS} if settings.name == "lamb" and parts > 1 else {})
+    assert tp.traffic.calls == (
+        {"all_reduce": STEPS} if settings.name == "lamb" and parts > 1 else {}
+    )
     return parameters
 
 
@@ -189,7 +220,8 @@ def test_parameters_larger_than_a_block(variant):
     """A parameter of more than one CPU block: float32 does as float64 does."""
     settings = VARIANTS[variant]
     slot = ParameterSlot("w", Placement((BLOCK["cpu"] + 77, 2), Init("zeros")))
-    x, g = torch.randn(slot.shape), torch.randn(slot.shape)
+    x = torch.randn(slot.shape)
+    g = torch.randn(slot.shape)
     results = []
     for dtype in (torch.float32, torch.float64):
         parameter = x.to(dtype, copy=True)

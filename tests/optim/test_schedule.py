@@ -13,7 +13,10 @@ from hybridpar.optim.schedule import delay_factor, describe_points, tabulate
 
 
 def rates(num_steps, **kwargs):
-    return [learning_rate(step, Settings(lr=1.0, min_lr=0.1, **kwargs), num_steps) for step in range(num_steps)]
+    return [
+        learning_rate(step, Settings(lr=1.0, min_lr=0.1, **kwargs), num_steps)
+        for step in range(num_steps)
+    ]
 
 
 def test_warmup_rises_from_its_first_share_to_the_peak():
@@ -49,10 +52,14 @@ def test_wsd_stays_at_the_peak_and_decays_by_one_minus_the_root_over_its_last_st
     assert values[15:] == pytest.approx([0.1 + 0.9 * (1 - (i / 5) ** 0.5) for i in range(5)])
     assert rates(20, decay="wsd") == rates(20, decay="wsd", decay_steps=4), "a fifth of the run"
     assert learning_rate(20, Settings(lr=1.0, min_lr=0.1, decay="wsd"), 20) == 0.1
-    assert rates(6, warmup_steps=4, decay="wsd", decay_steps=9)[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert rates(6, warmup_steps=4, decay="wsd", decay_steps=9)[:5] == pytest.approx(
+        [0.25, 0.5, 0.75, 1.0, 1.0]
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"decay_steps": 6}, {"staleness": "lr_rescale", "staleness_steps": 9}])
+@pytest.mark.parametrize(
+    "options", [{}, {"decay_steps": 6}, {"staleness": "lr_rescale", "staleness_steps": 9}]
+)
 def test_more_steps_of_wsd_change_no_rate_before_its_decay(options):
     short, long = (rates(steps, warmup_steps=3, decay="wsd", **options) for steps in (40, 90))
     decay = options.get("decay_steps", 8)
@@ -77,9 +84,13 @@ def test_rescaled_rate_returns_to_its_full_value():
     values = [learning_rate(step, settings, 40, delay=1.0) for step in range(6)]
     assert values == pytest.approx([0.5 ** (1 - step / 4) for step in range(5)] + [1.0])
     settings = replace(settings, staleness_steps=2)
-    assert [learning_rate(step, settings, 40, delay=1.0) for step in range(4)] == pytest.approx([0.5, 0.5**0.5, 1, 1])
+    assert [learning_rate(step, settings, 40, delay=1.0) for step in range(4)] == pytest.approx(
+        [0.5, 0.5**0.5, 1, 1]
+    )
     assert learning_rate(0, settings, 40) == 1.0  # no delay
-    assert learning_rate(0, Settings(lr=1.0, decay="constant"), 40, delay=1.0) == 1.0  # not asked for
+    assert (
+        learning_rate(0, Settings(lr=1.0, decay="constant"), 40, delay=1.0) == 1.0
+    )  # not asked for
 
 
 def test_rescaling_multiplies_the_schedule():
@@ -106,9 +117,16 @@ def test_points_of_a_stale_schedule_are_scaled_as_any_rate():
     assert learning_rate(4, settings, 20, 1.0) == 1.0
 
 
-@pytest.mark.parametrize("schedule", [
-    lambda step: 1e-3 * 0.5 * (1 + cos(pi * step / 3000)), lambda step: 1e-3 * 0.1 ** (step // 700),
-    lambda step: 1e-2 * min(1, (step + 1) / 50) / (1 + step) ** 0.5, lambda step: 0, lambda step: np.float32(2)])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda step: 1e-3 * 0.5 * (1 + cos(pi * step / 3000)),
+        lambda step: 1e-3 * 0.1 ** (step // 700),
+        lambda step: 1e-2 * min(1, (step + 1) / 50) / (1 + step) ** 0.5,
+        lambda step: 0,
+        lambda step: np.float32(2),
+    ],
+)
 @pytest.mark.parametrize("num_steps", [1, 2, 3000])
 def test_a_function_becomes_a_table_that_says_the_same(schedule, num_steps):
     points = tabulate(schedule, num_steps)
@@ -117,14 +135,22 @@ def test_a_function_becomes_a_table_that_says_the_same(schedule, num_steps):
     settings = Settings(lr_points=points)
     found = [learning_rate(step, settings, num_steps) for step in range(num_steps)]
     highest = float(max(schedule(step) for step in range(num_steps)))
-    assert found == pytest.approx([schedule(step) for step in range(num_steps)], rel=0, abs=1.01e-6 * highest)
+    assert found == pytest.approx(
+        [schedule(step) for step in range(num_steps)], rel=0, abs=1.01e-6 * highest
+    )
     assert found[-1] == schedule(num_steps - 1)
 
 
-@pytest.mark.parametrize(("schedule", "said"), [
-    (lambda step: -1e-3, "it returns -0.001 for step 0"), (lambda step: inf if step == 3 else 1, "for step 3"),
-    (lambda step: None, "it returns None"), (lambda step: random.random(), "the same number whenever"),
-    (lambda step: float("nan"), "finite")])
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (lambda step: -1e-3, "it returns -0.001 for step 0"),
+        (lambda step: inf if step == 3 else 1, "for step 3"),
+        (lambda step: None, "it returns None"),
+        (lambda step: random.random(), "the same number whenever"),
+        (lambda step: float("nan"), "finite"),
+    ],
+)
 def test_a_function_that_is_no_schedule_is_refused(schedule, said):
     with pytest.raises(ConfigError, match="lr_schedule = .*" + said):
         tabulate(schedule, 10)

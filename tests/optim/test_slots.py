@@ -18,8 +18,12 @@ def test_counted_rows_are_those_the_placement_says_are_owned(parts):
                 assert (marked == float(rank == 0)).all()
             else:
                 owned = shard.owned(rank, slot.placement.shape[shard.dim])
-                assert torch.equal(marked.movedim(shard.dim, 0)[:, ...] == 1, owned.view(-1, *[1] * (marked.dim() - 1))
-                                   .expand_as(marked.movedim(shard.dim, 0)))
+                assert torch.equal(
+                    marked.movedim(shard.dim, 0)[:, ...] == 1,
+                    owned.view(-1, *[1] * (marked.dim() - 1)).expand_as(
+                        marked.movedim(shard.dim, 0)
+                    ),
+                )
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])

@@ -1,4 +1,5 @@
-"""What searches ask of memory is traced once for all tests: they ask for the same stages again and again."""
+"""What searches ask of memory is traced once for all tests: they ask for the same stages again and
+again."""
 
 from __future__ import annotations
 

@@ -28,8 +28,11 @@ def said(tmp_path: Path, text: str) -> str:
 
 
 def test_one_link_a_server_is_said_where_the_file_is_silent(tmp_path: Path) -> None:
-    assert ("outer_links is left out, so a server has one infiniband-ndr link, which its 8 devices share; with a link "
-            "for each device: outer_links = 8") in said(tmp_path, SERVERS)
+    assert (
+        "outer_links is left out, so a server has one infiniband-ndr link, which its 8 devices "
+        "share; with a link "
+        "for each device: outer_links = 8"
+    ) in said(tmp_path, SERVERS)
     given = said(tmp_path, SERVERS + "outer_links = 8\n")
     assert "left out" not in given
     assert "the 8 devices of a server share its 8 infiniband-ndr links (outer_links)" in given
@@ -39,7 +42,9 @@ def test_one_link_a_server_is_said_where_the_file_is_silent(tmp_path: Path) -> N
 
 def test_levels_have_one_link_where_the_file_is_silent(tmp_path: Path) -> None:
     level = '[[levels]]\ngroups = 2\nlink = "infiniband-hdr"\n'
-    assert "levels[0].links is left out, so the 16 devices of a group share one" in said(tmp_path, SERVERS + level)
+    assert "levels[0].links is left out, so the 16 devices of a group share one" in said(
+        tmp_path, SERVERS + level
+    )
     assert "levels[0].links" not in said(tmp_path, SERVERS + level + "links = 4\n")
 
 

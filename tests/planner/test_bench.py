@@ -33,10 +33,16 @@ def parts_of(optimizer: Optimizer) -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize("staleness", ["none", "extrapolation"])
 def test_the_optimizer_is_that_of_a_run(staleness: str) -> None:
-    config = from_mapping({
-        "optim": {"name": "muon", "staleness": staleness}, "kernels": {"optimizer": "torch"},
-        "pipeline": {"schedule": "2bw"}, "model": {"num_layers": 1}, "train": {"micro_batch_size": 2}},
-        made.config(dp=1))
+    config = from_mapping(
+        {
+            "optim": {"name": "muon", "staleness": staleness},
+            "kernels": {"optimizer": "torch"},
+            "pipeline": {"schedule": "2bw"},
+            "model": {"num_layers": 1},
+            "train": {"micro_batch_size": 2},
+        },
+        made.config(dp=1),
+    )
     bench = Bench(config, 2, Axis("tp"), CPU)
     run = parts_of(Engine(config, ProcessGrid(), CPU).state.optimizer.groups[0])
     measured = [parts_of(unit.state.optimizer.groups[0]) for unit in bench.units]
@@ -47,14 +53,17 @@ def test_the_optimizer_is_that_of_a_run(staleness: str) -> None:
 
 
 def test_messages_are_those_that_the_blocks_send() -> None:
-    """As all-reduces: a layer's gathers and reductions to owners are ten halves, where there were four all-reduces."""
+    """As all-reduces: a layer's gathers and reductions to owners are ten halves, where there were
+    four all-reduces."""
     config = from_mapping({"parallel": {"tp": 2}}, made.config())
     u = 2 * config.model.seq_length * config.model.hidden_size * 4
     totals = {}
     for sequence in (False, True):
         at = from_mapping({"parallel": {"sequence": sequence}}, config)
         bench = Bench(at, 2, silent_axis("tp", 2), CPU)
-        totals[sequence] = {(what, kind): sum(sizes) for what, kind, sizes in bench.messages() if kind == "layer"}
+        totals[sequence] = {
+            (what, kind): sum(sizes) for what, kind, sizes in bench.messages() if kind == "layer"
+        }
     assert totals[False] == {("forward", "layer"): 2 * u, ("backward", "layer"): 2 * u}
     assert totals[True] == {("forward", "layer"): 2 * u, ("backward", "layer"): 3 * u}
 
@@ -63,7 +72,8 @@ class FakeClock:
     """Of a rank that has a core for a share of the time."""
 
     def __init__(self, share: float):
-        self.share, self.ticks = share, 0
+        self.share = share
+        self.ticks = 0
 
     def now(self) -> int:
         self.ticks += 1
@@ -79,7 +89,9 @@ def test_a_rank_that_waits_for_cores_says_so(share: float) -> None:
     bench.clock = FakeClock(share)
     times = _timed(bench, Axis("world"), Effort(0.0, 1, parts=False), own=True)
     assert bench.had_core == pytest.approx(share)
-    assert all(time == pytest.approx(share) for time in times.values()), "own time stands still without a core"
+    assert all(time == pytest.approx(share) for time in times.values()), (
+        "own time stands still without a core"
+    )
 
 
 def profile(efficiency: float) -> Profile:
@@ -88,7 +100,8 @@ def profile(efficiency: float) -> Profile:
 
 
 def test_times_of_a_busy_machine_are_neither_kept_nor_taken_from_what_was_kept(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = [profile(0.6), profile(0.97), profile(0.5)]
     monkeypatch.setattr(local_profile, "measure_machine", lambda *args, **options: found.pop(0))
     config = from_mapping({"data": {"cache": str(tmp_path)}})
@@ -124,18 +137,25 @@ def measured(core: int, found: Connection) -> None:
     found.send(bench.had_core)
 
 
-@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system does not say who waits")
+@pytest.mark.skipif(
+    not Path("/proc/thread-self/schedstat").exists(), reason="the system does not say who waits"
+)
 def test_programs_that_share_the_only_core_are_noticed() -> None:
     """Forks, which import nothing again."""
-    core, fork = min(os.sched_getaffinity(0)), multiprocessing.get_context("fork")
+    core = min(os.sched_getaffinity(0))
+    fork = multiprocessing.get_context("fork")
     ends = [fork.Pipe(duplex=False) for _ in range(HOGS + 1)]
     targets = [hog] * HOGS + [measured]
-    processes = [fork.Process(target=target, args=(core, end), daemon=True)  # type: ignore[attr-defined]
-                 for target, (_, end) in zip(targets, ends, strict=True)]
+    processes = [
+        fork.Process(target=target, args=(core, end), daemon=True)  # type: ignore[attr-defined]
+        for target, (_, end) in zip(targets, ends, strict=True)
+    ]
     try:
         for process, (reader, _) in zip(processes, ends, strict=True):
             process.start()
-            assert reader.poll(200.0), f"{HOGS} others want the same core all the time, which is not noticed"
+            assert reader.poll(200.0), (
+                f"{HOGS} others want the same core all the time, which is not noticed"
+            )
         assert ends[-1][0].recv() < 0.7
     finally:
         for process in processes:

@@ -26,7 +26,10 @@ def bench() -> Bench:
 
 @pytest.mark.parametrize(("make", "op", "times"), [(Gathers, "broadcast", 2), (Sums, "reduce", 1)])
 def test_every_blocks_chunk_is_gathered_twice_or_summed_once(
-    bench: Bench, make: Callable[[Config, Sequence[int], ProcessGrid], Shared], op: str, times: int,
+    bench: Bench,
+    make: Callable[[Config, Sequence[int], ProcessGrid], Shared],
+    op: str,
+    times: int,
 ) -> None:
     grid = ProcessGrid.of(silent_axis("dp", 2))
     shared = make(bench.config, bench.numbers, grid)
@@ -44,7 +47,9 @@ def test_every_blocks_chunk_is_gathered_twice_or_summed_once(
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_items_come_and_what_was_changed_leaves(bench: Bench, changed: bool, tmp_path: Path) -> None:
+def test_items_come_and_what_was_changed_leaves(
+    bench: Bench, changed: bool, tmp_path: Path
+) -> None:
     sizes = [unit.num_parameters * 4 for unit in bench.units]
     file = InFile(tmp_path, sizes, changed=changed)
     try:

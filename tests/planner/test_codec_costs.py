@@ -1,4 +1,5 @@
-"""Codecs of messages in the planner: bytes each way, times by stage against sums, and speeds that are measured."""
+"""Codecs of messages in the planner: bytes each way, times by stage against sums, and speeds that
+are measured."""
 
 from __future__ import annotations
 
@@ -23,17 +24,26 @@ def with_codec(config: Config, name: str, **others: object) -> Config:
     return from_mapping({"compression": {"messages": name, **others}}, config)
 
 
-@pytest.mark.parametrize(("tp", "name", "gradients"), [(1, "int4", 1), (2, "int4", 1), (2, "dct", 2)])
-def test_stages_encode_what_they_send_and_decode_what_they_get(tp: int, name: str, gradients: int) -> None:
-    """Slices of tp are encoded; decoded are whole messages, but for gradients of features that were sent."""
+@pytest.mark.parametrize(
+    ("tp", "name", "gradients"), [(1, "int4", 1), (2, "int4", 1), (2, "dct", 2)]
+)
+def test_stages_encode_what_they_send_and_decode_what_they_get(
+    tp: int, name: str, gradients: int
+) -> None:
+    """Slices of tp are encoded; decoded are whole messages, but for gradients of features that were
+    sent."""
     plain = made.config(tp=tp, pp=3, m=4, b=1, split=(3, 3, 2), recompute="stage")
     config = with_codec(plain, name)
     profile = made.profile(config)
-    fast, slow = (StepCost(config, made.machine(config, 3 * tp, made=replace(profile, codecs=codecs)))
-                  for codecs in ({}, {name: SPEEDS}))
+    fast, slow = (
+        StepCost(config, made.machine(config, 3 * tp, made=replace(profile, codecs=codecs)))
+        for codecs in ({}, {name: SPEEDS})
+    )
     n = slow.message_bytes
     first, middle, last = (
-        (b.forward - a.forward, b.backward - a.backward) for a, b in zip(fast.stages, slow.stages, strict=True))
+        (b.forward - a.forward, b.backward - a.backward)
+        for a, b in zip(fast.stages, slow.stages, strict=True)
+    )
     sends = n / tp / 1e3, n / gradients / 8e3  # an activation, and its gradient comes
     gets = n / 2e3, n / tp / 4e3 + n / 2e3  # recomputed, its input is decoded again
     assert first == pytest.approx(sends)
@@ -42,11 +52,14 @@ def test_stages_encode_what_they_send_and_decode_what_they_get(tp: int, name: st
 
 
 def test_a_coded_sum_gathers_all_parts_and_decodes_them() -> None:
-    """Of two ranks, in a layer that sends two parts of [32, 64] float32 each way, int8: 66 of 256 bytes."""
+    """Of two ranks, in a layer that sends two parts of [32, 64] float32 each way, int8: 66 of 256
+    bytes."""
     link = made.link(bandwidth=1e3)
     plain = made.config(tp=2)
     config = from_mapping({"compression": {"tensor": "int8"}}, plain)
-    machine = made.machine(config, 2, inner=link, made=replace(made.profile(config), codecs={"int8": SPEEDS}))
+    machine = made.machine(
+        config, 2, inner=link, made=replace(made.profile(config), codecs={"int8": SPEEDS})
+    )
     forward, backward = StepCost(config, machine).waits["layer"]
     part = 1024 * plain.train.micro_batch_size
     gathered = link.half_ring("gather", 2 * part * 66 / 256, 2)[0]
@@ -59,11 +72,15 @@ def test_each_way_has_its_own_bytes_and_a_head_alone_exact_messages() -> None:
     outer = made.link(latency=0.001, bandwidth=1e6)
     config = with_codec(made.config(pp=3, m=4, b=1, split=(4, 3, 1)), "dct")
     cost = StepCost(config, made.machine(config, 3, per_server=1, outer=outer))
-    tokens, hidden = config.model.seq_length, config.model.hidden_size
+    tokens = config.model.seq_length
+    hidden = config.model.hidden_size
     kept = round(0.1 * hidden)
-    forth, back = tokens * (4 * kept + hidden // 8), tokens * 4 * kept
+    forth = tokens * (4 * kept + hidden // 8)
+    back = tokens * 4 * kept
     assert sum(cost.links[0]) == pytest.approx(outer.transfer_time(forth))
-    assert cost.links_back[0][0] == pytest.approx(outer.transfer_time(back) - outer.transfer_time(1), rel=1e-3)
+    assert cost.links_back[0][0] == pytest.approx(
+        outer.transfer_time(back) - outer.transfer_time(1), rel=1e-3
+    )
     assert sum(cost.links[1]) == pytest.approx(outer.transfer_time(cost.message_bytes))
 
 
@@ -73,7 +90,9 @@ def test_a_link_is_told_what_its_codec_leaves_and_a_smaller_one_named() -> None:
     needs = {}
     for name in ("none", "int8", "int4"):
         config = with_codec(plain, name)
-        (needs[name],) = link_needs(StepCost(config, made.machine(config, 2, per_server=1, inner=outer, outer=outer)))
+        (needs[name],) = link_needs(
+            StepCost(config, made.machine(config, 2, per_server=1, inner=outer, outer=outer))
+        )
         assert needs[name].gives == pytest.approx(1e3, rel=0.2)
     assert needs["int8"].needs / needs["none"].needs == pytest.approx(66 / 256)
     assert replace(needs["int8"], gives=needs["int8"].needs / 1.5).codec == "int4"
@@ -84,8 +103,11 @@ def test_speeds_are_measured_of_codecs_that_save_and_kept_in_the_file(tmp_path: 
     config = made.config(b=1)
     found = measure_codecs(with_codec(config, "none", messages_kept=0.2), Axis("world"))
     assert list(found) == ["bf16", "int8", "int4", "dct", "subspace"]
-    assert all(speed > 0 for one in found.values() for speed in (
-        one.encoded, one.decoded, one.gradients_encoded, one.gradients_decoded))
+    assert all(
+        speed > 0
+        for one in found.values()
+        for speed in (one.encoded, one.decoded, one.gradients_encoded, one.gradients_decoded)
+    )
     assert "dct" not in measure_codecs(with_codec(config, "none", messages_kept=1.0), Axis("world"))
     profile = replace(made.profile(config), codecs={"dct": SPEEDS})
     write_profile(profile, tmp_path / "profile.json")

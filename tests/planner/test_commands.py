@@ -16,7 +16,10 @@ from hybridpar.planner import local_profile
 from hybridpar.planner.profile import settings_of
 from hybridpar.planner.profile_file import read_profile, write_profile
 
-CLUSTER = 'servers = 2\ndevices_per_server = 4\ndevice = "a100-80gb"\ninner = "nvlink3"\nouter = "infiniband-hdr"\n'
+CLUSTER = (
+    'servers = 2\ndevices_per_server = 4\ndevice = "a100-80gb"\ninner = "nvlink3"\nouter = '
+    '"infiniband-hdr"\n'
+)
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
@@ -27,7 +30,9 @@ def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, st
 
 @pytest.mark.ranks
 def test_from_a_profile_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, profile, plan = write_config(tmp_path), tmp_path / "profile.json", tmp_path / "plan.toml"
+    config = write_config(tmp_path)
+    profile = tmp_path / "profile.json"
+    plan = tmp_path / "plan.toml"
     code, _, err = run(capsys, "profile", config, "--quick", "--ranks", 2, "--output", profile)
     assert code == 0, err
     measured = read_profile(profile)
@@ -37,7 +42,9 @@ def test_from_a_profile_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert min(layer.forward, layer.backward) > 0
     assert measured.block("layer", 2, 1).forward_messages
     assert measured.links["local"].reduce[2](1e6) > 0
-    code, out, err = run(capsys, "plan", config, "--profile", profile, "--ranks", 1, "--output", plan)
+    code, out, err = run(
+        capsys, "plan", config, "--profile", profile, "--ranks", 1, "--output", plan
+    )
     assert code == 0, err
     assert "tp=1 pp=1 dp=1" in out
     code, _, err = run(capsys, "train", plan, "--train.num_steps", 6)
@@ -45,10 +52,15 @@ def test_from_a_profile_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert " planned)" in err
 
 
-def test_check_says_before_a_run_that_a_link_is_too_slow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, cluster = write_config(tmp_path), tmp_path / "cluster.toml"
+def test_check_says_before_a_run_that_a_link_is_too_slow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    cluster = tmp_path / "cluster.toml"
     slow = "{ gbit_per_s = 0.1, back_gbit_per_s = 0.001, latency_us = 5000, share = 1.0 }"
-    cluster.write_text(CLUSTER.replace('"infiniband-hdr"', slow).replace("server = 4", "server = 1"))
+    cluster.write_text(
+        CLUSTER.replace('"infiniband-hdr"', slow).replace("server = 4", "server = 1")
+    )
     flags = ("check", config, "--train.dtype", "bf16", "--parallel.pp", 2, "--cluster", cluster)
     code, out, err = run(capsys, *flags, "--json")
     assert code == 0, err
@@ -57,8 +69,12 @@ def test_check_says_before_a_run_that_a_link_is_too_slow(tmp_path: Path, capsys:
     assert stages["gives"] == pytest.approx(1e6 / 8, rel=1e-3)  # a byte counts as latency
     assert stages["factor"] > 2
     base = load_toml(config)
-    sent = 2 * base.train.micro_batch_size * base.model.seq_length * base.model.hidden_size * 8 / 1e6
-    assert found["step_ms"] > 1e3 * base.pipeline.num_microbatches * sent, "the slower way alone takes so long"
+    sent = (
+        2 * base.train.micro_batch_size * base.model.seq_length * base.model.hidden_size * 8 / 1e6
+    )
+    assert found["step_ms"] > 1e3 * base.pipeline.num_microbatches * sent, (
+        "the slower way alone takes so long"
+    )
     code, out, err = run(capsys, *flags)
     assert code == 0, err
     assert "predicted time of a step" in out
@@ -66,65 +82,111 @@ def test_check_says_before_a_run_that_a_link_is_too_slow(tmp_path: Path, capsys:
     assert "1 Mbit/s there: link-bound by " in out
 
 
-def test_a_plan_for_a_cluster_and_its_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, cluster, plan = write_config(tmp_path), tmp_path / "cluster.toml", tmp_path / "plan.toml"
+def test_a_plan_for_a_cluster_and_its_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    cluster = tmp_path / "cluster.toml"
+    plan = tmp_path / "plan.toml"
     cluster.write_text(CLUSTER)
     bf16 = ("--train.dtype", "bf16", "--cluster", cluster)
-    code, out, err = run(capsys, "plan", config, *bf16, "--batch_size", 16, "--grid", "pp=2", "--output", plan,
-                         "--json", "--svg", tmp_path / "plan.svg")
+    code, out, err = run(
+        capsys,
+        "plan",
+        config,
+        *bf16,
+        "--batch_size",
+        16,
+        "--grid",
+        "pp=2",
+        "--output",
+        plan,
+        "--json",
+        "--svg",
+        tmp_path / "plan.svg",
+    )
     assert code == 0, err
     found = json.loads(out)
     assert {row["pp"] for row in found["ranked"]} == {2}
     assert any(line.startswith("links: ") for line in found["assumptions"])
-    assert "each of the 2 servers, R = 0 to 1: torchrun --nnodes 2 --node-rank R --nproc-per-node 4 " in err
+    assert (
+        "each of the 2 servers, R = 0 to 1: torchrun --nnodes 2 --node-rank R --nproc-per-node 4 "
+        in err
+    )
     assert "  stages 0 - 1: " in err, "what its links need and give"
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
-    code, out, err = run(capsys, "simulate", plan, "--cluster", cluster, "--json", "--perfetto", tmp_path / "t.json")
+    code, out, err = run(
+        capsys, "simulate", plan, "--cluster", cluster, "--json", "--perfetto", tmp_path / "t.json"
+    )
     assert code == 0, err
     assert json.loads(out)["ranks"] == 8
-    assert json.loads(out)["step_time"] == pytest.approx(load_toml(plan).plan.step_ms / 1e3, rel=1e-3)
+    assert json.loads(out)["step_time"] == pytest.approx(
+        load_toml(plan).plan.step_ms / 1e3, rel=1e-3
+    )
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
-def test_measured_times_that_cannot_be_kept_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str],
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_times_that_cannot_be_kept_are_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured, config = made.profile(made.config()), write_config(tmp_path)
     monkeypatch.setattr(local_profile, "measure_machine", lambda *args, **options: measured)
-    found = local_profile.cached_profile(from_mapping({"data": {"cache": str(config / "x")}}), Launch(0, 0, 1, 1))
+    found = local_profile.cached_profile(
+        from_mapping({"data": {"cache": str(config / "x")}}), Launch(0, 0, 1, 1)
+    )
     assert found is measured
-    assert "cannot be written (Not a directory), so these times are not kept" in capsys.readouterr().err
+    assert (
+        "cannot be written (Not a directory), so these times are not kept"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_plan_of_a_busy_machine_is_not_trusted_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, profile, plan = write_config(tmp_path), tmp_path / "profile.json", tmp_path / "plan.toml"
+def test_a_plan_of_a_busy_machine_is_not_trusted_to_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    profile = tmp_path / "profile.json"
+    plan = tmp_path / "plan.toml"
     quiet = made.profile(load_toml(config), cores=2)
     for efficiency, said in ((0.6, True), (0.97, False)):
-        write_profile(replace(quiet, hardware=replace(quiet.hardware, efficiency=efficiency)), profile)
+        write_profile(
+            replace(quiet, hardware=replace(quiet.hardware, efficiency=efficiency)), profile
+        )
         for brief in ((), ("--brief",)):
-            code, out, err = run(capsys, "plan", config, "--profile", profile, "--ranks", 1, "--output", plan, *brief)
+            code, out, err = run(
+                capsys, "plan", config, "--profile", profile, "--ranks", 1, "--output", plan, *brief
+            )
             assert code == 0, err
-            assert ("other programs took 40 % of the cores while this machine was measured" in err) == said
+            assert (
+                "other programs took 40 % of the cores while this machine was measured" in err
+            ) == said
             assert f"measured with {100 * efficiency:.0f}% of the cores" in (err if brief else out)
         assert load_toml(plan).plan.cores_taken == pytest.approx(1 - efficiency)
-        code, _, err = run(capsys, "train", plan, "--run.name", said, "--train.num_steps", 6, "--verbose")
+        code, _, err = run(
+            capsys, "train", plan, "--run.name", said, "--train.num_steps", 6, "--verbose"
+        )
         assert code == 0, err
         share = 40 if said else 3
         (line,) = [line for line in err.splitlines() if "plan: a step takes" in line]
-        assert line.endswith(f"%); other programs took {share} % of the cores while it was measured")
+        assert line.endswith(
+            f"%); other programs took {share} % of the cores while it was measured"
+        )
 
 
 def test_what_is_wrong_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, profile = write_config(tmp_path), tmp_path / "profile.json"
+    config = write_config(tmp_path)
+    profile = tmp_path / "profile.json"
     write_profile(made.profile(made.config()), profile)
     for args, message in (
-            (("--profile", profile), "the profile was made with"),
-            (("--profile", tmp_path / "none.json"), "does not exist"),
-            (("--cluster", tmp_path / "none.toml"), "cannot be read"),
-            (("--ranks", -1), "ranks = -1: must be at least 0 and at most"),
-            (("--svg", config / "plan.svg"), "cannot be written (Not a directory); try"),
-            (("--svg", profile, "--profile", profile), "is what is read, and would be lost; try"),
-            (("--svg", tmp_path / "plan.toml"), "is what output writes; try"),
-            (("--grid", "tp=x"), "must be sizes of tp, pp and dp")):
+        (("--profile", profile), "the profile was made with"),
+        (("--profile", tmp_path / "none.json"), "does not exist"),
+        (("--cluster", tmp_path / "none.toml"), "cannot be read"),
+        (("--ranks", -1), "ranks = -1: must be at least 0 and at most"),
+        (("--svg", config / "plan.svg"), "cannot be written (Not a directory); try"),
+        (("--svg", profile, "--profile", profile), "is what is read, and would be lost; try"),
+        (("--svg", tmp_path / "plan.toml"), "is what output writes; try"),
+        (("--grid", "tp=x"), "must be sizes of tp, pp and dp"),
+    ):
         code, out, err = run(capsys, "plan", config, *args, "--output", tmp_path / "plan.toml")
         assert code == 1
         assert message in err

@@ -19,15 +19,20 @@ from hybridpar.state.partition import BUCKET_BYTES
 
 def test_one_rank_takes_the_sum_of_its_blocks() -> None:
     config = made.config(m=4, b=2)
-    model = StepCost(config, made.machine(config, 1, made=made.profile(config, layer=1.0, head=0.5, update=0.25)))
-    # 6 layers and the head, forward and backward of two samples; three kinds of block update, 8 blocks
+    model = StepCost(
+        config, made.machine(config, 1, made=made.profile(config, layer=1.0, head=0.5, update=0.25))
+    )
+    # 6 layers and the head, forward and backward of two samples; three kinds of block update, 8
+    # blocks
     assert model.step_time == pytest.approx(4 * 2 * 3 * 6.5 + 7 * 0.25)
     assert least_time(model) == pytest.approx(model.step_time)
 
 
 def test_a_drained_pipeline_has_its_bubble() -> None:
     config = made.config(pp=2, m=5, b=1, split=(4, 4))
-    model = StepCost(config, made.machine(config, 2, made=made.profile(config, layer=1.0, head=0.0)))
+    model = StepCost(
+        config, made.machine(config, 2, made=made.profile(config, layer=1.0, head=0.0))
+    )
     assert [stage.compute for stage in model.stages] == [9.0, 9.0]
     assert model.step_time == pytest.approx((5 + 2 - 1) * 9.0)
     assert least_time(model) <= model.step_time
@@ -35,7 +40,9 @@ def test_a_drained_pipeline_has_its_bubble() -> None:
 
 def test_2bw_has_none() -> None:
     config = made.config(pp=2, m=5, b=1, split=(4, 4), schedule="2bw")
-    model = StepCost(config, made.machine(config, 2, made=made.profile(config, layer=1.0, head=0.0)))
+    model = StepCost(
+        config, made.machine(config, 2, made=made.profile(config, layer=1.0, head=0.0))
+    )
     assert model.step_time == pytest.approx(5 * 9.0)
 
 
@@ -45,7 +52,9 @@ def test_recomputation_is_another_forward_where_it_is() -> None:
     assert stages[0].backward - 2 * stages[0].forward == pytest.approx(2.0)
     assert stages[1].backward == pytest.approx(2 * stages[1].forward)
     cheap = made.config(pp=2, m=4, b=1, split=(4, 4), recompute="selective")
-    for stage in StepCost(cheap, made.machine(cheap, 2, made=made.profile(cheap, remake=0.25))).stages:
+    for stage in StepCost(
+        cheap, made.machine(cheap, 2, made=made.profile(cheap, remake=0.25))
+    ).stages:
         assert stage.backward - 2 * stage.forward == pytest.approx(3 * 0.25)
 
 
@@ -61,17 +70,25 @@ def test_tensor_parallelism_waits_as_measured_and_pays_for_a_slower_link() -> No
 
 
 def test_of_two_pieces_one_computes_while_the_other_waits() -> None:
-    """Half of a sum's bytes take less than half of the time of all, by the latency, which each piece has."""
+    """Half of a sum's bytes take less than half of the time of all, by the latency, which each
+    piece has."""
     config = made.config(tp=2, m=1, b=2)
     in_pieces = replace(config, parallel=replace(config.parallel, tp_pieces=2))
     profile = made.profile(config, wait=0.5)
     for bandwidth in (1e9, 1e3):
-        machine = made.machine(config, 2, made=profile, per_server=1, outer=made.link(latency=0.1, bandwidth=bandwidth))
-        whole, turns = StepCost(config, machine), StepCost(in_pieces, machine)
-        compute, waits = whole.block(1).forward, whole.waits["layer"][0]
+        machine = made.machine(
+            config, 2, made=profile, per_server=1, outer=made.link(latency=0.1, bandwidth=bandwidth)
+        )
+        whole = StepCost(config, machine)
+        turns = StepCost(in_pieces, machine)
+        compute = whole.block(1).forward
+        waits = whole.waits["layer"][0]
         messages = whole.block(1).forward_messages
-        half = waits * sum(machine.all_reduce(n / 2, range(2)) for n in messages) / sum(
-            machine.all_reduce(n, range(2)) for n in messages)
+        half = (
+            waits
+            * sum(machine.all_reduce(n / 2, range(2)) for n in messages)
+            / sum(machine.all_reduce(n, range(2)) for n in messages)
+        )
         assert turns.block_time(1)[0] == pytest.approx(max(compute, compute / 2 + half))
         assert turns.step_time < whole.step_time
 
@@ -89,7 +106,8 @@ def test_pipelines_that_leave_a_server_share_what_it_has() -> None:
 
 def test_ranks_of_tensor_parallelism_send_slices_and_gather_them() -> None:
     config = made.config(tp=2, pp=2, m=4, b=1, split=(4, 4))
-    outer, inner = made.link(latency=0.001, bandwidth=1e6), made.link(latency=0.01, bandwidth=1e5)
+    outer = made.link(latency=0.001, bandwidth=1e6)
+    inner = made.link(latency=0.01, bandwidth=1e5)
     model = StepCost(config, made.machine(config, 4, per_server=2, inner=inner, outer=outer))
     n = model.message_bytes
     assert n == 4 * 32 * 64
@@ -98,7 +116,9 @@ def test_ranks_of_tensor_parallelism_send_slices_and_gather_them() -> None:
     gather = inner.ring_time(n, 2) / 2
     layer, head = (model.block_time(number) for number in (1, 7))
     assert (first.forward, first.backward) == pytest.approx((3 * layer[0], 3 * layer[1] + gather))
-    assert (last.forward, last.backward) == pytest.approx((3 * layer[0] + head[0] + gather, 3 * layer[1] + head[1]))
+    assert (last.forward, last.backward) == pytest.approx(
+        (3 * layer[0] + head[0] + gather, 3 * layer[1] + head[1])
+    )
     assert parts_of(model).tensor == pytest.approx(4 * (3 * sum(model.waits["layer"]) + gather))
     assert model.gathers(range(8)) == (0.0, 0.0), "between no stages"
 
@@ -107,7 +127,9 @@ def test_zero_shares_the_update_and_halves_the_reduction() -> None:
     base, sharded = made.config(dp=2, m=2), made.config(dp=2, m=2, zero=1)
     slow = made.link(latency=0.5)
     plain, shared = (
-        StepCost(c, made.machine(c, 2, made=made.profile(c, update=1.0), inner=slow)) for c in (base, sharded))
+        StepCost(c, made.machine(c, 2, made=made.profile(c, update=1.0), inner=slow))
+        for c in (base, sharded)
+    )
     assert shared.stages[0].update == pytest.approx(plain.stages[0].update / 2)
     assert shared.costs.reduce[0] == pytest.approx(plain.costs.reduce[0] / 2)  # type: ignore[index]
     assert shared.costs.gather[0] == pytest.approx(shared.costs.reduce[0])  # type: ignore[index]
@@ -119,7 +141,10 @@ def test_tied_weights_are_held_once_on_one_stage_and_reduced_over_both_ends() ->
     config = made.config(pp=2, m=2)
     apart = StepCost(config, made.machine(config, 2))
     assert apart.stages[0].tied == 20000 - 32 * 64  # without the position table
-    assert StepCost(made.config(pp=2, m=2, max_positions=50), apart.machine).stages[0].tied == 20000 - 50 * 64
+    assert (
+        StepCost(made.config(pp=2, m=2, max_positions=50), apart.machine).stages[0].tied
+        == 20000 - 50 * 64
+    )
     assert apart.costs.tied
 
 
@@ -130,7 +155,10 @@ def test_ranks_that_share_cores_slow_down_and_waiting_is_no_work() -> None:
     alone = StepCost(config, made.machine(config, 4, made=made.profile(config, head=0.0))).step_time
     assert shared == pytest.approx(2 * alone, rel=0.2)
     tp = made.config(tp=2, m=8, b=1)
-    busy, waiting = (StepCost(tp, made.machine(tp, 2, made=made.profile(tp, cores=1, wait=w))) for w in (0.0, 1.0))
+    busy, waiting = (
+        StepCost(tp, made.machine(tp, 2, made=made.profile(tp, cores=1, wait=w)))
+        for w in (0.0, 1.0)
+    )
     assert waiting.costs.cores > busy.costs.cores  # type: ignore[operator]
 
 
@@ -139,7 +167,9 @@ def test_a_reduction_that_more_micro_batches_hide(latency: float) -> None:
     """Few of them all wait for it, so they do not tell what many take."""
     config = made.config(pp=2, dp=2, m=100, b=1, split=(4, 4), schedule="2bw")
     inner = made.link(latency=latency)
-    model = StepCost(config, made.machine(config, 4, made=made.profile(config, head=0.0), inner=inner))
+    model = StepCost(
+        config, made.machine(config, 4, made=made.profile(config, head=0.0), inner=inner)
+    )
     exact = model.ordering.timeline(model.sizes, model.costs).step_time(100)
     assert model.step_time == pytest.approx(exact, rel=1e-6)
     assert least_time(model) <= model.step_time * (1 + 1e-9)
@@ -154,8 +184,11 @@ def test_many_micro_batches_take_what_their_simulation_takes(schedule: str) -> N
 
 
 @pytest.mark.parametrize(("tp", "dp", "links"), [(1, 4, 1), (2, 2, 1), (2, 2, 2), (4, 1, 1)])
-def test_tied_weights_are_one_ring_a_tensor_part_over_the_ends_of_all_replicas(tp: int, dp: int, links: int) -> None:
-    """By hand: 2 (n - 1) steps of 1 / n of the bytes, n = 2 dp, on a card that the rings of tp share."""
+def test_tied_weights_are_one_ring_a_tensor_part_over_the_ends_of_all_replicas(
+    tp: int, dp: int, links: int
+) -> None:
+    """By hand: 2 (n - 1) steps of 1 / n of the bytes, n = 2 dp, on a card that the rings of tp
+    share."""
     config = made.config(tp=tp, pp=2, dp=dp, m=4, b=1, split=(4, 4))
     outer = Link("outer", 1e6, 1e-3, share=1.0)
     cluster = Cluster(DEVICES["v100-16gb"], 4, 2, Link("inner", 1e12, 0.0), outer, links)
@@ -166,8 +199,11 @@ def test_tied_weights_are_one_ring_a_tensor_part_over_the_ends_of_all_replicas(t
     ends = lines_of({"pp": 2, "dp": dp, "tp": tp})["ends"]
     assert len(ends) == tp
     assert [*model.ranks_of(0), *model.ranks_of(1)] == ends[0]
-    assert all({rank // 4 for rank in ring} == {0, 1} for ring in ends), "each ring takes both servers' cards"
-    n, share = 2 * dp, max(tp / links, 1)
+    assert all({rank // 4 for rank in ring} == {0, 1} for ring in ends), (
+        "each ring takes both servers' cards"
+    )
+    n = 2 * dp
+    share = max(tp / links, 1)
     by_hand = 2 * (n - 1) * (1e-3 + 4 * first.tied / n * share / 1e6)
     assert 4 * first.tied < BUCKET_BYTES
     of_replicas = model._in_buckets(4 * (first.parameters - first.tied), model.ranks_of(0))
@@ -175,13 +211,18 @@ def test_tied_weights_are_one_ring_a_tensor_part_over_the_ends_of_all_replicas(t
 
 
 def test_tied_embeddings_of_eight_replicas_cost_their_bytes_over_the_card() -> None:
-    """GPT 2.2B, pp=8 dp=8 on 8 servers of 8 V100, 25 Gbit/s: 464 MB in a ring of 16, and not eight times that."""
+    """GPT 2.2B, pp=8 dp=8 on 8 servers of 8 V100, 25 Gbit/s: 464 MB in a ring of 16, and not eight
+    times that."""
     config = load_toml("scripts/configs/gpt_2b2_paper.toml")
     pipeline = replace(config.pipeline, num_microbatches=8, split=(6, 5, 5, 5, 5, 5, 2, 1))
     config = replace(config, parallel=ParallelConfig(1, 8, 8), pipeline=pipeline)
-    cluster = Cluster(find_device("v100-16gb"), 8, 8, find_link("nvlink2"), find_link("ethernet-25"))
+    cluster = Cluster(
+        find_device("v100-16gb"), 8, 8, find_link("nvlink2"), find_link("ethernet-25")
+    )
     model = StepCost(config, machine_of(cluster, estimate(config, cluster, (8,))))
     tied = 4 * 50304 * 2304
     card = 0.6 * 25e9 / 8
-    assert model.reduction(model.stages[0], 0)[0] == pytest.approx(2 * 15 / 16 * tied / card, rel=0.1)
+    assert model.reduction(model.stages[0], 0)[0] == pytest.approx(
+        2 * 15 / 16 * tied / card, rel=0.1
+    )
     assert 1e3 * model.step_time == pytest.approx(2459, rel=0.02)

@@ -27,12 +27,23 @@ LARGE = {"hidden_size": 128, "seq_length": 8, "tie_embeddings": False}
 """A model whose state is most of its memory."""
 
 
-def machine(base: Config, devices: int = 2, *, memory: float = 1e9, update: float = 0.0, bandwidth: float = 1e9,
-            cores: int = 8, layer: float = 1.0) -> Machine:
-    """A CPU with cores for all, whose links and file move 1 MiB in so little time as `bandwidth` says."""
+def machine(
+    base: Config,
+    devices: int = 2,
+    *,
+    memory: float = 1e9,
+    update: float = 0.0,
+    bandwidth: float = 1e9,
+    cores: int = 8,
+    layer: float = 1.0,
+) -> Machine:
+    """A CPU with cores for all, whose links and file move 1 MiB in so little time as `bandwidth`
+    says."""
     profile = made.profile(base, layer=layer, update=update, cores=cores, degrees=(1,))
     profile = replace(profile, state=StateSpeeds(1e7, 1e9, bandwidth, bandwidth / 2))
-    return made.machine(base, devices, made=profile, inner=made.link(bandwidth=bandwidth), memory=memory)
+    return made.machine(
+        base, devices, made=profile, inner=made.link(bandwidth=bandwidth), memory=memory
+    )
 
 
 TRACED = Footprints()
@@ -42,12 +53,12 @@ def peak(config: Config) -> int:
     return max(stage.total for stage in predict(config, trace=TRACED))
 
 
-# -- costs -----------------------------------------------------------------------------------------------------------
+# -- costs
 
 
 def test_gathers_and_sums_take_a_step_what_the_link_says() -> None:
-    """With a link so slow that nothing hides it, a step of ZeRO-3 is the time of its bytes: gpipe moves each block's
-    weights twice, and sums its gradients once."""
+    """With a link so slow that nothing hides it, a step of ZeRO-3 is the time of its bytes: gpipe
+    moves each block's weights twice, and sums its gradients once."""
     base = made.config(dp=2, m=4, b=1, zero=3, schedule="gpipe", **LARGE)
     on = machine(base, bandwidth=1e4, layer=1e-6)
     cost = StepCost(base, on)
@@ -61,11 +72,13 @@ def test_gathers_and_sums_take_a_step_what_the_link_says() -> None:
 
 
 def test_what_moves_take_beside_computing_is_the_ranks_own() -> None:
-    """Though the link is fast, gpipe's step is longer by a gather of all weights for the forwards, and for the
-    backwards, and by a sum of all gradients."""
+    """Though the link is fast, gpipe's step is longer by a gather of all weights for the forwards,
+    and for the backwards, and by a sum of all gradients."""
     base = made.config(dp=2, m=4, b=1, zero=3, schedule="gpipe", **LARGE)
     on = machine(base, bandwidth=1e12)
-    on = replace(on, profile=replace(on.profile, hardware=replace(on.profile.hardware, devices_per_host=2)))
+    on = replace(
+        on, profile=replace(on.profile, hardware=replace(on.profile.hardware, devices_per_host=2))
+    )
     free = StepCost(base, on)
     assert free.moves is not None
     items = free.moves.ghosts[0].residency(free.sizes)
@@ -74,7 +87,11 @@ def test_what_moves_take_beside_computing_is_the_ranks_own() -> None:
         taken = replace(on, profile=replace(on.profile, state=replace(on.profile.state, **speeds)))
         longer = StepCost(base, taken).step_time - free.step_time
         kept = 0.35 * (times > 1)  # of the weights, between forwards and backwards
-        assert (times - kept) * 100.0 * gradients <= longer * 1.001 <= 1.002 * times * 100.0 * gradients
+        assert (
+            (times - kept) * 100.0 * gradients
+            <= longer * 1.001
+            <= 1.002 * times * 100.0 * gradients
+        )
 
 
 def test_a_fast_link_hides_what_replicas_share() -> None:
@@ -82,7 +99,9 @@ def test_a_fast_link_hides_what_replicas_share() -> None:
     on = machine(plain, bandwidth=1e12)
     for zero in (2, 3):
         split = replace(plain, parallel=replace(plain.parallel, zero=zero))
-        assert StepCost(split, on).step_time == pytest.approx(StepCost(plain, on).step_time, rel=1e-3)
+        assert StepCost(split, on).step_time == pytest.approx(
+            StepCost(plain, on).step_time, rel=1e-3
+        )
 
 
 def test_a_budget_costs_what_does_not_hide_behind_compute() -> None:
@@ -96,7 +115,9 @@ def test_a_budget_costs_what_does_not_hide_behind_compute() -> None:
     whole = StepCost(base, machine(base, 1)).step_time
     assert times[0] == pytest.approx(whole, rel=1e-6)  # all is in memory
     assert whole < times[1] < times[2]
-    assert times[1] - whole <= 3 * state / 1e5 * 2  # weights twice, and the rest once, there and back
+    assert (
+        times[1] - whole <= 3 * state / 1e5 * 2
+    )  # weights twice, and the rest once, there and back
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -104,9 +125,13 @@ def test_shares_in_a_file_cost_both_kinds_of_moves(zero: int) -> None:
     base = made.config(dp=2, m=4, b=1, zero=zero, schedule="gpipe", **LARGE)
     on = machine(base, bandwidth=1e6)
     least = forecast(replace(base, memory=replace(base.memory, budget=1 << 30))).least
-    roomy, tight = (StepCost(replace(base, memory=replace(base.memory, budget=budget)), on)
-                    for budget in (1 << 30, least))
-    assert roomy.step_time == pytest.approx(StepCost(base, on).step_time, rel=0.01)  # updated in parts
+    roomy, tight = (
+        StepCost(replace(base, memory=replace(base.memory, budget=budget)), on)
+        for budget in (1 << 30, least)
+    )
+    assert roomy.step_time == pytest.approx(
+        StepCost(base, on).step_time, rel=0.01
+    )  # updated in parts
     assert tight.step_time > 1.1 * roomy.step_time
     assert tight.moves is not None
     (ghost,), ordering = tight.moves.ghosts, Ordering.of(base)
@@ -115,7 +140,9 @@ def test_shares_in_a_file_cost_both_kinds_of_moves(zero: int) -> None:
     assert not any(of_tiers)
     plan = {0: tuple(ghost.moved(ordering, tight.sizes, 2))}
     check(plan, tight.sizes, "gpipe", residency=items)  # type: ignore[arg-type]
-    without = [action for action in plan[0] if action.kind is not Kind.FETCH or action.microbatch > 3]
+    without = [
+        action for action in plan[0] if action.kind is not Kind.FETCH or action.microbatch > 3
+    ]
     with pytest.raises(PlanError, match=r"item . is not in the fast tier"):
         check({0: tuple(without)}, tight.sizes, "gpipe", residency=items)  # type: ignore[arg-type]
 
@@ -126,9 +153,15 @@ def test_cpu_time_of_a_file_is_the_ranks_own_where_cores_are_few(cores: int, hid
     config = replace(base, memory=replace(base.memory, budget=int(0.7 * predict(base)[0].state)))
     on = machine(base, 1, bandwidth=1e6, cores=cores)
     times = []
-    for work in (0.0, 1000.0, None):  # of a second that the disk takes for a GiB; None: all of it is
+    for work in (
+        0.0,
+        1000.0,
+        None,
+    ):  # of a second that the disk takes for a GiB; None: all of it is
         state = replace(on.profile.state, read_work=work, written_work=work)
-        times.append(StepCost(config, replace(on, profile=replace(on.profile, state=state))).step_time)
+        times.append(
+            StepCost(config, replace(on, profile=replace(on.profile, state=state))).step_time
+        )
     free, busy, unknown = times
     if hides:
         assert unknown == busy == free
@@ -136,15 +169,22 @@ def test_cpu_time_of_a_file_is_the_ranks_own_where_cores_are_few(cores: int, hid
         assert unknown > busy > free
 
 
-@pytest.mark.parametrize(("cores", "hides", "optim"), [
-    (8, True, OptimConfig()), (1, False, OptimConfig(name="own", spec="optim.rules:Lion"))])
-def test_a_host_hides_only_where_cores_are_idle(cores: int, hides: bool, optim: OptimConfig) -> None:
+@pytest.mark.parametrize(
+    ("cores", "hides", "optim"),
+    [(8, True, OptimConfig()), (1, False, OptimConfig(name="own", spec="optim.rules:Lion"))],
+)
+def test_a_host_hides_only_where_cores_are_idle(
+    cores: int, hides: bool, optim: OptimConfig
+) -> None:
     plain = replace(made.config(m=6, b=1, schedule="2bw", **LARGE), optim=optim)
     on = machine(plain, 1, update=1.0, cores=cores)
     number = StepCost(plain, on).ranks[0].parameters
-    on = replace(on, profile=replace(on.profile, state=StateSpeeds(updated=number / 8.0, copied=1e12)))
+    on = replace(
+        on, profile=replace(on.profile, state=StateSpeeds(updated=number / 8.0, copied=1e12))
+    )
     hosted = StepCost(replace(plain, memory=replace(plain.memory, host_optimizer=True)), on)
-    plain_s, host_s = StepCost(plain, on).step_time, hosted.step_time
+    plain_s = StepCost(plain, on).step_time
+    host_s = hosted.step_time
     update = StepCost(plain, on).ranks[0].update
     if hides:
         assert host_s == pytest.approx(plain_s - update, rel=1e-6)
@@ -152,12 +192,18 @@ def test_a_host_hides_only_where_cores_are_idle(cores: int, hides: bool, optim: 
         assert plain_s - update + 1.0 < host_s
 
 
-@pytest.mark.parametrize(("changes", "field"), [
-    ({"memory": {"budget": 1 << 30}}, "memory.budget"),
-    ({"memory": {"host_optimizer": True}}, "memory.host_optimizer")])
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"memory": {"budget": 1 << 30}}, "memory.budget"),
+        ({"memory": {"host_optimizer": True}}, "memory.host_optimizer"),
+    ],
+)
 def test_what_cannot_move_has_no_costs(changes: dict[str, dict[str, object]], field: str) -> None:
     base = made.config(dp=2, m=4)
-    config = replace(base, **{name: replace(getattr(base, name), **keys) for name, keys in changes.items()})
+    config = replace(
+        base, **{name: replace(getattr(base, name), **keys) for name, keys in changes.items()}
+    )
     with pytest.raises(ConfigError, match=f"{field} = .*, and this is cuda"):
         StepCost(config, made.machine(base, 2))
     unknown = replace(machine(base), profile=replace(machine(base).profile, state=StateSpeeds()))
@@ -167,33 +213,58 @@ def test_what_cannot_move_has_no_costs(changes: dict[str, dict[str, object]], fi
 
 def test_zero_3_costs_more_on_gpus_than_zero_1() -> None:
     base = made.config(dp=2, m=4)
-    one, three = (StepCost(replace(base, parallel=replace(base.parallel, zero=zero)), made.machine(base, 2)).step_time
-                  for zero in (1, 3))
+    one, three = (
+        StepCost(
+            replace(base, parallel=replace(base.parallel, zero=zero)), made.machine(base, 2)
+        ).step_time
+        for zero in (1, 3)
+    )
     assert one < three
 
 
 def test_a_host_that_keeps_muons_matrices_has_no_costs() -> None:
     base = replace(made.config(m=4), optim=OptimConfig(name="muon"))
     config = replace(base, memory=replace(base.memory, host_optimizer=True))
-    with pytest.raises(ConfigError, match=r"optim.name = 'muon': has no estimated costs .*; try adamw"):
+    with pytest.raises(
+        ConfigError, match=r"optim.name = 'muon': has no estimated costs .*; try adamw"
+    ):
         StepCost(config, machine(base))
 
 
-# -- the search ------------------------------------------------------------------------------------------------------
+# -- the search
 
 
-def found(base: Config, on: Machine, keep: dict[str, int] | None = None, schedules: tuple[str, ...] = ()) -> Result:
+def found(
+    base: Config, on: Machine, keep: dict[str, int] | None = None, schedules: tuple[str, ...] = ()
+) -> Result:
     free = replace(base, parallel=replace(base.parallel, dp=0))
-    return search(free, on, Request(
-        batch_size=base.global_batch_size, keep=keep or {"pp": 1, "tp": 1}, schedules=schedules, top=3,
-        micro_batches=(base.train.micro_batch_size,)))
+    return search(
+        free,
+        on,
+        Request(
+            batch_size=base.global_batch_size,
+            keep=keep or {"pp": 1, "tp": 1},
+            schedules=schedules,
+            top=3,
+            micro_batches=(base.train.micro_batch_size,),
+        ),
+    )
 
 
 def test_gradients_and_weights_are_split_where_nothing_else_fits() -> None:
-    """Less and less memory: ZeRO goes up as it must, and no further, and the report says what ZeRO-1 would need."""
+    """Less and less memory: ZeRO goes up as it must, and no further, and the report says what
+    ZeRO-1 would need."""
     base = made.config(dp=2, m=4, b=1, **LARGE)
-    peaks = [peak(replace(base, parallel=replace(base.parallel, zero=zero), pipeline=replace(
-        base.pipeline, recompute="stage"))) for zero in range(4)]
+    peaks = [
+        peak(
+            replace(
+                base,
+                parallel=replace(base.parallel, zero=zero),
+                pipeline=replace(base.pipeline, recompute="stage"),
+            )
+        )
+        for zero in range(4)
+    ]
     assert peaks == sorted(peaks, reverse=True)
     for zero in (1, 2, 3):
         on = machine(base, memory=(peaks[zero] + (peaks[zero - 1] - peaks[zero]) / 2) / 0.9)
@@ -211,8 +282,11 @@ def test_gradients_and_weights_are_split_where_nothing_else_fits() -> None:
 
 def test_with_a_slow_link_blocks_go_one_by_one() -> None:
     base = made.config(dp=2, m=2, b=1, **{**LARGE, "seq_length": 4})
-    split = replace(base, parallel=replace(base.parallel, zero=3), pipeline=replace(
-        base.pipeline, schedule="gpipe", recompute="none"))
+    split = replace(
+        base,
+        parallel=replace(base.parallel, zero=3),
+        pipeline=replace(base.pipeline, schedule="gpipe", recompute="none"),
+    )
     on = machine(base, memory=1.02 * peak(split) / 0.9, bandwidth=1e5)
     assert found(base, on).ranked[0].config.pipeline.schedule == "gpipe"
 

@@ -13,16 +13,29 @@ from hybridpar.planner.profile import StateSpeeds
 from hybridpar.planner.report import describe
 from hybridpar.planner.search import search
 
-CONFIG = made.config(pp=2, m=6, b=2, schedule="gpipe", num_layers=4, hidden_size=64, seq_length=256, vocab_size=64)
+CONFIG = made.config(
+    pp=2, m=6, b=2, schedule="gpipe", num_layers=4, hidden_size=64, seq_length=256, vocab_size=64
+)
 
 
 def best(speed: float, limit: float) -> Candidate:
     """Of a machine whose file has that speed; a forward of a layer takes 2 seconds there."""
-    profile = replace(made.profile(CONFIG, remake=0.5, cores=16), state=StateSpeeds(
-        read=speed, written=speed, read_work=0.0, written_work=0.0))
+    profile = replace(
+        made.profile(CONFIG, remake=0.5, cores=16),
+        state=StateSpeeds(read=speed, written=speed, read_work=0.0, written_work=0.0),
+    )
     on = made.machine(CONFIG, 2, made=profile, memory=limit)
-    (found,) = search(CONFIG, on, Request(
-        keep={"tp": 1, "pp": 2}, micro_batches=(2,), top=1, split_backward=False, schedules=("gpipe",))).ranked
+    (found,) = search(
+        CONFIG,
+        on,
+        Request(
+            keep={"tp": 1, "pp": 2},
+            micro_batches=(2,),
+            top=1,
+            split_backward=False,
+            schedules=("gpipe",),
+        ),
+    ).ranked
     return found
 
 

@@ -1,4 +1,5 @@
-"""profile.json: what is written is read back; what is damaged, foreign or of another version is said to be."""
+"""profile.json: what is written is read back; what is damaged, foreign or of another version is
+said to be."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def test_reads_back_what_was_written(tmp_path: Path) -> None:
     assert read_profile(tmp_path / "deep" / "profile.json") == profile
 
 
-def test_a_link_that_is_slower_one_way_reads_back_and_an_older_file_has_none(tmp_path: Path) -> None:
+def test_a_link_that_is_slower_one_way_reads_back_and_an_older_file_has_none(
+    tmp_path: Path,
+) -> None:
     even = made.profile(made.config())
     uneven = replace(even, links={"local": replace(even.links["local"], there=1.4)})
     write_profile(uneven, tmp_path / "p.json")
@@ -47,7 +50,10 @@ def test_gathers_sums_and_what_moves_state_are_kept(tmp_path: Path) -> None:
     write_profile(profile, tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == profile
     assert link.half_ring("scatter", 101, 2) == (4.0, 1.0)
-    assert link.half_ring("gather", 101, 2) == (link.ring_time(101, 2) / 2, 0.0)  # which was not measured
+    assert link.half_ring("gather", 101, 2) == (
+        link.ring_time(101, 2) / 2,
+        0.0,
+    )  # which was not measured
     assert link.half_ring("scatter", 101, 1) == (0.0, 0.0)
 
 
@@ -57,7 +63,9 @@ def test_sizes_between_measured_ones_lie_on_the_line() -> None:
     assert profile.block("layer", 1, 1).backward == pytest.approx(6.0)  # beyond the smallest
     assert profile.block("layer", 2, 16).forward == pytest.approx(24.0)  # beyond the largest
     assert profile.block("layer", 2, 4).forward_messages == (4096, 4096)
-    assert made.profile(made.config(), sizes=(4,)).block("layer", 1, 2).forward == pytest.approx(2.0)
+    assert made.profile(made.config(), sizes=(4,)).block("layer", 1, 2).forward == pytest.approx(
+        2.0
+    )
 
 
 def test_a_degree_that_was_not_measured() -> None:
@@ -71,14 +79,21 @@ def test_another_model_needs_another_profile() -> None:
     older = {name: dict(table) for name, table in profile.settings.items()}
     del older["model"]["parallel_residual"]
     check_settings(replace(profile, settings=older), made.config(pp=2, m=4))
-    with pytest.raises(ConfigError, match=r"model.parallel_residual = True: the profile was made with False"):
+    with pytest.raises(
+        ConfigError, match=r"model.parallel_residual = True: the profile was made with False"
+    ):
         check_settings(replace(profile, settings=older), made.config(parallel_residual=True))
-    with pytest.raises(ConfigError, match=r"model.hidden_size = 128: the profile was made with 64; try 64"):
+    with pytest.raises(
+        ConfigError, match=r"model.hidden_size = 128: the profile was made with 64; try 64"
+    ):
         check_settings(profile, made.config(hidden_size=128))
 
 
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "version": (lambda d: d.update(format="hybridpar profile 0"), "format is 'hybridpar profile 0', not"),
+    "version": (
+        lambda d: d.update(format="hybridpar profile 0"),
+        "format is 'hybridpar profile 0', not",
+    ),
     "negative": (lambda d: d["blocks"][1].update(forward=-1.0), r"blocks\[1\].forward is -1.0"),
     "not a number": (lambda d: d["blocks"][0].update(update="fast"), "update is 'fast'"),
     "missing": (lambda d: d["blocks"][0].pop("norm"), "'norm' is missing"),
@@ -86,14 +101,29 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no link": (lambda d: d.pop("links"), "'links' is missing"),
     "falling sizes": (lambda d: d["links"]["local"]["send"].reverse(), "sizes of a curve rise"),
     "no memory": (lambda d: d["hardware"].update(memory=0), "hardware.memory is 0"),
-    "half a host": (lambda d: d["hardware"].update(hosts=1.5), "hardware.hosts is 1.5, which must be of type int"),
+    "half a host": (
+        lambda d: d["hardware"].update(hosts=1.5),
+        "hardware.hosts is 1.5, which must be of type int",
+    ),
     "infinite": (lambda d: d["hardware"].update(memory=float("inf")), "hardware.memory is inf"),
-    "huge": (lambda d: d["blocks"][0].update(tp=1e400), r"blocks\[0\].tp is inf, which must be of type int"),
+    "huge": (
+        lambda d: d["blocks"][0].update(tp=1e400),
+        r"blocks\[0\].tp is inf, which must be of type int",
+    ),
     "lists": (lambda d: d["blocks"][0].update(forward=[]), r"forward is \[\]"),
     "messages": (lambda d: d["blocks"][-1].update(forward_messages=[1]), "equally many messages"),
-    "no all-reduce": (lambda d: d["links"]["local"].update(reduce={}), "links.local.reduce must hold"),
-    "alone": (lambda d: d["links"]["local"]["reduce"].update({"1": [[1, 1]]}), "all-reduces over 2 ranks or more"),
-    "settings": (lambda d: d.update(settings={"model": 3}), "settings.model is 3, which must be of type dict"),
+    "no all-reduce": (
+        lambda d: d["links"]["local"].update(reduce={}),
+        "links.local.reduce must hold",
+    ),
+    "alone": (
+        lambda d: d["links"]["local"]["reduce"].update({"1": [[1, 1]]}),
+        "all-reduces over 2 ranks or more",
+    ),
+    "settings": (
+        lambda d: d.update(settings={"model": 3}),
+        "settings.model is 3, which must be of type dict",
+    ),
     "a speed": (lambda d: d["state"].update(read=-1.0), "state.read is -1.0"),
     "no speeds": (lambda d: d.pop("state"), "'state' is missing"),
     "unknown": (lambda d: d["hardware"].update(speed=1), "speed"),
@@ -139,7 +169,9 @@ def test_a_size_that_something_held_up_does_not_make_a_link_fast() -> None:
 
 
 def test_a_measured_link_shares_and_scales_like_a_ring() -> None:
-    link = MeasuredLink("x", Curve(((1.0, 1.0), (101.0, 2.0))), {2: Curve(((1.0, 1.0), (101.0, 2.0)))})
+    link = MeasuredLink(
+        "x", Curve(((1.0, 1.0), (101.0, 2.0))), {2: Curve(((1.0, 1.0), (101.0, 2.0)))}
+    )
     assert link.transfer_time(101, flows=3) == pytest.approx(1 + 3)
     assert link.ring_time(101, 1) == 0
     assert link.ring_time(101, 2) == pytest.approx(2.0)
@@ -150,5 +182,7 @@ def test_a_measured_link_shares_and_scales_like_a_ring() -> None:
 
 @pytest.mark.parametrize(("bandwidth", "shown"), [(1.19e6, "1.19 MB/s"), (2143e6, "2,143 MB/s")])
 def test_rates_of_slow_links_have_three_digits(bandwidth: float, shown: str) -> None:
-    found = replace(made.profile(made.config()), links={"network": made.link(bandwidth=bandwidth, ranks=(2,))})
+    found = replace(
+        made.profile(made.config()), links={"network": made.link(bandwidth=bandwidth, ranks=(2,))}
+    )
     assert profile_lines(found)[-1] == f"network: 0 us, {shown}; all-reduce over 2 {shown}"

@@ -29,10 +29,14 @@ from hybridpar.validate import problems
 CONFIGS = Path(__file__).parent.parent.parent / "scripts" / "configs"
 
 
-def known(monkeypatch: pytest.MonkeyPatch, config: Config, on: Machine, request: Request) -> list[Candidate]:
+def known(
+    monkeypatch: pytest.MonkeyPatch, config: Config, on: Machine, request: Request
+) -> list[Candidate]:
     """All candidates; searches take these, so that each is simulated once."""
     every = list(candidates(config, on, request))
-    monkeypatch.setattr(searching, "candidates", lambda *_: [Candidate(one.config, one.cost) for one in every])
+    monkeypatch.setattr(
+        searching, "candidates", lambda *_: [Candidate(one.config, one.cost) for one in every]
+    )
     return every
 
 
@@ -41,8 +45,11 @@ def test_finds_the_fastest_of_all(schedule: str, monkeypatch: pytest.MonkeyPatch
     config = replace(made.config(schedule=schedule, m=16, b=1), parallel=made.ParallelConfig(dp=0))
     on = made.any_grid(config, memory=1e11)
     every = known(monkeypatch, config, on, Request())
-    every += [balanced(replace(one.config, parallel=replace(one.config.parallel, zero=1)), on)
-              for one in every if one.config.parallel.dp > 1]
+    every += [
+        balanced(replace(one.config, parallel=replace(one.config.parallel, zero=1)), on)
+        for one in every
+        if one.config.parallel.dp > 1
+    ]
     fastest = min(one.cost.step_time for one in every)
     result = search(config, on, Request(top=3))
     # ZeRO-1 is not preferred where it gains less than two hundredths
@@ -53,16 +60,27 @@ def test_finds_the_fastest_of_all(schedule: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("latency", [0.1, 4.0])
-def test_round_trips_bound_and_change_nothing_else(latency: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With slow links the time that micro-batches are on their way is the best bound; the search finds the same."""
+def test_round_trips_bound_and_change_nothing_else(
+    latency: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With slow links the time that micro-batches are on their way is the best bound; the search
+    finds the same."""
     config = replace(made.config(schedule="2bw", m=24, b=1), parallel=made.ParallelConfig(dp=0))
     profile = made.profile(config, layer=1.0, head=2.0, update=0.3, degrees=(1, 2, 4))
-    on = made.machine(config, 4, made=profile, inner=made.link(latency=latency, bandwidth=1e6), memory=1e11)
+    on = made.machine(
+        config, 4, made=profile, inner=made.link(latency=latency, bandwidth=1e6), memory=1e11
+    )
     request = Request(schedules=("2bw",), top=4)
     every = known(monkeypatch, config, on, request)
     assert all(one.least_time <= one.cost.step_time * (1 + 1e-9) for one in every)
-    slow = [one for one in every if one.cost.pp == 4 and one.is_stale and one.config.pipeline.warmup == "depth"
-            and one.config.pipeline.placement == "loop"]
+    slow = [
+        one
+        for one in every
+        if one.cost.pp == 4
+        and one.is_stale
+        and one.config.pipeline.warmup == "depth"
+        and one.config.pipeline.placement == "loop"
+    ]
     found = [(one.config, one.cost.step_time) for one in search(config, on, request).ranked]
     tight = [one.least_time > 0.9 * one.cost.step_time for one in slow]
     monkeypatch.setattr(bound, "_round_trips", lambda *_: 0.0)
@@ -80,12 +98,18 @@ def test_deep_pipelines_with_a_long_warm_up_are_simulated_in_part() -> None:
 
 
 @pytest.mark.parametrize(("update", "first"), [(1.0, 0), (6.0, 1)])
-def test_zero_is_preferred_where_it_gains_more_than_predictions_err(update: float, first: int) -> None:
+def test_zero_is_preferred_where_it_gains_more_than_predictions_err(
+    update: float, first: int
+) -> None:
     config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=4))
     profile = made.profile(config, layer=1.0, update=update)
-    result = search(config, made.machine(config, 4, made=profile, memory=1e11), Request(keep={"dp": 4}, top=8))
-    times = {zero: min(one.cost.step_time for one in result.ranked if one.config.parallel.zero == zero)
-             for zero in (0, 1)}
+    result = search(
+        config, made.machine(config, 4, made=profile, memory=1e11), Request(keep={"dp": 4}, top=8)
+    )
+    times = {
+        zero: min(one.cost.step_time for one in result.ranked if one.config.parallel.zero == zero)
+        for zero in (0, 1)
+    }
     assert times[1] < times[0]
     assert (times[1] < 0.98 * times[0]) == bool(first)
     assert result.ranked[0].config.parallel.zero == first
@@ -94,8 +118,9 @@ def test_zero_is_preferred_where_it_gains_more_than_predictions_err(update: floa
 def test_what_is_given_stays() -> None:
     config = replace(made.config(m=16, b=1), parallel=made.ParallelConfig(dp=0))
     assert grids(config, made.any_grid(config), {"pp": 2}) == [(1, 2, 2), (2, 2, 1)]
-    assert {one.grid for one in search(config, made.any_grid(config), Request(keep={"tp": 2})).ranked} <= {
-        (2, 1, 2), (2, 2, 1)}
+    assert {
+        one.grid for one in search(config, made.any_grid(config), Request(keep={"tp": 2})).ranked
+    } <= {(2, 1, 2), (2, 2, 1)}
 
 
 def big(dp: int = 0) -> Config:
@@ -106,7 +131,11 @@ def big(dp: int = 0) -> Config:
 
 def test_recomputes_and_splits_by_memory() -> None:
     config = big()
-    plain = replace(config, parallel=made.ParallelConfig(1, 2, 1), pipeline=replace(config.pipeline, split=(6, 6)))
+    plain = replace(
+        config,
+        parallel=made.ParallelConfig(1, 2, 1),
+        pipeline=replace(config.pipeline, split=(6, 6)),
+    )
     most = max(stage.total for stage in predict(plain))
     tight = made.any_grid(config, 2, memory=0.6 * most / 0.96 + 1.5 * 2**30)
     request = Request(keep={"tp": 1, "pp": 2}, micro_batches=(2,), top=2)
@@ -115,7 +144,8 @@ def test_recomputes_and_splits_by_memory() -> None:
     assert chosen.config.pipeline.recompute != "none"
     assert max(stage.total for stage in predict(chosen.config)) <= tight.memory_limit
     assert [stage.total for stage in chosen.memory or []] == pytest.approx(
-        [stage.total for stage in predict(chosen.config)], rel=0.01)
+        [stage.total for stage in predict(chosen.config)], rel=0.01
+    )
     assert not MemoryCheck(tight.memory_limit).fits(StepCost(plain, tight))
 
 
@@ -131,10 +161,16 @@ def test_stages_are_recomputed_whole_where_layers_keep_too_much() -> None:
 
 
 def test_what_is_cheap_is_recomputed_where_that_is_enough() -> None:
-    """A layer's forward takes 1 s, what is cheap of it `remake`: of ten layers less than one layer more, or more."""
+    """A layer's forward takes 1 s, what is cheap of it `remake`: of ten layers less than one layer
+    more, or more."""
     config = replace(big(), parallel=made.ParallelConfig(1, 1, 1))
-    most, selective = (max(stage.total for stage in predict(replace(
-        config, pipeline=replace(config.pipeline, recompute=text)))) for text in ("none", "selective"))
+    most, selective = (
+        max(
+            stage.total
+            for stage in predict(replace(config, pipeline=replace(config.pipeline, recompute=text)))
+        )
+        for text in ("none", "selective")
+    )
     assert selective < 0.9 * most
     for remake, chosen in ((0.02, True), (0.9, False)):
         profile = made.profile(config, layer=1.0, remake=remake)
@@ -146,9 +182,19 @@ def test_what_is_cheap_is_recomputed_where_that_is_enough() -> None:
 
 def test_says_what_does_not_fit_and_what_would() -> None:
     config = big()
-    smallest = min(max(s.total for s in predict(replace(
-        config, parallel=made.ParallelConfig(1, pp, 1), pipeline=replace(config.pipeline, recompute="all"))))
-        for pp in (4,))
+    smallest = min(
+        max(
+            s.total
+            for s in predict(
+                replace(
+                    config,
+                    parallel=made.ParallelConfig(1, pp, 1),
+                    pipeline=replace(config.pipeline, recompute="all"),
+                )
+            )
+        )
+        for pp in (4,)
+    )
     tight = made.any_grid(config, 4, memory=1.15 * smallest / 0.96 + 1.5 * 2**30)
     result = search(config, tight, Request(keep={"tp": 1}, micro_batches=(2,), top=9))
     assert result.ranked
@@ -156,7 +202,9 @@ def test_says_what_does_not_fit_and_what_would() -> None:
     assert failed
     assert "recomputation is not enough" in failed[0].reason
     assert "pp=4 would fit" in failed[0].reason
-    nothing = search(config, made.any_grid(config, 4, memory=1.5 * 2**30 + 1e6), Request(micro_batches=(2,)))
+    nothing = search(
+        config, made.any_grid(config, 4, memory=1.5 * 2**30 + 1e6), Request(micro_batches=(2,))
+    )
     assert not nothing.ranked
     assert len(nothing.failed) == nothing.considered
 
@@ -165,11 +213,15 @@ def test_what_cannot_be_planned_is_said() -> None:
     config = replace(made.config(m=7, b=1), parallel=made.ParallelConfig(dp=0))
     with pytest.raises(ConfigError, match=r"parallel.pp = 16: the model has only 8 blocks; try 8"):
         search(config, made.any_grid(config, 16), Request(keep={"pp": 16}))
-    with pytest.raises(ConfigError, match=r"parallel.tp = 16: must be at most model.num_heads = 4; try 4"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.tp = 16: must be at most model.num_heads = 4; try 4"
+    ):
         search(config, made.any_grid(config, 16), Request(keep={"tp": 16}))
     with pytest.raises(ConfigError, match=r"ranks = 3: no grid with pp=2 has so many .*; try 2"):
         search(config, made.any_grid(config, 3), Request(keep={"pp": 2}))
-    with pytest.raises(ConfigError, match="batch_size = 7: no grid of 4 devices with dp=4 divides it"):
+    with pytest.raises(
+        ConfigError, match="batch_size = 7: no grid of 4 devices with dp=4 divides it"
+    ):
         search(config, made.any_grid(config), Request(keep={"dp": 4}))
     with pytest.raises(ConfigError, match="batch_size = -1: must be positive"):
         search(config, made.any_grid(config), Request(batch_size=-1))
@@ -192,7 +244,16 @@ def test_parts_add_up_and_the_report_is_plain_data() -> None:
     result = search(config, made.any_grid(config, memory=1e10), Request())
     for one in result.ranked:
         parts = report.parts_of(one.cost)
-        whole = sum((parts.compute, parts.tensor, parts.optimizer, parts.reduction, parts.transfers, parts.bubble))
+        whole = sum(
+            (
+                parts.compute,
+                parts.tensor,
+                parts.optimizer,
+                parts.reduction,
+                parts.transfers,
+                parts.bubble,
+            )
+        )
         assert whole == pytest.approx(one.cost.step_time, rel=0.1)
     plain = json.loads(json.dumps(report.as_json(result)))
     assert plain["ranked"][0]["step_ms"] == pytest.approx(1e3 * result.ranked[0].cost.step_time)
@@ -203,14 +264,21 @@ PIPELINE = Request(keep={"tp": 1, "pp": 4}, micro_batches=(1,), top=4, split_bac
 
 
 def test_interleaves_where_that_makes_the_bubble_smaller() -> None:
-    """With free links more chunks are better, if blocks allow them; the plan can run and comes out as it is drawn."""
+    """With free links more chunks are better, if blocks allow them; the plan can run and comes out
+    as it is drawn."""
     config, on = made.even(1e11)
     result = search(config, on, PIPELINE)
     times = {one.config.pipeline.num_chunks: one.cost.step_time for one in result.ranked}
     assert times.keys() == {1, 2, 3, 4}
     best = result.ranked[0].config
-    assert (best.pipeline.schedule, best.pipeline.num_chunks, best.pipeline.split) == ("interleaved", 4, (1,) * 16)
-    assert times[4] == pytest.approx(8 * 12 + 6, rel=1e-3), "a rank's four layers, and the bubble of three ranks"
+    assert (best.pipeline.schedule, best.pipeline.num_chunks, best.pipeline.split) == (
+        "interleaved",
+        4,
+        (1,) * 16,
+    )
+    assert times[4] == pytest.approx(8 * 12 + 6, rel=1e-3), (
+        "a rank's four layers, and the bubble of three ranks"
+    )
     assert times[2] < times[1]
     planned = report.planned(result.ranked[0])
     assert problems(planned, 4) == []
@@ -219,17 +287,22 @@ def test_interleaves_where_that_makes_the_bubble_smaller() -> None:
 
 
 def test_interleaving_pays_for_its_messages() -> None:
-    """Each takes as long as a layer's forward: twice as many for two chunks, and the last rank's to the first."""
+    """Each takes as long as a layer's forward: twice as many for two chunks, and the last rank's to
+    the first."""
     config, _ = made.even(1e11)
     profile = made.profile(config)
-    slow = made.machine(config, 4, made=profile, inner=made.link(latency=6.0, bandwidth=1e9), memory=1e11)
+    slow = made.machine(
+        config, 4, made=profile, inner=made.link(latency=6.0, bandwidth=1e9), memory=1e11
+    )
     assert search(config, slow, PIPELINE).ranked[0].config.pipeline.schedule == "1f1b"
 
 
 def test_chunks_count_with_what_they_hold_in_memory() -> None:
     """More is in flight: where just 1f1b fits as it is, the others are recomputed or left out."""
     config, plenty = made.even(1e11)
-    peaks = {one.config.pipeline.num_chunks: one.peak for one in search(config, plenty, PIPELINE).ranked}
+    peaks = {
+        one.config.pipeline.num_chunks: one.peak for one in search(config, plenty, PIPELINE).ranked
+    }
     assert peaks[1] < min(peaks[2], peaks[3], peaks[4])
     limit = 1.02 * peaks[1]
     _, tight = made.even(limit / 0.96 + 1.5 * 2**30)
@@ -241,7 +314,7 @@ def test_chunks_count_with_what_they_hold_in_memory() -> None:
     assert any(one.config.pipeline.num_chunks == 1 for one in found.ranked)
 
 
-# -- what is preferred though it is not the fastest --------------------------------------------------------------------
+# -- what is preferred though it is not the fastest
 
 
 @pytest.mark.parametrize(("m", "chosen"), [(8, "2bw"), (64, "1f1b")])
@@ -249,51 +322,82 @@ def test_old_gradients_are_taken_for_a_gain_only(m: int, chosen: str) -> None:
     """The bubble of two stages is 1 / m of the work: 12 % of 8 micro-batches, 1.6 % of 64."""
     config, on = made.stale(0.0)
     config = replace(config, pipeline=replace(config.pipeline, num_microbatches=m, early_switch=1))
-    request = Request(keep={"tp": 1, "pp": 2}, micro_batches=(1,), top=9, schedules=("2bw", "1f1b"),
-                      split_backward=False)
+    request = Request(
+        keep={"tp": 1, "pp": 2},
+        micro_batches=(1,),
+        top=9,
+        schedules=("2bw", "1f1b"),
+        split_backward=False,
+    )
     result = search(config, on, request)
-    times = {name: min(one.cost.step_time for one in result.ranked if one.config.pipeline.schedule == name)
-             for name in ("2bw", "1f1b")}
+    times = {
+        name: min(
+            one.cost.step_time for one in result.ranked if one.config.pipeline.schedule == name
+        )
+        for name in ("2bw", "1f1b")
+    }
     assert times["2bw"] < times["1f1b"]
     assert (times["2bw"] * (1 + STALE_GAIN) < times["1f1b"]) == (chosen == "2bw")
     best = result.ranked[0].config
     assert best.pipeline.schedule == chosen
-    assert (best.optim.name, best.optim.staleness) == ("muon", "extrapolation" if chosen == "2bw" else "none")
+    assert (best.optim.name, best.optim.staleness) == (
+        "muon",
+        "extrapolation" if chosen == "2bw" else "none",
+    )
     assert (best.pipeline.early_switch == 1) == (chosen == "2bw")
     assert problems(best, 2) == []
     console = Console(width=400, record=True, file=io.StringIO())
     console.print(report.table(result))
     said = " ".join(console.export_text().split())
-    assert ("above the validation loss of 1f1b, by 18.5 %" in said) == any(one.is_stale for one in result.ranked)
+    assert ("above the validation loss of 1f1b, by 18.5 %" in said) == any(
+        one.is_stale for one in result.ranked
+    )
 
 
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("top", [1, 5])
-def test_a_plan_that_nearly_fills_the_memory_must_be_faster_than_predictions_err(quick: bool, top: int) -> None:
+def test_a_plan_that_nearly_fills_the_memory_must_be_faster_than_predictions_err(
+    quick: bool, top: int
+) -> None:
     """Two samples at once gain 1 %, or a tenth, and take more."""
     for gain, chosen in ((0.01, 1), (0.1, 2)):
         config = made.config(dp=1, m=16, b=1, num_layers=10, hidden_size=96, seq_length=256)
         profile = made.profile(config, sizes=(1, 2))
-        faster = {key: replace(cost, forward=cost.forward * (1 - gain), backward=cost.backward * (1 - gain))
-                  if key[2] == 2 else cost for key, cost in profile.blocks.items()}
+        faster = {
+            key: replace(
+                cost, forward=cost.forward * (1 - gain), backward=cost.backward * (1 - gain)
+            )
+            if key[2] == 2
+            else cost
+            for key, cost in profile.blocks.items()
+        }
         profile = replace(profile, blocks=faster)
         request = Request(keep={"tp": 1, "pp": 1}, schedules=("1f1b",), quick=quick, top=top)
-        (plenty, *_) = search(config, made.machine(config, 1, made=profile, memory=1e11), request).ranked
+        (plenty, *_) = search(
+            config, made.machine(config, 1, made=profile, memory=1e11), request
+        ).ranked
         assert plenty.config.train.micro_batch_size == 2
         memory = plenty.peak / 0.95 / 0.96 + 1.5 * 2**30
-        (best, *_) = search(config, made.machine(config, 1, made=profile, memory=memory), request).ranked
+        (best, *_) = search(
+            config, made.machine(config, 1, made=profile, memory=memory), request
+        ).ranked
         assert best.config.train.micro_batch_size == chosen
         assert best.memory is not None
 
 
 def test_plans_for_gpus_that_are_not_here() -> None:
-    """2.2B on 8 V100: what checkpoints are written from is in host memory, and would not fit beside the rest."""
+    """2.2B on 8 V100: what checkpoints are written from is in host memory, and would not fit beside
+    the rest."""
     config = load_toml(CONFIGS / "gpt_2b2_paper.toml")
     cluster = Cluster(find_device("v100-16gb"), 8, 1, find_link("nvlink2"), find_link("nvlink2"))
     on = machine_of(cluster, estimate(config, cluster, (8,)))
-    request = Request(keep={"pp": 8}, micro_batches=(8,), schedules=("2bw",), top=1, split_backward=False)
+    request = Request(
+        keep={"pp": 8}, micro_batches=(8,), schedules=("2bw",), top=1, split_backward=False
+    )
     (best,) = search(config, on, request).ranked
-    assert best.peak <= on.memory_limit < max(stage.total + stage.host for stage in best.memory or ())
+    assert (
+        best.peak <= on.memory_limit < max(stage.total + stage.host for stage in best.memory or ())
+    )
     assert not any(stage.checkpoint for stage in best.memory or ())
     hardware = replace(on.profile.hardware, host_memory=4e9)
     short = replace(on, profile=replace(on.profile, hardware=hardware), measured=True)

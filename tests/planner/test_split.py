@@ -15,8 +15,10 @@ TIMES = st.lists(st.integers(0, 9).map(float), min_size=1, max_size=8)
 
 
 def all_splits(count: int, stages: int) -> list[tuple[range, ...]]:
-    return [tuple(range(a, b) for a, b in zip((0, *cuts), (*cuts, count), strict=True))
-            for cuts in combinations(range(1, count), stages - 1)]
+    return [
+        tuple(range(a, b) for a, b in zip((0, *cuts), (*cuts, count), strict=True))
+        for cuts in combinations(range(1, count), stages - 1)
+    ]
 
 
 @given(TIMES, st.integers(1, 8))
@@ -26,8 +28,10 @@ def test_is_as_fast_as_the_fastest_of_all_splits(times: list[float], stages: int
         assert found is None
         return
     assert found is not None
-    periods = [max(sum(3 * times[i] + 1 for i in blocks) for blocks in split)
-               for split in all_splits(len(times), stages)]
+    periods = [
+        max(sum(3 * times[i] + 1 for i in blocks) for blocks in split)
+        for split in all_splits(len(times), stages)
+    ]
     assert found.period == pytest.approx(min(periods))
     assert sum(found.sizes) == len(times)
     assert min(found.sizes) >= 1
@@ -35,7 +39,9 @@ def test_is_as_fast_as_the_fastest_of_all_splits(times: list[float], stages: int
 
 
 @given(TIMES, st.integers(1, 4), st.lists(st.integers(1, 6), min_size=4, max_size=4))
-def test_recomputes_only_where_memory_asks_for_it(times: list[float], stages: int, room: list[int]) -> None:
+def test_recomputes_only_where_memory_asks_for_it(
+    times: list[float], stages: int, room: list[int]
+) -> None:
     """Stage s holds room[s] blocks, or twice as many if they are recomputed."""
     count = len(times)
 
@@ -46,7 +52,11 @@ def test_recomputes_only_where_memory_asks_for_it(times: list[float], stages: in
     periods = []
     for split in all_splits(count, stages) if stages <= count else []:
         if all(len(blocks) <= 2 * room[s] for s, blocks in enumerate(split)):
-            periods.append(max(sum(times[i] * (2 + (len(b) > room[s])) for i in b) for s, b in enumerate(split)))
+            periods.append(
+                max(
+                    sum(times[i] * (2 + (len(b) > room[s])) for i in b) for s, b in enumerate(split)
+                )
+            )
     if not periods:
         assert found is None
         return
@@ -63,15 +73,23 @@ def test_of_equal_splits_takes_that_with_fewer_blocks_at_the_end() -> None:
 
 @given(TIMES, st.lists(st.integers(0, 9).map(float), min_size=8, max_size=8), st.integers(1, 5))
 def test_of_equal_splits_takes_that_whose_fullest_stage_holds_the_least(
-        times: list[float], bytes_of: list[float], stages: int) -> None:
+    times: list[float], bytes_of: list[float], stages: int
+) -> None:
     """Stage s has as many micro-batches in flight as there are stages from it to the end."""
-    stages, kept = min(stages, len(times)), bytes_of[: len(times)]
-    found = best_split(times, times, times, stages, lambda stage, again: (stages - stage) * sums(kept))
+    stages = min(stages, len(times))
+    kept = bytes_of[: len(times)]
+    found = best_split(
+        times, times, times, stages, lambda stage, again: (stages - stage) * sums(kept)
+    )
     assert found is not None
 
     def worst(split: tuple[range, ...]) -> tuple[float, float]:
-        return (max(3 * sum(times[i] for i in blocks) for blocks in split),
-                max((stages - s) * sum(kept[i] for i in blocks) for s, blocks in enumerate(split)))
+        return (
+            max(3 * sum(times[i] for i in blocks) for blocks in split),
+            max((stages - s) * sum(kept[i] for i in blocks) for s, blocks in enumerate(split)),
+        )
 
     ends = [sum(found.sizes[:s]) for s in range(stages + 1)]
-    assert worst(tuple(range(a, b) for a, b in pairwise(ends))) == min(map(worst, all_splits(len(times), stages)))
+    assert worst(tuple(range(a, b) for a, b in pairwise(ends))) == min(
+        map(worst, all_splits(len(times), stages))
+    )

@@ -8,13 +8,25 @@ from hybridpar.optim import ParameterSlot
 from hybridpar.state import audit_replicas, replicas_along
 from hybridpar.state.audit import bit_hash
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
 
 
 def tensors():
     torch.manual_seed(0)
-    return {"a": torch.randn(5, 7), "b": torch.randn(11).bfloat16(), "c": torch.tensor(1.0, dtype=torch.float64),
-            "empty": torch.zeros(0)}
+    return {
+        "a": torch.randn(5, 7),
+        "b": torch.randn(11).bfloat16(),
+        "c": torch.tensor(1.0, dtype=torch.float64),
+        "empty": torch.zeros(0),
+    }
 
 
 def flip_bit(x, element, bit):
@@ -60,7 +72,9 @@ def audit_with_flip(name, element, bit, rank):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("name", "element", "bit", "rank"), [("a", 34, 0, 1), ("b", 3, 15, 2), ("c", 0, 63, 0)])
+@pytest.mark.parametrize(
+    ("name", "element", "bit", "rank"), [("a", 34, 0, 1), ("b", 3, 15, 2), ("c", 0, 63, 0)]
+)
 def test_one_flipped_bit_is_found_and_so_is_the_rank(name, element, bit, rank):
     for found in run_ranks(audit_with_flip, 3, name, element, bit, rank):
         assert found is not None
@@ -71,11 +85,16 @@ def audit_tp(flip):
     axis = ProcessGrid(tp=torch.distributed.get_world_size()).tp
     shard = Shard(0, (((0, 2), (3, 6)), ((3, 6),), ((1, 7),)))
     place = {"tp": axis.rank}
-    slots = [ParameterSlot("kv", Placement((7, 5), Init("zeros"), shard), place),
-             ParameterSlot("split", Placement((6,), Init("zeros"), Shard.even(0, 6, 3)), place),
-             ParameterSlot("norm", Placement((4,), Init("zeros")), place)]
+    slots = [
+        ParameterSlot("kv", Placement((7, 5), Init("zeros"), shard), place),
+        ParameterSlot("split", Placement((6,), Init("zeros"), Shard.even(0, 6, 3)), place),
+        ParameterSlot("norm", Placement((4,), Init("zeros")), place),
+    ]
     torch.manual_seed(0)
-    held = {slot.name: slot.placement.take(torch.randn(slot.placement.shape), axis.rank) for slot in slots}
+    held = {
+        slot.name: slot.placement.take(torch.randn(slot.placement.shape), axis.rank)
+        for slot in slots
+    }
     if axis.rank == 2 and flip:
         flip_bit(held["kv"], 5 * 4, 3)  # row 5 of the global tensor
     replicas = replicas_along("tp", [(slot.name, held[slot.name], slot) for slot in slots])
@@ -86,9 +105,14 @@ def audit_tp(flip):
 def test_rows_shared_over_tp_are_compared_among_their_holders():
     clean, flipped = run_ranks(audit_tp, 3, False), run_ranks(audit_tp, 3, True)
     assert [names for names, _ in clean] == [
-        ["kv[1:2]", "kv[3:6]", "norm"], ["kv[3:6]", "norm"], ["kv[1:2]", "kv[3:6]", "norm"]]
+        ["kv[1:2]", "kv[3:6]", "norm"],
+        ["kv[3:6]", "norm"],
+        ["kv[1:2]", "kv[3:6]", "norm"],
+    ]
     assert all(found is None for _, found in clean)
-    assert all(str(found) == "kv[3:6] on ranks 2 differs from that on rank 0" for _, found in flipped)
+    assert all(
+        str(found) == "kv[3:6] on ranks 2 differs from that on rank 0" for _, found in flipped
+    )
 
 
 def test_a_single_replica_agrees_with_itself():

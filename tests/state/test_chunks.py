@@ -8,13 +8,20 @@ import torch
 from hybridpar.state.chunks import EMPTY, WHOLE, Buffer, Chunk, Memory, Use, block_of, cut
 from hybridpar.state.layout import FlatLayout
 
-NAMES = ["blocks.0.tokens.weight", *(f"blocks.{n}.{part}" for n in range(4) for part in ("norm", "bias")),
-         *(f"blocks.{n}.weight" for n in range(4))]
+NAMES = [
+    "blocks.0.tokens.weight",
+    *(f"blocks.{n}.{part}" for n in range(4) for part in ("norm", "bias")),
+    *(f"blocks.{n}.weight" for n in range(4)),
+]
 LAYOUT = FlatLayout(NAMES, [(40,)] * 9 + [(7, 30)] * 4, torch.float32)
 
 
 def test_blocks_of_names() -> None:
-    assert [block_of(name) for name in ("blocks.12.mlp.up.weight", "blocks.x.y", "weight")] == [12, -1, -1]
+    assert [block_of(name) for name in ("blocks.12.mlp.up.weight", "blocks.x.y", "weight")] == [
+        12,
+        -1,
+        -1,
+    ]
 
 
 def pairs(name: str) -> Use:
@@ -27,7 +34,9 @@ def test_neighbours_of_equal_use_are_a_chunk() -> None:
     chunks = cut(LAYOUT, pairs)
     assert [c.start for c in chunks] == [0, *(c.stop for c in chunks[:-1])]
     assert chunks[-1].stop == LAYOUT.numel
-    assert [c.use for c in chunks] == [pairs(name) for name in (NAMES[0], NAMES[1], NAMES[9], NAMES[11])]
+    assert [c.use for c in chunks] == [
+        pairs(name) for name in (NAMES[0], NAMES[1], NAMES[9], NAMES[11])
+    ]
     assert [c.start for c in chunks] == [LAYOUT.offsets[i] for i in (0, 1, 9, 11)]
     assert cut(LAYOUT, lambda name: WHOLE) == (Chunk(0, LAYOUT.numel),)
 
@@ -40,7 +49,10 @@ def test_an_empty_layout_is_one_chunk_of_nothing() -> None:
 
 def test_a_buffer_in_chunks() -> None:
     chunks = cut(LAYOUT, pairs)
-    whole, parts = Buffer(LAYOUT, torch.float32, Memory()), Buffer(LAYOUT, torch.float32, Memory(), chunks)
+    whole, parts = (
+        Buffer(LAYOUT, torch.float32, Memory()),
+        Buffer(LAYOUT, torch.float32, Memory(), chunks),
+    )
     assert whole.nbytes == parts.nbytes == 4 * LAYOUT.numel
     assert parts.group(0) == [0, 1, 2]
     for i, view in enumerate(whole.views().values()):

@@ -1,6 +1,8 @@
-"""Compressed gradients: the bits of one process that keeps the feedback of all replicas, and nothing is lost.
+"""Compressed gradients: the bits of one process that keeps the feedback of all replicas, and
+nothing is lost.
 
-Every run hands out what came into each sum and what went out of it, and the sum is computed anew by other means.
+Every run hands out what came into each sum and what went out of it, and the sum is computed anew by
+other means.
 """
 
 from __future__ import annotations
@@ -32,12 +34,26 @@ SKIPPED = 2
 """A batch that makes no step, and sets new thresholds."""
 
 
-def make(compression: dict[str, Any], parallel: dict[str, int], schedule: str = "2bw", **sections: Any) -> Config:
-    return from_mapping({
-        "model": {"num_layers": 2, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31},
-        "parallel": {"dp": 1} | parallel, "pipeline": {
-            "num_microbatches": 6 // parallel.get("dp", 1), "schedule": schedule} | sections.pop("pipeline", {}),
-        "train": {"micro_batch_size": 1} | sections.pop("train", {}), "compression": compression, **sections})
+def make(
+    compression: dict[str, Any], parallel: dict[str, int], schedule: str = "2bw", **sections: Any
+) -> Config:
+    return from_mapping(
+        {
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 24,
+                "num_heads": 3,
+                "seq_length": 8,
+                "vocab_size": 31,
+            },
+            "parallel": {"dp": 1} | parallel,
+            "pipeline": {"num_microbatches": 6 // parallel.get("dp", 1), "schedule": schedule}
+            | sections.pop("pipeline", {}),
+            "train": {"micro_batch_size": 1} | sections.pop("train", {}),
+            "compression": compression,
+            **sections,
+        }
+    )
 
 
 class Skips(BatchPolicy):
@@ -75,9 +91,11 @@ class Ran:
 
 
 def run(config: Config, steps: int, policy: type[BatchPolicy] = BatchPolicy) -> Ran:
-    """Trains, and notes all that goes into the sums of the compressed parameters and comes out of them."""
+    """Trains, and notes all that goes into the sums of the compressed parameters and comes out of
+    them."""
     engine, samples = start(config, policy=policy(config))
-    state, compression = engine.state, engine.state.compression
+    state = engine.state
+    compression = engine.state.compression
     ran = Ran(engine.grid.rank, {})
     if compression is not None:
         names = list(compression.feedback.kept)
@@ -101,28 +119,41 @@ def run(config: Config, steps: int, policy: type[BatchPolicy] = BatchPolicy) -> 
         ran.norms.append(step.grad_norm)
         ran.skipped.append(step.skipped)
 
-    engine.train(samples, steps, on_step,
-                 lambda batch, gradients: ran.sums.append({name: x.clone() for name, x in gradients.items()}))
+    engine.train(
+        samples,
+        steps,
+        on_step,
+        lambda batch, gradients: ran.sums.append(
+            {name: x.clone() for name, x in gradients.items()}
+        ),
+    )
     ran.traffic = engine.grid.dp.traffic.num_bytes["broadcast"] - before
     if compression is not None:
         ran.kept.append({name: x.clone() for name, x in compression.feedback.kept.items()})
         ran.sent = compression.sent
-        ran.dense = sum(entry.numel for method in compression._methods.values() for entry in method.dense)
+        ran.dense = sum(
+            entry.numel for method in compression._methods.values() for entry in method.dense
+        )
     ran.state = {key: x.clone() for key, x in state.tensors().items()}
     ran.diverged = find_divergence(state.placed(), engine.grid)
     return ran
 
 
 Method = Callable[[int, list[Tensor], dict[str, Any]], tuple[Tensor, list[Tensor]]]
-"""Takes the number of a batch, G + E of each replica, and a place to keep things in; the sum, and E of each."""
+"""Takes the number of a batch, G + E of each replica, and a place to keep things in; the sum, and E
+of each."""
 
 
-def rounded(batch: int, wanted: list[Tensor], memory: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+def rounded(
+    batch: int, wanted: list[Tensor], memory: dict[str, Any]
+) -> tuple[Tensor, list[Tensor]]:
     sent = [x.bfloat16().to(x.dtype) for x in wanted]
     return in_order(sent), [x - s for x, s in zip(wanted, sent, strict=True)]
 
 
-def thresholds(batch: int, wanted: list[Tensor], memory: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+def thresholds(
+    batch: int, wanted: list[Tensor], memory: dict[str, Any]
+) -> tuple[Tensor, list[Tensor]]:
     sent = []
     for replica, x in enumerate(wanted):
         sizes = x.abs().view(-1).sort(descending=True).values
@@ -145,17 +176,28 @@ def in_order(tensors: list[Tensor]) -> Tensor:
     return total
 
 
-def integers(batch: int, wanted: list[Tensor], memory: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+def integers(
+    batch: int, wanted: list[Tensor], memory: dict[str, Any]
+) -> tuple[Tensor, list[Tensor]]:
     rows = [x.reshape(1, -1) for x in wanted]
-    sent = [dequantize_(torch.empty_like(x), quantize(x, 4, rotate=True), 4, rotate=True) for x in rows]
+    sent = [
+        dequantize_(torch.empty_like(x), quantize(x, 4, rotate=True), 4, rotate=True) for x in rows
+    ]
     sent = [s.view_as(x) for s, x in zip(sent, wanted, strict=True)]
     return in_order(sent), [x - s for x, s in zip(wanted, sent, strict=True)]
 
 
 def whole_until(start: int, method: Method) -> Method:
     """The method from batch `start` on, of two replicas, whose sums have one order."""
-    def found(batch: int, wanted: list[Tensor], memory: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
-        return method(batch, wanted, memory) if batch >= start else (in_order(wanted), [x * 0 for x in wanted])
+
+    def found(
+        batch: int, wanted: list[Tensor], memory: dict[str, Any]
+    ) -> tuple[Tensor, list[Tensor]]:
+        return (
+            method(batch, wanted, memory)
+            if batch >= start
+            else (in_order(wanted), [x * 0 for x in wanted])
+        )
 
     return found
 
@@ -167,14 +209,21 @@ def check_against_oracle(ran: list[Ran], method: Method, skipped: int = -1) -> I
     """Compares every sum and all feedback, to the bit; the names of what was compared."""
     for name, ranks in {name: of for one in ran for name, of in one.axes.items()}.items():
         # a tied weight has another name on the other end
-        group = [(one, name if name in one.axes else next(n for n, of in one.axes.items() if of == ranks))
-                 for one in (ran[rank] for rank in ranks)]
+        group = [
+            (
+                one,
+                name if name in one.axes else next(n for n, of in one.axes.items() if of == ranks),
+            )
+            for one in (ran[rank] for rank in ranks)
+        ]
         memory: dict[Any, Any] = {}
         kept = [torch.zeros_like(one.given[0][own]) for one, own in group]
         for batch in range(len(ran[0].given)):
             for (one, own), expected in zip(group, kept, strict=True):
                 assert torch.equal(one.kept[batch][own], expected), (own, batch, "before")
-            wanted = [one.given[batch][own] + left for (one, own), left in zip(group, kept, strict=True)]
+            wanted = [
+                one.given[batch][own] + left for (one, own), left in zip(group, kept, strict=True)
+            ]
             total, left = method(batch, wanted, memory)
             for one, own in group:
                 assert torch.equal(one.sums[batch][own], total), (own, batch)
@@ -186,20 +235,54 @@ def check_against_oracle(ran: list[Ran], method: Method, skipped: int = -1) -> I
         yield name
 
 
-DEEP = {"model": {"num_layers": 4, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31}}
+DEEP = {
+    "model": {"num_layers": 4, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31}
+}
 CASES = {
     "dct, three replicas, a step is skipped": (DCT, {"dp": 3}, "2bw", {}),
     "dct, tied weights, bf16": (
-        DCT, {"dp": 2, "pp": 2}, "2bw", {"pipeline": {"split_backward": True}, "train": {"dtype": "bf16"}}),
+        DCT,
+        {"dp": 2, "pp": 2},
+        "2bw",
+        {"pipeline": {"split_backward": True}, "train": {"dtype": "bf16"}},
+    ),
     "dct, interleaved, ZeRO-1": (DCT, {"dp": 2, "pp": 2, "zero": 1}, "interleaved", DEEP),
-    "dct, on the host": (DCT, {"dp": 2, "pp": 2}, "2bw", DEEP | {"memory": {"host_optimizer": True}}),
-    "bf16, on the host, a step is skipped": (BF16, {"dp": 3}, "1f1b", {"memory": {"host_optimizer": True}}),
+    "dct, on the host": (
+        DCT,
+        {"dp": 2, "pp": 2},
+        "2bw",
+        DEEP | {"memory": {"host_optimizer": True}},
+    ),
+    "bf16, on the host, a step is skipped": (
+        BF16,
+        {"dp": 3},
+        "1f1b",
+        {"memory": {"host_optimizer": True}},
+    ),
     "int4 from the third batch on, in parts": (
-        INT4 | {"gradients_start": 2}, {"dp": 2}, "2bw", DEEP | {"memory": {"parts": 3}}),
-    "dct, ZeRO-2, three replicas, a step is skipped": (DCT, {"dp": 3, "zero": 2}, "2bw", {"train": {"dtype": "bf16"}}),
+        INT4 | {"gradients_start": 2},
+        {"dp": 2},
+        "2bw",
+        DEEP | {"memory": {"parts": 3}},
+    ),
+    "dct, ZeRO-2, three replicas, a step is skipped": (
+        DCT,
+        {"dp": 3, "zero": 2},
+        "2bw",
+        {"train": {"dtype": "bf16"}},
+    ),
     "int4, ZeRO-3, from the third batch on": (
-        INT4 | {"gradients_start": 2}, {"dp": 2, "zero": 3}, "2bw", DEEP),
-    "bf16, ZeRO-3, tp, muon": (BF16, {"dp": 2, "tp": 2, "zero": 3}, "1f1b", {"optim": {"name": "muon"}}),
+        INT4 | {"gradients_start": 2},
+        {"dp": 2, "zero": 3},
+        "2bw",
+        DEEP,
+    ),
+    "bf16, ZeRO-3, tp, muon": (
+        BF16,
+        {"dp": 2, "tp": 2, "zero": 3},
+        "1f1b",
+        {"optim": {"name": "muon"}},
+    ),
     "int4, pipedream": (INT4, {"dp": 2, "pp": 2}, "pipedream", {"optim": {"clip_grad": 0.0}}),
 }
 
@@ -208,7 +291,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_are_one_process_with_all_feedback(case: str) -> None:
     compression, parallel, schedule, more = CASES[case]
-    config, skips = make(compression, parallel, schedule, **more), "skipped" in case
+    config = make(compression, parallel, schedule, **more)
+    skips = "skipped" in case
     ran = run_ranks(run, config.parallel.num_ranks, config, 5, Skips if skips else BatchPolicy)
     assert {one.diverged for one in ran} == {""}
     oracle = whole_until(config.compression.gradients_start, ORACLES[config.compression.gradients])
@@ -216,20 +300,34 @@ def test_replicas_are_one_process_with_all_feedback(case: str) -> None:
     assert len(compared) >= 4 * config.model.num_layers
     assert all(any(x.any() for x in one.kept[-1].values()) for one in ran)
     assert all(0 < one.sent.elements <= one.sent.whole_elements for one in ran)
-    if config.parallel.num_ranks == config.parallel.dp:  # what is clipped by is of the sums that came out
-        squares = [sum(float(x.double().square().sum()) for x in sums.values()) for sums in ran[0].sums]
+    if (
+        config.parallel.num_ranks == config.parallel.dp
+    ):  # what is clipped by is of the sums that came out
+        squares = [
+            sum(float(x.double().square().sum()) for x in sums.values()) for sums in ran[0].sums
+        ]
         assert [norm**2 for norm in ran[0].norms] == pytest.approx(squares, rel=1e-5)
 
 
 @pytest.mark.ranks
 def test_all_of_it_is_the_run_without_compression() -> None:
     """Extrapolated gradients, too: what came out of the sum is."""
-    parallel, whole = {"dp": 2}, {
-        "train": {"dtype": "fp64"}, "pipeline": {"num_microbatches": 6}, "optim": {"staleness": "extrapolation"},
-        "model": DEEP["model"] | {"num_layers": 2, "tie_embeddings": False}}
-    plain, *others = (run_ranks(run, 2, make(compression, parallel, **whole), 4) for compression in (
-        {"gradients": "none"}, DCT | {"gradients_kept": 1.0}, POWER | {"gradients_rank": 31}, PCA | {
-            "gradients_start": 4}))
+    parallel = {"dp": 2}
+    whole = {
+        "train": {"dtype": "fp64"},
+        "pipeline": {"num_microbatches": 6},
+        "optim": {"staleness": "extrapolation"},
+        "model": DEEP["model"] | {"num_layers": 2, "tie_embeddings": False},
+    }
+    plain, *others = (
+        run_ranks(run, 2, make(compression, parallel, **whole), 4)
+        for compression in (
+            {"gradients": "none"},
+            DCT | {"gradients_kept": 1.0},
+            POWER | {"gradients_rank": 31},
+            PCA | {"gradients_start": 4},
+        )
+    )
     for number, ran in enumerate(others):
         for one, other in zip(ran, plain, strict=True):
             for key, tensor in other.state.items():
@@ -243,7 +341,9 @@ def test_all_of_it_is_the_run_without_compression() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("compression", [DCT, POWER, PCA], ids=lambda c: c["gradients"])
-def test_another_scale_of_the_loss_in_every_batch_changes_no_bit(compression: dict[str, Any]) -> None:
+def test_another_scale_of_the_loss_in_every_batch_changes_no_bit(
+    compression: dict[str, Any],
+) -> None:
     config = make(compression, {"dp": 2, "zero": 2 if compression is DCT else 0})
     plain, scaled = run_ranks(run_both, 2, config)[0]
     assert plain.losses == scaled.losses
@@ -257,35 +357,58 @@ def run_both(config: Config) -> list[Ran]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("compression", [DCT, POWER, PCA], ids=lambda c: c["gradients"])
-def test_half_precision_scales_its_losses_and_skips_what_overflows(compression: dict[str, Any]) -> None:
+def test_half_precision_scales_its_losses_and_skips_what_overflows(
+    compression: dict[str, Any],
+) -> None:
     """The scale that it begins with is too large, and is halved until it is not."""
-    config = make(compression, {"dp": 2}, "1f1b", train={"dtype": "fp16"}, optim={"loss_scale": 2.0**22, "lr": 1e-2})
+    config = make(
+        compression,
+        {"dp": 2},
+        "1f1b",
+        train={"dtype": "fp16"},
+        optim={"loss_scale": 2.0**22, "lr": 1e-2},
+    )
     ran = run_ranks(run, 2, config, 12)
     assert {one.diverged for one in ran} == {""}
     assert ran[0].skipped[0] > ran[0].skipped[-1]
-    assert all(x.isfinite().all() for one in ran for x in one.state.values() if x.is_floating_point())
+    assert all(
+        x.isfinite().all() for one in ran for x in one.state.values() if x.is_floating_point()
+    )
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("values", "off", "zero"), [("full", 1e-8, 2), ("int8", 0.05, 0)])
 def test_factors_are_a_step_of_power_iteration(values: str, off: float, zero: int) -> None:
     """In fewer bits, too: what rounding takes off is kept with the rest."""
-    ran = run_ranks(run, 3, make(
-        POWER | {"gradients_values": values}, {"dp": 3, "zero": zero}, train={"dtype": "fp64"}), 4)
+    ran = run_ranks(
+        run,
+        3,
+        make(
+            POWER | {"gradients_values": values}, {"dp": 3, "zero": zero}, train={"dtype": "fp64"}
+        ),
+        4,
+    )
     assert {one.diverged for one in ran} == {""}
     if not zero:  # else weights are gathered, too
         assert ran[0].traffic == sum(one.sent.num_bytes for one in ran)
     for name in ran[0].axes:
-        factor, lost = None, []
+        factor = None
+        lost = []
         for batch in range(4):
             wanted = [one.given[batch][name] + one.kept[batch][name] for one in ran]
             total = sum(wanted)
             if factor is not None:
                 basis = torch.linalg.qr(total @ (factor / factor.norm(dim=0))).Q
-                assert (ran[0].sums[batch][name] - basis @ (basis.t() @ total)).norm() <= off * total.norm()
-            factor = torch.linalg.lstsq(_basis_of(ran[0].sums[batch][name]), ran[0].sums[batch][name]).solution.t()
+                assert (
+                    ran[0].sums[batch][name] - basis @ (basis.t() @ total)
+                ).norm() <= off * total.norm()
+            factor = torch.linalg.lstsq(
+                _basis_of(ran[0].sums[batch][name]), ran[0].sums[batch][name]
+            ).solution.t()
             left = sum(one.kept[batch + 1][name] for one in ran)
-            torch.testing.assert_close(ran[0].sums[batch][name] + left, total, rtol=0, atol=1e-12)  # nothing is lost
+            torch.testing.assert_close(
+                ran[0].sums[batch][name] + left, total, rtol=0, atol=1e-12
+            )  # nothing is lost
             lost.append(float(left.norm() / total.norm()))
         assert lost[0] < 1
         assert torch.linalg.matrix_rank(ran[0].sums[-1][name]) == 3
@@ -300,19 +423,23 @@ def test_bases_are_orthonormal_where_columns_are_not_independent() -> None:
     x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
     x[:, 2] = 0
     basis = orthonormal(x)
-    torch.testing.assert_close(basis.t() @ basis, torch.diag(torch.tensor([1.0, 1, 0, 1])), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        basis.t() @ basis, torch.diag(torch.tensor([1.0, 1, 0, 1])), rtol=0, atol=1e-6
+    )
     assert orthonormal(torch.full((3, 2), torch.nan)).isnan().all()
 
 
 @pytest.mark.ranks
 def test_messages_have_the_bytes_that_are_stated() -> None:
-    ran, expected = run_ranks(run, 2, make(DCT, {"dp": 2}), 3), 0
+    ran = run_ranks(run, 2, make(DCT, {"dp": 2}), 3)
+    expected = 0
     for one in ran:
         for batch in range(3):
             for name in one.axes:
                 # what a rank sends is what it had less what it keeps
                 had = one.given[batch][name] + one.kept[batch][name]
-                count, n = int((had != one.kept[batch + 1][name]).sum()), had.numel()
+                count = int((had != one.kept[batch + 1][name]).sum())
+                n = had.numel()
                 expected += 4 + 4 * count + min(ceil(n / 8), ceil(n / 255) + count)
             expected += 4 * one.dense
     assert ran[0].traffic == ran[1].traffic == sum(one.sent.num_bytes for one in ran) == expected

@@ -1,4 +1,5 @@
-"""With sbpca, weights of hybridpar's layers are sent as factors, and those of torch's layers whole."""
+"""With sbpca, weights of hybridpar's layers are sent as factors, and those of torch's layers
+whole."""
 
 from __future__ import annotations
 
@@ -23,12 +24,16 @@ WIDTH = 8
 
 
 class Both(nn.Module):
-    """A layer of hybridpar and one of torch. outside: its forward also uses the weight of the former itself."""
+    """A layer of hybridpar and one of torch. outside: its forward also uses the weight of the
+    former itself."""
 
     def __init__(self, axis: Axis, outside: bool, factory: dict[str, Any]):
         super().__init__()
-        self.ours = hp.ColumnParallelLinear(WIDTH, WIDTH, axis, matrices=(((0, WIDTH),),), **factory)
-        self.theirs, self.outside = nn.Linear(WIDTH, WIDTH), outside
+        self.ours = hp.ColumnParallelLinear(
+            WIDTH, WIDTH, axis, matrices=(((0, WIDTH),),), **factory
+        )
+        self.theirs = nn.Linear(WIDTH, WIDTH)
+        self.outside = outside
 
     def forward(self, x: Tensor, batch: dict[str, Tensor], key: Any) -> Tensor:
         y: Tensor = self.theirs(self.ours(x).tanh())
@@ -42,7 +47,9 @@ class First(nn.Linear):
 
 class Last(nn.Linear):
     def forward(self, x: Tensor, batch: dict[str, Tensor], key: Any = None) -> dict[str, Tensor]:  # type: ignore[override]
-        return {"loss": (super().forward(x)[:, 0] - batch["y"]).square().sum() / batch["num_samples"]}
+        return {
+            "loss": (super().forward(x)[:, 0] - batch["y"]).square().sum() / batch["num_samples"]
+        }
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,13 @@ class Mixed(hp.ModelSpec):
         return (WIDTH,)
 
     def block(self, number: int, build: Any) -> nn.Module:
-        return (First(3, WIDTH) if number == 0 else Last(WIDTH, 1) if number == 2
-                else Both(build.axis, self.outside, build.factory))
+        return (
+            First(3, WIDTH)
+            if number == 0
+            else Last(WIDTH, 1)
+            if number == 2
+            else Both(build.axis, self.outside, build.factory)
+        )
 
     def sample(self, number: int, seed: int) -> dict[str, Any]:
         x = np.random.default_rng([seed, number]).normal(size=3).astype(np.float32)
@@ -80,18 +92,35 @@ class Plain(hp.SequentialSpec):
 
 def make(model: hp.ModelSpec, gradients: str, zero: int = 0) -> Config:
     return hp.Trainer(
-        model, parallel={"dp": 2, "zero": zero}, train={"num_steps": 4, "micro_batch_size": 2, "dtype": "fp64"},
-        pipeline={"num_microbatches": 2}, optim={"lr": 1e-2}, compression={
-            "gradients": gradients, "gradients_smallest": 1, "gradients_rank": WIDTH, "gradients_blocks": 1}).config
+        model,
+        parallel={"dp": 2, "zero": zero},
+        train={"num_steps": 4, "micro_batch_size": 2, "dtype": "fp64"},
+        pipeline={"num_microbatches": 2},
+        optim={"lr": 1e-2},
+        compression={
+            "gradients": gradients,
+            "gradients_smallest": 1,
+            "gradients_rank": WIDTH,
+            "gradients_blocks": 1,
+        },
+    ).config
 
 
 def gradients_of(config: Config) -> tuple[set[str], dict[str, Tensor]]:
     """What this rank sends as factors, and the sums of the first batch."""
     engine, loader = start(config)
     found: list[dict[str, Tensor]] = []
-    engine.train(loader, 1, lambda step: None, lambda batch, gradients: found.append(
-        {name: gradient.clone() for name, gradient in gradients.items()}))
-    return set(() if engine.state.compression is None else engine.state.compression.packed), found[0]
+    engine.train(
+        loader,
+        1,
+        lambda step: None,
+        lambda batch, gradients: found.append(
+            {name: gradient.clone() for name, gradient in gradients.items()}
+        ),
+    )
+    return set(() if engine.state.compression is None else engine.state.compression.packed), found[
+        0
+    ]
 
 
 @pytest.mark.ranks
@@ -99,7 +128,9 @@ def gradients_of(config: Config) -> tuple[set[str], dict[str, Tensor]]:
 def test_weights_of_torch_layers_are_sent_whole(zero: int) -> None:
     config = make(Mixed(), "sbpca", zero)
     whole = run_ranks(gradients_of, 2, replace(config, compression=UNCOMPRESSED))
-    for (packed, sums), (_, expected) in zip(run_ranks(gradients_of, 2, config), whole, strict=True):
+    for (packed, sums), (_, expected) in zip(
+        run_ranks(gradients_of, 2, config), whole, strict=True
+    ):
         assert packed == {"blocks.1.ours.weight"}
         assert sums.keys() == expected.keys()
         for name in sums.keys() - packed:
@@ -122,11 +153,17 @@ def test_a_model_without_any_factors_is_refused() -> None:
 
 @pytest.mark.ranks
 def test_a_weight_that_is_used_outside_its_layer_is_refused() -> None:
-    with pytest.raises(Exception, match=r"requires the gradient of blocks.1.ours.weight as factors"):
+    with pytest.raises(
+        Exception, match=r"requires the gradient of blocks.1.ours.weight as factors"
+    ):
         run_ranks(gradients_of, 2, make(Mixed(outside=True), "sbpca"))
 
 
 def test_layers_say_whether_they_give_factors() -> None:
     (block,) = build_blocks(Mixed(), Axis("tp"), [1]).values()
     assert {name: place.factored for name, _, place in named_placements(block)} == {
-        "ours.weight": True, "ours.bias": False, "theirs.weight": False, "theirs.bias": False}
+        "ours.weight": True,
+        "ours.bias": False,
+        "theirs.weight": False,
+        "theirs.bias": False,
+    }

@@ -1,4 +1,5 @@
-"""What replicas have not sent of their gradients: saved, resumed to the bit, handed on to other grids, predicted."""
+"""What replicas have not sent of their gradients: saved, resumed to the bit, handed on to other
+grids, predicted."""
 
 from __future__ import annotations
 
@@ -44,12 +45,23 @@ def resume(config: Config, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("compression", "parallel"), [
-    (DCT | {"gradients_period": 100}, {"dp": 2}), (PCA, {"dp": 2}),
-    (POWER | {"gradients_values": "int4"}, {"dp": 2, "tp": 2, "zero": 1}), (DCT, {"dp": 2, "zero": 3})], ids=str)
-def test_a_run_goes_on_to_the_bit(tmp_path: Path, compression: dict[str, Any], parallel: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("compression", "parallel"),
+    [
+        (DCT | {"gradients_period": 100}, {"dp": 2}),
+        (PCA, {"dp": 2}),
+        (POWER | {"gradients_values": "int4"}, {"dp": 2, "tp": 2, "zero": 1}),
+        (DCT, {"dp": 2, "zero": 3}),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_to_the_bit(
+    tmp_path: Path, compression: dict[str, Any], parallel: dict[str, int]
+) -> None:
     config = make(compression, parallel)
-    there, here = (run_ranks(do, config.parallel.num_ranks, config, tmp_path) for do in (save, resume))
+    there, here = (
+        run_ranks(do, config.parallel.num_ranks, config, tmp_path) for do in (save, resume)
+    )
     for one, other in zip(there, here, strict=True):
         assert one.keys() == other.keys()
         assert any(key.startswith(("learned/", "basis/")) and x.any() for key, x in one.items())
@@ -57,24 +69,38 @@ def test_a_run_goes_on_to_the_bit(tmp_path: Path, compression: dict[str, Any], p
 
 
 def own_feedback(root: Path, config: Config) -> tuple[Path, dict[str, Tensor]]:
-    """A checkpoint in which every rank has not sent something of its own, and the sum of that by parameter."""
-    aside, written, total = begin(root, 5), [], {}
+    """A checkpoint in which every rank has not sent something of its own, and the sum of that by
+    parameter."""
+    aside = begin(root, 5)
+    written = []
+    total = {}
     for engine in engines(config):
         fill(engine, 5)
         for key, x in engine.state.tensors().items():
             if key.startswith("feedback/"):
-                x.copy_(torch.randint(-99, 99, x.shape, generator=torch.Generator().manual_seed(
-                    engine.grid.rank - engine.grid.tp.rank)))  # exact in any order, and equal on all of tp
+                x.copy_(
+                    torch.randint(
+                        -99,
+                        99,
+                        x.shape,
+                        generator=torch.Generator().manual_seed(
+                            engine.grid.rank - engine.grid.tp.rank
+                        ),
+                    )
+                )  # exact in any order, and equal on all of tp
                 slot = engine.state.whole_slots[key.partition("/")[2]]
                 add(total, slot, x)
         if is_writer(engine):
             written.append(Part.of(engine).write(aside))
-    return publish(aside, make_manifest(config, "corpus", TrainingState.of(engine.state_meta()), written)), total
+    return publish(
+        aside, make_manifest(config, "corpus", TrainingState.of(engine.state_meta()), written)
+    ), total
 
 
 def add(total: dict[str, Tensor], slot: Any, x: Tensor) -> None:
     """Adds a rank's part of a parameter to the global one; of copies along tp, the first."""
-    name, shard = slot.placement.tied or slot.name, slot.placement.shard
+    name = slot.placement.tied or slot.name
+    shard = slot.placement.shard
     whole = total.setdefault(name, torch.zeros(slot.placement.shape))
     if shard is not None:
         whole.index_add_(shard.dim, shard.index(slot.rank), x)
@@ -82,11 +108,20 @@ def add(total: dict[str, Tensor], slot: Any, x: Tensor) -> None:
         whole += x
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    ({"dp": 2}, {"dp": 4}), ({"dp": 4, "pp": 2}, {"dp": 2, "tp": 2}), ({"dp": 2, "tp": 3}, {"dp": 3, "pp": 2}),
-    ({"dp": 4, "zero": 3}, {"dp": 3, "zero": 2}), ({"dp": 3, "pp": 2}, {"dp": 3, "pp": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"dp": 2}, {"dp": 4}),
+        ({"dp": 4, "pp": 2}, {"dp": 2, "tp": 2}),
+        ({"dp": 2, "tp": 3}, {"dp": 3, "pp": 2}),
+        ({"dp": 4, "zero": 3}, {"dp": 3, "zero": 2}),
+        ({"dp": 3, "pp": 2}, {"dp": 3, "pp": 2}),
+    ],
+    ids=str,
+)
 def test_replicas_hand_on_the_sum_of_what_they_have_not_sent(
-        tmp_path: Path, before: dict[str, int], after: dict[str, int]) -> None:
+    tmp_path: Path, before: dict[str, int], after: dict[str, int]
+) -> None:
     folder, wanted = own_feedback(tmp_path, make(DCT, before))
     found: dict[str, Tensor] = {}
     for engine in load_all(folder, make(DCT, after)):
@@ -106,7 +141,9 @@ def test_memory_is_predicted(zero: int) -> None:
     assert there == {name: getattr(predicted, name) for name in there}
     # what was not sent, now and next; besides, messages and what was learned
     assert 4 * elements <= there["optimizer"] - plain["optimizer"] < 5 * elements
-    if zero:  # gradients of two batches, which become it, and half of their sum, besides room for one parameter; not:
+    # gradients of two batches, which become it, and half of their sum, besides room for one
+    # parameter; not:
+    if zero:
         # half of both
         assert 6 * elements < there["gradients"] - plain["gradients"] < 11 * elements
     else:
@@ -120,18 +157,29 @@ def num_bytes(config: Config) -> tuple[dict[str, int], dict[str, int], int]:
     plain.state.allocate()
     compression = engine.state.compression
     assert compression is not None
-    return engine.state.num_bytes(), plain.state.num_bytes(), sum(x.numel() for x in compression.feedback.kept.values())
+    return (
+        engine.state.num_bytes(),
+        plain.state.num_bytes(),
+        sum(x.numel() for x in compression.feedback.kept.values()),
+    )
 
 
 def test_one_replica_has_no_feedback() -> None:
     assert start(make(DCT, {}))[0].state.compression is None
 
 
-@pytest.mark.parametrize(("sections", "said"), [
-    ({"parallel": {"sites": 2}}, "does not go with parallel.sites = 2"),
-    ({"memory": {"budget": 10**9}}, "does not go with memory.budget"),
-    ({"compression": DCT | {"gradients_values": "int8"}}, "is of powersgd's factors, and compression.gradients is dct"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"parallel": {"sites": 2}}, "does not go with parallel.sites = 2"),
+        ({"memory": {"budget": 10**9}}, "does not go with memory.budget"),
+        (
+            {"compression": DCT | {"gradients_values": "int8"}},
+            "is of powersgd's factors, and compression.gradients is dct",
+        ),
+    ],
+    ids=str,
+)
 def test_what_does_not_go_together_is_said(sections: dict[str, Any], said: str) -> None:
     config = from_mapping({"compression": DCT} | sections)
     found = [str(problem) for problem in problems(config, config.parallel.num_ranks)]
@@ -140,7 +188,11 @@ def test_what_does_not_go_together_is_said(sections: dict[str, Any], said: str) 
 
 def test_one_process_that_has_no_replicas_says_so() -> None:
     config = make(DCT, {"dp": 2})
-    with pytest.raises(ConfigError, match=r"compression\.gradients = 'dct': .*the oracle has all of them; try none"):
+    with pytest.raises(
+        ConfigError, match=r"compression\.gradients = 'dct': .*the oracle has all of them; try none"
+    ):
         verify(config, {"dp": 2})
-    with pytest.raises(ConfigError, match=r"compression\.gradients = 'dct': has no predicted events of memory"):
+    with pytest.raises(
+        ConfigError, match=r"compression\.gradients = 'dct': has no predicted events of memory"
+    ):
         predict_trace(config)

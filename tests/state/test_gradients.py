@@ -24,7 +24,9 @@ def make_leaves(dtype, seed=0):
 
 
 def make_accumulator(dtype, num_buffers=1):
-    return GradientAccumulator(FlatLayout(list(SHAPES), list(SHAPES.values()), dtype), num_buffers=num_buffers)
+    return GradientAccumulator(
+        FlatLayout(list(SHAPES), list(SHAPES.values()), dtype), num_buffers=num_buffers
+    )
 
 
 def loss(leaves, ids):
@@ -39,13 +41,18 @@ IDS = [torch.tensor([0, 1, 1]), torch.tensor([4, 2]), torch.tensor([3])]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_autograd_adds_into_the_flat_buffer(dtype):
-    """In place where that has the parameters' type; gradients of low precision add up in float32."""
+    """In place where that has the parameters' type; gradients of low precision add up in
+    float32."""
     low = dtype.itemsize < 4
-    leaves, accumulator = make_leaves(dtype), make_accumulator(torch.float32 if low else dtype)
+    leaves = make_leaves(dtype)
+    accumulator = make_accumulator(torch.float32 if low else dtype)
     wanted = {name: torch.zeros_like(view) for name, view in accumulator.views(0).items()}
     for ids in IDS:
-        for name, g in zip(leaves, torch.autograd.grad(loss(leaves, ids), list(leaves.values()), allow_unused=True),
-                           strict=True):
+        for name, g in zip(
+            leaves,
+            torch.autograd.grad(loss(leaves, ids), list(leaves.values()), allow_unused=True),
+            strict=True,
+        ):
             if g is not None:
                 wanted[name] += g
     accumulator.bind(leaves, 0)
@@ -59,7 +66,8 @@ def test_autograd_adds_into_the_flat_buffer(dtype):
 
 @pytest.mark.parametrize("leaf_dtype", [torch.float32, torch.bfloat16])
 def test_reports_each_used_parameter_once_and_only_when_armed(leaf_dtype):
-    leaves, accumulator = make_leaves(leaf_dtype), make_accumulator(torch.float32)
+    leaves = make_leaves(leaf_dtype)
+    accumulator = make_accumulator(torch.float32)
     accumulator.bind(leaves, 0)
     final = []
     loss(leaves, IDS[0]).backward()
@@ -72,7 +80,8 @@ def test_reports_each_used_parameter_once_and_only_when_armed(leaf_dtype):
 
 
 def test_the_gradient_is_final_when_reported():
-    leaves, accumulator = make_leaves(torch.float32), make_accumulator(torch.float32)
+    leaves = make_leaves(torch.float32)
+    accumulator = make_accumulator(torch.float32)
     accumulator.bind(leaves, 0)
     seen = {}
     accumulator.arm(lambda name: seen.__setitem__(name, accumulator.views(0)[name].clone()))
@@ -83,16 +92,22 @@ def test_the_gradient_is_final_when_reported():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("late", "axis"), [(0, AXIS), (1, AXIS), (3, AXIS), (1, silent_axis("tp", 2))])
+@pytest.mark.parametrize(
+    ("late", "axis"), [(0, AXIS), (1, AXIS), (3, AXIS), (1, silent_axis("tp", 2))]
+)
 def test_parts_that_wait_are_added_to_the_same_bits(dtype, late, axis):
     """Also where some do not, beside a sum over the axis."""
     layers = {name: leaf.detach().clone() for name, leaf in make_leaves(dtype).items()}
     buffer = torch.float32 if dtype == torch.bfloat16 else dtype
-    results, reports = [], []
+    results = []
+    reports = []
     for defers in (False, True):
         leaves = {name: x.clone().requires_grad_() for name, x in layers.items()}
-        accumulator = GradientAccumulator(FlatLayout(list(SHAPES), list(SHAPES.values()), buffer), defers=defers)
-        final, waiting = [], []
+        accumulator = GradientAccumulator(
+            FlatLayout(list(SHAPES), list(SHAPES.values()), buffer), defers=defers
+        )
+        final = []
+        waiting = []
         for batch in range(2):
             for view in accumulator.views(0).values():
                 view.fill_(float("nan"))
@@ -122,7 +137,8 @@ def apply(accumulator, key, final):
 
 
 def deep(leaves, ids, axis):
-    """Parts of `tied` come from an embedding, a linear layer, and autograd itself; of `w` from two linear layers."""
+    """Parts of `tied` come from an embedding, a linear layer, and autograd itself; of `w` from two
+    linear layers."""
     x = _LocalRows.apply(ids, leaves["tied"], None, "auto")
     y = torch.tanh(column_linear(x, leaves["w"].new_ones(3, 4), leaves["b"], axis))
     z = column_linear(column_linear(y, leaves["w"], None, axis), leaves["tied"], None, axis)
@@ -131,17 +147,21 @@ def deep(leaves, ids, axis):
 
 
 def test_the_sum_of_an_input_gradient_runs_beside_a_product(monkeypatch):
-    """In a backward to the input alone: a column-parallel layer's own, from when the sum has begun until it is waited
-    for; others wait. Where an earlier part of the weight waits, so does this one: the order of sums stays."""
+    """In a backward to the input alone: a column-parallel layer's own, from when the sum has begun
+    until it is waited for; others wait. Where an earlier part of the weight waits, so does this
+    one: the order of sums stays."""
     log = []
     axis = Axis("tp", 0, (0, 1), silent_group(0, 2, lambda op, *_: log.append(op)))
     monkeypatch.setattr(Work, "wait", lambda self: log.append("wait"))
     layers = {"column": torch.randn(6, 4), "row": torch.randn(4, 6)}
     leaves = {name: x.requires_grad_() for name, x in layers.items()}
     accumulator = GradientAccumulator(
-        FlatLayout(list(layers), [x.shape for x in layers.values()], torch.float32), defers=True)
+        FlatLayout(list(layers), [x.shape for x in layers.values()], torch.float32), defers=True
+    )
     take = accumulator.take
-    monkeypatch.setattr(accumulator, "take", lambda name, *rest: [log.append(name), take(name, *rest)])
+    monkeypatch.setattr(
+        accumulator, "take", lambda name, *rest: [log.append(name), take(name, *rest)]
+    )
     accumulator.begin(0)
     for key in (0, 1):
         accumulator.bind(leaves, 0)
@@ -154,12 +174,14 @@ def test_the_sum_of_an_input_gradient_runs_beside_a_product(monkeypatch):
         y.sum().backward()
         assert log == ["c10d::allreduce_", *["column"] * (not key), "wait"]
     accumulator.apply(0)
-    assert log[3 - key:] == ["row"]
+    assert log[3 - key :] == ["row"]
 
 
 def test_what_waits_keeps_no_graph_alive():
     leaves = make_leaves(torch.float32)
-    accumulator = GradientAccumulator(FlatLayout(list(SHAPES), list(SHAPES.values()), torch.float32), defers=True)
+    accumulator = GradientAccumulator(
+        FlatLayout(list(SHAPES), list(SHAPES.values()), torch.float32), defers=True
+    )
     accumulator.begin(0)
     accumulator.bind(leaves, 0)
     accumulator.collect(0)
@@ -183,12 +205,16 @@ def test_weight_versions_share_the_buffers_of_two_batches(dtype):
     for batch, version in [(0, 0), (1, 0), (2, 1), (3, 0)]:
         index = accumulator.buffer_index(batch)
         other = accumulator.buffers[1 - index].tensors[0].clone()
-        for view in accumulator.views(index).values():  # what is there is overwritten, or emptied if nothing comes
+        for view in accumulator.views(
+            index
+        ).values():  # what is there is overwritten, or emptied if nothing comes
             view.fill_(float("nan"))
         accumulator.begin(index)
         accumulator.bind(versions[version], index)
         alone = make_accumulator(torch.float32)
-        copy = {name: leaf.detach().clone().requires_grad_() for name, leaf in versions[version].items()}
+        copy = {
+            name: leaf.detach().clone().requires_grad_() for name, leaf in versions[version].items()
+        }
         alone.bind(copy, 0)
         for ids in IDS:
             loss(versions[version], ids).backward()
@@ -199,7 +225,8 @@ def test_weight_versions_share_the_buffers_of_two_batches(dtype):
 
 
 def test_recomputation_reports_once():
-    leaves, accumulator = make_leaves(torch.float32), make_accumulator(torch.float32)
+    leaves = make_leaves(torch.float32)
+    accumulator = make_accumulator(torch.float32)
     accumulator.bind(leaves, 0)
     final = []
     accumulator.arm(final.append)
@@ -208,7 +235,8 @@ def test_recomputation_reports_once():
 
 
 def test_leaves_are_not_kept_alive():
-    leaves, accumulator = make_leaves(torch.bfloat16), make_accumulator(torch.float32)
+    leaves = make_leaves(torch.bfloat16)
+    accumulator = make_accumulator(torch.float32)
     accumulator.bind(leaves, 0)
     gone = weakref.ref(leaves["w"])
     del leaves
@@ -218,7 +246,8 @@ def test_leaves_are_not_kept_alive():
 
 
 def test_leaves_must_match_the_layout():
-    leaves, accumulator = make_leaves(torch.float32), make_accumulator(torch.float32)
+    leaves = make_leaves(torch.float32)
+    accumulator = make_accumulator(torch.float32)
     del leaves["b"]
     with pytest.raises(AssertionError, match=r"\['b'\]"):
         accumulator.bind(leaves, 0)

@@ -44,7 +44,11 @@ def test_names_must_be_unique():
 
 
 @settings(max_examples=50, deadline=None)
-@given(sizes=st.lists(st.integers(0, 100), max_size=12), bucket_bytes=st.integers(1, 2000), data=st.data())
+@given(
+    sizes=st.lists(st.integers(0, 100), max_size=12),
+    bucket_bytes=st.integers(1, 2000),
+    data=st.data(),
+)
 def test_buckets_cover_everything_from_the_end(sizes, bucket_bytes, data):
     names = [f"p{i}" for i in range(len(sizes))]
     groups = {n: data.draw(st.integers(0, 1)) for n in names}
@@ -74,6 +78,10 @@ def test_joined_parts_hold_the_same_elements_and_padding():
     assert (whole.data_ptr(), whole.numel()) == (flat.data_ptr(), layout.offsets[3] + 7)
     apart = layout.joined([views["a"], views["d"]])
     assert [x.tolist() for x in apart] == [[1.0] * 3, [4.0] * 7]
-    inside = layout.joined([views["a"], views["b"], views["c"][:4], views["c"][5:], views["d"][:2], views["d"][3:]])
-    assert [x.count_nonzero().item() for x in inside] == [3 + 8, 22 + 2, 4], "a gap in a parameter is no padding"
+    inside = layout.joined(
+        [views["a"], views["b"], views["c"][:4], views["c"][5:], views["d"][:2], views["d"][3:]]
+    )
+    assert [x.count_nonzero().item() for x in inside] == [3 + 8, 22 + 2, 4], (
+        "a gap in a parameter is no padding"
+    )
     assert layout.joined([]) == layout.joined([views["b"]]) == []

@@ -1,4 +1,5 @@
-"""When fragments are exchanged: each once every so many versions, one at a time, by the number of the version alone."""
+"""When fragments are exchanged: each once every so many versions, one at a time, by the number of
+the version alone."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from hybridpar.state.outer_timeline import OuterTimeline, fragment_of
 def timelines(draw: st.DrawFn) -> OuterTimeline:
     every = draw(st.integers(1, 12))
     fragments = draw(st.integers(1, every))
-    return OuterTimeline(every, fragments, draw(st.integers(0, every // fragments)), draw(st.integers(0, 20)))
+    return OuterTimeline(
+        every, fragments, draw(st.integers(0, every // fragments)), draw(st.integers(0, 20))
+    )
 
 
 @given(timelines())
@@ -22,7 +25,8 @@ def test_each_fragment_leaves_once_and_is_taken_before_the_next(timeline: OuterT
     assert sorted(f for f in left if f is not None) == list(range(timeline.fragments))
     under_way = None
     for version in range(1, timeline.since + 4 * timeline.every):
-        taken, leaving = timeline.taken(version), timeline.leaving(version)
+        taken = timeline.taken(version)
+        leaving = timeline.leaving(version)
         if timeline.delay == 0:
             assert taken == leaving
             assert timeline.under_way(version) is None
@@ -38,7 +42,9 @@ def test_each_fragment_leaves_once_and_is_taken_before_the_next(timeline: OuterT
 
 
 @given(timelines(), st.integers(0, 50))
-def test_sites_have_the_same_weights_only_where_all_is_taken_at_once(timeline: OuterTimeline, version: int) -> None:
+def test_sites_have_the_same_weights_only_where_all_is_taken_at_once(
+    timeline: OuterTimeline, version: int
+) -> None:
     at_once = timeline.fragments == 1 and timeline.delay == 0
     expected = version <= timeline.since or (at_once and version % timeline.every == 0)
     assert timeline.is_common(version) == expected

@@ -1,4 +1,5 @@
-"""Pages that regions hand on: they are the same pages, never more than there were, and nobody's that are in use."""
+"""Pages that regions hand on: they are the same pages, never more than there were, and nobody's
+that are in use."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def filled(size: int, value: int) -> Region:
 
 
 def test_pages_go_from_region_to_region() -> None:
-    first, second, spare = filled(SIZES[0], 7), Region(SIZES[1]), SparePages()
+    first = filled(SIZES[0], 7)
+    second = Region(SIZES[1])
+    spare = SparePages()
     spare.add(first)
     assert spare.num_bytes == resident_bytes(first) == len(first.view)
     spare.hand_to(second)
@@ -31,7 +34,9 @@ def test_pages_go_from_region_to_region() -> None:
 
 
 def test_a_region_gets_its_own_pages_back() -> None:
-    first, second, spare = filled(SIZES[0], 1), filled(SIZES[1], 2), SparePages()
+    first = filled(SIZES[0], 1)
+    second = filled(SIZES[1], 2)
+    spare = SparePages()
     for region in (first, second):
         spare.add(region)
     for region, value in ((first, 1), (second, 2)):
@@ -39,7 +44,9 @@ def test_a_region_gets_its_own_pages_back() -> None:
         assert bool((region.tensor == value).all())
 
 
-@pytest.mark.parametrize("moves", [True, False], ids=["handed on", "by a kernel that does not move pages"])
+@pytest.mark.parametrize(
+    "moves", [True, False], ids=["handed on", "by a kernel that does not move pages"]
+)
 def test_what_is_in_use_stays(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regions of several sizes are taken and given up at random, beside a limit."""
     if not moves:

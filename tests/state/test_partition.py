@@ -1,4 +1,5 @@
-"""ZeRO-1: every element has one owner, whole parameters stay whole, and what the owners make reaches everyone."""
+"""ZeRO-1: every element has one owner, whole parameters stay whole, and what the owners make
+reaches everyone."""
 
 from __future__ import annotations
 
@@ -32,23 +33,42 @@ def rank_of(num_ranks: int, rank: int) -> Axis:
     return Axis("dp", rank, tuple(range(num_ranks)), group)
 
 
-def partitions(shapes: Shapes, num_ranks: int, whole: set[int], alone: set[int], bucket_bytes: int) -> list[Partition]:
+def partitions(
+    shapes: Shapes, num_ranks: int, whole: set[int], alone: set[int], bucket_bytes: int
+) -> list[Partition]:
     """That of every rank; parameters in `alone` are not sharded."""
     layout = FlatLayout([f"p{i}" for i in range(len(shapes))], shapes, torch.float32)
     return [
-        Partition(layout, {
-            f"p{i}": Route(rank_of(num_ranks, rank), group=i in alone, sharded=i not in alone,
-                           whole=prod(shape) if i in whole else 0) for i, shape in enumerate(shapes)}, bucket_bytes)
+        Partition(
+            layout,
+            {
+                f"p{i}": Route(
+                    rank_of(num_ranks, rank),
+                    group=i in alone,
+                    sharded=i not in alone,
+                    whole=prod(shape) if i in whole else 0,
+                )
+                for i, shape in enumerate(shapes)
+            },
+            bucket_bytes,
+        )
         for rank in range(num_ranks)
     ]
 
 
 @settings(max_examples=100, deadline=None)
-@given(sizes=st.lists(st.integers(1, 200), min_size=1, max_size=10), num_ranks=st.integers(1, 5), data=st.data(),
-       bucket_bytes=st.sampled_from([1, 500, 10**9]))
-def test_every_element_has_one_owner(sizes: list[int], num_ranks: int, data: st.DataObject, bucket_bytes: int) -> None:
+@given(
+    sizes=st.lists(st.integers(1, 200), min_size=1, max_size=10),
+    num_ranks=st.integers(1, 5),
+    data=st.data(),
+    bucket_bytes=st.sampled_from([1, 500, 10**9]),
+)
+def test_every_element_has_one_owner(
+    sizes: list[int], num_ranks: int, data: st.DataObject, bucket_bytes: int
+) -> None:
     indices = st.sets(st.integers(0, len(sizes) - 1))
-    whole, alone = data.draw(indices), data.draw(indices)
+    whole = data.draw(indices)
+    alone = data.draw(indices)
     ranks = partitions([(size,) for size in sizes], num_ranks, whole, alone, bucket_bytes)
     layout = ranks[0].layout
     owners = torch.zeros(layout.numel, dtype=torch.int64)
@@ -60,7 +80,10 @@ def test_every_element_has_one_owner(sizes: list[int], num_ranks: int, data: st.
             i = int(owned.name[1:])
             offset = layout.offsets[i]
             assert owned.shared == (i in alone or num_ranks == 1)
-            assert owned.part is None or (offset + owned.part[0], offset + owned.part[1]) == (owned.start, owned.stop)
+            assert owned.part is None or (offset + owned.part[0], offset + owned.part[1]) == (
+                owned.start,
+                owned.stop,
+            )
             assert (owned.part is None) == (owned.stop - owned.start == sizes[i])
             if i in whole:
                 assert owned.part is None
@@ -79,22 +102,37 @@ def test_the_work_is_balanced() -> None:
 
 def test_uneven_tensor_parts_of_one_replica_own_the_same_whole_parameters() -> None:
     """Local sizes differ; who owns follows from the global ones."""
+
     def owned_by(rows: int) -> list[list[str]]:
         shapes: Shapes = [(rows + i, 8) for i in range(6)]
         layout = FlatLayout([f"p{i}" for i in range(6)], shapes, torch.float32)
-        return [[o.name for o in Partition(layout, {
-            f"p{i}": Route(rank_of(3, rank), sharded=True, whole=100 * (i + 1)) for i in range(6)}).owned]
-            for rank in range(3)]
+        return [
+            [
+                o.name
+                for o in Partition(
+                    layout,
+                    {
+                        f"p{i}": Route(rank_of(3, rank), sharded=True, whole=100 * (i + 1))
+                        for i in range(6)
+                    },
+                ).owned
+            ]
+            for rank in range(3)
+        ]
 
     assert owned_by(3) == owned_by(1) == owned_by(0)
 
 
 def exchange(bucket_bytes: int) -> bool:
-    """Gradients are summed on their owners; what owners write is everywhere after the gather; twice, overlapping."""
+    """Gradients are summed on their owners; what owners write is everywhere after the gather;
+    twice, overlapping."""
     axis = ProcessGrid(dp=torch.distributed.get_world_size()).dp
     shapes: Shapes = [(7, 9), (33,), (5, 5), (2, 100), (3,)]
     layout = FlatLayout([f"p{i}" for i in range(5)], shapes, torch.float64)
-    routes = {f"p{i}": Route(axis, group=i == 2, sharded=i != 2, whole=25 if i == 3 else 0) for i in range(5)}
+    routes = {
+        f"p{i}": Route(axis, group=i == 2, sharded=i != 2, whole=25 if i == 3 else 0)
+        for i in range(5)
+    }
     partition = Partition(layout, routes, bucket_bytes)
     reducer = GradientReducer(partition)
     assert partition.is_sharded
@@ -107,12 +145,16 @@ def exchange(bucket_bytes: int) -> bool:
         reducer.flush()
         reducer.wait()
         for owned in partition.owned:
-            torch.testing.assert_close(flat[owned.start : owned.stop], total[owned.start : owned.stop])
+            torch.testing.assert_close(
+                flat[owned.start : owned.stop], total[owned.start : owned.stop]
+            )
         weights = torch.full_like(flat, float("nan"))
         for owned in partition.owned:
             weights[owned.start : owned.stop] = flat[owned.start : owned.stop] * 2
         partition.gather(weights).wait()
-        for view, wanted in zip(layout.views(weights).values(), layout.views(total * 2).values(), strict=True):
+        for view, wanted in zip(
+            layout.views(weights).values(), layout.views(total * 2).values(), strict=True
+        ):
             torch.testing.assert_close(view, wanted)
     return True
 
@@ -124,7 +166,8 @@ def test_owners_get_sums_and_all_get_what_owners_make(num_ranks: int, bucket_byt
 
 
 class PerToken(ParallelModule):
-    """Scales and shifts the tokens that each rank of the axis has, so gradients are partial sums over the axis."""
+    """Scales and shifts the tokens that each rank of the axis has, so gradients are partial sums
+    over the axis."""
 
     def __init__(self, axis: Axis):
         super().__init__(axis)
@@ -137,7 +180,8 @@ class PerToken(ParallelModule):
 
 
 def partial_gradients(zero: int) -> list[Tensor]:
-    """On tp 2 x dp 2 each rank has tokens of its own; the sums are those of one process, counted once in the norm."""
+    """On tp 2 x dp 2 each rank has tokens of its own; the sums are those of one process, counted
+    once in the norm."""
     grid = ProcessGrid(tp=2, dp=2)
     tokens = torch.randn(4, 3, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     modules = [PerToken(axis) for axis in (Axis("tp"), grid.tp)]
@@ -156,15 +200,21 @@ def partial_gradients(zero: int) -> list[Tensor]:
     reducer.flush()
     reducer.wait()
     places = modules[1].placements
-    slots = [ParameterSlot(o.name, places[o.name], grid.place, o.part, o.shared) for o in partition.owned]
+    slots = [
+        ParameterSlot(o.name, places[o.name], grid.place, o.part, o.shared) for o in partition.owned
+    ]
     gradients = [flat[o.start : o.stop] for o in partition.owned]
-    reduce_shared_gradients(zip(gradients, (slot.placement for slot in slots), strict=True), grid.tp)
+    reduce_shared_gradients(
+        zip(gradients, (slot.placement for slot in slots), strict=True), grid.tp
+    )
     assert grid.tp.traffic.calls == {"all_reduce": 1}
     for gradient, slot in zip(gradients, slots, strict=True):
         expected = wanted[slot.name][slice(*slot.part) if slot.part else slice(None)]
         torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-13)
     norm = all_reduce(sums_of_squares(counted(gradients, slots)).sum().view(1), grid.world)
-    torch.testing.assert_close(norm[0], sum(g.square().sum() for g in wanted.values()), rtol=1e-13, atol=0.0)
+    torch.testing.assert_close(
+        norm[0], sum(g.square().sum() for g in wanted.values()), rtol=1e-13, atol=0.0
+    )
     partition.gather(flat).wait()
     return list(layout.views(flat).values())
 
@@ -174,7 +224,9 @@ def partial_gradients(zero: int) -> list[Tensor]:
 def test_gradients_that_are_partial_over_tp(zero: int) -> None:
     first, *others = run_ranks(partial_gradients, 4, zero)
     for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True)), "replicas differ by a bit"
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True)), (
+            "replicas differ by a bit"
+        )
 
 
 def collectives() -> bool:
@@ -184,7 +236,9 @@ def collectives() -> bool:
     reduce_scatter_async(x, parts, axis).wait()
     mine = slice(0, 1) if axis.rank == 0 else slice(1, 6)
     assert torch.equal(x[mine], (2 * torch.arange(6.0) + 1)[mine])
-    assert (axis.traffic.calls["reduce"], axis.traffic.num_bytes["reduce"]) == (2, 24), "an empty part is not sent"
+    assert (axis.traffic.calls["reduce"], axis.traffic.num_bytes["reduce"]) == (2, 24), (
+        "an empty part is not sent"
+    )
     x[mine] = axis.rank
     all_gather_async(x, parts, axis).wait()
     assert x.tolist() == [0, 1, 1, 1, 1, 1]

@@ -1,4 +1,5 @@
-"""One state of a rank for all who need one: what is trained with, what memory is predicted of, what is measured."""
+"""One state of a rank for all who need one: what is trained with, what memory is predicted of, what
+is measured."""
 
 from __future__ import annotations
 
@@ -20,17 +21,30 @@ CPU = torch.device("cpu")
 
 
 def make(parallel: dict[str, int] | None = None, **sections: dict[str, Any]) -> Config:
-    return from_mapping({
-        "model": {"num_layers": 2, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31},
-        "parallel": {"dp": 1} | (parallel or {}), "pipeline": {"num_microbatches": 3, "schedule": "2bw"},
-        "train": {"micro_batch_size": 2}, **sections})
+    return from_mapping(
+        {
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 24,
+                "num_heads": 3,
+                "seq_length": 8,
+                "vocab_size": 31,
+            },
+            "parallel": {"dp": 1} | (parallel or {}),
+            "pipeline": {"num_microbatches": 3, "schedule": "2bw"},
+            "train": {"micro_batch_size": 2},
+            **sections,
+        }
+    )
 
 
 def trained(config: Config) -> Engine:
     parallel = config.parallel
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
     engine = Engine(config, grid, CPU)
-    engine.train(SyntheticLoader(config.model, 2, 3, grid.dp.rank, grid.dp.size), 2, lambda step: None)
+    engine.train(
+        SyntheticLoader(config.model, 2, 3, grid.dp.rank, grid.dp.size), 2, lambda step: None
+    )
     return engine
 
 
@@ -43,8 +57,12 @@ def sizes(config: Config) -> dict[str, int]:
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("optim", [{"staleness": "prediction"}, {"name": "muon"}], ids=str)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_what_is_predicted_is_what_is_trained_with(zero: int, optim: dict[str, Any], dtype: str) -> None:
-    config = make({"dp": 2, "tp": 2, "zero": zero}, optim=optim, train={"micro_batch_size": 2, "dtype": dtype})
+def test_what_is_predicted_is_what_is_trained_with(
+    zero: int, optim: dict[str, Any], dtype: str
+) -> None:
+    config = make(
+        {"dp": 2, "tp": 2, "zero": zero}, optim=optim, train={"micro_batch_size": 2, "dtype": dtype}
+    )
     predicted = trace_stage(config, range(4), Recomputation(), Buffers(2, 2), CPU)
     there = run_ranks(sizes, 4, config)[0]
     assert there == {name: getattr(predicted, name) for name in there}
@@ -53,17 +71,29 @@ def test_what_is_predicted_is_what_is_trained_with(zero: int, optim: dict[str, A
 
 @pytest.mark.parametrize("optim", [{}, {"name": "muon", "staleness": "extrapolation"}], ids=str)
 def test_what_is_measured_is_what_is_trained_with(optim: dict[str, Any]) -> None:
-    config = make(optim=optim, model={"tie_embeddings": False, "num_layers": 2, "hidden_size": 24, "num_heads": 3,
-                                      "seq_length": 8, "vocab_size": 31})
+    config = make(
+        optim=optim,
+        model={
+            "tie_embeddings": False,
+            "num_layers": 2,
+            "hidden_size": 24,
+            "num_heads": 3,
+            "seq_length": 8,
+            "vocab_size": 31,
+        },
+    )
     units = [Unit(config, number, Axis("tp"), CPU) for number in range(4)]
     state = trained(config).state
     measured = {key for unit in units for key, tensor in unit.state.tensors().items()}
-    assert measured == {key.replace("weights/2", "weights/0") for key in state.tensors() if "weights/1" not in key}
+    assert measured == {
+        key.replace("weights/2", "weights/0") for key in state.tensors() if "weights/1" not in key
+    }
     assert sum(unit.num_parameters for unit in units) == sum(slot.numel for slot in state.slots)
 
 
 def test_a_copy_is_waited_for_before_anything_changes() -> None:
-    engine, waits = trained(make()), []
+    engine = trained(make())
+    waits = []
     engine.state.hold(lambda: waits.append(engine.state.weights.newest))
     engine.state.update(2, 0.1, None)
     engine.state.load(engine.state.tensors(), [2, 3], 2)

@@ -26,11 +26,14 @@ def network():
 
 
 def inputs(batch, rank):
-    return torch.randn(4, SIZES[0], generator=torch.Generator().manual_seed(10 * batch + rank), dtype=torch.float64)
+    return torch.randn(
+        4, SIZES[0], generator=torch.Generator().manual_seed(10 * batch + rank), dtype=torch.float64
+    )
 
 
 def overlapped(bucket_bytes, num_buffers, local=()):
-    """Gradients of every batch, reduced while the backward runs; two buffers: a batch is waited for after the next."""
+    """Gradients of every batch, reduced while the backward runs; two buffers: a batch is waited for
+    after the next."""
     axis = ProcessGrid(dp=torch.distributed.get_world_size()).dp
     model = network()
     leaves = dict(model.named_parameters())
@@ -38,7 +41,8 @@ def overlapped(bucket_bytes, num_buffers, local=()):
     accumulator = GradientAccumulator(layout, num_buffers=num_buffers)
     routes = {name: Route(Axis("alone") if name in local else axis) for name in leaves}
     reducer = GradientReducer(Partition(layout, routes, bucket_bytes))
-    results, early = [], []
+    results = []
+    early = []
     for batch in range(BATCHES):
         index = accumulator.buffer_index(batch)
         if batch >= num_buffers:
@@ -62,7 +66,10 @@ def overlapped(bucket_bytes, num_buffers, local=()):
 
 def finish(reducer, accumulator, batch):
     reducer.wait()
-    return {name: view.clone() for name, view in accumulator.views(accumulator.buffer_index(batch)).items()}
+    return {
+        name: view.clone()
+        for name, view in accumulator.views(accumulator.buffer_index(batch)).items()
+    }
 
 
 def expected(batch, ranks):
@@ -70,28 +77,45 @@ def expected(batch, ranks):
     for rank in ranks:
         for _ in range(MICROBATCHES):
             model[1:](inputs(batch, rank)).square().sum().backward()
-    return {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()}
+    return {
+        n: p.grad if p.grad is not None else torch.zeros_like(p)
+        for n, p in model.named_parameters()
+    }
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("num_ranks", "bucket_bytes", "num_buffers"),
-                         [(2, 1, 1), (2, 1000, 2), (3, 2000, 2), (3, 10**9, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "bucket_bytes", "num_buffers"),
+    [(2, 1, 1), (2, 1000, 2), (3, 2000, 2), (3, 10**9, 1)],
+)
 def test_overlapped_reduction_equals_the_sum(num_ranks, bucket_bytes, num_buffers):
-    for rank, (results, early, num_buckets) in enumerate(run_ranks(overlapped, num_ranks, bucket_bytes, num_buffers)):
-        assert all(e == num_buckets - (2 if bucket_bytes == 1 else 1) for e in early), "started before the flush"
+    for rank, (results, early, num_buckets) in enumerate(
+        run_ranks(overlapped, num_ranks, bucket_bytes, num_buffers)
+    ):
+        assert all(e == num_buckets - (2 if bucket_bytes == 1 else 1) for e in early), (
+            "started before the flush"
+        )
         for batch in range(BATCHES):
             for name, wanted in expected(batch, range(num_ranks)).items():
-                torch.testing.assert_close(results[batch][name], wanted, rtol=1e-12, atol=1e-12,
-                                           msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}")
+                torch.testing.assert_close(
+                    results[batch][name],
+                    wanted,
+                    rtol=1e-12,
+                    atol=1e-12,
+                    msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}",
+                )
 
 
 @pytest.mark.ranks
 def test_each_parameter_is_summed_over_its_own_axis():
     local = ("3.weight",)
     for rank, (results, _, _) in enumerate(run_ranks(overlapped, 2, 1000, 1, local)):
-        alone, total = expected(0, [rank]), expected(0, range(2))
+        alone = expected(0, [rank])
+        total = expected(0, range(2))
         for name, got in results[0].items():
-            torch.testing.assert_close(got, alone[name] if name in local else total[name], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                got, alone[name] if name in local else total[name], rtol=1e-12, atol=1e-12
+            )
 
 
 def shuffled(num_buckets):

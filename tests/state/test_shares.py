@@ -1,4 +1,5 @@
-"""Chunks that come and go give their memory back, and views and autograd do not notice; room for parts of them."""
+"""Chunks that come and go give their memory back, and views and autograd do not notice; room for
+parts of them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ USES = {"stays": Use((0, 1), stays=True), "a": Use((0,)), "b": Use((1,))}
 
 
 def test_chunks_come_and_go() -> None:
-    policy = StatePolicy(torch.float32, 1, 1, from_mapping({}).optim, ParallelConfig(dp=2, zero=3), "auto")
+    policy = StatePolicy(
+        torch.float32, 1, 1, from_mapping({}).optim, ParallelConfig(dp=2, zero=3), "auto"
+    )
     with measure(CPU) as meter:
         memory = WholeChunks(CPU, policy)
         whole = Buffer(LAYOUT, torch.float32, memory, cut(LAYOUT, USES.__getitem__), "weights/0")
@@ -28,11 +31,15 @@ def test_chunks_come_and_go() -> None:
         assert meter.read().peak < whole.nbytes
         a, b = memory.chunks
         assert [(c.kind, c.use, c.num_bytes) for c in (a, b)] == [
-            ("weights/0", USES["a"], 360_000), ("weights/0", USES["b"], 800_000)]
+            ("weights/0", USES["a"], 360_000),
+            ("weights/0", USES["b"], 800_000),
+        ]
         a.take()
         assert meter.read().current == whole.tensors[0].nbytes + 360_000
         a.give_back()
-    partition = Partition(LAYOUT, dict.fromkeys(LAYOUT.names, Route(Axis("dp"))), uses=USES.__getitem__)
+    partition = Partition(
+        LAYOUT, dict.fromkeys(LAYOUT.names, Route(Axis("dp"))), uses=USES.__getitem__
+    )
     shares = Shares(partition, whole, torch.float32, memory)
     assert [view.shape for view in shares.owned()] == [(1000,), (300, 300), (400, 500)]
     shares.views["a"].normal_()
@@ -41,7 +48,8 @@ def test_chunks_come_and_go() -> None:
     a.take()
     shares.gather(a.use).wait()
     (x @ leaf).sum().backward(retain_graph=True)
-    loss, before = (x @ leaf).sum(), x.grad
+    loss = (x @ leaf).sum()
+    before = x.grad
     x.grad = None
     a.give_back()
     with memory.writing(leaf):
@@ -56,7 +64,13 @@ def test_chunks_come_and_go() -> None:
 
 
 def test_room_for_consecutive_parts() -> None:
-    tied = [(Use((0, 2)), 100), (Use((0,)), 1), (Use((1,)), 10), (Use((2,)), 5), (Use((0, 1, 2), stays=True), 999)]
+    tied = [
+        (Use((0, 2)), 100),
+        (Use((0,)), 1),
+        (Use((1,)), 10),
+        (Use((2,)), 5),
+        (Use((0, 1, 2), stays=True), 999),
+    ]
     assert [room(tied, n) for n in (1, 2, 3)] == [105, 115, 116]
     assert room([], 2) == 0
 

@@ -22,8 +22,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
     where = tmp_path / "disk"
     where.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(where)],
-                             capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(where)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     yield where
@@ -38,7 +42,8 @@ def memory_of(size: int) -> memoryview:
 def test_content_comes_back(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not direct:
         monkeypatch.setattr(DiskStore, "_go_direct", lambda self: False)
-    store, draw = DiskStore(tmp_path, SIZES), torch.Generator().manual_seed(0)
+    store = DiskStore(tmp_path, SIZES)
+    draw = torch.Generator().manual_seed(0)
     there = [memory_of(size) for size in SIZES]
     for _ in range(2):
         for item, memory in enumerate(there):
@@ -53,7 +58,8 @@ def test_content_comes_back(direct: bool, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_was_never_written_is_zeros(tmp_path: Path) -> None:
-    store, memory = DiskStore(tmp_path, [PAGE, PAGE]), memory_of(PAGE)
+    store = DiskStore(tmp_path, [PAGE, PAGE])
+    memory = memory_of(PAGE)
     memory[:] = b"\1" * PAGE
     store.write(0, memory)
     store.read(1, memory)
@@ -62,7 +68,8 @@ def test_what_was_never_written_is_zeros(tmp_path: Path) -> None:
 
 
 def test_the_file_has_no_name_and_its_room_at_once(tmp_path: Path) -> None:
-    """A killed run leaves nothing, and a disk is full before training begins rather than in the middle."""
+    """A killed run leaves nothing, and a disk is full before training begins rather than in the
+    middle."""
     store = DiskStore(tmp_path / "new", [64 << 20])
     assert list((tmp_path / "new").iterdir()) == []
     assert os.fstat(store._file).st_blocks * 512 >= 64 << 20
@@ -71,21 +78,29 @@ def test_the_file_has_no_name_and_its_room_at_once(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_room_is_named(small_disk: Path) -> None:
-    with pytest.raises(HybridparError, match=rf"{small_disk}: cannot make the file of the state: .*No space left.*"
-                                             r"it takes 0\.00839 GB: make room, or set memory\.folder"):
+    with pytest.raises(
+        HybridparError,
+        match=rf"{small_disk}: cannot make the file of the state: .*No space left.*"
+        r"it takes 0\.00839 GB: make room, or set memory\.folder",
+    ):
         DiskStore(small_disk, [8 << 20])
     DiskStore(small_disk, [1 << 20]).close()  # nothing was left behind
 
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(HybridparError, match=rf"{tmp_path}/file: cannot make the file of the state: .*File exists"):
+    with pytest.raises(
+        HybridparError, match=rf"{tmp_path}/file: cannot make the file of the state: .*File exists"
+    ):
         DiskStore(tmp_path / "file", [PAGE])
 
 
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
-    store, memory = DiskStore(tmp_path, [8 * PAGE]), memory_of(8 * PAGE)
+    store = DiskStore(tmp_path, [8 * PAGE])
+    memory = memory_of(8 * PAGE)
     os.truncate(store._file, 3 * PAGE)
-    with pytest.raises(HybridparError, match=r"cannot read a part of the state: .*nothing was moved"):
+    with pytest.raises(
+        HybridparError, match=r"cannot read a part of the state: .*nothing was moved"
+    ):
         store.read(0, memory)
     store.close()

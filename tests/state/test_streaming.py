@@ -1,4 +1,5 @@
-"""Streaming batch PCA: the numbers of one process that has the factors of all replicas, and what the method holds."""
+"""Streaming batch PCA: the numbers of one process that has the factors of all replicas, and what
+the method holds."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ Estimate = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class Ran:
-    """What one rank has seen of every batch, by parameter, and its state before each, and at the end."""
+    """What one rank has seen of every batch, by parameter, and its state before each, and at the
+    end."""
 
     axes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     parts: list[dict[str, Factors]] = field(default_factory=list)
@@ -61,14 +63,23 @@ def run(config: Config, steps: int, skips: bool = False) -> Ran:
             ran.parts.append({})
             ran.learned.append({key: x.clone() for key, x in compression.feedback.learned.items()})
         there = state.gradients.parts(state.gradients.buffer_index(batch))
-        ran.parts[-1] |= {name: [(part.dy.double(), part.x.double()) for part in there[name]]
-                          for name in bucket.names if name in compression.packed}
+        ran.parts[-1] |= {
+            name: [(part.dy.double(), part.x.double()) for part in there[name]]
+            for name in bucket.names
+            if name in compression.packed
+        }
         return sums(bucket, flat)
 
     compression.start = note  # type: ignore[method-assign]
     before = engine.grid.dp.traffic.num_bytes["broadcast"]
-    engine.train(samples, steps, lambda step: ran.losses.append(step.loss),
-                 lambda batch, gradients: ran.sums.append({name: x.clone() for name, x in gradients.items()}))
+    engine.train(
+        samples,
+        steps,
+        lambda step: ran.losses.append(step.loss),
+        lambda batch, gradients: ran.sums.append(
+            {name: x.clone() for name, x in gradients.items()}
+        ),
+    )
     ran.traffic = engine.grid.dp.traffic.num_bytes["broadcast"] - before
     ran.learned.append({key: x.clone() for key, x in compression.feedback.learned.items()})
     ran.sent, ran.diverged = compression.sent, find_divergence(state.placed(), engine.grid)
@@ -86,14 +97,24 @@ def orthonormal(x: Tensor) -> Tensor:
 
 
 def oracle(replicas: list[Factors], before: Estimate, num_blocks: int) -> tuple[Tensor, Estimate]:
-    """The sum that is taken for that of a batch, and what is learned from it; of gradients that are whole."""
+    """The sum that is taken for that of a batch, and what is learned from it; of gradients that are
+    whole."""
     (x, d, s), more = before, int(before[2].any())
     for i, (a, b) in enumerate(split_ranges(len(replicas[0]), num_blocks), start=more):
         g = sum(dy.t() @ rows for own in replicas for dy, rows in own[a:b])
         if i == 0:
             m, k = d.shape
-            d = orthonormal(random.normal(0, random.site(f"sbpca {m} {k}"), rows=m, cols=k, stride=k, start=0,
-                                          dtype=torch.float64))
+            d = orthonormal(
+                random.normal(
+                    0,
+                    random.site(f"sbpca {m} {k}"),
+                    rows=m,
+                    cols=k,
+                    stride=k,
+                    start=0,
+                    dtype=torch.float64,
+                )
+            )
             x = orthonormal(g.t() @ d)
             d = orthonormal(g @ x)
         else:
@@ -103,27 +124,42 @@ def oracle(replicas: list[Factors], before: Estimate, num_blocks: int) -> tuple[
     return num_blocks * d @ torch.diag(s) @ x.t(), (x, d, s)
 
 
-DEEP = {"model": {"num_layers": 4, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31}}
+DEEP = {
+    "model": {"num_layers": 4, "hidden_size": 24, "num_heads": 3, "seq_length": 8, "vocab_size": 31}
+}
 FP64 = {"train": {"dtype": "fp64"}}
 CASES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
-    "2bw, three replicas, a step is skipped": ({"dp": 3}, "2bw", FP64 | {"pipeline": {"num_microbatches": 3}}),
+    "2bw, three replicas, a step is skipped": (
+        {"dp": 3},
+        "2bw",
+        FP64 | {"pipeline": {"num_microbatches": 3}},
+    ),
     "1f1b, tp": ({"dp": 2, "tp": 2}, "1f1b", FP64),
     "2bw, split backward, bf16": (
-        {"dp": 2, "pp": 2}, "2bw", {"pipeline": {"split_backward": True}, "train": {"dtype": "bf16"}}),
+        {"dp": 2, "pp": 2},
+        "2bw",
+        {"pipeline": {"split_backward": True}, "train": {"dtype": "bf16"}},
+    ),
     "interleaved, ZeRO-1": ({"dp": 2, "pp": 2, "zero": 1}, "interleaved", DEEP | FP64),
     "ZeRO-3": ({"dp": 2, "zero": 3}, "2bw", FP64),
     "on the host": ({"dp": 2}, "2bw", {"memory": {"host_optimizer": True}} | FP64),
-    "pipedream": ({"dp": 2, "pp": 2}, "pipedream", {"optim": {"clip_grad": 0.0}} | FP64)}
+    "pipedream": ({"dp": 2, "pp": 2}, "pipedream", {"optim": {"clip_grad": 0.0}} | FP64),
+}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_are_one_process_with_all_factors(case: str) -> None:
     parallel, schedule, more = CASES[case]
-    config, skips = make(PCA, parallel, schedule, **more), "skipped" in case
+    config = make(PCA, parallel, schedule, **more)
+    skips = "skipped" in case
     ran = run_ranks(run, config.parallel.num_ranks, config, 4, skips)
     assert {one.diverged for one in ran} == {""}
-    exact = {"rtol": 1e-9, "atol": 1e-11} if config.train.dtype == "fp64" else {"rtol": 1e-3, "atol": 1e-4}
+    exact = (
+        {"rtol": 1e-9, "atol": 1e-11}
+        if config.train.dtype == "fp64"
+        else {"rtol": 1e-3, "atol": 1e-4}
+    )
     for name, ranks in {name: of for one in ran for name, of in one.axes.items()}.items():
         group = [ran[rank] for rank in ranks]
         for batch in range(4):
@@ -143,21 +179,40 @@ def check_bytes(ran: list[Ran]) -> None:
     """What ranks send are two thin matrices for each block, and all else as it is."""
     shapes = [ran[0].sums[0][name].shape for name in ran[0].axes]
     whole = sum(x.numel() for x in ran[0].sums[0].values()) - sum(m * n for m, n in shapes)
-    assert {one.sent.num_bytes for one in ran} == {4 * 8 * (whole + sum(3 * 3 * (m + n) for m, n in shapes))}
+    assert {one.sent.num_bytes for one in ran} == {
+        4 * 8 * (whole + sum(3 * 3 * (m + n) for m, n in shapes))
+    }
     assert {one.sent.elements * 8 for one in ran} == {ran[0].sent.num_bytes}
     assert {one.traffic for one in ran} == {sum(one.sent.num_bytes for one in ran)}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("start_at", "model"), [
-    (2, DEEP["model"] | {"num_layers": 2}), (0, DEEP["model"] | {"kind": "bert", "hidden_size": 48})],
-    ids=["gpt", "bert"])
-def test_shares_have_the_bits_of_whole_sums_without_a_buffer_of_them(start_at: int, model: dict[str, Any]) -> None:
-    """ZeRO-2 and 3, also of the first batches, which are sent whole: two addends have one order. BERT's have other
-    places in messages with ZeRO-3, some of them not aligned."""
-    whole, *split = (run_ranks(run_and_look, 2, make(
-        PCA | {"gradients_start": start_at}, {"dp": 2, "zero": zero}, model=model, optim={"clip_grad": 0.0}))
-        for zero in (1, 2, 3))
+@pytest.mark.parametrize(
+    ("start_at", "model"),
+    [
+        (2, DEEP["model"] | {"num_layers": 2}),
+        (0, DEEP["model"] | {"kind": "bert", "hidden_size": 48}),
+    ],
+    ids=["gpt", "bert"],
+)
+def test_shares_have_the_bits_of_whole_sums_without_a_buffer_of_them(
+    start_at: int, model: dict[str, Any]
+) -> None:
+    """ZeRO-2 and 3, also of the first batches, which are sent whole: two addends have one order.
+    BERT's have other places in messages with ZeRO-3, some of them not aligned."""
+    whole, *split = (
+        run_ranks(
+            run_and_look,
+            2,
+            make(
+                PCA | {"gradients_start": start_at},
+                {"dp": 2, "zero": zero},
+                model=model,
+                optim={"clip_grad": 0.0},
+            ),
+        )
+        for zero in (1, 2, 3)
+    )
     for ranks in split:
         for (ran, buffered), (one, _) in zip(ranks, whole, strict=True):
             assert ran.losses == one.losses
@@ -173,25 +228,42 @@ def run_and_look(config: Config) -> tuple[Ran, set[str]]:
     return run(config, 4), {name for i in range(2) for name in engine.state.gradients.views(i)}
 
 
-@pytest.mark.parametrize(("before", "after", "stays"), [
-    ({"dp": 2, "tp": 2}, {"dp": 3, "tp": 2}, True), ({"dp": 2}, {"dp": 4, "pp": 2, "zero": 1}, True),
-    ({"dp": 2, "tp": 2}, {"dp": 2}, False)], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after", "stays"),
+    [
+        ({"dp": 2, "tp": 2}, {"dp": 3, "tp": 2}, True),
+        ({"dp": 2}, {"dp": 4, "pp": 2, "zero": 1}, True),
+        ({"dp": 2, "tp": 2}, {"dp": 2}, False),
+    ],
+    ids=str,
+)
 def test_another_number_of_replicas_goes_on_with_what_was_learned(
-        tmp_path: Path, before: dict[str, int], after: dict[str, int], stays: bool) -> None:
-    config, wanted, written = make(PCA, before), dict[tuple[str, int], Tensor](), []
+    tmp_path: Path, before: dict[str, int], after: dict[str, int], stays: bool
+) -> None:
+    config = make(PCA, before)
+    wanted = dict[tuple[str, int], Tensor]()
+    written = []
     aside = begin(tmp_path, 5)
     for engine in engines(config):
         fill(engine, 5)
         for key, x in engine.state.tensors().items():
             if key.startswith("basis/"):
                 draw = torch.Generator().manual_seed(sum(map(ord, key)) + engine.grid.tp.rank)
-                wanted[key, engine.grid.tp.rank] = x.copy_(torch.randn(x.shape, generator=draw)).clone()
+                wanted[key, engine.grid.tp.rank] = x.copy_(
+                    torch.randn(x.shape, generator=draw)
+                ).clone()
         assert is_writer(engine) == engine.grid.dp.is_first
         if is_writer(engine):
             written.append(Part.of(engine).write(aside))
-    folder = publish(aside, make_manifest(config, "corpus", TrainingState.of(engine.state_meta()), written))
-    found = [(key, engine.grid.tp.rank, x) for engine in load_all(folder, make(PCA, after))
-             for key, x in engine.state.tensors().items() if key.startswith("basis/")]
+    folder = publish(
+        aside, make_manifest(config, "corpus", TrainingState.of(engine.state_meta()), written)
+    )
+    found = [
+        (key, engine.grid.tp.rank, x)
+        for engine in load_all(folder, make(PCA, after))
+        for key, x in engine.state.tensors().items()
+        if key.startswith("basis/")
+    ]
     assert {key for key, _, _ in found} == {key for key, _ in wanted}
     for key, rank, x in found:
         if stays:
@@ -210,10 +282,19 @@ class Large(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in (*args, *(kwargs or {}).values()) if isinstance(x, Tensor)}
+        given = {
+            x.untyped_storage().data_ptr()
+            for x in (*args, *(kwargs or {}).values())
+            if isinstance(x, Tensor)
+        }
         for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given and x.numel() > self.numel:
-                self.numel, self.name = x.numel(), str(func)
+            if (
+                isinstance(x, Tensor)
+                and x.untyped_storage().data_ptr() not in given
+                and x.numel() > self.numel
+            ):
+                self.numel = x.numel()
+                self.name = str(func)
         return out
 
 
@@ -221,13 +302,21 @@ class Alone:
     """The method for one matrix of [64, 48] in one process."""
 
     def __init__(self, rank: int = 3, num_blocks: int = 8, dtype: torch.dtype = torch.float64):
-        layout, name = FlatLayout(["w"], [(64, 48)], dtype), "w"
-        settings = CompressionConfig(gradients="sbpca", gradients_rank=rank, gradients_blocks=num_blocks)
-        placements = {name: Placement((64, 48), Init("zeros"), matrices=(((0, 64),),), factored=True)}
-        grid, self.flat, self.batch = ProcessGrid(dp=1), layout.zeros(), 0
+        layout = FlatLayout(["w"], [(64, 48)], dtype)
+        name = "w"
+        settings = CompressionConfig(
+            gradients="sbpca", gradients_rank=rank, gradients_blocks=num_blocks
+        )
+        placements = {
+            name: Placement((64, 48), Init("zeros"), matrices=(((0, 64),),), factored=True)
+        }
+        grid = ProcessGrid(dp=1)
+        self.flat = layout.zeros()
+        self.batch = 0
         partition = Partition(layout, {name: Route(grid.dp)})
         partition.axis_of = lambda name: Several  # type: ignore[assignment, method-assign, return-value]
-        self.compression, self.bucket = Compression(partition, placements, settings, Memory()), partition.buckets[0]
+        self.compression = Compression(partition, placements, settings, Memory())
+        self.bucket = partition.buckets[0]
         self.view = layout.views(self.flat)[name]
 
     def sum(self, parts: Factors) -> Tensor:
@@ -248,19 +337,26 @@ def blocks_of(x: Tensor, dy: Tensor, rows: int) -> Factors:
     return list(zip(dy.split(rows), x.split(rows), strict=True))
 
 
-@pytest.mark.parametrize(("rank", "true_rank", "first", "least"), [
-    (3, 3, 0.9, 0.996), (3, 8, 0.8, 0.9), (48, 8, 0.95, 0.98)])
+@pytest.mark.parametrize(
+    ("rank", "true_rank", "first", "least"),
+    [(3, 3, 0.9, 0.996), (3, 8, 0.8, 0.9), (48, 8, 0.95, 0.98)],
+)
 def test_a_stream_is_followed(rank: int, true_rank: int, first: float, least: float) -> None:
-    """Energy that arrives, beside what the best matrix of that rank has: of the first batch, and of later ones. Batches
-    of 256 rows of one distribution in blocks of 32. Even with as many columns as there are it is not all, since an
-    estimate is in part that of the batches before."""
+    """Energy that arrives, beside what the best matrix of that rank has: of the first batch, and of
+    later ones. Batches of 256 rows of one distribution in blocks of 32. Even with as many columns
+    as there are it is not all, since an estimate is in part that of the batches before."""
     draw = torch.Generator().manual_seed(1)
-    left, right, mixed = (torch.randn(n, true_rank, generator=draw, dtype=torch.float64) for n in (64, 48, true_rank))
-    alone, shares = Alone(rank), []
+    left, right, mixed = (
+        torch.randn(n, true_rank, generator=draw, dtype=torch.float64) for n in (64, 48, true_rank)
+    )
+    alone = Alone(rank)
+    shares = []
     for _ in range(8):
         z = torch.randn(256, true_rank, generator=draw, dtype=torch.float64)
-        x, dy = z @ right.t(), 1e-4 * z @ mixed @ left.t()
-        taken, whole = alone.sum(blocks_of(x, dy, 32)), dy.t() @ x
+        x = z @ right.t()
+        dy = 1e-4 * z @ mixed @ left.t()
+        taken = alone.sum(blocks_of(x, dy, 32))
+        whole = dy.t() @ x
         squares = torch.linalg.svdvals(whole).square()
         lost = float((whole - taken).square().sum() / squares.sum())
         shares.append((1 - lost) / float(squares[:rank].sum() / squares.sum()))
@@ -273,8 +369,11 @@ def test_a_stream_is_followed(rank: int, true_rank: int, first: float, least: fl
 def test_nothing_as_large_as_the_gradient_is_made_beside_it() -> None:
     draw = torch.Generator().manual_seed(0)
     alone = Alone(num_blocks=2)
-    factors = blocks_of(torch.randn(12, 48, generator=draw, dtype=torch.float64),
-                        torch.randn(12, 64, generator=draw, dtype=torch.float64), 6)
+    factors = blocks_of(
+        torch.randn(12, 48, generator=draw, dtype=torch.float64),
+        torch.randn(12, 64, generator=draw, dtype=torch.float64),
+        6,
+    )
     alone.compression.begin(0, {"w": [Product(dy, x) for dy, x in factors]})
     with Large() as large:
         alone.compression.start(alone.bucket, alone.flat).wait()
@@ -284,9 +383,15 @@ def test_nothing_as_large_as_the_gradient_is_made_beside_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_of_fewer_directions_or_none_or_no_numbers(dtype: torch.dtype) -> None:
-    draw, alone = torch.Generator().manual_seed(0), Alone(num_blocks=3, dtype=dtype)
+    draw = torch.Generator().manual_seed(0)
+    alone = Alone(num_blocks=3, dtype=dtype)
     none = [(torch.zeros(4, 64, dtype=dtype), torch.zeros(4, 48, dtype=dtype))] * 4
-    one = [(torch.randn(1, 64, generator=draw, dtype=dtype), torch.randn(1, 48, generator=draw, dtype=dtype))] * 4
+    one = [
+        (
+            torch.randn(1, 64, generator=draw, dtype=dtype),
+            torch.randn(1, 48, generator=draw, dtype=dtype),
+        )
+    ] * 4
     assert not alone.sum(none).any()
     assert not alone.sum([]).any()
     alone.sum(none[:2] + one)  # begins in the middle
@@ -294,7 +399,9 @@ def test_gradients_of_fewer_directions_or_none_or_no_numbers(dtype: torch.dtype)
         taken = alone.sum(one)
     torch.testing.assert_close(taken, 4 * one[0][0].t() @ one[0][1], rtol=0.05, atol=0.05)
     before = {key: x.clone() for key, x in alone.compression.feedback.learned.items()}
-    assert alone.sum([(x.log(), y) for x, y in one]).isnan().any()  # the logarithm of what is negative
+    assert (
+        alone.sum([(x.log(), y) for x, y in one]).isnan().any()
+    )  # the logarithm of what is negative
     assert all(torch.equal(x, before[key]) for key, x in alone.compression.feedback.learned.items())
     alone.sum(none)
     for _ in range(5):

@@ -1,4 +1,5 @@
-"""Two tiers: content follows its item wherever it goes, within the budget, in any order of moves."""
+"""Two tiers: content follows its item wherever it goes, within the budget, in any order of
+moves."""
 
 from __future__ import annotations
 
@@ -62,14 +63,20 @@ class User:
         self.tiers.items[item].region.view[:] = bytes([self.expected[item]]) * PAGE
 
     def here(self) -> list[int]:
-        return [i for i, item in enumerate(self.tiers.items) if not item.pinned and self.tiers.is_here(i)]
+        return [
+            i
+            for i, item in enumerate(self.tiers.items)
+            if not item.pinned and self.tiers.is_here(i)
+        ]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, NUM_ITEMS))
 def test_content_follows_its_item(seed: int, budget: int) -> None:
-    draw, tiers = random.Random(seed), tiers_of(budget, SlowStore(seed))
-    user, fetched = User(tiers), set[int]()
+    draw = random.Random(seed)
+    tiers = tiers_of(budget, SlowStore(seed))
+    user = User(tiers)
+    fetched = set[int]()
     for _ in range(40):
         item = draw.randrange(NUM_ITEMS)
         if item in fetched:
@@ -111,7 +118,9 @@ def test_what_was_not_changed_is_not_written() -> None:
             user.change(0)
         tiers.release(0)
     tiers.settle()
-    assert (tiers.traffic.written, tiers.traffic.read) == (PAGE, 2 * PAGE), "zeros were not read the first time"
+    assert (tiers.traffic.written, tiers.traffic.read) == (PAGE, 2 * PAGE), (
+        "zeros were not read the first time"
+    )
     assert store.content[0][0] == user.expected[0]
     tiers.close()
 
@@ -131,7 +140,8 @@ class Held:
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_an_item_that_is_held_leaves_when_it_may_and_nobody_waits_for_that(drops: bool) -> None:
-    tiers, held = tiers_of(1, SlowStore()), Held()
+    tiers = tiers_of(1, SlowStore())
+    held = Held()
     tiers.fetch(0)
     tiers.await_item(0, changing=True)
     tiers.hold(0, held)
@@ -157,14 +167,24 @@ def test_beside_a_plan_the_oldest_make_room() -> None:
     assert user.here() == [0, 3]
     assert tiers.is_here(5)
     assert tiers.traffic.peak <= tiers.budget
-    assert [int(tiers.content(item)[0]) for item in range(4)] == [user.expected[item] for item in range(4)]
+    assert [int(tiers.content(item)[0]) for item in range(4)] == [
+        user.expected[item] for item in range(4)
+    ]
     tiers.close()
 
 
-@pytest.mark.parametrize("then", [
-    lambda tiers: tiers.await_item(1), lambda tiers: tiers.settle(), lambda tiers: tiers.create(2)],
-    ids=["await", "settle", "create"])
-def test_an_error_of_the_store_is_raised_by_what_comes_next(then: Callable[[Tiers], object]) -> None:
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda tiers: tiers.await_item(1),
+        lambda tiers: tiers.settle(),
+        lambda tiers: tiers.create(2),
+    ],
+    ids=["await", "settle", "create"],
+)
+def test_an_error_of_the_store_is_raised_by_what_comes_next(
+    then: Callable[[Tiers], object],
+) -> None:
     tiers = tiers_of(1, store := SlowStore())
     tiers.fetch(0)
     tiers.await_item(0, changing=True)

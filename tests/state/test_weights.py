@@ -1,4 +1,5 @@
-"""What two versions of the weights cost, by the allocator: one copy of them and one gradient buffer, and no switch."""
+"""What two versions of the weights cost, by the allocator: one copy of them and one gradient
+buffer, and no switch."""
 
 from __future__ import annotations
 
@@ -30,15 +31,26 @@ NUMBERS = 100  # bytes: 0-d tensors, such as the optimizer's step count
 
 
 def make(schedule: str, dtype: str, pp: int = 1, **pipeline: Any) -> Config:
-    return from_mapping({
-        "model": {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "seq_length": 32, "vocab_size": 500},
-        "parallel": {"pp": pp, "dp": 1}, "train": {"micro_batch_size": 2, "dtype": dtype},
-        "pipeline": {"schedule": schedule, "num_microbatches": 4, **pipeline}})
+    return from_mapping(
+        {
+            "model": {
+                "num_layers": 4,
+                "hidden_size": 64,
+                "num_heads": 4,
+                "seq_length": 32,
+                "vocab_size": 500,
+            },
+            "parallel": {"pp": pp, "dp": 1},
+            "train": {"micro_batch_size": 2, "dtype": dtype},
+            "pipeline": {"schedule": schedule, "num_microbatches": 4, **pipeline},
+        }
+    )
 
 
 def static_bytes(config: Config) -> tuple[int, int, int, int]:
-    """What this rank's allocator has handed out and not got back when the pipeline is drained; and, from the engine's
-    own buffers, bytes of a working copy and of a gradient buffer, and how many of the latter there are."""
+    """What this rank's allocator has handed out and not got back when the pipeline is drained; and,
+    from the engine's own buffers, bytes of a working copy and of a gradient buffer, and how many of
+    the latter there are."""
     with measure(CPU) as meter:
         engine = Engine(config, ProcessGrid(pp=config.parallel.pp), CPU)
         engine.train(SyntheticLoader(config.model, 2, 4), 3, lambda step: None)
@@ -53,19 +65,28 @@ def static_bytes(config: Config) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize("pp", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("gradient_buffers", [0, 1])
-def test_2bw_costs_one_copy_and_one_gradient_buffer_over_1f1b(dtype: str, pp: int, gradient_buffers: int) -> None:
-    """pipeline.gradient_buffers: 0 takes the two that 2bw can use; with 1, only the copy is left."""
+def test_2bw_costs_one_copy_and_one_gradient_buffer_over_1f1b(
+    dtype: str, pp: int, gradient_buffers: int
+) -> None:
+    """pipeline.gradient_buffers: 0 takes the two that 2bw can use; with 1, only the copy is
+    left."""
     flush = run_ranks(static_bytes, pp, make("1f1b", dtype, pp))
     double = run_ranks(static_bytes, pp, make("2bw", dtype, pp, gradient_buffers=gradient_buffers))
-    for (before, copy, gradient, one), (after, _, _, num_buffers) in zip(flush, double, strict=True):
+    for (before, copy, gradient, one), (after, _, _, num_buffers) in zip(
+        flush, double, strict=True
+    ):
         assert one == 1
         assert num_buffers == (gradient_buffers or 2)
         assert after - before == pytest.approx(copy + (num_buffers - 1) * gradient, abs=NUMBERS)
 
 
-def make_store(dtype: torch.dtype, parts: Sequence[range] = (), *, predict: bool = False) -> WeightStore:
+def make_store(
+    dtype: torch.dtype, parts: Sequence[range] = (), *, predict: bool = False
+) -> WeightStore:
     model = make("2bw", "fp32").model
-    parameters = StageParameters(Stage(build_blocks(model, Axis("tp"), range(6), dtype=dtype)), dtype)
+    parameters = StageParameters(
+        Stage(build_blocks(model, Axis("tp"), range(6), dtype=dtype)), dtype
+    )
     alone = Partition(parameters.layout, dict.fromkeys(parameters.layout.names, Route(Axis("dp"))))
     uses = uses_of(parts, parameters.placements, parameters.blocks, elementwise=True)
     return WeightStore(parameters, alone, 2, Memory(CPU), predict=predict, uses=uses)
@@ -95,7 +116,8 @@ def test_switching_versions_takes_no_memory(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("optim", ["adamw", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_making_a_version_takes_no_memory(dtype: torch.dtype, optim: str) -> None:
-    """The new version is written over the one before the last; fused optimizers need nothing in between."""
+    """The new version is written over the one before the last; fused optimizers need nothing in
+    between."""
     store = make_store(dtype)
     slots = [ParameterSlot(name, placement) for name, placement in store.placements.items()]
     optimizer = build_optimizer(from_mapping({"optim": {"name": optim}}).optim, slots, Axis("tp"))
@@ -103,7 +125,9 @@ def test_making_a_version_takes_no_memory(dtype: torch.dtype, optim: str) -> Non
     gradients = list(store.layout.views(store.layout.zeros(CPU)).values())
     with measure(CPU) as meter:
         for _ in range(3):
-            store.advance(lambda parameters: optimizer.step(parameters, gradients, lr=0.1, gradient_scale=0.5))
+            store.advance(
+                lambda parameters: optimizer.step(parameters, gradients, lr=0.1, gradient_scale=0.5)
+            )
         store.advance(None)
         assert meter.read().peak <= NUMBERS
     assert store.newest == 4
@@ -113,7 +137,10 @@ def test_making_a_version_takes_no_memory(dtype: torch.dtype, optim: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_store_in_chunks_has_the_same_bits(dtype: torch.dtype, predict: bool) -> None:
     """Started, updated, left as it is, and read. The tied weight is a chunk of its own."""
-    whole, parts = (make_store(dtype, cut, predict=predict) for cut in ((), (range(2), range(2, 3), range(3, 6))))
+    whole, parts = (
+        make_store(dtype, cut, predict=predict)
+        for cut in ((), (range(2), range(2, 3), range(3, 6)))
+    )
     assert [len(store.buffers[0].chunks) for store in (whole, parts)] == [1, 4]
     one, other = used(whole, 1), used(parts, 3)
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -121,16 +148,30 @@ def test_a_store_in_chunks_has_the_same_bits(dtype: torch.dtype, predict: bool) 
 
 def used(store: WeightStore, num_groups: int) -> dict[str, torch.Tensor]:
     """All that there is to read after three updates, of which one is skipped."""
-    store.fill(lambda tensors: initialize([(n, t, store.placements[n]) for n, t in tensors.items()], 3, 0))
+    store.fill(
+        lambda tensors: initialize([(n, t, store.placements[n]) for n, t in tensors.items()], 3, 0)
+    )
     gradients = store.layout.views(store.layout.zeros(CPU).fill_(0.01))
-    groups = [{name: p for name, p in store.placements.items() if store.group_of(name) == g} for g in range(num_groups)]
-    optimizers = [build_optimizer(OptimConfig(), [ParameterSlot(*of) for of in group.items()], Axis("tp"))
-                  for group in groups]
+    groups = [
+        {name: p for name, p in store.placements.items() if store.group_of(name) == g}
+        for g in range(num_groups)
+    ]
+    optimizers = [
+        build_optimizer(OptimConfig(), [ParameterSlot(*of) for of in group.items()], Axis("tp"))
+        for group in groups
+    ]
     for skip in (False, True, False):
         for number, (group, optimizer) in enumerate(zip(groups, optimizers, strict=True)):
             mine = [gradients[name].clone() for name in group]
-            store.advance(None if skip else partial(optimizer.step, gradients=mine, lr=0.1), group=number)
+            store.advance(
+                None if skip else partial(optimizer.step, gradients=mine, lr=0.1), group=number
+            )
     with store.unpredicted():
-        seen = {f"unpredicted {name}": leaf.detach().clone() for name, leaf in store.leaves_of(3).items()}
-    seen |= {f"{v} {name}": leaf.detach() for v in (2, 3) for name, leaf in store.leaves_of(v).items()}
+        seen = {
+            f"unpredicted {name}": leaf.detach().clone()
+            for name, leaf in store.leaves_of(3).items()
+        }
+    seen |= {
+        f"{v} {name}": leaf.detach() for v in (2, 3) for name, leaf in store.leaves_of(v).items()
+    }
     return seen | {f"full {name}": tensor for name, tensor in store.full_weights().items()}

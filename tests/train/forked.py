@@ -1,5 +1,5 @@
-"""Supervised jobs whose processes are forks of the test: they import nothing again. Signals, exit codes, sessions and
-the environment are those of processes that are started."""
+"""Supervised jobs whose processes are forks of the test: they import nothing again. Signals, exit
+codes, sessions and the environment are those of processes that are started."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ MAINS = {"hybridpar": main, "torch.distributed.run": torch.distributed.run.main}
 
 
 class Job:
-    """`python -m *command` in a fork of this process, in a session of its own, and what all its processes say."""
+    """`python -m *command` in a fork of this process, in a session of its own, and what all its
+    processes say."""
 
     def __init__(self, *command: str | Path):
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115  # it goes with the job
         self._read = 0
-        self.process = Forked((sys.executable, "-m", *map(str, command)), os.environ, self._output.fileno())
+        self.process = Forked(
+            (sys.executable, "-m", *map(str, command)), os.environ, self._output.fileno()
+        )
 
     @property
     def pid(self) -> int:
@@ -48,8 +51,8 @@ class Job:
         return Path(self._output.name).read_text()
 
     def wait_for(self, wanted: str | Path) -> str:
-        """Until a file is there; or that in the output, behind what was waited for before, which matches a regular
-        expression: its first group, if any.
+        """Until a file is there; or that in the output, behind what was waited for before, which
+        matches a regular expression: its first group, if any.
 
         Raises: AssertionError where it does not come, or the job ends before.
         """
@@ -58,7 +61,9 @@ class Job:
             ended = self.process.poll() is not None
             if isinstance(wanted, Path) and wanted.exists():
                 return ""
-            if isinstance(wanted, str) and (found := re.compile(wanted, re.MULTILINE).search(self.output, self._read)):
+            if isinstance(wanted, str) and (
+                found := re.compile(wanted, re.MULTILINE).search(self.output, self._read)
+            ):
                 self._read = found.end()
                 return found[found.lastindex or 0]
             assert not ended, f"the job has ended: {self.output}"
@@ -82,13 +87,23 @@ def supervised(*args: str | Path) -> tuple[int, str]:
 
 def torchrun(num_ranks: int, *args: str | Path, max_restarts: int = 0) -> Job:
     """`hybridpar *args` on so many local ranks that torch's own launcher starts."""
-    return Job("torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}",
-               f"--max-restarts={max_restarts}", "-m", "hybridpar", *args)
+    return Job(
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+        f"--max-restarts={max_restarts}",
+        "-m",
+        "hybridpar",
+        *args,
+    )
 
 
 def held(monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[Path, Path]:
-    """Has `slow link` of jobs to come last until the second of two files is there; the first appears as it begins."""
-    begun, over, stop = folder / "held", folder / "go on", Injector._stop_here
+    """Has `slow link` of jobs to come last until the second of two files is there; the first
+    appears as it begins."""
+    begun = folder / "held"
+    over = folder / "go on"
+    stop = Injector._stop_here
 
     def wait(fault: Fault) -> None:
         if fault.kind != "slow link":
@@ -121,10 +136,18 @@ def _run(output: int, module: str, *args: str) -> NoReturn:
 
 
 class Forked:
-    """`subprocess.Popen` of `python -m MODULE ARGS`, as far as torch's agent and the supervisor use it."""
+    """`subprocess.Popen` of `python -m MODULE ARGS`, as far as torch's agent and the supervisor use
+    it."""
 
-    def __init__(self, args: tuple[str, ...], env: Mapping[str, str], stdout: int | None = None, stderr: None = None,
-                 start_new_session: bool = True, closed: Iterable[int] = ()):
+    def __init__(
+        self,
+        args: tuple[str, ...],
+        env: Mapping[str, str],
+        stdout: int | None = None,
+        stderr: None = None,
+        start_new_session: bool = True,
+        closed: Iterable[int] = (),
+    ):
         """closed: descriptors of this process that the other one is not to have."""
         assert stderr is None, "goes where stdout does"
         python, m, module, *rest = (arg for arg in args if arg != "-u")
@@ -137,7 +160,10 @@ class Forked:
                 os.close(file)
             for number in signal.valid_signals():
                 if callable(signal.getsignal(number)):
-                    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+                    signal.signal(
+                        number,
+                        signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+                    )
             env = dict(env)
             os.environ.clear()
             os.environ.update(env)

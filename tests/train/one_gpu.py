@@ -1,7 +1,7 @@
 """Several ranks of `hybridpar train --ranks N` that talk over NCCL and share one GPU.
 
-NCCL refuses two ranks of one host on one GPU. Each rank therefore says that it is another host, and all of them talk
-through sockets, as ranks of several hosts do.
+NCCL refuses two ranks of one host on one GPU. Each rank therefore says that it is another host, and
+all of them talk through sockets, as ranks of several hosts do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 """NCCL's settings for ranks on one machine that talk as if they were on several."""
 
-_SITE = '''
+_SITE = """
 import os
 import sys
 from dataclasses import replace
@@ -54,14 +54,15 @@ def _train_and_tell(engine, *args, **options):
 
 loop.Engine.train = _train_and_tell
 rollback.find_divergence = _find_and_count
-'''
-"""A sitecustomize.py. Ranks share a GPU without `train.share_gpus`, which would choose Gloo, so that all else is
-as on several GPUs. After each stretch of training every rank says which backend it used, how many micro-batches it has
-replayed, and how often its replicas were compared."""
+"""
+"""A sitecustomize.py. Ranks share a GPU without `train.share_gpus`, which would choose Gloo, so
+that all else is as on several GPUs. After each stretch of training every rank says which backend it
+used, how many micro-batches it has replayed, and how often its replicas were compared."""
 
 
 def _descendants(process: int) -> list[int]:
-    """Return the processes below a process. Ranks have sessions of their own, so a signal to a group misses them."""
+    """Return the processes below a process. Ranks have sessions of their own, so a signal to a
+    group misses them."""
     found = []
     for task in Path(f"/proc/{process}/task").glob("*"):
         for child in (task / "children").read_text().split():
@@ -83,8 +84,13 @@ def hybridpar(folder: Path, *args: str, timeout_s: float) -> str:
     (folder / "sitecustomize.py").write_text(_SITE)
     where = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | APART | {"PYTHONPATH": where}
-    job = subprocess.Popen([sys.executable, "-m", "hybridpar", *args], env=environment, stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT, text=True)
+    job = subprocess.Popen(
+        [sys.executable, "-m", "hybridpar", *args],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         printed, _ = job.communicate(timeout=timeout_s)
     except BaseException:  # ranks that hang would keep the GPU from the tests that follow

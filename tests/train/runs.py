@@ -1,4 +1,5 @@
-"""Shared by the tests of whole runs: a small corpus, a small configuration, and jobs without a launcher."""
+"""Shared by the tests of whole runs: a small corpus, a small configuration, and jobs without a
+launcher."""
 
 from __future__ import annotations
 
@@ -68,7 +69,11 @@ def write_corpus(path: Path) -> Path:
     """Some 20 kB of words, always the same."""
     draw = random.Random(0)
     words = [f"{a}{b}" for a in ["stone", "river", "cloud", "lamp"] for b in ("", "s", "ed", "ing")]
-    path.write_text("\n".join(" ".join(draw.choice(words) for _ in range(12)).capitalize() + "." for _ in range(300)))
+    path.write_text(
+        "\n".join(
+            " ".join(draw.choice(words) for _ in range(12)).capitalize() + "." for _ in range(300)
+        )
+    )
     return path
 
 
@@ -88,14 +93,17 @@ def run_job(num_ranks: int, *args: str | Path) -> str:
 
 
 def fork_ranks(num_ranks: int, call: Callable[[], object]) -> str:
-    """What `call` prints on so many ranks that find the environment of torchrun. They are forks of this process: they
-    import nothing again, and what the test has patched is patched in them.
+    """What `call` prints on so many ranks that find the environment of torchrun. They are forks of
+    this process: they import nothing again, and what the test has patched is patched in them.
 
     Raises: AssertionError with that text, where a rank fails or the job hangs.
     """
     with reserved_port() as port, tempfile.NamedTemporaryFile() as output:
         fork = multiprocessing.get_context("fork").Process
-        ranks = [fork(target=_rank, args=(rank, num_ranks, port, output.name, call)) for rank in range(num_ranks)]
+        ranks = [
+            fork(target=_rank, args=(rank, num_ranks, port, output.name, call))
+            for rank in range(num_ranks)
+        ]
         for rank in ranks:
             rank.start()
         end = time.monotonic() + LONG_S
@@ -110,16 +118,25 @@ def fork_ranks(num_ranks: int, call: Callable[[], object]) -> str:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port of this machine that nobody is given meanwhile; who asks for it by its number may listen there."""
+    """A port of this machine that nobody is given meanwhile; who asks for it by its number may
+    listen there."""
     with socket.socket() as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
 
 
-def _rank(rank: int, num_ranks: int, port: int, output: str, call: Callable[[], object]) -> NoReturn:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _rank(
+    rank: int, num_ranks: int, port: int, output: str, call: Callable[[], object]
+) -> NoReturn:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     with open(output, "a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
         sys.exit(call())  # type: ignore[arg-type]
 

@@ -1,4 +1,5 @@
-"""Shared by tests of runs in stretches: from checkpoint to checkpoint, what ranks hold then, and what they evaluate."""
+"""Shared by tests of runs in stretches: from checkpoint to checkpoint, what ranks hold then, and
+what they evaluate."""
 
 from __future__ import annotations
 
@@ -13,17 +14,26 @@ from hybridpar.config import Config
 from hybridpar.train.engine import StepResult
 
 
-def run(config: Config, root: Path, stop: int) -> tuple[list[StepResult], dict[str, Tensor], dict[str, float]]:
-    """Trains from the last checkpoint to step `stop`, and saves: steps, this rank's state, and an evaluation."""
+def run(
+    config: Config, root: Path, stop: int
+) -> tuple[list[StepResult], dict[str, Tensor], dict[str, float]]:
+    """Trains from the last checkpoint to step `stop`, and saves: steps, this rank's state, and an
+    evaluation."""
     engine, loader = start(config)
     steps: list[StepResult] = []
     done = checkpoint.resume(root, engine, "corpus", print)
     engine.train(loader, stop - done, steps.append)
     checkpoint.save(root, engine, "corpus")
-    return steps, {n: t.clone() for n, t in engine.state.tensors().items()}, engine.evaluate(loader, 2)
+    return (
+        steps,
+        {n: t.clone() for n, t in engine.state.tensors().items()},
+        engine.evaluate(loader, 2),
+    )
 
 
-def state(results: list[tuple[list[StepResult], dict[str, Tensor], dict[str, float]]]) -> dict[str, Tensor]:
+def state(
+    results: list[tuple[list[StepResult], dict[str, Tensor], dict[str, float]]],
+) -> dict[str, Tensor]:
     """Of all ranks together; what two of them have is the same."""
     found: dict[str, Tensor] = {}
     for _, tensors, _ in results:

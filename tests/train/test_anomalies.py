@@ -1,4 +1,5 @@
-"""Steps that go wrong: found and answered by all ranks alike, rolled back exactly, and run again elsewhere."""
+"""Steps that go wrong: found and answered by all ranks alike, rolled back exactly, and run again
+elsewhere."""
 
 from __future__ import annotations
 
@@ -38,13 +39,17 @@ def losses(start: int, count: int) -> list[float]:
 
 def test_a_spike_is_told_from_noise_and_from_a_fall() -> None:
     judged = judge(loss_spike=6.0, on_loss_spike="roll_back", window=16)
-    assert all(judged.judge(i + 1, loss, 1.0, cured=False) is None for i, loss in enumerate(losses(0, 40)))
+    assert all(
+        judged.judge(i + 1, loss, 1.0, cured=False) is None for i, loss in enumerate(losses(0, 40))
+    )
     assert judged.judge(41, 2.0, 1.0, cured=False) is None, "a loss may fall"
     found = judged.judge(42, 4.5, 1.0, cured=False)
     assert found is not None
     assert (found.kind, found.policy) == ("loss_spike", "roll_back")
     assert "the loss is 4.5, " in found.what
-    assert judged.judge(43, losses(42, 1)[0], 1.0, cured=False) is None, "a spike is not among those it is judged by"
+    assert judged.judge(43, losses(42, 1)[0], 1.0, cured=False) is None, (
+        "a spike is not among those it is judged by"
+    )
 
 
 def test_too_few_losses_tell_nothing() -> None:
@@ -72,7 +77,9 @@ def test_too_many_anomalies_end_the_run() -> None:
     found = [judged.judge(step, math.inf, 1.0, cured=False) for step in (1, 2, 12, 13, 14)]
     assert [a.policy for a in found if a] == ["skip"] * 4 + ["stop"]
     assert "the 3th anomaly within 8 steps" in found[-1].what  # type: ignore[union-attr]
-    assert judged.judge(15, math.nan, math.nan, cured=True) is None, "fp16's loss scale deals with that"
+    assert judged.judge(15, math.nan, math.nan, cured=True) is None, (
+        "fp16's loss scale deals with that"
+    )
 
 
 def test_what_cannot_be_done_is_refused() -> None:
@@ -88,16 +95,27 @@ def test_what_cannot_be_done_is_refused() -> None:
     assert wrong(anomalies={"loss_spike": 5.0, "window": 4}) == ["anomalies.window"]
 
 
-# -- engines -----------------------------------------------------------------------------------------------------------
+# -- engines
 
 
 def make(schedule: str, sections: dict[str, Any] | None = None, **parallel: int) -> Config:
-    return from_mapping({
-        "model": {"num_layers": 2, "hidden_size": 24, "num_heads": 3, "num_kv_heads": 1, "seq_length": 12,
-                  "vocab_size": 37},
-        "parallel": {"dp": 1, **parallel}, "pipeline": {"num_microbatches": 3, "schedule": schedule},
-        "train": {"micro_batch_size": 2, "num_steps": 20}, "optim": {"lr": 1e-2, "decay": "constant"},
-    } | (sections or {}))
+    return from_mapping(
+        {
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 24,
+                "num_heads": 3,
+                "num_kv_heads": 1,
+                "seq_length": 12,
+                "vocab_size": 37,
+            },
+            "parallel": {"dp": 1, **parallel},
+            "pipeline": {"num_microbatches": 3, "schedule": schedule},
+            "train": {"micro_batch_size": 2, "num_steps": 20},
+            "optim": {"lr": 1e-2, "decay": "constant"},
+        }
+        | (sections or {})
+    )
 
 
 class Poisoned(BatchPolicy):
@@ -124,21 +142,36 @@ def build(config: Config, *, poisoned: bool = False) -> tuple[Engine, Later]:
     parallel = config.parallel
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
     policy = Poisoned(config) if poisoned and grid.dp.is_last else None
-    return Engine(config, grid, CPU, policy=policy), Later(config.model, 2, 3, grid.dp.rank, grid.dp.size)
+    return Engine(config, grid, CPU, policy=policy), Later(
+        config.model, 2, 3, grid.dp.rank, grid.dp.size
+    )
 
 
 def poisoned_steps(config: Config) -> tuple[int, list[tuple[int, str, bool]]]:
     engine, loader = build(config, poisoned=True)
     seen: list[StepResult] = []
     engine.train(loader, 12, seen.append)
-    return engine.batches_done, [(s.step, s.anomaly.policy if s.anomaly else "", s.skipped) for s in seen]
+    return engine.batches_done, [
+        (s.step, s.anomaly.policy if s.anomaly else "", s.skipped) for s in seen
+    ]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("schedule", "policy"), [
-    ("1f1b", "skip"), ("2bw", "skip"), ("2bw", "stop"), ("pipedream", "roll_back"), ("unclipped", "auto")])
+@pytest.mark.parametrize(
+    ("schedule", "policy"),
+    [
+        ("1f1b", "skip"),
+        ("2bw", "skip"),
+        ("2bw", "stop"),
+        ("pipedream", "roll_back"),
+        ("unclipped", "auto"),
+    ],
+)
 def test_all_ranks_decide_alike(schedule: str, policy: str) -> None:
-    sections = {"anomalies": {"on_non_finite": policy}, "train": {"micro_batch_size": 2, "save_interval": 5}}
+    sections = {
+        "anomalies": {"on_non_finite": policy},
+        "train": {"micro_batch_size": 2, "save_interval": 5},
+    }
     if schedule == "unclipped":
         sections["optim"] = {"clip_grad": 0.0}
     config = make("pipedream" if schedule == "unclipped" else schedule, sections, pp=2, dp=2)
@@ -155,7 +188,8 @@ def test_all_ranks_decide_alike(schedule: str, policy: str) -> None:
 
 
 def rolled_back(config: Config, root: Path) -> None:
-    """Gone over, batches have never been: the same weights come of data without them, dropout being off."""
+    """Gone over, batches have never been: the same weights come of data without them, dropout being
+    off."""
     engine, loader = build(config)
     engine.train(loader, 3, lambda step: None)
     checkpoint.save(root, engine, "corpus")
@@ -168,16 +202,27 @@ def rolled_back(config: Config, root: Path) -> None:
     object.__setattr__(without, "behind", 3)
     wanted: list[StepResult] = []
     other.train(without, 3, wanted.append)
-    assert [(s.step, s.losses, s.grad_norm) for s in got] == [(s.step + 3, s.losses, s.grad_norm) for s in wanted]
+    assert [(s.step, s.losses, s.grad_norm) for s in got] == [
+        (s.step + 3, s.losses, s.grad_norm) for s in wanted
+    ]
     for name, tensor in other.state.weights.full_weights().items():
         assert torch.equal(tensor, engine.state.weights.full_weights()[name])
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("schedule", "sections"), [
-    ("1f1b", {}), ("2bw", {}), ("2bw", {"parallel": {"dp": 2, "pp": 1, "zero": 1}}),
-    ("2bw", {"optim": {"staleness": "prediction", "decay": "constant"}})], ids=str)
-def test_batches_that_are_gone_over_have_never_been(tmp_path: Path, schedule: str, sections: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "sections"),
+    [
+        ("1f1b", {}),
+        ("2bw", {}),
+        ("2bw", {"parallel": {"dp": 2, "pp": 1, "zero": 1}}),
+        ("2bw", {"optim": {"staleness": "prediction", "decay": "constant"}}),
+    ],
+    ids=str,
+)
+def test_batches_that_are_gone_over_have_never_been(
+    tmp_path: Path, schedule: str, sections: dict[str, Any]
+) -> None:
     run_ranks(rolled_back, 2, make(schedule, {"parallel": {"pp": 2, "dp": 1}} | sections), tmp_path)
 
 
@@ -193,12 +238,33 @@ def diverged(config: Config, name: str, rank: int) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("grid", "name", "rank", "expected"), [
-    ({"dp": 3}, "blocks.1.mlp.up.weight", 0, "blocks.1.mlp.up.weight of rank 0 is not what rank 1 has"),
-    ({"tp": 2}, "blocks.1.attention_norm.weight", 1, "attention_norm.weight of rank 1 is not what rank 0 has"),
-    ({"pp": 2}, "blocks.3.language_model.projection.weight", 1, " of rank 1 is not what rank 0 has"),
-], ids=str)
-def test_the_replica_that_differs_is_named(grid: dict[str, int], name: str, rank: int, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("grid", "name", "rank", "expected"),
+    [
+        (
+            {"dp": 3},
+            "blocks.1.mlp.up.weight",
+            0,
+            "blocks.1.mlp.up.weight of rank 0 is not what rank 1 has",
+        ),
+        (
+            {"tp": 2},
+            "blocks.1.attention_norm.weight",
+            1,
+            "attention_norm.weight of rank 1 is not what rank 0 has",
+        ),
+        (
+            {"pp": 2},
+            "blocks.3.language_model.projection.weight",
+            1,
+            " of rank 1 is not what rank 0 has",
+        ),
+    ],
+    ids=str,
+)
+def test_the_replica_that_differs_is_named(
+    grid: dict[str, int], name: str, rank: int, expected: str
+) -> None:
     number = math.prod(grid.values())
     everyone = run_ranks(diverged, number, make("2bw", **grid), name, rank)
     assert all(one == everyone[0] for one in everyone)

@@ -1,4 +1,5 @@
-"""pipeline.schedule = "auto": the fastest order that fits, the same on all ranks, kept by the run; equal training."""
+"""pipeline.schedule = "auto": the fastest order that fits, the same on all ranks, kept by the run;
+equal training."""
 
 from __future__ import annotations
 
@@ -28,10 +29,20 @@ CPU = torch.device("cpu")
 
 
 def make(pp: int, m: int, num_layers: int = 4, **pipeline: Any) -> Config:
-    return from_mapping({
-        "model": {"num_layers": num_layers, "hidden_size": 32, "num_heads": 2, "seq_length": 16, "vocab_size": 40},
-        "parallel": {"pp": pp, "dp": 1}, "train": {"micro_batch_size": 4, "device": "cpu"},
-        "pipeline": {"num_microbatches": m, "schedule": "auto", **pipeline}})
+    return from_mapping(
+        {
+            "model": {
+                "num_layers": num_layers,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "seq_length": 16,
+                "vocab_size": 40,
+            },
+            "parallel": {"pp": pp, "dp": 1},
+            "train": {"micro_batch_size": 4, "device": "cpu"},
+            "pipeline": {"num_microbatches": m, "schedule": "auto", **pipeline},
+        }
+    )
 
 
 def costs_for(config: Config) -> Costs:
@@ -41,19 +52,37 @@ def costs_for(config: Config) -> Costs:
 
 
 def test_the_simplest_of_the_fastest_that_fit() -> None:
-    """Within 1 % of the shortest step of all that fit, and the first of these; 1f1b where none fits."""
+    """Within 1 % of the shortest step of all that fit, and the first of these; 1f1b where none
+    fits."""
     config, trace = make(2, 4, num_layers=2), Footprints()
-    found = [one for shape in shapes(config) for one in simulated(
-        shape, costs_for(shape[0]), (1,) * Sizes.of(shape[0]).num_stages)]
-    assert {(one.pipeline.schedule, one.pipeline.placement, one.pipeline.num_chunks) for one in found} >= {
-        ("1f1b", "loop", 1), ("own", "loop", 1), ("1f1b", "v", 2), ("own", "v", 2), ("interleaved", "loop", 2),
-        ("own", "loop", 2)}
-    peaks = [max(stage.total for stage in predict(replace(config, pipeline=one.pipeline), device=CPU, trace=trace))
-             for one in found]
+    found = [
+        one
+        for shape in shapes(config)
+        for one in simulated(shape, costs_for(shape[0]), (1,) * Sizes.of(shape[0]).num_stages)
+    ]
+    assert {
+        (one.pipeline.schedule, one.pipeline.placement, one.pipeline.num_chunks) for one in found
+    } >= {
+        ("1f1b", "loop", 1),
+        ("own", "loop", 1),
+        ("1f1b", "v", 2),
+        ("own", "v", 2),
+        ("interleaved", "loop", 2),
+        ("own", "loop", 2),
+    }
+    peaks = [
+        max(
+            stage.total
+            for stage in predict(replace(config, pipeline=one.pipeline), device=CPU, trace=trace)
+        )
+        for one in found
+    ]
     assert (found[0].pipeline.schedule, found[0].step_time) == ("1f1b", pytest.approx(15))
     chosen = []
     for limit in (2 * max(peaks), peaks[0], 1):
-        fitting = [one for one, peak in zip(found, peaks, strict=True) if peak <= limit] or found[:1]
+        fitting = [one for one, peak in zip(found, peaks, strict=True) if peak <= limit] or found[
+            :1
+        ]
         longest = 1.01 * min(one.step_time for one in fitting)
         chosen.append(choose(config, found, limit, CPU, trace))
         assert chosen[-1] == next(one for one in fitting if one.step_time <= longest)
@@ -62,7 +91,8 @@ def test_the_simplest_of_the_fastest_that_fit() -> None:
 
 
 def test_a_filled_order_keeps_no_more_bytes_than_the_fullest_rank() -> None:
-    """Of as many micro-batches on each stage the last would keep twice as much, where each of its own takes twice."""
+    """Of as many micro-batches on each stage the last would keep twice as much, where each of its
+    own takes twice."""
     config = make(3, 8, split_backward=True, schedule="1f1b")
     sizes, costs, kept = Sizes.of(config), Costs(1, 2, backward_input=1), (1.0, 1.0, 2.0)
 
@@ -82,7 +112,9 @@ def settled(config: Config) -> PipelineConfig:
 
 @pytest.mark.ranks
 def test_all_ranks_find_the_same() -> None:
-    first, *others = run_ranks(settled, 4, from_mapping({"parallel": {"dp": 2}}, make(2, 3, num_layers=2)))
+    first, *others = run_ranks(
+        settled, 4, from_mapping({"parallel": {"dp": 2}}, make(2, 3, num_layers=2))
+    )
     assert first.schedule != "auto"
     assert others == [first] * 3
 
@@ -91,7 +123,9 @@ def test_all_ranks_find_the_same() -> None:
 def test_a_run_keeps_what_it_has_found(tmp_path: Path) -> None:
     """Where it goes on nothing is tried again, and its own configuration names a schedule."""
     path = tmp_path / "auto.toml"
-    path.write_text(TOML.format(schedule="auto", corpus=write_corpus(tmp_path / "corpus.txt"), runs=tmp_path))
+    path.write_text(
+        TOML.format(schedule="auto", corpus=write_corpus(tmp_path / "corpus.txt"), runs=tmp_path)
+    )
     grid = ("--parallel.pp", "2")
     assert "the fastest here" in run_job(2, "train", path, *grid, "--train.num_steps", "3")
     kept = load_toml(tmp_path / "run" / "config.toml").pipeline
@@ -101,14 +135,25 @@ def test_a_run_keeps_what_it_has_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("pipeline", [{"schedule": "1f1b", "placement": "v", "activations": "half"},
-                                      {"schedule": "interleaved", "chunks": 3, "zero_bubble": True}], ids=str)
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"schedule": "1f1b", "placement": "v", "activations": "half"},
+        {"schedule": "interleaved", "chunks": 3, "zero_bubble": True},
+    ],
+    ids=str,
+)
 def test_orders_that_are_filled_train_the_same(pipeline: dict[str, Any]) -> None:
     """Loss, gradients and weights are those of one process, to 1e-9 in float64."""
     config = make(2, 5, split_backward=True, **pipeline)
-    found = filled(config.pipeline, Sizes.of(config), Costs([1.0, 1.4, 0.7] * 2 if "chunks" in pipeline else
-                                                           [1.0, 1.3, 0.8, 1.9], 2.0, latency=0.3),
-                   (1,) * Sizes.of(config).num_stages)
+    found = filled(
+        config.pipeline,
+        Sizes.of(config),
+        Costs(
+            [1.0, 1.4, 0.7] * 2 if "chunks" in pipeline else [1.0, 1.3, 0.8, 1.9], 2.0, latency=0.3
+        ),
+        (1,) * Sizes.of(config).num_stages,
+    )
     config = replace(config, pipeline=found)
     prove(config)
     report = verify(config, {"pp": 2}, 3)

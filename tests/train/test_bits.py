@@ -1,7 +1,8 @@
-"""Bits that the documents promise, on three replicas and uneven sizes, and training that is equal up to rounding.
+"""Bits that the documents promise, on three replicas and uneven sizes, and training that is equal
+up to rounding.
 
-With three ranks Gloo's order of addition depends on an element's place in the message. So bits are equal only if the
-same gradients are sent together.
+With three ranks Gloo's order of addition depends on an element's place in the message. So bits are
+equal only if the same gradients are sent together.
 """
 
 from __future__ import annotations
@@ -31,8 +32,15 @@ NO_CLIP = {"optim": {"clip_grad": 0.0}}
 
 def make(dp: int, *each: Sections) -> Config:
     """A GPT of odd sizes with dropout and tied embeddings."""
-    return gpt((4, 24, 3, 7, 61), {"model": {"dropout": 0.1}, "parallel": {"dp": dp},
-                                   "pipeline": {"num_microbatches": 4, "schedule": "1f1b"}}, *each)
+    return gpt(
+        (4, 24, 3, 7, 61),
+        {
+            "model": {"dropout": 0.1},
+            "parallel": {"dp": dp},
+            "pipeline": {"num_microbatches": 4, "schedule": "1f1b"},
+        },
+        *each,
+    )
 
 
 def trained(config: Config) -> Outcome:
@@ -40,7 +48,9 @@ def trained(config: Config) -> Outcome:
     engine, _ = start(config)
     try:
         outcome = train(engine, 2, 1)
-        outcome.tensors = {name: weight.clone() for name, weight in engine.state.weights.full_weights().items()}
+        outcome.tensors = {
+            name: weight.clone() for name, weight in engine.state.weights.full_weights().items()
+        }
     finally:
         engine.close()
     return outcome
@@ -57,45 +67,84 @@ def whole(dp: int, *each: Sections) -> tuple[list[StepResult], dict[str, Tensor]
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("dp", "one", "other"), [
-    *((3, (BY_BLOCK, {"parallel": {"zero": zero}}), (BUDGET, {"parallel": {"zero": zero}})) for zero in range(4)),
-    (3, (BY_BLOCK, PIPELINE), (BUDGET, PIPELINE)),
-    *((3, (BY_BLOCK, {"parallel": {"zero": zero}}), (HOST, {"parallel": {"zero": zero}})) for zero in range(2)),
-    (3, ({"parallel": {"zero": 2}},), ({"parallel": {"zero": 3}},)),
-    (3, ({"parallel": {"zero": 2}},), (BUDGET, {"parallel": {"zero": 2}})),
-    (2, (), (BUDGET,)), (2, (), (HOST,)), (1, (PIPELINE,), (PIPELINE, BUDGET)),
-    (3, (PIPELINE,), (PIPELINE, {"pipeline": {"split_backward": True}})),
-    (3, (PIPELINE,), (PIPELINE, {"pipeline": {"split_backward": True, "zero_bubble": True}})),
-    (3, (PIPELINE, {"pipeline": {"warmup": "latency"}}),
-     (PIPELINE, {"pipeline": {"warmup": "latency"}, "memory": {"offload_activations": (1, 0)}})),
-    (2, (PIPELINE, NO_CLIP), (PIPELINE, NO_CLIP, {"pipeline": {"schedule": "interleaved"}})),
-], ids=str)
+@pytest.mark.parametrize(
+    ("dp", "one", "other"),
+    [
+        *(
+            (3, (BY_BLOCK, {"parallel": {"zero": zero}}), (BUDGET, {"parallel": {"zero": zero}}))
+            for zero in range(4)
+        ),
+        (3, (BY_BLOCK, PIPELINE), (BUDGET, PIPELINE)),
+        *(
+            (3, (BY_BLOCK, {"parallel": {"zero": zero}}), (HOST, {"parallel": {"zero": zero}}))
+            for zero in range(2)
+        ),
+        (3, ({"parallel": {"zero": 2}},), ({"parallel": {"zero": 3}},)),
+        (3, ({"parallel": {"zero": 2}},), (BUDGET, {"parallel": {"zero": 2}})),
+        (2, (), (BUDGET,)),
+        (2, (), (HOST,)),
+        (1, (PIPELINE,), (PIPELINE, BUDGET)),
+        (3, (PIPELINE,), (PIPELINE, {"pipeline": {"split_backward": True}})),
+        (3, (PIPELINE,), (PIPELINE, {"pipeline": {"split_backward": True, "zero_bubble": True}})),
+        (
+            3,
+            (PIPELINE, {"pipeline": {"warmup": "latency"}}),
+            (
+                PIPELINE,
+                {"pipeline": {"warmup": "latency"}, "memory": {"offload_activations": (1, 0)}},
+            ),
+        ),
+        (2, (PIPELINE, NO_CLIP), (PIPELINE, NO_CLIP, {"pipeline": {"schedule": "interleaved"}})),
+    ],
+    ids=str,
+)
 def test_bits_are_equal(dp: int, one: Sequence[Sections], other: Sequence[Sections]) -> None:
     (steps, weights), (other_steps, other_weights) = (
-        whole(dp, *sections) for sections in (one, other))
+        whole(dp, *sections) for sections in (one, other)
+    )
     assert [step.loss for step in steps] == [step.loss for step in other_steps]
     assert [step.grad_norm for step in steps] == [step.grad_norm for step in other_steps]
     assert weights.keys() == other_weights.keys()
-    assert not [name for name, weight in weights.items() if not torch.equal(weight, other_weights[name])]
+    assert not [
+        name for name, weight in weights.items() if not torch.equal(weight, other_weights[name])
+    ]
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("one", "other"), [
-    ((), (BUDGET,)), (({"parallel": {"zero": 1}},), (BUDGET, {"parallel": {"zero": 1}})), ((), (HOST,)),
-    ((PIPELINE, NO_CLIP), (PIPELINE, NO_CLIP, {"pipeline": {"schedule": "interleaved"}})),
-    (({"parallel": {"tp": 2}, "train": {"micro_batch_size": 1}},),
-     ({"parallel": {"tp": 2, "tp_pieces": 2}, "pipeline": {"num_microbatches": 2}, "model": {"dropout": 0.0}},)),
-], ids=str)
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((), (BUDGET,)),
+        (({"parallel": {"zero": 1}},), (BUDGET, {"parallel": {"zero": 1}})),
+        ((), (HOST,)),
+        ((PIPELINE, NO_CLIP), (PIPELINE, NO_CLIP, {"pipeline": {"schedule": "interleaved"}})),
+        (
+            ({"parallel": {"tp": 2}, "train": {"micro_batch_size": 1}},),
+            (
+                {
+                    "parallel": {"tp": 2, "tp_pieces": 2},
+                    "pipeline": {"num_microbatches": 2},
+                    "model": {"dropout": 0.0},
+                },
+            ),
+        ),
+    ],
+    ids=str,
+)
 def test_up_to_rounding(one: Sequence[Sections], other: Sequence[Sections]) -> None:
     """In float64, where three replicas send gradients in other messages, or have other samples."""
     fp64 = {"train": {"dtype": "fp64"}, "model": {"dropout": 0.0}}
-    (steps, weights), (other_steps, other_weights) = (whole(3, *each, fp64) for each in (one, other))
-    assert [step.loss for step in steps] == pytest.approx([step.loss for step in other_steps], rel=1e-9)
+    (steps, weights), (other_steps, other_weights) = (
+        whole(3, *each, fp64) for each in (one, other)
+    )
+    assert [step.loss for step in steps] == pytest.approx(
+        [step.loss for step in other_steps], rel=1e-9
+    )
     for name, weight in weights.items():
         torch.testing.assert_close(weight, other_weights[name], rtol=1e-9, atol=1e-9)
 
 
-# -- a save ------------------------------------------------------------------------------------------------------------
+# -- a save
 
 
 Ending = tuple[list[float], dict[str, Tensor]]
@@ -103,7 +152,8 @@ Ending = tuple[list[float], dict[str, Tensor]]
 
 
 def saved_in_between(config: Config, folder: Path) -> list[Ending]:
-    """Trains 6 batches: loaded from a checkpoint after 3, by the engine that has saved it, and without a save."""
+    """Trains 6 batches: loaded from a checkpoint after 3, by the engine that has saved it, and
+    without a save."""
     engine, loader = start(config)
     engine.train(loader, 3, lambda step: None)
     checkpoint.save(folder, engine, "corpus")
@@ -114,8 +164,12 @@ def saved_in_between(config: Config, folder: Path) -> list[Ending]:
     for one, num_batches in ((resumed, 3), (engine, 3), (undrained, 6)):
         steps: list[StepResult] = []
         one.train(loader, num_batches, steps.append)
-        found.append(([step.loss for step in steps][-3:],
-                      {key: tensor.clone() for key, tensor in one.state.tensors().items()}))
+        found.append(
+            (
+                [step.loss for step in steps][-3:],
+                {key: tensor.clone() for key, tensor in one.state.tensors().items()},
+            )
+        )
     return found
 
 
@@ -123,8 +177,8 @@ def saved_in_between(config: Config, folder: Path) -> list[Ending]:
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "pipedream"])
 def test_a_run_goes_on_from_a_save_to_the_bit(schedule: str, zero: int, tmp_path: Path) -> None:
-    """Every save drains the pipeline, so the run that is not stopped has the same bits. pipedream has others without
-    the save: its stages then continue with weights of different ages."""
+    """Every save drains the pipeline, so the run that is not stopped has the same bits. pipedream
+    has others without the save: its stages then continue with weights of different ages."""
     config = make(3, PIPELINE, {"pipeline": {"schedule": schedule}, "parallel": {"zero": zero}})
     for resumed, not_stopped, undrained in run_ranks(saved_in_between, 6, config, tmp_path):
         _compare(resumed, not_stopped)

@@ -28,7 +28,8 @@ def test_a_skewed_clock_is_corrected_to_within_half_the_least_round_trip(
     skew: float, delays: list[tuple[float, float, float]]
 ) -> None:
     """Delays: until the next exchange, on the way there, and on the way back."""
-    now, exchanges = 0.0, []
+    now = 0.0
+    exchanges = []
     for pause, there, back in delays:
         now += pause
         exchanges.append((now + skew, now + there, now + there + back + skew))
@@ -54,7 +55,8 @@ def test_hosts_clocks_are_compared_and_ranks_of_a_host_agree() -> None:
 
 
 def _skewed() -> Shift:
-    grid, clock = ProcessGrid(dp=4), time.perf_counter
+    grid = ProcessGrid(dp=4)
+    clock = time.perf_counter
     skew = SKEWS[grid.rank]
     clocks._host = lambda: str(skew)
     clocks.time = type("Skewed", (), {"perf_counter": staticmethod(lambda: clock() + skew)})  # type: ignore[assignment]
@@ -78,9 +80,24 @@ def _gathered() -> list[float]:
 
 @pytest.mark.ranks
 def test_no_arrow_of_a_run_leads_back_in_time(tmp_path: Path) -> None:
-    run_job(4, "train", write_config(tmp_path), "--parallel.pp", "4", "--pipeline.num_microbatches", "8",
-            "--train.num_steps", "12", "--train.eval_interval", "0", "--train.save_interval", "0")
-    entries: list[dict[str, Any]] = json.loads((tmp_path / "runs" / "run" / "trace.json").read_text())["traceEvents"]
+    run_job(
+        4,
+        "train",
+        write_config(tmp_path),
+        "--parallel.pp",
+        "4",
+        "--pipeline.num_microbatches",
+        "8",
+        "--train.num_steps",
+        "12",
+        "--train.eval_interval",
+        "0",
+        "--train.save_interval",
+        "0",
+    )
+    entries: list[dict[str, Any]] = json.loads(
+        (tmp_path / "runs" / "run" / "trace.json").read_text()
+    )["traceEvents"]
     sent, received = ({e["id"]: e["ts"] for e in entries if e["ph"] == phase} for phase in "sf")
     assert len(sent) > 10
     assert [number for number in sent if received[number] < sent[number]] == []
@@ -88,8 +105,16 @@ def test_no_arrow_of_a_run_leads_back_in_time(tmp_path: Path) -> None:
 
 def test_a_trace_says_how_well_clocks_agree(tmp_path: Path) -> None:
     event = Event(Action(Kind.F, 0, 0), 0.0, 1.0)
-    ranks = [trace.RankEvents(r, f"rank {r}", (r, 0), 0, (event,), clock_error=r * 12e-6) for r in range(2)]
+    ranks = [
+        trace.RankEvents(r, f"rank {r}", (r, 0), 0, (event,), clock_error=r * 12e-6)
+        for r in range(2)
+    ]
     trace.write_trace(ranks, tmp_path / "trace.json")
-    labels = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-              if e["name"] == "process_labels"]
-    assert [(e["pid"], e["args"]["labels"]) for e in labels] == [(1, "clock within 12 us of rank 0's")]
+    labels = [
+        e
+        for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        if e["name"] == "process_labels"
+    ]
+    assert [(e["pid"], e["args"]["labels"]) for e in labels] == [
+        (1, "clock within 12 us of rank 0's")
+    ]

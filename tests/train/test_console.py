@@ -1,4 +1,5 @@
-"""Runs whose console is lost train on to the bits of one that is read, and say so in their folder."""
+"""Runs whose console is lost train on to the bits of one that is read, and say so in their
+folder."""
 
 from __future__ import annotations
 
@@ -32,17 +33,21 @@ def calm(config: Path, *flags: str) -> list[tuple[int, float, float]]:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
-def test_a_killed_tee_ends_neither_ranks_nor_their_supervisor(tmp_path: Path,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_tee_ends_neither_ranks_nor_their_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that is killed after it is still seen, and started again."""
-    config, flags = write_config(tmp_path), ("--parallel.pp", "2", "--train.num_steps", "24")
+    config = write_config(tmp_path)
+    flags = ("--parallel.pp", "2", "--train.num_steps", "24")
     run_job(2, "train", config, *flags, "--run.name", "calm")
     (log := tmp_path / "log").touch()
     _, over = held(monkeypatch, tmp_path)
     reads, writes = os.pipe()
     tee = subprocess.Popen(["tee", str(log)], stdin=reads, stdout=subprocess.DEVNULL)
     faults = ("--inject", "slow link 0-1 at step 9 for 1 s", "kill rank 1 at step 13")
-    job = Forked((*TRAIN, str(config), "--ranks", "2", *flags, *faults), os.environ, writes, closed=(reads,))
+    job = Forked(
+        (*TRAIN, str(config), "--ranks", "2", *flags, *faults), os.environ, writes, closed=(reads,)
+    )
     os.close(reads)
     os.close(writes)
     while job.poll() is None and "step 6/24   loss" not in log.read_text():
@@ -51,44 +56,73 @@ def test_a_killed_tee_ends_neither_ranks_nor_their_supervisor(tmp_path: Path,
     tee.wait()
     over.touch()
     assert job.wait(LONG_S) == 0
-    assert "step 9/24   loss" not in log.read_text(), "the console was lost in the middle of the run"
+    assert "step 9/24   loss" not in log.read_text(), (
+        "the console was lost in the middle of the run"
+    )
     run = tmp_path / "runs" / "run"
-    assert json.loads((run / "failures.jsonl").read_text())["text"].startswith("rank 1 (stage 1, replica 0, tensor")
+    assert json.loads((run / "failures.jsonl").read_text())["text"].startswith(
+        "rank 1 (stage 1, replica 0, tensor"
+    )
     assert steps(metrics(run)) == steps(metrics(tmp_path / "runs" / "calm"))
     lost = [note["note"] for note in notes(run)]
-    assert lost == ["stderr is lost (Broken pipe); training goes on in silence"] * 2, "once by each start"
+    assert lost == ["stderr is lost (Broken pipe); training goes on in silence"] * 2, (
+        "once by each start"
+    )
     assert (run / "checkpoints" / "step_00000024").exists()
     assert (run / "sample.txt").exists()
 
 
 def test_a_console_that_takes_nothing_keeps_nothing_from_being_done(tmp_path: Path) -> None:
-    config, flags = write_config(tmp_path), ("--train.num_steps", "4", "--json")
+    config = write_config(tmp_path)
+    flags = ("--train.num_steps", "4", "--json")
     full = os.open("/dev/full", os.O_WRONLY)
-    jobs = {"No space left on device": Forked((*TRAIN, str(config), *flags, "--run.name", "full"), os.environ, full),
-            "it was closed from the start": subprocess.Popen(
-                ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *TRAIN, str(config), *flags, "--run.name", "closed"])}
+    jobs = {
+        "No space left on device": Forked(
+            (*TRAIN, str(config), *flags, "--run.name", "full"), os.environ, full
+        ),
+        "it was closed from the start": subprocess.Popen(
+            [
+                "sh",
+                "-c",
+                'exec "$@" >&- 2>&-',
+                "sh",
+                *TRAIN,
+                str(config),
+                *flags,
+                "--run.name",
+                "closed",
+            ]
+        ),
+    }
     os.close(full)
     expected = calm(config, *flags)
     for name, (why, job) in zip(("full", "closed"), jobs.items(), strict=True):
         assert job.wait(LONG_S) == 0
         run = tmp_path / "runs" / name
-        assert [note["note"] for note in notes(run)] == [f"stderr is lost ({why}); training goes on in silence"]
+        assert [note["note"] for note in notes(run)] == [
+            f"stderr is lost ({why}); training goes on in silence"
+        ]
         assert steps(metrics(run)) == expected
         assert (run / "sample.txt").exists()
 
 
 def test_a_terminal_that_is_closed_stops_the_bar_alone(tmp_path: Path) -> None:
-    config, flags = write_config(tmp_path), ("--train.num_steps", "40", "--train.eval_interval", "1")
+    config = write_config(tmp_path)
+    flags = ("--train.num_steps", "40", "--train.eval_interval", "1")
     ours, theirs = pty.openpty()
     job = Forked((*TRAIN, str(config), *flags), os.environ, theirs, closed=(ours,))
     os.close(theirs)
     seen = b""
-    while b"step 3   loss" not in seen:  # what a terminal holds for its reader is less than a run says
+    while (
+        b"step 3   loss" not in seen
+    ):  # what a terminal holds for its reader is less than a run says
         seen += os.read(ours, 1024)
     os.close(ours)
     assert job.wait(LONG_S) == 0
     run = tmp_path / "runs" / "run"
-    assert [note["note"] for note in notes(run)] == ["stderr is lost (Input/output error); training goes on in silence"]
+    assert [note["note"] for note in notes(run)] == [
+        "stderr is lost (Input/output error); training goes on in silence"
+    ]
     assert steps(metrics(run)) == calm(config, *flags)
 
 

@@ -21,8 +21,11 @@ from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.train.costs import RunCosts, describe, read_costs, run_costs, write_costs
 from hybridpar.train.trace import Host
 
-CONFIG = Config(model=ModelConfig(num_layers=2), parallel=ParallelConfig(pp=2, dp=1),
-                pipeline=PipelineConfig("2bw", 4, early_switch=2))
+CONFIG = Config(
+    model=ModelConfig(num_layers=2),
+    parallel=ParallelConfig(pp=2, dp=1),
+    pipeline=PipelineConfig("2bw", 4, early_switch=2),
+)
 COSTS = Costs((0.01, 0.02), (0.02, 0.04), 0.005, {Kind.NORM: 0.001}, norm=0.001, latency=0.002)
 
 
@@ -41,7 +44,9 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert again.measured.costs.forward == pytest.approx((0.01, 0.02))
     assert again.measured.costs.calls[Kind.NORM] == pytest.approx((0.001, 0.001))
     assert again.measured.costs.cores == 2.0
-    for mine, own in zip(again.measured.costs.variation[Kind.B], run.measured.costs.variation[Kind.B], strict=True):
+    for mine, own in zip(
+        again.measured.costs.variation[Kind.B], run.measured.costs.variation[Kind.B], strict=True
+    ):
         assert mine == pytest.approx(own)
     assert again.measured.step_time == pytest.approx(run.measured.step_time, abs=1e-9)
     assert again.timeline().step_time(4) == pytest.approx(run.timeline().step_time(4), abs=1e-7)
@@ -69,9 +74,21 @@ def delete(document: dict[str, Any], key: str) -> None:
         ("costs_s.cores", 0, r"costs_s\.cores is 0"),
         ("costs_s.latency", [0.1, 0.2], r"costs_s\.latency has 2 numbers, not 1"),
         ("costs_s.variation", {"F": [[1.0], [1.0]]}, r"costs_s\.variation\.B is missing"),
-        ("costs_s.variation", {"F": [[1.0]], "B": [[1.0]]}, r"costs_s\.variation\.F is not 2 rows of numbers"),
-        ("costs_s.variation", {"F": [[1.0], []], "B": [[1.0]]}, r"costs_s\.variation\.F is not 2 rows of numbers"),
-        ("costs_s.variation", {"F": [[1.0], [-1]], "B": [[1.0], [1]]}, "has -1.0, which is no length of time"),
+        (
+            "costs_s.variation",
+            {"F": [[1.0]], "B": [[1.0]]},
+            r"costs_s\.variation\.F is not 2 rows of numbers",
+        ),
+        (
+            "costs_s.variation",
+            {"F": [[1.0], []], "B": [[1.0]]},
+            r"costs_s\.variation\.F is not 2 rows of numbers",
+        ),
+        (
+            "costs_s.variation",
+            {"F": [[1.0], [-1]], "B": [[1.0], [1]]},
+            "has -1.0, which is no length of time",
+        ),
         ("costs_s.calls", {}, r"costs_s\.calls\.SEND_F is missing"),
         ("measured", [], "measured is"),
         ("measured.idle_share", [0.1], "has 1 numbers, not 2"),
@@ -108,24 +125,37 @@ def test_the_report_says_what_was_measured_what_is_simulated_and_where_the_rest_
     assert "246 ms measured" in step
     assert "246 ms simulated from the measured costs (100%)" in step
     assert idle == "idle by stage: 49 %, 0 % measured, 49 %, 0 % simulated"
-    assert slowest.startswith("slowest stage 1: computing 240 ms (98% of the step; the mean stage 180 ms)")
+    assert slowest.startswith(
+        "slowest stage 1: computing 240 ms (98% of the step; the mean stage 180 ms)"
+    )
     assert "norm and optimizer 6.00 ms (2%)" in slowest
     assert "without a core" not in slowest
 
 
 def test_ranks_that_hold_several_stages_are_not_called_stages() -> None:
     run = measured()
-    costs = replace(run.measured.costs, forward=(0.01, 0.02) * 2, backward=(0.02, 0.04) * 2, variation={},
-                    transfer=0.0, latency=0.0, transfer_work=0.0)
-    chunks = replace(run, ordering=Ordering("interleaved"), sizes=Sizes(2, 4, 2),
-                     measured=replace(run.measured, costs=costs))
+    costs = replace(
+        run.measured.costs,
+        forward=(0.01, 0.02) * 2,
+        backward=(0.02, 0.04) * 2,
+        variation={},
+        transfer=0.0,
+        latency=0.0,
+        transfer_work=0.0,
+    )
+    chunks = replace(
+        run,
+        ordering=Ordering("interleaved"),
+        sizes=Sizes(2, 4, 2),
+        measured=replace(run.measured, costs=costs),
+    )
     _, idle, slowest = describe(chunks)
     assert idle.startswith("idle by rank: ")
     assert slowest.startswith("slowest rank 1: ")
     assert "the mean rank 180 ms" in slowest
 
 
-# -- hybridpar simulate --run ------------------------------------------------------------------------------------------
+# -- hybridpar simulate --run
 
 
 @pytest.fixture
@@ -137,12 +167,22 @@ def run_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_run_predicts_itself_and_other_schedules(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_predicts_itself_and_other_schedules(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = simulated(run_folder, capsys, "--pipeline.early_switch", "2")
     assert own["step_time"] == pytest.approx(own["measured_step_time"], rel=1e-3)
     assert own["unit"] == "s"
-    other = simulated(run_folder, capsys, "--pipeline.schedule", "1f1b", "--pipeline.early_switch", "off",
-                      "--pipeline.num_microbatches", "8")
+    other = simulated(
+        run_folder,
+        capsys,
+        "--pipeline.schedule",
+        "1f1b",
+        "--pipeline.early_switch",
+        "off",
+        "--pipeline.num_microbatches",
+        "8",
+    )
     assert (other["schedule"], other["num_microbatches"]) == ("1f1b", 8)
     # (m + p - 1) times forward and backward of the slower stage would be 9 x 0.06
     assert 8 * 0.06 < other["step_time"] < 9 * 0.06 + 0.03
@@ -154,9 +194,11 @@ def simulated(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> 
     return json.loads(capsys.readouterr().out)
 
 
-def test_times_are_in_milliseconds_and_pictures_and_traces_too(run_folder: Path,
-                                                               capsys: pytest.CaptureFixture[str]) -> None:
-    svg, trace = run_folder / "a.svg", run_folder / "a.json"
+def test_times_are_in_milliseconds_and_pictures_and_traces_too(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    svg = run_folder / "a.svg"
+    trace = run_folder / "a.json"
     flags = ["--batches", "5", "--svg", str(svg), "--perfetto", str(trace)]
     assert main(["simulate", "--run", str(run_folder), *flags]) == 0
     out = capsys.readouterr().out
@@ -168,13 +210,22 @@ def test_times_are_in_milliseconds_and_pictures_and_traces_too(run_folder: Path,
     assert next(e["dur"] for e in slices if e["name"] == "B0@1v0") == pytest.approx(40e3)
 
 
-def test_what_the_costs_depend_on_cannot_change(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["--model.hidden_size", "512"], ["--pipeline.split", "1", "3"], ["--train.dtype", "bf16"],
-                  ["--optim.name", "sgd"]):
+def test_what_the_costs_depend_on_cannot_change(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags in (
+        ["--model.hidden_size", "512"],
+        ["--pipeline.split", "1", "3"],
+        ["--train.dtype", "bf16"],
+        ["--optim.name", "sgd"],
+    ):
         assert main(["simulate", "--run", str(run_folder), *flags]) == 1
         assert f"{flags[0][2:]} = " in (message := capsys.readouterr().err)
         assert "has measured is with" in message
-    assert main(["simulate", "--run", str(run_folder), "--optim.lr", "1", "--train.num_steps", "7"]) == 0
+    assert (
+        main(["simulate", "--run", str(run_folder), "--optim.lr", "1", "--train.num_steps", "7"])
+        == 0
+    )
 
 
 def test_a_run_without_costs(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,8 +236,13 @@ def test_a_run_without_costs(run_folder: Path, capsys: pytest.CaptureFixture[str
     assert "does not exist; try" in capsys.readouterr().err
 
 
-def test_the_early_switch_that_a_run_can_afford(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """There is little to hide here: the smallest switch is faster than stopping, and stage 0 never waits for it."""
-    auto = simulated(run_folder, capsys, "--pipeline.early_switch", "auto", "--pipeline.num_microbatches", "8")
+def test_the_early_switch_that_a_run_can_afford(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is little to hide here: the smallest switch is faster than stopping, and stage 0 never
+    waits for it."""
+    auto = simulated(
+        run_folder, capsys, "--pipeline.early_switch", "auto", "--pipeline.num_microbatches", "8"
+    )
     rule = simulated(run_folder, capsys, "--pipeline.num_microbatches", "8")
     assert auto["step_time"] <= 1.01 * rule["step_time"]

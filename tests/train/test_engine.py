@@ -1,4 +1,5 @@
-"""The engine beyond float64: low precision, overflow, stop requests, and state that goes on to the bit."""
+"""The engine beyond float64: low precision, overflow, stop requests, and state that goes on to the
+bit."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_low_precision_follows_float64(dtype: str, schedule: str) -> None:
 @pytest.mark.parametrize("grid", [{"tp": 2, "pp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_through_host_memory_it_is_the_same_training(grid: dict[str, int]) -> None:
     """A grid of GPUs over Gloo, but for the GPUs: every message is a copy."""
-    config = make(**grid, pipeline={"schedule": "2bw"}, train={"dtype": "bf16"}, parallel={"zero": 1})
+    config = make(
+        **grid, pipeline={"schedule": "2bw"}, train={"dtype": "bf16"}, parallel={"zero": 1}
+    )
     assert run_ranks(_states, 4, config, "cuda") == run_ranks(_states, 4, config, "cpu")
 
 
@@ -58,7 +61,8 @@ def _states(config: Config, grid_device: str) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_the_master_is_what_accumulates(dtype: str) -> None:
-    """A step far smaller than bf16 can resolve must still add up: lr 1e-5 on weights of 0.02 for 8 steps."""
+    """A step far smaller than bf16 can resolve must still add up: lr 1e-5 on weights of 0.02 for 8
+    steps."""
     engine, loader = start(make(train={"dtype": dtype}, optim={"lr": 1e-5, "decay": "constant"}))
     name = "blocks.1.mlp.up.weight"
     before = engine.state.weights.parameters_of_optimizer()[name].clone()
@@ -66,13 +70,21 @@ def test_the_master_is_what_accumulates(dtype: str) -> None:
     master = engine.state.weights.parameters_of_optimizer()[name]
     assert master.dtype == torch.float32
     assert 1e-5 < (master - before).abs().max() <= 1e-4
-    assert torch.equal(engine.state.weights.leaves_of(8)[name], master.to(engine.state.weights.dtype))
+    assert torch.equal(
+        engine.state.weights.leaves_of(8)[name], master.to(engine.state.weights.dtype)
+    )
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
 def test_overflow_is_skipped_by_all_and_the_scale_backs_off(schedule: str) -> None:
-    config = make(pp=2, dp=2, pipeline={"schedule": schedule}, train={"dtype": "fp16"}, optim={"loss_scale": 2.0**24})
+    config = make(
+        pp=2,
+        dp=2,
+        pipeline={"schedule": schedule},
+        train={"dtype": "fp16"},
+        optim={"loss_scale": 2.0**24},
+    )
     for steps, weights in run_ranks(_overflow, 4, config):
         skipped = [s.skipped for s in steps]
         assert skipped[0], "a loss scale of 2**24 overflows fp16 gradients"
@@ -80,14 +92,17 @@ def test_overflow_is_skipped_by_all_and_the_scale_backs_off(schedule: str) -> No
         assert steps[-1].loss_scale < 2.0**24
         assert all(math.isfinite(w) for w in weights)
         assert [s.grad_norm for s in steps if not s.skipped] == [
-            s.grad_norm for s in steps if math.isfinite(s.grad_norm)]
+            s.grad_norm for s in steps if math.isfinite(s.grad_norm)
+        ]
 
 
 def _overflow(config: Config) -> tuple[list[StepResult], list[float]]:
     engine, loader = start(config)
     steps: list[StepResult] = []
     engine.train(loader, 18, steps.append)
-    return steps, [float(w.abs().max()) for w in engine.state.weights.parameters_of_optimizer().values()]
+    return steps, [
+        float(w.abs().max()) for w in engine.state.weights.parameters_of_optimizer().values()
+    ]
 
 
 def test_a_skipped_step_changes_nothing() -> None:
@@ -95,21 +110,38 @@ def test_a_skipped_step_changes_nothing() -> None:
     before = {n: w.clone() for n, w in engine.state.weights.parameters_of_optimizer().items()}
     engine.train(loader, 1, lambda step: None)
     assert engine.state.optimizer.num_updates == 0
-    assert all(torch.equal(before[n], w) for n, w in engine.state.weights.parameters_of_optimizer().items())
+    assert all(
+        torch.equal(before[n], w) for n, w in engine.state.weights.parameters_of_optimizer().items()
+    )
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("sections", [
-    {"pipeline": {"schedule": "1f1b"}}, {"pipeline": {"schedule": "2bw"}}, {"pipeline": {"schedule": "pipedream"}},
-    {"pipeline": {"schedule": "2bw"}, "memory": {"host_optimizer": True}}], ids=str)
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"pipeline": {"schedule": "1f1b"}},
+        {"pipeline": {"schedule": "2bw"}},
+        {"pipeline": {"schedule": "pipedream"}},
+        {"pipeline": {"schedule": "2bw"}, "memory": {"host_optimizer": True}},
+    ],
+    ids=str,
+)
 def test_skipped_steps_use_up_no_warm_up(sections: dict[str, dict[str, Any]]) -> None:
-    """Rates count updates, as the bias correction does: also where 2bw has begun the next batch, and after a resume."""
-    config = make(pp=2, **sections, train={"dtype": "fp16"},
-                  optim={"loss_scale": 2.0**24, "warmup_steps": 8, "decay_steps": 16})
+    """Rates count updates, as the bias correction does: also where 2bw has begun the next batch,
+    and after a resume."""
+    config = make(
+        pp=2,
+        **sections,
+        train={"dtype": "fp16"},
+        optim={"loss_scale": 2.0**24, "warmup_steps": 8, "decay_steps": 16},
+    )
     for steps, resumed, num_updates in run_ranks(_rates, 2, config):
         made = [step.lr for step in steps if not step.skipped]
         assert 4 < len(made) < 18, "some overflow"
-        assert made == [learning_rate(number, config.optim, config.train.num_steps) for number in range(len(made))]
+        assert made == [
+            learning_rate(number, config.optim, config.train.num_steps)
+            for number in range(len(made))
+        ]
         assert num_updates == len(made)
         assert repr(resumed) == repr(steps[4:]), "NaN is unlike NaN"
 
@@ -119,7 +151,8 @@ def _rates(config: Config) -> tuple[list[StepResult], list[StepResult], int]:
     steps: list[StepResult] = []
     engine.train(loader, 4, steps.append)
     tensors = {name: tensor.clone() for name, tensor in engine.state.tensors().items()}
-    other, resumed = start(config)[0], list[StepResult]()
+    other = start(config)[0]
+    resumed = list[StepResult]()
     other.load_state(tensors, engine.state_meta())
     engine.train(loader, 14, steps.append)
     other.train(loader, 14, resumed.append)
@@ -128,8 +161,12 @@ def _rates(config: Config) -> tuple[list[StepResult], list[StepResult], int]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("schedule", "clip"), [("1f1b", 1.0), ("2bw", 1.0), ("pipedream", 0.0)])
-def test_a_stop_request_of_one_rank_stops_all_after_the_same_batch(schedule: str, clip: float) -> None:
-    config = make(pp=4, pipeline={"schedule": schedule, "num_microbatches": 4}, optim={"clip_grad": clip})
+def test_a_stop_request_of_one_rank_stops_all_after_the_same_batch(
+    schedule: str, clip: float
+) -> None:
+    config = make(
+        pp=4, pipeline={"schedule": schedule, "num_microbatches": 4}, optim={"clip_grad": clip}
+    )
     results = run_ranks(_stop, 4, config)
     ends = {end for end, _, _ in results}
     assert len(ends) == 1
@@ -159,8 +196,11 @@ def _stop(config: Config) -> tuple[int, int, list[float]]:
 
 def test_state_of_another_model_is_refused() -> None:
     engine, _ = start(make())
-    tensors, meta = engine.state.tensors(), engine.state_meta()
-    with pytest.raises(CheckpointError, match=r"blocks\.0\.tokens\.weight has shape \(37, 32\), this model needs"):
+    tensors = engine.state.tensors()
+    meta = engine.state_meta()
+    with pytest.raises(
+        CheckpointError, match=r"blocks\.0\.tokens\.weight has shape \(37, 32\), this model needs"
+    ):
         start(make(model={"hidden_size": 48}))[0].load_state(tensors, meta)
     del tensors["weights/0/blocks.2.mlp.up.bias"]
     with pytest.raises(CheckpointError, match=r"blocks\.2\.mlp\.up\.bias is missing"):
@@ -182,9 +222,16 @@ def _evaluate(config: Config) -> dict[str, float]:
     return engine.evaluate(loader, 1)
 
 
-@pytest.mark.parametrize("head", [
-    {}, {"logits_chunk": 5}, {"kind": "bert"}, {"kind": "bert", "sentence_head": "none", "logits_chunk": 5},
-], ids=str)
+@pytest.mark.parametrize(
+    "head",
+    [
+        {},
+        {"logits_chunk": 5},
+        {"kind": "bert"},
+        {"kind": "bert", "sentence_head": "none", "logits_chunk": 5},
+    ],
+    ids=str,
+)
 def test_evaluation_is_of_plain_cross_entropy(head: dict[str, Any]) -> None:
     smoothed, plain = ({"label_smoothing": smoothing, **head} for smoothing in (0.3, 0.0))
     engine, loader = start(make(model=smoothed))

@@ -1,4 +1,5 @@
-"""Ranks with other settings, data or plans are told, before their collectives miss or they learn nonsense."""
+"""Ranks with other settings, data or plans are told, before their collectives miss or they learn
+nonsense."""
 
 from __future__ import annotations
 
@@ -17,20 +18,37 @@ from hybridpar.grid import ProcessGrid
 from hybridpar.memory.ghost import Tracker
 from hybridpar.memory.silent import silent_grid
 from hybridpar.train.engine import Engine
-from hybridpar.train.equal_plans import plan_digest, require_equal_data, require_equal_plans, require_equal_settings
+from hybridpar.train.equal_plans import (
+    plan_digest,
+    require_equal_data,
+    require_equal_plans,
+    require_equal_settings,
+)
 from hybridpar.train.errors import SetupError
 from hybridpar.train.launch import Job
 
 
 def make(zero: int = 3, parts: int = 0, m: int = 3) -> Config:
-    return from_mapping({
-        "model": {"num_layers": 3, "hidden_size": 24, "num_heads": 2, "seq_length": 7, "vocab_size": 61},
-        "parallel": {"dp": 2, "pp": 2, "zero": zero}, "pipeline": {"num_microbatches": m},
-        "memory": {"parts": parts}, "train": {"micro_batch_size": 1}})
+    return from_mapping(
+        {
+            "model": {
+                "num_layers": 3,
+                "hidden_size": 24,
+                "num_heads": 2,
+                "seq_length": 7,
+                "vocab_size": 61,
+            },
+            "parallel": {"dp": 2, "pp": 2, "zero": zero},
+            "pipeline": {"num_microbatches": m},
+            "memory": {"parts": parts},
+            "train": {"micro_batch_size": 1},
+        }
+    )
 
 
 def compare(changed: int, config: Config, other: Config) -> str:
-    """What a job says in which one rank has another configuration. Collectives: those of the comparison."""
+    """What a job says in which one rank has another configuration. Collectives: those of the
+    comparison."""
     grid = ProcessGrid(pp=2, dp=2)
     engine = Engine(other if grid.rank == changed else config, grid, torch.device("cpu"))
     try:
@@ -42,7 +60,12 @@ def compare(changed: int, config: Config, other: Config) -> str:
 
 def test_settings_that_differ_are_named_but_for_those_that_are_a_machines_own() -> None:
     theirs = {"optim": {"lr": 1.0}, "pipeline": {"num_microbatches": 4}}
-    own = {"data": {"cache": "x"}, "run": {"dir": "y"}, "train": {"threads": 3}, "faults": {"restarts": 1}}
+    own = {
+        "data": {"cache": "x"},
+        "run": {"dir": "y"},
+        "train": {"threads": 3},
+        "faults": {"restarts": 1},
+    }
 
     def compared(*changes: dict[str, dict[str, object]]) -> list[object]:
         configs = [from_mapping(change, make()) for change in changes]
@@ -51,26 +74,33 @@ def test_settings_that_differ_are_named_but_for_those_that_are_a_machines_own() 
             try:
                 require_equal_settings(configs[job.launch.rank], job)
             except HybridparError:
-                assert job.launch.rank or job.store.check(["parted/1", "parted/2"]), "the store goes with rank 0"
+                assert job.launch.rank or job.store.check(["parted/1", "parted/2"]), (
+                    "the store goes with rank 0"
+                )
                 raise
 
         return list(map(str, on_ranks(3, compare)))
 
     assert compared({}, own, {}) == 3 * ["None"]
     assert compared({}, {}, theirs) == 3 * [
-        "rank 2: pipeline.num_microbatches is 4 here and 3 on rank 0, optim.lr is 1.0 here and 0.0003 on rank 0; all "
-        "ranks need the same version, file and flags"]
+        "rank 2: pipeline.num_microbatches is 4 here and 3 on rank 0, optim.lr is 1.0 here and "
+        "0.0003 on rank 0; all "
+        "ranks need the same version, file and flags"
+    ]
 
 
 def test_other_data_are_told() -> None:
     """A stage would have the tokens of one text, and another one the labels of another."""
+
     def compare(job: Job) -> None:
         fingerprint = "b" if job.launch.rank == 1 else "a"
         require_equal_data(Data(SimpleNamespace(fingerprint=fingerprint), {}, (), None), job)  # type: ignore[arg-type]
 
     found = set(map(str, on_ranks(3, compare)))
     assert len(found) == 1
-    assert found.pop().startswith("rank 1: the samples of train differ from those of rank 0 (fingerprint b, there a)")
+    assert found.pop().startswith(
+        "rank 1: the samples of train differ from those of rank 0 (fingerprint b, there a)"
+    )
 
 
 @pytest.mark.ranks
@@ -87,5 +117,9 @@ def test_a_digest_is_of_the_plan_and_its_moves() -> None:
             return plan_digest(Engine(config, silent_grid(config, rank), tracker.device))
 
     plain = make(zero=1)
-    assert digest(plain) == digest(plain, rank=1) != digest(plain, rank=2)  # a replica, and another stage
-    assert digest(replace(plain, pipeline=replace(plain.pipeline, num_microbatches=4))) != digest(plain)
+    assert (
+        digest(plain) == digest(plain, rank=1) != digest(plain, rank=2)
+    )  # a replica, and another stage
+    assert digest(replace(plain, pipeline=replace(plain.pipeline, num_microbatches=4))) != digest(
+        plain
+    )

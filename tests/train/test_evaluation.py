@@ -1,4 +1,5 @@
-"""Validation losses are means over targets, however the samples are cut; a batch without targets trains nothing."""
+"""Validation losses are means over targets, however the samples are cut; a batch without targets
+trains nothing."""
 
 from __future__ import annotations
 
@@ -35,8 +36,14 @@ NUM_SAMPLES = 24
 BERT = {"model": {"kind": "bert", "sentence_head": "sop"}}
 # micro-batch size, micro-batches, batches; axes
 CUTS: list[tuple[int, int, int, dict[str, int]]] = [
-    (1, 2, 12, {}), (4, 3, 2, {}), (24, 1, 1, {}), (2, 2, 3, {"dp": 2}), (3, 2, 4, {"pp": 2}), (1, 4, 6, {"tp": 2}),
-    (1, 3, 4, {"sites": 2})]
+    (1, 2, 12, {}),
+    (4, 3, 2, {}),
+    (24, 1, 1, {}),
+    (2, 2, 3, {"dp": 2}),
+    (3, 2, 4, {"pp": 2}),
+    (1, 4, 6, {"tp": 2}),
+    (1, 3, 4, {"sites": 2}),
+]
 
 
 def gpt(*sections: Sections) -> Config:
@@ -45,8 +52,14 @@ def gpt(*sections: Sections) -> Config:
 
 def make(cut: tuple[int, int, int, dict[str, int]], *sections: Sections) -> Config:
     size, num_microbatches, _, parallel = cut
-    return gpt({"train": {"micro_batch_size": size, "dtype": "fp64"}, "parallel": parallel,
-                       "pipeline": {"num_microbatches": num_microbatches}}, *sections)
+    return gpt(
+        {
+            "train": {"micro_batch_size": size, "dtype": "fp64"},
+            "parallel": parallel,
+            "pipeline": {"num_microbatches": num_microbatches},
+        },
+        *sections,
+    )
 
 
 def evaluate(config: Config, num_batches: int) -> dict[str, float]:
@@ -55,12 +68,20 @@ def evaluate(config: Config, num_batches: int) -> dict[str, float]:
 
 
 def means_of_samples(config: Config) -> dict[str, float]:
-    """The losses of the starting weights, added up sample by sample in one process, over the numbers of targets."""
+    """The losses of the starting weights, added up sample by sample in one process, over the
+    numbers of targets."""
     model = config.model
-    blocks = build_blocks(model, Axis("tp"), range(model.num_blocks), device="cpu", dtype=torch.float64)
+    blocks = build_blocks(
+        model, Axis("tp"), range(model.num_blocks), device="cpu", dtype=torch.float64
+    )
     for number, block in blocks.items():
-        initialize([(f"blocks.{number}.{name}", parameter.detach(), placement)
-                    for name, parameter, placement in named_placements(block)], config.train.seed)
+        initialize(
+            [
+                (f"blocks.{number}.{name}", parameter.detach(), placement)
+                for name, parameter, placement in named_placements(block)
+            ],
+            config.train.seed,
+        )
     loader = SyntheticLoader(model, 1, NUM_SAMPLES)
     sums: dict[str, float] = {}
     num_labels = 0
@@ -73,7 +94,9 @@ def means_of_samples(config: Config) -> dict[str, float]:
             x = blocks[number](x, batch | {"num_targets": one, "num_samples": one}, None)
         for name, loss in x.items():
             sums[name] = sums.get(name, 0.0) + loss.item()
-    return {name: total / (NUM_SAMPLES if name == "sop" else num_labels) for name, total in sums.items()}
+    return {
+        name: total / (NUM_SAMPLES if name == "sop" else num_labels) for name, total in sums.items()
+    }
 
 
 @pytest.mark.ranks
@@ -83,8 +106,13 @@ def test_a_validation_loss_is_the_mean_over_targets_on_every_grid_and_cut(kind: 
     expected = means_of_samples(make(CUTS[0], *sections))
     assert set(expected) == ({"lm"} if kind == "gpt" else {"mlm", "sop"})
     for cut in CUTS:
-        config, num_ranks = make(cut, *sections), math.prod(cut[3].values())
-        for found in run_ranks(evaluate, num_ranks, config, cut[2]) if num_ranks > 1 else [evaluate(config, cut[2])]:
+        config = make(cut, *sections)
+        num_ranks = math.prod(cut[3].values())
+        for found in (
+            run_ranks(evaluate, num_ranks, config, cut[2])
+            if num_ranks > 1
+            else [evaluate(config, cut[2])]
+        ):
             assert found == pytest.approx(expected, rel=1e-9), cut
 
 
@@ -97,7 +125,9 @@ class Tagger(hybridpar.SequentialSpec):
         yield nn.Linear(8, 5)
 
     def loss(self, out: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(out.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        return nn.functional.cross_entropy(
+            out.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+        )
 
     def num_targets(self, sample: dict[str, Any]) -> int:
         return int((np.asarray(sample["labels"]) != -100).sum())
@@ -105,22 +135,36 @@ class Tagger(hybridpar.SequentialSpec):
     def sample(self, number: int, seed: int) -> dict[str, Any]:
         draw = np.random.default_rng([seed, number])
         labels = draw.integers(0, 5, 4)
-        labels[draw.integers(0, 5):] = -100
+        labels[draw.integers(0, 5) :] = -100
         return {"x": draw.normal(size=(4, 3)), "labels": labels}
 
 
 def custom(size: int, num_microbatches: int, **sections: Any) -> Config:
-    return Config(model=Tagger(), **{  # type: ignore[arg-type]
-        name: value for name, value in vars(gpt({
-            "train": {"micro_batch_size": size, "dtype": "fp64"}, "pipeline": {"num_microbatches": num_microbatches},
-            **sections})).items() if name != "model"})
+    return Config(
+        model=Tagger(),
+        **{  # type: ignore[arg-type]
+            name: value
+            for name, value in vars(
+                gpt(
+                    {
+                        "train": {"micro_batch_size": size, "dtype": "fp64"},
+                        "pipeline": {"num_microbatches": num_microbatches},
+                        **sections,
+                    }
+                )
+            ).items()
+            if name != "model"
+        },
+    )
 
 
 def plain_loss(weights: dict[str, Tensor], samples: list[dict[str, Any]]) -> float:
     """The mean over labels, by torch's own operators."""
     x = torch.stack([torch.from_numpy(sample["x"]) for sample in samples])
     labels = torch.stack([torch.from_numpy(sample["labels"]) for sample in samples])
-    first, second = ([weights[f"blocks.{n}.layer.{name}"] for name in ("weight", "bias")] for n in (0, 1))
+    first, second = (
+        [weights[f"blocks.{n}.layer.{name}"] for name in ("weight", "bias")] for n in (0, 1)
+    )
     out = nn.functional.linear(nn.functional.linear(x, *first), *second)
     return float(nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten()))
 
@@ -141,9 +185,16 @@ def test_a_row_of_modules_may_count_its_labels(cut: tuple[int, int, int]) -> Non
 class WithoutLabels(SyntheticLoader):
     """Random samples; `empty` says of which positions no label counts."""
 
-    def __init__(self, config: Config, replica: int, num_replicas: int, empty: Callable[[int], bool]):
-        super().__init__(config.model, config.train.micro_batch_size, config.pipeline.num_microbatches, replica,
-                         num_replicas)
+    def __init__(
+        self, config: Config, replica: int, num_replicas: int, empty: Callable[[int], bool]
+    ):
+        super().__init__(
+            config.model,
+            config.train.micro_batch_size,
+            config.pipeline.num_microbatches,
+            replica,
+            num_replicas,
+        )
         self._inner, self._empty, self.samples = self.samples, empty, self  # type: ignore[assignment]
 
     def batch(self, counter: Any) -> dict[str, Any]:
@@ -158,8 +209,9 @@ class WithoutLabels(SyntheticLoader):
         return int((self.batch(batch)["labels"] != -100).sum())
 
 
-def train_without(config: Config, empty: Callable[[int], bool], num_batches: int) -> tuple[
-        list[StepResult], dict[str, Tensor], dict[str, Tensor], list[int]]:
+def train_without(
+    config: Config, empty: Callable[[int], bool], num_batches: int
+) -> tuple[list[StepResult], dict[str, Tensor], dict[str, Tensor], list[int]]:
     """The steps, the gradients of batch 1, the weights, and the batches without labels."""
     engine, _ = start(config)
     loader = WithoutLabels(config, engine.grid.replica, engine.grid.num_replicas, empty)
@@ -176,10 +228,15 @@ def train_without(config: Config, empty: Callable[[int], bool], num_batches: int
 
 
 SETTINGS: dict[str, Sections] = {
-    "gpt": {}, "logits_chunk": {"model": {"logits_chunk": 5}}, "fp16": {"train": {"dtype": "fp16"}},
-    "bf16": {"train": {"dtype": "bf16"}}, "gpipe": {"pipeline": {"schedule": "gpipe"}},
-    "2bw": {"pipeline": {"schedule": "2bw"}}, "lamb": {"optim": {"name": "lamb"}},
-    "muon": {"optim": {"name": "muon"}}, "sgd": {"optim": {"name": "sgd"}},
+    "gpt": {},
+    "logits_chunk": {"model": {"logits_chunk": 5}},
+    "fp16": {"train": {"dtype": "fp16"}},
+    "bf16": {"train": {"dtype": "bf16"}},
+    "gpipe": {"pipeline": {"schedule": "gpipe"}},
+    "2bw": {"pipeline": {"schedule": "2bw"}},
+    "lamb": {"optim": {"name": "lamb"}},
+    "muon": {"optim": {"name": "muon"}},
+    "sgd": {"optim": {"name": "sgd"}},
     "spikes": {"anomalies": {"loss_spike": 100.0, "norm_spike": 100.0, "window": 4}},
     "host": {"memory": {"host_optimizer": True}},
 }
@@ -197,7 +254,18 @@ def test_a_batch_without_labels_has_loss_zero_and_no_gradient(name: str) -> None
 
     steps, gradients, weights, unlabelled = train_without(config, empty, 10)
     losses = [step.losses["mlm" if name == "bert" else "lm"] for step in steps]
-    assert [loss == 0 for loss in losses] == [False, True, False, True, True, True, True, True, False, False]
+    assert [loss == 0 for loss in losses] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert not any(step.anomaly or (step.skipped and step.loss_scale == 1) for step in steps)
     assert all(math.isfinite(step.grad_norm) for step in steps if not step.skipped)
     assert unlabelled == [1, 3, 4, 5, 6, 7]
@@ -209,11 +277,17 @@ def test_a_batch_without_labels_has_loss_zero_and_no_gradient(name: str) -> None
 
 
 COMPRESSED: list[dict[str, Any]] = [
-    {}, *({"compression": {"gradients": name, "gradients_start": 0}} for name in ("int8", "powersgd", "dct", "sbpca"))]
+    {},
+    *(
+        {"compression": {"gradients": name, "gradients_start": 0}}
+        for name in ("int8", "powersgd", "dct", "sbpca")
+    ),
+]
 
 
 def trained_shares(config: Config, num_batches: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights where every second micro-batch of a batch, all of one of two replicas, has no labels."""
+    """Losses and weights where every second micro-batch of a batch, all of one of two replicas, has
+    no labels."""
     steps, _, weights, _ = train_without(config, partial(_second_half, 2), num_batches)
     assert not any(step.anomaly for step in steps)
     return [step.loss for step in steps], weights
@@ -241,11 +315,15 @@ def test_a_replica_without_labels_is_as_if_one_process_had_them(kind: str) -> No
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("sections", COMPRESSED, ids=lambda one: str(one and one["compression"]["gradients"]))
+@pytest.mark.parametrize(
+    "sections", COMPRESSED, ids=lambda one: str(one and one["compression"]["gradients"])
+)
 def test_nothing_to_send_is_no_anomaly(sections: dict[str, Any]) -> None:
     """A batch without labels over two replicas, with gradients compressed from the first one on."""
     config = gpt(sections, {"parallel": {"dp": 2}})
-    for steps, _, weights, unlabelled in run_ranks(train_without, 2, config, partial(_first, 24), 4):
+    for steps, _, weights, unlabelled in run_ranks(
+        train_without, 2, config, partial(_first, 24), 4
+    ):
         assert unlabelled == [0, 1]
         assert [step.loss == 0 for step in steps] == [True, True, False, False]
         assert not any(step.anomaly or step.skipped for step in steps)
@@ -266,13 +344,24 @@ def sample(seed: int, num_labels: int) -> dict[str, Any]:
     return {"tokens": draw.integers(0, 32, 16), "labels": labels}
 
 
-def test_a_run_without_labels_says_so_once_with_a_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_labels_says_so_once_with_a_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = [sample(n, 0) for n in range(4)]
     seen: list[Any] = []
     done = hybridpar.Trainer(
-        datasets={"train": data, "valid": data}, model=MODEL, pipeline={"num_microbatches": 1},
-        train={"num_steps": 12, "eval_interval": 4, "eval_batches": 1, "micro_batch_size": 4, "device": "cpu"},
-        run={"dir": str(tmp_path), "name": "ignored"}).fit(on_evaluation=lambda step, loss: seen.append(loss))
+        datasets={"train": data, "valid": data},
+        model=MODEL,
+        pipeline={"num_microbatches": 1},
+        train={
+            "num_steps": 12,
+            "eval_interval": 4,
+            "eval_batches": 1,
+            "micro_batch_size": 4,
+            "device": "cpu",
+        },
+        run={"dir": str(tmp_path), "name": "ignored"},
+    ).fit(on_evaluation=lambda step, loss: seen.append(loss))
     text = capsys.readouterr().err
     assert (done.step, done.loss, done.val_loss, seen) == (12, 0.0, None, [])
     assert text.count("no label of this batch counts") == 1
@@ -281,12 +370,23 @@ def test_a_run_without_labels_says_so_once_with_a_count(tmp_path: Path, capsys: 
     assert "nan" not in text.lower()
 
 
-def test_a_run_says_once_that_validation_samples_repeat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_says_once_that_validation_samples_repeat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def trained(name: str, num_valid: int) -> str:
         hybridpar.Trainer(
-            datasets={"train": [sample(1, 9)], "valid": [sample(n, 5) for n in range(num_valid)]}, model=MODEL,
-            pipeline={"num_microbatches": 1}, run={"dir": str(tmp_path), "name": name},
-            train={"num_steps": 2, "eval_interval": 1, "eval_batches": 3, "micro_batch_size": 4, "device": "cpu"}).fit()
+            datasets={"train": [sample(1, 9)], "valid": [sample(n, 5) for n in range(num_valid)]},
+            model=MODEL,
+            pipeline={"num_microbatches": 1},
+            run={"dir": str(tmp_path), "name": name},
+            train={
+                "num_steps": 2,
+                "eval_interval": 1,
+                "eval_batches": 3,
+                "micro_batch_size": 4,
+                "device": "cpu",
+            },
+        ).fit()
         return capsys.readouterr().err
 
     assert "repeat" not in trained("enough", 12)
@@ -297,14 +397,20 @@ def test_a_run_says_once_that_validation_samples_repeat(tmp_path: Path, capsys: 
 
 def test_repeats_are_counted_where_a_data_set_is_smaller_than_what_is_asked() -> None:
     model = Tagger()
-    few, many = (MappedDataset(model, [model.sample(i, 1) for i in range(n)], "valid") for n in (3, 9))
+    few, many = (
+        MappedDataset(model, [model.sample(i, 1) for i in range(n)], "valid") for n in (3, 9)
+    )
     blend = Blend([few, many], [1.0, 1.0], seed=0)
     for count in range(30):
         members, _, samples = blend.locate(np.arange(count))
-        assert blend.num_repeats(count) == count - len(set(zip(members.tolist(), samples.tolist(), strict=True)))
+        assert blend.num_repeats(count) == count - len(
+            set(zip(members.tolist(), samples.tolist(), strict=True))
+        )
     batches = BatchLoader(blend, micro_batch_size=4, num_microbatches=1)
     assert blend.num_repeats(12) == 3
-    assert batches.num_batches_without_repeats(3) == 1, "the third sample of the small data set is the last new one"
+    assert batches.num_batches_without_repeats(3) == 1, (
+        "the third sample of the small data set is the last new one"
+    )
     stream = StreamedSamples(model, [model.sample(i, 1) for i in range(5)], "valid", 16)
     loader = BatchLoader(stream, micro_batch_size=4, num_microbatches=2)
     assert stream.num_repeats(8) == 0, "its end is not known"

@@ -22,14 +22,29 @@ from hybridpar.validate import resolve
 
 
 def make(budget: int, schedule: str, dtype: str, **sections: Any) -> Config:
-    return resolve(from_mapping({
-        "model": {"num_layers": 4, "hidden_size": 48, "num_heads": 6, "seq_length": 14, "vocab_size": 131},
-        "pipeline": {"schedule": schedule, "num_microbatches": 4}, "memory": {"budget": budget},
-        "train": {"micro_batch_size": 2, "dtype": dtype, "num_steps": 30}, **sections}),
-        sections.get("parallel", {}).get("dp", 1))
+    return resolve(
+        from_mapping(
+            {
+                "model": {
+                    "num_layers": 4,
+                    "hidden_size": 48,
+                    "num_heads": 6,
+                    "seq_length": 14,
+                    "vocab_size": 131,
+                },
+                "pipeline": {"schedule": schedule, "num_microbatches": 4},
+                "memory": {"budget": budget},
+                "train": {"micro_batch_size": 2, "dtype": dtype, "num_steps": 30},
+                **sections,
+            }
+        ),
+        sections.get("parallel", {}).get("dp", 1),
+    )
 
 
-def moved_by_a_run(config: Config, num_batches: int, folder: Path, grid: ProcessGrid) -> tuple[int, int]:
+def moved_by_a_run(
+    config: Config, num_batches: int, folder: Path, grid: ProcessGrid
+) -> tuple[int, int]:
     memory = MemoryConfig(config.memory.budget, str(folder))
     engine = Engine(replace(config, memory=memory), grid, torch.device("cpu"))
     loader = SyntheticLoader(config.model, 2, 4, grid.dp.rank, grid.dp.size)
@@ -43,14 +58,20 @@ def moved_by_a_run(config: Config, num_batches: int, folder: Path, grid: Process
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
-@pytest.mark.parametrize(("schedule", "dtype"), [("1f1b", "bf16"), ("2bw", "fp32"), ("gpipe", "bf16")])
-def test_bytes_of_a_step_are_those_of_a_run(schedule: str, dtype: str, share: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "dtype"), [("1f1b", "bf16"), ("2bw", "fp32"), ("gpipe", "bf16")]
+)
+def test_bytes_of_a_step_are_those_of_a_run(
+    schedule: str, dtype: str, share: float, tmp_path: Path
+) -> None:
     plenty = forecast(make(1 << 30, schedule, dtype))
     assert (plenty.read, plenty.written) == (0, 0)
     config = make(int(plenty.least + share * (plenty.state - plenty.least)), schedule, dtype)
     found = forecast(config)
     few, many = (moved_by_a_run(config, n, tmp_path, ProcessGrid()) for n in (6, 8))
-    assert (found.read, found.written) == tuple((b - a) // 2 for a, b in zip(few, many, strict=True))
+    assert (found.read, found.written) == tuple(
+        (b - a) // 2 for a, b in zip(few, many, strict=True)
+    )
     assert (found.read > 0) is (share < 1)
 
 
@@ -75,11 +96,14 @@ def test_shares_of_replicas(tmp_path: Path) -> None:
 def test_every_stage_is_told_and_the_prediction_leaves_out_what_is_in_the_file() -> None:
     config = replace(make(0, "2bw", "fp32"), memory=MemoryConfig(budget=600_000))
     config = resolve(replace(config, parallel=replace(config.parallel, pp=2, tp=2, dp=2)), 8)
-    stages, whole = forecasts(config), predict(replace(config, memory=MemoryConfig()))
+    stages = forecasts(config)
+    whole = predict(replace(config, memory=MemoryConfig()))
     assert len(stages) == 2
     for stage, without, found in zip(predict(config), whole, stages, strict=True):
         assert stage.file == without.state - 600_000
-        assert without.total - stage.total == pytest.approx(stage.file, rel=0.001)  # whose parts peak elsewhere
+        assert without.total - stage.total == pytest.approx(
+            stage.file, rel=0.001
+        )  # whose parts peak elsewhere
         assert without.state <= found.state <= without.state + 4096 * 60  # whole pages
 
 

@@ -12,13 +12,17 @@ from torch import Tensor, nn
 import hybridpar as hp
 from hybridpar.errors import ConfigError
 
-WIDTH, WORDS, LENGTH = 16, 32, 4
+WIDTH = 16
+WORDS = 32
+LENGTH = 4
 
 
 class First(nn.Module):
     def __init__(self, build: Any):
         super().__init__()
-        self.words = hp.VocabParallelEmbedding(WORDS, WIDTH, build.axis, tied="words", **build.factory)
+        self.words = hp.VocabParallelEmbedding(
+            WORDS, WIDTH, build.axis, tied="words", **build.factory
+        )
 
     def forward(self, x: None, batch: dict[str, Tensor], key: Any) -> Tensor:
         out: Tensor = self.words(batch["tokens"])
@@ -40,11 +44,14 @@ class Layer(nn.Module):
 class Last(nn.Module):
     def __init__(self, build: Any):
         super().__init__()
-        self.out = hp.ColumnParallelLinear(WIDTH, WORDS, build.axis, bias=False, gather_output=True, tied="words",
-                                           **build.factory)
+        self.out = hp.ColumnParallelLinear(
+            WIDTH, WORDS, build.axis, bias=False, gather_output=True, tied="words", **build.factory
+        )
 
     def forward(self, x: Tensor, batch: dict[str, Tensor], key: Any) -> dict[str, Tensor]:
-        loss = nn.functional.cross_entropy(self.out(x).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        loss = nn.functional.cross_entropy(
+            self.out(x).flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+        )
         return {"loss": loss / (LENGTH * batch["num_samples"])}
 
 
@@ -71,17 +78,31 @@ class Words(hp.ModelSpec):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("frozen", [("1.up", "2.down.weight", "2.plain.bias"), ("0.", "3.", "1.down")])
-@pytest.mark.parametrize(("grid", "sections"), [
-    ({"tp": 2}, {}), ({"tp": 2, "dp": 2}, {"parallel": {"zero": 3}}),
-    ({"pp": 2}, {"optim": {"staleness": "prediction"}, "pipeline": {"schedule": "2bw", "num_microbatches": 2}}),
-    ({"pp": 2}, {"parallel": {"sites": 2}, "outer": {"every": 1}}),
-])
+@pytest.mark.parametrize(
+    "frozen", [("1.up", "2.down.weight", "2.plain.bias"), ("0.", "3.", "1.down")]
+)
+@pytest.mark.parametrize(
+    ("grid", "sections"),
+    [
+        ({"tp": 2}, {}),
+        ({"tp": 2, "dp": 2}, {"parallel": {"zero": 3}}),
+        (
+            {"pp": 2},
+            {
+                "optim": {"staleness": "prediction"},
+                "pipeline": {"schedule": "2bw", "num_microbatches": 2},
+            },
+        ),
+        ({"pp": 2}, {"parallel": {"sites": 2}, "outer": {"every": 1}}),
+    ],
+)
 def test_grids(grid: dict[str, int], sections: dict[str, Any], frozen: tuple[str, ...]) -> None:
     assert hp.Trainer(Words(frozen), **sections).verify(grid, num_batches=3).ok
 
 
 @pytest.mark.parametrize("frozen", ["0.words", "3.out"])
 def test_a_tied_parameter_is_frozen_in_both_blocks_or_refused(frozen: str) -> None:
-    with pytest.raises(ConfigError, match="has a tied parameter 'words' that is frozen in one block"):
+    with pytest.raises(
+        ConfigError, match="has a tied parameter 'words' that is frozen in one block"
+    ):
         hp.Trainer(Words((frozen,))).verify({"pp": 2}, num_batches=1)

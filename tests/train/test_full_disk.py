@@ -1,4 +1,5 @@
-"""Runs whose disk is full for a while lose nothing: they end with the bits of one that always had room."""
+"""Runs whose disk is full for a while lose nothing: they end with the bits of one that always had
+room."""
 
 from __future__ import annotations
 
@@ -32,8 +33,12 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A small file system of its own."""
     where = tmp_path / "disk"
     where.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(where)],
-                             capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(where)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     yield where
@@ -65,15 +70,38 @@ def board_steps(run: Path) -> list[int]:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
-def test_a_rank_dies_and_starts_again_while_nothing_can_be_written(tmp_path: Path, disk: Path,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_dies_and_starts_again_while_nothing_can_be_written(
+    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, over = held(monkeypatch, tmp_path)
     config = write_config(tmp_path)
-    flags = ("--parallel.pp", "2", "--train.num_steps", "40", "--train.eval_interval", "6",
-             "--train.save_interval", "6")
+    flags = (
+        "--parallel.pp",
+        "2",
+        "--train.num_steps",
+        "40",
+        "--train.eval_interval",
+        "6",
+        "--train.save_interval",
+        "6",
+    )
     run_job(2, "train", config, *flags, "--run.name", "calm")
-    job = Job("hybridpar", "train", config, "--ranks", "2", *flags, "--run.dir", disk, "--checkpoint.max_failed_saves",
-              "100", "--data.cache", tmp_path / "runs" / "data", "--inject", "slow link 0-1 at step 9 for 1 s")
+    job = Job(
+        "hybridpar",
+        "train",
+        config,
+        "--ranks",
+        "2",
+        *flags,
+        "--run.dir",
+        disk,
+        "--checkpoint.max_failed_saves",
+        "100",
+        "--data.cache",
+        tmp_path / "runs" / "data",
+        "--inject",
+        "slow link 0-1 at step 9 for 1 s",
+    )
     job.wait_for("step 6/40 .* val ")
     run = disk / "run"
     job.wait_for(begun)
@@ -91,7 +119,10 @@ def test_a_rank_dies_and_starts_again_while_nothing_can_be_written(tmp_path: Pat
     assert steps(metrics(run)) == steps(metrics(tmp_path / "runs" / "calm"))
     assert board_steps(run)[-20:] == list(range(21, 41))
     assert json.loads((run / "failures.jsonl").read_text())["kind"] == "died"
-    assert any("cannot be written (No space left on device); training goes on" in text for text in notes(run))
+    assert any(
+        "cannot be written (No space left on device); training goes on" in text
+        for text in notes(run)
+    )
     assert any("can be written again" in text for text in notes(run))
     for name in ("plan.svg", "executed.svg", "trace.json", "costs.json", "loss.png", "sample.txt"):
         assert (run / name).stat().st_size, name
@@ -99,7 +130,9 @@ def test_a_rank_dies_and_starts_again_while_nothing_can_be_written(tmp_path: Pat
     for name in ("pp0-tp0", "pp1-tp0"):
         file = Path("checkpoints") / "step_00000040" / f"{name}.safetensors"
         assert (run / file).read_bytes() == (tmp_path / "runs" / "calm" / file).read_bytes()
-    assert not [path for path in run.rglob("*") if ".part" in path.name], "nothing half-written is left"
+    assert not [path for path in run.rglob("*") if ".part" in path.name], (
+        "nothing half-written is left"
+    )
 
 
 def test_the_last_save_waits_for_room(tmp_path: Path, disk: Path) -> None:
@@ -107,7 +140,16 @@ def test_the_last_save_waits_for_room(tmp_path: Path, disk: Path) -> None:
     flags = ("--train.save_interval", "0", "--train.eval_interval", "0")
     assert main(["train", str(config), *flags]) == 0
     ballast = fill(disk, room=100 << 10)
-    job = Job("hybridpar", "train", config, *flags, "--run.dir", disk, "--data.cache", tmp_path / "runs" / "data")
+    job = Job(
+        "hybridpar",
+        "train",
+        config,
+        *flags,
+        "--run.dir",
+        disk,
+        "--data.cache",
+        tmp_path / "runs" / "data",
+    )
     job.wait_for(r"cannot write the checkpoint: \[Errno 28\].*trying again in 1 s")
     ballast.unlink()
     code, out = job.end()
@@ -116,13 +158,19 @@ def test_the_last_save_waits_for_room(tmp_path: Path, disk: Path) -> None:
     assert (disk / "run" / "checkpoints" / "step_00000006").exists()
 
 
-def test_without_room_from_the_start_one_line_says_where(tmp_path: Path, disk: Path,
-                                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_room_from_the_start_one_line_says_where(
+    tmp_path: Path, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And a flight record is done without."""
     config = write_config(tmp_path)
     fill(disk)
-    assert main(["train", str(config), "--run.dir", str(disk), "--data.cache", str(tmp_path / "data")]) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hybridpar:")]
+    assert (
+        main(["train", str(config), "--run.dir", str(disk), "--data.cache", str(tmp_path / "data")])
+        == 1
+    )
+    (line,) = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("hybridpar:")
+    ]
     who = "rank 0 (stage 0, replica 0, tensor part 0)"
     assert line == f"hybridpar: {who}: {disk}/run/config.toml: No space left on device"
 
@@ -130,28 +178,51 @@ def test_without_room_from_the_start_one_line_says_where(tmp_path: Path, disk: P
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("beside", ["True", "False"])
-def test_saves_that_fail_too_often_end_the_run_and_it_is_not_started_again(tmp_path: Path, disk: Path,
-                                                                          beside: str) -> None:
+def test_saves_that_fail_too_often_end_the_run_and_it_is_not_started_again(
+    tmp_path: Path, disk: Path, beside: str
+) -> None:
     config = write_config(tmp_path)
     fill(disk, room=100 << 10)
-    job = Job("hybridpar", "train", config, "--ranks", "2", "--parallel.pp", "2", "--run.dir", disk, "--data.cache",
-              tmp_path / "data", "--train.num_steps", "40", "--checkpoint.asynchronous", beside,
-              "--checkpoint.max_failed_saves", "2")
+    job = Job(
+        "hybridpar",
+        "train",
+        config,
+        "--ranks",
+        "2",
+        "--parallel.pp",
+        "2",
+        "--run.dir",
+        disk,
+        "--data.cache",
+        tmp_path / "data",
+        "--train.num_steps",
+        "40",
+        "--checkpoint.asynchronous",
+        beside,
+        "--checkpoint.max_failed_saves",
+        "2",
+    )
     code, out = job.end()
     assert code == 1, out
-    assert "training goes on, and the next save tries again (1 of 2 failures in a row that end the run)" in out
+    assert (
+        "training goes on, and the next save tries again (1 of 2 failures in a row that end the "
+        "run)" in out
+    )
     assert out.count("2 in a row (checkpoint.max_failed_saves)") == 1
     assert "starting again" not in out
     assert "Traceback" not in out
     assert list((disk / "run" / "checkpoints").iterdir()) == []
-    assert steps(metrics(disk / "run"))[-1][0] in (4, 6), "the second one is that of step 4, beside which it trains on"
+    assert steps(metrics(disk / "run"))[-1][0] in (4, 6), (
+        "the second one is that of step 4, beside which it trains on"
+    )
 
 
-# -- the parts ---------------------------------------------------------------------------------------------------------
+# -- the parts
 
 
 def failing(results: list[str]) -> Any:
     """A Saver whose saves end so: an error, or empty."""
+
     def settle(*, wait: bool = True) -> Path | None:
         if text := results.pop(0):
             raise CheckpointError(text)
@@ -170,7 +241,9 @@ def test_only_misses_in_a_row_count() -> None:
         saved.settle()
 
 
-def test_a_save_that_must_succeed_is_tried_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_must_succeed_is_tried_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     paused: list[float] = []
     monkeypatch.setattr(saves.time, "sleep", paused.append)
     said: list[str] = []
@@ -202,11 +275,20 @@ print(there[0].endswith(b"\\n"), len(there[0]), there[1], said)
 """
 
 
-def test_a_file_that_may_not_grow_ends_with_a_whole_record_and_goes_on_with_the_next(tmp_path: Path) -> None:
+def test_a_file_that_may_not_grow_ends_with_a_whole_record_and_goes_on_with_the_next(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "log"
-    done = subprocess.run([sys.executable, "-c", SMALL, str(path)], capture_output=True, text=True, timeout=200)
-    trouble = (f"{path}: cannot be written (File too large); training goes on, and what is to be there waits",
-               f"{path}: can be written again; all that has waited is there")
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL, str(path)], capture_output=True, text=True, timeout=200
+    )
+    trouble = (
+        f"{path}: cannot be written (File too large); training goes on, and what is to be there "
+        "waits",
+        f"{path}: can be written again; all that has waited is there",
+    )
     assert done.stdout == f"True {1000 // 36 * 36} ['log'] {list(trouble)}\n", done.stderr
-    assert [line.split()[0] for line in path.read_text().splitlines()] == [f"{i:04}" for i in range(100)]
+    assert [line.split()[0] for line in path.read_text().splitlines()] == [
+        f"{i:04}" for i in range(100)
+    ]
     assert path.with_name("picture").stat().st_size == 5000

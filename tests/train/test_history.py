@@ -11,8 +11,11 @@ from hybridpar.train.history import History
 def test_numbers_that_are_not_finite_stay_in_the_history(tmp_path: Path) -> None:
     """A run that has diverged has a loss for each step all the same."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0, "val_loss": 2.5, "val_losses": {"mlm": 2.0, "nsp": 0.5}, "val_f1": null}\n'
-                    '{"step": 1, "loss": 2.0, "acc": null}\n{"step": 2, "loss": null}\n{"step": 2, "val_loss": null}\n')
+    path.write_text(
+        '{"step": 0, "val_loss": 2.5, "val_losses": {"mlm": 2.0, "nsp": 0.5}, "val_f1": null}\n'
+        '{"step": 1, "loss": 2.0, "acc": null}\n{"step": 2, "loss": null}\n{"step": 2, "val_loss": '
+        "null}\n"
+    )
     history = History.read(path)
     assert history.losses[1] == 2.0
     assert math.isnan(history.losses[2])

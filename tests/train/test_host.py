@@ -1,4 +1,5 @@
-"""The optimizer on the host: the same bits, saved and gone on with as without it, whatever fails or takes long."""
+"""The optimizer on the host: the same bits, saved and gone on with as without it, whatever fails or
+takes long."""
 
 from __future__ import annotations
 
@@ -38,8 +39,11 @@ from hybridpar.validate import resolve
 
 def make(**sections: dict[str, Any]) -> Config:
     """A GPT of odd sizes with dropout, two layers."""
-    return gpt((2, 48, 6, 14, 131), {"model": {"dropout": 0.1}, "parallel": {"dp": 1},
-                                     "pipeline": {"num_microbatches": 4}}, sections)
+    return gpt(
+        (2, 48, 6, 14, 131),
+        {"model": {"dropout": 0.1}, "parallel": {"dp": 1}, "pipeline": {"num_microbatches": 4}},
+        sections,
+    )
 
 
 def hosted(config: Config, host: bool = True) -> Config:
@@ -62,30 +66,52 @@ def num_updated(engine: Engine) -> int:
     return sum(owned.stop - owned.start for owned in engine.state.partition.owned)
 
 
-PIPELINES = ({"schedule": "2bw"}, {"schedule": "1f1b"}, {"schedule": "gpipe"}, {"schedule": "2bw", "early_switch": 1},
-             {"schedule": "2bw", "num_microbatches": 1}, {"schedule": "2bw", "split_backward": True, "sync_steps": 1})
+PIPELINES = (
+    {"schedule": "2bw"},
+    {"schedule": "1f1b"},
+    {"schedule": "gpipe"},
+    {"schedule": "2bw", "early_switch": 1},
+    {"schedule": "2bw", "num_microbatches": 1},
+    {"schedule": "2bw", "split_backward": True, "sync_steps": 1},
+)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
 def test_the_same_bits_and_the_bytes_of_the_formula(pipeline: dict[str, Any], dtype: str) -> None:
-    config = make(pipeline={"num_microbatches": 4} | pipeline, train={"micro_batch_size": 2, "dtype": dtype})
-    outcome, numel = run(hosted(config)), num_updated(build(config))
+    config = make(
+        pipeline={"num_microbatches": 4} | pipeline, train={"micro_batch_size": 2, "dtype": dtype}
+    )
+    outcome = run(hosted(config))
+    numel = num_updated(build(config))
     outcome.check(run(config))
     # fp32 gradients go, weights of the run's type come; 1 %: padding between parameters
-    assert outcome.moved == pytest.approx((4 * 4 * numel, 4 * (2 if dtype == "bf16" else 4) * numel), rel=0.01)
+    assert outcome.moved == pytest.approx(
+        (4 * 4 * numel, 4 * (2 if dtype == "bf16" else 4) * numel), rel=0.01
+    )
 
 
-@pytest.mark.parametrize("sections", [
-    {"optim": {"staleness": "nesterov"}}, {"optim": {"name": "sgd"}}, {"optim": {"staleness": "prediction"}},
-    {"optim": {"staleness": "prediction"}, "train": {"dtype": "bf16"}}, {"optim": {"staleness": "extrapolation"}},
-    {"optim": {"name": "muon"}}, {"optim": {"name": "muon", "staleness": "extrapolation"}, "train": {"dtype": "bf16"}},
-    {"model": {"kind": "bert"}}, {"model": {"tie_embeddings": False}, "memory": {"parts": 1}},
-    {"train": {"dtype": "fp16"}},
-    {"kernels": {"optimizer": "torch"}, "train": {"dtype": "bf16"}}], ids=str)
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"optim": {"staleness": "nesterov"}},
+        {"optim": {"name": "sgd"}},
+        {"optim": {"staleness": "prediction"}},
+        {"optim": {"staleness": "prediction"}, "train": {"dtype": "bf16"}},
+        {"optim": {"staleness": "extrapolation"}},
+        {"optim": {"name": "muon"}},
+        {"optim": {"name": "muon", "staleness": "extrapolation"}, "train": {"dtype": "bf16"}},
+        {"model": {"kind": "bert"}},
+        {"model": {"tie_embeddings": False}, "memory": {"parts": 1}},
+        {"train": {"dtype": "fp16"}},
+        {"kernels": {"optimizer": "torch"}, "train": {"dtype": "bf16"}},
+    ],
+    ids=str,
+)
 def test_optimizers_models_and_skipped_steps(
-        sections: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    sections: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison_gradients(monkeypatch, {1} if "train" in sections else set())
     config = make(**{"pipeline": {"schedule": "2bw"}} | sections)
     outcome = run(hosted(config))
@@ -94,16 +120,29 @@ def test_optimizers_models_and_skipped_steps(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("parallel", "schedule", "optimizer", "dtype"), [
-    ({"tp": 2, "dp": 2, "zero": 1}, "2bw", "muon", "bf16"),
-    ({"pp": 2, "dp": 2, "zero": 1}, "1f1b", "adamw", "fp32"), ({"pp": 2}, "interleaved", "adamw", "bf16"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("parallel", "schedule", "optimizer", "dtype"),
+    [
+        ({"tp": 2, "dp": 2, "zero": 1}, "2bw", "muon", "bf16"),
+        ({"pp": 2, "dp": 2, "zero": 1}, "1f1b", "adamw", "fp32"),
+        ({"pp": 2}, "interleaved", "adamw", "bf16"),
+    ],
+    ids=str,
+)
 def test_grids(parallel: dict[str, Any], schedule: str, optimizer: str, dtype: str) -> None:
-    """With stages in equal parts: what is reduced together has another order of addition otherwise."""
-    config = make(parallel=parallel, pipeline={"schedule": schedule}, optim={"name": optimizer}, train={"dtype": dtype},
-                  memory={"parts": 4})
+    """With stages in equal parts: what is reduced together has another order of addition
+    otherwise."""
+    config = make(
+        parallel=parallel,
+        pipeline={"schedule": schedule},
+        optim={"name": optimizer},
+        train={"dtype": dtype},
+        memory={"parts": 4},
+    )
     ranks = config.parallel.num_ranks
-    for outcome, without in zip(*(run_ranks(run, ranks, hosted(config, host)) for host in (True, False)), strict=True):
+    for outcome, without in zip(
+        *(run_ranks(run, ranks, hosted(config, host)) for host in (True, False)), strict=True
+    ):
         outcome.check(without)
         assert outcome.moved[0] > 0
 
@@ -113,7 +152,8 @@ def test_saved_with_it_and_gone_on_with_without_it_and_back(dtype: str, tmp_path
     config = make(pipeline={"schedule": "2bw"}, train={"dtype": dtype, "num_steps": 10})
     whole = train(build(config), 2, 3)
     for before, after in ((True, False), (False, True), (True, True)):
-        first, second = build(hosted(config, before)), build(hosted(config, after))
+        first = build(hosted(config, before))
+        second = build(hosted(config, after))
         begun = train(first, 2)
         checkpoint.save(tmp_path, first, "corpus")
         checkpoint.resume(tmp_path, second, "corpus", print)
@@ -124,7 +164,9 @@ class SlowHost(HostWork):
     """Takes so many seconds for a group from when that is waited for; fails in a step."""
 
     def __init__(self, seconds: float = 0.0, fails_in: int | None = None):
-        self._seconds, self._fails_in, self.num_steps = seconds, fails_in, 0
+        self._seconds = seconds
+        self._fails_in = fails_in
+        self.num_steps = 0
         self.threads, self._awaited = set[int](), threading.Semaphore(0)
 
     def watch(self, host: HostUpdates) -> None:
@@ -157,10 +199,12 @@ def test_a_slow_host_is_waited_for_and_changes_nothing() -> None:
 
 
 class LateCopies(HostWork):
-    """Streams: what is copied is there when one is waited for, and not before. `marks`: those not yet reached."""
+    """Streams: what is copied is there when one is waited for, and not before. `marks`: those not
+    yet reached."""
 
     def __init__(self) -> None:
-        self.launches, self.marks = threading.get_ident(), list[object]()
+        self.launches = threading.get_ident()
+        self.marks = list[object]()
         self._asked: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by thread
         self.ways: dict[int, set[str]] = {}
 
@@ -195,10 +239,13 @@ def test_copies_on_streams_of_their_own_are_waited_for(schedule: str, dtype: str
 def test_what_is_on_the_host_of_a_gpu(optimizer: str) -> None:
     """Master copy, moments, and room for gradients and weights; nothing of Muon's matrices."""
     config = resolve(make(train={"dtype": "bf16"}, optim={"name": optimizer}), 1)
-    without, there = (predict(hosted(config, host), device=torch.device("cuda"))[0] for host in (False, True))
+    without, there = (
+        predict(hosted(config, host), device=torch.device("cuda"))[0] for host in (False, True)
+    )
     engine = build(hosted(config))
     engine.state.allocate()
-    columns, matrices = engine.state.num_bytes(), matrices_of(engine) if optimizer == "muon" else {}
+    columns = engine.state.num_bytes()
+    matrices = matrices_of(engine) if optimizer == "muon" else {}
     stays = 4 * sum(matrices.values())
     assert there.host - without.host >= columns["master"] + columns["optimizer"] - 2 * stays
     assert (there.master, there.optimizer) == (stays, stays)
@@ -208,7 +255,9 @@ def test_what_is_on_the_host_of_a_gpu(optimizer: str) -> None:
 
 def matrices_of(engine: Engine) -> dict[str, int]:
     """Numbers of elements of the matrices that Muon orthogonalises, by name."""
-    return {slot.name: math.prod(slot.shape) for slot in engine.state.slots if slot.placement.matrices}
+    return {
+        slot.name: math.prod(slot.shape) for slot in engine.state.slots if slot.placement.matrices
+    }
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -221,10 +270,17 @@ def test_muons_matrices_stay_on_the_device(dtype: str, monkeypatch: pytest.Monke
         return tensor
 
     monkeypatch.setattr(HostMemory, "zeros", zeros)
-    config = hosted(make(pipeline={"schedule": "2bw"}, optim={"name": "muon"}, train={"dtype": dtype},
-                         memory={"parts": 4}))
+    config = hosted(
+        make(
+            pipeline={"schedule": "2bw"},
+            optim={"name": "muon"},
+            train={"dtype": dtype},
+            memory={"parts": 4},
+        )
+    )
     engine = build(config)
-    state, matrices = engine.state, matrices_of(engine)
+    state = engine.state
+    matrices = matrices_of(engine)
     assert state.weights.master is not None
     assert state.host is not None
     masters = state.weights.master.views()
@@ -268,48 +324,74 @@ def killed(config: Config, folder: Path) -> None:
 def test_a_kill_in_the_middle_of_an_update_is_gone_on_from_to_the_bit(tmp_path: Path) -> None:
     config = hosted(make(pipeline={"schedule": "2bw"}, train={"num_steps": 10}))
     must_be_killed(partial(killed, config, tmp_path))
-    engine, whole = build(config), train(build(config), 2, 3)
+    engine = build(config)
+    whole = train(build(config), 2, 3)
     checkpoint.resume(tmp_path, engine, "corpus", print)
     train(engine, 3, steps=whole.steps[:2]).check(whole)
 
 
 def test_what_is_told_before_a_run() -> None:
-    """By hand: 1f1b waits for the first gradients and all of the host; 2bw for what a batch leaves over."""
-    config = resolve(hosted(make(pipeline={"num_microbatches": 4, "schedule": "2bw"}, parallel={"pp": 2})), 2)
+    """By hand: 1f1b waits for the first gradients and all of the host; 2bw for what a batch leaves
+    over."""
+    config = resolve(
+        hosted(make(pipeline={"num_microbatches": 4, "schedule": "2bw"}, parallel={"pp": 2})), 2
+    )
     assert forecast_host(hosted(config, False)) is None
     flops = training_flops_per_token(config.model)
-    speeds = Speeds(parameters=1e6, num_bytes=1e12, flops=flops * 112 / 2)  # a batch of 112 tokens takes a second
+    speeds = Speeds(
+        parameters=1e6, num_bytes=1e12, flops=flops * 112 / 2
+    )  # a batch of 112 tokens takes a second
     hidden = forecast_host(config, speeds)
     assert hidden is not None
     assert (hidden.tokens, hidden.step_ms, hidden.exposed_ms) == (112, pytest.approx(1000), 0)
     assert hidden.update_ms == pytest.approx(hidden.parameters / 1e3)
     seconds = 0.3
-    hidden = forecast_host(config, speeds := replace(speeds, parameters=hidden.parameters / seconds))
+    hidden = forecast_host(
+        config, speeds := replace(speeds, parameters=hidden.parameters / seconds)
+    )
     assert hidden is not None
     assert hidden.exposed_ms == 0
     assert hidden.needed_tokens == round(seconds * 112 * 4 / 3), "copies take no time"
     assert f"from about {hidden.needed_tokens:,} tokens" in str(hidden)
     short = forecast_host(config, replace(speeds, parameters=hidden.parameters / 2.0))
     assert short is not None
-    # two seconds a batch, of which three of four pairs hide 0.75, less half of one: NORM and HOST are an action apart
+    # two seconds a batch, of which three of four pairs hide 0.75, less half of one: NORM and HOST
+    # are an action apart
     assert short.exposed_ms == pytest.approx(2000 - 750, abs=125)
-    synchronous = forecast_host(replace(config, pipeline=replace(config.pipeline, schedule="1f1b")), speeds)
+    synchronous = forecast_host(
+        replace(config, pipeline=replace(config.pipeline, schedule="1f1b")), speeds
+    )
     assert synchronous is not None
     assert 0.5 * seconds < 1e-3 * synchronous.exposed_ms < 1.01 * seconds
     assert "no slack" in str(synchronous)
     alone = resolve(hosted(make(train={"dtype": "bf16"})), 1)
     (engine := build(alone)).state.allocate()
-    assert predict(alone)[0].state == sum(engine.state.num_bytes().values()), "with the room on the host"
+    assert predict(alone)[0].state == sum(engine.state.num_bytes().values()), (
+        "with the room on the host"
+    )
     measured = forecast_host(config)
     assert measured is not None
     assert measured.update_ms > 0
 
 
-@pytest.mark.parametrize(("sections", "message"), [
-    ({"memory": {"budget": 1 << 20}}, r"memory\.budget = 1048576: does not go with memory\.host_optimizer.*try 0"),
-    ({"optim": {"name": "lamb"}}, r"optim\.name = 'lamb'.*norms of whole parameters.*try adamw"),
-    ({"optim": {"clip_grad": 0.0}, "pipeline": {"schedule": "pipedream"}}, r"optim\.clip_grad.*try 1\.0"),
-], ids=lambda value: "" if isinstance(value, str) else "-".join(value))
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"memory": {"budget": 1 << 20}},
+            r"memory\.budget = 1048576: does not go with memory\.host_optimizer.*try 0",
+        ),
+        (
+            {"optim": {"name": "lamb"}},
+            r"optim\.name = 'lamb'.*norms of whole parameters.*try adamw",
+        ),
+        (
+            {"optim": {"clip_grad": 0.0}, "pipeline": {"schedule": "pipedream"}},
+            r"optim\.clip_grad.*try 1\.0",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
 def test_what_does_not_go_with_it(sections: dict[str, dict[str, Any]], message: str) -> None:
     config = make(**sections | {"memory": {"host_optimizer": True} | sections.get("memory", {})})
     assert re.search(message, str(ConfigError(*config.conflicts())))

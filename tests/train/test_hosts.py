@@ -1,4 +1,5 @@
-"""Jobs of two hosts: two torchrun agents that know only each other's address, here both on this machine."""
+"""Jobs of two hosts: two torchrun agents that know only each other's address, here both on this
+machine."""
 
 from __future__ import annotations
 
@@ -32,20 +33,47 @@ Launcher: TypeAlias = multiprocessing.process.BaseProcess
 LONG = ("--train.num_steps", "12", "--train.save_interval", "5", "--train.eval_interval", "0")
 
 
-def two_hosts(folder: Path, ranks_each: int, *args: str | Path, restarts: int = 0, again: int | None = None,
-              ) -> list[tuple[int, str]]:
-    """Exit code and output of each agent of `hybridpar *args`. Agents and ranks are forks, which import nothing.
+def two_hosts(
+    folder: Path,
+    ranks_each: int,
+    *args: str | Path,
+    restarts: int = 0,
+    again: int | None = None,
+) -> list[tuple[int, str]]:
+    """Exit code and output of each agent of `hybridpar *args`. Agents and ranks are forks, which
+    import nothing.
 
-    Each host works in a folder `home` of its own; HOST in an argument is its number. again: the host that is lost, and
-    whose command is given again.
+    Each host works in a folder `home` of its own; HOST in an argument is its number. again: the
+    host that is lost, and whose command is given again.
     """
     with reserved_port() as port:
+
         def start(host: int) -> Launcher:
             (folder / f"home{host}").mkdir(exist_ok=True)
-            process = multiprocessing.get_context("fork").Process(target=_agent, args=(folder / f"host{host}", [
-                "--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", str(ranks_each), "--master-addr",
-                "127.0.0.1", "--master-port", str(port), "--max-restarts", str(restarts), "--monitor-interval", "0.1",
-                "hybridpar", *(str(arg).replace("HOST", str(host)) for arg in args)]))
+            process = multiprocessing.get_context("fork").Process(
+                target=_agent,
+                args=(
+                    folder / f"host{host}",
+                    [
+                        "--nnodes",
+                        "2",
+                        "--node-rank",
+                        str(host),
+                        "--nproc-per-node",
+                        str(ranks_each),
+                        "--master-addr",
+                        "127.0.0.1",
+                        "--master-port",
+                        str(port),
+                        "--max-restarts",
+                        str(restarts),
+                        "--monitor-interval",
+                        "0.1",
+                        "hybridpar",
+                        *(str(arg).replace("HOST", str(host)) for arg in args),
+                    ],
+                ),
+            )
             process.start()
             return process
 
@@ -57,7 +85,10 @@ def two_hosts(folder: Path, ranks_each: int, *args: str | Path, restarts: int = 
             process.join(LONG_S)
             process.kill()
             process.join()
-    return [(process.exitcode or 0, (folder / f"host{host}").read_text()) for host, process in enumerate(agents)]
+    return [
+        (process.exitcode or 0, (folder / f"host{host}").read_text())
+        for host, process in enumerate(agents)
+    ]
 
 
 def _agent(output: Path, args: list[str]) -> None:
@@ -68,7 +99,9 @@ def _agent(output: Path, args: list[str]) -> None:
     _write_to(output)
     config, _, _ = config_from_args(parse_args(args))
     try:
-        elastic_launch(replace(config, start_method="fork"), _rank)(*args[args.index("hybridpar") + 1 :])
+        elastic_launch(replace(config, start_method="fork"), _rank)(
+            *args[args.index("hybridpar") + 1 :]
+        )
     except ChildFailedError as error:
         sys.exit(str(error))
 
@@ -79,7 +112,9 @@ def _write_to(output: Path) -> None:
             stream.flush()
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
+    )
 
 
 def _rank(*args: str) -> None:
@@ -89,13 +124,17 @@ def _rank(*args: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_two_hosts_train_as_one(tmp_path: Path) -> None:
-    """To the bit. The pipeline's stages are on different hosts, which have the run folder at different places."""
-    config, grid = write_config(tmp_path), ("--parallel.tp", "2", "--parallel.pp", "2")
+    """To the bit. The pipeline's stages are on different hosts, which have the run folder at
+    different places."""
+    config = write_config(tmp_path)
+    grid = ("--parallel.tp", "2", "--parallel.pp", "2")
     run_job(4, "train", config, *grid, "--run.name", "one")
     for host in range(2):
         (tmp_path / f"home{host}").mkdir()
         (tmp_path / f"home{host}" / f"disk{host}").symlink_to(tmp_path / "runs")
-    for code, out in two_hosts(tmp_path, 2, "train", config, *grid, "--run.name", "two", "--run.dir", "diskHOST"):
+    for code, out in two_hosts(
+        tmp_path, 2, "train", config, *grid, "--run.name", "two", "--run.dir", "diskHOST"
+    ):
         assert code == 0, out
     one, two = (metrics(tmp_path / "runs" / name) for name in ("one", "two"))
     assert steps(two) == steps(one)
@@ -107,27 +146,43 @@ def test_two_hosts_train_as_one(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed_on_the_other_host_is_named_on_both(tmp_path: Path) -> None:
     """Both start again, once; then both end. Here tensor parallelism spans the hosts."""
     config = write_config(tmp_path)
-    grid = ("--parallel.tp", "2", "--checkpoint.asynchronous", "false")  # so that step 5 is saved when step 6 begins
+    grid = (
+        "--parallel.tp",
+        "2",
+        "--checkpoint.asynchronous",
+        "false",
+    )  # so that step 5 is saved when step 6 begins
     kills = ("--inject", "kill rank 1 at step 7 micro-batch 0", "kill rank 1 at step 11")
-    (first, here), (second, there) = two_hosts(tmp_path, 1, "train", config, *grid, *LONG, *kills, restarts=1)
+    (first, here), (second, there) = two_hosts(
+        tmp_path, 1, "train", config, *grid, *LONG, *kills, restarts=1
+    )
     assert first != 0
     assert second != 0
-    assert re.search(r"rank 0 \(stage 0, replica 0, tensor part 0\) lost contact with rank 1 during F12@0", here), here
+    assert re.search(
+        r"rank 0 \(stage 0, replica 0, tensor part 0\) lost contact with rank 1 during F12@0", here
+    ), here
     assert here.count("lost contact with rank 1 during") == 2
     assert re.findall(r"going on after step (\d+)", here) == ["5"]
     assert "rank      : 1 (local_rank: 0)" in there
     assert "Signal 9 (SIGKILL)" in there
-    assert [step for step, _, _ in steps(metrics(tmp_path / "runs" / "run"))][:9] == list(range(1, 10))
+    assert [step for step, _, _ in steps(metrics(tmp_path / "runs" / "run"))][:9] == list(
+        range(1, 10)
+    )
 
 
 def disturb(monkeypatch: pytest.MonkeyPatch, marks: Path, **faults: Callable[[], None]) -> None:
-    """Has rank 1, which is on the other host, meet each fault once, right after the step that its name ends with."""
+    """Has rank 1, which is on the other host, meet each fault once, right after the step that its
+    name ends with."""
     healthy = Run._on_step
 
     def on_step(self: Run, result: StepResult) -> None:
         healthy(self, result)
         for name, fault in faults.items():
-            if self.grid.rank == 1 and name.endswith(f"_{result.step}") and not (mark := marks / name).exists():
+            if (
+                self.grid.rank == 1
+                and name.endswith(f"_{result.step}")
+                and not (mark := marks / name).exists()
+            ):
                 mark.write_text(str(time.time()))
                 fault()
 
@@ -141,8 +196,11 @@ def lose_host() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_signal_to_one_host_ends_all_and_saves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None starts again, although restarts are left, and the same command goes on to the same end."""
+def test_a_signal_to_one_host_ends_all_and_saves_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None starts again, although restarts are left, and the same command goes on to the same
+    end."""
     disturb(monkeypatch, tmp_path, signal_7=lambda: os.kill(os.getppid(), signal.SIGTERM))
     config = write_config(tmp_path)
     command = ("train", config, "--parallel.tp", "2", *LONG[:-2], "--train.eval_interval", "20")
@@ -158,17 +216,26 @@ def test_a_signal_to_one_host_ends_all_and_saves_once(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("setting", "says"), [
-    pytest.param("num_heads = 3", "model.num_heads", id="found before ranks meet"),
-    pytest.param('corpus = ["nothere"]', "nothere: does not exist", id="found together"),
-])
-def test_what_would_come_again_is_said_once_a_host_and_ends_all(setting: str, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        pytest.param("num_heads = 3", "model.num_heads", id="found before ranks meet"),
+        pytest.param('corpus = ["nothere"]', "nothere: does not exist", id="found together"),
+    ],
+)
+def test_what_would_come_again_is_said_once_a_host_and_ends_all(
+    setting: str, says: str, tmp_path: Path
+) -> None:
     """Only the other host's configuration is wrong, and restarts are left."""
     good = write_config(tmp_path).read_text()
     key = setting.partition(" ")[0]
-    for host, text in enumerate([good, re.sub(rf"^{key} = .*$", setting, good, flags=re.MULTILINE)]):
+    for host, text in enumerate(
+        [good, re.sub(rf"^{key} = .*$", setting, good, flags=re.MULTILINE)]
+    ):
         (tmp_path / f"tiny{host}.toml").write_text(text)
-    for code, out in two_hosts(tmp_path, 2, "train", tmp_path / "tinyHOST.toml", "--parallel.dp", "4", restarts=3):
+    for code, out in two_hosts(
+        tmp_path, 2, "train", tmp_path / "tinyHOST.toml", "--parallel.dp", "4", restarts=3
+    ):
         assert code == 1, out
         assert out.count("\nhybridpar: ") + out.startswith("hybridpar: ") == 1, out
         assert says in out
@@ -176,16 +243,42 @@ def test_what_would_come_again_is_said_once_a_host_and_ends_all(setting: str, sa
 
 
 @pytest.mark.timeout(300)
-def test_a_host_that_stumbles_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_stumbles_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its rank is killed, stopped and hangs, then all of it is lost and its command given again."""
     config = write_config(tmp_path)
-    grid = ("--parallel.tp", "2", "--checkpoint.asynchronous", "false", *LONG[:2], "--train.save_interval", "2")
+    grid = (
+        "--parallel.tp",
+        "2",
+        "--checkpoint.asynchronous",
+        "false",
+        *LONG[:2],
+        "--train.save_interval",
+        "2",
+    )
     run_job(2, "train", config, *grid, "--run.name", "one")
-    disturb(monkeypatch, tmp_path, kill_3=lambda: os.kill(os.getpid(), signal.SIGKILL),
-            stop_5=lambda: os.kill(os.getpid(), signal.SIGSTOP), hang_7=lambda: time.sleep(2 * LONG_S),
-            lose_9=lose_host)
-    ended = two_hosts(tmp_path, 1, "train", config, *grid, "--run.name", "two", "--faults.timeout_s", "3", restarts=9,
-                      again=1)
+    disturb(
+        monkeypatch,
+        tmp_path,
+        kill_3=lambda: os.kill(os.getpid(), signal.SIGKILL),
+        stop_5=lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        hang_7=lambda: time.sleep(2 * LONG_S),
+        lose_9=lose_host,
+    )
+    ended = two_hosts(
+        tmp_path,
+        1,
+        "train",
+        config,
+        *grid,
+        "--run.name",
+        "two",
+        "--faults.timeout_s",
+        "3",
+        restarts=9,
+        again=1,
+    )
     for code, out in ended:
         assert code == 0, out
     assert "rank 1 (stage 0, replica 0, tensor part 1) is stopped, and hangs" in ended[1][1]
@@ -198,20 +291,42 @@ def test_a_host_that_stumbles_is_waited_for(tmp_path: Path, monkeypatch: pytest.
 
 def weights(run: Path) -> dict[str, bytes]:
     """The files of the last checkpoint that hold tensors."""
-    return {path.name: path.read_bytes() for path in sorted(run.glob("checkpoints/step_00000012/*.safetensors"))}
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(run.glob("checkpoints/step_00000012/*.safetensors"))
+    }
 
 
 @contextlib.contextmanager
-def our_launchers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Launcher]]:
+def our_launchers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Launcher]]:
     """Starts scripts/launch.sh's launchers, one a host, as forks; their ranks are real."""
     started: list[Launcher] = []
     monkeypatch.setattr(hosts, "_SAY_EVERY_S", 0.1)
     with reserved_port() as port:
+
         def start(host: int, *args: str) -> Launcher:
             output = folder / f"host{host}"
-            given = ["--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", "1", "--master-addr", "127.0.0.1",
-                     "--master-port", str(port), "--max-restarts", "3", str(write_config(folder)), *args]
-            launcher = multiprocessing.get_context("fork").Process(target=_launch, args=(output, given))
+            given = [
+                "--nnodes",
+                "2",
+                "--node-rank",
+                str(host),
+                "--nproc-per-node",
+                "1",
+                "--master-addr",
+                "127.0.0.1",
+                "--master-port",
+                str(port),
+                "--max-restarts",
+                "3",
+                str(write_config(folder)),
+                *args,
+            ]
+            launcher = multiprocessing.get_context("fork").Process(
+                target=_launch, args=(output, given)
+            )
             launcher.start()
             started.append(launcher)
             return launcher
@@ -238,7 +353,9 @@ def await_words(path: Path, words: str, times: int = 1) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_our_launcher_breaks_the_silence_and_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_launcher_breaks_the_silence_and_says_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with our_launchers(tmp_path, monkeypatch) as start:
         second = start(1, "--optim.lr", "fast")
         await_words(tmp_path / "host1", "host 1 of 0 to 1 has waited 0 s for host 0 at 127.0.0.1:")
@@ -249,12 +366,15 @@ def test_our_launcher_breaks_the_silence_and_says_what_failed(tmp_path: Path, mo
             assert launcher.exitcode == 1
     here, there = ((tmp_path / f"host{host}").read_text() for host in range(2))
     assert there.count("hybridpar train: --optim.lr fast: must be a number") == 1
-    assert re.findall(r"hybridpar: this job is over: rank 1 on .* has refused its command line", here)
+    assert re.findall(
+        r"hybridpar: this job is over: rank 1 on .* has refused its command line", here
+    )
 
 
 @pytest.mark.timeout(300)
 def test_our_launcher_ends_all_by_a_signal_before_ranks_have_met(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with our_launchers(tmp_path, monkeypatch) as start:
         launchers = [start(host) for host in range(2)]
         children = Path(f"/proc/{launchers[1].pid}/task/{launchers[1].pid}/children")
@@ -264,4 +384,6 @@ def test_our_launcher_ends_all_by_a_signal_before_ranks_have_met(
         for launcher in launchers:
             launcher.join(LONG_S)
     assert [launcher.exitcode for launcher in launchers] == [1, 143]
-    assert re.search("this job is over: host 1, .*, was stopped by SIGTERM", (tmp_path / "host0").read_text())
+    assert re.search(
+        "this job is over: host 1, .*, was stopped by SIGTERM", (tmp_path / "host0").read_text()
+    )

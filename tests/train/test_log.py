@@ -1,4 +1,5 @@
-"""What a run keeps of itself: logs that are long, TensorBoard's files, and a rollback while lines wait."""
+"""What a run keeps of itself: logs that are long, TensorBoard's files, and a rollback while lines
+wait."""
 
 from __future__ import annotations
 
@@ -45,10 +46,17 @@ def test_a_log_of_many_lines_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with path.open("w") as file:
         for step in range(1, LINES + 1):
-            file.write(f'{{"step": {step}, "loss": {1 + 1 / step:.6f}, "grad_norm": 1.2345678, "lr": 0.0003}}\n')
+            file.write(
+                f'{{"step": {step}, "loss": {1 + 1 / step:.6f}, "grad_norm": 1.2345678, "lr": '
+                f"0.0003}}\n"
+            )
     inode = path.stat().st_ino
-    done = subprocess.run([sys.executable, "-c", RESUME, str(path), str(LINES - 3)], capture_output=True, text=True,
-                          timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", RESUME, str(path), str(LINES - 3)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert int(done.stdout) < 30, done.stderr
     with path.open("rb") as file:
         file.seek(-300, 2)
@@ -60,8 +68,11 @@ def test_a_log_of_many_lines_takes_no_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [1, 8, 9, 10, 1000, 1023, 1024, 1025])
 def test_a_long_curve_is_thinned_evenly_and_keeps_its_ends(tmp_path: Path, count: int) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}, "loss": {step}.5}}\n' for step in range(1, count + 1))
-                    + f'{{"step": {count}, "val_loss": 2.0}}\n{{"step": {count}, "anomaly": "x", "loss": null}}\n')
+    path.write_text(
+        "".join(f'{{"step": {step}, "loss": {step}.5}}\n' for step in range(1, count + 1))
+        + f'{{"step": {count}, "val_loss": 2.0}}\n{{"step": {count}, "anomaly": "x", "loss": '
+        f"null}}\n"
+    )
     rows = read_curves(path, most=8)
     assert rows[-1] == {"step": count, "val_loss": 2.0}
     steps = [row["step"] for row in rows[:-1]]
@@ -94,13 +105,16 @@ def test_lines_that_wait_are_cut_back_too(tmp_path: Path, monkeypatch: pytest.Mo
     assert len((tmp_path / "notes.jsonl").read_text().splitlines()) == 2
 
 
-def test_what_waits_is_bounded_and_what_was_dropped_is_said_once(tmp_path: Path,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_is_bounded_and_what_was_dropped_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: object) -> None:
         Path("/dev/full").write_bytes(b"x")
 
     said: list[str] = []
-    records, events, lines = Records(tmp_path, said.append), tmp_path / "events", tmp_path / "metrics.jsonl"
+    records = Records(tmp_path, said.append)
+    events = tmp_path / "events"
+    lines = tmp_path / "metrics.jsonl"
     records.begin("events", 0, most=2)
     records.begin("metrics.jsonl", 0, most=4)
     monkeypatch.setattr(module, "MOST_FILES", 2)
@@ -117,11 +131,15 @@ def test_what_waits_is_bounded_and_what_was_dropped_is_said_once(tmp_path: Path,
     assert (events.read_text(), lines.read_text()) == ("45", "2\n3\n4\n5\n"), "the newest are kept"
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["a.svg", "c.svg"]
     assert len(said) == 2
-    assert said[1].endswith("can be written again; the oldest were dropped, too many waited: 4 records of events, "
-                            "2 records of metrics.jsonl, 1 whole files")
+    assert said[1].endswith(
+        "can be written again; the oldest were dropped, too many waited: 4 records of events, "
+        "2 records of metrics.jsonl, 1 whole files"
+    )
 
 
-def test_tensorboard_reads_what_is_written_and_forgets_what_a_resumed_run_makes_again(tmp_path: Path) -> None:
+def test_tensorboard_reads_what_is_written_and_forgets_what_a_resumed_run_makes_again(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -129,7 +147,9 @@ def test_tensorboard_reads_what_is_written_and_forgets_what_a_resumed_run_makes_
     for resumed in (0, 2):
         board = TensorBoard(records, str(resumed), resumed, print)
         for step in range(resumed + 1, 5):
-            board.write({"step": step, "loss": step + resumed / 10, "consumed_tokens": 7, "kind": "x"})
+            board.write(
+                {"step": step, "loss": step + resumed / 10, "consumed_tokens": 7, "kind": "x"}
+            )
     (tmp_path / "0").rename(tmp_path / "both")
     (later,) = (tmp_path / "2").iterdir()
     later.rename(tmp_path / "both" / f"{later.name}.later")
@@ -137,7 +157,11 @@ def test_tensorboard_reads_what_is_written_and_forgets_what_a_resumed_run_makes_
     events.Reload()
     assert events.Tags()["scalars"] == ["loss"]
     assert [(one.step, one.value) for one in events.Scalars("loss")] == [
-        (1, 1.0), (2, 2.0), (3, pytest.approx(3.2)), (4, pytest.approx(4.2))]
+        (1, 1.0),
+        (2, 2.0),
+        (3, pytest.approx(3.2)),
+        (4, pytest.approx(4.2)),
+    ]
 
 
 def test_tensorboard_forgets_what_a_run_makes_again_after_it_has_gone_back(tmp_path: Path) -> None:
@@ -154,7 +178,12 @@ def test_tensorboard_forgets_what_a_run_makes_again_after_it_has_gone_back(tmp_p
     log.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(one.step, one.value) for one in events.Scalars("loss")] == [(0, 0.5), (1, 1.5), (2, 2.5), (3, 3.5)]
+    assert [(one.step, one.value) for one in events.Scalars("loss")] == [
+        (0, 0.5),
+        (1, 1.5),
+        (2, 2.5),
+        (3, 3.5),
+    ]
 
 
 def test_a_rank_that_writes_nothing_makes_no_file(tmp_path: Path) -> None:

@@ -18,11 +18,22 @@ from hybridpar.train.trace import Host, RankEvents
 
 SIZES = Sizes(3, 4)
 CALLS = {
-    Kind.SEND_F: (0.02, 0.03, 0.0), Kind.SEND_B: (0.0, 0.03, 0.02), Kind.RECV_F: (0.0, 0.01, 0.01),
-    Kind.RECV_B: (0.01, 0.01, 0.0), Kind.REDUCE: (0.01, 0.02, 0.03), Kind.NORM: (0.2, 0.1, 0.1),
+    Kind.SEND_F: (0.02, 0.03, 0.0),
+    Kind.SEND_B: (0.0, 0.03, 0.02),
+    Kind.RECV_F: (0.0, 0.01, 0.01),
+    Kind.RECV_B: (0.01, 0.01, 0.0),
+    Kind.REDUCE: (0.01, 0.02, 0.03),
+    Kind.NORM: (0.2, 0.1, 0.1),
 }
-COSTS = Costs((1.0, 1.5, 1.25), (2.0, 3.0, 2.5), (0.5, 0.25, 0.75), CALLS, reduce=(0.5, 0.6, 0.5), norm=0.4,
-              latency=(0.3, 0.2))
+COSTS = Costs(
+    (1.0, 1.5, 1.25),
+    (2.0, 3.0, 2.5),
+    (0.5, 0.25, 0.75),
+    CALLS,
+    reduce=(0.5, 0.6, 0.5),
+    norm=0.4,
+    latency=(0.3, 0.2),
+)
 
 
 def measured_costs(ranks: list[RankEvents], *, tied: bool = False) -> Costs:
@@ -33,14 +44,38 @@ def measured_costs(ranks: list[RankEvents], *, tied: bool = False) -> Costs:
 
 def close(costs: Costs) -> dict[str, object]:
     """The numbers of the costs, comparable within rounding."""
-    numbers = {name: pytest.approx(getattr(costs, name)) for name in (
-        "forward", "backward", "update", "reduce", "norm", "gather", "latency", "transfer", "transfer_work")}
+    numbers = {
+        name: pytest.approx(getattr(costs, name))
+        for name in (
+            "forward",
+            "backward",
+            "update",
+            "reduce",
+            "norm",
+            "gather",
+            "latency",
+            "transfer",
+            "transfer_work",
+        )
+    }
     return numbers | {kind.value: pytest.approx(cost) for kind, cost in costs.calls.items()}
 
 
 def numbers(costs: Costs) -> dict[str, object]:
-    names = ("forward", "backward", "update", "reduce", "norm", "gather", "latency", "transfer", "transfer_work")
-    return {name: getattr(costs, name) for name in names} | {kind.value: cost for kind, cost in costs.calls.items()}
+    names = (
+        "forward",
+        "backward",
+        "update",
+        "reduce",
+        "norm",
+        "gather",
+        "latency",
+        "transfer",
+        "transfer_work",
+    )
+    return {name: getattr(costs, name) for name in names} | {
+        kind.value: cost for kind, cost in costs.calls.items()
+    }
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "2bw", "pipedream"])
@@ -71,15 +106,23 @@ def test_costs_of_stages_in_parts_are_those_of_whole_ones(schedule: str) -> None
 def test_costs_of_chunks_are_found_stage_by_stage_and_those_of_ranks_rank_by_rank() -> None:
     """And on the link that closes the ring, those of its own."""
     sizes = Sizes(2, 4, 2)
-    costs = Costs((1.0, 1.5, 1.25, 2.0), (2.0, 3.0, 2.5, 4.0), (0.5, 0.25),
-                  {Kind.SEND_F: (0.02, 0.03), Kind.NORM: (0.2, 0.1)}, norm=0.4, latency=(0.3, 0.7))
+    costs = Costs(
+        (1.0, 1.5, 1.25, 2.0),
+        (2.0, 3.0, 2.5, 4.0),
+        (0.5, 0.25),
+        {Kind.SEND_F: (0.02, 0.03), Kind.NORM: (0.2, 0.1)},
+        norm=0.4,
+        latency=(0.3, 0.7),
+    )
     found = measure(recorded("interleaved", sizes, costs, 8), sizes, tied=False)
     assert found is not None
     for name in ("forward", "backward", "update", "latency"):
         assert getattr(found.costs, name) == pytest.approx(getattr(costs, name)), name
     assert found.costs.calls[Kind.SEND_F] == pytest.approx((0.02, 0.03))
     assert found.costs.calls[Kind.RECV_F] == (0.0, 0.0)
-    assert found.step_time == pytest.approx(Ordering("interleaved").timeline(sizes, found.costs).step_time(4))
+    assert found.step_time == pytest.approx(
+        Ordering("interleaved").timeline(sizes, found.costs).step_time(4)
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
@@ -101,11 +144,19 @@ def test_a_batch_that_was_held_up_counts_neither_for_costs_nor_for_the_step_time
             delay = 100.0 * (e.start > held_up.start)
             more = 100.0 * (e is held_up)
             waits = tuple((since + delay, until + delay) for since, until in e.waits)
-            events.append(replace(
-                e, start=e.start + delay, end=e.end + delay + more, own=e.own + more, waits=waits,
-                over=None if e.over is None else e.over + delay))
+            events.append(
+                replace(
+                    e,
+                    start=e.start + delay,
+                    end=e.end + delay + more,
+                    own=e.own + more,
+                    waits=waits,
+                    over=None if e.over is None else e.over + delay,
+                )
+            )
         late.append(replace(rank, events=tuple(events)))
-    usual, found = measure(ranks, SIZES, tied=False), measure(late, SIZES, tied=False)
+    usual = measure(ranks, SIZES, tied=False)
+    found = measure(late, SIZES, tied=False)
     assert usual is not None
     assert found is not None
     assert found.step_time == pytest.approx(usual.step_time, rel=1e-3)
@@ -113,16 +164,29 @@ def test_a_batch_that_was_held_up_counts_neither_for_costs_nor_for_the_step_time
 
 
 def test_all_micro_batches_of_a_batch_count() -> None:
-    """The first backward of a batch also empties the buffer; the median micro-batch would not know."""
-    ranks = [replace(r, events=tuple(
-        replace(e, own=e.own + 1) if e.action.kind is Kind.B and e.action.microbatch % 4 == 0 else e for e in r.events
-    )) for r in recorded("1f1b", SIZES, COSTS, 8)]
+    """The first backward of a batch also empties the buffer; the median micro-batch would not
+    know."""
+    ranks = [
+        replace(
+            r,
+            events=tuple(
+                replace(e, own=e.own + 1)
+                if e.action.kind is Kind.B and e.action.microbatch % 4 == 0
+                else e
+                for e in r.events
+            ),
+        )
+        for r in recorded("1f1b", SIZES, COSTS, 8)
+    ]
     assert measured_costs(ranks).backward == pytest.approx((2.25, 3.25, 2.75))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
 def test_times_that_vary_are_found_in_the_order_of_micro_batches(schedule: str) -> None:
-    varying = {Kind.F: ((0.5, 1.0, 1.5, 1.0),) * 3, Kind.B: ((0.75, 1.25, 1.0, 1.0), (1.0,) * 4, (1.5, 0.5, 0.5, 1.5))}
+    varying = {
+        Kind.F: ((0.5, 1.0, 1.5, 1.0),) * 3,
+        Kind.B: ((0.75, 1.25, 1.0, 1.0), (1.0,) * 4, (1.5, 0.5, 0.5, 1.5)),
+    }
     costs = replace(COSTS, variation=varying)
     found = measured_costs(recorded(schedule, SIZES, costs, 12))
     assert numbers(found) == close(replace(COSTS, gather=(0.0,) * 3))
@@ -131,14 +195,18 @@ def test_times_that_vary_are_found_in_the_order_of_micro_batches(schedule: str) 
             batches = len(factors) // 4
             assert batches >= 3
             assert factors == pytest.approx(row * batches)
-    step, own, steady = (Ordering(schedule).timeline(SIZES, c).step_time(4) for c in (found, costs, COSTS))
+    step, own, steady = (
+        Ordering(schedule).timeline(SIZES, c).step_time(4) for c in (found, costs, COSTS)
+    )
     assert step == pytest.approx(own)
     assert own > 1.01 * steady  # they wait for each other
 
 
 def test_gaps_belong_to_the_action_that_follows() -> None:
-    ranks = [replace(r, events=tuple(replace(e, gap=0.125) for e in r.events))
-             for r in recorded("1f1b", SIZES, COSTS, 8)]
+    ranks = [
+        replace(r, events=tuple(replace(e, gap=0.125) for e in r.events))
+        for r in recorded("1f1b", SIZES, COSTS, 8)
+    ]
     found = measured_costs(ranks)
     assert found.forward == pytest.approx((1.125, 1.625, 1.375))
     assert found.calls[Kind.SEND_F] == pytest.approx((0.145, 0.155, 0.0))
@@ -151,7 +219,9 @@ def test_cores_are_shared_by_all_ranks_of_a_machine_and_what_others_took_is_gone
     busy = [replace(r, usage=Usage(seconds=10, process=8, beside=0.4, machine=34)) for r in ranks]
     found = measured_costs(busy)
     assert found.cores == pytest.approx(3.5)  # others: 34 - 3 * 8 over 10 seconds
-    assert found.transfer_work == pytest.approx(3 * 0.4 / (8 * 4 * 4))  # 8 batches of 4, both ways over 2 links
+    assert found.transfer_work == pytest.approx(
+        3 * 0.4 / (8 * 4 * 4)
+    )  # 8 batches of 4, both ways over 2 links
     two_machines = [*ranks[:2], replace(ranks[2], host=replace(here, name="there"))]
     assert measured_costs(two_machines).cores == pytest.approx(3 * (2 + 4) / 2)
     assert measured_costs(recorded("1f1b", SIZES, COSTS, 8)).cores is None  # on GPUs
@@ -160,14 +230,26 @@ def test_cores_are_shared_by_all_ranks_of_a_machine_and_what_others_took_is_gone
 def test_cores_are_those_that_ranks_got_while_all_were_wanted() -> None:
     #   rank 0   |-- F0, half the time with a core --|---- F1 ----|
     #   rank 1   ............ waits .................|--- F0, 3/4 of the time --|   alone from 4 on
-    here, usage = Host("here", "cpu", 2), Usage(seconds=10, beside=0.25, machine=20)
-    first = [Event(Action(Kind.F, 0, 0), 0, 2, own=1), Event(Action(Kind.F, 0, 1), 2, 4, own=1.75, gap=0.25)]
+    here = Host("here", "cpu", 2)
+    usage = Usage(seconds=10, beside=0.25, machine=20)
+    first = [
+        Event(Action(Kind.F, 0, 0), 0, 2, own=1),
+        Event(Action(Kind.F, 0, 1), 2, 4, own=1.75, gap=0.25),
+    ]
     second = [Event(Action(Kind.F, 1, 0), 0, 6, ((0, 2),), own=3)]
-    ranks = [RankEvents(stage, f"rank {stage}", (0, 0), stage, tuple(events), here, usage)
-             for stage, events in enumerate((first, second))]
+    ranks = [
+        RankEvents(stage, f"rank {stage}", (0, 0), stage, tuple(events), here, usage)
+        for stage, events in enumerate((first, second))
+    ]
     assert cores_of(ranks, 2) == pytest.approx(1 + 3 / 4 + 2 * 0.025)
-    assert cores_of(ranks[:1], 1) == pytest.approx(1 * 0.1)  # one alone says nothing; others took all that there was
-    several = [replace(r, pipeline=(i, 0), stage=s, rank=2 * i + s) for i in range(2) for s, r in enumerate(ranks)]
+    assert cores_of(ranks[:1], 1) == pytest.approx(
+        1 * 0.1
+    )  # one alone says nothing; others took all that there was
+    several = [
+        replace(r, pipeline=(i, 0), stage=s, rank=2 * i + s)
+        for i in range(2)
+        for s, r in enumerate(ranks)
+    ]
     assert cores_of(several, 2) == pytest.approx(2.0 / 2)  # two pipelines share them
 
 
@@ -180,13 +262,16 @@ def test_the_parts_of_a_step_add_up() -> None:
         assert parts.compute == pytest.approx(4 * (COSTS.forward[stage] + COSTS.backward[stage]))
         assert parts.optimizer == pytest.approx(COSTS.update[stage] + CALLS[Kind.NORM][stage])
         whole = parts.compute + parts.optimizer + parts.calls + parts.waiting
-        assert whole == pytest.approx(step, rel=2e-3)  # the very first batch finds no receive to post before it
+        assert whole == pytest.approx(
+            step, rel=2e-3
+        )  # the very first batch finds no receive to post before it
         assert parts.no_core == pytest.approx(0, abs=1e-9)
         assert measured.idle[stage] == pytest.approx(parts.waiting / whole)
 
 
 def test_the_wait_for_a_slow_host_is_told_apart() -> None:
-    """1f1b waits for all of it: from NORM's end, but for the calls, to the first forward that needs the weights."""
+    """1f1b waits for all of it: from NORM's end, but for the calls, to the first forward that needs
+    the weights."""
     costs = replace(COSTS, host=(7.0, 6.0, 5.0), update=(0.0,) * 3)
     measured = measure(recorded("1f1b", SIZES, costs, 10), SIZES, tied=False)
     assert measured is not None
@@ -201,7 +286,10 @@ def test_the_wait_for_a_slow_host_is_told_apart() -> None:
 def test_own_times_a_little_below_zero_give_no_negative_part() -> None:
     """Two clocks: a thread's, and that of how long it was kept waiting for a core."""
     ranks = recorded("1f1b", SIZES, COSTS, 10)
-    events = [replace(e, own=-4e-4) if e.action.kind in (Kind.NORM, Kind.UPDATE) else e for e in ranks[0].events]
+    events = [
+        replace(e, own=-4e-4) if e.action.kind in (Kind.NORM, Kind.UPDATE) else e
+        for e in ranks[0].events
+    ]
     measured = measure([replace(ranks[0], events=events), *ranks[1:]], SIZES, tied=False)
     assert measured is not None
     assert measured.parts[0].optimizer == 0.0

@@ -1,4 +1,5 @@
-"""Compressed messages in training: their bytes by the formula, what they leave exact, what they save in memory."""
+"""Compressed messages in training: their bytes by the formula, what they leave exact, what they
+save in memory."""
 
 from __future__ import annotations
 
@@ -25,27 +26,44 @@ from hybridpar.train.generate import Generator
 from hybridpar.validate import problems
 from hybridpar.verify.boundaries import add_boundaries
 
-STEPS, M, B, SEQ, HIDDEN = 2, 3, 2, 7, 70
+STEPS = 2
+M = 3
+B = 2
+SEQ = 7
+HIDDEN = 70
 
 
 def make(compression: dict[str, Any], **sections: dict[str, Any]) -> Config:
-    return from_mapping({
-        "model": {"num_layers": 2, "hidden_size": HIDDEN, "num_heads": 7, "seq_length": SEQ, "vocab_size": 37,
-                  **sections.get("model", {})},
-        "parallel": {"tp": 3, "pp": 2, "dp": 1, **sections.get("parallel", {})}, "compression": compression,
-        "pipeline": {"num_microbatches": M, **sections.get("pipeline", {})},
-        "train": {"micro_batch_size": B, "num_steps": 20, **sections.get("train", {})}})
+    return from_mapping(
+        {
+            "model": {
+                "num_layers": 2,
+                "hidden_size": HIDDEN,
+                "num_heads": 7,
+                "seq_length": SEQ,
+                "vocab_size": 37,
+                **sections.get("model", {}),
+            },
+            "parallel": {"tp": 3, "pp": 2, "dp": 1, **sections.get("parallel", {})},
+            "compression": compression,
+            "pipeline": {"num_microbatches": M, **sections.get("pipeline", {})},
+            "train": {"micro_batch_size": B, "num_steps": 20, **sections.get("train", {})},
+        }
+    )
 
 
 def train(config: Config) -> dict[str, Any]:
-    """Bytes by axis and operation of training and of an evaluation, and the evaluation of the first weights."""
+    """Bytes by axis and operation of training and of an evaluation, and the evaluation of the first
+    weights."""
     grid = ProcessGrid(tp=config.parallel.tp, pp=config.parallel.pp)
     engine = Engine(config, grid, torch.device("cpu"))
     loader = SyntheticLoader(config.model, B, M, 0, 1)
     traffic = {name: grid.axis(name).traffic for name in ("pp", "pp_reverse")}
     found: dict[str, Any] = {"first": engine.evaluate(loader, 1)}
-    for what, run in (("trained", lambda: engine.train(loader, STEPS, lambda step: None)),
-                      ("evaluated", lambda: engine.evaluate(loader, 1))):
+    for what, run in (
+        ("trained", lambda: engine.train(loader, STEPS, lambda step: None)),
+        ("evaluated", lambda: engine.evaluate(loader, 1)),
+    ):
         for one in traffic.values():
             one.clear()
         run()
@@ -60,19 +78,23 @@ def train_each(configs: list[Config]) -> list[dict[str, Any]]:
 
 @pytest.mark.ranks
 def test_bytes_are_those_of_the_formula_and_evaluation_is_exact() -> None:
-    """14 rows on three tp ranks: 5, 5 and 4. int4: two tiles of 32 bytes and a scale; int8: of 64. dct: a tenth of the
-    70 features, and forth 70 bits. subspace: of seven directions."""
-    cases = (({"messages": "int4", "messages_backward": "int8"}, 2 * (32 + 2), 2 * (64 + 2)),
-             ({"messages": "dct"}, 7 * 4 + 9, 7 * 4),
-             ({"messages": "subspace", "messages_values": "bf16"}, 7 * 2, 7 * 2))
+    """14 rows on three tp ranks: 5, 5 and 4. int4: two tiles of 32 bytes and a scale; int8: of 64.
+    dct: a tenth of the 70 features, and forth 70 bits. subspace: of seven directions."""
+    cases = (
+        ({"messages": "int4", "messages_backward": "int8"}, 2 * (32 + 2), 2 * (64 + 2)),
+        ({"messages": "dct"}, 7 * 4 + 9, 7 * 4),
+        ({"messages": "subspace", "messages_values": "bf16"}, 7 * 2, 7 * 2),
+    )
     configs = [make(compression) for compression in ({}, *(case[0] for case in cases))]
     exact, *coded = zip(*run_ranks(train_each, 6, configs), strict=True)
     for (compression, forth, back), of_ranks in zip(cases, coded, strict=True):
         for rank, (found, plain) in enumerate(zip(of_ranks, exact, strict=True)):
             rows = split_sizes(B * SEQ, 3)[rank % 3]
             op, other = ("send", "recv") if rank < 3 else ("recv", "send")
-            assert found["trained"] == {"pp": {op: STEPS * M * rows * forth},
-                                        "pp_reverse": {other: STEPS * M * rows * back}}
+            assert found["trained"] == {
+                "pp": {op: STEPS * M * rows * forth},
+                "pp_reverse": {other: STEPS * M * rows * back},
+            }
             if compression["messages"] == "subspace":
                 assert found["evaluated"]["pp"] == {op: M * rows * forth}
                 assert rank < 3 or found["first"] != plain["first"]
@@ -86,7 +108,10 @@ def test_bytes_are_those_of_the_formula_and_evaluation_is_exact() -> None:
 def test_a_projection_is_there_in_evaluations() -> None:
     """Equal to those of one process with the same layer, and not to those without."""
     config = make({"messages": "subspace"}, parallel={"tp": 1}, train={"dtype": "fp64"})
-    found, (alone, without) = run_ranks(evaluation, 2, config)[1], run_ranks(evaluation_alone, 1, config)[0]
+    found, (alone, without) = (
+        run_ranks(evaluation, 2, config)[1],
+        run_ranks(evaluation_alone, 1, config)[0],
+    )
     assert found == pytest.approx(alone, rel=1e-12)
     assert found != pytest.approx(without, rel=1e-6)
 
@@ -98,7 +123,8 @@ def evaluation(config: Config) -> float:
 
 def evaluation_alone(config: Config) -> tuple[float, float]:
     alone = from_mapping({"parallel": {"pp": 1}}, config)
-    engine, loader = Engine(alone, ProcessGrid(), torch.device("cpu")), SyntheticLoader(config.model, B, M, 0, 1)
+    engine = Engine(alone, ProcessGrid(), torch.device("cpu"))
+    loader = SyntheticLoader(config.model, B, M, 0, 1)
     exact = engine.evaluate(loader, 1)["lm"]
     add_boundaries({int(number): block for number, block in engine.stage.blocks.items()}, config)
     return engine.evaluate(loader, 1)["lm"], exact
@@ -106,58 +132,119 @@ def evaluation_alone(config: Config) -> tuple[float, float]:
 
 @pytest.mark.ranks
 def test_text_and_exports_without_a_projection_are_refused(tmp_path: Path) -> None:
-    run_job(2, "train", write_config(tmp_path), "--parallel.pp", "2", "--train.num_steps", "2",
-            "--compression.messages", "subspace", "--compression.messages_kept", "0.5")
+    run_job(
+        2,
+        "train",
+        write_config(tmp_path),
+        "--parallel.pp",
+        "2",
+        "--train.num_steps",
+        "2",
+        "--compression.messages",
+        "subspace",
+        "--compression.messages_kept",
+        "0.5",
+    )
     run = tmp_path / "runs" / "run"
-    with pytest.raises(ConfigError, match=r"compression\.messages = 'subspace': is a part of the model .* no class"):
+    with pytest.raises(
+        ConfigError, match=r"compression\.messages = 'subspace': is a part of the model .* no class"
+    ):
         export_folder(run, tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"compression\.messages = 'subspace': .* text is generated without it"):
+    with pytest.raises(
+        ConfigError, match=r"compression\.messages = 'subspace': .* text is generated without it"
+    ):
         Generator.load(run, print)
 
 
 @pytest.mark.ranks
 def test_a_codec_without_a_link_changes_no_bit() -> None:
     alone = {"parallel": {"tp": 1, "pp": 1}}
-    assert run_ranks(train, 1, make({"messages": "int4"}, **alone)) == run_ranks(train, 1, make({}, **alone))
+    assert run_ranks(train, 1, make({"messages": "int4"}, **alone)) == run_ranks(
+        train, 1, make({}, **alone)
+    )
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("compression", "tp", "pipeline"), [
-    ({"messages": "dct"}, 2, {"schedule": "2bw", "recompute": "stage"}),
-    ({"messages": "subspace"}, 1, {"schedule": "2bw", "recompute": "stage"}),
-    ({"messages": "int4"}, 1, {"placement": "v", "split_backward": True, "recompute": "stage"}),
-    ({"messages": "dct", "messages_kept": 0.5, "messages_values": "bf16"}, 1,
-     {"schedule": "gpipe", "split": (2, 3, 1)}),
-], ids=str)
-def test_predicted_memory_is_the_allocators(compression: dict[str, Any], tp: int, pipeline: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("compression", "tp", "pipeline"),
+    [
+        ({"messages": "dct"}, 2, {"schedule": "2bw", "recompute": "stage"}),
+        ({"messages": "subspace"}, 1, {"schedule": "2bw", "recompute": "stage"}),
+        ({"messages": "int4"}, 1, {"placement": "v", "split_backward": True, "recompute": "stage"}),
+        (
+            {"messages": "dct", "messages_kept": 0.5, "messages_values": "bf16"},
+            1,
+            {"schedule": "gpipe", "split": (2, 3, 1)},
+        ),
+    ],
+    ids=str,
+)
+def test_predicted_memory_is_the_allocators(
+    compression: dict[str, Any], tp: int, pipeline: dict[str, Any]
+) -> None:
     pp = len(pipeline.get("split", (0, 0)))
     agree(small(tp=tp, pp=pp, pipeline=pipeline, compression=compression))
 
 
 def test_a_recomputed_stage_keeps_its_input_as_it_came() -> None:
     plain = large(pp=2, pipeline={"schedule": "gpipe", "recompute": "stage"})
-    found = {name: predict(from_mapping({"compression": {"messages": name}}, plain))[1] for name in ("none", "int4")}
-    rows, kept = 4 * 128, found["none"].activations - found["int4"].activations
-    assert kept == found["int4"].in_flight * (rows * (256 * 4 - 4 * 34) - 4), "but for a leaf of one number"
-    assert predict(from_mapping({"compression": {"messages": "int4"}}, large(pp=1)))[0] == predict(large(pp=1))[0]
+    found = {
+        name: predict(from_mapping({"compression": {"messages": name}}, plain))[1]
+        for name in ("none", "int4")
+    }
+    rows = 4 * 128
+    kept = found["none"].activations - found["int4"].activations
+    assert kept == found["int4"].in_flight * (rows * (256 * 4 - 4 * 34) - 4), (
+        "but for a leaf of one number"
+    )
+    assert (
+        predict(from_mapping({"compression": {"messages": "int4"}}, large(pp=1)))[0]
+        == predict(large(pp=1))[0]
+    )
 
 
-@pytest.mark.parametrize(("compression", "sections", "message"), [
-    ({"messages": "int4"}, {"model": {"hidden_size": 7}},
-     "compression.messages = 'int4': takes 34 bytes for the 7 features of a token (model.hidden_size), which are 28 "
-     "bytes in fp32; try none"),
-    ({"messages_backward": "bf16"}, {"train": {"dtype": "fp16"}},
-     "compression.messages_backward = 'bf16': takes 140 bytes for the 70 features of a token (model.hidden_size), "
-     "which are 140 bytes in fp16; try none"),
-    ({"tensor": "int8"}, {"parallel": {"sequence": True}},
-     "compression.tensor = 'int8': does not go with parallel.sequence, with which a rank gets its part of a sum alone; "
-     "try none"),
-    ({"tensor": "dct", "messages_kept": 1.0}, {},
-     "compression.tensor = 'dct': takes 289 bytes for the 70 features of a token (model.hidden_size), which are 280 "
-     "bytes in fp32; try none"),
-    ({"messages": "dct", "messages_kept": 1.0}, {},
-     "compression.messages = 'dct': takes 289 bytes for the 70 features of a token (model.hidden_size), which are 280 "
-     "bytes in fp32; try none"),
-], ids=str)
-def test_what_saves_nothing_is_refused(compression: dict[str, Any], sections: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("compression", "sections", "message"),
+    [
+        (
+            {"messages": "int4"},
+            {"model": {"hidden_size": 7}},
+            "compression.messages = 'int4': takes 34 bytes for the 7 features of a token "
+            "(model.hidden_size), which are 28 "
+            "bytes in fp32; try none",
+        ),
+        (
+            {"messages_backward": "bf16"},
+            {"train": {"dtype": "fp16"}},
+            "compression.messages_backward = 'bf16': takes 140 bytes for the 70 features of a "
+            "token (model.hidden_size), "
+            "which are 140 bytes in fp16; try none",
+        ),
+        (
+            {"tensor": "int8"},
+            {"parallel": {"sequence": True}},
+            "compression.tensor = 'int8': does not go with parallel.sequence, with which a rank "
+            "gets its part of a sum alone; "
+            "try none",
+        ),
+        (
+            {"tensor": "dct", "messages_kept": 1.0},
+            {},
+            "compression.tensor = 'dct': takes 289 bytes for the 70 features of a token "
+            "(model.hidden_size), which are 280 "
+            "bytes in fp32; try none",
+        ),
+        (
+            {"messages": "dct", "messages_kept": 1.0},
+            {},
+            "compression.messages = 'dct': takes 289 bytes for the 70 features of a token "
+            "(model.hidden_size), which are 280 "
+            "bytes in fp32; try none",
+        ),
+    ],
+    ids=str,
+)
+def test_what_saves_nothing_is_refused(
+    compression: dict[str, Any], sections: dict[str, Any], message: str
+) -> None:
     assert [str(problem) for problem in problems(make(compression, **sections), 6)] == [message]

@@ -1,4 +1,5 @@
-"""Activations that wait in the slow tier: the same bits, in less memory, as predicted; stopped, saved, refused."""
+"""Activations that wait in the slow tier: the same bits, in less memory, as predicted; stopped,
+saved, refused."""
 
 from __future__ import annotations
 
@@ -36,12 +37,25 @@ CPU = torch.device("cpu")
 M = 6
 
 
-def make(folder: Path, away: int | str, model: Mapping[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+def make(
+    folder: Path,
+    away: int | str,
+    model: Mapping[str, Any] | None = None,
+    **sections: dict[str, Any],
+) -> Config:
     """A GPT of odd sizes with dropout, a page and more a tensor."""
-    return gpt((3, 72, 6, 22, 131), {
-        "model": {"dropout": 0.1, "attention_dropout": 0.1}, "parallel": {"dp": 1}, "train": {"device": "cpu"},
-        "pipeline": {"num_microbatches": M, "schedule": "gpipe"},
-        "memory": {"offload_activations": away, "folder": str(folder)}}, {"model": dict(model or {})}, sections)
+    return gpt(
+        (3, 72, 6, 22, 131),
+        {
+            "model": {"dropout": 0.1, "attention_dropout": 0.1},
+            "parallel": {"dp": 1},
+            "train": {"device": "cpu"},
+            "pipeline": {"num_microbatches": M, "schedule": "gpipe"},
+            "memory": {"offload_activations": away, "folder": str(folder)},
+        },
+        {"model": dict(model or {})},
+        sections,
+    )
 
 
 def run(config: Config, *stretches: int) -> tuple[Outcome, int]:
@@ -51,20 +65,34 @@ def run(config: Config, *stretches: int) -> tuple[Outcome, int]:
         engine, loader = start(config)
         for num_batches in stretches:
             engine.train(loader, num_batches, steps.append)
-    outcome, kept = train(engine, steps=steps), engine.executor.stash
+    outcome = train(engine, steps=steps)
+    kept = engine.executor.stash
     outcome.moved = kept.num_bytes if kept else 0
     return outcome, meter.read().peak
 
 
-@pytest.mark.parametrize(("model", "pipeline", "dtype"), [
-    ({}, {}, "fp32"), ({"kind": "bert"}, {}, "bf16"), ({}, {"recompute": "0,2"}, "fp32"),
-    ({}, {"recompute": "selective", "split_backward": True}, "fp32"),
-    ({"norm": "rms_norm", "activation": "swiglu", "position": "rotary", "logits_chunk": 40}, {}, "fp32"),
-], ids=str)
-def test_the_same_bits_in_less_memory(model: dict[str, Any], pipeline: dict[str, Any], dtype: str,
-                                      tmp_path: Path) -> None:
-    whole, some, most = (run(make(tmp_path, away, model, pipeline=pipeline, train={"dtype": dtype}), 2)[0]
-                         for away in (0, 2, 99))
+@pytest.mark.parametrize(
+    ("model", "pipeline", "dtype"),
+    [
+        ({}, {}, "fp32"),
+        ({"kind": "bert"}, {}, "bf16"),
+        ({}, {"recompute": "0,2"}, "fp32"),
+        ({}, {"recompute": "selective", "split_backward": True}, "fp32"),
+        (
+            {"norm": "rms_norm", "activation": "swiglu", "position": "rotary", "logits_chunk": 40},
+            {},
+            "fp32",
+        ),
+    ],
+    ids=str,
+)
+def test_the_same_bits_in_less_memory(
+    model: dict[str, Any], pipeline: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    whole, some, most = (
+        run(make(tmp_path, away, model, pipeline=pipeline, train={"dtype": dtype}), 2)[0]
+        for away in (0, 2, 99)
+    )
     some.check(whole)
     most.check(whole)
     assert 0 == whole.moved < some.moved < most.moved
@@ -72,7 +100,8 @@ def test_the_same_bits_in_less_memory(model: dict[str, Any], pipeline: dict[str,
 
 def test_what_is_back_is_held_by_nobody_else(tmp_path: Path) -> None:
     """Nor by the thread that read it: a backward that goes on at once gives it up."""
-    tier, gone = FileTier(tmp_path), []
+    tier = FileTier(tmp_path)
+    gone = []
     for _ in range(20):
         content = [torch.ones(3 << 20, dtype=torch.uint8)]
         storage = StorageWeakRef(content[0].untyped_storage())
@@ -86,7 +115,9 @@ def test_what_is_back_is_held_by_nobody_else(tmp_path: Path) -> None:
     assert gone == 20 * [True]
 
 
-def test_the_same_bits_by_way_of_the_host_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bits_by_way_of_the_host_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whose device here is a CPU."""
     whole, _ = run(make(tmp_path, 0), 2)
     monkeypatch.setattr(engine, "FileTier", lambda folder: HostTier(CPU))
@@ -97,10 +128,16 @@ def test_the_same_bits_by_way_of_the_host_of_a_gpu(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("parallel", "pipeline"), [
-    ({"pp": 4}, {"schedule": "2bw", "split": (1, 1, 2, 1)}), ({"pp": 2, "tp": 2, "sequence": True}, {}),
-    ({"pp": 2, "tp": 2}, {"schedule": "interleaved", "split": (1, 1, 1, 2)}),
-    ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw", "warmup": "latency"})], ids=str)
+@pytest.mark.parametrize(
+    ("parallel", "pipeline"),
+    [
+        ({"pp": 4}, {"schedule": "2bw", "split": (1, 1, 2, 1)}),
+        ({"pp": 2, "tp": 2, "sequence": True}, {}),
+        ({"pp": 2, "tp": 2}, {"schedule": "interleaved", "split": (1, 1, 1, 2)}),
+        ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw", "warmup": "latency"}),
+    ],
+    ids=str,
+)
 def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], tmp_path: Path) -> None:
     configs = [make(tmp_path, away, parallel=parallel, pipeline=pipeline) for away in (0, 99)]
     wholes, outcomes = (run_ranks(run, config.parallel.num_ranks, config, 2) for config in configs)
@@ -110,13 +147,25 @@ def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], tmp_path: Pat
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("pp", "model", "pipeline", "dtype"), [
-    (1, {"kind": "bert"}, {"recompute": "selective"}, "bf16"),
-    (3, {}, {"schedule": "2bw", "warmup": "latency"}, "fp32")], ids=str)
-def test_the_allocator_counts_what_is_predicted(pp: int, model: dict[str, Any], pipeline: dict[str, Any], dtype: str,
-                                                tmp_path: Path) -> None:
-    config = make(tmp_path, 99, LARGE | model, parallel={"pp": pp}, pipeline=pipeline,
-                  train={"dtype": dtype, "micro_batch_size": 4, "num_steps": 4})
+@pytest.mark.parametrize(
+    ("pp", "model", "pipeline", "dtype"),
+    [
+        (1, {"kind": "bert"}, {"recompute": "selective"}, "bf16"),
+        (3, {}, {"schedule": "2bw", "warmup": "latency"}, "fp32"),
+    ],
+    ids=str,
+)
+def test_the_allocator_counts_what_is_predicted(
+    pp: int, model: dict[str, Any], pipeline: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    config = make(
+        tmp_path,
+        99,
+        LARGE | model,
+        parallel={"pp": pp},
+        pipeline=pipeline,
+        train={"dtype": dtype, "micro_batch_size": 4, "num_steps": 4},
+    )
     plain = predict(replace(config, memory=replace(config.memory, offload_activations=0)))
     runs = run_ranks(run, pp, config, 2, 2)  # the optimizer's state is there when the second begins
     for (outcome, peak), stage, before in zip(runs, predict(config), plain, strict=True):
@@ -128,40 +177,62 @@ LARGE = {"num_layers": 2, "hidden_size": 128, "num_heads": 4, "seq_length": 128,
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("sections", [
-    {"parallel": {"dp": 2, "zero": 3}},
-    {"parallel": {"pp": 2}, "compression": {"messages": "int8"}},
-    {"memory": {"host_optimizer": True}}, {"memory": {"budget": 8 << 20}}], ids=str)
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallel": {"dp": 2, "zero": 3}},
+        {"parallel": {"pp": 2}, "compression": {"messages": "int8"}},
+        {"memory": {"host_optimizer": True}},
+        {"memory": {"budget": 8 << 20}},
+    ],
+    ids=str,
+)
 def test_beside_what_else_moves(sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """The same bits, and as much less memory as predicted."""
     whole, away = (make(tmp_path, away, LARGE, **sections) for away in (0, 99))
-    ranks, grid = whole.parallel.num_ranks, whole.parallel
+    ranks = whole.parallel.num_ranks
+    grid = whole.parallel
     before, after = (run_ranks(run, ranks, config, 1, 2) for config in (whole, away))
     predicted = list(zip(predict(whole), predict(away), strict=True))
     for rank, ((outcome, peak), (less, smaller_peak)) in enumerate(zip(before, after, strict=True)):
         less.check(outcome)
         plain, smaller = predicted[rank // (ranks // grid.pp)]
-        not_counted = plain.total - peak if whole.memory.budget else 0  # pages of the budget, taken from the system
+        not_counted = (
+            plain.total - peak if whole.memory.budget else 0
+        )  # pages of the budget, taken from the system
         assert smaller.total < plain.total
         assert smaller.total - not_counted == pytest.approx(smaller_peak, rel=0.02)
 
 
 @pytest.mark.parametrize(("seconds", "away"), [((0.0, 0.0), (4,)), ((0.0, 1e3), (0,))])
-def test_as_many_as_cost_no_time(seconds: tuple[float, float], away: tuple[int, ...], tmp_path: Path,
-                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tier that takes no time all leave, with one that takes for ever, if only one way, none."""
+def test_as_many_as_cost_no_time(
+    seconds: tuple[float, float],
+    away: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a tier that takes no time all leave, with one that takes for ever, if only one way,
+    none."""
     monkeypatch.setattr(FileTier, "seconds_per_move", lambda self: seconds)
     monkeypatch.setattr(FileTier, "work_per_move", lambda self: (0.0, 0.0))
-    config, said = make(tmp_path, "auto"), list[str]()
+    config = make(tmp_path, "auto")
+    said = list[str]()
     found = settle(config, ProcessGrid(), CPU, said.append)
     assert found == replace(config, memory=replace(config.memory, offload_activations=away))
     assert f"memory.offload_activations: {list(away)}" in said[0]
 
 
 def test_what_is_measured_first_leaves_no_file_and_no_thread(tmp_path: Path) -> None:
-    """Else a run with a budget would have two of each; an engine that one rank cannot build, none of them has."""
-    config = make(tmp_path, 0, pipeline={"schedule": "2bw", "early_switch": "auto"}, memory={"budget": 1 << 21})
-    before, built = threading.active_count(), list[Engine]()
+    """Else a run with a budget would have two of each; an engine that one rank cannot build, none
+    of them has."""
+    config = make(
+        tmp_path,
+        0,
+        pipeline={"schedule": "2bw", "early_switch": "auto"},
+        memory={"budget": 1 << 21},
+    )
+    before = threading.active_count()
+    built = list[Engine]()
 
     def build(make_one: Callable[[], Engine]) -> Engine:
         built.append(make_one())
@@ -170,7 +241,9 @@ def test_what_is_measured_first_leaves_no_file_and_no_thread(tmp_path: Path) -> 
     settle(config, ProcessGrid(), CPU, print, build)
     assert built[0].tiers is not None
     assert threading.active_count() == before
-    assert not [link for link in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(link)]
+    assert not [
+        link for link in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(link)
+    ]
 
 
 def settled(config: Config) -> object:
@@ -189,9 +262,12 @@ def test_all_ranks_find_the_same(tmp_path: Path) -> None:
 
 
 def test_a_forecast(tmp_path: Path) -> None:
-    """A fast file costs nothing, a slow one is used by none; what is saved is what the two predictions differ by."""
+    """A fast file costs nothing, a slow one is used by none; what is saved is what the two
+    predictions differ by."""
     config, given = (make(tmp_path, away, parallel={"pp": 2}) for away in ("auto", 4))
-    fast, slow = (forecast_offload(config, OffloadSpeeds(speed, speed, 1e10)) for speed in (1e15, 1e3))
+    fast, slow = (
+        forecast_offload(config, OffloadSpeeds(speed, speed, 1e10)) for speed in (1e15, 1e3)
+    )
     asked = forecast_offload(given, OffloadSpeeds(1e3, 1e3, 1e10))
     assert fast is not None and slow is not None and asked is not None  # noqa: PT018
     assert (fast.away, slow.away) == ((4, 4), (0, 0))
@@ -205,13 +281,22 @@ def test_a_forecast(tmp_path: Path) -> None:
 
 def test_saved_and_stopped(tmp_path: Path) -> None:
     """Gone on with at another setting, after a stop in the middle of a batch that was under way."""
-    config = make(tmp_path, 0, pipeline={"schedule": "2bw", "num_microbatches": 6}, train={"num_steps": 10})
+    config = make(
+        tmp_path, 0, pipeline={"schedule": "2bw", "num_microbatches": 6}, train={"num_steps": 10}
+    )
     ends = []
     for number, away in enumerate(((0, 0), (0, 99), (99, 0))):
-        first, second = (start(replace(config, memory=replace(config.memory, offload_activations=setting)))
-                         for setting in away)
-        first[0].train(first[1], 10, lambda result, engine=first[0]: setattr(  # type: ignore[misc]
-            engine, "stop_requested", True))
+        first, second = (
+            start(replace(config, memory=replace(config.memory, offload_activations=setting)))
+            for setting in away
+        )
+        first[0].train(
+            first[1],
+            10,
+            lambda result, engine=first[0]: setattr(  # type: ignore[misc]
+                engine, "stop_requested", True
+            ),
+        )
         checkpoint.save(tmp_path / str(number), first[0], "corpus")
         checkpoint.resume(tmp_path / str(number), second[0], "corpus", print)
         assert 2 < second[0].batches_done < 10
@@ -220,7 +305,9 @@ def test_saved_and_stopped(tmp_path: Path) -> None:
         end.check(ends[0])
 
 
-def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_ends_training_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def read(self: DiskStore, item: int, into: memoryview) -> None:
         raise self._failure("read a part of the state", OSError(5, "Input/output error"))
 
@@ -229,24 +316,42 @@ def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypat
         run(make(tmp_path, 1), 2)
 
 
-@pytest.mark.parametrize(("sections", "message"), [
-    ({"memory": {"offload_activations": "auto", "budget": 1 << 30}},
-     r"'auto': does not go with memory\.budget = 1073741824, .*; try 0"),
-    ({"memory": {"offload_activations": -1}}, r"-1: must not be negative; try 0"),
-    ({"memory": {"offload_activations": []}}, r"\[\]: must have a number for each of the 1 ranks"),
-    ({"memory": {"offload_activations": [1, 2]}}, r"\[1, 2\]: must have a number for each of the 1 ranks")], ids=str)
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"memory": {"offload_activations": "auto", "budget": 1 << 30}},
+            r"'auto': does not go with memory\.budget = 1073741824, .*; try 0",
+        ),
+        ({"memory": {"offload_activations": -1}}, r"-1: must not be negative; try 0"),
+        (
+            {"memory": {"offload_activations": []}},
+            r"\[\]: must have a number for each of the 1 ranks",
+        ),
+        (
+            {"memory": {"offload_activations": [1, 2]}},
+            r"\[1, 2\]: must have a number for each of the 1 ranks",
+        ),
+    ],
+    ids=str,
+)
 def test_what_it_does_not_go_with(sections: dict[str, Any], message: str) -> None:
     problems = [str(problem) for problem in from_mapping(sections).conflicts()]
-    assert any(re.search(r"memory\.offload_activations = " + message, text) for text in problems), problems
+    assert any(re.search(r"memory\.offload_activations = " + message, text) for text in problems), (
+        problems
+    )
 
 
-# -- what moves --------------------------------------------------------------------------------------------------------
+# -- what moves
 
 
 def test_only_what_is_the_forwards_own_moves() -> None:
-    """Weights, what others hold, integers and small tensors stay; two views of one block are one; the input may go."""
-    weight, held = torch.randn(64, 64, requires_grad=True), []
-    x, notes = torch.randn(64, 64, requires_grad=True), Notes()
+    """Weights, what others hold, integers and small tensors stay; two views of one block are one;
+    the input may go."""
+    weight = torch.randn(64, 64, requires_grad=True)
+    held = []
+    x = torch.randn(64, 64, requires_grad=True)
+    notes = Notes()
     with notes.noting(x):
         y = x @ weight  # keeps both
         z = y.view(32, 128).exp()  # itself
@@ -260,9 +365,14 @@ def test_only_what_is_the_forwards_own_moves() -> None:
     out.backward()
 
 
-@pytest.mark.parametrize("make_tier", [FileTier, lambda folder: HostTier(CPU)], ids=["file", "host"])
-def test_bytes_come_back_as_they_left(make_tier: Callable[[Path], FileTier | HostTier], tmp_path: Path,
-                                      monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "make_tier", [FileTier, lambda folder: HostTier(CPU)], ids=["file", "host"]
+)
+def test_bytes_come_back_as_they_left(
+    make_tier: Callable[[Path], FileTier | HostTier],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In pieces of a page, of tensors that do not fill them; a place is used again."""
     for name in ("_PIECE", "_PINNED_PIECE"):
         monkeypatch.setattr(slow_tier, name, 4096)
@@ -281,7 +391,8 @@ def test_bytes_come_back_as_they_left(make_tier: Callable[[Path], FileTier | Hos
 
 
 def test_a_place_is_free_once_the_copies_from_it_are_over() -> None:
-    """Beside a GPU they go on when they were called: a write to that place would be ahead of them."""
+    """Beside a GPU they go on when they were called: a write to that place would be ahead of
+    them."""
     free: list[tuple[str, int]] = []
 
     class Late(HostWork):

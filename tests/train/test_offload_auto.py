@@ -1,4 +1,5 @@
-"""memory.offload_activations = "auto" beside a GPU, without one: a modelled link and modelled times of actions."""
+"""memory.offload_activations = "auto" beside a GPU, without one: a modelled link and modelled times
+of actions."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ CUDA = torch.device("cuda")
 
 
 def as_a_gpu(monkeypatch: pytest.MonkeyPatch, bandwidth: float, *, shared: bool = False) -> Machine:
-    """Have activations leave for the host's memory, over a link with a modelled clock. The rest is on the CPU."""
+    """Have activations leave for the host's memory, over a link with a modelled clock. The rest is
+    on the CPU."""
     machine = Machine(bandwidth, shared)
     machine.stand_in(monkeypatch)
     monkeypatch.setattr(slow_tier, "host_work", StreamWork)
@@ -69,33 +71,44 @@ def moved_bytes(config: Config) -> int:
     return predict(with_away(config, 99), device=CUDA)[0].moved
 
 
-def test_the_same_bits_where_copies_run_as_late_as_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bits_where_copies_run_as_late_as_they_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And all of the host's memory for them is taken before training."""
+
     def outcome(away: int) -> tuple[Outcome, list[int]]:
         made: list[int] = []
         store = slow_tier.HostStore
         with pytest.MonkeyPatch.context() as patch:
             as_a_gpu(patch, 1e9)
-            patch.setattr(slow_tier, "HostStore", lambda sizes, device: made.append(sum(sizes)) or store(sizes, device))
+            patch.setattr(
+                slow_tier,
+                "HostStore",
+                lambda sizes, device: made.append(sum(sizes)) or store(sizes, device),
+            )
             one, loader = start(make(tmp_path, away))
             assert len(made) == (away > 0)
             one.train(loader, 2, lambda result: None)
             assert len(made) == (away > 0)
             return train(one), made
 
-    whole, away = outcome(0), outcome(99)
+    whole = outcome(0)
+    away = outcome(99)
     away[0].check(whole[0])
     assert away[1] == [reserved_bytes(make(tmp_path, 99), 0)]
 
 
 @pytest.mark.parametrize(("share", "slower"), [(0.01, 1.0), (0.7, 1.0), (0.01, 1.1)])
-def test_as_many_as_a_modelled_link_lets_go(share: float, slower: float, tmp_path: Path,
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """share: of a forward that a copy takes. slower: by what factor actions take longer where any leave.
+def test_as_many_as_a_modelled_link_lets_go(
+    share: float, slower: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """share: of a forward that a copy takes. slower: by what factor actions take longer where any
+    leave.
 
     The oracle simulates each number.
     """
-    config, forward = make(tmp_path, "auto"), 0.01
+    config = make(tmp_path, "auto")
+    forward = 0.01
     seconds = share * forward
     machine = as_a_gpu(monkeypatch, moved_bytes(config) / seconds)
 
@@ -106,11 +119,18 @@ def test_as_many_as_a_modelled_link_lets_go(share: float, slower: float, tmp_pat
     with_costs(monkeypatch, costs_of)
     seen: list[Costs] = []
     choose = auto_offload.free_to_leave
-    monkeypatch.setattr(auto_offload, "free_to_leave", lambda costs, *args, **more: seen.append(costs) or choose(
-        costs, *args, **more))
-    said, alive, warm = list[str](), list[weakref.ref[Engine]](), list[int]()
+    monkeypatch.setattr(
+        auto_offload,
+        "free_to_leave",
+        lambda costs, *args, **more: seen.append(costs) or choose(costs, *args, **more),
+    )
+    said = list[str]()
+    alive = list[weakref.ref[Engine]]()
+    warm = list[int]()
     restart = HostTier.restart
-    monkeypatch.setattr(HostTier, "restart", lambda tier: warm.append(tier._totals["in"][0]) or restart(tier))
+    monkeypatch.setattr(
+        HostTier, "restart", lambda tier: warm.append(tier._totals["in"][0]) or restart(tier)
+    )
 
     def build(make_one: Callable[[], Engine]) -> Engine:
         one = make_one()
@@ -137,8 +157,15 @@ def test_as_many_as_a_modelled_link_lets_go(share: float, slower: float, tmp_pat
     assert expected == {(0.01, 1.0): M - 2, (0.7, 1.0): 0, (0.01, 1.1): 0}[share, slower]
 
 
-def found_with(config: Config, monkeypatch: pytest.MonkeyPatch, *, slower: float = 1.0, takes: float = 1e-4,
-               replays: bool = True, fits: bool = True) -> tuple[tuple[int, ...], str, list[Any]]:
+def found_with(
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    slower: float = 1.0,
+    takes: float = 1e-4,
+    replays: bool = True,
+    fits: bool = True,
+) -> tuple[tuple[int, ...], str, list[Any]]:
     """The numbers, the line, and what was tried, of trials that are made up."""
     monkeypatch.setattr(auto_offload, "in_host_memory", lambda device: True)
     monkeypatch.setattr(auto_offload, "limit_here", lambda *_: 1e15 if fits else 1.0)
@@ -148,7 +175,12 @@ def found_with(config: Config, monkeypatch: pytest.MonkeyPatch, *, slower: float
         away = one.memory.num_away
         tried.append(away)
         factor = slower if away != 0 else 1.0
-        return Trial(Costs(0.01 * factor, 0.02 * factor), Ordering.of(one), Moves(takes, takes), replays and not away)
+        return Trial(
+            Costs(0.01 * factor, 0.02 * factor),
+            Ordering.of(one),
+            Moves(takes, takes),
+            replays and not away,
+        )
 
     return (*find_numbers_for(config, ProcessGrid(), CPU, try_out), tried)
 
@@ -161,8 +193,11 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ranks of which any leave run without CUDA graphs" in line
     away, line, _ = found_with(config, monkeypatch, slower=1.3)
     assert away == (0,)
-    assert re.search(rf"180 ms a step.*with \[{M - 2}\] it would be 23\d ms.*train\.cuda_graphs = false "
-                     rf"\[{M - 2}\] would cost nothing", line)
+    assert re.search(
+        rf"180 ms a step.*with \[{M - 2}\] it would be 23\d ms.*train\.cuda_graphs = false "
+        rf"\[{M - 2}\] would cost nothing",
+        line,
+    )
     away, line, _ = found_with(config, monkeypatch, slower=1.3, replays=False)
     assert away == (0,)
     assert "CUDA graphs" not in line
@@ -173,13 +208,20 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found_with(alone, monkeypatch)[::2] == ((0,), [])
 
 
-# -- the host's memory -------------------------------------------------------------------------------------------------
+# -- the host's memory
 
 
 def test_places_at_once() -> None:
     """A place is taken when what it is for starts to leave, and free once that is back."""
-    text = "F0 OFFLOAD0 F1 EVICT0 OFFLOAD1 F2 EVICT1 RELOAD1 B2 B1 RELOAD0 B0 F3 OFFLOAD3 F4 EVICT3 RELOAD3 B3 B4"
-    actions = list(parse_actions(" ".join(f"{one}@0v0" if one[0] in "FB" else f"{one}@0" for one in text.split())))
+    text = (
+        "F0 OFFLOAD0 F1 EVICT0 OFFLOAD1 F2 EVICT1 RELOAD1 B2 B1 RELOAD0 B0 F3 OFFLOAD3 F4 EVICT3 "
+        "RELOAD3 B3 B4"
+    )
+    actions = list(
+        parse_actions(
+            " ".join(f"{one}@0v0" if one[0] in "FB" else f"{one}@0" for one in text.split())
+        )
+    )
     assert most_places(actions) == 2
     for away in range(7):
         plan = make_plan("gpipe", Sizes(1, 8), 0, 2, offload=away)[0]
@@ -191,33 +233,56 @@ def test_places_at_once() -> None:
 def hosts(monkeypatch: pytest.MonkeyPatch, config: Config, *rooms: int) -> Iterator[OffloadRoom]:
     """The first two ranks of a pipeline of three are on the first host, and the last on another."""
     own = offload_room._RankNeeds(0, "", 40 * MIB, 10 * MIB, 0)
-    ranks = [replace(own, rank=rank, host=host, room=rooms[host != "a"]) for rank, host in enumerate("aab")]
+    ranks = [
+        replace(own, rank=rank, host=host, room=rooms[host != "a"])
+        for rank, host in enumerate("aab")
+    ]
     monkeypatch.setattr(offload_room, "gather_objects", lambda mine, axis: ranks)
     yield OffloadRoom(config, ProcessGrid())
 
 
-@pytest.mark.parametrize(("rooms", "most"), [
-    ((10_000, 10_000), (6, 6, 6)), ((10_000, 0), (0, 0, 0)), ((0, 10_000), (0, 0, 0)),
-    ((10_000, 10 + 3 * 48), (2, 2, 2)), ((20 + 2 * 4 * 48, 10_000), (3, 3, 3)), ((19 + 2 * 4 * 48, 10_000), (2, 2, 2))])
-def test_as_much_as_the_fullest_host_takes(rooms: tuple[int, int], most: tuple[int, ...], tmp_path: Path,
-                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """A micro-batch of 40 MiB takes 48, as does the one that leaves beside those away, and checkpoints of a rank take
+@pytest.mark.parametrize(
+    ("rooms", "most"),
+    [
+        ((10_000, 10_000), (6, 6, 6)),
+        ((10_000, 0), (0, 0, 0)),
+        ((0, 10_000), (0, 0, 0)),
+        ((10_000, 10 + 3 * 48), (2, 2, 2)),
+        ((20 + 2 * 4 * 48, 10_000), (3, 3, 3)),
+        ((19 + 2 * 4 * 48, 10_000), (2, 2, 2)),
+    ],
+)
+def test_as_much_as_the_fullest_host_takes(
+    rooms: tuple[int, int], most: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A micro-batch of 40 MiB takes 48, as does the one that leaves beside those away, and
+    checkpoints of a rank take
     10. Ranks of a host share it."""
-    config = make(tmp_path, "auto", {"num_layers": 3}, parallel={"pp": 3}, pipeline={"num_microbatches": 8})
+    config = make(
+        tmp_path, "auto", {"num_layers": 3}, parallel={"pp": 3}, pipeline={"num_microbatches": 8}
+    )
     with hosts(monkeypatch, config, *(room * MIB for room in rooms)) as room:
         assert room.most() == most
         assert room.holds(most) or not any(most)
         if any(most):
             room.require(most)
         if most != (6, 6, 6):
-            with pytest.raises(SetupError, match=r"offload_activations = 9: .* pinned memory of its host.* too little"):
+            with pytest.raises(
+                SetupError,
+                match=r"offload_activations = 9: .* pinned memory of its host.* too little",
+            ):
                 room.require(9)
 
 
-def test_a_trial_takes_no_more_than_the_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_takes_no_more_than_the_host_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither does a run whose number is given."""
     config = make(tmp_path, "auto")
-    need = offload_room.host_bytes(with_away(config, 2), 0, moved_bytes(config)) + predict(config, device=CUDA)[0].host
+    need = (
+        offload_room.host_bytes(with_away(config, 2), 0, moved_bytes(config))
+        + predict(config, device=CUDA)[0].host
+    )
     monkeypatch.setattr(offload_room, "host_room", lambda: need)
     away, line, tried = found_with(config, monkeypatch)
     assert (away, tried) == ((2,), [(2,), 0])
@@ -235,14 +300,18 @@ def settled(config: Config) -> object:
     with pytest.MonkeyPatch.context() as patch:
         as_a_gpu(patch, 1e8, shared=True)
         with_costs(patch, lambda one: Costs(0.01, 0.02))
-        found = settle(config, ProcessGrid(pp=config.parallel.pp, dp=config.parallel.dp), CPU, print)
+        found = settle(
+            config, ProcessGrid(pp=config.parallel.pp, dp=config.parallel.dp), CPU, print
+        )
         gc.collect()
         return found.memory.offload_activations
 
 
 @pytest.mark.ranks
 def test_all_ranks_find_the_same(tmp_path: Path) -> None:
-    config = make(tmp_path, "auto", {"num_layers": 3}, parallel={"pp": 3}, pipeline={"schedule": "1f1b"})
+    config = make(
+        tmp_path, "auto", {"num_layers": 3}, parallel={"pp": 3}, pipeline={"schedule": "1f1b"}
+    )
     first, *others = run_ranks(settled, 3, config)
     assert first == (1, 0, 0), "three, two and one are in flight"
     assert others == [first] * 2

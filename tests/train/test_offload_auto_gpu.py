@@ -1,4 +1,5 @@
-"""memory.offload_activations = "auto" on a GPU: the numbers that it finds, and the bits of training with them."""
+"""memory.offload_activations = "auto" on a GPU: the numbers that it finds, and the bits of training
+with them."""
 
 from __future__ import annotations
 
@@ -16,10 +17,14 @@ from hybridpar.train.engine import Engine
 from hybridpar.train.offload_room import reserved_bytes, with_away
 from hybridpar.train.settle import settle
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 GPU = torch.device("cuda:0")
-MICROBATCHES, MOST = 6, 4
+MICROBATCHES = 6
+MOST = 4
 MIB = 1 << 20
 
 
@@ -34,7 +39,7 @@ def settled() -> tuple[Config, str]:
 def test_the_same_bits_with_as_many_as_are_found() -> None:
     """As with none away, and no CUDA graphs."""
     found, said = settled()
-    number, = found.memory.offload_activations  # type: ignore[misc]
+    (number,) = found.memory.offload_activations  # type: ignore[misc]
     assert 0 <= number <= MOST
     assert f"memory.offload_activations: [{number}]" in said
     assert "ms a step" in said
@@ -46,7 +51,9 @@ def test_the_same_bits_with_as_many_as_are_found() -> None:
 
 
 def test_pinned_memory_is_taken_before_training_and_is_enough() -> None:
-    config = with_away(make({}, {"pipeline": {"schedule": "gpipe", "num_microbatches": MICROBATCHES}}), MOST)
+    config = with_away(
+        make({}, {"pipeline": {"schedule": "gpipe", "num_microbatches": MICROBATCHES}}), MOST
+    )
     engine = Engine(config, ProcessGrid(), GPU)
     assert engine.executor.stash is not None
     tier = engine.executor.stash.tier
@@ -63,7 +70,9 @@ def test_the_time_of_a_move_is_that_of_its_copies(num_mib: int) -> None:
     """Not of kernels before it: these take ten times as long."""
     num_bytes = num_mib * MIB
     tier = HostTier(GPU, 2 * num_bytes)
-    content = [torch.randint(256, (num_bytes // 2,), dtype=torch.uint8, device=GPU) for _ in range(2)]
+    content = [
+        torch.randint(256, (num_bytes // 2,), dtype=torch.uint8, device=GPU) for _ in range(2)
+    ]
     before = [tensor.clone() for tensor in content]
 
     def round_trip() -> None:

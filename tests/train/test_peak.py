@@ -18,7 +18,9 @@ class Machine:
     """One whose measured peak is `flops`, and what is said on it."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
-        self.folder, self.flops, self.measured = folder, 100e9, 0
+        self.folder = folder
+        self.flops = 100e9
+        self.measured = 0
         self.said: list[str] = []
         monkeypatch.setattr(peak, "peak_flops", self._measure)
 
@@ -50,7 +52,9 @@ def test_a_new_run_measures_again_and_the_largest_counts(machine: Machine) -> No
     assert "the fastest seen here" in machine.peak().source
 
 
-def test_another_dtype_or_machine_has_a_peak_of_its_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_dtype_or_machine_has_a_peak_of_its_own(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.peak()
     machine.flops = 10e9
     assert machine.peak("bf16").flops == 10e9
@@ -72,7 +76,9 @@ def test_steps_that_pass_the_peak_raise_it_once_and_for_all(machine: Machine) ->
     assert machine.peak(goes_on=True).flops == pytest.approx(raised)
 
 
-def test_the_probe_finds_the_speed_of_a_core_that_others_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_finds_the_speed_of_a_core_that_others_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Another program takes the core for 4 ms after each 4 ms of work."""
     work = 0.0
 
@@ -85,7 +91,9 @@ def test_the_probe_finds_the_speed_of_a_core_that_others_interrupt(monkeypatch: 
     assert peak._probe(torch.float32, torch.device("cpu")) == pytest.approx(100e9, rel=0.01)
 
 
-def test_a_damaged_file_and_a_folder_that_cannot_be_written_to_only_cost_a_measurement(machine: Machine) -> None:
+def test_a_damaged_file_and_a_folder_that_cannot_be_written_to_only_cost_a_measurement(
+    machine: Machine,
+) -> None:
     (machine.folder / "data").mkdir()
     for damaged in ('{"a": "b"}', "[", json.dumps(dict.fromkeys(["a", "b"], -1.0))):
         (machine.folder / "data" / PEAKS).write_text(damaged)
@@ -97,18 +105,37 @@ def test_a_damaged_file_and_a_folder_that_cannot_be_written_to_only_cost_a_measu
     assert machine.peak(goes_on=True).flops == 100e9
 
 
-@pytest.mark.parametrize(("name", "capability", "known"), [
-    ("NVIDIA H200", (9, 0), "H200"), ("NVIDIA H200 NVL", (9, 0), "H200 NVL"), ("NVIDIA GH200 480GB", (9, 0), "GH200"),
-    ("NVIDIA H100 80GB HBM3", (9, 0), "H100"), ("NVIDIA H100 PCIe", (9, 0), "H100 PCIe"),
-    ("NVIDIA H800", (9, 0), "H800"), ("NVIDIA B200", (10, 0), "B200"), ("NVIDIA A100-SXM4-80GB", (8, 0), "A100"),
-    ("NVIDIA A800 80GB PCIe", (8, 0), "A800"), ("NVIDIA L40S", (8, 9), "L40S"), ("NVIDIA L4", (8, 9), "L4"),
-    ("NVIDIA A10G", (8, 6), "A10G"), ("Tesla V100-SXM2-16GB", (7, 0), None), ("Tesla T4", (7, 5), None),
-    ("NVIDIA RTX A4000", (8, 6), None), ("NVIDIA RTX A1000", (8, 6), None), ("NVIDIA H20", (9, 0), None),
-    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), None), ("NVIDIA GeForce RTX 5090", (12, 0), None),
-    ("NVIDIA of the future", (13, 1), None), ("AMD Instinct MI300X", (9, 4), None)])
-def test_the_peak_of_a_gpu_is_its_own_or_measured(name: str, capability: tuple[int, int], known: str | None,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card whose name only begins alike, a slice of a GPU, and one older than bfloat16 are measured."""
+@pytest.mark.parametrize(
+    ("name", "capability", "known"),
+    [
+        ("NVIDIA H200", (9, 0), "H200"),
+        ("NVIDIA H200 NVL", (9, 0), "H200 NVL"),
+        ("NVIDIA GH200 480GB", (9, 0), "GH200"),
+        ("NVIDIA H100 80GB HBM3", (9, 0), "H100"),
+        ("NVIDIA H100 PCIe", (9, 0), "H100 PCIe"),
+        ("NVIDIA H800", (9, 0), "H800"),
+        ("NVIDIA B200", (10, 0), "B200"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "A100"),
+        ("NVIDIA A800 80GB PCIe", (8, 0), "A800"),
+        ("NVIDIA L40S", (8, 9), "L40S"),
+        ("NVIDIA L4", (8, 9), "L4"),
+        ("NVIDIA A10G", (8, 6), "A10G"),
+        ("Tesla V100-SXM2-16GB", (7, 0), None),
+        ("Tesla T4", (7, 5), None),
+        ("NVIDIA RTX A4000", (8, 6), None),
+        ("NVIDIA RTX A1000", (8, 6), None),
+        ("NVIDIA H20", (9, 0), None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), None),
+        ("NVIDIA GeForce RTX 5090", (12, 0), None),
+        ("NVIDIA of the future", (13, 1), None),
+        ("AMD Instinct MI300X", (9, 4), None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_its_own_or_measured(
+    name: str, capability: tuple[int, int], known: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card whose name only begins alike, a slice of a GPU, and one older than bfloat16 are
+    measured."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(peak, "_probe", lambda dtype, device: 7e12)

@@ -1,4 +1,5 @@
-"""Training in a planned arena: the same bits, blocks in their places, whatever else happens to memory."""
+"""Training in a planned arena: the same bits, blocks in their places, whatever else happens to
+memory."""
 
 from __future__ import annotations
 
@@ -22,14 +23,22 @@ from hybridpar.train.engine import Engine
 from hybridpar.train.memory_trace import EngineRecorder, SampleLoader
 from hybridpar.train.planned_memory import PlannedMemory, forecast_planned
 
-pytestmark = pytest.mark.skipif(native.missing_recorder() is not None, reason=str(native.missing_recorder()))
+pytestmark = pytest.mark.skipif(
+    native.missing_recorder() is not None, reason=str(native.missing_recorder())
+)
 CPU = torch.device("cpu")
 
 CASES: list[tuple[dict[str, Any], ...]] = [
     ({"pp": 2}, {"schedule": "1f1b"}, {"kind": "bert", **DROPOUT}, {}),
     ({"pp": 2}, {"schedule": "interleaved", **STAGE}, {}, {}),
-    ({"pp": 3}, {"schedule": "2bw"}, {"tie_embeddings": False}, {"dtype": "bf16"}),  # the first rank's cycle: 3 steps
-    ({"dp": 2, "zero": 3}, {}, {}, {}), ({"dp": 3, "zero": 1}, {"schedule": "2bw"}, {}, {}),
+    (
+        {"pp": 3},
+        {"schedule": "2bw"},
+        {"tie_embeddings": False},
+        {"dtype": "bf16"},
+    ),  # the first rank's cycle: 3 steps
+    ({"dp": 2, "zero": 3}, {}, {}, {}),
+    ({"dp": 3, "zero": 1}, {"schedule": "2bw"}, {}, {}),
 ]
 
 
@@ -38,13 +47,17 @@ def configured(case: tuple[dict[str, Any], ...]) -> Config:
     return replace(config, train=replace(config.train, num_steps=100))
 
 
-def trained(config: Config, *stretches: int, planned: bool = True, recorded: bool = False
-            ) -> tuple[dict[str, Tensor], Counts, list[str]]:
-    """State after so many steps, between which the pipeline drains; what became of requests; and what was said."""
+def trained(
+    config: Config, *stretches: int, planned: bool = True, recorded: bool = False
+) -> tuple[dict[str, Tensor], Counts, list[str]]:
+    """State after so many steps, between which the pipeline drains; what became of requests; and
+    what was said."""
     torch.set_num_threads(1)
     if planned:
         Allocator.of_cpu()
-    engine, loader, said = Engine(config, ProcessGrid(sizes_of(config.parallel)), CPU), SampleLoader(config), []
+    engine = Engine(config, ProcessGrid(sizes_of(config.parallel)), CPU)
+    loader = SampleLoader(config)
+    said = []
     recorder = EngineRecorder(engine, lambda span: None) if recorded else None
     memory = PlannedMemory(engine, said.append)
     for steps in stretches:
@@ -59,7 +72,11 @@ def trained(config: Config, *stretches: int, planned: bool = True, recorded: boo
     counts = memory.counts
     memory.close()
     read = engine.state.memory.read
-    return {name: read(tensor).clone() for name, tensor in engine.state.tensors().items()}, counts, said
+    return (
+        {name: read(tensor).clone() for name, tensor in engine.state.tensors().items()},
+        counts,
+        said,
+    )
 
 
 def compared(config: Config, *stretches: int) -> tuple[bool, Counts, list[str]]:
@@ -79,16 +96,27 @@ def test_bits_are_equal_and_blocks_in_their_places(case: tuple[dict[str, Any], .
         assert len(said) == 1
         assert "memory is planned from step" in said[0]
         assert counts.departed == 0
-        # at the start of a plan places may be taken by blocks of before (11 of 405 with 14 steps), and threads of Gloo
-        # may give back later than they did
+        # at the start of a plan places may be taken by blocks of before (11 of 405 with 14 steps),
+        # and threads of Gloo may give back later than they did
         assert counts.occupied <= 0.02 * counts.hits
         assert 0.97 * counts.num_bytes <= counts.top <= counts.num_bytes
-        assert counts.num_bytes <= 1.2 * counts.most_living  # these blocks are tiny, and places multiples of 512 bytes
+        assert (
+            counts.num_bytes <= 1.2 * counts.most_living
+        )  # these blocks are tiny, and places multiples of 512 bytes
 
 
-@pytest.mark.parametrize(("schedule", "keys"), [
-    ("gpipe", {"offload_activations": 2}), ("1f1b", {"budget": 900_000}), ("2bw", {"host_optimizer": True})], ids=str)
-def test_what_moves_beside_it_changes_no_bit(schedule: str, keys: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "keys"),
+    [
+        ("gpipe", {"offload_activations": 2}),
+        ("1f1b", {"budget": 900_000}),
+        ("2bw", {"host_optimizer": True}),
+    ],
+    ids=str,
+)
+def test_what_moves_beside_it_changes_no_bit(
+    schedule: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
     config = configured(({}, {"schedule": schedule, "num_microbatches": 4}, {"num_layers": 4}, {}))
     config = replace(config, memory=replace(config.memory, folder=str(tmp_path), **keys))
     same, counts, _ = compared(config, 12)
@@ -101,7 +129,9 @@ def test_what_moves_beside_it_changes_no_bit(schedule: str, keys: dict[str, Any]
 @pytest.mark.parametrize("parallel", [{}, {"dp": 2, "zero": 3}], ids=str)
 def test_the_arena_is_as_large_as_predicted(parallel: dict[str, int]) -> None:
     config = configured((parallel, {"recompute": "1"}, {"hidden_size": 64, "seq_length": 63}, {}))
-    forecast = forecast_planned(replace(config, train=replace(config.train, planned_memory=True)), 0)
+    forecast = forecast_planned(
+        replace(config, train=replace(config.train, planned_memory=True)), 0
+    )
     assert forecast is not None
     for _, counts, _ in run_on_ranks(trained, config.parallel.num_ranks, config, 10):
         # a block or two of a kernel's own are in no prediction
@@ -109,9 +139,12 @@ def test_the_arena_is_as_large_as_predicted(parallel: dict[str, int]) -> None:
 
 
 def test_what_departs_costs_its_action_alone() -> None:
-    """A plan goes on after a drain, and while something else takes memory in an action; recorded, too."""
+    """A plan goes on after a drain, and while something else takes memory in an action; recorded,
+    too."""
     config = configured(({}, {}, {}, {}))
-    engine, loader, said = Engine(config, ProcessGrid(), CPU), SampleLoader(config), list[str]()
+    engine = Engine(config, ProcessGrid(), CPU)
+    loader = SampleLoader(config)
+    said = list[str]()
     memory = PlannedMemory(engine, said.append)
     with memory.active():
         engine.train(loader, 8, lambda result: None)
@@ -119,8 +152,9 @@ def test_what_departs_costs_its_action_alone() -> None:
         assert before.hits
         assert before.missed == 0
         kept = []
-        engine.executor.listeners.append(lambda action: kept.append(torch.ones(777)) if str(action) == "F33@0v8"
-                                         else None)
+        engine.executor.listeners.append(
+            lambda action: kept.append(torch.ones(777)) if str(action) == "F33@0v8" else None
+        )
         engine.train(loader, 1, lambda result: None)
     after = memory.counts
     memory.close()
@@ -131,7 +165,8 @@ def test_what_departs_costs_its_action_alone() -> None:
 
 
 def test_counts_that_cannot_be_written(tmp_path: Path) -> None:
-    engine, said = Engine(configured(({}, {}, {}, {})), ProcessGrid(), CPU), list[str]()
+    engine = Engine(configured(({}, {}, {}, {})), ProcessGrid(), CPU)
+    said = list[str]()
     memory = PlannedMemory(engine, said.append)
     with memory.active():
         engine.train(SampleLoader(engine.config), 7, lambda result: None)
@@ -179,14 +214,28 @@ def test_blocks_outlive_the_plan_and_its_arena() -> None:
 @pytest.mark.ranks
 def test_a_run_says_what_became_of_the_plan(tmp_path: Path) -> None:
     path = write_config(tmp_path)
-    flags = ("--parallel.pp", "2", "--train.planned_memory", "True", "--train.num_steps", "16", "--train.save_interval",
-             "0", "--train.eval_interval", "0", "--train.measure_memory", "True")
+    flags = (
+        "--parallel.pp",
+        "2",
+        "--train.planned_memory",
+        "True",
+        "--train.num_steps",
+        "16",
+        "--train.save_interval",
+        "0",
+        "--train.eval_interval",
+        "0",
+        "--train.measure_memory",
+        "True",
+    )
     text = run_job(2, "train", path, *flags)
     assert "memory is planned from step" in text
     assert "% of" in text
     assert "requests got their places" in text
     assert "off by at most" in text  # the allocator's count is the same as ever
     for rank in range(2):
-        counts = Counts(**json.loads((tmp_path / "runs" / "run" / "memory" / f"planned{rank}.json").read_text()))
+        counts = Counts(
+            **json.loads((tmp_path / "runs" / "run" / "memory" / f"planned{rank}.json").read_text())
+        )
         assert counts.hits
         assert counts.departed == 0

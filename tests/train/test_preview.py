@@ -14,8 +14,11 @@ from hybridpar.train.costs import RunCosts, run_costs
 from hybridpar.train.preview import differences, stage_costs
 from hybridpar.train.trace import Host
 
-CONFIG = Config(model=ModelConfig(num_layers=6, vocab_size=1000), parallel=ParallelConfig(pp=2, dp=1),
-                pipeline=PipelineConfig("1f1b", 4))
+CONFIG = Config(
+    model=ModelConfig(num_layers=6, vocab_size=1000),
+    parallel=ParallelConfig(pp=2, dp=1),
+    pipeline=PipelineConfig("1f1b", 4),
+)
 COUNTED = stage_costs(CONFIG)
 
 
@@ -36,22 +39,36 @@ def test_what_ran_as_counted_is_no_news() -> None:
     assert differences(CONFIG, measured(as_counted(update=0.001, latency=0.0005))) == []
 
 
-@pytest.mark.parametrize(("costs", "why"), [
-    (as_counted(forward=(0.02, 0.005), backward=(0.04, 0.01)), "forward and backward take other times than counted"),
-    (as_counted(latency=0.02), "transfers and reductions"),
-    (as_counted(update=0.05), "updates and communication calls"),
-])
+@pytest.mark.parametrize(
+    ("costs", "why"),
+    [
+        (
+            as_counted(forward=(0.02, 0.005), backward=(0.04, 0.01)),
+            "forward and backward take other times than counted",
+        ),
+        (as_counted(latency=0.02), "transfers and reductions"),
+        (as_counted(update=0.05), "updates and communication calls"),
+    ],
+)
 def test_the_cost_that_makes_the_difference_comes_first(costs: Costs, why: str) -> None:
     run = measured(costs)
     (line,) = differences(CONFIG, run)
-    assert line.startswith(f"executed.svg and plan.svg differ: a step took {1e3 * run.measured.step_time:.0f} ms, ")
+    assert line.startswith(
+        f"executed.svg and plan.svg differ: a step took {1e3 * run.measured.step_time:.0f} ms, "
+    )
     assert f"Why: {why} (" in line
 
 
 def test_shared_cores_are_a_reason() -> None:
     run = measured(as_counted())
-    run = replace(run, measured=replace(run.measured, costs=replace(run.measured.costs, cores=1.0),
-                                        step_time=3 * run.measured.step_time))
+    run = replace(
+        run,
+        measured=replace(
+            run.measured,
+            costs=replace(run.measured.costs, cores=1.0),
+            step_time=3 * run.measured.step_time,
+        ),
+    )
     (line,) = differences(CONFIG, run)
     assert "Why: cores are shared (+" in line
     assert "; other programs, or what no cost explains (+" in line

@@ -22,14 +22,19 @@ from hybridpar.verify.replay import replay
 ALONE = Launch(0, 0, 1, 1)
 
 
-def test_an_anomaly_is_skipped_and_leaves_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_anomaly_is_skipped_and_leaves_a_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny(tmp_path, checkpoint={"asynchronous": False})
     with monkeypatch.context() as poison:
         poison_gradients(poison, {4})
         assert loop.train(config, ALONE).step == 8
     rows = {row["step"]: row for row in metrics(config.run.folder)}
-    assert (rows[5]["anomaly"], rows[5]["policy"], rows[5]["skipped"]) == ("non_finite", "skip", True)
+    assert (rows[5]["anomaly"], rows[5]["policy"], rows[5]["skipped"]) == (
+        "non_finite",
+        "skip",
+        True,
+    )
     assert not any("anomaly" in row for step, row in rows.items() if step != 5)
     path = config.run.folder / "anomalies" / "step_00000005.json"
     bundle = json.loads(path.read_text())
@@ -37,16 +42,23 @@ def test_an_anomaly_is_skipped_and_leaves_a_bundle(tmp_path: Path, monkeypatch: 
     assert bundle["versions"] == [[3, 3]], "2bw: weights one batch old"
     assert (bundle["checkpoint"], bundle["grad_norm"]) == (4, None)
     capsys.readouterr()
-    # the weights and the data are healthy, so it does not happen again; with its checkpoint it can be run again
+    # the weights and the data are healthy, so it does not happen again; with its checkpoint it can
+    # be run again
     (config.run.folder / "checkpoints" / "step_00000008").rename(tmp_path / "later")
     assert main(["replay", str(path)]) == 1
     assert "only checkpoint.keep of them stay" in capsys.readouterr().err
 
 
-def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {"loss_spike": 30.0, "on_loss_spike": "roll_back", "window": 8}
-    config = tiny(tmp_path, anomalies=settings, train={"num_steps": 14, "eval_interval": 0, "save_interval": 4},
-                  checkpoint={"keep": 10})
+    config = tiny(
+        tmp_path,
+        anomalies=settings,
+        train={"num_steps": 14, "eval_interval": 0, "save_interval": 4},
+        checkpoint={"keep": 10},
+    )
     advance = Engine._apply
 
     def broken(self: Engine, batch: int, part: int, result: StepResult | None) -> None:
@@ -61,7 +73,9 @@ def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(tmp_path: Path, m
     assert loop.train(config, ALONE).step == 14
     rows = metrics(config.run.folder)
     event = next(row for row in rows if "rolled_back_to" in row)
-    assert event == {"step": 11, "anomaly": "loss_spike", "rolled_back_to": 8}, "batch 10 is the first on W(9)"
+    assert event == {"step": 11, "anomaly": "loss_spike", "rolled_back_to": 8}, (
+        "batch 10 is the first on W(9)"
+    )
     assert [step for step, _, _ in steps(rows)] == list(range(1, 15))
     by_step = {row["step"]: row["loss"] for row in rows if "loss" in row}
     assert by_step[11] > 2 * by_step[10]
@@ -72,16 +86,22 @@ def test_a_spike_is_rolled_back_and_training_goes_on_behind_it(tmp_path: Path, m
     assert report.agrees, "from the checkpoint of step 8, over the batches that were gone over"
     assert (report.bundle.checkpoint, report.bundle.start) == (8, 11)
     (config.run.folder / "checkpoints" / "step_00000008").rename(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="comes after a roll back to the checkpoint of step 8, which is not there"):
+    with pytest.raises(
+        ConfigError, match="comes after a roll back to the checkpoint of step 8, which is not there"
+    ):
         replay(config.run.folder, 12, print)
 
 
-def test_a_run_stops_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_stops_where_it_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     poison_gradients(monkeypatch, {5})
     config = tiny(tmp_path, anomalies={"on_non_finite": "stop"})
-    with pytest.raises(AnomalyError, match=r"step 6: the gradient norm is nan; stopped, the newest checkpoint is of "
-                                           r"step 4"):
+    with pytest.raises(
+        AnomalyError,
+        match=r"step 6: the gradient norm is nan; stopped, the newest checkpoint is of "
+        r"step 4",
+    ):
         loop.train(config, ALONE)
     assert checkpoint.saved_steps(config.run.folder / "checkpoints") == [4, 2]
     assert [step for step, _, _ in steps(metrics(config.run.folder))] == [1, 2, 3, 4, 5, 6]
@@ -90,12 +110,18 @@ def test_a_run_stops_where_it_is_told_to(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def spoil_updates(monkeypatch: pytest.MonkeyPatch, update: int, *, once: bool = False) -> None:
-    """An update gives the head's weight an infinity, from gradients that are finite. once: not after a roll back."""
-    healthy, spoiled = Engine._apply, set[int]()
+    """An update gives the head's weight an infinity, from gradients that are finite. once: not
+    after a roll back."""
+    healthy = Engine._apply
+    spoiled = set[int]()
 
     def overflowing(self: Engine, batch: int, part: int, result: StepResult | None) -> None:
         healthy(self, batch, part, result)
-        if self.grid.pp.is_last and self.state.optimizer.num_updates == update and not (once and spoiled):
+        if (
+            self.grid.pp.is_last
+            and self.state.optimizer.num_updates == update
+            and not (once and spoiled)
+        ):
             spoiled.add(batch)
             self.state.await_copy()
             list(self.state.weights.leaves_of(batch + 1).values())[-1].data.view(-1)[0] = torch.inf
@@ -107,15 +133,27 @@ NOT_FINITE = r"is not finite, so that state is not saved: try a lower optim\.lr 
 
 
 @pytest.mark.parametrize(("update", "save_interval"), [(6, 1), (8, 2), (8, 3)])
-def test_weights_that_are_not_finite_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: int,
-                                               save_interval: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also those of the last step, which no later loss shows. The checkpoint before stays, though only one is kept."""
+def test_weights_that_are_not_finite_end_a_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    update: int,
+    save_interval: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also those of the last step, which no later loss shows. The checkpoint before stays, though
+    only one is kept."""
     spoil_updates(monkeypatch, update)
-    config = tiny(tmp_path, checkpoint={"keep": 1},
-                  train={"num_steps": 8, "eval_interval": 0, "save_interval": save_interval})
+    config = tiny(
+        tmp_path,
+        checkpoint={"keep": 1},
+        train={"num_steps": 8, "eval_interval": 0, "save_interval": save_interval},
+    )
     newest = (update - 1) // save_interval * save_interval
-    with pytest.raises(AnomalyError, match=rf"step {update}: weights/{update}/.* {NOT_FINITE}; stopped, the newest "
-                                           rf"checkpoint is of step {newest}"):
+    with pytest.raises(
+        AnomalyError,
+        match=rf"step {update}: weights/{update}/.* {NOT_FINITE}; stopped, the newest "
+        rf"checkpoint is of step {newest}",
+    ):
         loop.train(config, ALONE)
     root = config.run.folder / "checkpoints"
     assert [path.name for path in root.iterdir()] == [f"step_{newest:08d}"]
@@ -126,11 +164,15 @@ def test_weights_that_are_not_finite_end_a_run(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("last", [7, 12])
-def test_weights_that_are_not_finite_are_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int,
-                                                     capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_are_not_finite_are_rolled_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     spoil_updates(monkeypatch, 7, once=True)
-    config = tiny(tmp_path, anomalies={"on_non_finite": "roll_back"},
-                  train={"num_steps": last, "eval_interval": 0, "save_interval": 7 if last == 12 else 4})
+    config = tiny(
+        tmp_path,
+        anomalies={"on_non_finite": "roll_back"},
+        train={"num_steps": last, "eval_interval": 0, "save_interval": 7 if last == 12 else 4},
+    )
     assert loop.train(config, ALONE).step == last
     rows = metrics(config.run.folder)
     back = 0 if last == 12 else 4
@@ -142,11 +184,19 @@ def test_weights_that_are_not_finite_are_rolled_back(tmp_path: Path, monkeypatch
     assert all(weight.isfinite().all() for weight in weights.values())
 
 
-def test_a_roll_back_that_changes_nothing_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_roll_back_that_changes_nothing_is_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spoil_updates(monkeypatch, 7)
-    config = tiny(tmp_path, anomalies={"on_non_finite": "roll_back"}, checkpoint={"keep": 1},
-                  train={"num_steps": 30, "eval_interval": 0, "save_interval": 1})
-    with pytest.raises(AnomalyError, match=rf"step 8: .* {NOT_FINITE}; stopped, the newest checkpoint is of step 6"):
+    config = tiny(
+        tmp_path,
+        anomalies={"on_non_finite": "roll_back"},
+        checkpoint={"keep": 1},
+        train={"num_steps": 30, "eval_interval": 0, "save_interval": 1},
+    )
+    with pytest.raises(
+        AnomalyError, match=rf"step 8: .* {NOT_FINITE}; stopped, the newest checkpoint is of step 6"
+    ):
         loop.train(config, ALONE)
     assert checkpoint.saved_steps(config.run.folder / "checkpoints") == [6]
 
@@ -154,7 +204,9 @@ def test_a_roll_back_that_changes_nothing_is_the_last(tmp_path: Path, monkeypatc
 @pytest.mark.ranks
 def test_weights_of_one_rank_end_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_updates(monkeypatch, 5)
-    config = tiny(tmp_path, parallel={"pp": 2}, train={"num_steps": 6, "save_interval": 5, "eval_interval": 0})
+    config = tiny(
+        tmp_path, parallel={"pp": 2}, train={"num_steps": 6, "save_interval": 5, "eval_interval": 0}
+    )
     out = fork_ranks(2, lambda: _outcome(config))
     assert len(set(found := [line for line in out.splitlines() if line.startswith("raised")])) == 1
     assert len(found) == 2
@@ -172,12 +224,27 @@ def _outcome(config: Config) -> int:
 
 
 @pytest.mark.ranks
-def test_replicas_that_differ_are_rolled_back_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_that_differ_are_rolled_back_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With what each has not sent of its gradients."""
     config = write_config(tmp_path, "1f1b")
-    flags = ("--parallel.dp", "2", "--anomalies.audit_interval", "3", "--anomalies.on_divergence", "roll_back",
-             "--train.eval_interval", "0", "--compression.gradients", "dct", "--compression.gradients_smallest", "64",
-             "--compression.gradients_kept", "0.1")
+    flags = (
+        "--parallel.dp",
+        "2",
+        "--anomalies.audit_interval",
+        "3",
+        "--anomalies.on_divergence",
+        "roll_back",
+        "--train.eval_interval",
+        "0",
+        "--compression.gradients",
+        "dct",
+        "--compression.gradients_smallest",
+        "64",
+        "--compression.gradients_kept",
+        "0.1",
+    )
     run_job(2, "train", config, *flags)
     whole = steps(metrics(tmp_path / "runs" / "run"))
     healthy = Engine._apply

@@ -31,7 +31,8 @@ def make(split: bool, tp: int = 1, pp: int = 1, dp: int = 1, **sections: dict[st
 
 
 def train(config: Config, late: bool = False) -> tuple[list[Any], dict[str, int], set[str]]:
-    """Numbers of each step and hashes of the gradients; of the weights; and which kinds of action ran."""
+    """Numbers of each step and hashes of the gradients; of the weights; and which kinds of action
+    ran."""
     steps: list[StepResult] = []
     gradients: list[dict[str, int]] = []
     ran: set[str] = set()
@@ -42,10 +43,20 @@ def train(config: Config, late: bool = False) -> tuple[list[Any], dict[str, int]
             yield action
 
     engine, loader = start(config, tamper=watched)
-    engine.train(loader, 3, steps.append, lambda batch, tensors: gradients.append(
-        {name: int(bit_hash(x)) for name, x in tensors.items()}))
+    engine.train(
+        loader,
+        3,
+        steps.append,
+        lambda batch, tensors: gradients.append(
+            {name: int(bit_hash(x)) for name, x in tensors.items()}
+        ),
+    )
     numbers = [(s.losses, s.grad_norm, s.stage_norms) for s in steps]
-    return [numbers, gradients], {name: int(bit_hash(x)) for name, x in engine.state.tensors().items()}, ran
+    return (
+        [numbers, gradients],
+        {name: int(bit_hash(x)) for name, x in engine.state.tensors().items()},
+        ran,
+    )
 
 
 def both(whole: Config, split: Config, late: bool = False) -> tuple[Any, Any]:
@@ -66,7 +77,8 @@ def held_back(actions: Iterator[Action]) -> Iterator[Action]:
 
 
 def same(num_ranks: int, zero_bubble: bool = False, late: bool = False, **settings: Any) -> None:
-    """On the last stage, of which others wait for gradients, all backwards are in two parts; `late`: on all stages."""
+    """On the last stage, of which others wait for gradients, all backwards are in two parts;
+    `late`: on all stages."""
     whole = make(False, **settings)
     settings["pipeline"] = settings.get("pipeline", {}) | {"zero_bubble": zero_bubble}
     found = run_ranks(both, num_ranks, whole, make(True, **settings), late)
@@ -79,11 +91,22 @@ def same(num_ranks: int, zero_bubble: bool = False, late: bool = False, **settin
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("schedule", "options"), [
-    ("naive", {}), ("gpipe", {}), ("1f1b", {"warmup": "latency"}), ("interleaved", {}),
-    ("2bw", {"early_switch": 1}), ("2bw", {"gradient_buffers": 1}), ("2bw", {"warmup": "bandwidth"}),
-    ("2bw", {"sync_steps": 2}), ("2bw", {"chunks": 2}), ("pipedream", {"sync_steps": 1}),
-], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("naive", {}),
+        ("gpipe", {}),
+        ("1f1b", {"warmup": "latency"}),
+        ("interleaved", {}),
+        ("2bw", {"early_switch": 1}),
+        ("2bw", {"gradient_buffers": 1}),
+        ("2bw", {"warmup": "bandwidth"}),
+        ("2bw", {"sync_steps": 2}),
+        ("2bw", {"chunks": 2}),
+        ("pipedream", {"sync_steps": 1}),
+    ],
+    ids=str,
+)
 def test_on_every_schedule(schedule: str, options: dict[str, Any]) -> None:
     same(2, pp=2, model=DROPOUT, pipeline={"schedule": schedule, **options})
 
@@ -93,20 +116,33 @@ def test_on_every_schedule(schedule: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp64"])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_in_every_precision_with_tied_embeddings(dtype: str, pp: int) -> None:
-    same(pp, late=pp == 1, pp=pp, model=DROPOUT, train={"dtype": dtype}, pipeline={"schedule": "2bw"})
+    same(
+        pp, late=pp == 1, pp=pp, model=DROPOUT, train={"dtype": dtype}, pipeline={"schedule": "2bw"}
+    )
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("recompute", ["all", "0", "stage"])
 def test_with_recomputation(recompute: str) -> None:
-    same(2, pp=2, model=DROPOUT | {"kind": "bert"}, pipeline={"schedule": "1f1b", "recompute": recompute})
+    same(
+        2,
+        pp=2,
+        model=DROPOUT | {"kind": "bert"},
+        pipeline={"schedule": "1f1b", "recompute": recompute},
+    )
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("model", [
-    {"logits_chunk": 5}, {"kind": "bert", "logits_chunk": 5}, {"tie_embeddings": False, "activation": "swiglu"},
-    {"position": "rotary", "norm": "rms_norm", "parallel_residual": True, "bias": False},
-], ids=str)
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"logits_chunk": 5},
+        {"kind": "bert", "logits_chunk": 5},
+        {"tie_embeddings": False, "activation": "swiglu"},
+        {"position": "rotary", "norm": "rms_norm", "parallel_residual": True, "bias": False},
+    ],
+    ids=str,
+)
 def test_of_other_models(model: dict[str, Any]) -> None:
     same(2, pp=2, model=model, train={"dtype": "bf16"})
 
@@ -114,23 +150,46 @@ def test_of_other_models(model: dict[str, Any]) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize(("tp", "pp", "dp", "schedule"), [(2, 1, 1, "1f1b"), (1, 1, 2, "2bw"), (1, 2, 2, "2bw"),
-                                                          (2, 2, 1, "interleaved")])
-def test_with_tensor_and_data_parallelism(tp: int, pp: int, dp: int, schedule: str, zero: int) -> None:
-    same(tp * pp * dp, tp=tp, pp=pp, dp=dp, model=DROPOUT, parallel={"zero": zero},
-         pipeline={"schedule": schedule, "num_microbatches": 4}, optim={"clip_grad": 0.5})
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "schedule"),
+    [(2, 1, 1, "1f1b"), (1, 1, 2, "2bw"), (1, 2, 2, "2bw"), (2, 2, 1, "interleaved")],
+)
+def test_with_tensor_and_data_parallelism(
+    tp: int, pp: int, dp: int, schedule: str, zero: int
+) -> None:
+    same(
+        tp * pp * dp,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        model=DROPOUT,
+        parallel={"zero": zero},
+        pipeline={"schedule": schedule, "num_microbatches": 4},
+        optim={"clip_grad": 0.5},
+    )
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("tp", "pp", "dp", "options", "sections"), [
-    (1, 4, 1, {}, {"train": {"dtype": "bf16"}}),
-    (1, 2, 1, {"schedule": "interleaved", "num_microbatches": 5}, {"model": {"kind": "bert"} | DROPOUT}),
-    (1, 3, 1, {"warmup": "latency", "recompute": "stage"}, {}),
-    (2, 2, 1, {"schedule": "interleaved"}, {"parallel": {"sequence": True}}),
-    (1, 2, 2, {"num_microbatches": 4}, {"parallel": {"zero": 1}}),
-], ids=str)
-def test_filling_the_drain(tp: int, pp: int, dp: int, options: dict[str, Any],
-                           sections: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "options", "sections"),
+    [
+        (1, 4, 1, {}, {"train": {"dtype": "bf16"}}),
+        (
+            1,
+            2,
+            1,
+            {"schedule": "interleaved", "num_microbatches": 5},
+            {"model": {"kind": "bert"} | DROPOUT},
+        ),
+        (1, 3, 1, {"warmup": "latency", "recompute": "stage"}, {}),
+        (2, 2, 1, {"schedule": "interleaved"}, {"parallel": {"sequence": True}}),
+        (1, 2, 2, {"num_microbatches": 4}, {"parallel": {"zero": 1}}),
+    ],
+    ids=str,
+)
+def test_filling_the_drain(
+    tp: int, pp: int, dp: int, options: dict[str, Any], sections: dict[str, dict[str, Any]]
+) -> None:
     same(tp * pp * dp, True, tp=tp, pp=pp, dp=dp, pipeline=options, **{"model": DROPOUT} | sections)
 
 
@@ -168,12 +227,25 @@ class Twice(SequentialSpec):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("pipeline", [
-    {"schedule": "1f1b", "zero_bubble": True}, {"schedule": "1f1b", "placement": "v"}, {"schedule": "2bw", "chunks": 2},
-], ids=str)
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"schedule": "1f1b", "zero_bubble": True},
+        {"schedule": "1f1b", "placement": "v"},
+        {"schedule": "2bw", "chunks": 2},
+    ],
+    ids=str,
+)
 def test_a_weight_that_a_stage_uses_twice(pipeline: dict[str, Any]) -> None:
     """In a model of one's own, against one process in float64."""
-    report = verify(Config(
-        model=Twice(), parallel=ParallelConfig(pp=2, dp=1), train=TrainConfig(micro_batch_size=2),
-        pipeline=PipelineConfig(num_microbatches=3, split_backward=True, **pipeline)), {"pp": 2}, 3)
+    report = verify(
+        Config(
+            model=Twice(),
+            parallel=ParallelConfig(pp=2, dp=1),
+            train=TrainConfig(micro_batch_size=2),
+            pipeline=PipelineConfig(num_microbatches=3, split_backward=True, **pipeline),
+        ),
+        {"pp": 2},
+        3,
+    )
     assert report.ok, report.first_divergence

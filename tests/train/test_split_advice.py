@@ -40,15 +40,27 @@ class Row(SequentialSpec):
         return {"x": np.zeros(16, np.float32)}
 
 
-def measured_by(model: ModelSpec, split: list[int], blocks: list[float], *, update: list[float] | None = None,
-                **pipeline: Any) -> tuple[Config, RunCosts]:
+def measured_by(
+    model: ModelSpec,
+    split: list[int],
+    blocks: list[float],
+    *,
+    update: list[float] | None = None,
+    **pipeline: Any,
+) -> tuple[Config, RunCosts]:
     """A run of a pipeline whose blocks take these seconds forward, and twice as long backward."""
-    config = from_mapping({"parallel": {"pp": len(split), "dp": 1},
-                           "pipeline": {"split": split, "num_microbatches": 4, **pipeline}}, Config(model=model))
+    config = from_mapping(
+        {
+            "parallel": {"pp": len(split), "dp": 1},
+            "pipeline": {"split": split, "num_microbatches": 4, **pipeline},
+        },
+        Config(model=model),
+    )
     ends = np.cumsum(split)
     stages = [sum(blocks[end - size : end]) for end, size in zip(ends, split, strict=True)]
     costs = Costs(stages, [2 * seconds for seconds in stages], update or 0.0)
-    sizes, ordering = Sizes.of(config), Ordering.of(config)
+    sizes = Sizes.of(config)
+    ordering = Ordering.of(config)
     step, idle = ordering.timeline(sizes, costs).steady_step(4)
     return config, RunCosts(ordering, sizes, Measured(costs, 5, step, tuple(idle), ()))
 
@@ -59,15 +71,21 @@ def test_an_uneven_split_of_equal_layers_is_noticed(schedule: str) -> None:
     line = better_split(config, run)
     assert line.startswith("stage 1 idles ")
     assert "pipeline.split = [4, 4] instead of [6, 2]" in line
-    found, best = (measured_by(Row(), split, [1.0] * 8, schedule=schedule)[1].measured.step_time
-                   for split in ([6, 2], [4, 4]))
-    assert f"would be {100 * (found / best - 1):.0f} % faster" in line, "what the other split is measured to take"
+    found, best = (
+        measured_by(Row(), split, [1.0] * 8, schedule=schedule)[1].measured.step_time
+        for split in ([6, 2], [4, 4])
+    )
+    assert f"would be {100 * (found / best - 1):.0f} % faster" in line, (
+        "what the other split is measured to take"
+    )
 
 
 def test_an_even_split_and_one_that_nothing_improves_are_not_mentioned() -> None:
     assert better_split(*measured_by(Row(), [4, 4], [1.0] * 8, schedule="2bw")) == ""
     uneven = [9.0, *[1.0] * 7]
-    assert better_split(*measured_by(Row(), [1, 7], uneven, schedule="2bw")) == "", "a block is not divided"
+    assert better_split(*measured_by(Row(), [1, 7], uneven, schedule="2bw")) == "", (
+        "a block is not divided"
+    )
 
 
 def test_an_embedding_without_products_counts_by_what_was_measured() -> None:
@@ -83,7 +101,9 @@ def test_the_update_counts() -> None:
 
 
 def test_steps_that_equal_layers_do_not_explain_are_no_basis() -> None:
-    config, run = measured_by(Row(), [3, 3, 2], [*[1.0] * 3, *[6.0] * 3, *[1.0] * 2], schedule="2bw")
+    config, run = measured_by(
+        Row(), [3, 3, 2], [*[1.0] * 3, *[6.0] * 3, *[1.0] * 2], schedule="2bw"
+    )
     assert better_split(config, run) == ""
 
 
@@ -112,9 +132,17 @@ def _steps_with_advice(config: Config) -> list[tuple[int, str]]:
 
 @pytest.mark.ranks
 def test_the_advice_comes_while_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_advice, "better_split", lambda config, run: f"costs of {run.sizes.num_ranks} ranks")
-    config = from_mapping({"parallel": {"pp": 2, "dp": 1}, "pipeline": {"num_microbatches": 2, "split": [6, 2]},
-                           "train": {"micro_batch_size": 2, "device": "cpu", "num_steps": 80}}, Config(model=Row()))
+    monkeypatch.setattr(
+        split_advice, "better_split", lambda config, run: f"costs of {run.sizes.num_ranks} ranks"
+    )
+    config = from_mapping(
+        {
+            "parallel": {"pp": 2, "dp": 1},
+            "pipeline": {"num_microbatches": 2, "split": [6, 2]},
+            "train": {"micro_batch_size": 2, "device": "cpu", "num_steps": 80},
+        },
+        Config(model=Row()),
+    )
     first, second = run_on_ranks(_steps_with_advice, 2, config)
     ((step, line),) = first
     assert 14 <= step < 80

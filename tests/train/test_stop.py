@@ -25,7 +25,9 @@ def as_before(): return before == {number: signal.getsignal(number) for number i
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", PROGRAM + program], capture_output=True, text=True, timeout=200)
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM + program], capture_output=True, text=True, timeout=200
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -47,9 +49,12 @@ print(noted, as_before())
     assert done.stdout == "[15] True\n", done.stderr
 
 
-@pytest.mark.parametrize(("earlier", "expected"), [("pass", "[] False [] True"), ("send(15)", "[15] True")])
+@pytest.mark.parametrize(
+    ("earlier", "expected"), [("pass", "[] False [] True"), ("send(15)", "[15] True")]
+)
 def test_an_error_lets_one_signal_pass(earlier: str, expected: str) -> None:
-    """So that its reason is said; a launcher's request that came before the error was that signal."""
+    """So that its reason is said; a launcher's request that came before the error was that
+    signal."""
     done = run(f"""
 try:
     with noting_signals(noted.append):
@@ -98,7 +103,9 @@ if not os.fork():
     print("asked", flush=True)
 time.sleep(600)  # longer than pytest waits
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as supervisor:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as supervisor:
         assert supervisor.stdout is not None
         assert supervisor.stdout.readline() == "asked\n"
         supervisor.kill()

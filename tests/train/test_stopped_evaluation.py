@@ -1,4 +1,5 @@
-"""A signal at a step at which an evaluation is due: the run that resumes makes the evaluation first, and only once."""
+"""A signal at a step at which an evaluation is due: the run that resumes makes the evaluation
+first, and only once."""
 
 from __future__ import annotations
 
@@ -22,16 +23,23 @@ from hybridpar.train.loop import train
 
 
 def make(folder: Path, **sections: dict[str, Any]) -> Config:
-    """Nine steps that evaluate after each third, with a learning rate that grows until the loss does, after step 3."""
+    """Nine steps that evaluate after each third, with a learning rate that grows until the loss
+    does, after step 3."""
     folder.mkdir()
-    return tiny(folder, **{
-        "train": {"num_steps": 9, "eval_interval": 3, "save_interval": 3},
-        "optim": {"lr": 0.3, "warmup_steps": 9, "decay": "constant"},
-        "checkpoint": {"keep": 1, "keep_best": 1}, **sections})
+    return tiny(
+        folder,
+        **{
+            "train": {"num_steps": 9, "eval_interval": 3, "save_interval": 3},
+            "optim": {"lr": 0.3, "warmup_steps": 9, "decay": "constant"},
+            "checkpoint": {"keep": 1, "keep_best": 1},
+            **sections,
+        },
+    )
 
 
 def go(config: Config, stop_at: int = 0) -> int:
     """Train until a real signal comes after a step (0: to the end); return 0 if it ended so."""
+
     def on_step(result: Any) -> None:
         if result.step == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -43,6 +51,7 @@ def go(config: Config, stop_at: int = 0) -> int:
 
 def kill_in(owner: type, name: str, config: Config) -> None:
     """Train, and end this process by SIGKILL where a method would begin."""
+
     def die(*args: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -52,23 +61,33 @@ def kill_in(owner: type, name: str, config: Config) -> None:
 
 def evaluations(config: Config) -> list[tuple[int, float | None, float | None]]:
     """Step, loss and validation loss of each row, in order."""
-    return [(row["step"], row.get("loss"), row.get("val_loss")) for row in metrics(config.run.folder)]
+    return [
+        (row["step"], row.get("loss"), row.get("val_loss")) for row in metrics(config.run.folder)
+    ]
 
 
 def kept(config: Config) -> dict[int, float | None]:
     """The checkpoints that are there, with their validation losses."""
     root = config.run.folder / "checkpoints"
-    return {step: checkpoint.read_manifest(folder_of(root, step)).val_loss for step in checkpoint.saved_steps(root)}
+    return {
+        step: checkpoint.read_manifest(folder_of(root, step)).val_loss
+        for step in checkpoint.saved_steps(root)
+    }
 
 
 def must_be_as_undisturbed(stopped: Config, calm: Config) -> None:
     assert evaluations(stopped) == evaluations(calm)
     assert kept(stopped) == kept(calm)
-    assert sorted(kept(calm)) == [3, 9], "the best one is of the step at which the other run was stopped"
+    assert sorted(kept(calm)) == [3, 9], (
+        "the best one is of the step at which the other run was stopped"
+    )
 
 
-def test_a_stopped_evaluation_is_made_once_whenever_the_run_is_killed_meanwhile(tmp_path: Path) -> None:
-    calm, config = make(tmp_path / "calm"), make(tmp_path / "stopped")
+def test_a_stopped_evaluation_is_made_once_whenever_the_run_is_killed_meanwhile(
+    tmp_path: Path,
+) -> None:
+    calm = make(tmp_path / "calm")
+    config = make(tmp_path / "stopped")
     fork_ranks(1, partial(go, calm))
     fork_ranks(1, partial(go, config, 3))
     assert kept(config) == {3: None}
@@ -99,7 +118,8 @@ def _go_without_evaluations_of(step: int, config: Config) -> int:
 def test_two_ranks_make_a_stopped_evaluation_as_an_undisturbed_job_does(tmp_path: Path) -> None:
     """Saves go on beside training."""
     sections = {"parallel": {"pp": 2}}
-    calm, config = make(tmp_path / "calm", **sections), make(tmp_path / "stopped", **sections)
+    calm = make(tmp_path / "calm", **sections)
+    config = make(tmp_path / "stopped", **sections)
     fork_ranks(2, partial(go, calm))
     fork_ranks(2, partial(go, config, 3))
     assert kept(config) == {3: None}

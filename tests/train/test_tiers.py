@@ -1,4 +1,5 @@
-"""State in two tiers: the same bits at any budget, which is kept; saved, gone on with and stopped as without one."""
+"""State in two tiers: the same bits at any budget, which is kept; saved, gone on with and stopped
+as without one."""
 
 from __future__ import annotations
 
@@ -39,30 +40,48 @@ PLENTY = 1 << 30
 
 def make(model: Mapping[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """A GPT of odd sizes with dropout; three layers, one part each."""
-    return gpt((3, 48, 6, 14, 131), {"model": {"dropout": 0.1}, "parallel": {"dp": 1},
-                                     "pipeline": {"num_microbatches": 4}}, {"model": dict(model or {})}, sections)
+    return gpt(
+        (3, 48, 6, 14, 131),
+        {"model": {"dropout": 0.1}, "parallel": {"dp": 1}, "pipeline": {"num_microbatches": 4}},
+        {"model": dict(model or {})},
+        sections,
+    )
 
 
 def build(config: Config, folder: Path, share: float | None, *, on_host: bool = False) -> Engine:
-    """An engine whose budget is the least that works and a share of what is beyond; None: it has no budget.
+    """An engine whose budget is the least that works and a share of what is beyond; None: it has no
+    budget.
 
     on_host: its tiers are as those of a GPU.
     """
     grid = ProcessGrid(sizes_of(config.parallel))
     if share is None:
-        return Engine(replace(config, memory=MemoryConfig(parts=config.model.num_blocks)), grid, CPU)
+        return Engine(
+            replace(config, memory=MemoryConfig(parts=config.model.num_blocks)), grid, CPU
+        )
     probe = Engine(replace(config, memory=MemoryConfig(PLENTY, str(folder))), grid, CPU)
     assert probe.touches is not None
-    least, most = probe.touches.least_budget(), probe.touches.most_bytes
+    least = probe.touches.least_budget()
+    most = probe.touches.most_bytes
     probe.state.memory.close()
     budget = int(least + share * (most - least))
     whole = WholeChunks(CPU, StatePolicy.of(config, 1, 1)) if probe.whole else None
-    return Engine(replace(config, memory=MemoryConfig(budget, str(folder))), grid, CPU,
-                  memory=DeviceTieredMemory(budget, CPU, whole) if on_host else None)
+    return Engine(
+        replace(config, memory=MemoryConfig(budget, str(folder))),
+        grid,
+        CPU,
+        memory=DeviceTieredMemory(budget, CPU, whole) if on_host else None,
+    )
 
 
-def run(config: Config, folder: Path, share: float | None, stretches: tuple[int, ...] = (2, 1), *,
-        on_host: bool = False) -> Outcome:
+def run(
+    config: Config,
+    folder: Path,
+    share: float | None,
+    stretches: tuple[int, ...] = (2, 1),
+    *,
+    on_host: bool = False,
+) -> Outcome:
     """Trains such an engine, within its budget."""
     engine = build(config, folder, share, on_host=on_host)
     outcome = train(engine, *stretches)
@@ -80,15 +99,23 @@ def close(engine: Engine) -> int:
     return tiers.traffic.read + tiers.traffic.written
 
 
-PIPELINES = ({"schedule": "1f1b"}, {"schedule": "gpipe"}, {"schedule": "2bw"}, {"schedule": "pipedream"},
-             {"schedule": "naive"}, {"schedule": "1f1b", "split_backward": True},
-             {"schedule": "2bw", "recompute": "stage", "gradient_buffers": 1})
+PIPELINES = (
+    {"schedule": "1f1b"},
+    {"schedule": "gpipe"},
+    {"schedule": "2bw"},
+    {"schedule": "pipedream"},
+    {"schedule": "naive"},
+    {"schedule": "1f1b", "split_backward": True},
+    {"schedule": "2bw", "recompute": "stage", "gradient_buffers": 1},
+)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
-def test_any_budget_gives_the_same_bits(pipeline: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+def test_any_budget_gives_the_same_bits(
+    pipeline: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
     config = make(pipeline=pipeline, train={"dtype": dtype})
     whole, tight, roomy = (run(config, tmp_path, share) for share in (None, 0.0, 0.2))
     tight.check(whole)
@@ -96,11 +123,16 @@ def test_any_budget_gives_the_same_bits(pipeline: dict[str, Any], dtype: str, tm
     assert tight.moved > roomy.moved > 0
 
 
-@pytest.mark.parametrize(("pipeline", "dtype"), [({"schedule": "2bw"}, "bf16"), ({"schedule": "1f1b"}, "fp32")],
-                         ids=["2bw", "1f1b"])
-def test_storages_that_are_empty_while_items_are_on_the_host(pipeline: dict[str, Any], dtype: str, tmp_path: Path,
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of GPUs, of which the device here is a CPU; its stream is so late that nothing may leave at once."""
+@pytest.mark.parametrize(
+    ("pipeline", "dtype"),
+    [({"schedule": "2bw"}, "bf16"), ({"schedule": "1f1b"}, "fp32")],
+    ids=["2bw", "1f1b"],
+)
+def test_storages_that_are_empty_while_items_are_on_the_host(
+    pipeline: dict[str, Any], dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of GPUs, of which the device here is a CPU; its stream is so late that nothing may
+    leave at once."""
     marks: list[Late] = []
 
     class Late:
@@ -132,18 +164,37 @@ def test_shares_on_the_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("parts", "dtype"), [(1, "fp32"), (5, "fp32"), (5, "bf16")])
 def test_parts_change_nothing(parts: int, dtype: str) -> None:
-    """A tied weight's gradients are added in one order: of a head, then of an embedding, in one backward or in two."""
-    config = make(pipeline={"schedule": "2bw", "num_microbatches": 16}, train={"dtype": dtype, "micro_batch_size": 1})
-    one, other = (train(Engine(replace(config, memory=MemoryConfig(parts=n)), ProcessGrid(), CPU), 2)
-                  for n in (0, parts))
+    """A tied weight's gradients are added in one order: of a head, then of an embedding, in one
+    backward or in two."""
+    config = make(
+        pipeline={"schedule": "2bw", "num_microbatches": 16},
+        train={"dtype": dtype, "micro_batch_size": 1},
+    )
+    one, other = (
+        train(Engine(replace(config, memory=MemoryConfig(parts=n)), ProcessGrid(), CPU), 2)
+        for n in (0, parts)
+    )
     one.check(other)
 
 
-@pytest.mark.parametrize(("optim", "model"), [
-    ({"name": "sgd"}, {}), ({"name": "lamb"}, {}), ({"name": "muon"}, {}), ({"clip_grad": 0.0}, {}),
-    ({"staleness": "nesterov"}, {}), ({}, {"kind": "bert"}), ({}, {"tie_embeddings": False})], ids=str)
-def test_optimizers_and_models(optim: dict[str, Any], model: dict[str, Any], tmp_path: Path) -> None:
-    """LAMB and Muon update all at once, so their least budget has room for everything but activations."""
+@pytest.mark.parametrize(
+    ("optim", "model"),
+    [
+        ({"name": "sgd"}, {}),
+        ({"name": "lamb"}, {}),
+        ({"name": "muon"}, {}),
+        ({"clip_grad": 0.0}, {}),
+        ({"staleness": "nesterov"}, {}),
+        ({}, {"kind": "bert"}),
+        ({}, {"tie_embeddings": False}),
+    ],
+    ids=str,
+)
+def test_optimizers_and_models(
+    optim: dict[str, Any], model: dict[str, Any], tmp_path: Path
+) -> None:
+    """LAMB and Muon update all at once, so their least budget has room for everything but
+    activations."""
     config = make(model, optim=optim)
     run(config, tmp_path, 0.0).check(run(config, tmp_path, None))
 
@@ -151,19 +202,28 @@ def test_optimizers_and_models(optim: dict[str, Any], model: dict[str, Any], tmp
 def test_a_part_at_a_time_moves_weights_once_a_sweep(tmp_path: Path) -> None:
     """gpipe on one stage, without a weight that the first and the last part have in common."""
     untied = {"tie_embeddings": False}
-    by_part, by_microbatch = (run(make(untied, pipeline={"schedule": schedule}), tmp_path, 0.0)
-                              for schedule in ("gpipe", "1f1b"))
+    by_part, by_microbatch = (
+        run(make(untied, pipeline={"schedule": schedule}), tmp_path, 0.0)
+        for schedule in ("gpipe", "1f1b")
+    )
     assert by_part.moved < by_microbatch.moved / 1.5
     assert run(make(untied), tmp_path, 1.0).moved == 0
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("parallel", "pipeline", "dtype"), [
-    ({"tp": 2, "sequence": True}, {}, "fp32"), ({"dp": 2}, {}, "bf16"),
-    ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw"}, "bf16"),
-    ({"pp": 2, "dp": 2, "zero": 3}, {"schedule": "interleaved"}, "fp32"),
-], ids=str)
-def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "pipeline", "dtype"),
+    [
+        ({"tp": 2, "sequence": True}, {}, "fp32"),
+        ({"dp": 2}, {}, "bf16"),
+        ({"pp": 2, "dp": 2, "zero": 1}, {"schedule": "2bw"}, "bf16"),
+        ({"pp": 2, "dp": 2, "zero": 3}, {"schedule": "interleaved"}, "fp32"),
+    ],
+    ids=str,
+)
+def test_grids(
+    parallel: dict[str, Any], pipeline: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
     config = make(parallel=parallel, pipeline=pipeline, train={"dtype": dtype})
     ranks = config.parallel.num_ranks
     outcomes, wholes = (run_ranks(run, ranks, config, tmp_path, share) for share in (0.0, None))
@@ -173,8 +233,8 @@ def test_grids(parallel: dict[str, Any], pipeline: dict[str, Any], dtype: str, t
 
 
 def resumed(config: Config, folder: Path) -> int:
-    """Saved with the least budget and gone on with more, then asked to stop, in the middle of other batches: it is a
-    run without a budget. Bytes moved."""
+    """Saved with the least budget and gone on with more, then asked to stop, in the middle of other
+    batches: it is a run without a budget. Bytes moved."""
     plain, first, second = (build(config, folder, share) for share in (None, 0.0, 0.2))
     train(plain, 3)
     for engine, num_batches in ((first, 2), (second, 1)):
@@ -182,8 +242,13 @@ def resumed(config: Config, folder: Path) -> int:
         train(engine, num_batches)
         checkpoint.save(folder / "saved", engine, "corpus")
     for engine in (plain, second):
-        engine.train(samples(engine), 50, lambda result, engine=engine: setattr(  # type: ignore[misc]
-            engine, "stop_requested", True))
+        engine.train(
+            samples(engine),
+            50,
+            lambda result, engine=engine: setattr(  # type: ignore[misc]
+                engine, "stop_requested", True
+            ),
+        )
         engine.stop_requested = False
         assert 4 < engine.batches_done < 20
     train(second, 1).check(train(plain, 1))
@@ -195,24 +260,35 @@ def resumed(config: Config, folder: Path) -> int:
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda p: "-".join(map(str, p.values())))
-def test_items_and_shares_of_replicas_are_saved_and_stopped(pipeline: dict[str, Any], dtype: str, zero: int,
-                                                            tmp_path: Path) -> None:
+def test_items_and_shares_of_replicas_are_saved_and_stopped(
+    pipeline: dict[str, Any], dtype: str, zero: int, tmp_path: Path
+) -> None:
     ranks = 1 + (zero > 0)
-    config = make({"num_layers": 2}, parallel={"dp": ranks, "zero": zero}, pipeline=pipeline,
-                  train={"dtype": dtype, "num_steps": 60})
+    config = make(
+        {"num_layers": 2},
+        parallel={"dp": ranks, "zero": zero},
+        pipeline=pipeline,
+        train={"dtype": dtype, "num_steps": 60},
+    )
     assert min(run_ranks(resumed, ranks, config, tmp_path)) > 0
 
 
 @pytest.mark.ranks
 def test_shares_that_are_updated_at_once(tmp_path: Path) -> None:
     """Muon's least budget has room for all shares."""
-    config = make({"num_layers": 2}, parallel={"dp": 2, "zero": 3}, optim={"name": "muon"}, train={"num_steps": 60})
+    config = make(
+        {"num_layers": 2},
+        parallel={"dp": 2, "zero": 3},
+        optim={"name": "muon"},
+        train={"num_steps": 60},
+    )
     assert run_ranks(resumed, 2, config, tmp_path) == [0, 0]
 
 
 @pytest.mark.parametrize(("before", "after", "dtype"), [(0.0, None, "bf16"), (None, 0.1, "fp32")])
 def test_saved_with_a_budget_and_gone_on_with_without_one_and_back(
-        before: float | None, after: float | None, dtype: str, tmp_path: Path) -> None:
+    before: float | None, after: float | None, dtype: str, tmp_path: Path
+) -> None:
     config = make(pipeline={"schedule": "2bw"}, train={"dtype": dtype, "num_steps": 10})
     train(engine := build(config, tmp_path, before), 2)
     checkpoint.save(tmp_path, engine, "corpus")
@@ -221,21 +297,23 @@ def test_saved_with_a_budget_and_gone_on_with_without_one_and_back(
 
 def gone_on(config: Config, folder: Path, share: float | None) -> None:
     """What was saved after two batches goes on to what a whole run without a budget comes to."""
-    whole, engine = run(config, folder, None, (2, 3)), build(config, folder, share)
+    whole = run(config, folder, None, (2, 3))
+    engine = build(config, folder, share)
     checkpoint.resume(folder, engine, "corpus", print)
     train(engine, 3, steps=whole.steps[:2]).check(whole)
 
 
 def killed(config: Config, folder: Path) -> None:
     """Saves after two batches, and ends in the next one, when half of an item is written."""
-    engine, real = build(config, folder, 0.0), DiskStore.write
+    engine = build(config, folder, 0.0)
+    real = DiskStore.write
     train(engine, 2)
     checkpoint.save(folder, engine, "corpus")
     calls = iter(range(100))
 
     def write(self: DiskStore, item: int, content: memoryview) -> None:
         if next(calls) == 5:
-            os.pwrite(self._file, content[: PAGE], self._offsets[item])
+            os.pwrite(self._file, content[:PAGE], self._offsets[item])
             os.kill(os.getpid(), signal.SIGKILL)
         real(self, item, content)
 
@@ -252,11 +330,15 @@ def test_a_kill_in_the_middle_of_a_move_is_gone_on_from_to_the_bit(tmp_path: Pat
 
 def test_a_budget_that_is_too_small_names_the_least(tmp_path: Path) -> None:
     config = replace(make(), memory=MemoryConfig(1000, str(tmp_path)))
-    with pytest.raises(ConfigError, match=r"memory\.budget = 1000: must hold what one part .* at a time: \d+ bytes"):
+    with pytest.raises(
+        ConfigError, match=r"memory\.budget = 1000: must hold what one part .* at a time: \d+ bytes"
+    ):
         Engine(config, ProcessGrid(), CPU)
 
 
-def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_ends_training_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = build(make(), tmp_path, 0.0)
     calls = iter(range(1000))
 
@@ -267,7 +349,9 @@ def test_a_disk_that_fails_ends_training_with_its_name(tmp_path: Path, monkeypat
 
     real = DiskStore.write
     monkeypatch.setattr(DiskStore, "write", write)
-    with pytest.raises(HybridparError, match=rf"{tmp_path}: cannot write a part of the state: .*Input/output error"):
+    with pytest.raises(
+        HybridparError, match=rf"{tmp_path}: cannot write a part of the state: .*Input/output error"
+    ):
         train(engine, 20)
 
 
@@ -299,8 +383,11 @@ def test_memory_is_really_given_back(tmp_path: Path) -> None:
     memory = engine.state.memory
     assert isinstance(memory, TieredMemory)
     seen: list[int] = []
-    engine.train(samples(engine), 4, lambda result: seen.append(
-        sum(resident_bytes(item.region) for item in memory.tiers.items)))
+    engine.train(
+        samples(engine),
+        4,
+        lambda result: seen.append(sum(resident_bytes(item.region) for item in memory.tiers.items)),
+    )
     assert max(seen) <= memory.budget < sum(item.num_bytes for item in memory.items) / 2
     assert max(seen) > memory.budget / 2
 

@@ -40,9 +40,13 @@ def test_a_run_and_its_continuation_are_one_run_there(tmp_path: Path) -> None:
     (run,) = client.search_runs([client.get_experiment_by_name("stones").experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params["train.num_steps"] == "8"
-    found = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")}
+    found = {
+        metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "loss")
+    }
     assert found == {step: 1 / step for step in range(1, 5)}
-    folders = [folder for folder in (config.run.folder / "wandb").glob("offline-run-*") if folder.is_dir()]
+    folders = [
+        folder for folder in (config.run.folder / "wandb").glob("offline-run-*") if folder.is_dir()
+    ]
     assert len(folders) == 2
     assert len({folder.name.rsplit("-", 1)[1] for folder in folders}) == 1, "one identity"
 
@@ -65,10 +69,13 @@ def finish(log: RunLog) -> None:
 
 
 def wandb_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a .wandb file: records of LevelDB's log format, in blocks of 32 KiB, behind a header of 7 bytes."""
+    """The rows of a .wandb file: records of LevelDB's log format, in blocks of 32 KiB, behind a
+    header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[import-not-found]
 
-    data, at, whole = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    at = 7
+    whole = b""
     while at + 7 <= len(data):
         if (left := 2**15 - at % 2**15) < 7:
             at += left
@@ -81,7 +88,10 @@ def wandb_rows(path: Path) -> Iterator[dict[str, Any]]:
             record.ParseFromString(whole)
             whole = b""
             if record.WhichOneof("record_type") == "history":
-                yield {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                yield {
+                    item.key or item.nested_key[0]: json.loads(item.value_json)
+                    for item in record.history.item
+                }
 
 
 @pytest.mark.usefixtures("local")
@@ -101,24 +111,39 @@ def test_every_row_is_kept_after_a_run_has_gone_back(tmp_path: Path) -> None:
         write(log, range(resumed_step + 1, 7), branch)
         finish(log)
     wandb.teardown()  # waits until its files are written
-    sent = [(step, branch) for branch, steps in ((0, range(1, 6)), (1, range(4, 7)), (3, range(3, 7)), (4, range(5, 7)))
-            for step in steps]
+    sent = [
+        (step, branch)
+        for branch, steps in (
+            (0, range(1, 6)),
+            (1, range(4, 7)),
+            (3, range(3, 7)),
+            (4, range(5, 7)),
+        )
+        for step in steps
+    ]
     rows = [row for path in sorted(tmp_path.rglob("*.wandb")) for row in wandb_rows(path)]
-    assert [(row["step"], row["loss"]) for row in rows] == [(step, step + branch / 10) for step, branch in sent]
-    assert [row["step"] for row in rows if "val_loss" in row] == [step for step, _ in sent if step % 2 == 0]
+    assert [(row["step"], row["loss"]) for row in rows] == [
+        (step, step + branch / 10) for step, branch in sent
+    ]
+    assert [row["step"] for row in rows if "val_loss" in row] == [
+        step for step, _ in sent if step % 2 == 0
+    ]
     positions = [row["_step"] for row in rows]
     assert positions == sorted(set(positions)), "wandb drops a row that is not behind the last one"
     assert positions[:5] == [1, 2, 3, 4, 5], "the step itself, until the run goes back"
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("stones").experiment_id])
     history = client.get_metric_history(run.info.run_id, "loss")
-    assert sorted((m.step, m.value) for m in history) == sorted((step, step + branch / 10) for step, branch in sent)
+    assert sorted((m.step, m.value) for m in history) == sorted(
+        (step, step + branch / 10) for step, branch in sent
+    )
     newest = {m.step: m.value for m in sorted(history, key=lambda m: m.timestamp)}
     assert newest == {step: step + branch / 10 for step, branch in sent}
 
 
-def test_a_tracker_that_is_left_out_or_fails_keeps_its_identity(tmp_path: Path,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_is_left_out_or_fails_keeps_its_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Fake:
         next_position = 0
 
@@ -136,7 +161,9 @@ def test_a_tracker_that_is_left_out_or_fails_keeps_its_identity(tmp_path: Path,
     monkeypatch.setattr("hybridpar.train.trackers._TRACKERS", {"wandb": Fake, "mlflow": Fake})
     finish(log_of(tmp_path, 0, "wandb"))
     finish(log_of(tmp_path, 2, "mlflow"))
-    monkeypatch.setattr("hybridpar.train.trackers._TRACKERS", {"wandb": lambda *given: 1 / 0, "mlflow": Fake})
+    monkeypatch.setattr(
+        "hybridpar.train.trackers._TRACKERS", {"wandb": lambda *given: 1 / 0, "mlflow": Fake}
+    )
     log = log_of(tmp_path, 2, "wandb", "mlflow")
     log.write({"step": 3, "anomaly": "x"})  # a row without numbers is not sent
     finish(log)
@@ -149,10 +176,12 @@ def test_a_tracker_that_is_left_out_or_fails_keeps_its_identity(tmp_path: Path,
     assert made[-1] == "of-an-older-version"
 
 
-def test_a_server_that_has_more_than_this_machine_knows_is_asked(tmp_path: Path,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_has_more_than_this_machine_knows_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Server:
-        id, next_position = "7", 100
+        id = "7"
+        next_position = 100
 
         def __init__(self, *given: Any):
             pass
@@ -168,9 +197,12 @@ def test_a_server_that_has_more_than_this_machine_knows_is_asked(tmp_path: Path,
     assert found == [(5, 100), (5, 100), (6, 101)]
 
 
-def test_what_a_tracker_raises_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_tracker_raises_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken:
-        id, next_position = "7", 0
+        id = "7"
+        next_position = 0
 
         def __init__(self, *given: Any):
             pass
@@ -178,15 +210,19 @@ def test_what_a_tracker_raises_ends_nothing(tmp_path: Path, monkeypatch: pytest.
         def write(self, step: int, position: int, values: dict[str, float]) -> None:
             raise ConnectionError("no route to host")
 
-    monkeypatch.setattr("hybridpar.train.trackers._TRACKERS", {"wandb": Broken, "mlflow": lambda *given: 1 / 0})
+    monkeypatch.setattr(
+        "hybridpar.train.trackers._TRACKERS", {"wandb": Broken, "mlflow": lambda *given: 1 / 0}
+    )
     said: list[str] = []
     trackers = Trackers(tiny(tmp_path, run={"trackers": ["wandb", "mlflow"]}), said.append)
     assert trackers.ids == {"wandb": "7"}
     trackers.write({"step": 1, "loss": 2.0})
     trackers.write({"step": 2, "loss": 2.0})
     trackers.close()
-    assert said == ["run.trackers: mlflow: division by zero; training goes on without it",
-                    "run.trackers: wandb: no route to host; training goes on without it"]
+    assert said == [
+        "run.trackers: mlflow: division by zero; training goes on without it",
+        "run.trackers: wandb: no route to host; training goes on without it",
+    ]
     (tmp_path / NAMES).write_text("[")
     assert Trackers(tiny(tmp_path), said.append).ids == {}
 
@@ -194,4 +230,6 @@ def test_what_a_tracker_raises_ends_nothing(tmp_path: Path, monkeypatch: pytest.
 def test_what_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = from_mapping({"run": {"trackers": ["wandb"]}}, tiny(tmp_path))
-    assert "run.trackers = 'wandb': is not installed; try pip install wandb" in "".join(map(str, problems(config, 1)))
+    assert "run.trackers = 'wandb': is not installed; try pip install wandb" in "".join(
+        map(str, problems(config, 1))
+    )

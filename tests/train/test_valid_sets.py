@@ -1,4 +1,5 @@
-"""Several validation sets: a loss each, the best checkpoint by one of them, and what cannot be meant."""
+"""Several validation sets: a loss each, the best checkpoint by one of them, and what cannot be
+meant."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from train.test_stopped_evaluation import go, kept, kill_in
 
 from hybridpar.checkpoint import Saver
 from hybridpar.cli.entry import parse
-from hybridpar.config import Config, DataConfig, Launch, ModelConfig, from_mapping, load_toml, to_toml
+from hybridpar.config import (
+    Config,
+    DataConfig,
+    Launch,
+    ModelConfig,
+    from_mapping,
+    load_toml,
+    to_toml,
+)
 from hybridpar.data import open_data
 from hybridpar.data.datasets import absent_sources
 from hybridpar.errors import ConfigError
@@ -27,48 +36,71 @@ MODEL = ModelConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=300, s
 
 
 def make(folder: Path, **sections: dict[str, Any]) -> Config:
-    """Six steps that evaluate and save after every second one, on two sets of words of which one is like the corpus."""
+    """Six steps that evaluate and save after every second one, on two sets of words of which one is
+    like the corpus."""
     folder.mkdir()
     (folder / "near.txt").write_text(write_corpus(folder / "corpus.txt").read_text()[:3000])
     (folder / "far.txt").write_text("0123456789 " * 300)
     sets = {name: [str(folder / f"{name}.txt")] for name in ("near", "far")}
-    return tiny(folder, **{
-        "train": {"num_steps": 6, "eval_interval": 2, "save_interval": 2},
-        "optim": {"lr": 0.02, "decay": "constant"}, "data": {"valid_sets": sets},
-        "checkpoint": {"keep": 1, "keep_best": 1, "best_by": "far"}, **sections})
+    return tiny(
+        folder,
+        **{
+            "train": {"num_steps": 6, "eval_interval": 2, "save_interval": 2},
+            "optim": {"lr": 0.02, "decay": "constant"},
+            "data": {"valid_sets": sets},
+            "checkpoint": {"keep": 1, "keep_best": 1, "best_by": "far"},
+            **sections,
+        },
+    )
 
 
 def evaluations(config: Config) -> list[tuple[int, Any, Any]]:
     rows = metrics(config.run.folder)
-    return [(row["step"], row["val_loss/near"], row["val_loss/far"]) for row in rows if "val_loss/far" in row]
+    return [
+        (row["step"], row["val_loss/near"], row["val_loss/far"])
+        for row in rows
+        if "val_loss/far" in row
+    ]
 
 
 def test_each_set_has_the_loss_that_it_has_alone(tmp_path: Path) -> None:
     config = make(tmp_path / "sets")
     told: list[Any] = []
-    outcome = train(config, Launch.from_environment(),
-                    callbacks=Callbacks(on_evaluation=lambda step, numbers: told.append((step, numbers))))
+    outcome = train(
+        config,
+        Launch.from_environment(),
+        callbacks=Callbacks(on_evaluation=lambda step, numbers: told.append((step, numbers))),
+    )
     rows = evaluations(config)
     assert [row[0] for row in rows] == [0, 2, 4, 6]
     assert told == [(step, {"near": {"lm": near}, "far": {"lm": far}}) for step, near, far in rows]
     assert outcome.val_loss == rows[-1][2]
     curves = read_curves(config.run.folder / "metrics.jsonl")
-    assert [row["val_loss/near"] for row in curves if "val_loss/near" in row] == [row[1] for row in rows]
+    assert [row["val_loss/near"] for row in curves if "val_loss/near" in row] == [
+        row[1] for row in rows
+    ]
     best = min(rows[1:], key=lambda row: row[2])
     assert kept(config)[best[0]] == best[2]
     assert sorted(kept(config)) == sorted({best[0], 6})
     for number, (name, sources) in enumerate(config.data.valid_sets.items()):
-        alone = replace(config, data=replace(config.data, valid_sets={}, valid_corpus=sources),
-                        run=replace(config.run, name=name), checkpoint=replace(config.checkpoint, best_by=""))
+        alone = replace(
+            config,
+            data=replace(config.data, valid_sets={}, valid_corpus=sources),
+            run=replace(config.run, name=name),
+            checkpoint=replace(config.checkpoint, best_by=""),
+        )
         train(alone, Launch.from_environment())
-        found = [(row["step"], row["val_loss"]) for row in metrics(alone.run.folder) if "val_loss" in row]
+        found = [
+            (row["step"], row["val_loss"]) for row in metrics(alone.run.folder) if "val_loss" in row
+        ]
         assert found == [(row[0], row[1 + number]) for row in rows], "the same, to the bit"
 
 
 @pytest.mark.ranks
 def test_two_ranks_make_a_stopped_evaluation_of_all_sets(tmp_path: Path) -> None:
     sections = {"parallel": {"pp": 2}}
-    calm, config = make(tmp_path / "calm", **sections), make(tmp_path / "stopped", **sections)
+    calm = make(tmp_path / "calm", **sections)
+    config = make(tmp_path / "stopped", **sections)
     fork_ranks(2, partial(go, calm))
     fork_ranks(2, partial(go, config, 2))
     assert [row[0] for row in evaluations(config)] == [0]
@@ -91,13 +123,29 @@ def test_a_row_of_all_sets_makes_good_what_a_killed_run_has_not_saved(tmp_path: 
 
 
 def test_sets_in_a_file_and_in_flags(tmp_path: Path) -> None:
-    config = replace(Config(), data=DataConfig(valid_sets={"wiki": ("w.txt",), "code": ("a.py", "b.py")}))
+    config = replace(
+        Config(), data=DataConfig(valid_sets={"wiki": ("w.txt",), "code": ("a.py", "b.py")})
+    )
     path = tmp_path / "my.toml"
     path.write_text(to_toml(config))
     assert load_toml(path) == config
-    made = parse(["check", str(path), "--data.valid_sets.wiki", "x.txt", "y.txt", "--data.valid-sets.new_one=z.txt",
-                  "--train.num_steps", "7"]).config
-    assert made.data.valid_sets == {"wiki": ("x.txt", "y.txt"), "code": ("a.py", "b.py"), "new_one": ("z.txt",)}
+    made = parse(
+        [
+            "check",
+            str(path),
+            "--data.valid_sets.wiki",
+            "x.txt",
+            "y.txt",
+            "--data.valid-sets.new_one=z.txt",
+            "--train.num_steps",
+            "7",
+        ]
+    ).config
+    assert made.data.valid_sets == {
+        "wiki": ("x.txt", "y.txt"),
+        "code": ("a.py", "b.py"),
+        "new_one": ("z.txt",),
+    }
     assert made.train.num_steps == 7
     assert absent_sources(config.data)[0].startswith("data.valid_sets.wiki = w.txt")
 
@@ -107,34 +155,70 @@ def test_sets_without_a_name_in_flags(tmp_path: Path, capsys: pytest.CaptureFixt
     path.write_text("[data]\nsplit = 0.1\n")
     with pytest.raises(SystemExit):
         parse(["check", str(path), "--data.valid_sets", "x.txt"])
-    assert "--data.valid_sets needs the name of a set; try --data.valid_sets.other SOURCE" in capsys.readouterr().err
+    assert (
+        "--data.valid_sets needs the name of a set; try --data.valid_sets.other SOURCE"
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize(("data", "best_by", "text"), [
-    ({"valid_sets": {"wiki": ["w"]}, "valid_corpus": ["v"]}, "", "data.valid_corpus = ['v']: is one validation set "
-     "without a name, and data.valid_sets has others: name it there, too; try [], and data.valid_sets = "
-     '{other = ["v"], wiki = ["w"]}'),
-    ({"valid_sets": {"wiki": ["w"]}, "corpus": ["w"]}, "", "data.valid_sets.wiki = ['w']: must not be trained on"),
-    ({"valid_sets": {"wiki": []}}, "", "data.valid_sets.wiki = []: must name a source in each entry"),
-    ({"valid_sets": {"a/b": ["w"]}}, "", "data.valid_sets = 'a/b': is the name of a set, which must be letters"),
-    ({"valid_sets": {"wiki": ["w"]}}, "code", "checkpoint.best_by = 'code': must be the name of a validation set, and "
-     'data.valid_sets has wiki; try "wiki"')])
+@pytest.mark.parametrize(
+    ("data", "best_by", "text"),
+    [
+        (
+            {"valid_sets": {"wiki": ["w"]}, "valid_corpus": ["v"]},
+            "",
+            "data.valid_corpus = ['v']: is one validation set "
+            "without a name, and data.valid_sets has others: name it there, too; try [], and "
+            "data.valid_sets = "
+            '{other = ["v"], wiki = ["w"]}',
+        ),
+        (
+            {"valid_sets": {"wiki": ["w"]}, "corpus": ["w"]},
+            "",
+            "data.valid_sets.wiki = ['w']: must not be trained on",
+        ),
+        (
+            {"valid_sets": {"wiki": []}},
+            "",
+            "data.valid_sets.wiki = []: must name a source in each entry",
+        ),
+        (
+            {"valid_sets": {"a/b": ["w"]}},
+            "",
+            "data.valid_sets = 'a/b': is the name of a set, which must be letters",
+        ),
+        (
+            {"valid_sets": {"wiki": ["w"]}},
+            "code",
+            "checkpoint.best_by = 'code': must be the name of a validation set, and "
+            'data.valid_sets has wiki; try "wiki"',
+        ),
+    ],
+)
 def test_sets_that_cannot_be_meant(data: dict[str, Any], best_by: str, text: str) -> None:
-    config = from_mapping({"data": data, "checkpoint": {"best_by": best_by}, "train": {"eval_interval": 1}})
+    config = from_mapping(
+        {"data": data, "checkpoint": {"best_by": best_by}, "train": {"eval_interval": 1}}
+    )
     assert [text for problem in problems(config, 1) if text in str(problem)] == [text]
 
 
 def test_a_set_is_no_list_of_sources() -> None:
-    with pytest.raises(ConfigError, match=r"data\.valid_sets = \['w'\]: must be a table of names; try \{wiki = "):
+    with pytest.raises(
+        ConfigError, match=r"data\.valid_sets = \['w'\]: must be a table of names; try \{wiki = "
+    ):
         from_mapping({"data": {"valid_sets": ["w"]}})  # as for several sources of one set
-    with pytest.raises(ConfigError, match=r"data\.valid_corpus = .*: must be a list.*data\.valid_sets"):
+    with pytest.raises(
+        ConfigError, match=r"data\.valid_corpus = .*: must be a list.*data\.valid_sets"
+    ):
         from_mapping({"data": {"valid_corpus": {"wiki": ["w"]}}})
 
 
 def test_the_best_set_has_a_name(tmp_path: Path) -> None:
     config = make(tmp_path / "one")
     config = replace(config, data=replace(config.data, valid_sets={}))
-    with pytest.raises(ConfigError, match=r"best_by = 'far': must be the name of .*no set has one .*; try \"\""):
+    with pytest.raises(
+        ConfigError, match=r"best_by = 'far': must be the name of .*no set has one .*; try \"\""
+    ):
         train(config, Launch.from_environment())
 
 
@@ -142,10 +226,17 @@ def test_a_small_text_is_trained_on_where_nothing_is_evaluated(tmp_path: Path) -
     text = tmp_path / "small.txt"
     text.write_text("Once upon a time there was a river. " * 30)
     options: dict[str, Any] = {"seed": 1, "quiet": True}
-    whole = open_data(MODEL, DataConfig((str(text),)), tmp_path / "data", evaluates=False, **options)
+    whole = open_data(
+        MODEL, DataConfig((str(text),)), tmp_path / "data", evaluates=False, **options
+    )
     assert not whole.valid
     assert len(whole.train.datasets[0]) > 0  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"data\.split = 0\.02: parts .*, but a sample needs 17"):
         open_data(MODEL, DataConfig((str(text),)), tmp_path / "data", **options)
-    enough = open_data(MODEL, DataConfig((str(text),), split=0.3), tmp_path / "data", evaluates=False, **options)
-    assert enough.valid, "what can be held out is, so that training goes on with the same samples once it is evaluated"
+    enough = open_data(
+        MODEL, DataConfig((str(text),), split=0.3), tmp_path / "data", evaluates=False, **options
+    )
+    assert enough.valid, (
+        "what can be held out is, so that training goes on with the same samples once it is "
+        "evaluated"
+    )

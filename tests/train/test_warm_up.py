@@ -25,24 +25,40 @@ from hybridpar.train.warm_up import is_needed, warm_up
 CPU = torch.device("cpu")
 GALLERY = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "schedule_gallery.py"))
 SCHEDULES: dict[str, dict[str, Any]] = {
-    title: {"schedule": name, **options,
-            **({"split_backward": True} if options.keys() & {"zero_bubble", "placement"} else {})}
-    for title, name, options in GALLERY["SCHEDULES"]}
+    title: {
+        "schedule": name,
+        **options,
+        **({"split_backward": True} if options.keys() & {"zero_bubble", "placement"} else {}),
+    }
+    for title, name, options in GALLERY["SCHEDULES"]
+}
 
 
 def make(pipeline: dict[str, Any], pp: int = 2, **sections: dict[str, Any]) -> Config:
-    return from_mapping({
-        "model": {"num_layers": 4 * pp, "hidden_size": 16, "num_heads": 2, "seq_length": 8, "vocab_size": 31,
-                  "dropout": 0.1, **sections.get("model", {})},
-        "parallel": {"tp": 1, "pp": pp, "dp": 1, **sections.get("parallel", {})},
-        "pipeline": {"num_microbatches": 4 * pp, **pipeline},
-        "train": {"micro_batch_size": 1, "num_steps": 20, **sections.get("train", {})},
-        "optim": {"lr": 1e-2, **sections.get("optim", {})}, "memory": sections.get("memory", {}),
-        "compression": sections.get("compression", {})})
+    return from_mapping(
+        {
+            "model": {
+                "num_layers": 4 * pp,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "seq_length": 8,
+                "vocab_size": 31,
+                "dropout": 0.1,
+                **sections.get("model", {}),
+            },
+            "parallel": {"tp": 1, "pp": pp, "dp": 1, **sections.get("parallel", {})},
+            "pipeline": {"num_microbatches": 4 * pp, **pipeline},
+            "train": {"micro_batch_size": 1, "num_steps": 20, **sections.get("train", {})},
+            "optim": {"lr": 1e-2, **sections.get("optim", {})},
+            "memory": sections.get("memory", {}),
+            "compression": sections.get("compression", {}),
+        }
+    )
 
 
 def warmed(config: Config, rank: int) -> Counter[tuple[Kind, int]]:
-    """How often each kind of action of each stage was executed, on a rank whose neighbours do not exist."""
+    """How often each kind of action of each stage was executed, on a rank whose neighbours do not
+    exist."""
     done: Counter[tuple[Kind, int]] = Counter()
 
     def watch(action: Action) -> None:
@@ -54,7 +70,8 @@ def warmed(config: Config, rank: int) -> Counter[tuple[Kind, int]]:
 
 @pytest.mark.parametrize("title", SCHEDULES)
 def test_every_kernel_of_a_schedule_is_launched(title: str) -> None:
-    """Each computation twice and more: the first one of a batch writes gradients, later ones add to them."""
+    """Each computation twice and more: the first one of a batch writes gradients, later ones add to
+    them."""
     config = make(SCHEDULES[title])
     for rank in range(2):
         done = warmed(config, rank)
@@ -64,17 +81,29 @@ def test_every_kernel_of_a_schedule_is_launched(title: str) -> None:
             assert done[Kind.F, stage] >= 2
             assert done[Kind.B, stage] + done[Kind.I, stage] >= 2
             assert done[Kind.I, stage] == done[Kind.W, stage]
-        assert sum(number for (kind, _), number in done.items() if kind is Kind.UPDATE) == 2, "two batches"
+        assert sum(number for (kind, _), number in done.items() if kind is Kind.UPDATE) == 2, (
+            "two batches"
+        )
 
 
-@pytest.mark.parametrize("sections", [
-    {"parallel": {"tp": 2, "sequence": True}}, {"parallel": {"dp": 2, "zero": 1}}, {"parallel": {"dp": 2, "zero": 3}},
-    {"train": {"dtype": "bf16"}, "memory": {"host_optimizer": True}}, {"memory": {"budget": 110_000}},
-    {"train": {"dtype": "fp16"}}, {"compression": {"messages": "dct", "messages_kept": 0.5}},
-    {"parallel": {"dp": 2}, "compression": {"gradients": "powersgd"}}, {"optim": {"name": "muon"}},
-    {"parallel": {"sites": 2}},
-    {"model": {"kind": "bert", "sentence_head": "nsp"}}, {"memory": {"offload_activations": "auto"}},
-], ids=str)
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallel": {"tp": 2, "sequence": True}},
+        {"parallel": {"dp": 2, "zero": 1}},
+        {"parallel": {"dp": 2, "zero": 3}},
+        {"train": {"dtype": "bf16"}, "memory": {"host_optimizer": True}},
+        {"memory": {"budget": 110_000}},
+        {"train": {"dtype": "fp16"}},
+        {"compression": {"messages": "dct", "messages_kept": 0.5}},
+        {"parallel": {"dp": 2}, "compression": {"gradients": "powersgd"}},
+        {"optim": {"name": "muon"}},
+        {"parallel": {"sites": 2}},
+        {"model": {"kind": "bert", "sentence_head": "nsp"}},
+        {"memory": {"offload_activations": "auto"}},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("schedule", ["auto", "2bw"])
 def test_every_kind_of_job_can(schedule: str, sections: dict[str, Any], tmp_path: Path) -> None:
     memory = {"folder": str(tmp_path), **sections.get("memory", {})}
@@ -86,8 +115,12 @@ def test_every_kind_of_job_can(schedule: str, sections: dict[str, Any], tmp_path
 
 def test_only_receives_on_gpus_need_it() -> None:
     cuda = torch.device("cuda")
-    for pp, via_host, device, expected in ((2, False, cuda, True), (1, False, cuda, False), (2, True, cuda, False),
-                                           (2, False, CPU, False)):
+    for pp, via_host, device, expected in (
+        (2, False, cuda, True),
+        (1, False, cuda, False),
+        (2, True, cuda, False),
+        (2, False, CPU, False),
+    ):
         grid: Any = SimpleNamespace(pp=SimpleNamespace(size=pp, via_host=via_host))
         assert is_needed(grid, device) is expected
 
@@ -102,6 +135,7 @@ def losses(warm: bool) -> list[float]:
     grid = ProcessGrid(pp=2)
     if warm:
         warm_up(config, grid, CPU, lambda make: make())
-    engine, found = Engine(config, grid, CPU), list[float]()
+    engine = Engine(config, grid, CPU)
+    found = list[float]()
     engine.train(SyntheticLoader(config.model, 1, 8), 3, lambda step: found.append(step.loss))
     return [*found, *(float(x.double().sum()) for x in engine.state.tensors().values())]

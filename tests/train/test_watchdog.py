@@ -16,7 +16,9 @@ from train.runs import LONG_S, metrics, steps, write_config
 from hybridpar.config import FaultsConfig
 from hybridpar.train import watchdog
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux has descriptors of processes")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "pidfd_open"), reason="Linux has descriptors of processes"
+)
 RANK = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
@@ -46,15 +48,23 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(("what", "found"), [
-    ("hangs", "hangs"), ("stopped waits", "is stopped, and hangs"), ("waits", "")])
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [("hangs", "hangs"), ("stopped waits", "is stopped, and hangs"), ("waits", "")],
+)
 def test_a_rank_that_hangs_is_ended_unless_it_waits(tmp_path: Path, what: str, found: str) -> None:
     """Also while it keeps Python's lock, and where its record's file is gone."""
-    done = subprocess.run([sys.executable, "-c", RANK, "0", tmp_path, what, "6" if what == "waits" else "600"],
-                          capture_output=True, text=True, timeout=LONG_S)
+    done = subprocess.run(
+        [sys.executable, "-c", RANK, "0", tmp_path, what, "6" if what == "waits" else "600"],
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+    )
     assert done.returncode == (-signal.SIGKILL if found else 0)
-    wanted = (rf"hybridpar: rank 1 \(stage 1\) {found}: nothing for \d\.\d s in step 7 during F6@1v0"
-              r".* \(micro-batch 6\); ended, for the launcher to start again\n")
+    wanted = (
+        rf"hybridpar: rank 1 \(stage 1\) {found}: nothing for \d\.\d s in step 7 during F6@1v0"
+        r".* \(micro-batch 6\); ended, for the launcher to start again\n"
+    )
     assert re.fullmatch(wanted if found else "", done.stderr), done.stderr
 
 
@@ -63,7 +73,9 @@ def test_nobody_is_left_where_the_launcher_was_killed(tmp_path: Path, supervised
     """The output ends, so neither ranks nor their watchdogs have it open any more."""
     command = [sys.executable, "-c", LAUNCHER, RANK, supervised, str(tmp_path), "waits", "stopped"]
     env = os.environ | {"LIMIT_S": "100"}  # else a rank may be ended before the other one has begun
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as launcher:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    ) as launcher:
         assert launcher.stdout is not None
         pids = [int(launcher.stdout.readline()) for _ in range(2)]
         launcher.kill()
@@ -76,17 +88,35 @@ def test_nobody_is_left_where_the_launcher_was_killed(tmp_path: Path, supervised
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 def test_torchrun_starts_again_where_a_rank_hangs(tmp_path: Path) -> None:
-    code, out = torchrun(2, "train", write_config(tmp_path), "--parallel.pp", "2", "--faults.timeout_s", "6",
-                         "--inject", "hang rank 1 at step 5", max_restarts=1).end()
+    code, out = torchrun(
+        2,
+        "train",
+        write_config(tmp_path),
+        "--parallel.pp",
+        "2",
+        "--faults.timeout_s",
+        "6",
+        "--inject",
+        "hang rank 1 at step 5",
+        max_restarts=1,
+    ).end()
     assert code == 0, out
-    assert re.search(r"hybridpar: rank 1 \(stage 1, replica 0, tensor part 0\) hangs: nothing for .* s in step 5 "
-                     r"during .*; ended, for the launcher to start again$", out, re.MULTILINE), out
+    assert re.search(
+        r"hybridpar: rank 1 \(stage 1, replica 0, tensor part 0\) hangs: nothing for .* s in step "
+        r"5 "
+        r"during .*; ended, for the launcher to start again$",
+        out,
+        re.MULTILINE,
+    ), out
     assert "going on after step 4" in out
     assert [step for step, _, _ in steps(metrics(tmp_path / "runs" / "run"))] == list(range(1, 7))
 
 
 def test_defaults_are_those_of_the_configuration() -> None:
-    assert (FaultsConfig().timeout_s, FaultsConfig().start_timeout_s) == (watchdog.STILL_S, watchdog.START_S)
+    assert (FaultsConfig().timeout_s, FaultsConfig().start_timeout_s) == (
+        watchdog.STILL_S,
+        watchdog.START_S,
+    )
 
 
 def is_there(pid: int) -> bool:
@@ -110,7 +140,17 @@ except HybridparError:
 
 def test_a_program_may_take_its_time_after_fit(tmp_path: Path) -> None:
     """Also where it catches an error of fit."""
-    torchrun_says = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "job", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", AFTER_FIT], capture_output=True, text=True, cwd=tmp_path,
-                          env=os.environ | torchrun_says)
+    torchrun_says = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "TORCHELASTIC_RUN_ID": "job",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_FIT],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | torchrun_says,
+    )
     assert done.stdout == "0.0\n", done.stderr

@@ -1,4 +1,5 @@
-"""A pipeline with compressed messages is the training of one process with the layer y = C(x) behind each stage."""
+"""A pipeline with compressed messages is the training of one process with the layer y = C(x) behind
+each stage."""
 
 from __future__ import annotations
 
@@ -17,50 +18,94 @@ from hybridpar.verify import replay as replay_module
 from hybridpar.verify.replay import replay
 from hybridpar.verify.run import Disturbance, verify
 
-INT4, INT8, DCT = {"messages": "int4"}, {"messages": "int8"}, {"messages": "dct"}
+INT4 = {"messages": "int4"}
+INT8 = {"messages": "int8"}
+DCT = {"messages": "dct"}
 SUBSPACE = {"messages": "subspace", "messages_kept": 0.2}
 
 
-def make(compression: dict[str, Any], model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+def make(
+    compression: dict[str, Any], model: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> Config:
     """4 layers, 70 features: a tile and six numbers of the next."""
-    own = {"model": {"dropout": 0.1, **(model or {})}, "compression": compression, "pipeline": {"num_microbatches": 4},
-           "train": {"num_steps": 10}, "optim": {"warmup_steps": 2, "clip_grad": 0.5}}
+    own = {
+        "model": {"dropout": 0.1, **(model or {})},
+        "compression": compression,
+        "pipeline": {"num_microbatches": 4},
+        "train": {"num_steps": 10},
+        "optim": {"warmup_steps": 2, "clip_grad": 0.5},
+    }
     return gpt((4, 70, 7, 11, 61), own, sections)
 
 
 @pytest.mark.ranks
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("compression", [
-    INT4, DCT, SUBSPACE, INT8 | {"messages_backward": "int4"}, DCT | {"messages_values": "bf16", "messages_kept": 0.3},
-    {"messages": "bf16", "messages_backward": "none"}, {"messages_backward": "int8"}], ids=str)
-@pytest.mark.parametrize(("grid", "pipeline", "parallel"), [
-    ({"pp": 2, "tp": 3}, {"schedule": "2bw", "recompute": "stage"}, {}),
-    ({"pp": 2, "tp": 2}, {"schedule": "interleaved", "recompute": "stage:0,3"}, {"sequence": True}),
-    ({"pp": 3}, {"schedule": "pipedream", "split": (2, 3, 1)}, {}),
-    ({"pp": 2, "dp": 2}, {"split_backward": True}, {"zero": 3}),
-    ({"pp": 3}, {"schedule": "gpipe", "recompute": "all"}, {}),
-    ({"pp": 2, "tp": 2}, {"schedule": "2bw", "placement": "v", "activations": "half", "split_backward": True}, {}),
-    ({"pp": 3}, {"placement": "v", "split_backward": True, "recompute": "stage"}, {}),
-], ids=str)
+@pytest.mark.parametrize(
+    "compression",
+    [
+        INT4,
+        DCT,
+        SUBSPACE,
+        INT8 | {"messages_backward": "int4"},
+        DCT | {"messages_values": "bf16", "messages_kept": 0.3},
+        {"messages": "bf16", "messages_backward": "none"},
+        {"messages_backward": "int8"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("grid", "pipeline", "parallel"),
+    [
+        ({"pp": 2, "tp": 3}, {"schedule": "2bw", "recompute": "stage"}, {}),
+        (
+            {"pp": 2, "tp": 2},
+            {"schedule": "interleaved", "recompute": "stage:0,3"},
+            {"sequence": True},
+        ),
+        ({"pp": 3}, {"schedule": "pipedream", "split": (2, 3, 1)}, {}),
+        ({"pp": 2, "dp": 2}, {"split_backward": True}, {"zero": 3}),
+        ({"pp": 3}, {"schedule": "gpipe", "recompute": "all"}, {}),
+        (
+            {"pp": 2, "tp": 2},
+            {"schedule": "2bw", "placement": "v", "activations": "half", "split_backward": True},
+            {},
+        ),
+        ({"pp": 3}, {"placement": "v", "split_backward": True, "recompute": "stage"}, {}),
+    ],
+    ids=str,
+)
 def test_every_grid_and_schedule_equals_one_process(grid, pipeline, parallel, compression):
     report = verify(make(compression, pipeline=pipeline, parallel=parallel), grid, 3)
     assert report.ok, report.first_divergence
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("grid", "compression", "pipeline", "parallel"), [
-    ({"tp": 3}, {"tensor": "dct", "messages_kept": 0.4}, {"recompute": "selective"}, {}),
-    ({"tp": 2, "pp": 2}, {"tensor": "int8"} | INT4, {"schedule": "2bw", "recompute": "stage"}, {}),
-    ({"tp": 2, "dp": 2}, {"tensor": "dct"}, {"split_backward": True}, {"zero": 1}),
-], ids=str)
-def test_coded_sums_over_tp_equal_those_of_coded_products_in_one_process(grid, compression, pipeline, parallel):
+@pytest.mark.parametrize(
+    ("grid", "compression", "pipeline", "parallel"),
+    [
+        ({"tp": 3}, {"tensor": "dct", "messages_kept": 0.4}, {"recompute": "selective"}, {}),
+        (
+            {"tp": 2, "pp": 2},
+            {"tensor": "int8"} | INT4,
+            {"schedule": "2bw", "recompute": "stage"},
+            {},
+        ),
+        ({"tp": 2, "dp": 2}, {"tensor": "dct"}, {"split_backward": True}, {"zero": 1}),
+    ],
+    ids=str,
+)
+def test_coded_sums_over_tp_equal_those_of_coded_products_in_one_process(
+    grid, compression, pipeline, parallel
+):
     report = verify(make(compression, pipeline=pipeline, parallel=parallel), grid, 2)
     assert report.ok, report.first_divergence
 
 
 @pytest.mark.ranks
 def test_a_step_that_is_not_finite_is_one_behind_a_codec_too():
-    report = verify(make(DCT, pipeline={"schedule": "2bw"}), {"pp": 2}, 4, Disturbance(frozenset({1}), 3))
+    report = verify(
+        make(DCT, pipeline={"schedule": "2bw"}), {"pp": 2}, 4, Disturbance(frozenset({1}), 3)
+    )
     assert report.ok, report.first_divergence
 
 
@@ -77,17 +122,36 @@ def test_what_messages_lose_is_seen(monkeypatch: pytest.MonkeyPatch):
 def test_sums_of_shared_heads_have_no_oracle() -> None:
     config = make({"tensor": "int8"})
     config = replace(config, model=replace(config.transformer, num_kv_heads=1))
-    with pytest.raises(ConfigError, match=r"compression.tensor = 'int8': .*num_kv_heads = 1 .* tp = 2; try none"):
+    with pytest.raises(
+        ConfigError, match=r"compression.tensor = 'int8': .*num_kv_heads = 1 .* tp = 2; try none"
+    ):
         verify(config, {"tp": 2}, 1)
     alone = verify(make(INT8, pipeline={"split": (5, 1)}), {"pp": 2}, 1)
     assert alone.ok, "a head that is a stage of its own gets exact activations"
 
 
 @pytest.mark.ranks
-def test_a_step_of_a_run_is_replayed_with_its_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """In float64: where numbers round to another code the two differ by far more than by their order of summation."""
-    run_job(2, "train", write_config(tmp_path), "--parallel.pp", "2", "--pipeline.split", "2", "2", "--train.dtype",
-            "fp64", "--train.num_steps", "3", "--compression.messages", "int4")
+def test_a_step_of_a_run_is_replayed_with_its_codecs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In float64: where numbers round to another code the two differ by far more than by their
+    order of summation."""
+    run_job(
+        2,
+        "train",
+        write_config(tmp_path),
+        "--parallel.pp",
+        "2",
+        "--pipeline.split",
+        "2",
+        "2",
+        "--train.dtype",
+        "fp64",
+        "--train.num_steps",
+        "3",
+        "--compression.messages",
+        "int4",
+    )
     folder = tmp_path / "runs" / "run"
     assert replay(folder, 3, print).agrees
     monkeypatch.setattr(replay_module, "add_boundaries", lambda blocks, config: None)

@@ -1,4 +1,5 @@
-"""A grid that is not the training of one process: the report says what differs first, and which block is at fault."""
+"""A grid that is not the training of one process: the report says what differs first, and which
+block is at fault."""
 
 from __future__ import annotations
 
@@ -27,8 +28,12 @@ class Odd(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return {"draws": lambda: x * np.random.rand(), "counts": lambda: x * self.calls,
-                "mixes": lambda: x - x.mean(0), "nothing": lambda: x}.get(self.what, lambda: x)()
+        return {
+            "draws": lambda: x * np.random.rand(),
+            "counts": lambda: x * self.calls,
+            "mixes": lambda: x - x.mean(0),
+            "nothing": lambda: x,
+        }.get(self.what, lambda: x)()
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,20 @@ class Row(SequentialSpec):
         return {"x": x, "y": x[0]}
 
 
-@pytest.mark.parametrize(("what", "cause"), [
-    ("draws", r"block 1 \(Odd\) returns other values when it is called again.*numpy, random"),
-    ("counts", r"block 1 \(Odd\) returns other values when it is called again"),
-    ("mixes", r"block 1 \(Odd\) returns other values for a sample if other samples are in the micro-batch"),
-    ("sum", r"block 2 \(Linear\) returns losses of two samples that are not the sum"),
-    ("nothing", "the forward differs")])
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [
+        ("draws", r"block 1 \(Odd\) returns other values when it is called again.*numpy, random"),
+        ("counts", r"block 1 \(Odd\) returns other values when it is called again"),
+        (
+            "mixes",
+            r"block 1 \(Odd\) returns other values for a sample if other samples are in the "
+            r"micro-batch",
+        ),
+        ("sum", r"block 2 \(Linear\) returns losses of two samples that are not the sum"),
+        ("nothing", "the forward differs"),
+    ],
+)
 def test_the_block_at_fault_is_named(what: str, cause: str) -> None:
     (found,) = likely_causes(Config(model=Row(what)), "loss")
     assert re.match(cause, found), found
@@ -68,10 +81,16 @@ def test_without_blocks_of_ones_own_the_first_difference_speaks() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("what", "grid", "first", "cause"), [
-    ("draws", {"dp": 2}, "loss", "block 1 (Odd)"), ("starts", {"pp": 2}, "init", "constructor")])
-def test_a_report_as_text_has_the_cause(what: str, grid: dict[str, int], first: str, cause: str) -> None:
-    report = Trainer(Row(what), train={"micro_batch_size": 2}, pipeline={"num_microbatches": 2}).verify(grid, 1)
+@pytest.mark.parametrize(
+    ("what", "grid", "first", "cause"),
+    [("draws", {"dp": 2}, "loss", "block 1 (Odd)"), ("starts", {"pp": 2}, "init", "constructor")],
+)
+def test_a_report_as_text_has_the_cause(
+    what: str, grid: dict[str, int], first: str, cause: str
+) -> None:
+    report = Trainer(
+        Row(what), train={"micro_batch_size": 2}, pipeline={"num_microbatches": 2}
+    ).verify(grid, 1)
     assert not report.ok
     line, likely = str(report).splitlines()
     assert f": {first} of " in line

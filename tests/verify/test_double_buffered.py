@@ -21,13 +21,17 @@ def config(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> C
     return make(model, pipeline=pipeline, **sections)
 
 
-def holds(grid: dict[str, int], on: Config, disturbance: Disturbance = CALM, num_batches: int = 4) -> None:
+def holds(
+    grid: dict[str, int], on: Config, disturbance: Disturbance = CALM, num_batches: int = 4
+) -> None:
     report = verify(on, grid, num_batches, disturbance)
     assert report.ok, report.first_divergence
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("disturbance", [CALM, Disturbance(frozenset({1, 2}), 2)], ids=["calm", "nan-resumed"])
+@pytest.mark.parametrize(
+    "disturbance", [CALM, Disturbance(frozenset({1, 2}), 2)], ids=["calm", "nan-resumed"]
+)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_whole_grid(zero: int, disturbance: Disturbance) -> None:
     on = config(DROPOUT, parallel={"zero": zero}, optim={"warmup_steps": 4})
@@ -38,12 +42,15 @@ def test_a_whole_grid(zero: int, disturbance: Disturbance) -> None:
 @pytest.mark.parametrize("grid", [{"dp": 3}, {"pp": 4}, {"pp": 2, "dp": 3}], ids=str)
 @pytest.mark.parametrize("optim", ["adamw", "lamb", "sgd", "muon"])
 def test_sharded_optimizer_state(optim: str, grid: dict[str, int]) -> None:
-    """ZeRO-1 over uneven replicas; tied weights are shared by all replicas of both ends, also where dp is 1."""
+    """ZeRO-1 over uneven replicas; tied weights are shared by all replicas of both ends, also where
+    dp is 1."""
     holds(grid, config(BERT, parallel=ZERO, optim={"name": optim, "weight_decay": 0.1}), RESUMED)
 
 
 def test_sharded_optimizer_state_of_several_versions() -> None:
-    holds({"pp": 2, "dp": 2}, config(parallel=ZERO, pipeline={"schedule": "pipedream"}), num_batches=3)
+    holds(
+        {"pp": 2, "dp": 2}, config(parallel=ZERO, pipeline={"schedule": "pipedream"}), num_batches=3
+    )
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
@@ -55,14 +62,23 @@ def test_rows_that_several_tensor_ranks_hold_are_not_shared_out(optim: str) -> N
 @pytest.mark.parametrize(("p", "m", "early_switch"), [(1, 4, 2), (2, 4, 0), (4, 8, 1)])
 def test_early_switch(p: int, m: int, early_switch: int) -> None:
     pipeline = {"num_microbatches": m, "early_switch": early_switch}
-    holds({"pp": p, "dp": 2 if p < 3 else 1}, config(DROPOUT, pipeline=pipeline), Disturbance(frozenset({2}), 3))
+    holds(
+        {"pp": p, "dp": 2 if p < 3 else 1},
+        config(DROPOUT, pipeline=pipeline),
+        Disturbance(frozenset({2}), 3),
+    )
 
 
-@pytest.mark.parametrize("pipeline", [
-    {"warmup": "latency", "num_microbatches": 6, "early_switch": 3, "recompute": "stage"},
-    {"warmup": "bandwidth", "num_microbatches": 7},
-    {"gradient_buffers": 1}, {"sync_steps": 2, "early_switch": 1, "recompute": "all"},
-], ids=str)
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"warmup": "latency", "num_microbatches": 6, "early_switch": 3, "recompute": "stage"},
+        {"warmup": "bandwidth", "num_microbatches": 7},
+        {"gradient_buffers": 1},
+        {"sync_steps": 2, "early_switch": 1, "recompute": "all"},
+    ],
+    ids=str,
+)
 def test_options_of_the_schedule(pipeline: dict[str, Any]) -> None:
     holds({"pp": 3}, config(pipeline=pipeline), RESUMED)
 
@@ -79,17 +95,25 @@ def test_staleness_corrections(optim: str, staleness: str) -> None:
 @pytest.mark.parametrize("staleness", ["extrapolation", "prediction"])
 def test_corrections_of_parts(staleness: str) -> None:
     """With ZeRO-1, on early switch, both kinds of version in one batch."""
-    holds({"pp": 2, "dp": 2}, config(
-        parallel=ZERO, pipeline={"early_switch": 1}, optim={"staleness": staleness}), RESUMED)
+    holds(
+        {"pp": 2, "dp": 2},
+        config(parallel=ZERO, pipeline={"early_switch": 1}, optim={"staleness": staleness}),
+        RESUMED,
+    )
 
 
 def test_a_correction_that_is_missing_is_found() -> None:
-    """The comparison must be able to fail: an oracle that knows nothing of the correction disagrees."""
+    """The comparison must be able to fail: an oracle that knows nothing of the correction
+    disagrees."""
     from dataclasses import replace
 
     from hybridpar.verify.run import compare, run_grid
 
-    on = config(parallel={"tp": 1, "pp": 1, "dp": 1}, train={"dtype": "fp64"}, optim={"staleness": "prediction"})
+    on = config(
+        parallel={"tp": 1, "pp": 1, "dp": 1},
+        train={"dtype": "fp64"},
+        optim={"staleness": "prediction"},
+    )
     run = run_grid(on, 3)
     assert compare(on, run, 3).ok
     assert not compare(replace(on, optim=replace(on.optim, staleness="none")), run, 3).ok

@@ -1,4 +1,5 @@
-"""What the oracle does beyond plain training: predicted weights, skipped batches, rates that depend on the delay."""
+"""What the oracle does beyond plain training: predicted weights, skipped batches, rates that depend
+on the delay."""
 
 from __future__ import annotations
 
@@ -18,11 +19,21 @@ M = 2
 
 
 def make(**optim: Any) -> Config:
-    return from_mapping({
-        "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "seq_length": 6, "vocab_size": 19},
-        "train": {"micro_batch_size": 1, "num_steps": 10}, "pipeline": {"num_microbatches": M},
-        "optim": {"lr": 1e-2, "weight_decay": 0.1, **optim}, "parallel": {"dp": 1},
-    })
+    return from_mapping(
+        {
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "seq_length": 6,
+                "vocab_size": 19,
+            },
+            "train": {"micro_batch_size": 1, "num_steps": 10},
+            "pipeline": {"num_microbatches": M},
+            "optim": {"lr": 1e-2, "weight_decay": 0.1, **optim},
+            "parallel": {"dp": 1},
+        }
+    )
 
 
 def delayed(block: int, batch: int, index: int) -> int:
@@ -84,34 +95,59 @@ def test_nothing_is_predicted_after_a_skipped_update() -> None:
 
 
 def test_the_rate_depends_on_the_delay() -> None:
-    config = make(name="sgd", momentum=0.0, weight_decay=0.0, staleness="lr_rescale", decay="constant", clip_grad=0.0)
+    config = make(
+        name="sgd",
+        momentum=0.0,
+        weight_decay=0.0,
+        staleness="lr_rescale",
+        decay="constant",
+        clip_grad=0.0,
+    )
     oracle = Oracle(config, delayed, M, delay=lambda batch: 1.0)
     step = oracle.step(0, loader(config), 1)
     for name, gradient in step.gradients.items():
-        torch.testing.assert_close(step.weights[name], oracle.history[0][name] - 0.005 * gradient, rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(
+            step.weights[name], oracle.history[0][name] - 0.005 * gradient, rtol=1e-12, atol=0.0
+        )
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("zero", [0, 1])
 def test_tied_weights_stay_one_where_stages_have_gradients_of_different_age(zero: int) -> None:
-    config = from_mapping({"pipeline": {"schedule": "pipedream"}, "parallel": {"zero": zero}},
-                          make(staleness="lr_rescale"))
+    config = from_mapping(
+        {"pipeline": {"schedule": "pipedream"}, "parallel": {"zero": zero}},
+        make(staleness="lr_rescale"),
+    )
     report = verify(config, {"pp": 3}, 4)
     assert report.ok, report.first_divergence
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.ranks
-@pytest.mark.parametrize(("grid", "model"), [
-    ({"tp": 2, "pp": 2}, {}),
-    ({"tp": 3}, {"num_heads": 6, "num_kv_heads": 3, "activation": "swiglu", "ffn_hidden_size": 50}),
-    ({"tp": 4}, {"num_heads": 6, "num_kv_heads": 2, "activation": "swiglu", "ffn_hidden_size": 50}),
-    ({"tp": 2, "dp": 2}, {"kind": "bert", "num_heads": 3}),
-], ids=["tp2-pp2", "tp3", "tp4-shared", "bert-tp2-dp2"])
+@pytest.mark.parametrize(
+    ("grid", "model"),
+    [
+        ({"tp": 2, "pp": 2}, {}),
+        (
+            {"tp": 3},
+            {"num_heads": 6, "num_kv_heads": 3, "activation": "swiglu", "ffn_hidden_size": 50},
+        ),
+        (
+            {"tp": 4},
+            {"num_heads": 6, "num_kv_heads": 2, "activation": "swiglu", "ffn_hidden_size": 50},
+        ),
+        ({"tp": 2, "dp": 2}, {"kind": "bert", "num_heads": 3}),
+    ],
+    ids=["tp2-pp2", "tp3", "tp4-shared", "bert-tp2-dp2"],
+)
 @pytest.mark.parametrize("staleness", ["none", "nesterov", "extrapolation"])
 def test_muon_on_grids(grid: dict[str, int], model: dict[str, Any], staleness: str) -> None:
-    config = from_mapping({"model": {"hidden_size": 48, "num_heads": 6, **model},
-                           "pipeline": {"schedule": "2bw" if "pp" in grid else "1f1b"}},
-                          make(name="muon", staleness=staleness))
+    config = from_mapping(
+        {
+            "model": {"hidden_size": 48, "num_heads": 6, **model},
+            "pipeline": {"schedule": "2bw" if "pp" in grid else "1f1b"},
+        },
+        make(name="muon", staleness=staleness),
+    )
     report = verify(config, grid, 4)
     assert report.ok, report.first_divergence

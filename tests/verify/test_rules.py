@@ -19,14 +19,18 @@ NAMES = list(placements(1))
 def test_optimizers_follow_the_rules(name: str, staleness: str) -> None:
     if name in ("lamb", "own") and staleness == "nesterov":
         return
-    settings = OptimConfig(name, "optim.rules:Adam" * (name == "own"), weight_decay=0.1, staleness=staleness)  # type: ignore[arg-type]
+    settings = OptimConfig(
+        name, "optim.rules:Adam" * (name == "own"), weight_decay=0.1, staleness=staleness
+    )  # type: ignore[arg-type]
     rule = build_rule(settings, placements(1))
     weights = dict(zip(NAMES, random_tensors(0), strict=True))
     parameters = random_tensors(0)
     optimizer = build_optimizer(settings, slots(1, 0), ONE)
     for step in range(12):
         lr = 0.02 / (1 + step)
-        weights = rule(weights, {n: 0.3 * g for n, g in zip(NAMES, random_tensors(step + 50), strict=True)}, lr)
+        weights = rule(
+            weights, {n: 0.3 * g for n, g in zip(NAMES, random_tensors(step + 50), strict=True)}, lr
+        )
         optimizer.step(parameters, random_tensors(step + 50), lr=lr, gradient_scale=0.3)
     for got, wanted in zip(parameters, weights.values(), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-11)

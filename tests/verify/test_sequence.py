@@ -1,4 +1,5 @@
-"""Sequence parallelism is the same training: tensors equal the single-process oracle's, on every grid and schedule."""
+"""Sequence parallelism is the same training: tensors equal the single-process oracle's, on every
+grid and schedule."""
 
 from __future__ import annotations
 
@@ -14,13 +15,23 @@ pytestmark = pytest.mark.ranks
 
 BERT = {"kind": "bert", "vocab_size": 67, "sentence_head": "nsp", "num_kv_heads": 0}
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.2}
-LLAMA = {"position": "rotary", "norm": "rms_norm", "activation": "swiglu", "bias": False, "tie_embeddings": False}
+LLAMA = {
+    "position": "rotary",
+    "norm": "rms_norm",
+    "activation": "swiglu",
+    "bias": False,
+    "tie_embeddings": False,
+}
 
 
 def make(model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
     """3 layers, 6 heads in 3 groups, 37 tokens: nothing divides."""
-    own = {"model": {"num_kv_heads": 3, **(model or {})}, "parallel": {"sequence": True}, "train": {"num_steps": 10},
-           "optim": {"warmup_steps": 2, "clip_grad": 0.5}}
+    own = {
+        "model": {"num_kv_heads": 3, **(model or {})},
+        "parallel": {"sequence": True},
+        "train": {"num_steps": 10},
+        "optim": {"warmup_steps": 2, "clip_grad": 0.5},
+    }
     return gpt((3, 24, 6, 37, 61), own, sections)
 
 
@@ -31,8 +42,11 @@ def holds(grid: dict[str, int], config: Config, num_batches: int = 3) -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", [DROPOUT, LLAMA, BERT | DROPOUT], ids=["gpt", "llama", "bert"])
-@pytest.mark.parametrize("grid", [{"tp": 2}, {"tp": 3}, {"tp": 4}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}],
-                         ids=lambda g: "-".join(f"{a}{n}" for a, n in g.items()))
+@pytest.mark.parametrize(
+    "grid",
+    [{"tp": 2}, {"tp": 3}, {"tp": 4}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}],
+    ids=lambda g: "-".join(f"{a}{n}" for a, n in g.items()),
+)
 def test_models_on_grids(grid: dict[str, int], model: dict[str, Any]) -> None:
     holds(grid, make(model), num_batches=2)
 
@@ -43,15 +57,22 @@ def test_fewer_rows_than_ranks() -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("pipeline", [
-    {"schedule": "1f1b", "split_backward": True}, {"schedule": "2bw", "recompute": "all"},
-    {"schedule": "interleaved", "recompute": "stage"},
-    {"schedule": "gpipe", "recompute": "selective"},
-], ids=str)
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"schedule": "1f1b", "split_backward": True},
+        {"schedule": "2bw", "recompute": "all"},
+        {"schedule": "interleaved", "recompute": "stage"},
+        {"schedule": "gpipe", "recompute": "selective"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_schedules(pipeline: dict[str, Any], zero: int) -> None:
-    holds({"tp": 2, "pp": 2, "dp": 1 + zero},
-          make(DROPOUT, pipeline=pipeline, parallel={"zero": zero}))
+    holds(
+        {"tp": 2, "pp": 2, "dp": 1 + zero},
+        make(DROPOUT, pipeline=pipeline, parallel={"zero": zero}),
+    )
 
 
 @pytest.mark.parametrize("optim", ["lamb", "muon"])

@@ -1,4 +1,5 @@
-"""Weights that start at zero and whose gradient is zero in exact arithmetic: rounding errors are no divergence."""
+"""Weights that start at zero and whose gradient is zero in exact arithmetic: rounding errors are no
+divergence."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ import pytest
 from torch import Tensor, nn
 
 from hybridpar import SequentialSpec
-from hybridpar.config import Config, DataConfig, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
+from hybridpar.config import (
+    Config,
+    DataConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
 from hybridpar.verify.run import Disturbance, compare, run_grid, verify
 
 KEY_BIAS = "blocks.1.layer.k.bias"
@@ -45,16 +53,29 @@ class KeyBias(SequentialSpec):
 
 
 def make(optimizer: str = "adamw", schedule: str = "1f1b", **parallel: int) -> Config:
-    return Config(KeyBias(), ParallelConfig(**{"dp": 1, **parallel}), PipelineConfig(schedule, 2),
-                  OptimConfig(optimizer, lr=1e-2), TrainConfig(5, 2, "fp64"), DataConfig(split=0.0))
+    return Config(
+        KeyBias(),
+        ParallelConfig(**{"dp": 1, **parallel}),
+        PipelineConfig(schedule, 2),
+        OptimConfig(optimizer, lr=1e-2),
+        TrainConfig(5, 2, "fp64"),
+        DataConfig(split=0.0),
+    )
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("optimizer", "schedule", "grid"), [
-    ("adamw", "1f1b", {"dp": 2}), ("adamw", "2bw", {"pp": 2}), ("lamb", "1f1b", {"dp": 2}),
-    ("muon", "1f1b", {"pp": 2})])
+@pytest.mark.parametrize(
+    ("optimizer", "schedule", "grid"),
+    [
+        ("adamw", "1f1b", {"dp": 2}),
+        ("adamw", "2bw", {"pp": 2}),
+        ("lamb", "1f1b", {"dp": 2}),
+        ("muon", "1f1b", {"pp": 2}),
+    ],
+)
 def test_rounding_errors_that_an_optimizer_amplifies_are_no_divergence(
-        optimizer: str, schedule: str, grid: dict[str, int]) -> None:
+    optimizer: str, schedule: str, grid: dict[str, int]
+) -> None:
     report = verify(make(optimizer, schedule), grid, 4, Disturbance(resume_at=2))
     assert report.ok, report.first_divergence
 

@@ -1,5 +1,6 @@
-"""Run folders that somebody has crafted, or that are damaged: one line each, in bounded time and memory, and never a
-traceback. Every entry is read by the board, by the page, over HTTP, and a sample by the command line."""
+"""Run folders that somebody has crafted, or that are damaged: one line each, in bounded time and
+memory, and never a traceback. Every entry is read by the board, by the page, over HTTP, and a
+sample by the command line."""
 
 from __future__ import annotations
 
@@ -78,6 +79,7 @@ def link_to(target: str) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         path.unlink(missing_ok=True)
         path.symlink_to(target)
+
     return make
 
 
@@ -94,6 +96,7 @@ def sparse(path: Path) -> None:
 def holding(data: bytes | str) -> Callable[[Path], None]:
     def make(path: Path) -> None:
         path.write_bytes(data.encode() if isinstance(data, str) else data)
+
     return make
 
 
@@ -103,16 +106,26 @@ def no_permission(path: Path) -> None:
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
-    "pipe": pipe, "socket": listening_socket, "device": link_to("/dev/zero"), "link out": link_to("../secret"),
-    "link up and down": link_to("../run/../secret"), "link to itself": link_to(METRICS), "no end": sparse,
-    "folder": folder_instead, "bytes": holding(b"\xff\xfe\0\x80" * 1000), "zeros": holding(bytes(1 << 16)),
-    "deep JSON": holding("[" * 100_000), "deep object": holding('{"a":' * 100_000 + "\n"),
-    "many digits": holding('{"step": ' + "9" * 5000 + ', "loss": 1}\n')}
+    "pipe": pipe,
+    "socket": listening_socket,
+    "device": link_to("/dev/zero"),
+    "link out": link_to("../secret"),
+    "link up and down": link_to("../run/../secret"),
+    "link to itself": link_to(METRICS),
+    "no end": sparse,
+    "folder": folder_instead,
+    "bytes": holding(b"\xff\xfe\0\x80" * 1000),
+    "zeros": holding(bytes(1 << 16)),
+    "deep JSON": holding("[" * 100_000),
+    "deep object": holding('{"a":' * 100_000 + "\n"),
+    "many digits": holding('{"step": ' + "9" * 5000 + ', "loss": 1}\n'),
+}
 FILES = (CONFIG, METRICS, NOTES, COSTS, "plan.svg", "flight/rank_00000", "failures.jsonl")
 
 
 def in_bounds(folder: Path) -> list[str]:
-    """What a look, the page and a server say of a folder: its problems. Fails if that takes long."""
+    """What a look, the page and a server say of a folder: its problems. Fails if that takes
+    long."""
     begin = time.process_time()
     board = Board(folder)
     seen = board.look(4 << 20)
@@ -132,7 +145,8 @@ def test_a_folder_in_order_has_no_problems(run: Path) -> None:
 
 
 def test_the_page_goes_on_with_all_else(run: Path, text: str) -> None:
-    """Every kind of entry in the place of every file; the other files are shown as ever. Links are of all others."""
+    """Every kind of entry in the place of every file; the other files are shown as ever. Links are
+    of all others."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     board = Board(run)
     with served(board) as port:
@@ -142,7 +156,14 @@ def test_the_page_goes_on_with_all_else(run: Path, text: str) -> None:
                 kept = path.read_bytes() if path.exists() else None
                 make(path)
                 problems = look_once(board)
-                damaged = kind in ("pipe", "socket", "device", "link out", "link up and down", "folder")
+                damaged = kind in (
+                    "pipe",
+                    "socket",
+                    "device",
+                    "link out",
+                    "link up and down",
+                    "folder",
+                )
                 if damaged and not name.startswith("flight"):
                     assert any(name in line for line in problems), (kind, name, problems)
                 answer, data = get(port, "/data.json")
@@ -173,10 +194,16 @@ def remove(path: Path) -> None:
 
 
 CONFIGS = {
-    f"num_steps = {HUGE}": "train.num_steps", "num_steps = " + "9" * 5000: "not valid TOML",
-    "num_steps = -1": "train.num_steps", "micro_batch_size = 1_000_000": "tokens in a micro-batch",
-    "seed = nan": "train.seed", "timeout_s = inf": "train.timeout_s", "timeout_s = nan": "train.timeout_s",
-    "[model]\nnum_layers = 1_000_000_000": "", "num_steps = " + "[" * 5000: "not valid TOML"}
+    f"num_steps = {HUGE}": "train.num_steps",
+    "num_steps = " + "9" * 5000: "not valid TOML",
+    "num_steps = -1": "train.num_steps",
+    "micro_batch_size = 1_000_000": "tokens in a micro-batch",
+    "seed = nan": "train.seed",
+    "timeout_s = inf": "train.timeout_s",
+    "timeout_s = nan": "train.timeout_s",
+    "[model]\nnum_layers = 1_000_000_000": "",
+    "num_steps = " + "[" * 5000: "not valid TOML",
+}
 
 
 @pytest.mark.parametrize("entry", CONFIGS, ids=range(len(CONFIGS)))
@@ -189,11 +216,19 @@ def test_a_configuration_out_of_range_predicts_nothing(run: Path, entry: str) ->
     assert (seen["memory"], seen["latest"]["step"]) == ([], 2)
 
 
-@pytest.mark.parametrize("section", [
-    "[model]\nnum_layers = 10_000", "[parallel]\ndp = 1_000_000_000_000", "[parallel]\ndp = 1_000_000\npp = 6\ntp = 8",
-    "[pipeline]\nnum_microbatches = 1_000_000", "[pipeline]\nschedule = '2bw'\nchunks = 1_000_000_000_000"])
+@pytest.mark.parametrize(
+    "section",
+    [
+        "[model]\nnum_layers = 10_000",
+        "[parallel]\ndp = 1_000_000_000_000",
+        "[parallel]\ndp = 1_000_000\npp = 6\ntp = 8",
+        "[pipeline]\nnum_microbatches = 1_000_000",
+        "[pipeline]\nschedule = '2bw'\nchunks = 1_000_000_000_000",
+    ],
+)
 def test_a_very_large_configuration_predicts_nothing(
-        run: Path, section: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run: Path, section: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / CONFIG).write_text(section)
     (problem,) = in_bounds(run)
     assert problem.startswith(CONFIG) or "parallel.dp" in problem
@@ -203,10 +238,16 @@ def test_a_very_large_configuration_predicts_nothing(
 
 
 METRIC_LINES = (
-    f'{{"step": 3, "loss": {HUGE}}}', f'{{"step": {HUGE}, "loss": 1}}', '{"step": -1, "loss": 1}',
-    '{"step": 3, "loss": 1e308}\n' * 3000, '{"step": 3, "loss": NaN, "lr": Infinity, "step_ms": 1e400}',
-    f'{{"step": 3, "step_ms": {HUGE}}}', '{"step": 3, "loss": true}', '{"step": 3, "loss": [[[[]]]]}',
-    "\n".join(f'{{"step": 3, "{i}": 1}}' for i in range(2000)))
+    f'{{"step": 3, "loss": {HUGE}}}',
+    f'{{"step": {HUGE}, "loss": 1}}',
+    '{"step": -1, "loss": 1}',
+    '{"step": 3, "loss": 1e308}\n' * 3000,
+    '{"step": 3, "loss": NaN, "lr": Infinity, "step_ms": 1e400}',
+    f'{{"step": 3, "step_ms": {HUGE}}}',
+    '{"step": 3, "loss": true}',
+    '{"step": 3, "loss": [[[[]]]]}',
+    "\n".join(f'{{"step": 3, "{i}": 1}}' for i in range(2000)),
+)
 
 
 @pytest.mark.parametrize("lines", METRIC_LINES, ids=range(len(METRIC_LINES)))
@@ -254,8 +295,18 @@ def record(who: str, when: float = 0.0) -> bytes:
     return bytes(data) + who.encode()
 
 
-WHO = ("[]", "7", '{"num_microbatches": 0}', '{"num_microbatches": "x"}', '{"axes": 3}', '{"axes": {"pp": 3}}',
-       '{"axes": {"pp": ["<b>"]}}', "[" * 100_000, '{"rank": ' + "9" * 5000 + "}", '{"axes": {"pp": [null]}}')
+WHO = (
+    "[]",
+    "7",
+    '{"num_microbatches": 0}',
+    '{"num_microbatches": "x"}',
+    '{"axes": 3}',
+    '{"axes": {"pp": 3}}',
+    '{"axes": {"pp": ["<b>"]}}',
+    "[" * 100_000,
+    '{"rank": ' + "9" * 5000 + "}",
+    '{"axes": {"pp": [null]}}',
+)
 
 
 @pytest.mark.parametrize("who", WHO, ids=range(len(WHO)))
@@ -309,8 +360,10 @@ def test_links_lead_only_to_files_of_the_folder(run: Path) -> None:
 
 
 def test_a_folder_that_becomes_a_link_while_it_is_opened_leads_nowhere(
-        run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look at a path and its opening, its folder is exchanged for a link to another one."""
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at a path and its opening, its folder is exchanged for a link to another
+    one."""
     (run / "inner").mkdir()
     (run / "inner" / "secret").write_text("mine")
     resolve = os.path.realpath
@@ -345,7 +398,8 @@ def test_a_picture_runs_no_script(run: Path) -> None:
 
 
 def test_whatever_a_look_raises_is_answered(
-        run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     board = Board(run)
     monkeypatch.setattr(board, "look", lambda most_bytes: 1 / 0)
     with served(board) as port:
@@ -377,15 +431,26 @@ def test_a_file_without_permission_is_named(run: Path) -> None:
 def commands(run: Path) -> list[list[str]]:
     """Commands that read a run folder."""
     (run / "anomalies").mkdir()
-    return [["memory", "--run", str(run)], ["simulate", "--run", str(run)], ["replay", str(run), "--step", "2"],
-            ["generate", "--checkpoint", str(run)], ["export", str(run), str(run.parent / "out")],
-            ["replay", str(run / "anomalies" / "step_00000001.json")]]
+    return [
+        ["memory", "--run", str(run)],
+        ["simulate", "--run", str(run)],
+        ["replay", str(run), "--step", "2"],
+        ["generate", "--checkpoint", str(run)],
+        ["export", str(run), str(run.parent / "out")],
+        ["replay", str(run / "anomalies" / "step_00000001.json")],
+    ]
 
 
 def test_commands_say_one_line_of_odd_folders(
-        run: Path, commands: list[list[str]], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    by_name = {CONFIG: commands[:4], COSTS: commands[1:2], METRICS: commands[2:3], "checkpoints": commands[3:5],
-               "anomalies/step_00000001.json": commands[5:]}
+    run: Path, commands: list[list[str]], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_name = {
+        CONFIG: commands[:4],
+        COSTS: commands[1:2],
+        METRICS: commands[2:3],
+        "checkpoints": commands[3:5],
+        "anomalies/step_00000001.json": commands[5:],
+    }
     for make in (pipe, link_to("../secret"), sparse, holding("[" * 100_000)):
         for name, chosen in by_name.items():
             path = run / name
@@ -406,8 +471,20 @@ def test_a_shell_sees_one_line(run: Path) -> None:
     """In processes of their own, within a limit of memory."""
     pipe(run / METRICS)
     sparse(run / CONFIG)
-    job = subprocess.run([sys.executable, "-m", "hybridpar", "watch", str(run), "--html", str(run.parent / "x.html")],
-                         capture_output=True, text=True, timeout=300)
+    job = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "hybridpar",
+            "watch",
+            str(run),
+            "--html",
+            str(run.parent / "x.html"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert job.returncode == 0, job.stderr
     assert "Traceback" not in job.stderr
     html = (run.parent / "x.html").read_text()

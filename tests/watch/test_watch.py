@@ -1,4 +1,5 @@
-"""The dashboard: over HTTP while a run writes, from truncated and damaged files, and in bounded memory."""
+"""The dashboard: over HTTP while a run writes, from truncated and damaged files, and in bounded
+memory."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def line(step: int, **numbers: float | str) -> str:
-    return json.dumps({"step": step, "loss": 1.0 / step, "tokens_per_s": 100.0, "step_ms": 5.0} | numbers) + "\n"
+    return (
+        json.dumps(
+            {"step": step, "loss": 1.0 / step, "tokens_per_s": 100.0, "step_ms": 5.0} | numbers
+        )
+        + "\n"
+    )
 
 
 @pytest.fixture
@@ -33,7 +39,9 @@ def run(tmp_path: Path) -> Path:
     """A run folder as it is after two steps of ten."""
     folder = tmp_path / "runs" / "some"
     folder.mkdir(parents=True)
-    text = TOML.format(schedule="2bw", corpus="corpus.txt", runs="runs").replace("num_steps = 6", "num_steps = 10")
+    text = TOML.format(schedule="2bw", corpus="corpus.txt", runs="runs").replace(
+        "num_steps = 6", "num_steps = 10"
+    )
     (folder / "config.toml").write_text(text.replace("[run]", "[parallel]\npp = 2\ndp = 1\n[run]"))
     (folder / "metrics.jsonl").write_text(line(1) + line(2))
     (folder / "plan.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
@@ -64,10 +72,17 @@ def test_a_page_is_served_and_follows_the_run(run: Path) -> None:
     with served(Board(run)) as port:
         answer, html = get(port, "/")
         assert (answer.status, answer.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
-        assert b"http://" not in html.replace(b"http://www.w3.org", b""), "nothing comes from elsewhere"
+        assert b"http://" not in html.replace(b"http://www.w3.org", b""), (
+            "nothing comes from elsewhere"
+        )
         seen = json.loads(get(port, "/data.json")[1])
         assert seen["curves"]["loss"] == [[1, 1.0, 1.0, 1.0], [2, 0.5, 0.5, 0.5]]
-        assert (seen["steps"], seen["latest"]["step"], seen["eta_s"], seen["running"]) == (10, 2, 0.04, False)
+        assert (seen["steps"], seen["latest"]["step"], seen["eta_s"], seen["running"]) == (
+            10,
+            2,
+            0.04,
+            False,
+        )
         assert len(seen["memory"]) == 2
         assert seen["memory"][0]["weights"] > 0
         with (run / "metrics.jsonl").open("a") as file:
@@ -77,7 +92,12 @@ def test_a_page_is_served_and_follows_the_run(run: Path) -> None:
         assert [point[0] for point in seen["curves"]["loss"]] == [1, 2, 3]
         assert seen["failures"] == ["rank 1 hangs </script>"]
         assert get(port, "/plan.svg")[1].startswith(b"<svg")
-        for path in ("/executed.svg", "/config.toml", "/../some/plan.svg", "/%2e%2e/some/config.toml"):
+        for path in (
+            "/executed.svg",
+            "/config.toml",
+            "/../some/plan.svg",
+            "/%2e%2e/some/config.toml",
+        ):
             assert get(port, path)[0].status == 404
         assert get(port, "/data.json", host="evil.example:80")[0].status == 403
 
@@ -88,8 +108,20 @@ def test_a_browser_draws_it(run: Path) -> None:
     with served(Board(run)) as port:
         assert BROWSER is not None
         seen = subprocess.run(
-            [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000", "--dump-dom",
-             f"http://127.0.0.1:{port}/"], capture_output=True, text=True, check=True, timeout=200).stdout
+            [
+                BROWSER,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--virtual-time-budget=2000",
+                "--dump-dom",
+                f"http://127.0.0.1:{port}/",
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=200,
+        ).stdout
     assert "<title>some: hybridpar</title>" in seen
     assert "rank 1 hangs &lt;b&gt;" in seen
     for card in ("Loss", "Peak memory by kind, predicted", "Timeline, simulated"):
@@ -97,8 +129,12 @@ def test_a_browser_draws_it(run: Path) -> None:
     assert seen.count('stroke="var(--blue)"') == 3, "loss, speed, and time of a step"
 
 
-def test_a_file_needs_no_other(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (run / "failures.jsonl").write_text(json.dumps({"text": "rank 1 hangs <!--<script></script>"}) + "\n")
+def test_a_file_needs_no_other(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "failures.jsonl").write_text(
+        json.dumps({"text": "rank 1 hangs <!--<script></script>"}) + "\n"
+    )
     (run / "metrics.jsonl").open("a").write(line(3, loss=float("nan")))
     assert main(["watch", str(run), "--html", str(tmp_path / "page.html")]) == 0
     html = (tmp_path / "page.html").read_text()
@@ -115,7 +151,7 @@ def test_an_empty_or_damaged_folder_is_shown(tmp_path: Path) -> None:
     assert (seen["steps"], seen["ranks"], seen["memory"], seen["picture"]) == (0, [], [], "")
     (tmp_path / "flight").mkdir()
     for name in ("config.toml", "metrics.jsonl", "costs.json", "notes.jsonl", "flight/rank_00000"):
-        (tmp_path / name).write_bytes(b"\x00{\xff[]\n7\n[1]\n{\"step\": true, \"loss\": \"x\"}\n")
+        (tmp_path / name).write_bytes(b'\x00{\xff[]\n7\n[1]\n{"step": true, "loss": "x"}\n')
     seen = Board(tmp_path).look()
     assert seen["curves"]["loss"] == []
     assert "step" in seen["notes"][0]
@@ -134,14 +170,17 @@ def test_a_line_counts_once_it_is_whole_and_a_cut_begins_anew(tmp_path: Path) ->
         assert seen == {5: [], len(line(1)) + 3: [1], len(text): [2, 3]}[end]
     path.write_text(line(1) + line(2, loss=7.0))  # went on from step 1
     assert ([row["loss"] for row in tail.rows()], tail.begins) == ([1.0, 7.0], 1)
-    path.write_text(line(1) + line(2, loss=8.0) + line(3))  # cut off, and longer than before when next seen
+    path.write_text(
+        line(1) + line(2, loss=8.0) + line(3)
+    )  # cut off, and longer than before when next seen
     assert ([row["loss"] for row in tail.rows()], tail.begins) == ([1.0, 8.0, 1 / 3], 2)
 
 
 def test_a_long_file_is_read_bit_by_bit(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text("".join(line(step + 1) for step in range(50)))
-    tail, seen = Tail(path), list[int]()
+    tail = Tail(path)
+    seen = list[int]()
     while new := [row["step"] for row in tail.rows(most_bytes=500)]:
         assert len(new) < 10
         seen += new
@@ -156,12 +195,16 @@ def test_curves_keep_means_and_extremes() -> None:
     points = curve.shown()
     assert len(points) <= 8
     assert points[-1][0] == 100
-    assert all((low, high) == (0.0, 1.0) and mean == pytest.approx(0.5, abs=0.01) for _, mean, low, high in points[:-1])
+    assert all(
+        (low, high) == (0.0, 1.0) and mean == pytest.approx(0.5, abs=0.01)
+        for _, mean, low, high in points[:-1]
+    )
 
 
 def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     """A curve has a bounded number of points; a long file is read a piece at a time."""
-    curve, path = Curve(), tmp_path / "lines"
+    curve = Curve()
+    path = tmp_path / "lines"
     with path.open("w") as file:
         file.writelines([line(step + 1, note="x" * 400) for step in range(12_000)])
     tracemalloc.start()
@@ -178,7 +221,9 @@ def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
 def test_the_board_follows_a_run_as_it_trains(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus.txt")
     config = tmp_path / "tiny.toml"
-    config.write_text(TOML.format(schedule="1f1b", corpus=tmp_path / "corpus.txt", runs=tmp_path / "runs"))
+    config.write_text(
+        TOML.format(schedule="1f1b", corpus=tmp_path / "corpus.txt", runs=tmp_path / "runs")
+    )
     assert main(["train", str(config), "--run.name", "own"]) == 0
     seen = Board(tmp_path / "runs" / "own").look()
     assert seen["latest"]["step"] == 6

@@ -1,4 +1,5 @@
-"""Exchange with Hugging Face transformers: GPT-2, LLaMA, Mistral, GPT-NeoX and BERT, from and to any grid.
+"""Exchange with Hugging Face transformers: GPT-2, LLaMA, Mistral, GPT-NeoX and BERT, from and to
+any grid.
 
 transformers itself is needed by `compare` alone.
 """
@@ -8,5 +9,12 @@ from hybridpar.checkpoint.huggingface.import_model import Imported, import_folde
 from hybridpar.checkpoint.huggingface.verify import TOLERANCE, Comparison, compare, compare_logits
 
 __all__ = [
-    "TOLERANCE", "Comparison", "Exported", "Imported", "compare", "compare_logits", "export_folder", "import_folder",
+    "TOLERANCE",
+    "Comparison",
+    "Exported",
+    "Imported",
+    "compare",
+    "compare_logits",
+    "export_folder",
+    "import_folder",
 ]

@@ -7,7 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hybridpar.checkpoint.huggingface.families import EVERYWHERE, FAMILIES, REQUIRED, SAYS_NOTHING, Family, Key
+from hybridpar.checkpoint.huggingface.families import (
+    EVERYWHERE,
+    FAMILIES,
+    REQUIRED,
+    SAYS_NOTHING,
+    Family,
+    Key,
+)
 from hybridpar.checkpoint.huggingface.source import CONFIG
 from hybridpar.config import ModelConfig
 from hybridpar.config.typed import FINITE, convert, hints_of
@@ -27,7 +34,12 @@ def family_of(plain: Plain, tensors: Iterable[str]) -> Family:
     if name is None:
         name = _guess(set(tensors))
     if not isinstance(name, str) or name not in FAMILIES:
-        raise config_error("config.json: model_type", name, "is not a model that can be imported", ", ".join(FAMILIES))
+        raise config_error(
+            "config.json: model_type",
+            name,
+            "is not a model that can be imported",
+            ", ".join(FAMILIES),
+        )
     return FAMILIES[name]
 
 
@@ -40,14 +52,16 @@ def _guess(tensors: set[str]) -> str | None:
 
 
 def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
-    """The model that config.json describes, for sequences of all its positions, and its keys that transformers does not
-    know of either.
+    """The model that config.json describes, for sequences of all its positions, and its keys that
+    transformers does not know of either.
 
     Raises: ConfigError naming every key that is missing, wrong, or asks for what we cannot compute.
     """
     plain, problems = _without_aliases(plain, family)
     problems += _unsupported(plain, family)
-    values: dict[str, Any] = {key: value for key, value in family.model.items() if key != "norm_position"}
+    values: dict[str, Any] = {
+        key: value for key, value in family.model.items() if key != "norm_position"
+    }
     given: dict[str, str] = {}
     for key in family.keys:
         try:
@@ -57,8 +71,14 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
             problems.append(_problem(key.theirs, value, str(error), where=family.settings))
             continue
         if key.ours in given and values[key.ours] != value:
-            problems.append(_problem(key.theirs, plain.get(key.theirs, key.default), f"must be as {given[key.ours]}: "
-                                     f"both are model.{key.ours} here", where=family.settings))
+            problems.append(
+                _problem(
+                    key.theirs,
+                    plain.get(key.theirs, key.default),
+                    f"must be as {given[key.ours]}: both are model.{key.ours} here",
+                    where=family.settings,
+                )
+            )
         values[key.ours], given[key.ours] = value, key.theirs
     if family.rotary:
         problems += _read_rotary(plain, values, family)
@@ -68,19 +88,33 @@ def model_of(plain: Plain, family: Family) -> tuple[ModelConfig, list[str]]:
         values["seq_length"] = values["max_positions"]
     if problems:
         raise ConfigError(*problems)
-    known = {k.theirs for k in family.keys} | set(family.only) | set(EVERYWHERE) | SAYS_NOTHING | family.ignored
-    known |= {*_ROPE_KEYS, family.rotary.base, family.rotary.fraction, "head_dim"} if family.rotary else set()
+    known = (
+        {k.theirs for k in family.keys}
+        | set(family.only)
+        | set(EVERYWHERE)
+        | SAYS_NOTHING
+        | family.ignored
+    )
+    known |= (
+        {*_ROPE_KEYS, family.rotary.base, family.rotary.fraction, "head_dim"}
+        if family.rotary
+        else set()
+    )
     known |= set() if family.sliding_window is None else {"sliding_window"}
     return replace(ModelConfig(), **values), sorted(set(plain) - known)
 
 
-def _problem(key: str, value: object, rule: str, suggestion: str = "", where: str = CONFIG) -> Problem:
+def _problem(
+    key: str, value: object, rule: str, suggestion: str = "", where: str = CONFIG
+) -> Problem:
     return Problem(f"{where}: {key}", value, rule, suggestion)
 
 
 def _without_aliases(plain: Plain, family: Family) -> tuple[dict[str, Any], list[Problem]]:
-    """The keys by the names of the table, and a problem for each that is there by two names with two values."""
-    named, problems = dict(plain), []
+    """The keys by the names of the table, and a problem for each that is there by two names with
+    two values."""
+    named = dict(plain)
+    problems = []
     for alias, key in family.aliases.items():
         if alias not in named:
             continue
@@ -90,30 +124,52 @@ def _without_aliases(plain: Plain, family: Family) -> tuple[dict[str, Any], list
     return named, problems
 
 
-def _contradiction(name: str, value: object, other: str, other_value: object, family: Family) -> Problem:
-    return _problem(name, value, f"contradicts {other} = {shown(other_value)}: both say the same thing of the model",
-                    "the right one alone", family.settings)
+def _contradiction(
+    name: str, value: object, other: str, other_value: object, family: Family
+) -> Problem:
+    return _problem(
+        name,
+        value,
+        f"contradicts {other} = {shown(other_value)}: both say the same thing of the model",
+        "the right one alone",
+        family.settings,
+    )
 
 
 def _unsupported(plain: Plain, family: Family) -> Iterator[Problem]:
     for key, works in {**EVERYWHERE, **family.only}.items():
         value = plain.get(key, works[0])
         if not any(value == w and isinstance(value, bool) == isinstance(w, bool) for w in works):
-            yield _problem(key, value, f"hybridpar has no such feature for {family.model_type}", str(works[0]),
-                           family.settings)
+            yield _problem(
+                key,
+                value,
+                f"hybridpar has no such feature for {family.model_type}",
+                str(works[0]),
+                family.settings,
+            )
 
 
 def _windows(plain: Plain, values: Mapping[str, Any], family: Family) -> Iterator[Problem]:
     """A problem if a sliding window does not show every position all of those before it."""
-    window, length = plain.get("sliding_window", family.sliding_window), values.get("max_positions")
+    window = plain.get("sliding_window", family.sliding_window)
+    length = values.get("max_positions")
     if window is None or length is None:
         return
     if not isinstance(window, int) or isinstance(window, bool) or window < length:
-        absent = "" if "sliding_window" in plain else f" (the key is absent, and so has {family.model_type}'s default)"
-        yield _problem("sliding_window", window, f"must reach all {length} positions of max_position_embeddings, as "
-                       f"hybridpar has no windows yet{absent}",
-                       "null for a model that was trained without a window, else a smaller max_position_embeddings",
-                       family.settings)
+        absent = (
+            ""
+            if "sliding_window" in plain
+            else f" (the key is absent, and so has {family.model_type}'s default)"
+        )
+        yield _problem(
+            "sliding_window",
+            window,
+            f"must reach all {length} positions of max_position_embeddings, as "
+            f"hybridpar has no windows yet{absent}",
+            "null for a model that was trained without a window, else a smaller "
+            "max_position_embeddings",
+            family.settings,
+        )
 
 
 def _read(plain: Plain, key: Key) -> Any:
@@ -139,26 +195,41 @@ def _read(plain: Plain, key: Key) -> Any:
 
 
 def _read_rotary(plain: Plain, values: dict[str, Any], family: Family) -> Iterator[Problem]:
-    """Sets rotary_base and rotary_fraction, and yields what of the rotary positions we cannot compute."""
+    """Sets rotary_base and rotary_fraction, and yields what of the rotary positions we cannot
+    compute."""
     rotary = family.rotary
     assert rotary is not None
     ropes = {}
     for name in ("rope_scaling", "rope_parameters"):  # older and newer files
         rope = plain.get(name) or {}
-        if not isinstance(rope, Mapping) or rope.keys() - _ROPE_PARAMETERS or (
-                any(rope.get(key, "default") != "default" for key in ("rope_type", "type"))):
-            yield _problem(name, rope, "hybridpar has rotary positions without scaling, the same in all layers", "null")
+        if (
+            not isinstance(rope, Mapping)
+            or rope.keys() - _ROPE_PARAMETERS
+            or (any(rope.get(key, "default") != "default" for key in ("rope_type", "type")))
+        ):
+            yield _problem(
+                name,
+                rope,
+                "hybridpar has rotary positions without scaling, the same in all layers",
+                "null",
+            )
             continue
         ropes[name] = rope
     bases = _spellings(plain, ropes, rotary.base, "rope_theta", rotary.default_base)
-    parts = _spellings(plain, ropes, rotary.fraction, "partial_rotary_factor", rotary.default_fraction)
+    parts = _spellings(
+        plain, ropes, rotary.fraction, "partial_rotary_factor", rotary.default_fraction
+    )
     for found in (bases, parts):
         (name, value), *others = found.items()
         for other, other_value in others:
             if other_value != value:
                 yield _contradiction(name, value, other, other_value, family)
     name, part = next(iter(parts.items()))
-    if not _is_number(part) or not 0 < part <= 1 or part != family.model.get("rotary_fraction", part):
+    if (
+        not _is_number(part)
+        or not 0 < part <= 1
+        or part != family.model.get("rotary_fraction", part)
+    ):
         rule = "must be above 0 and at most 1"
         if "rotary_fraction" in family.model:
             rule = f"{family.model_type} turns all features of a head"
@@ -170,32 +241,59 @@ def _read_rotary(plain: Plain, values: dict[str, Any], family: Family) -> Iterat
         yield _problem(name, base, "must be a finite number above 0", "10000.0")
         return
     values["rotary_base"] = float(base)
-    hidden, heads, dim = values.get("hidden_size"), values.get("num_heads"), plain.get("head_dim")
-    if hidden and heads and dim is not None and not (isinstance(dim, int) and dim * heads == hidden):
-        yield _problem("head_dim", dim, f"must be hidden_size / num_attention_heads = {hidden} / {heads} here", "null")
+    hidden = values.get("hidden_size")
+    heads = values.get("num_heads")
+    dim = plain.get("head_dim")
+    if (
+        hidden
+        and heads
+        and dim is not None
+        and not (isinstance(dim, int) and dim * heads == hidden)
+    ):
+        yield _problem(
+            "head_dim",
+            dim,
+            f"must be hidden_size / num_attention_heads = {hidden} / {heads} here",
+            "null",
+        )
 
 
-def _spellings(plain: Plain, ropes: Mapping[str, Plain], key: str, inner: str, default: float) -> dict[str, Any]:
-    """The values that a configuration gives one quantity of its rotary positions, by the names of their keys.
+def _spellings(
+    plain: Plain, ropes: Mapping[str, Plain], key: str, inner: str, default: float
+) -> dict[str, Any]:
+    """The values that a configuration gives one quantity of its rotary positions, by the names of
+    their keys.
 
-    key: its name in config.json; inner: its name in rope_parameters and rope_scaling, and in config.json of most
-    families. Where transformers would read neither, `default` is what it has.
+    key: its name in config.json; inner: its name in rope_parameters and rope_scaling, and in
+    config.json of most families. Where transformers would read neither, `default` is what it has.
     """
     found = {key: plain[key]} if plain.get(key) is not None else {}
-    found |= {f"{name}.{inner}": rope[inner] for name, rope in ropes.items() if rope.get(inner) is not None}
+    found |= {
+        f"{name}.{inner}": rope[inner]
+        for name, rope in ropes.items()
+        if rope.get(inner) is not None
+    }
     found = found or {key: default}
     return found if plain.get(inner) is None else {**found, inner: plain[inner]}
 
 
 def _is_number(value: Any) -> bool:
     """Whether it is one of at least 0 that a float can hold."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and 0 <= value <= sys.float_info.max
+    )
 
 
 def choose_family(model: ModelConfig) -> Family:
-    """The family that a model of ours is one of. Raises: ConfigError naming what the nearest lacks."""
-    mismatches = {name: _mismatches(model, family) for name, family in FAMILIES.items()
-                  if family.model["kind"] == model.kind}
+    """The family that a model of ours is one of. Raises: ConfigError naming what the nearest
+    lacks."""
+    mismatches = {
+        name: _mismatches(model, family)
+        for name, family in FAMILIES.items()
+        if family.model["kind"] == model.kind
+    }
     nearest = min(mismatches, key=lambda name: len(mismatches[name]))
     if mismatches[nearest]:
         raise ConfigError(*mismatches[nearest])
@@ -211,28 +309,43 @@ def _mismatches(model: ModelConfig, family: Family) -> list[Problem]:
     rule = f"transformers has no such model; the nearest there is {family.model_type}"
     return [
         Problem(f"model.{name}", ours[name], rule, " or ".join(map(str, works)))
-        for name, works in allowed.items() if ours[name] not in works]
+        for name, works in allowed.items()
+        if ours[name] not in works
+    ]
 
 
 def canonical(model: ModelConfig) -> dict[str, Any]:
     """The keys of [model] with what their zeros and 'auto' stand for."""
-    return {**vars(model), "num_kv_heads": model.kv_heads, "ffn_hidden_size": model.ffn_size,
-            "norm_position": "post" if model.post_norm else "pre", "norm_eps": model.norm_epsilon,
-            "max_positions": model.num_positions}
+    return {
+        **vars(model),
+        "num_kv_heads": model.kv_heads,
+        "ffn_hidden_size": model.ffn_size,
+        "norm_position": "post" if model.post_norm else "pre",
+        "norm_eps": model.norm_epsilon,
+        "max_positions": model.num_positions,
+    }
 
 
 def plain_of(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """config.json of a model of that family, without what depends on its tokenizer and its files."""
+    """config.json of a model of that family, without what depends on its tokenizer and its
+    files."""
     ours = canonical(model)
     bert = model.kind == "bert"
     plain: dict[str, Any] = {
-        "model_type": family.model_type, "architectures": [family.architectures[model.sentence_head if bert else ""]]}
+        "model_type": family.model_type,
+        "architectures": [family.architectures[model.sentence_head if bert else ""]],
+    }
     for key in family.keys:
         backward = {word: theirs for theirs, word in reversed(list(key.words.items()))}
-        plain[key.theirs] = backward.get(ours[key.ours], ours[key.ours]) if key.words else ours[key.ours]
+        plain[key.theirs] = (
+            backward.get(ours[key.ours], ours[key.ours]) if key.words else ours[key.ours]
+        )
     plain |= {key: works[0] for key, works in family.only.items()}
     if family.rotary:
-        plain |= {family.rotary.base: model.rotary_base, "head_dim": model.hidden_size // model.num_heads}
+        plain |= {
+            family.rotary.base: model.rotary_base,
+            "head_dim": model.hidden_size // model.num_heads,
+        }
         if "rotary_fraction" not in family.model:
             plain[family.rotary.fraction] = model.rotary_fraction
     if bert:

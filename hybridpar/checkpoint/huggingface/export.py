@@ -40,14 +40,23 @@ class Exported:
     notes: tuple[str, ...]
 
 
-def export_folder(path: str | Path, output: str | Path, *, dtype: str = "keep", max_file_bytes: int = 5 * 10**9,
-                  say: Callable[[str], None] = print) -> Exported:
-    """Writes the newest weights of a run folder or checkpoint, of any grid, with their tokenizer where there is one.
+def export_folder(
+    path: str | Path,
+    output: str | Path,
+    *,
+    dtype: str = "keep",
+    max_file_bytes: int = 5 * 10**9,
+    say: Callable[[str], None] = print,
+) -> Exported:
+    """Writes the newest weights of a run folder or checkpoint, of any grid, with their tokenizer
+    where there is one.
 
-    dtype: a value of train.dtype; 'keep': that of the checkpoint. One file of tensors is in memory at a time.
-    Raises: CheckpointError for a missing or damaged checkpoint, or one with weights that are not finite; ConfigError
-    for a model that transformers has no class for, trained behind a subspace, with a weight beyond the range of
-    `dtype`, or where `output` is there already; DataError for a damaged tokenizer.
+    dtype: a value of train.dtype; 'keep': that of the checkpoint. One file of tensors is in memory
+    at a time.
+    Raises: CheckpointError for a missing or damaged checkpoint, or one with weights that are not
+        finite; ConfigError
+    for a model that transformers has no class for, trained behind a subspace, with a weight beyond
+    the range of `dtype`, or where `output` is there already; DataError for a damaged tokenizer.
     """
     return read_held(path, say, lambda folder: _export(folder, Path(output), dtype, max_file_bytes))
 
@@ -56,9 +65,14 @@ def _export(folder: Path, output: Path, dtype: str, max_file_bytes: int) -> Expo
     full = FullWeights(folder)
     config = full.manifest.config
     if config.projects:
-        raise config_error("compression.messages", "subspace", f"is a part of the model that {folder} holds, for which "
-                           "transformers has no class", "int4, from the start of a run")
-    model, dtype = config.transformer, config.train.dtype if dtype == "keep" else dtype
+        raise config_error(
+            "compression.messages",
+            "subspace",
+            f"is a part of the model that {folder} holds, for which transformers has no class",
+            "int4, from the start of a run",
+        )
+    model = config.transformer
+    dtype = config.train.dtype if dtype == "keep" else dtype
     family = choose_family(model)
     plan, plain = plan_of(model, family), plain_of(model, family)
     notes: list[str] = []
@@ -70,7 +84,9 @@ def _export(folder: Path, output: Path, dtype: str, max_file_bytes: int) -> Expo
     else:
         notes.append(f"{tokenizer} is missing, so the folder has no tokenizer")
     if model.dropout and all(key.ours != "dropout" for key in family.keys):
-        notes.append(f"model.dropout = {model.dropout}: {family.model_type} has no such dropout there")
+        notes.append(
+            f"model.dropout = {model.dropout}: {family.model_type} has no such dropout there"
+        )
     plain |= {**ids, "torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")}
     files[CONFIG] = json.dumps(plain, indent=1)
     if model.kind == "gpt":
@@ -81,15 +97,24 @@ def _export(folder: Path, output: Path, dtype: str, max_file_bytes: int) -> Expo
             (aside / name).write_text(text, encoding="utf-8")
         groups = _groups(plan, max_file_bytes // _ITEM_BYTES[dtype])
         _write(aside, groups, lambda names: dict(_tensors(full, plan, names, DTYPES[dtype])))
-    return Exported(folder, output, plain["architectures"][0], dtype, sum(map(len, groups)), plan.num_parameters,
-                    tuple(notes))
+    return Exported(
+        folder,
+        output,
+        plain["architectures"][0],
+        dtype,
+        sum(map(len, groups)),
+        plan.num_parameters,
+        tuple(notes),
+    )
 
 
 def _groups(plan: Plan, most: int) -> list[list[str]]:
     """The tensors of each file, in order, at most so many elements in all (but always one)."""
     sizes = {name: torch.Size(shape).numel() for name, shape in plan.shapes.items()}
     if not plan.is_tied:  # without ties transformers takes these for parameters of their own
-        sizes |= {copy: sizes[original] for copy, original in plan.copies.items() if original in sizes}
+        sizes |= {
+            copy: sizes[original] for copy, original in plan.copies.items() if original in sizes
+        }
     groups: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():
@@ -101,11 +126,18 @@ def _groups(plan: Plan, most: int) -> list[list[str]]:
     return groups
 
 
-def _tensors(full: FullWeights, plan: Plan, names: list[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the exported model with these names. Raises: ConfigError if one is beyond the range of `dtype`."""
+def _tensors(
+    full: FullWeights, plan: Plan, names: list[str], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the exported model with these names. Raises: ConfigError if one is beyond the
+    range of `dtype`."""
     wanted = set(names)
     for entry in plan.entries:
-        copies = {plan.copies[copy]: copy for copy in wanted & plan.copies.keys() if plan.copies[copy] in entry.theirs}
+        copies = {
+            plan.copies[copy]: copy
+            for copy in wanted & plan.copies.keys()
+            if plan.copies[copy] in entry.theirs
+        }
         if not wanted & entry.theirs.keys() and not copies:
             continue
         ours = full.find_tied(entry.ours, entry.placement.tied)
@@ -120,18 +152,26 @@ def _tensors(full: FullWeights, plan: Plan, names: list[str], dtype: torch.dtype
 
 
 def _check_finite(rounded: Tensor, exact: Tensor, name: str) -> None:
-    """Raises: ConfigError for weights that their type makes infinite. `exact`: finite, as all that is loaded."""
+    """Raises: ConfigError for weights that their type makes infinite. `exact`: finite, as all that
+    is loaded."""
     if rounded.isfinite().all():
         return
     largest = torch.finfo(rounded.dtype).max
     dtype = next(ours for ours, theirs in DTYPES.items() if theirs == rounded.dtype)
-    raise config_error("dtype", dtype, f"holds numbers up to {largest:.3g}; {name} has one of "
-                       f"{float(exact.abs().max()):.3g}", "bf16")
+    raise config_error(
+        "dtype",
+        dtype,
+        f"holds numbers up to {largest:.3g}; {name} has one of {float(exact.abs().max()):.3g}",
+        "bf16",
+    )
 
 
-def _write(folder: Path, groups: list[list[str]], read: Callable[[list[str]], dict[str, Tensor]]) -> None:
+def _write(
+    folder: Path, groups: list[list[str]], read: Callable[[list[str]], dict[str, Tensor]]
+) -> None:
     """model.safetensors, or numbered files and their index."""
-    many, total = len(groups) > 1, 0
+    many = len(groups) > 1
+    total = 0
     where: dict[str, str] = {}
     for number, names in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if many else WEIGHTS

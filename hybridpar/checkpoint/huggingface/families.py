@@ -1,8 +1,9 @@
 """Names of the model families of Hugging Face transformers, as tables; nothing here computes.
 
-A family says which tensors of theirs make up each module of ours, which keys of config.json are which keys of [model],
-which of them can only have certain values, and what else may be in their files. A key that config.json lacks means what
-transformers' class of the family means by it: all defaults here are those of its constructor.
+A family says which tensors of theirs make up each module of ours, which keys of config.json are
+which keys of [model], which of them can only have certain values, and what else may be in their
+files. A key that config.json lacks means what transformers' class of the family means by it: all
+defaults here are those of its constructor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ REQUIRED = object()
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensors that a module of ours is made of: names without .weight or .bias, and their layout (layouts.py).
+    """Tensors that a module of ours is made of: names without .weight or .bias, and their layout
+    (layouts.py).
 
     `{layer}` stands for the number of a layer, from 0.
     """
@@ -28,10 +30,11 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json that is a key of [model]. `words`: what theirs are called here, the first for export.
+    """A key of config.json that is a key of [model]. `words`: what theirs are called here, the
+    first for export.
 
-    default: the value of a key that is absent. is_nullable: null is allowed, and is 0 in [model], which stands for
-    another key's value there; a key whose default is None is nullable anyway.
+    default: the value of a key that is absent. is_nullable: null is allowed, and is 0 in [model],
+    which stands for another key's value there; a key whose default is None is nullable anyway.
     Two keys of theirs may be one of ours: they must agree then.
     """
 
@@ -44,7 +47,8 @@ class Key:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Keys of config.json, where rope_parameters does not say it: the base, and the share of a head's features."""
+    """Keys of config.json, where rope_parameters does not say it: the base, and the share of a
+    head's features."""
 
     base: str = "rope_theta"
     fraction: str = "partial_rotary_factor"
@@ -58,16 +62,16 @@ class Family:
 
     architectures: the class to export for, by model.sentence_head ("" where that means nothing).
     model: the keys of [model] that all of the family have in common.
-    tensors: by module of ours, or by parameter where that differs; parts are embedding, layer and head.
-    copies: tensors that may be in their files a second time, by the name of the first.
-    heads: modules of ours that files of a bare model lack, all of a group at once; they start anew then.
-    only: keys of config.json whose other values we cannot compute, with what works; the first is the default.
-    computed: patterns of what their files may hold that is no parameter.
+    tensors: by module of ours, or by parameter where that differs; parts are embedding, layer and
+    head. copies: tensors that may be in their files a second time, by the name of the first.
+    heads: modules of ours that files of a bare model lack, all of a group at once; they start anew
+    then. only: keys of config.json whose other values we cannot compute, with what works; the first
+    is the default. computed: patterns of what their files may hold that is no parameter.
     renamed: endings in older or newer files, and what they are in `tensors`.
     rotary: how its rotary positions are written down, where it has them.
     aliases: other names of keys, which transformers reads as well (the class's attribute_map).
-    sliding_window: its default, where the family has that key. We have no windows, so it must reach all positions.
-    settings: where its keys are, for messages.
+    sliding_window: its default, where the family has that key. We have no windows, so it must reach
+    all positions. settings: where its keys are, for messages.
     """
 
     model_type: str
@@ -93,23 +97,58 @@ def _one(name: str, layout: str = "same") -> Tensors:
 
 
 EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
-    "quantization_config": (None,), "auto_map": (None,), "pruned_heads": ({}, None), "add_cross_attention": (False,),
-    "is_decoder": (False,), "is_encoder_decoder": (False,)}
+    "quantization_config": (None,),
+    "auto_map": (None,),
+    "pruned_heads": ({}, None),
+    "add_cross_attention": (False,),
+    "is_decoder": (False,),
+    "is_encoder_decoder": (False,),
+}
 """Keys of any family whose other values we cannot compute."""
 
-SAYS_NOTHING = frozenset({
-    "model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "bos_token_id",
-    "eos_token_id", "pad_token_id", "_name_or_path", "id2label", "label2id", "num_labels", "problem_type",
-    "task_specific_params", "gradient_checkpointing", "output_attentions", "output_hidden_states", "return_dict",
-    "chunk_size_feed_forward", "classifier_dropout", "sentence_head"})
-"""Keys that say nothing of what a language model computes (sentence_head: of ours, which import reads apart)."""
+SAYS_NOTHING = frozenset(
+    {
+        "model_type",
+        "architectures",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "_name_or_path",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "task_specific_params",
+        "gradient_checkpointing",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "chunk_size_feed_forward",
+        "classifier_dropout",
+        "sentence_head",
+    }
+)
+"""Keys that say nothing of what a language model computes (sentence_head: of ours, which import
+reads apart)."""
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact", "gelu_fast": "gelu"}
 
 GPT2 = Family(
-    "gpt2", {"": "GPT2LMHeadModel"}, "transformer.",
-    model={"kind": "gpt", "position": "learned", "norm": "layer_norm", "norm_position": "pre", "bias": True,
-           "parallel_residual": False},
+    "gpt2",
+    {"": "GPT2LMHeadModel"},
+    "transformer.",
+    model={
+        "kind": "gpt",
+        "position": "learned",
+        "norm": "layer_norm",
+        "norm_position": "pre",
+        "bias": True,
+        "parallel_residual": False,
+    },
     tensors={
         "embedding.tokens": _one("transformer.wte"),
         "embedding.positions": _one("transformer.wpe"),
@@ -120,65 +159,130 @@ GPT2 = Family(
         "layer.mlp.up": _one("transformer.h.{layer}.mlp.c_fc", "conv1d"),
         "layer.mlp.down": _one("transformer.h.{layer}.mlp.c_proj", "conv1d"),
         "head.norm": _one("transformer.ln_f"),
-        "head.language_model.projection": _one("lm_head")},
+        "head.language_model.projection": _one("lm_head"),
+    },
     keys=(
-        Key("n_layer", "num_layers", 12), Key("n_embd", "hidden_size", 768), Key("n_head", "num_heads", 12),
-        Key("n_inner", "ffn_hidden_size", None), Key("n_positions", "max_positions", 1024),
+        Key("n_layer", "num_layers", 12),
+        Key("n_embd", "hidden_size", 768),
+        Key("n_head", "num_heads", 12),
+        Key("n_inner", "ffn_hidden_size", None),
+        Key("n_positions", "max_positions", 1024),
         Key("vocab_size", "vocab_size", 50257),
-        Key("tie_word_embeddings", "tie_embeddings", True), Key("layer_norm_epsilon", "norm_eps", 1e-5),
-        Key("activation_function", "activation", "gelu_new", GELUS), Key("resid_pdrop", "dropout", 0.1),
-        Key("embd_pdrop", "dropout", 0.1), Key("attn_pdrop", "attention_dropout", 0.1),
-        Key("initializer_range", "init_std", 0.02)),
+        Key("tie_word_embeddings", "tie_embeddings", True),
+        Key("layer_norm_epsilon", "norm_eps", 1e-5),
+        Key("activation_function", "activation", "gelu_new", GELUS),
+        Key("resid_pdrop", "dropout", 0.1),
+        Key("embd_pdrop", "dropout", 0.1),
+        Key("attn_pdrop", "attention_dropout", 0.1),
+        Key("initializer_range", "init_std", 0.02),
+    ),
     only={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)},
     computed=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
-    ignored=frozenset({
-        "n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
-        "summary_proj_to_labels", "summary_first_dropout"}),
-    aliases={"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head",
-             "max_position_embeddings": "n_positions"})
+    ignored=frozenset(
+        {
+            "n_ctx",
+            "reorder_and_upcast_attn",
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_proj_to_labels",
+            "summary_first_dropout",
+        }
+    ),
+    aliases={
+        "num_hidden_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    },
+)
 
 LLAMA = Family(
-    "llama", {"": "LlamaForCausalLM"}, "model.",
-    model={"kind": "gpt", "position": "rotary", "norm": "rms_norm", "norm_position": "pre", "activation": "swiglu",
-           "rotary_fraction": 1.0, "parallel_residual": False},
+    "llama",
+    {"": "LlamaForCausalLM"},
+    "model.",
+    model={
+        "kind": "gpt",
+        "position": "rotary",
+        "norm": "rms_norm",
+        "norm_position": "pre",
+        "activation": "swiglu",
+        "rotary_fraction": 1.0,
+        "parallel_residual": False,
+    },
     tensors={
         "embedding.tokens": _one("model.embed_tokens"),
         "layer.attention_norm": _one("model.layers.{layer}.input_layernorm"),
-        "layer.attention.qkv": Tensors(tuple(f"model.layers.{{layer}}.self_attn.{part}_proj" for part in "qkv"), "qkv"),
+        "layer.attention.qkv": Tensors(
+            tuple(f"model.layers.{{layer}}.self_attn.{part}_proj" for part in "qkv"), "qkv"
+        ),
         "layer.attention.out": _one("model.layers.{layer}.self_attn.o_proj"),
         "layer.mlp_norm": _one("model.layers.{layer}.post_attention_layernorm"),
-        "layer.mlp.up": Tensors(("model.layers.{layer}.mlp.gate_proj", "model.layers.{layer}.mlp.up_proj"), "gate_up"),
+        "layer.mlp.up": Tensors(
+            ("model.layers.{layer}.mlp.gate_proj", "model.layers.{layer}.mlp.up_proj"), "gate_up"
+        ),
         "layer.mlp.down": _one("model.layers.{layer}.mlp.down_proj"),
         "head.norm": _one("model.norm"),
-        "head.language_model.projection": _one("lm_head")},
+        "head.language_model.projection": _one("lm_head"),
+    },
     keys=(
-        Key("num_hidden_layers", "num_layers", 32), Key("hidden_size", "hidden_size", 4096),
-        Key("num_attention_heads", "num_heads", 32), Key("num_key_value_heads", "num_kv_heads", None),
-        Key("intermediate_size", "ffn_hidden_size", 11008), Key("max_position_embeddings", "max_positions", 2048),
-        Key("vocab_size", "vocab_size", 32000), Key("tie_word_embeddings", "tie_embeddings", False),
-        Key("rms_norm_eps", "norm_eps", 1e-6), Key("hidden_act", "activation", "silu", {"silu": "swiglu"}),
-        Key("attention_bias", "bias", False), Key("mlp_bias", "bias", False),
-        Key("attention_dropout", "attention_dropout", 0.0), Key("initializer_range", "init_std", 0.02)),
+        Key("num_hidden_layers", "num_layers", 32),
+        Key("hidden_size", "hidden_size", 4096),
+        Key("num_attention_heads", "num_heads", 32),
+        Key("num_key_value_heads", "num_kv_heads", None),
+        Key("intermediate_size", "ffn_hidden_size", 11008),
+        Key("max_position_embeddings", "max_positions", 2048),
+        Key("vocab_size", "vocab_size", 32000),
+        Key("tie_word_embeddings", "tie_embeddings", False),
+        Key("rms_norm_eps", "norm_eps", 1e-6),
+        Key("hidden_act", "activation", "silu", {"silu": "swiglu"}),
+        Key("attention_bias", "bias", False),
+        Key("mlp_bias", "bias", False),
+        Key("attention_dropout", "attention_dropout", 0.0),
+        Key("initializer_range", "init_std", 0.02),
+    ),
     computed=(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),
     ignored=frozenset({"pretraining_tp"}),
-    rotary=Rotary())
+    rotary=Rotary(),
+)
 
 _OF_MISTRAL = {
-    "intermediate_size": 14336, "max_position_embeddings": 4096 * 32, "num_key_value_heads": 8}
+    "intermediate_size": 14336,
+    "max_position_embeddings": 4096 * 32,
+    "num_key_value_heads": 8,
+}
 """Defaults of Mistral that are not LLaMA's."""
 
 MISTRAL = replace(
-    LLAMA, model_type="mistral", architectures={"": "MistralForCausalLM"}, model={**LLAMA.model, "bias": False},
-    keys=tuple(replace(key, default=_OF_MISTRAL.get(key.theirs, key.default),
-                       is_nullable=key.theirs == "num_key_value_heads")
-               for key in LLAMA.keys if key.ours != "bias"),
-    sliding_window=4096)
+    LLAMA,
+    model_type="mistral",
+    architectures={"": "MistralForCausalLM"},
+    model={**LLAMA.model, "bias": False},
+    keys=tuple(
+        replace(
+            key,
+            default=_OF_MISTRAL.get(key.theirs, key.default),
+            is_nullable=key.theirs == "num_key_value_heads",
+        )
+        for key in LLAMA.keys
+        if key.ours != "bias"
+    ),
+    sliding_window=4096,
+)
 
 _NEOX_LAYER = "gpt_neox.layers.{layer}"
 
 GPT_NEOX = Family(
-    "gpt_neox", {"": "GPTNeoXForCausalLM"}, "gpt_neox.",
-    model={"kind": "gpt", "position": "rotary", "norm": "layer_norm", "norm_position": "pre", "bias": True},
+    "gpt_neox",
+    {"": "GPTNeoXForCausalLM"},
+    "gpt_neox.",
+    model={
+        "kind": "gpt",
+        "position": "rotary",
+        "norm": "layer_norm",
+        "norm_position": "pre",
+        "bias": True,
+    },
     tensors={
         "embedding.tokens": _one("gpt_neox.embed_in"),
         "layer.attention_norm": _one(f"{_NEOX_LAYER}.input_layernorm"),
@@ -188,32 +292,56 @@ GPT_NEOX = Family(
         "layer.mlp.up": _one(f"{_NEOX_LAYER}.mlp.dense_h_to_4h"),
         "layer.mlp.down": _one(f"{_NEOX_LAYER}.mlp.dense_4h_to_h"),
         "head.norm": _one("gpt_neox.final_layer_norm"),
-        "head.language_model.projection": _one("embed_out")},
+        "head.language_model.projection": _one("embed_out"),
+    },
     keys=(
-        Key("num_hidden_layers", "num_layers", 44), Key("hidden_size", "hidden_size", 6144),
-        Key("num_attention_heads", "num_heads", 64), Key("intermediate_size", "ffn_hidden_size", 24576),
-        Key("max_position_embeddings", "max_positions", 2048), Key("vocab_size", "vocab_size", 50432),
-        Key("tie_word_embeddings", "tie_embeddings", False), Key("layer_norm_eps", "norm_eps", 1e-5),
-        Key("hidden_act", "activation", "gelu", GELUS), Key("use_parallel_residual", "parallel_residual", True),
-        Key("hidden_dropout", "dropout", 0.0), Key("attention_dropout", "attention_dropout", 0.0),
-        Key("initializer_range", "init_std", 0.02)),
+        Key("num_hidden_layers", "num_layers", 44),
+        Key("hidden_size", "hidden_size", 6144),
+        Key("num_attention_heads", "num_heads", 64),
+        Key("intermediate_size", "ffn_hidden_size", 24576),
+        Key("max_position_embeddings", "max_positions", 2048),
+        Key("vocab_size", "vocab_size", 50432),
+        Key("tie_word_embeddings", "tie_embeddings", False),
+        Key("layer_norm_eps", "norm_eps", 1e-5),
+        Key("hidden_act", "activation", "gelu", GELUS),
+        Key("use_parallel_residual", "parallel_residual", True),
+        Key("hidden_dropout", "dropout", 0.0),
+        Key("attention_dropout", "attention_dropout", 0.0),
+        Key("initializer_range", "init_std", 0.02),
+    ),
     only={"attention_bias": (True,)},
-    computed=(r"gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.inv_freq",
-              r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"),
+    computed=(
+        r"gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.inv_freq",
+        r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias",
+    ),
     renamed={"lm_head.weight": "embed_out.weight"},
-    rotary=Rotary("rotary_emb_base", "rotary_pct", default_fraction=0.25))
+    rotary=Rotary("rotary_emb_base", "rotary_pct", default_fraction=0.25),
+)
 
 BERT = Family(
-    "bert", {"nsp": "BertForPreTraining", "sop": "BertForPreTraining", "none": "BertForMaskedLM"}, "bert.",
-    model={"kind": "bert", "position": "learned", "norm": "layer_norm", "norm_position": "post", "bias": True,
-           "parallel_residual": False},
+    "bert",
+    {"nsp": "BertForPreTraining", "sop": "BertForPreTraining", "none": "BertForMaskedLM"},
+    "bert.",
+    model={
+        "kind": "bert",
+        "position": "learned",
+        "norm": "layer_norm",
+        "norm_position": "post",
+        "bias": True,
+        "parallel_residual": False,
+    },
     tensors={
         "embedding.tokens": _one("bert.embeddings.word_embeddings"),
         "embedding.positions": _one("bert.embeddings.position_embeddings"),
         "embedding.segments": _one("bert.embeddings.token_type_embeddings"),
         "embedding.norm": _one("bert.embeddings.LayerNorm"),
         "layer.attention.qkv": Tensors(
-            tuple(f"bert.encoder.layer.{{layer}}.attention.self.{part}" for part in ("query", "key", "value")), "qkv"),
+            tuple(
+                f"bert.encoder.layer.{{layer}}.attention.self.{part}"
+                for part in ("query", "key", "value")
+            ),
+            "qkv",
+        ),
         "layer.attention.out": _one("bert.encoder.layer.{layer}.attention.output.dense"),
         "layer.attention_norm": _one("bert.encoder.layer.{layer}.attention.output.LayerNorm"),
         "layer.mlp.up": _one("bert.encoder.layer.{layer}.intermediate.dense"),
@@ -224,19 +352,28 @@ BERT = Family(
         "head.language_model.projection.weight": _one("cls.predictions.decoder.weight"),
         "head.language_model.projection.bias": _one("cls.predictions.bias"),
         "head.pooler": _one("bert.pooler.dense"),
-        "head.classifier": _one("cls.seq_relationship")},
+        "head.classifier": _one("cls.seq_relationship"),
+    },
     keys=(
-        Key("num_hidden_layers", "num_layers", 12), Key("hidden_size", "hidden_size", 768),
-        Key("num_attention_heads", "num_heads", 12), Key("intermediate_size", "ffn_hidden_size", 3072),
-        Key("max_position_embeddings", "max_positions", 512), Key("vocab_size", "vocab_size", 30522),
-        Key("tie_word_embeddings", "tie_embeddings", True), Key("layer_norm_eps", "norm_eps", 1e-12),
-        Key("hidden_act", "activation", "gelu", GELUS), Key("hidden_dropout_prob", "dropout", 0.1),
-        Key("attention_probs_dropout_prob", "attention_dropout", 0.1), Key("initializer_range", "init_std", 0.02)),
+        Key("num_hidden_layers", "num_layers", 12),
+        Key("hidden_size", "hidden_size", 768),
+        Key("num_attention_heads", "num_heads", 12),
+        Key("intermediate_size", "ffn_hidden_size", 3072),
+        Key("max_position_embeddings", "max_positions", 512),
+        Key("vocab_size", "vocab_size", 30522),
+        Key("tie_word_embeddings", "tie_embeddings", True),
+        Key("layer_norm_eps", "norm_eps", 1e-12),
+        Key("hidden_act", "activation", "gelu", GELUS),
+        Key("hidden_dropout_prob", "dropout", 0.1),
+        Key("attention_probs_dropout_prob", "attention_dropout", 0.1),
+        Key("initializer_range", "init_std", 0.02),
+    ),
     copies={"cls.predictions.decoder.bias": "cls.predictions.bias"},
     heads=(("head.transform", "head.norm", "head.language_model.projection"), ("head.classifier",)),
     only={"type_vocab_size": (2,), "position_embedding_type": ("absolute",)},
     computed=(r"bert\.embeddings\.position_ids",),
-    renamed={".gamma": ".weight", ".beta": ".bias"})
+    renamed={".gamma": ".weight", ".beta": ".bias"},
+)
 
 FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, GPT_NEOX, BERT)}
 """Families by model_type. Export takes the first that a model is one of."""

@@ -1,4 +1,5 @@
-"""Makes a checkpoint, with its configuration and tokenizer, of a folder that transformers' save_pretrained wrote."""
+"""Makes a checkpoint, with its configuration and tokenizer, of a folder that transformers'
+save_pretrained wrote."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ _HEADS = ("nsp", "sop", "none")
 
 @dataclass(frozen=True)
 class Imported:
-    """An imported folder. `notes`: what was passed over in it; `started_anew`: our parameters that it lacks."""
+    """An imported folder. `notes`: what was passed over in it; `started_anew`: our parameters that
+    it lacks."""
 
     folder: Path
     checkpoint: Path
@@ -43,21 +45,32 @@ class Imported:
 
 
 def import_folder(source: str | Path, output: str | Path) -> Imported:
-    """Makes `output`: config.toml, a checkpoint of step 0, and where the folder has a tokenizer, tokenizer.json and the
-    files that belong beside it.
+    """Makes `output`: config.toml, a checkpoint of step 0, and where the folder has a tokenizer,
+    tokenizer.json and the files that belong beside it.
 
     `train.start_from` of that config.toml is `output`, so training from it runs on any grid.
-    Raises: CheckpointError for files that are missing, damaged or do not fit each other; ConfigError for what
-    config.json asks of a model that we do not have, or where `output` is there already; DataError for the tokenizer.
+    Raises: CheckpointError for files that are missing, damaged or do not fit each other;
+        ConfigError for what
+    config.json asks of a model that we do not have, or where `output` is there already; DataError
+    for the tokenizer.
     """
-    source, output = Path(source), Path(output)
+    source = Path(source)
+    output = Path(output)
     if not source.is_dir():
         near = nearest_path(source)
-        works = f"try {near}" if near else "download the model first, such as by huggingface-cli download"
-        raise CheckpointError(f"{source}: is not a folder, and only local ones are imported; {works}")
+        works = (
+            f"try {near}"
+            if near
+            else "download the model first, such as by huggingface-cli download"
+        )
+        raise CheckpointError(
+            f"{source}: is not a folder, and only local ones are imported; {works}"
+        )
     if not (source / CONFIG).is_file():
-        raise CheckpointError(f"{source}: has neither a {CONFIG}, as folders of Hugging Face have, nor Megatron-LM's "
-                              "iter_0000100/mp_rank_00/model_optim_rng.pt; name the folder that has one of them")
+        raise CheckpointError(
+            f"{source}: has neither a {CONFIG}, as folders of Hugging Face have, nor Megatron-LM's "
+            "iter_0000100/mp_rank_00/model_optim_rng.pt; name the folder that has one of them"
+        )
     plain = read_json(source / CONFIG)
     files = WeightFiles(source)
     family = family_of(plain, files.shapes)
@@ -65,12 +78,19 @@ def import_folder(source: str | Path, output: str | Path) -> Imported:
     check_sizes(model, files, CONFIG)
     if model.kind == "bert":
         model = replace(model, sentence_head=_sentence_head(plain, files))
-    known = [f"config.json: {', '.join(unknown)}: no keys of {family.model_type}, passed over"] if unknown else []
+    known = (
+        [f"config.json: {', '.join(unknown)}: no keys of {family.model_type}, passed over"]
+        if unknown
+        else []
+    )
     return make_checkpoint(files, model, family, output, known)
 
 
-def make_checkpoint(files: Weights, model: ModelConfig, family: Family, output: Path, notes: list[str]) -> Imported:
-    """Makes the folder of `import_folder` from the tensors of a model of that family. Raises: as that."""
+def make_checkpoint(
+    files: Weights, model: ModelConfig, family: Family, output: Path, notes: list[str]
+) -> Imported:
+    """Makes the folder of `import_folder` from the tensors of a model of that family. Raises: as
+    that."""
     plan = plan_of(model, family)
     matched = match(files.shapes, plan, family)
     dtype = _dtype(files, matched)
@@ -86,72 +106,106 @@ def make_checkpoint(files: Weights, model: ModelConfig, family: Family, output: 
         saved = save_weights(aside / "checkpoints", config, weights, placements)
     notes = [*notes, *_notes(matched, family, has_tokenizer=tokenizer is not None)]
     return Imported(
-        output, output / "checkpoints" / saved.name, family.model_type, dtype, len(matched.names),
-        plan.num_parameters, tuple(notes), tuple(matched.absent))
+        output,
+        output / "checkpoints" / saved.name,
+        family.model_type,
+        dtype,
+        len(matched.names),
+        plan.num_parameters,
+        tuple(notes),
+        tuple(matched.absent),
+    )
 
 
 def _notes(matched: Match, family: Family, *, has_tokenizer: bool) -> list[str]:
     notes = []
     if matched.unused:
-        notes.append(f"{len(matched.unused)} tensors that take no part in {family.model_type} passed over: "
-                     f"{matched.unused[0]}{', ..' * (len(matched.unused) > 1)}")
+        notes.append(
+            f"{len(matched.unused)} tensors that take no part in {family.model_type} passed over: "
+            f"{matched.unused[0]}{', ..' * (len(matched.unused) > 1)}"
+        )
     if matched.absent:
         modules = dict.fromkeys(name.rpartition(".")[0] for name in matched.absent)
         notes.append(f"the files have no {', '.join(modules)}: started anew, as for a new model")
     if not has_tokenizer:
-        notes.append(f"the folder has no {TOKENIZER}: generate needs one, and so does data.tokenizer")
+        notes.append(
+            f"the folder has no {TOKENIZER}: generate needs one, and so does data.tokenizer"
+        )
     return notes
 
 
 def check_sizes(model: ModelConfig, files: Weights, settings: str) -> None:
-    """Checks sizes before anything is built. Raises: ConfigError where the settings name sizes that no tensor has."""
+    """Checks sizes before anything is built. Raises: ConfigError where the settings name sizes that
+    no tensor has."""
     largest = max((max(shape, default=1) for shape in files.shapes.values()), default=0)
     if model.num_layers > len(files.shapes):
-        raise config_error(f"{settings}: the number of layers", model.num_layers,
-                           f"the files have {len(files.shapes)} tensors in all")
+        raise config_error(
+            f"{settings}: the number of layers",
+            model.num_layers,
+            f"the files have {len(files.shapes)} tensors in all",
+        )
     sizes = {f"what is model.{name} here": getattr(model, name) for name in _BY_TENSOR}
     if model.position == "learned":
         sizes["the number of positions"] = model.num_positions
     for what, value in sizes.items():
         if value > largest:
-            raise config_error(f"{settings}: {what}", value,
-                               f"the longest dimension of a tensor in the files is {largest}")
+            raise config_error(
+                f"{settings}: {what}",
+                value,
+                f"the longest dimension of a tensor in the files is {largest}",
+            )
 
 
 def _sentence_head(plain: Mapping[str, Any], files: WeightFiles) -> Any:
-    """The head that export wrote down, else by the tensors: architectures often names another class than the files'.
-    A pooler alone, as in files of the bare model, is kept for a head that starts anew."""
+    """The head that export wrote down, else by the tensors: architectures often names another class
+    than the files'. A pooler alone, as in files of the bare model, is kept for a head that starts
+    anew."""
     poolers = {"cls.seq_relationship.weight", "bert.pooler.dense.weight", "pooler.dense.weight"}
     head = plain.get("sentence_head", "nsp" if poolers & files.shapes.keys() else "none")
     if head not in _HEADS:
-        raise config_error("config.json: sentence_head", head, f"must be one of {', '.join(_HEADS)}", "nsp")
+        raise config_error(
+            "config.json: sentence_head", head, f"must be one of {', '.join(_HEADS)}", "nsp"
+        )
     return head
 
 
 def _dtype(files: Weights, matched: Match) -> str:
-    """The smallest precision, of those that we train in, that holds all tensors exactly. Raises: CheckpointError."""
+    """The smallest precision, of those that we train in, that holds all tensors exactly. Raises:
+    CheckpointError."""
     for name in matched.names.values():
         if files.dtypes[name] not in DTYPES:
-            raise CheckpointError(f"{files.folder}: {name} has type {files.dtypes[name]}; must be one of "
-                                  f"{', '.join(DTYPES)}: convert quantised weights to BF16 first")
-    dtype = reduce(torch.promote_types, (DTYPES[files.dtypes[name]] for name in matched.names.values()))
+            raise CheckpointError(
+                f"{files.folder}: {name} has type {files.dtypes[name]}; must be one of "
+                f"{', '.join(DTYPES)}: convert quantised weights to BF16 first"
+            )
+    dtype = reduce(
+        torch.promote_types, (DTYPES[files.dtypes[name]] for name in matched.names.values())
+    )
     return next(name for name, value in OUR_DTYPES.items() if value == dtype)
 
 
 def _config_of(model: ModelConfig, dtype: str, output: Path, *, has_tokenizer: bool) -> Config:
     config = Config(model, ParallelConfig(dp=1))
     return replace(
-        config, train=replace(config.train, dtype=dtype, start_from=str(output)),  # type: ignore[arg-type]
+        config,
+        train=replace(config.train, dtype=dtype, start_from=str(output)),  # type: ignore[arg-type]
         data=replace(config.data, tokenizer=str(output / TOKENIZER) if has_tokenizer else ""),
-        run=replace(config.run, name=f"{output.name}-trained"))
+        run=replace(config.run, name=f"{output.name}-trained"),
+    )
 
 
-def _read(files: Weights, plan: Plan, matched: Match, dtype: torch.dtype, settings: str) -> dict[str, Tensor]:
-    """Raises: CheckpointError for tensors that should be equal and are not, and for numbers that are not finite."""
+def _read(
+    files: Weights, plan: Plan, matched: Match, dtype: torch.dtype, settings: str
+) -> dict[str, Tensor]:
+    """Raises: CheckpointError for tensors that should be equal and are not, and for numbers that
+    are not finite."""
     for copy, original in matched.copies.items():
         if not torch.equal(files.read(copy), files.read(original)):
-            raise CheckpointError(f"{files.folder}: {copy} and {original} differ, but {settings} ties them; make them "
-                                  "equal, or untie them there (tie_word_embeddings)")
+            raise CheckpointError(
+                f"{files.folder}: {copy} and {original} differ, but {settings} ties them; make "
+                "them "
+                "equal, or untie them there (tie_word_embeddings)"
+            )
     weights = {}
     for entry in plan.entries:
         if entry.ours in matched.absent:
@@ -161,7 +215,9 @@ def _read(files: Weights, plan: Plan, matched: Match, dtype: torch.dtype, settin
         parts = [files.read(matched.names[name]).to(dtype) for name in entry.theirs]
         for name, part in zip(entry.theirs, parts, strict=True):
             if count := part.numel() - int(part.isfinite().sum()):
-                raise CheckpointError(f"{files.folder}: {matched.names[name]} has {count} of {part.numel()} numbers "
-                                      "that are not finite; try a checkpoint of before they were")
+                raise CheckpointError(
+                    f"{files.folder}: {matched.names[name]} has {count} of {part.numel()} numbers "
+                    "that are not finite; try a checkpoint of before they were"
+                )
         weights[entry.ours] = entry.layout.join(parts, plan.heads).contiguous()
     return weights

@@ -1,4 +1,5 @@
-"""How one parameter of ours is laid out as tensors of theirs, and back. Pure permutations: no bit changes.
+"""How one parameter of ours is laid out as tensors of theirs, and back. Pure permutations: no bit
+changes.
 
 Each works on a weight [out, in] and on a bias [out] alike.
 
@@ -23,7 +24,8 @@ from hybridpar.nn.attention import HeadLayout
 
 
 class Layout(NamedTuple):
-    """`join`: ours of theirs; `split`: theirs of ours, which may be views, and which also works on the meta device."""
+    """`join`: ours of theirs; `split`: theirs of ours, which may be views, and which also works on
+    the meta device."""
 
     join: Callable[[Sequence[Tensor], HeadLayout], Tensor]
     split: Callable[[Tensor, HeadLayout], list[Tensor]]
@@ -52,7 +54,11 @@ def _join_fused(parts: Sequence[Tensor], heads: HeadLayout) -> Tensor:
 LAYOUTS = {
     "same": Layout(lambda parts, heads: parts[0], lambda whole, heads: [whole]),
     "conv1d": Layout(lambda parts, heads: parts[0].t(), lambda whole, heads: [whole.t()]),
-    "qkv_conv1d": Layout(_join_fused, lambda whole, heads: [torch.cat(_split_qkv(whole, heads)).t()]),
+    "qkv_conv1d": Layout(
+        _join_fused, lambda whole, heads: [torch.cat(_split_qkv(whole, heads)).t()]
+    ),
     "qkv": Layout(_join_qkv, _split_qkv),
-    "gate_up": Layout(lambda parts, heads: torch.cat(list(parts)), lambda whole, heads: list(whole.chunk(2))),
+    "gate_up": Layout(
+        lambda parts, heads: torch.cat(list(parts)), lambda whole, heads: list(whole.chunk(2))
+    ),
 }

@@ -1,4 +1,5 @@
-"""The tensors of a Hugging Face model that make up each parameter of ours, from the tables in families.py."""
+"""The tensors of a Hugging Face model that make up each parameter of ours, from the tables in
+families.py."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter of ours, of a module such as head.norm: the tensors of theirs in it, in order, and their shapes."""
+    """One parameter of ours, of a module such as head.norm: the tensors of theirs in it, in order,
+    and their shapes."""
 
     ours: str
     module: str
@@ -54,23 +56,36 @@ class Plan:
 
 
 def plan_of(model: ModelConfig, family: Family) -> Plan:
-    """How a model of ours is one of that family; allocates nothing. Raises: ConfigError for sizes that do not fit."""
+    """How a model of ours is one of that family; allocates nothing. Raises: ConfigError for sizes
+    that do not fit."""
     heads = HeadLayout(model.hidden_size, model.num_heads, model.kv_heads, 1)
     stage = Stage(build_blocks(model, Axis("tp"), range(model.num_blocks)))
-    entries = tuple(_entry(name, place, model, family, heads) for name, _, place in named_placements(stage))
+    entries = tuple(
+        _entry(name, place, model, family, heads) for name, _, place in named_placements(stage)
+    )
     copies = dict(family.copies)
     if model.tie_embeddings:
-        (projection,) = _names(f"blocks.{model.num_layers + 1}.language_model.projection.weight", model, family)[0]
+        (projection,) = _names(
+            f"blocks.{model.num_layers + 1}.language_model.projection.weight", model, family
+        )[0]
         (words,) = _names("blocks.0.tokens.weight", model, family)[0]
         copies[projection] = words
     return Plan(heads, entries, copies, model.tie_embeddings)
 
 
-def _entry(name: str, place: Placement, model: ModelConfig, family: Family, heads: HeadLayout) -> Entry:
+def _entry(
+    name: str, place: Placement, model: ModelConfig, family: Family, heads: HeadLayout
+) -> Entry:
     names, layout = _names(name, model, family)
     module = _place(name, model)[1]
     parts = LAYOUTS[layout].split(torch.empty(place.shape, device="meta"), heads)
-    return Entry(name, module, place, {n: tuple(p.shape) for n, p in zip(names, parts, strict=True)}, LAYOUTS[layout])
+    return Entry(
+        name,
+        module,
+        place,
+        {n: tuple(p.shape) for n, p in zip(names, parts, strict=True)},
+        LAYOUTS[layout],
+    )
 
 
 def _place(ours: str, model: ModelConfig) -> tuple[int, str, str]:
@@ -92,9 +107,9 @@ def _names(ours: str, model: ModelConfig, family: Family) -> tuple[list[str], st
 
 @dataclass(frozen=True)
 class Match:
-    """Tensors of files matched with a plan. `names`: the name in the files of each tensor of the plan; `copies`: pairs
-    of names in them that must be equal; `unused`: those that take no part, such as masks; `absent`: parameters of ours
-    of heads that a bare model lacks."""
+    """Tensors of files matched with a plan. `names`: the name in the files of each tensor of the
+    plan; `copies`: pairs of names in them that must be equal; `unused`: those that take no part,
+    such as masks; `absent`: parameters of ours of heads that a bare model lacks."""
 
     names: dict[str, str]
     copies: dict[str, str]
@@ -103,11 +118,14 @@ class Match:
 
 
 def match(found: Mapping[str, Shape], plan: Plan, family: Family) -> Match:
-    """Every tensor of either side is accounted for, once. Raises: CheckpointError naming those that are not."""
+    """Every tensor of either side is accounted for, once. Raises: CheckpointError naming those that
+    are not."""
     known = {_current(name, plan, family): name for name in found}
     if len(known) < len(found):
         twice = sorted(set(found) - set(known.values()))
-        raise CheckpointError(f"the tensors {', '.join(twice[:_SHOWN])} are there under another name too")
+        raise CheckpointError(
+            f"the tensors {', '.join(twice[:_SHOWN])} are there under another name too"
+        )
     wanted = plan.shapes
     names = {name: known[name] for name in wanted if name in known}
     copies: dict[str, str] = {}
@@ -122,36 +140,63 @@ def match(found: Mapping[str, Shape], plan: Plan, family: Family) -> Match:
         unused += [names[original]] if original in names else []
         names[original] = known[copy]
     used = {*names.values(), *copies, *unused}
-    unused += [name for now, name in known.items()
-               if name not in used and any(re.fullmatch(pattern, now) for pattern in family.computed)]
+    unused += [
+        name
+        for now, name in known.items()
+        if name not in used and any(re.fullmatch(pattern, now) for pattern in family.computed)
+    ]
     absent = _absent_heads(plan, family, names)
     needed = {name for entry in plan.entries if entry.ours not in absent for name in entry.theirs}
-    wrong = [f"{name} is missing; must be there with shape {list(shape)}"
-             for name, shape in wanted.items() if name in needed and name not in names]
-    wrong += [f"{names[name]} has shape {list(found[names[name]])}, {family.settings} makes it {list(shape)}"
-              for name, shape in wanted.items() if name in names and found[names[name]] != shape]
-    wrong += [f"{name} {list(found[name])} is no tensor of this {family.model_type}; remove it from the files if it "
-              "has no part in the language model" for name in found if name not in used and name not in unused]
+    wrong = [
+        f"{name} is missing; must be there with shape {list(shape)}"
+        for name, shape in wanted.items()
+        if name in needed and name not in names
+    ]
+    wrong += [
+        f"{names[name]} has shape {list(found[names[name]])}, {family.settings} makes it "
+        f"{list(shape)}"
+        for name, shape in wanted.items()
+        if name in names and found[names[name]] != shape
+    ]
+    wrong += [
+        f"{name} {list(found[name])} is no tensor of this {family.model_type}; remove it from the "
+        "files if it "
+        "has no part in the language model"
+        for name in found
+        if name not in used and name not in unused
+    ]
     if wrong:
         more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        raise CheckpointError(f"the tensors do not fit {family.settings}:\n  - " + "\n  - ".join(wrong[:_SHOWN] + more))
+        raise CheckpointError(
+            f"the tensors do not fit {family.settings}:\n  - "
+            + "\n  - ".join(wrong[:_SHOWN] + more)
+        )
     return Match(names, copies, unused, absent)
 
 
 def _absent_heads(plan: Plan, family: Family, names: Mapping[str, str]) -> list[str]:
     """Parameters of ours of those heads of which the files have no tensor at all."""
-    groups = [[entry for entry in plan.entries if entry.module in modules] for modules in family.heads]
-    return [entry.ours for group in groups if not any(name in names for entry in group for name in entry.theirs)
-            for entry in group]
+    groups = [
+        [entry for entry in plan.entries if entry.module in modules] for modules in family.heads
+    ]
+    return [
+        entry.ours
+        for group in groups
+        if not any(name in names for entry in group for name in entry.theirs)
+        for entry in group
+    ]
 
 
 def _current(name: str, plan: Plan, family: Family) -> str:
-    """The name that a tensor has today in a whole model: older endings and the bare base model's names are known."""
+    """The name that a tensor has today in a whole model: older endings and the bare base model's
+    names are known."""
     for old, new in family.renamed.items():
         if name.endswith(old):
             name = name.removesuffix(old) + new
     whole = family.prefix + name
     if name.startswith(family.prefix) or name in plan.copies:
         return name
-    is_base = whole in plan.shapes or any(re.fullmatch(pattern, whole) for pattern in family.computed)
+    is_base = whole in plan.shapes or any(
+        re.fullmatch(pattern, whole) for pattern in family.computed
+    )
     return whole if is_base else name

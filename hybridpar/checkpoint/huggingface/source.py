@@ -1,5 +1,5 @@
-"""The files of a Hugging Face folder, read with suspicion: no name leads out of the folder, sizes are known before
-anything is allocated, and pickled files can run nothing (pickled.py)."""
+"""The files of a Hugging Face folder, read with suspicion: no name leads out of the folder, sizes
+are known before anything is allocated, and pickled files can run nothing (pickled.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from hybridpar.errors import CheckpointError, shown
 from hybridpar.reading import errors_as, open_regular
 from hybridpar.reading import read_json as read_any
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 MAX_JSON = 64 << 20
 PICKLED = "pytorch_model.bin"
 DAMAGED = "is damaged, truncated or no safetensors file"
@@ -50,10 +52,11 @@ class Weights(Protocol):
 
 
 class WeightFiles:
-    """The tensors of model.safetensors, or of the files that model.safetensors.index.json names; where there are none,
-    those of pytorch_model.bin or its index.
+    """The tensors of model.safetensors, or of the files that model.safetensors.index.json names;
+    where there are none, those of pytorch_model.bin or its index.
 
-    Raises: CheckpointError if a file is missing, truncated or of another format, or holds other tensors than the index
+    Raises: CheckpointError if a file is missing, truncated or of another format, or holds other
+        tensors than the index
     says.
     """
 
@@ -78,8 +81,10 @@ class WeightFiles:
             raise CheckpointError(f"{path}: has no weight_map")
         for name, file in where.items():
             if not isinstance(file, str) or not re.fullmatch(rf"[\w.-]+\.{suffix}", file):
-                raise CheckpointError(f"{path}: says that {name} is in {shown(file)}; must be the plain name of a "
-                                      f".{suffix} file in the folder, such as model-00001-of-00002.{suffix}")
+                raise CheckpointError(
+                    f"{path}: says that {name} is in {shown(file)}; must be the plain name of a "
+                    f".{suffix} file in the folder, such as model-00001-of-00002.{suffix}"
+                )
         for file in sorted(set(where.values())):
             self._open(file)
         for name, file in where.items():
@@ -93,11 +98,17 @@ class WeightFiles:
             if file.endswith(".safetensors"):
                 opened: Any = safe_open(path, framework="pt")
                 found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-                kinds = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in found.items()}
+                kinds = {
+                    name: (tuple(part.get_shape()), part.get_dtype())
+                    for name, part in found.items()
+                }
                 read = opened.get_tensor
             else:
                 tensors = tensors_in(load_pickled(path), path)
-                kinds = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
+                kinds = {
+                    name: (tuple(tensor.shape), dtype_name(tensor.dtype))
+                    for name, tensor in tensors.items()
+                }
                 read = tensors.__getitem__
         for name, (shape, dtype) in kinds.items():
             if name in self._files:
@@ -108,5 +119,12 @@ class WeightFiles:
         """Raises: CheckpointError."""
         file, read = self._files[name]
         failure = f"{name} cannot be read"
-        with errors_as(CheckpointError, self.folder / file, failure, SafetensorError, RuntimeError, failure=failure):
+        with errors_as(
+            CheckpointError,
+            self.folder / file,
+            failure,
+            SafetensorError,
+            RuntimeError,
+            failure=failure,
+        ):
             return read(name)

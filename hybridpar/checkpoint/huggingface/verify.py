@@ -1,11 +1,12 @@
-"""Comparison of a checkpoint of ours with a folder of theirs: every tensor, and what transformers' model of the folder
-makes of the same tokens, in float64.
+"""Comparison of a checkpoint of ours with a folder of theirs: every tensor, and what transformers'
+model of the folder makes of the same tokens, in float64.
 
-A folder may be narrower than the checkpoint: an export in bf16 of an fp32 master. So the checkpoint's weights are first
-rounded to the folder's precision. Each tensor must be equal to these to the bit, and logits are of a model of ours with
-them. Logits then differ by what arithmetic rounds alone: some of transformers' models compute angles, norms and softmax
-in float32 all the same. How large a share of the largest logit that can be depends on the weights: ours in float32 show
-it.
+A folder may be narrower than the checkpoint: an export in bf16 of an fp32 master. So the
+checkpoint's weights are first rounded to the folder's precision. Each tensor must be equal to these
+to the bit, and logits are of a model of ours with them. Logits then differ by what arithmetic
+rounds alone: some of transformers' models compute angles, norms and softmax in float32 all the
+same. How large a share of the largest logit that can be depends on the weights: ours in float32
+show it.
 """
 
 from __future__ import annotations
@@ -30,18 +31,22 @@ from hybridpar.errors import CheckpointError, config_error
 from hybridpar.pipeline.run.stage import Stage
 
 TOLERANCE = 1e-5
-"""Share of the largest logit: float32 within theirs usually leaves 1e-7, another form of gelu 5e-5."""
+"""Share of the largest logit: float32 within theirs usually leaves 1e-7, another form of gelu
+5e-5."""
 LARGEST_TOLERANCE = 1e-3
 """The most that weights which magnify rounding make of it."""
-_SAMPLES, _LENGTH = 2, 64
+_SAMPLES = 2
+_LENGTH = 64
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest difference of a logit, the largest logit, and the largest share of it that counts as rounding.
+    """The largest difference of a logit, the largest logit, and the largest share of it that counts
+    as rounding.
 
-    different: names of tensors that are not the checkpoint's, rounded to the precision of the folder.
+    different: names of tensors that are not the checkpoint's, rounded to the precision of the
+    folder.
     """
 
     difference: float
@@ -61,16 +66,23 @@ class Comparison:
         return self.relative <= self.tolerance and not self.different
 
     def __str__(self) -> str:
-        text = (f"{self.num_tokens} tokens in float64: largest difference {self.difference:.1e}, {self.relative:.1e} "
-                f"of the largest value {self.largest:.1e} (tolerance {self.tolerance:.1e} of it)")
+        text = (
+            f"{self.num_tokens} tokens in float64: largest difference {self.difference:.1e}, "
+            f"{self.relative:.1e} "
+            f"of the largest value {self.largest:.1e} (tolerance {self.tolerance:.1e} of it)"
+        )
         if not self.different:
             return text
         more = f" and {len(self.different) - _SHOWN} more" if len(self.different) > _SHOWN else ""
-        return f"{text}; tensors that differ from the checkpoint's: {', '.join(self.different[:_SHOWN])}{more}"
+        return (
+            f"{text}; tensors that differ from the checkpoint's: "
+            f"{', '.join(self.different[:_SHOWN])}{more}"
+        )
 
 
 def compare(checkpoint: Path, folder: Path, *, bare: bool = False) -> Comparison:
-    """Compares all tensors, and all logits (BERT: also those of the sentence head) on random tokens.
+    """Compares all tensors, and all logits (BERT: also those of the sentence head) on random
+    tokens.
 
     bare: a BERT's features and its pooled ones instead, of a folder that has no heads.
     Raises: ConfigError without transformers; CheckpointError if that misses tensors that it needs.
@@ -80,7 +92,8 @@ def compare(checkpoint: Path, folder: Path, *, bare: bool = False) -> Comparison
     batch = random_batch(model)
     theirs = their_features(folder, model, batch) if bare else their_logits(folder, model, batch)
     weights, different = _rounded(full, model, folder)
-    run, real = our_features if bare else our_logits, batch["padding_mask"]
+    run = our_features if bare else our_logits
+    real = batch["padding_mask"]
     stage = whole_model(model, weights, torch.float64)
     ours = run(model, stage, batch)
     rounding = compare_logits(run(model, stage.float(), batch), ours, real, checkpoint).relative
@@ -88,9 +101,12 @@ def compare(checkpoint: Path, folder: Path, *, bare: bool = False) -> Comparison
     return replace(compare_logits(ours, theirs, real, folder, tolerance), different=different)
 
 
-def _rounded(full: FullWeights, model: ModelConfig, folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The checkpoint's weights, rounded to the precision of the folder's tensors, and the names of those tensors that
-    are not equal to them, to the bit. Weights that the folder lacks, such as heads of a bare BERT, stay as they are.
+def _rounded(
+    full: FullWeights, model: ModelConfig, folder: Path
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The checkpoint's weights, rounded to the precision of the folder's tensors, and the names of
+    those tensors that are not equal to them, to the bit. Weights that the folder lacks, such as
+    heads of a bare BERT, stay as they are.
 
     Raises: CheckpointError if the folder has other tensors than such a model.
     """
@@ -108,14 +124,19 @@ def _rounded(full: FullWeights, model: ModelConfig, folder: Path) -> tuple[dict[
         if entry.ours in matched.absent:
             continue
         parts = []
-        for their_name, part in zip(entry.theirs, entry.layout.split(ours, plan.heads), strict=True):
+        for their_name, part in zip(
+            entry.theirs, entry.layout.split(ours, plan.heads), strict=True
+        ):
             theirs = files.read(matched.names[their_name])
             parts.append(part.to(theirs.dtype))
             if not _same_bits(parts[-1], theirs):
                 different.append(matched.names[their_name])
         weights[entry.ours] = entry.layout.join([part.to(ours.dtype) for part in parts], plan.heads)
-    different += [copy for copy, original in matched.copies.items()
-                  if not _same_bits(files.read(copy), files.read(original))]
+    different += [
+        copy
+        for copy, original in matched.copies.items()
+        if not _same_bits(files.read(copy), files.read(original))
+    ]
     return weights, tuple(different)
 
 
@@ -123,9 +144,15 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def compare_logits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], real: Tensor, source: Path,
-                   tolerance: float = TOLERANCE) -> Comparison:
-    """Compares what two models make of the same tokens: words, and sentence of a BERT; tells of what differs most.
+def compare_logits(
+    ours: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    real: Tensor,
+    source: Path,
+    tolerance: float = TOLERANCE,
+) -> Comparison:
+    """Compares what two models make of the same tokens: words, and sentence of a BERT; tells of
+    what differs most.
 
     Shapes: words [b, s, v], compared where `real` [b, s] is True; sentence [b, ..].
     Raises: CheckpointError naming `source`, where theirs came from, if shapes differ.
@@ -133,8 +160,10 @@ def compare_logits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], rea
     found = []
     for kind, mine in ours.items():
         if mine.shape != (other := theirs[kind]).shape:
-            raise CheckpointError(f"{source}: its logits of {kind} have shape {list(other.shape)}, ours "
-                                  f"{list(mine.shape)}")
+            raise CheckpointError(
+                f"{source}: its logits of {kind} have shape {list(other.shape)}, ours "
+                f"{list(mine.shape)}"
+            )
         a, b = (x[real].double() if kind == "words" else x.double() for x in (mine, other))
         difference = float((a - b).abs().max().nan_to_num(torch.inf))
         found.append(Comparison(difference, float(b.abs().max()), int(real.sum()), tolerance))
@@ -149,13 +178,18 @@ def random_batch(model: ModelConfig) -> dict[str, Tensor]:
     real = torch.ones(shape, dtype=torch.bool)
     if model.kind == "bert":
         real[-1, shape[1] // 2 :] = False
-    return {"tokens": tokens, "padding_mask": real, "token_types": torch.randint(2, shape, generator=generator)}
+    return {
+        "tokens": tokens,
+        "padding_mask": real,
+        "token_types": torch.randint(2, shape, generator=generator),
+    }
 
 
 @torch.no_grad()
 def our_logits(model: ModelConfig, stage: Stage, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Shapes: words [b, s, v]; sentence [b, 2] of a BERT with such a head."""
-    head, x = stage.blocks[str(model.num_layers + 1)], _last_layer(model, stage, batch)
+    head = stage.blocks[str(model.num_layers + 1)]
+    x = _last_layer(model, stage, batch)
     logits: dict[str, Tensor] = {"words": head.logits(x)}  # type: ignore[operator]
     if model.kind == "bert" and model.sentence_head != "none":
         logits["sentence"] = head.sentence_logits(x)  # type: ignore[operator]
@@ -176,7 +210,9 @@ def our_features(model: ModelConfig, stage: Stage, batch: dict[str, Tensor]) -> 
     """Shapes: words [b, s, h]; sentence [b, h] of a BERT with such a head, before it."""
     head: Any = stage.blocks[str(model.num_layers + 1)]
     x = _last_layer(model, stage, batch)
-    return {"words": x} | ({} if model.sentence_head == "none" else {"sentence": torch.tanh(head.pooler(x[:, 0]))})
+    return {"words": x} | (
+        {} if model.sentence_head == "none" else {"sentence": torch.tanh(head.pooler(x[:, 0]))}
+    )
 
 
 @torch.no_grad()
@@ -184,9 +220,14 @@ def their_features(folder: Path, ours: ModelConfig, batch: dict[str, Tensor]) ->
     """Shapes: as for our_features. Raises: as `compare`."""
     has_pooler = ours.sentence_head != "none"
     model = load_theirs(folder, "BertModel", add_pooling_layer=has_pooler)
-    out = model(input_ids=batch["tokens"], attention_mask=batch["padding_mask"].long(),
-                token_type_ids=batch["token_types"])
-    return {"words": out.last_hidden_state} | ({"sentence": out.pooler_output} if has_pooler else {})
+    out = model(
+        input_ids=batch["tokens"],
+        attention_mask=batch["padding_mask"].long(),
+        token_type_ids=batch["token_types"],
+    )
+    return {"words": out.last_hidden_state} | (
+        {"sentence": out.pooler_output} if has_pooler else {}
+    )
 
 
 @torch.no_grad()
@@ -196,8 +237,11 @@ def their_logits(folder: Path, ours: ModelConfig, batch: dict[str, Tensor]) -> d
     model = load_theirs(folder, bert if ours.kind == "bert" else "AutoModelForCausalLM")
     if ours.kind == "gpt":
         return {"words": model(input_ids=batch["tokens"], use_cache=False).logits}
-    out = model(input_ids=batch["tokens"], attention_mask=batch["padding_mask"].long(),
-                token_type_ids=batch["token_types"])
+    out = model(
+        input_ids=batch["tokens"],
+        attention_mask=batch["padding_mask"].long(),
+        token_type_ids=batch["token_types"],
+    )
     if hasattr(out, "prediction_logits"):
         return {"words": out.prediction_logits, "sentence": out.seq_relationship_logits}
     return {"words": out.logits}
@@ -211,18 +255,30 @@ def load_theirs(folder: Path, loader: str, **options: Any) -> Any:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        raise config_error("verify", True, f"needs transformers, which cannot be imported ({error})",
-                           "pip install 'hybridpar[hf]'") from None
+        raise config_error(
+            "verify",
+            True,
+            f"needs transformers, which cannot be imported ({error})",
+            "pip install 'hybridpar[hf]'",
+        ) from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
         model, info = getattr(transformers, loader).from_pretrained(
-            folder, dtype=torch.float64, local_files_only=True, output_loading_info=True, attn_implementation="eager",
-            use_safetensors=any(folder.glob("*.safetensors")), **options)
+            folder,
+            dtype=torch.float64,
+            local_files_only=True,
+            output_loading_info=True,
+            attn_implementation="eager",
+            use_safetensors=any(folder.glob("*.safetensors")),
+            **options,
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from None
     for what in ("missing_keys", "mismatched_keys"):
         if info[what]:
-            raise CheckpointError(f"{folder}: {what.replace('_', ' ')} of {loader} there: "
-                                  f"{', '.join(map(str, sorted(info[what])[:8]))}")
+            raise CheckpointError(
+                f"{folder}: {what.replace('_', ' ')} of {loader} there: "
+                f"{', '.join(map(str, sorted(info[what])[:8]))}"
+            )
     return model.eval()

@@ -1,8 +1,10 @@
 """Names of a GPT's tensors and arguments in Megatron-LM, as tables.
 
-Names are those of Megatron Core's modules; what older and fused ones are called is put into these words first. Queries,
-keys and values of a group of heads follow each other there as they do here, so all layouts are "same".
-Source: megatron/core/models/gpt, megatron/core/transformer, megatron/training/checkpointing.py and tools/checkpoint of
+Names are those of Megatron Core's modules; what older and fused ones are called is put into these
+words first. Queries, keys and values of a group of heads follow each other there as they do here,
+so all layouts are "same".
+Source: megatron/core/models/gpt, megatron/core/transformer, megatron/training/checkpointing.py and
+    tools/checkpoint of
 NVIDIA Megatron-LM, and its megatron/legacy/model of before 2026 (names and layouts only).
 """
 
@@ -20,7 +22,9 @@ def _one(name: str) -> Tensors:
 
 
 GPT = Family(
-    "megatron", {}, "",
+    "megatron",
+    {},
+    "",
     model={"kind": "gpt"},
     tensors={
         "embedding.tokens": _one("embedding.word_embeddings"),
@@ -32,59 +36,136 @@ GPT = Family(
         "layer.mlp.up": _one(f"{_LAYER}.mlp.linear_fc1"),
         "layer.mlp.down": _one(f"{_LAYER}.mlp.linear_fc2"),
         "head.norm": _one("decoder.final_layernorm"),
-        "head.language_model.projection": _one("output_layer")},
+        "head.language_model.projection": _one("output_layer"),
+    },
     keys=(
-        Key("num_layers", "num_layers"), Key("hidden_size", "hidden_size"), Key("num_attention_heads", "num_heads"),
-        Key("num_query_groups", "num_kv_heads", None), Key("ffn_hidden_size", "ffn_hidden_size", None),
-        Key("max_position_embeddings", "max_positions"), Key("vocab_size", "vocab_size"),
-        Key("tie_word_embeddings", "tie_embeddings"), Key("add_bias_linear", "bias", True),
-        Key("normalization", "norm", "LayerNorm", {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}),
-        Key("norm_epsilon", "norm_eps", 1e-5), Key("layernorm_epsilon", "norm_eps", 1e-5),
-        Key("position_embedding_type", "position", "learned_absolute",
-            {"learned_absolute": "learned", "rope": "rotary"}),
-        Key("rotary_base", "rotary_base", 10000.0), Key("rotary_percent", "rotary_fraction", 1.0),
-        Key("activation", "activation", "gelu", {"gelu": "gelu", "gelu_exact": "gelu_exact", "swiglu": "swiglu"}),
-        Key("hidden_dropout", "dropout", 0.1), Key("attention_dropout", "attention_dropout", 0.1),
-        Key("init_method_std", "init_std", 0.02)),
+        Key("num_layers", "num_layers"),
+        Key("hidden_size", "hidden_size"),
+        Key("num_attention_heads", "num_heads"),
+        Key("num_query_groups", "num_kv_heads", None),
+        Key("ffn_hidden_size", "ffn_hidden_size", None),
+        Key("max_position_embeddings", "max_positions"),
+        Key("vocab_size", "vocab_size"),
+        Key("tie_word_embeddings", "tie_embeddings"),
+        Key("add_bias_linear", "bias", True),
+        Key(
+            "normalization", "norm", "LayerNorm", {"LayerNorm": "layer_norm", "RMSNorm": "rms_norm"}
+        ),
+        Key("norm_epsilon", "norm_eps", 1e-5),
+        Key("layernorm_epsilon", "norm_eps", 1e-5),
+        Key(
+            "position_embedding_type",
+            "position",
+            "learned_absolute",
+            {"learned_absolute": "learned", "rope": "rotary"},
+        ),
+        Key("rotary_base", "rotary_base", 10000.0),
+        Key("rotary_percent", "rotary_fraction", 1.0),
+        Key(
+            "activation",
+            "activation",
+            "gelu",
+            {"gelu": "gelu", "gelu_exact": "gelu_exact", "swiglu": "swiglu"},
+        ),
+        Key("hidden_dropout", "dropout", 0.1),
+        Key("attention_dropout", "attention_dropout", 0.1),
+        Key("init_method_std", "init_std", 0.02),
+    ),
     only={
-        **dict.fromkeys((
-            "apply_layernorm_1p", "layernorm_zero_centered_gamma", "qk_layernorm", "qk_l2_norm", "rotary_interleaved",
-            "use_rope_scaling", "multi_latent_attention", "apply_residual_connection_post_layernorm", "squared_relu",
-            "quick_geglu", "attention_output_gate", "use_mup", "enable_mhc_connections", "is_hybrid_model",
-            "heterogeneous_block_specs", "retro_add_retriever", "use_grouped_gemm_for_dense_mlp", "enable_gpt_oss",
-            "modelopt_enabled", "export_offline_model", "export_qk_l2_norm", "flextron", "add_qkv_bias_alone"),
-            (False, None)),
-        **dict.fromkeys((
-            "num_experts", "num_moe_experts", "mtp_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern",
-            "window_size", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
-            "experimental_attention_variant", "linear_attention_freq", "no_rope_freq", "activation_func_clamp_value",
-            "softmax_scale", "spec", "yaml_cfg", "decoder_num_layers"), (None,)),
-        **dict.fromkeys((
-            "glu_linear_offset", "hybrid_attention_ratio", "hybrid_mlp_ratio", "export_num_medusa_heads",
-            "export_num_eagle_layers", "export_num_mtp"), (0, None)),
-        **dict.fromkeys(("export_quant_cfg", "export_real_quant_cfg", "ammo_quant_cfg"), (None, "None")),
-        "rotary_seq_len_interpolation_factor": (None, 1), "rope_type": (None, "rope"), "softmax_type": ("vanilla",),
-        "transformer_impl": ("transformer_engine", "local", "inference_optimized")},
+        **dict.fromkeys(
+            (
+                "apply_layernorm_1p",
+                "layernorm_zero_centered_gamma",
+                "qk_layernorm",
+                "qk_l2_norm",
+                "rotary_interleaved",
+                "use_rope_scaling",
+                "multi_latent_attention",
+                "apply_residual_connection_post_layernorm",
+                "squared_relu",
+                "quick_geglu",
+                "attention_output_gate",
+                "use_mup",
+                "enable_mhc_connections",
+                "is_hybrid_model",
+                "heterogeneous_block_specs",
+                "retro_add_retriever",
+                "use_grouped_gemm_for_dense_mlp",
+                "enable_gpt_oss",
+                "modelopt_enabled",
+                "export_offline_model",
+                "export_qk_l2_norm",
+                "flextron",
+                "add_qkv_bias_alone",
+            ),
+            (False, None),
+        ),
+        **dict.fromkeys(
+            (
+                "num_experts",
+                "num_moe_experts",
+                "mtp_num_layers",
+                "hybrid_layer_pattern",
+                "hybrid_override_pattern",
+                "window_size",
+                "heterogeneous_layers_config_path",
+                "heterogeneous_layers_config_encoded_json",
+                "experimental_attention_variant",
+                "linear_attention_freq",
+                "no_rope_freq",
+                "activation_func_clamp_value",
+                "softmax_scale",
+                "spec",
+                "yaml_cfg",
+                "decoder_num_layers",
+            ),
+            (None,),
+        ),
+        **dict.fromkeys(
+            (
+                "glu_linear_offset",
+                "hybrid_attention_ratio",
+                "hybrid_mlp_ratio",
+                "export_num_medusa_heads",
+                "export_num_eagle_layers",
+                "export_num_mtp",
+            ),
+            (0, None),
+        ),
+        **dict.fromkeys(
+            ("export_quant_cfg", "export_real_quant_cfg", "ammo_quant_cfg"), (None, "None")
+        ),
+        "rotary_seq_len_interpolation_factor": (None, 1),
+        "rope_type": (None, "rope"),
+        "softmax_type": ("vanilla",),
+        "transformer_impl": ("transformer_engine", "local", "inference_optimized"),
+    },
     computed=(r".*\._extra_state", r"rotary_pos_emb\.inv_freq"),
-    settings="args")
+    settings="args",
+)
 """add_qkv_bias_alone: biases of queries, keys and values in a model without others."""
 
-RENAMED = tuple((re.compile(old), new) for old, new in (
-    (r"^(module\.)+", ""),
-    (r"^language_model\.(encoder|transformer)\.", "decoder."),
-    (r"^language_model\.", ""),
-    (r"^word_embeddings_for_head\.", "output_layer."),
-    (r"\.attention\.", ".self_attention."),
-    (r"\.query_key_value\.", ".linear_qkv."),
-    (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
-    (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
-    (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
-    (r"\.input_norm\.", ".input_layernorm."),
-    (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
-    (r"\.final_norm\.", ".final_layernorm."),
-    (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
-    (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1")))
-"""Older names and those of layers with a norm inside, in this order, and what they are in the table above."""
+RENAMED = tuple(
+    (re.compile(old), new)
+    for old, new in (
+        (r"^(module\.)+", ""),
+        (r"^language_model\.(encoder|transformer)\.", "decoder."),
+        (r"^language_model\.", ""),
+        (r"^word_embeddings_for_head\.", "output_layer."),
+        (r"\.attention\.", ".self_attention."),
+        (r"\.query_key_value\.", ".linear_qkv."),
+        (r"\.self_attention\.dense\.", ".self_attention.linear_proj."),
+        (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+        (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+        (r"\.input_norm\.", ".input_layernorm."),
+        (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
+        (r"\.final_norm\.", ".final_layernorm."),
+        (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
+        (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+    )
+)
+"""Older names and those of layers with a norm inside, in this order, and what they are in the table
+above."""
 
 OLD = re.compile(r"\.(query_key_value|dense_h_to_4h)\.")
 """In names of models from before Megatron Core alone."""
@@ -92,9 +173,14 @@ OLD = re.compile(r"\.(query_key_value|dense_h_to_4h)\.")
 SPLIT = (
     (re.compile(r"(embedding\.word_embeddings|output_layer)\.weight"), 0),
     (re.compile(r".*\.linear_(qkv|fc1)\.(weight|bias)"), 0),
-    (re.compile(r".*\.linear_(proj|fc2)\.weight"), 1))
-"""Along which dimension tensor parallelism splits what; all other tensors are equal on its ranks."""
+    (re.compile(r".*\.linear_(proj|fc2)\.weight"), 1),
+)
+"""Along which dimension tensor parallelism splits what; all other tensors are equal on its
+ranks."""
 
-INERT = (r"argparse\.Namespace|types\.SimpleNamespace|_io\.BytesIO|signal\.Signals|pathlib\.\w*Path"
-         r"|(megatron|numpy|transformer_engine|apex)(\.\w+)+")
-"""Names that Megatron's files hold beside tensors: arguments, enumerations, states of random generators."""
+INERT = (
+    r"argparse\.Namespace|types\.SimpleNamespace|_io\.BytesIO|signal\.Signals|pathlib\.\w*Path"
+    r"|(megatron|numpy|transformer_engine|apex)(\.\w+)+"
+)
+"""Names that Megatron's files hold beside tensors: arguments, enumerations, states of random
+generators."""

@@ -4,9 +4,9 @@
     FOLDER/iter_0000100/mp_rank_TT/model_optim_rng.pt           tensor rank TT of a model in one stage
     FOLDER/iter_0000100/mp_rank_TT_PPP/model_optim_rng.pt       that of pipeline rank PPP
 
-Each file is {"model": tensors, "args": Namespace, "checkpoint_version": number, ..}, with "model0", "model1", .. where
-a rank has several stages. In their place, model.safetensors with the same names is read, too, and an args.json, which
-goes before the arguments in the files.
+Each file is {"model": tensors, "args": Namespace, "checkpoint_version": number, ..}, with "model0",
+"model1", .. where a rank has several stages. In their place, model.safetensors with the same names
+is read, too, and an args.json, which goes before the arguments in the files.
 """
 
 from __future__ import annotations
@@ -46,15 +46,20 @@ Place = tuple[int, int]  # pipeline rank, tensor rank
 def is_megatron(folder: Path) -> bool:
     """Whether a folder looks like a checkpoint of Megatron-LM, or a folder of such ones."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return LATEST in names or any(_RANK.fullmatch(n) or re.fullmatch(r"iter_\d{7}", n) for n in names)
+    return LATEST in names or any(
+        _RANK.fullmatch(n) or re.fullmatch(r"iter_\d{7}", n) for n in names
+    )
 
 
 class MegatronFiles:
     """The tensors of a whole model, by the names of family.py; a Weights.
 
-    Attributes: `folder` the iteration's; `args` Megatron's arguments; `rows` of the embedding, padding included;
-    `num_ranks` (tensor, pipeline); `is_core` whether Megatron Core's model, and not an older one, has such tensors.
-    Raises: CheckpointError if files are missing, damaged, of another format, or do not fit each other.
+    Attributes: `folder` the iteration's; `args` Megatron's arguments; `rows` of the embedding,
+        padding included;
+    `num_ranks` (tensor, pipeline); `is_core` whether Megatron Core's model, and not an older one,
+    has such tensors.
+    Raises: CheckpointError if files are missing, damaged, of another format, or do not fit each
+        other.
     """
 
     def __init__(self, folder: Path):
@@ -63,14 +68,19 @@ class MegatronFiles:
         tp, pp = (1 + max(place[i] for place in places) for i in (1, 0))
         for stage, rank in ((i // tp, i % tp) for i in range(min(tp * pp, len(places) + 1))):
             if (stage, rank) not in places:
-                raise CheckpointError(f"{self.folder}: has no file of tensor rank {rank}, pipeline rank {stage}, with "
-                                      f"{tp} x {pp} ranks in all")
+                raise CheckpointError(
+                    f"{self.folder}: has no file of tensor rank {rank}, pipeline rank {stage}, "
+                    "with "
+                    f"{tp} x {pp} ranks in all"
+                )
         self.num_ranks = tp, pp
         shards = {place: _read_shard(path) for place, path in places.items()}
         self.args, self.version = self._arguments(shards[0, 0].plain)
         self.is_core = not any(shard.has_old_names for shard in shards.values())
         self._check_ranks()
-        self._parts = _together(self.folder, {place: shard.chunks for place, shard in shards.items()}, tp, pp)
+        self._parts = _together(
+            self.folder, {place: shard.chunks for place, shard in shards.items()}, tp, pp
+        )
         if _WORDS not in self._parts:
             raise CheckpointError(f"{self.folder}: has no {_WORDS}; only GPTs are imported")
         self._vocab_size = sys.maxsize
@@ -84,30 +94,47 @@ class MegatronFiles:
         self.shapes = {name: self._shape(name) for name in self._parts}
 
     def _arguments(self, plain: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
-        """Values that are neither plain nor empty are named by their type: nothing that we know is one of them."""
+        """Values that are neither plain nor empty are named by their type: nothing that we know is
+        one of them."""
         beside = (self.folder / ARGUMENTS, self.folder.parent / ARGUMENTS)
         args = next((read_json(path) for path in beside if path.is_file()), None)
         if args is None and isinstance(plain.get("args"), Inert):
             args = vars(plain["args"])
         if args is None:
-            raise CheckpointError(f"{self.folder}: holds no arguments, which say what its tensors mean; write "
-                                  f"Megatron's names and values of them into {self.folder / ARGUMENTS}")
-        version = plain.get("checkpoint_version", args.get("checkpoint_version", 0 if "args" in plain else 3))
-        if isinstance(version, bool) or not isinstance(version, (int, float)) or version not in (0, 1, 2, 3):
-            raise CheckpointError(f"{self.folder}: has checkpoint_version {version!r}; known ones are 0 to 3")
-        return {key: v if _is_plain(v) else type(v).__name__ for key, v in args.items()}, int(version)
+            raise CheckpointError(
+                f"{self.folder}: holds no arguments, which say what its tensors mean; write "
+                f"Megatron's names and values of them into {self.folder / ARGUMENTS}"
+            )
+        version = plain.get(
+            "checkpoint_version", args.get("checkpoint_version", 0 if "args" in plain else 3)
+        )
+        if (
+            isinstance(version, bool)
+            or not isinstance(version, (int, float))
+            or version not in (0, 1, 2, 3)
+        ):
+            raise CheckpointError(
+                f"{self.folder}: has checkpoint_version {version!r}; known ones are 0 to 3"
+            )
+        return {key: v if _is_plain(v) else type(v).__name__ for key, v in args.items()}, int(
+            version
+        )
 
     def _check_ranks(self) -> None:
         tp = self.args.get("tensor_model_parallel_size", self.args.get("model_parallel_size"))
         said = tp, self.args.get("pipeline_model_parallel_size")
         if any(a not in (None, b) for a, b in zip(said, self.num_ranks, strict=True)):
-            raise CheckpointError(f"{self.folder}: has files of {self.num_ranks[0]} tensor and {self.num_ranks[1]} "
-                                  f"pipeline ranks, its arguments say {said[0]} and {said[1]}")
+            raise CheckpointError(
+                f"{self.folder}: has files of {self.num_ranks[0]} tensor and {self.num_ranks[1]} "
+                f"pipeline ranks, its arguments say {said[0]} and {said[1]}"
+            )
 
     def _dtype(self, name: str) -> str:
         kinds = {dtype_name(part.dtype) for part in self._parts[name]}
         if len(kinds) > 1:
-            raise CheckpointError(f"{self.folder}: {name} has types {', '.join(sorted(kinds))} on different ranks")
+            raise CheckpointError(
+                f"{self.folder}: {name} has types {', '.join(sorted(kinds))} on different ranks"
+            )
         return kinds.pop()
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -115,11 +142,15 @@ class MegatronFiles:
         shape = list(parts[0].shape)
         if dim is not None:
             if any(part.dim() <= dim for part in parts):
-                raise CheckpointError(f"{self.folder}: {name} has shape {shape}; it has {dim + 1} dimensions at least")
+                raise CheckpointError(
+                    f"{self.folder}: {name} has shape {shape}; it has {dim + 1} dimensions at least"
+                )
             shapes = [list(part.shape) for part in parts]
-            if any(x[:dim] + x[dim + 1:] != shape[:dim] + shape[dim + 1:] for x in shapes):
-                raise CheckpointError(f"{self.folder}: {name} has shapes {shown(shapes)} on its tensor ranks, which "
-                                      f"differ not just in dimension {dim}")
+            if any(x[:dim] + x[dim + 1 :] != shape[:dim] + shape[dim + 1 :] for x in shapes):
+                raise CheckpointError(
+                    f"{self.folder}: {name} has shapes {shown(shapes)} on its tensor ranks, which "
+                    f"differ not just in dimension {dim}"
+                )
             shape[dim] = sum(part.shape[dim] for part in parts)
         if self._has_vocabulary(name):
             shape[0] = min(shape[0], self._vocab_size)
@@ -133,13 +164,18 @@ class MegatronFiles:
         parts, dim = self._parts[name], _split_dim(name)
         if dim is None:
             if not all(torch.equal(part, parts[0]) for part in parts):
-                raise CheckpointError(f"{self.folder}: {name} differs between tensor ranks, which should have the same")
+                raise CheckpointError(
+                    f"{self.folder}: {name} differs between tensor ranks, which should have the "
+                    "same"
+                )
             return parts[0]
         if ".linear_qkv." in name:
             parts = [self._by_head(part) for part in parts]
         if ".linear_fc1." in name and self.args.get("swiglu"):
             if any(len(part) % 2 for part in parts):
-                raise CheckpointError(f"{self.folder}: {name} has {len(parts[0])} rows on a rank, which are no halves")
+                raise CheckpointError(
+                    f"{self.folder}: {name} has {len(parts[0])} rows on a rank, which are no halves"
+                )
             parts = [half for i in range(2) for half in (part.chunk(2)[i] for part in parts)]
         whole = torch.cat(parts, dim)
         return whole[: self._vocab_size] if self._has_vocabulary(name) else whole
@@ -152,8 +188,10 @@ class MegatronFiles:
         channels = self.args["hidden_size"] // self.args["num_attention_heads"]
         shape = (3, heads, channels) if self.version == 0 else (heads, channels, 3)
         if len(part) != 3 * heads * channels:
-            raise CheckpointError(f"{self.folder}: {len(part)} rows of queries, keys and values, not 3 * {heads} * "
-                                  f"{channels}")
+            raise CheckpointError(
+                f"{self.folder}: {len(part)} rows of queries, keys and values, not 3 * {heads} * "
+                f"{channels}"
+            )
         split = part.reshape(*shape, *part.shape[1:])
         moved = split.transpose(0, 1) if self.version == 0 else split.transpose(1, 2)
         return moved.reshape(part.shape)
@@ -172,18 +210,24 @@ def _iteration(folder: Path) -> Path:
         with open_regular(tracker) as file:
             text = file.read(_LONGEST_TRACKER).decode(errors="replace").strip()
         if not re.fullmatch(r"[0-9]{1,9}|release", text):
-            raise CheckpointError(f"{tracker}: says {text[:40]!r}; must be the number of an iteration, or release")
+            raise CheckpointError(
+                f"{tracker}: says {text[:40]!r}; must be the number of an iteration, or release"
+            )
         inner = folder / (text if text == "release" else f"iter_{int(text):07d}")
     else:
         inner = folder
     if not inner.is_dir():
         raise CheckpointError(f"{inner}: is not there, but {tracker} names it")
     if any((inner / name).exists() for name in ("metadata.json", ".metadata", "common.pt")):
-        raise CheckpointError(f"{inner}: is a distributed checkpoint (torch_dist); have Megatron-LM write it with "
-                              "--ckpt-convert-format torch --ckpt-convert-save FOLDER, then import that")
+        raise CheckpointError(
+            f"{inner}: is a distributed checkpoint (torch_dist); have Megatron-LM write it with "
+            "--ckpt-convert-format torch --ckpt-convert-save FOLDER, then import that"
+        )
     if any(_RANK.fullmatch(path.name) for path in inner.iterdir()):
         return inner
-    raise CheckpointError(f"{inner}: has no folders mp_rank_00 or mp_rank_00_000; give the folder of one iteration")
+    raise CheckpointError(
+        f"{inner}: has no folders mp_rank_00 or mp_rank_00_000; give the folder of one iteration"
+    )
 
 
 def _places(folder: Path) -> dict[Place, Path]:
@@ -192,8 +236,10 @@ def _places(folder: Path) -> dict[Place, Path]:
     for inner in sorted(folder.iterdir()):
         if not (rank := _RANK.fullmatch(inner.name)):
             if inner.name.startswith("mp_rank_"):
-                raise CheckpointError(f"{inner}: is not named mp_rank_TT or mp_rank_TT_PPP, by tensor and pipeline "
-                                      "rank; only models without experts are imported")
+                raise CheckpointError(
+                    f"{inner}: is not named mp_rank_TT or mp_rank_TT_PPP, by tensor and pipeline "
+                    "rank; only models without experts are imported"
+                )
             continue
         place = int(rank[2] or 0), int(rank[1])
         files = [inner / name for name in (*_PICKLED, _SAFE) if (inner / name).is_file()]
@@ -206,7 +252,8 @@ def _places(folder: Path) -> dict[Place, Path]:
 
 
 class _Shard(NamedTuple):
-    """A rank's file: the tensors of each of its stages, by the names of family.py, and all that it holds."""
+    """A rank's file: the tensors of each of its stages, by the names of family.py, and all that it
+    holds."""
 
     chunks: list[dict[str, Tensor]]
     plain: Mapping[str, Any]
@@ -219,9 +266,14 @@ def _read_shard(path: Path) -> _Shard:
             return _shard_of([load_file(path)], {}, path)
     plain = load_pickled(path, INERT)
     if not isinstance(plain, Mapping):
-        raise CheckpointError(f"{path}: holds a {type(plain).__name__}, not a checkpoint of Megatron-LM")
-    chunks = sorted((int(found[1] or 0), key) for key in plain
-                    if isinstance(key, str) and (found := _CHUNK.fullmatch(key)))
+        raise CheckpointError(
+            f"{path}: holds a {type(plain).__name__}, not a checkpoint of Megatron-LM"
+        )
+    chunks = sorted(
+        (int(found[1] or 0), key)
+        for key in plain
+        if isinstance(key, str) and (found := _CHUNK.fullmatch(key))
+    )
     if not chunks:
         raise CheckpointError(f"{path}: has no 'model'")
     return _shard_of([tensors_in(plain[key], path) for _, key in chunks], plain, path)
@@ -244,9 +296,11 @@ def _named(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     return found
 
 
-def _together(folder: Path, shards: Mapping[Place, list[dict[str, Tensor]]], tp: int, pp: int) -> (
-        dict[str, list[Tensor]]):
-    """Every tensor of the whole model, as its parts on the tensor ranks. Stages are in order of chunk, then rank."""
+def _together(
+    folder: Path, shards: Mapping[Place, list[dict[str, Tensor]]], tp: int, pp: int
+) -> dict[str, list[Tensor]]:
+    """Every tensor of the whole model, as its parts on the tensor ranks. Stages are in order of
+    chunk, then rank."""
     found: dict[str, list[Tensor]] = {}
     num_chunks = len(shards[0, 0])
     if any(len(chunks) != num_chunks for chunks in shards.values()):
@@ -255,7 +309,9 @@ def _together(folder: Path, shards: Mapping[Place, list[dict[str, Tensor]]], tp:
     for chunk, stage in product(range(num_chunks), range(pp)):
         ranks = [shards[stage, rank][chunk] for rank in range(tp)]
         if different := set().union(*ranks).difference(set(ranks[0]).intersection(*ranks)):
-            raise CheckpointError(f"{folder}: {min(different)} is not on all tensor ranks of pipeline rank {stage}")
+            raise CheckpointError(
+                f"{folder}: {min(different)} is not on all tensor ranks of pipeline rank {stage}"
+            )
         count = 0
         for name in ranks[0]:
             where = name

@@ -12,11 +12,16 @@ from hybridpar.checkpoint.megatron.files import MegatronFiles
 from hybridpar.data.tokenizer import Tokenizer
 
 
-def import_megatron(source: str | Path, output: str | Path, vocab_size: int | None = None) -> Imported:
-    """Makes `output` of the newest iteration, or of the folder of one; see import_folder for what it holds.
+def import_megatron(
+    source: str | Path, output: str | Path, vocab_size: int | None = None
+) -> Imported:
+    """Makes `output` of the newest iteration, or of the folder of one; see import_folder for what
+    it holds.
 
-    vocab_size: tokens of the vocabulary without its padding; else by the arguments, where they say it.
-    Raises: CheckpointError for files that are missing, damaged or do not fit each other; ConfigError for what the
+    vocab_size: tokens of the vocabulary without its padding; else by the arguments, where they say
+    it.
+    Raises: CheckpointError for files that are missing, damaged or do not fit each other;
+        ConfigError for what the
     arguments ask of a model that we do not have, or where `output` is there already.
     """
     files = MegatronFiles(Path(source))

@@ -1,8 +1,10 @@
-"""Comparison of a checkpoint of ours with Megatron Core's own model on the same tokens, in float64 on the CPU.
+"""Comparison of a checkpoint of ours with Megatron Core's own model on the same tokens, in float64
+on the CPU.
 
-That model is built of all arguments that Megatron Core has a field for, as Megatron-LM does it, not of those that the
-import knows: what the import passes over by mistake shows in the logits.
-Source: core_transformer_config_from_args and gpt_builder of NVIDIA Megatron-LM (what becomes of which argument).
+That model is built of all arguments that Megatron Core has a field for, as Megatron-LM does it, not
+of those that the import knows: what the import passes over by mistake shows in the logits.
+Source: core_transformer_config_from_args and gpt_builder of NVIDIA Megatron-LM (what becomes of
+    which argument).
 """
 
 from __future__ import annotations
@@ -20,33 +22,71 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
-from hybridpar.checkpoint.huggingface.verify import Comparison, compare_logits, our_logits, random_batch
+from hybridpar.checkpoint.huggingface.verify import (
+    Comparison,
+    compare_logits,
+    our_logits,
+    random_batch,
+)
 from hybridpar.checkpoint.load import load_full
 from hybridpar.checkpoint.megatron.files import MegatronFiles
 from hybridpar.checkpoint.stages import whole_model
 from hybridpar.errors import CheckpointError, config_error
 
 _HERE: Mapping[str, Any] = {
-    "use_cpu_initialization": True, "perform_initialization": False, "params_dtype": torch.float64,
-    "transformer_impl": "local", "hidden_dropout": 0.0, "attention_dropout": 0.0, "bias_dropout_fusion": False,
-    "masked_softmax_fusion": False, "apply_rope_fusion": False, "persist_layer_norm": False,
-    "memory_efficient_layer_norm": False, "fused_single_qkv_rope": False, "cuda_graph_impl": "none",
-    "fp32_residual_connection": False}
+    "use_cpu_initialization": True,
+    "perform_initialization": False,
+    "params_dtype": torch.float64,
+    "transformer_impl": "local",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+    "memory_efficient_layer_norm": False,
+    "fused_single_qkv_rope": False,
+    "cuda_graph_impl": "none",
+    "fp32_residual_connection": False,
+}
 """Fields that say where and in what precision it is computed."""
 
-_ELSEWHERE = frozenset({
-    "attention_backend", "cp_comm_type", "recompute_granularity", "recompute_method", "recompute_num_layers",
-    "recompute_modules", "distribute_saved_activations", "fp8", "fp8_param", "fp4", "fp4_param",
-    "first_last_layers_bf16", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_scope", "cuda_graph_modules",
-    "offload_modules", "pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage", "account_for_embedding_in_pipeline_split", "use_kitchen", "quant_recipe",
-    "account_for_loss_in_pipeline_split", "fine_grained_activation_offloading", "disable_bf16_reduced_precision_matmul",
-})
+_ELSEWHERE = frozenset(
+    {
+        "attention_backend",
+        "cp_comm_type",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "recompute_modules",
+        "distribute_saved_activations",
+        "fp8",
+        "fp8_param",
+        "fp4",
+        "fp4_param",
+        "first_last_layers_bf16",
+        "enable_cuda_graph",
+        "external_cuda_graph",
+        "cuda_graph_scope",
+        "cuda_graph_modules",
+        "offload_modules",
+        "pipeline_model_parallel_layout",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split",
+        "use_kitchen",
+        "quant_recipe",
+        "account_for_loss_in_pipeline_split",
+        "fine_grained_activation_offloading",
+        "disable_bf16_reduced_precision_matmul",
+    }
+)
 """Further such fields, which have their defaults here."""
 
 
 def compare_megatron(checkpoint: Path, folder: Path) -> Comparison:
-    """Compares all logits on random tokens with those of the model that Megatron-LM saved in `folder`.
+    """Compares all logits on random tokens with those of the model that Megatron-LM saved in
+    `folder`.
 
     Raises: ConfigError without megatron-core; CheckpointError if that cannot compute the model.
     """
@@ -61,21 +101,32 @@ def compare_megatron(checkpoint: Path, folder: Path) -> Comparison:
 
 
 def core_logits(files: MegatronFiles, tokens: Tensor) -> Tensor:
-    """Logits that Megatron Core gives these tokens. Shapes: [b, s] -> [b, s, v]. Raises: as `compare_megatron`."""
+    """Logits that Megatron Core gives these tokens. Shapes: [b, s] -> [b, s, v]. Raises: as
+    `compare_megatron`."""
     with _one_process():
         try:
             model = _build(files)
-            loaded = model.load_state_dict({name: files.read(name) for name in files.shapes}, strict=False)
-            if missing := [name for name in loaded.missing_keys if not name.endswith("_extra_state")]:
-                raise CheckpointError(f"{files.folder}: Megatron Core misses {', '.join(missing[:8])}")
+            loaded = model.load_state_dict(
+                {name: files.read(name) for name in files.shapes}, strict=False
+            )
+            if missing := [
+                name for name in loaded.missing_keys if not name.endswith("_extra_state")
+            ]:
+                raise CheckpointError(
+                    f"{files.folder}: Megatron Core misses {', '.join(missing[:8])}"
+                )
             length = tokens.shape[1]
             later = torch.ones(length, length, dtype=torch.bool).triu(1)
             with torch.no_grad():
                 return model(tokens, torch.arange(length).expand_as(tokens), later[None, None])
         except CheckpointError:
             raise
-        except Exception as error:  # of another program's code, for settings that it may not have on a CPU
-            raise CheckpointError(f"{files.folder}: Megatron Core cannot compute it here: {error!r}") from None
+        except (
+            Exception
+        ) as error:  # of another program's code, for settings that it may not have on a CPU
+            raise CheckpointError(
+                f"{files.folder}: Megatron Core cannot compute it here: {error!r}"
+            ) from None
 
 
 def _build(files: MegatronFiles) -> Any:
@@ -86,14 +137,22 @@ def _build(files: MegatronFiles) -> Any:
     config = _config(files)
     is_rotary = args.get("use_rotary_position_embeddings")
     model = gpt.GPTModel(
-        config, specs.get_gpt_layer_local_spec(
-            qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm, normalization=config.normalization),
+        config,
+        specs.get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm,
+            qk_l2_norm=config.qk_l2_norm,
+            normalization=config.normalization,
+        ),
         vocab_size=files.shapes["embedding.word_embeddings.weight"][0],
         max_sequence_length=args["max_position_embeddings"],
         share_embeddings_and_output_weights=not args.get("untie_embeddings_and_output_weights"),
-        position_embedding_type="rope" if is_rotary else args.get("position_embedding_type", "learned_absolute"),
-        rotary_percent=args.get("rotary_percent", 1.0), rotary_base=args.get("rotary_base", 10000),
-        rope_scaling=args.get("use_rope_scaling", False))
+        position_embedding_type="rope"
+        if is_rotary
+        else args.get("position_embedding_type", "learned_absolute"),
+        rotary_percent=args.get("rotary_percent", 1.0),
+        rotary_base=args.get("rotary_base", 10000),
+        rope_scaling=args.get("use_rope_scaling", False),
+    )
     return model.double().eval()
 
 
@@ -106,23 +165,42 @@ def _config(files: MegatronFiles) -> Any:
     args = files.args
     bias = args.get("add_bias_linear", not args.get("disable_bias_linear", False))
     experts = {name for name in fields if name.startswith("moe_")}  # of which there are none
-    values = {name: args[name] for name in fields - parallel - experts - _ELSEWHERE if args.get(name) is not None}
+    values = {
+        name: args[name]
+        for name in fields - parallel - experts - _ELSEWHERE
+        if args.get(name) is not None
+    }
     values |= {name: value for name, value in _HERE.items() if name in fields}
     values |= {
-        "add_bias_linear": bias, "bias_activation_fusion": bool(args.get("bias_gelu_fusion")) and bias,
-        "num_query_groups": args.get("num_query_groups") if args.get("group_query_attention") else None}
-    older = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
+        "add_bias_linear": bias,
+        "bias_activation_fusion": bool(args.get("bias_gelu_fusion")) and bias,
+        "num_query_groups": args.get("num_query_groups")
+        if args.get("group_query_attention")
+        else None,
+    }
+    older = {
+        "norm_epsilon": "layernorm_epsilon",
+        "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    }
     values |= {name: args[old] for old, name in older.items() if args.get(old) is not None}
     if args.get("swiglu"):
-        values |= {"activation_func": functional.silu, "gated_linear_unit": True, "bias_activation_fusion": False}
+        values |= {
+            "activation_func": functional.silu,
+            "gated_linear_unit": True,
+            "bias_activation_fusion": False,
+        }
     elif args.get("openai_gelu") and not files.is_core:
-        values |= {"activation_func": partial(functional.gelu, approximate="tanh"), "bias_activation_fusion": False}
+        values |= {
+            "activation_func": partial(functional.gelu, approximate="tanh"),
+            "bias_activation_fusion": False,
+        }
     return configs.TransformerConfig(**values)
 
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """Megatron Core as a job of one process, on the CPU, which it takes for a GPU, without compiling anything.
+    """Megatron Core as a job of one process, on the CPU, which it takes for a GPU, without
+    compiling anything.
 
     Raises: ConfigError if it cannot be imported.
     """
@@ -133,13 +211,19 @@ def _one_process() -> Iterator[None]:
             state = importlib.import_module("megatron.core.parallel_state")
             generators = importlib.import_module("megatron.core.tensor_parallel.random")
         except ImportError as error:
-            raise config_error("verify", True, f"needs megatron-core, which cannot be imported ({error})",
-                               "pip install megatron-core") from None
+            raise config_error(
+                "verify",
+                True,
+                f"needs megatron-core, which cannot be imported ({error})",
+                "pip install megatron-core",
+            ) from None
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         try:
             torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
             state.initialize_model_parallel()
-            generators.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # one that asks no GPU
+            generators.initialize_rng_tracker(
+                inference_rng_tracker=True, force_reset=True
+            )  # one that asks no GPU
             with torch.compiler.set_stance("force_eager"):
                 yield
         finally:

@@ -1,15 +1,22 @@
 """Proves that the lists of all ranks fit together, before anything runs.
 
-    exactly once    every rank has exactly the actions that the schedule asks of it, with the versions it defines
-    order           an action comes after those on its rank that it needs; collectives come in the order of batches
-    transfers       sends and receives of each link come in one order (NCCL has no tags: the i-th meets the i-th)
-    items           what an action touches of its rank's state is in the fast tier, which never holds more than it may
+    exactly once    every rank has exactly the actions that the schedule asks of it, with the
+                    versions it defines
+    order           an action comes after those on its rank that it needs; collectives come in the
+                    order of batches
+    transfers       sends and receives of each link come in one order (NCCL has no tags: the i-th
+                    meets the i-th)
+    items           what an action touches of its rank's state is in the fast tier, which never
+                    holds more than it may
     offload         what has left is evicted, and comes back before its backward
-    memory          activations, weight versions and gradients alive at once stay within the schedule's bounds
-    no deadlock     the plan runs to its end in the simulator, under the executor's rules. Its ranks may wait for their
-                    oldest sends; the report says how many have to be allowed to be unfinished (send_window.py)
+    memory          activations, weight versions and gradients alive at once stay within the
+                    schedule's bounds
+    no deadlock     the plan runs to its end in the simulator, under the executor's rules. Its ranks
+                    may wait for their oldest sends; the report says how many have to be allowed to
+                    be unfinished (send_window.py)
 
-Together these give happens-before: F(k) of a stage waits for a receive that F(k) of the stage before it fills.
+Together these give happens-before: F(k) of a stage waits for a receive that F(k) of the stage
+before it fills.
 """
 
 from __future__ import annotations
@@ -34,7 +41,8 @@ class PlanError(HybridparError):
     """A plan is wrong. `cells` are the (rank, step) at fault; the message draws them."""
 
     def __init__(self, reason: str, plan: Plan, cells: Sequence[tuple[int, int]]):
-        self.reason, self.cells = reason, tuple(cells)
+        self.reason = reason
+        self.cells = tuple(cells)
         super().__init__(f"{reason}\n\n{draw_steps(plan, cells)}")
 
 
@@ -42,7 +50,8 @@ class PlanError(HybridparError):
 class CheckReport:
     """Proof of a plan: the range of batches, and the most that each rank holds at once.
 
-    send_window: the number of unfinished sends that a rank must be allowed, or the plan would not run to its end.
+    send_window: the number of unfinished sends that a rank must be allowed, or the plan would not
+    run to its end.
     """
 
     schedule: str
@@ -57,22 +66,35 @@ class CheckReport:
         worst = reduce(Live.peak, self.peaks, Live())
         held = f" on {self.sizes.num_ranks} ranks" if self.sizes.chunks > 1 else ""
         return (
-            f"{self.schedule}, {self.sizes.num_stages} stages{held}, {self.sizes.num_microbatches} micro-batches, "
-            f"batches {self.first_batch} to {self.first_batch + self.num_batches - 1}: {self.num_actions} actions are "
-            f"right; at most {worst.activations} activations, {worst.versions} weight versions, {worst.gradients} "
-            "gradients")
+            f"{self.schedule}, {self.sizes.num_stages} stages{held}, {self.sizes.num_microbatches} "
+            "micro-batches, "
+            f"batches {self.first_batch} to {self.first_batch + self.num_batches - 1}: "
+            f"{self.num_actions} actions are "
+            f"right; at most {worst.activations} activations, {worst.versions} weight versions, "
+            f"{worst.gradients} "
+            "gradients"
+        )
 
 
-def check(plan: Plan, sizes: Sizes, schedule: str | Schedule, first_batch: int | None = None,
-          num_batches: int | None = None, *, serial_links: bool = True,
-          residency: Mapping[int, Residency | SharedItems] | None = None) -> CheckReport:
-    """Proves that `plan` runs the given range of batches (default: the one its forwards span) by the schedule's rules.
+def check(
+    plan: Plan,
+    sizes: Sizes,
+    schedule: str | Schedule,
+    first_batch: int | None = None,
+    num_batches: int | None = None,
+    *,
+    serial_links: bool = True,
+    residency: Mapping[int, Residency | SharedItems] | None = None,
+) -> CheckReport:
+    """Proves that `plan` runs the given range of batches (default: the one its forwards span) by
+    the schedule's rules.
 
-    The transport is the strictest one that can occur (see simulate): the end stages meet in REDUCE, NORM waits for its
-    REDUCE, and, unless `serial_links` is off, the transfers of a rank on one axis wait for each other. `residency`: by
-    rank, where the plan moves items.
+    The transport is the strictest one that can occur (see simulate): the end stages meet in REDUCE,
+    NORM waits for its REDUCE, and, unless `serial_links` is off, the transfers of a rank on one
+    axis wait for each other. `residency`: by rank, where the plan moves items.
 
-    Raises: PlanError at the first fault, with the place drawn; ConfigError if the schedule cannot run on these sizes.
+    Raises: PlanError at the first fault, with the place drawn; ConfigError if the schedule cannot
+        run on these sizes.
     """
     schedule = find_schedule(schedule)
     schedule.check_sizes(sizes)
@@ -84,8 +106,15 @@ def check(plan: Plan, sizes: Sizes, schedule: str | Schedule, first_batch: int |
     for rank in range(p):
         parts = PartCounts(plan[rank])
         expected = _expected(schedule, sizes, rank, batches, kinds, plan[rank])
-        _check_complete(plan, rank, (replace(action, part=part) for action in expected
-                                     for part in order(action.kind, parts.count(action.kind, action.stage))))
+        _check_complete(
+            plan,
+            rank,
+            (
+                replace(action, part=part)
+                for action in expected
+                for part in order(action.kind, parts.count(action.kind, action.stage))
+            ),
+        )
         _check_order(plan, rank, sizes, parts)
         _check_items(plan, rank, (residency or {}).get(rank))
         _check_offload(plan, rank)
@@ -93,26 +122,41 @@ def check(plan: Plan, sizes: Sizes, schedule: str | Schedule, first_batch: int |
         for kind, row in ROWS.items():
             if row.met_by:
                 for receiver, turn in dict.fromkeys(
-                        (sizes.peer(stage, row.side), sizes.turn(stage)) for stage in sizes.stages_of(rank)):
+                    (sizes.peer(stage, row.side), sizes.turn(stage))
+                    for stage in sizes.stages_of(rank)
+                ):
                     if receiver is not None:
                         _check_link(plan, sizes, kind, (rank, receiver), turn)
     peaks = tuple(_check_memory(plan, rank, schedule, sizes, batches.stop) for rank in range(p))
     try:
-        send_window = fitting_send_window(plan, Costs(tied=True, blocking_norm=True, serial_links=serial_links))
+        send_window = fitting_send_window(
+            plan, Costs(tied=True, blocking_norm=True, serial_links=serial_links)
+        )
     except StuckError as error:
         cells = [(rank, step) for rank, (step, _) in error.waiting.items()]
-        reasons = "; ".join(f"rank {rank} at step {step}: {why}" for rank, (step, why) in error.waiting.items())
+        reasons = "; ".join(
+            f"rank {rank} at step {step}: {why}" for rank, (step, why) in error.waiting.items()
+        )
         raise PlanError(f"deadlock: {reasons}", plan, cells) from None
     num_actions = sum(map(len, plan.values()))
-    return CheckReport(schedule.name, sizes, batches.start, len(batches), num_actions, peaks, send_window)
+    return CheckReport(
+        schedule.name, sizes, batches.start, len(batches), num_actions, peaks, send_window
+    )
 
 
 _MOVES = PER_ITEM.union(OF_STASH)
 """Kinds of which a plan may have any number."""
 
 
-def _range_of_batches(plan: Plan, sizes: Sizes, first_batch: int | None, num_batches: int | None) -> range:
-    microbatches = [action.microbatch for actions in plan.values() for action in actions if action.kind is Kind.F]
+def _range_of_batches(
+    plan: Plan, sizes: Sizes, first_batch: int | None, num_batches: int | None
+) -> range:
+    microbatches = [
+        action.microbatch
+        for actions in plan.values()
+        for action in actions
+        if action.kind is Kind.F
+    ]
     if first_batch is None:
         first_batch = min(microbatches, default=0) // sizes.num_microbatches
     if num_batches is None:
@@ -125,15 +169,25 @@ def _kinds_in(actions: Sequence[Action]) -> frozenset[Kind]:
     return frozenset(Kind) - _MOVES - ({Kind.NORM, Kind.HOST} - {action.kind for action in actions})
 
 
-def _expected(schedule: Schedule, sizes: Sizes, rank: int, batches: range, kinds: frozenset[Kind],
-              actions: Sequence[Action]) -> Iterator[Action]:
-    """Everything that `rank` has to do, undivided, in no particular order: of a backward the whole, or both parts
-    where `actions` have the first."""
+def _expected(
+    schedule: Schedule,
+    sizes: Sizes,
+    rank: int,
+    batches: range,
+    kinds: frozenset[Kind],
+    actions: Sequence[Action],
+) -> Iterator[Action]:
+    """Everything that `rank` has to do, undivided, in no particular order: of a backward the whole,
+    or both parts where `actions` have the first."""
     m = sizes.num_microbatches
     split = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.I}
     for stage in sizes.stages_of(rank):
-        own = [(kind, kind in COMPUTE) for kind in Kind if kind in kinds - PER_BATCH
-               and (not ROWS[kind].side or sizes.peer(stage, ROWS[kind].side) is not None)]
+        own = [
+            (kind, kind in COMPUTE)
+            for kind in Kind
+            if kind in kinds - PER_BATCH
+            and (not ROWS[kind].side or sizes.peer(stage, ROWS[kind].side) is not None)
+        ]
         for k in range(batches.start * m, batches.stop * m):
             version = schedule.version(sizes, stage, k, batches.start)
             other = {Kind.B} if (stage, k) in split else {Kind.I, Kind.W}
@@ -168,7 +222,9 @@ def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
         if key not in missing:
             raise PlanError(f"{action} does not belong in this plan", plan, [(rank, step)])
         if action.version != missing[key].version:
-            raise PlanError(f"{action} has the wrong version; {missing[key]} is right", plan, [(rank, step)])
+            raise PlanError(
+                f"{action} has the wrong version; {missing[key]} is right", plan, [(rank, step)]
+            )
         done[key] = step
         del missing[key]
     if missing:
@@ -177,19 +233,26 @@ def _check_complete(plan: Plan, rank: int, expected: Iterator[Action]) -> None:
 
 
 def _check_order(plan: Plan, rank: int, sizes: Sizes, parts: PartCounts) -> None:
-    """Checks that what an action needs on its own rank comes before it, where the plan has it at all."""
+    """Checks that what an action needs on its own rank comes before it, where the plan has it at
+    all."""
     steps = {_key(action): step for step, action in enumerate(plan[rank])}
     for step, action in enumerate(plan[rank]):
         for key in _needs(action, sizes, parts):
             if steps.get(key, -1) > step:
-                raise PlanError(f"{action} comes before {plan[rank][steps[key]]}, which it needs", plan,
-                                [(rank, step), (rank, steps[key])])
+                raise PlanError(
+                    f"{action} comes before {plan[rank][steps[key]]}, which it needs",
+                    plan,
+                    [(rank, step), (rank, steps[key])],
+                )
 
 
 def _needs(action: Action, sizes: Sizes, parts: PartCounts) -> Iterator[_Key]:
-    """The actions that come before this one on its rank: what makes its weights, of a part the one before, of the first
-    what all need."""
-    m, k, stage, row = sizes.num_microbatches, action.microbatch, action.stage, ROWS[action.kind]
+    """The actions that come before this one on its rank: what makes its weights, of a part the one
+    before, of the first what all need."""
+    m = sizes.num_microbatches
+    k = action.microbatch
+    stage = action.stage
+    row = ROWS[action.kind]
     if row.per_item:
         return
     for kind in () if row.per_batch else PER_BATCH.intersection(row.needs):
@@ -201,7 +264,10 @@ def _needs(action: Action, sizes: Sizes, parts: PartCounts) -> Iterator[_Key]:
     for kind in row.needs:
         if ROWS[kind].per_batch == row.per_batch:
             yield kind, stage, k, parts.last(kind, stage)
-            if kind is row.receive and (beside := _beside(stage, ROWS[kind].side, sizes)) is not None:
+            if (
+                kind is row.receive
+                and (beside := _beside(stage, ROWS[kind].side, sizes)) is not None
+            ):
                 for other in (kind for kind in INPUTS if ROWS[kind].receive is row.receive):
                     yield other, beside, k, parts.last(other, beside)
         elif row.per_batch:
@@ -215,7 +281,8 @@ def _needs(action: Action, sizes: Sizes, parts: PartCounts) -> Iterator[_Key]:
 
 
 def _beside(stage: int, side: int, sizes: Sizes) -> int | None:
-    """The stage's neighbour on that side, if it is on the same rank, which then hands over to itself."""
+    """The stage's neighbour on that side, if it is on the same rank, which then hands over to
+    itself."""
     there = 0 <= stage + side < sizes.num_stages and sizes.peer(stage, side) is None
     return stage + side if there else None
 
@@ -230,7 +297,10 @@ def _check_items(plan: Plan, rank: int, items: Residency | SharedItems | None) -
     for step, action in enumerate(plan[rank]):
         fault = ""
         if action.kind in PER_ITEM and (not tiers or action.stage != rank):
-            fault = f"{action} is on rank {rank}, {'not on its own' if tiers else 'where nothing moves'}"
+            fault = (
+                f"{action} is on rank {rank}, "
+                f"{'not on its own' if tiers else 'where nothing moves'}"
+            )
         for tier in tiers:
             fault = fault or tier.follow(action)
         if fault:
@@ -238,7 +308,8 @@ def _check_items(plan: Plan, rank: int, items: Residency | SharedItems | None) -
 
 
 def _check_offload(plan: Plan, rank: int) -> None:
-    """What a micro-batch keeps leaves, is evicted and comes back, in this order, between its forward and backward."""
+    """What a micro-batch keeps leaves, is evicted and comes back, in this order, between its
+    forward and backward."""
     stages: dict[_Key, int] = {}  # how far it is on that way, by what ran forward
     for step, action in enumerate(plan[rank]):
         if action.kind not in COMPUTE.union(OF_STASH):
@@ -257,33 +328,52 @@ def _check_offload(plan: Plan, rank: int) -> None:
 
 
 def _check_link(plan: Plan, sizes: Sizes, kind: Kind, ranks: tuple[int, int], turn: int) -> None:
-    """The i-th send of one rank to another, of a turn, is the i-th receive there of what that one sends, and for the
-    stage that follows."""
+    """The i-th send of one rank to another, of a turn, is the i-th receive there of what that one
+    sends, and for the stage that follows."""
     row, (sender, receiver) = ROWS[kind], ranks
-    sent = [step for step, action in enumerate(plan[sender])
-            if action.kind is kind and sizes.turn(action.stage) == turn
-            and sizes.peer(action.stage, row.side) == receiver]
-    received = [step for step, action in enumerate(plan[receiver])
-                if action.kind is row.met_by and sizes.turn(action.stage) == turn
-                and sizes.peer(action.stage, -row.side) == sender]
+    sent = [
+        step
+        for step, action in enumerate(plan[sender])
+        if action.kind is kind
+        and sizes.turn(action.stage) == turn
+        and sizes.peer(action.stage, row.side) == receiver
+    ]
+    received = [
+        step
+        for step, action in enumerate(plan[receiver])
+        if action.kind is row.met_by
+        and sizes.turn(action.stage) == turn
+        and sizes.peer(action.stage, -row.side) == sender
+    ]
     for i, j in zip(sent, received, strict=True):
-        one, other = plan[sender][i], plan[receiver][j]
+        one = plan[sender][i]
+        other = plan[receiver][j]
         if (one.stage + row.side, one.microbatch) != (other.stage, other.microbatch):
-            raise PlanError(f"{one} of rank {sender} would meet {other} of rank {receiver}", plan,
-                            [(sender, i), (receiver, j)])
+            raise PlanError(
+                f"{one} of rank {sender} would meet {other} of rank {receiver}",
+                plan,
+                [(sender, i), (receiver, j)],
+            )
 
 
 def _check_memory(plan: Plan, rank: int, schedule: Schedule, sizes: Sizes, next_batch: int) -> Live:
-    """Peaks of one rank, which are within bounds. The versions that the next batch needs count to the end."""
+    """Peaks of one rank, which are within bounds. The versions that the next batch needs count to
+    the end."""
     first_needed = schedule.version(sizes, rank, next_batch * sizes.num_microbatches, next_batch)
     keep = range(first_needed, next_batch + 1)
-    bound = Live(schedule.max_live_activations(sizes, rank), schedule.max_live_versions(sizes, rank),
-                 schedule.num_gradient_buffers)
+    bound = Live(
+        schedule.max_live_activations(sizes, rank),
+        schedule.max_live_versions(sizes, rank),
+        schedule.num_gradient_buffers,
+    )
     peak = Live()
     for step, live in enumerate(live_counts(plan[rank], sizes.num_microbatches, keep)):
         peak = peak.peak(live)
         if peak.peak(bound) != bound:
             raise PlanError(
-                f"rank {rank} holds {live} after {plan[rank][step]}, but schedule {schedule.name} allows {bound}", plan,
-                [(rank, step)])
+                f"rank {rank} holds {live} after {plan[rank][step]}, but schedule {schedule.name} "
+                f"allows {bound}",
+                plan,
+                [(rank, step)],
+            )
     return peak

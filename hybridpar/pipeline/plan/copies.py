@@ -6,12 +6,14 @@ Of a rank with a fast tier one engine brings items into it, the other writes the
     in           |-- FETCH1 --||         FETCH0 waits .. |-- FETCH0 --|
     out                         |---- RELEASE2 ----------|
 
-Both take their moves in the order of the list. A FETCH waits until what left before it has made room, and so does an
-action that makes an item which was not there. What was not changed leaves in no time.
+Both take their moves in the order of the list. A FETCH waits until what left before it has made
+room, and so does an action that makes an item which was not there. What was not changed leaves in
+no time.
 
 So are what micro-batches keep from forward to backward, where it leaves meanwhile (StashEngines).
 
-Where the host makes the new weights, gradients leave by one engine and the weights arrive by the other, group by group:
+Where the host makes the new weights, gradients leave by one engine and the weights arrive by the
+other, group by group:
 
     rank         F B NORM0 F  HOST0 B F B  ..                  UPDATE0 F8   UPDATE0.1 F8.1
     to host           |-- 0 --||-- 1 --|
@@ -39,17 +41,30 @@ class CopyEngines:
     fetch, release: time that a MiB takes. calls: the rank's own of it, by kind.
     """
 
-    def __init__(self, residency: Residency, fetch: float, release: float, calls: Mapping[Kind, float] = NO_CALLS):
-        self._residency, self._fetch, self._release, self._calls = residency, fetch, release, calls
+    def __init__(
+        self,
+        residency: Residency,
+        fetch: float,
+        release: float,
+        calls: Mapping[Kind, float] = NO_CALLS,
+    ):
+        self._residency = residency
+        self._fetch = fetch
+        self._release = release
+        self._calls = calls
         self._tier = FastTier(residency)
         self._arrivals: dict[int, float] = {}
         self._gone: dict[int, float] = {}  # when an item was last written back
-        self._leaving: deque[tuple[float, int]] = deque()  # when that is over, and bytes, of those written last
+        self._leaving: deque[tuple[float, int]] = (
+            deque()
+        )  # when that is over, and bytes, of those written last
         self._in_free = self._out_free = 0.0
 
     def work(self, kind: Kind) -> list[float]:
         """The rank's own time that an action of a kind takes at most, by item."""
-        return [self._calls.get(kind, 0.0) * num_bytes / MIB for num_bytes in self._residency.num_bytes]
+        return [
+            self._calls.get(kind, 0.0) * num_bytes / MIB for num_bytes in self._residency.num_bytes
+        ]
 
     def ready(self, action: Action) -> float:
         """Time at which all is there that the action touches."""
@@ -59,8 +74,10 @@ class CopyEngines:
         return max(*arrivals, self._has_room(self._tier.made(action)), 0.0)
 
     def follow(self, action: Action, now: float) -> tuple[str, float, float]:
-        """Goes past an action: what is wrong with it, if anything is, and of a move its start and its end."""
-        item, written = action.microbatch, action.kind is Kind.RELEASE and self._tier.is_changed(action.microbatch)
+        """Goes past an action: what is wrong with it, if anything is, and of a move its start and
+        its end."""
+        item = action.microbatch
+        written = action.kind is Kind.RELEASE and self._tier.is_changed(action.microbatch)
         while self._leaving and self._leaving[0][0] <= now:
             self._leaving.popleft()
         if not self._residency.moves(action):
@@ -81,12 +98,17 @@ class CopyEngines:
         return "", now, now
 
     def _has_room(self, items: Sequence[int]) -> float:
-        """Time from which there is room for items that are not here, none of which is still leaving."""
+        """Time from which there is room for items that are not here, none of which is still
+        leaving."""
         if not items:
             return 0.0
         found = max(self._gone.get(item, 0.0) for item in items)
-        excess = (self._tier.num_bytes + sum(self._residency.num_bytes[item] for item in items)
-                  + sum(num_bytes for _, num_bytes in self._leaving) - self._residency.budget)
+        excess = (
+            self._tier.num_bytes
+            + sum(self._residency.num_bytes[item] for item in items)
+            + sum(num_bytes for _, num_bytes in self._leaving)
+            - self._residency.budget
+        )
         for over, num_bytes in self._leaving:
             if excess <= 0:
                 break
@@ -103,7 +125,10 @@ class TieredReplicaEngines:
 
     def work(self, kind: Kind) -> list[float]:
         """As those of each."""
-        return [sum(each) for each in zip_longest(*(engines.work(kind) for engines in self._both), fillvalue=0.0)]
+        return [
+            sum(each)
+            for each in zip_longest(*(engines.work(kind) for engines in self._both), fillvalue=0.0)
+        ]
 
     def ready(self, action: Action) -> float:
         """As those of each, the later one."""
@@ -117,15 +142,19 @@ class TieredReplicaEngines:
 
 
 class StashEngines:
-    """The two engines of a rank for what its micro-batches keep. offload, reload: time that one takes of each."""
+    """The two engines of a rank for what its micro-batches keep. offload, reload: time that one
+    takes of each."""
 
     def __init__(self, offload: float, reload: float):
         self._takes = {Kind.OFFLOAD: offload, Kind.RELOAD: reload}
         self._free = dict.fromkeys(self._takes, 0.0)
-        self._over: dict[tuple[int, int], float] = {}  # when the last move of a micro-batch of a stage is over
+        self._over: dict[
+            tuple[int, int], float
+        ] = {}  # when the last move of a micro-batch of a stage is over
 
     def start(self, action: Action, now: float) -> float:
-        """Starts an OFFLOAD or RELOAD, after those of its kind before it: the time at which it is over."""
+        """Starts an OFFLOAD or RELOAD, after those of its kind before it: the time at which it is
+        over."""
         over = max(now, self._free[action.kind]) + self._takes[action.kind]
         self._free[action.kind] = self._over[action.stage, action.microbatch] = over
         return over
@@ -138,13 +167,17 @@ class StashEngines:
 class HostEngines:
     """The host of a rank, and the engines to and from it.
 
-    to_host, host, from_host: time that all groups take of each. shares: of each group. What leaves takes the place of
-    the same group of the batch before, once the host has read that; the host begins a batch when it is told to.
+    to_host, host, from_host: time that all groups take of each. shares: of each group. What leaves
+    takes the place of the same group of the batch before, once the host has read that; the host
+    begins a batch when it is told to.
     """
 
     def __init__(self, to_host: float, host: float, from_host: float, shares: Sequence[float]):
         total = sum(shares)
-        self._times = [(to_host * share / total, host * share / total, from_host * share / total) for share in shares]
+        self._times = [
+            (to_host * share / total, host * share / total, from_host * share / total)
+            for share in shares
+        ]
         self._out_free = self._host_free = self._in_free = 0.0
         self._left, self._read, self._arrived = ([0.0] * len(shares) for _ in range(3))
 
@@ -156,7 +189,9 @@ class HostEngines:
     def begin(self, now: float) -> float:
         """The host may use them. Time at which all that it makes has arrived."""
         for group, (_, takes, back) in enumerate(self._times):
-            self._host_free = self._read[group] = max(now, self._host_free, self._left[group]) + takes
+            self._host_free = self._read[group] = (
+                max(now, self._host_free, self._left[group]) + takes
+            )
             self._in_free = self._arrived[group] = max(self._host_free, self._in_free) + back
         return self._in_free
 
@@ -166,20 +201,33 @@ class HostEngines:
 
 
 class BusyHost:
-    """A host whose copies and updates take the cores that ranks compute on: each is a piece of work like theirs.
+    """A host whose copies and updates take the cores that ranks compute on: each is a piece of work
+    like theirs.
 
-    As HostEngines, but for what is not known before it happens: `ready` is None until then, and `arrived(when)` is
-    called as each group arrives. times: of all groups, to the host, of the update, and back.
+    As HostEngines, but for what is not known before it happens: `ready` is None until then, and
+    `arrived(when)` is called as each group arrives. times: of all groups, to the host, of the
+    update, and back.
     """
 
-    def __init__(self, cores: Cores, times: Sequence[float], shares: Sequence[float], arrived: Callable[[float], None]):
-        total, number = sum(shares), len(shares)
-        self._cores, self._notify = cores, arrived
+    def __init__(
+        self,
+        cores: Cores,
+        times: Sequence[float],
+        shares: Sequence[float],
+        arrived: Callable[[float], None],
+    ):
+        total = sum(shares)
+        number = len(shares)
+        self._cores = cores
+        self._notify = arrived
         self._times = [[time * share / total for share in shares] for time in times]
-        self._queues: list[deque[tuple[int, float]]] = [deque() for _ in times]  # group, and when it may begin
+        self._queues: list[deque[tuple[int, float]]] = [
+            deque() for _ in times
+        ]  # group, and when it may begin
         self._running = [False for _ in times]
         self._done = [[0] * number for _ in times]  # by row and group: batches
-        self._arrived, self._begun = [0.0] * number, 0
+        self._arrived = [0.0] * number
+        self._begun = 0
 
     def send(self, now: float) -> None:
         """The gradients of a batch may leave."""
@@ -208,10 +256,13 @@ class BusyHost:
             if queue and not self._running[row] and self._may_begin(row, queue[0][0]):
                 group, earliest = queue.popleft()
                 self._running[row] = True
-                self._cores.add(max(now, earliest), self._times[row][group], partial(self._over, row, group))
+                self._cores.add(
+                    max(now, earliest), self._times[row][group], partial(self._over, row, group)
+                )
 
     def _may_begin(self, row: int, group: int) -> bool:
-        """What leaves needs the place of the batch before, which the host has read; the rest, what comes before it."""
+        """What leaves needs the place of the batch before, which the host has read; the rest, what
+        comes before it."""
         done = [counts[group] for counts in self._done]
         return done[0] == done[1] if row == 0 else done[row - 1] > done[row]
 

@@ -7,16 +7,20 @@ from heapq import heappop, heappush
 
 
 class Cores:
-    """Cores that are shared evenly: each piece of work runs at the speed min(1, cores / pieces under way).
+    """Cores that are shared evenly: each piece of work runs at the speed min(1, cores / pieces
+    under way).
 
-    All run at one speed, so `_served`, the work done on a piece that was there from the start, orders their ends.
+    All run at one speed, so `_served`, the work done on a piece that was there from the start,
+    orders their ends.
     """
 
     def __init__(self, count: float):
         self.count = count
         self._now = self._served = 0.0
         self._due: list[tuple[float, int, float, Callable[[float], None]]] = []  # by start
-        self._running: list[tuple[float, int, Callable[[float], None]]] = []  # by what is served when they are done
+        self._running: list[
+            tuple[float, int, Callable[[float], None]]
+        ] = []  # by what is served when they are done
         self._number = 0  # only keeps the heaps from comparing callables
 
     def add(self, start: float, work: float, done: Callable[[float], None]) -> None:
@@ -26,7 +30,8 @@ class Cores:
 
     def step(self) -> bool:
         """Goes on to the next start or end; False if nothing is left."""
-        due, running = self._due, self._running
+        due = self._due
+        running = self._running
         if not running and not due:
             return False
         if not running:

@@ -1,6 +1,7 @@
 """Draws a plan as a text staircase; svg.py draws pictures.
 
-A Timeline is drawn as it ran; a plan is simulated first, with a backward that takes two forwards and all else free.
+A Timeline is drawn as it ran; a plan is simulated first, with a backward that takes two forwards
+and all else free.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def number_of(action: Action, num_ranks: int) -> str:
 
 
 def draw(drawn: Plan | Timeline, *, unit: float | None = None, width: int = 0) -> str:
-    """A plan as text: one line a stage, `width` columns (0: as labels need) a unit of time (None: the shortest forward
-    or backward).
+    """A plan as text: one line a stage, `width` columns (0: as labels need) a unit of time (None:
+    the shortest forward or backward).
 
         stage 0  F0 F1 F2       B0--- B1--- B2---*F3        F0: micro-batch 0 forward, B0: backward, blank: idle
         stage 1     F0 B0--- F1 B1--- F2 B2---*     F3      *: the weights were updated; U4: and that takes time
@@ -39,11 +40,20 @@ def draw(drawn: Plan | Timeline, *, unit: float | None = None, width: int = 0) -
     lengths = [end - start for row in rows.values() for label, start, end in row if label != "*"]
     unit = unit or min((length for length in lengths if length > 0), default=1.0)
     width = width or max(
-        (-(-(len(label) + 1) // max(1, round((end - start) / unit))) for row in rows.values()
-         for label, start, end in row if label != "*"), default=3)
+        (
+            -(-(len(label) + 1) // max(1, round((end - start) / unit)))
+            for row in rows.values()
+            for label, start, end in row
+            if label != "*"
+        ),
+        default=3,
+    )
     what = timeline.rank_name
     name = len(f"{what} {max(rows, default=0)}") + 2
-    return "\n".join(f"{f'{what} {rank}':<{name}}{_text_row(row, unit, width)}".rstrip() for rank, row in rows.items())
+    return "\n".join(
+        f"{f'{what} {rank}':<{name}}{_text_row(row, unit, width)}".rstrip()
+        for rank, row in rows.items()
+    )
 
 
 def _text_items(timeline: Timeline, rank: int) -> Iterator[tuple[str, float, float]]:
@@ -74,7 +84,9 @@ def _text_row(row: list[tuple[str, float, float]], unit: float, width: int) -> s
     return "".join(line)
 
 
-def draw_steps(plan: Plan, marked: Sequence[tuple[int, int]] = (), *, num_steps: int = 9, num_ranks: int = 8) -> str:
+def draw_steps(
+    plan: Plan, marked: Sequence[tuple[int, int]] = (), *, num_steps: int = 9, num_ranks: int = 8
+) -> str:
     """The lists of some ranks, around the marked (rank, step) cells, which are in >brackets<.
 
     A rank without a mark shows the steps that have to do with what the first mark has.
@@ -92,18 +104,25 @@ def draw_steps(plan: Plan, marked: Sequence[tuple[int, int]] = (), *, num_steps:
         start = max(0, min(middle - num_steps // 2, len(actions) - num_steps))
         cells = [
             f">{action}<" if step in marks[rank] else f" {action} "
-            for step, action in enumerate(actions[start : start + num_steps], start)]
-        far = [f"... step {s}: >{actions[s]}<" for s in marks[rank] if not start <= s < start + num_steps]
+            for step, action in enumerate(actions[start : start + num_steps], start)
+        ]
+        far = [
+            f"... step {s}: >{actions[s]}<"
+            for s in marks[rank]
+            if not start <= s < start + num_steps
+        ]
         lines.append((f"rank {rank}, step {start}:", cells, " ".join(far)))
     heading = max(len(line[0]) for line in lines)
     width = max((len(cell) for line in lines for cell in line[1]), default=0)
     return "\n".join(
-        f"{name:<{heading}} {''.join(cell.ljust(width) for cell in cells)} {far}".rstrip() for name, cells, far in lines
+        f"{name:<{heading}} {''.join(cell.ljust(width) for cell in cells)} {far}".rstrip()
+        for name, cells, far in lines
     )
 
 
 def related_step(actions: Sequence[Action], missing: Action) -> int:
-    """A step near the place where `missing` should be: the first that has to do with the same micro-batch or batch."""
+    """A step near the place where `missing` should be: the first that has to do with the same
+    micro-batch or batch."""
     for step, action in enumerate(actions):
         same_sort = (action.kind in PER_BATCH) == (missing.kind in PER_BATCH)
         if same_sort and action.microbatch == missing.microbatch:

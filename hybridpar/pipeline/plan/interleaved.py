@@ -1,21 +1,25 @@
-"""The order of interleaved 1F1B: a rank holds v chunks of the model, and fills and drains in 1/v of the time.
+"""The order of interleaved 1F1B: a rank holds v chunks of the model, and fills and drains in 1/v of
+the time.
 
-Two ranks with two chunks each, four micro-batches; b is the second chunk, a stage half of what 1f1b's would be:
+Two ranks with two chunks each, four micro-batches; b is the second chunk, a stage half of what
+1f1b's would be:
 
     rank 0  F0- F1- F0b F1b F2-     B0b---- F3- B1b---- F2b B0----- F3b B1-----     B2b----     B3b---- B2----- B3-----*
     rank 1      F0- F1- F0b B0b---- F1b B1b---- F2- B0----- F3- B1----- F2b B2b---- F3b B3b---- B2----- B3-----        *
 
-2bw goes on with the next batch instead, for ever: so no rank waits, and p-1-r forwards ahead in place of 2(p-1-r) are
-enough (where a backward takes no less than a forward). It then gains no time of a drain, but balance where blocks
-differ: a rank holds stages from several places.
+2bw goes on with the next batch instead, for ever: so no rank waits, and p-1-r forwards ahead in
+place of 2(p-1-r) are enough (where a backward takes no less than a forward). It then gains no time
+of a drain, but balance where blocks differ: a rank holds stages from several places.
 
-The micro-batches of a batch go in rounds: a round's pass through the first chunks of all ranks, then through the second
-ones, and so on; backwards likewise, the last chunk first. A round of p micro-batches is what the ring has room for. So
-m // p rounds take all m of them, each of at least p and as equal as can be, the larger ones first: where p does not
-divide m, rounds are larger rather than one of them too small, which would leave gaps. From m = p on, whatever m is, the
-bubble is (p-1)(F+B)/v of a batch: (p-1)/(m v) of the work.
+The micro-batches of a batch go in rounds: a round's pass through the first chunks of all ranks,
+then through the second ones, and so on; backwards likewise, the last chunk first. A round of p
+micro-batches is what the ring has room for. So m // p rounds take all m of them, each of at least p
+and as equal as can be, the larger ones first: where p does not divide m, rounds are larger rather
+than one of them too small, which would leave gaps. From m = p on, whatever m is, the bubble is
+(p-1)(F+B)/v of a batch: (p-1)/(m v) of the work.
 
-Source: Narayanan et al., arXiv 2104.04473, section 2.2, where p divides m and all rounds are of p. Theirs is the order
+Source: Narayanan et al., arXiv 2104.04473, section 2.2, where p divides m and all rounds are of p.
+    Theirs is the order
 and the warm-up, 2(p-1-r) + (v-1)p; the uneven rounds are not.
 
 p = ranks, v = chunks, m = micro-batches of a batch, r = rank.
@@ -44,15 +48,19 @@ def rounds(num_microbatches: int, num_ranks: int) -> list[range]:
 
 
 def runs_ahead(factor: int) -> SizeOf:
-    """k(p-1-r) forwards, k = factor, and those of other chunks until the last chunk of the largest round has its turn.
+    """k(p-1-r) forwards, k = factor, and those of other chunks until the last chunk of the largest
+    round has its turn.
 
-    With k = 1 a backward to the next rank comes just in time; each more puts a micro-batch more on every link, to and
-    fro, so that transfers of (k-1)/2 periods (of a chunk's forward and backward) take nobody's time.
+    With k = 1 a backward to the next rank comes just in time; each more puts a micro-batch more on
+    every link, to and fro, so that transfers of (k-1)/2 periods (of a chunk's forward and backward)
+    take nobody's time.
 
     Source: with one chunk and k = 2, eager 1F1B, arXiv 2211.05322.
     """
+
     def ahead(sizes: Sizes, rank: int) -> int:
-        m, p = sizes.num_microbatches, sizes.num_ranks
+        m = sizes.num_microbatches
+        p = sizes.num_ranks
         largest = -(-m // max(m // p, 1))  # of the rounds
         return factor * (p - 1 - rank) + (sizes.chunks - 1) * largest
 
@@ -69,9 +77,11 @@ def forward_order(sizes: Sizes, rank: int, num_microbatches: int) -> Iterator[tu
         yield from ((stage, k) for stage in stages for k in together)
 
 
-def order(sizes: Sizes, rank: int, early: int, first_batch: int, num_batches: int | None) -> Iterator[Step]:
-    """Yields a rank's steps: `early` forwards ahead, then a forward and a backward by turns, then the backwards that
-    are left. None: batches without end."""
+def order(
+    sizes: Sizes, rank: int, early: int, first_batch: int, num_batches: int | None
+) -> Iterator[Step]:
+    """Yields a rank's steps: `early` forwards ahead, then a forward and a backward by turns, then
+    the backwards that are left. None: batches without end."""
     stages = sizes.stages_of(rank)
     mirror = stages[0] + stages[-1]
     forwards, backwards = (_endless(sizes, rank, first_batch, num_batches) for _ in range(2))
@@ -94,9 +104,15 @@ def _endless(sizes: Sizes, rank: int, first: int, num: int | None) -> Iterator[t
 
 @lru_cache(maxsize=8)
 def _places(sizes: Sizes) -> tuple[dict[tuple[int, int], int], list[int]]:
-    """Of a batch's forwards the place of each chunk and micro-batch, and the latest micro-batch begun until then."""
-    steps = [(stage // sizes.num_ranks, k) for stage, k in forward_order(sizes, 0, sizes.num_microbatches)]
-    return {step: place for place, step in enumerate(steps)}, list(accumulate((k for _, k in steps), max))
+    """Of a batch's forwards the place of each chunk and micro-batch, and the latest micro-batch
+    begun until then."""
+    steps = [
+        (stage // sizes.num_ranks, k)
+        for stage, k in forward_order(sizes, 0, sizes.num_microbatches)
+    ]
+    return {step: place for place, step in enumerate(steps)}, list(
+        accumulate((k for _, k in steps), max)
+    )
 
 
 def place(sizes: Sizes, kind: Kind, stage: int, microbatch: int) -> int:
@@ -119,37 +135,47 @@ def begun(sizes: Sizes, place: int) -> int:
 
 
 class Receives:
-    """Order in which a rank posts its receives: each at the action that needs it, or, if it closes a ring, when it
-    arrives.
+    """Order in which a rank posts its receives: each at the action that needs it, or, if it closes
+    a ring, when it arrives.
 
-    A message from the last rank to the first (backward: the first to the last) returns p forwards after it left, in a
-    round of more than p before its turn. It is taken when it comes: with one queue for all transfers of a rank, as in
-    NCCL, it would block all others until then. It is also taken before the rank's own send of that time: all other
-    ranks send first, and if all did, each would wait for the next one to receive.
+    A message from the last rank to the first (backward: the first to the last) returns p forwards
+    after it left, in a round of more than p before its turn. It is taken when it comes: with one
+    queue for all transfers of a rank, as in NCCL, it would block all others until then. It is also
+    taken before the rank's own send of that time: all other ranks send first, and if all did, each
+    would wait for the next one to receive.
 
-    `lean`: with a lean warm-up ranks are closer together, and a message is back after a little more than half of the
-    ring. (The fractions were found by trying: with them no transport deadlocked for any p up to 40; for `endless`
-    schedules, up to 12.)
+    `lean`: with a lean warm-up ranks are closer together, and a message is back after a little more
+    than half of the ring. (The fractions were found by trying: with them no transport deadlocked
+    for any p up to 40; for `endless` schedules, up to 12.)
     """
 
     def __init__(self, sizes: Sizes, *, lean: bool = False, endless: bool = False):
         self.sizes = sizes
-        p, stages = sizes.num_ranks, range(sizes.num_stages)
+        p = sizes.num_ranks
+        stages = range(sizes.num_stages)
         back = 2 * p // 3 if endless else p // 2
         self._round = (7 * p // 12, back) if lean else (p - 1, p - 1)  # forwards, backwards
-        # stages where what comes has gone round, backwards and forwards, and those to which anything comes
-        self._closing = [set() if sizes.is_v else {stage for stage in stages if sizes.rank_of(stage) == rank}
-                         for rank in (p - 1, 0)]
-        self._fed = [{stage for stage in stages if sizes.peer(stage, side) is not None} for side in (1, -1)]
+        # stages where what comes has gone round, backwards and forwards, and those to which
+        # anything comes
+        self._closing = [
+            set() if sizes.is_v else {stage for stage in stages if sizes.rank_of(stage) == rank}
+            for rank in (p - 1, 0)
+        ]
+        self._fed = [
+            {stage for stage in stages if sizes.peer(stage, side) is not None} for side in (1, -1)
+        ]
         self._count = dict.fromkeys(INPUTS, 0)
         self._due: dict[Kind, deque[tuple[int, int, int]]] = {kind: deque() for kind in INPUTS}
 
     def arriving(self, action: Action) -> list[tuple[int, int]]:
         """Stage and micro-batch of what the rank is to receive when it comes to this F, B or I."""
-        kind, stage, due = action.kind, action.stage, self._due[action.kind]
+        kind = action.kind
+        stage = action.stage
+        due = self._due[action.kind]
         number = self._count[kind]
         self._count[kind] += 1
-        forward, here = kind is Kind.F, (stage, action.microbatch)
+        forward = kind is Kind.F
+        here = (stage, action.microbatch)
         if stage not in self._closing[forward]:
             return [here] if stage in self._fed[forward] else []
         following = stage + (self.sizes.num_ranks if forward else -self.sizes.num_ranks)

@@ -1,8 +1,8 @@
-"""One row for each kind of action. Whatever reads a plan reads this table: a new kind is a row here, a method of the
-executor and, where it takes time, a cost.
+"""One row for each kind of action. Whatever reads a plan reads this table: a new kind is a row
+here, a method of the executor and, where it takes time, a cost.
 
-Where a stage is cut into parts, there is an action for each part (parts.py). A backward is one action B, or two: I
-computes the gradient of the stage's input, W those of its weights.
+Where a stage is cut into parts, there is an action for each part (parts.py). A backward is one
+action B, or two: I computes the gradient of the stage's input, W those of its weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Kind(str, Enum):
     EVICT = "EVICT"
     RELOAD = "RELOAD"
 
-    __hash__ = str.__hash__  # Enum's own is a Python function, and actions are hashed by the million
+    __hash__ = (
+        str.__hash__
+    )  # Enum's own is a Python function, and actions are hashed by the million
     __str__ = str.__str__
 
 
@@ -45,18 +47,20 @@ Step = tuple[Kind, int, int]
 class Row:
     """Properties of all actions of a kind.
 
-    `name`: the action, or what a transfer carries, in words. `needs`: kinds that come before it on its rank if the plan
-    has them, of the same stage and micro-batch. An action of a batch needs those of all micro-batches of the batch on
-    all stages of the rank; an action of a micro-batch needs the UPDATE that makes its weights.
-    `receive`, `send`: the transfers of its input and output. `flow`: 1 to later stages, -1 to earlier ones. `met_by`:
-    the receive that a send meets.
-    `beside`: it starts something and returns; all others take the rank's time. `per_batch`: its number is a batch.
-    `per_item`: its number is an item of the rank's state. `of_stash`: it moves what a micro-batch keeps between forward
-    and backward. `cut`: 1 if there is one for each part, from the first to the last; -1: from the last to the first.
-    `holds`: its change of the number of micro-batches whose activations the rank holds. `reads`: it needs the weights
-    of its version. `adds`: it adds to its batch's gradients, which the batch's UPDATE empties. `makes`: it writes the
-    weights of its version. `after`: a kind whose action of the batch before comes first. `part_of`: the kind that it is
-    a part of. `awaits`: what a rank that waits before it lacks, in words.
+    `name`: the action, or what a transfer carries, in words. `needs`: kinds that come before it on
+    its rank if the plan has them, of the same stage and micro-batch. An action of a batch needs
+    those of all micro-batches of the batch on all stages of the rank; an action of a micro-batch
+    needs the UPDATE that makes its weights. `receive`, `send`: the transfers of its input and
+    output. `flow`: 1 to later stages, -1 to earlier ones. `met_by`: the receive that a send meets.
+    `beside`: it starts something and returns; all others take the rank's time. `per_batch`: its
+    number is a batch. `per_item`: its number is an item of the rank's state. `of_stash`: it moves
+    what a micro-batch keeps between forward and backward. `cut`: 1 if there is one for each part,
+    from the first to the last; -1: from the last to the first. `holds`: its change of the number of
+    micro-batches whose activations the rank holds. `reads`: it needs the weights of its version.
+    `adds`: it adds to its batch's gradients, which the batch's UPDATE empties. `makes`: it writes
+    the weights of its version. `after`: a kind whose action of the batch before comes first.
+    `part_of`: the kind that it is a part of. `awaits`: what a rank that waits before it lacks, in
+    words.
     """
 
     name: str
@@ -80,18 +84,48 @@ class Row:
 
     @property
     def side(self) -> int:
-        """Side of a transfer's other end: 1 on the next stage, -1 on the one before; 0: it is no transfer."""
+        """Side of a transfer's other end: 1 on the next stage, -1 on the one before; 0: it is no
+        transfer."""
         return (self.flow if self.met_by else -self.flow) if self.beside else 0
 
 
 _K = Kind
 ROWS: dict[Kind, Row] = {
-    _K.F: Row("forward", (_K.RECV_F, _K.UPDATE), _K.RECV_F, _K.SEND_F, 1, cut=1, holds=1, reads=True,
-              awaits="the activation"),
-    _K.B: Row("backward", (_K.F, _K.RECV_B, _K.RELOAD), _K.RECV_B, _K.SEND_B, -1, cut=-1, holds=-1, reads=True,
-              adds=True, awaits="the gradient"),
-    _K.I: Row("backward to the input", (_K.F, _K.RECV_B, _K.RELOAD), _K.RECV_B, _K.SEND_B, -1, cut=-1, reads=True,
-              adds=True, part_of=_K.B, awaits="the gradient"),
+    _K.F: Row(
+        "forward",
+        (_K.RECV_F, _K.UPDATE),
+        _K.RECV_F,
+        _K.SEND_F,
+        1,
+        cut=1,
+        holds=1,
+        reads=True,
+        awaits="the activation",
+    ),
+    _K.B: Row(
+        "backward",
+        (_K.F, _K.RECV_B, _K.RELOAD),
+        _K.RECV_B,
+        _K.SEND_B,
+        -1,
+        cut=-1,
+        holds=-1,
+        reads=True,
+        adds=True,
+        awaits="the gradient",
+    ),
+    _K.I: Row(
+        "backward to the input",
+        (_K.F, _K.RECV_B, _K.RELOAD),
+        _K.RECV_B,
+        _K.SEND_B,
+        -1,
+        cut=-1,
+        reads=True,
+        adds=True,
+        part_of=_K.B,
+        awaits="the gradient",
+    ),
     _K.W: Row("backward to the weights", (_K.I,), cut=-1, holds=-1, adds=True, part_of=_K.B),
     _K.SEND_F: Row("activation", (_K.F,), flow=1, met_by=_K.RECV_F, beside=True),
     _K.RECV_F: Row("activation", flow=1, beside=True),
@@ -99,10 +133,23 @@ ROWS: dict[Kind, Row] = {
     _K.RECV_B: Row("gradient", flow=-1, beside=True),
     _K.REDUCE: Row("reduction", (_K.B, _K.W), beside=True, per_batch=True),
     _K.NORM: Row("norm", (_K.REDUCE,), beside=True, per_batch=True, cut=-1, awaits="the reduction"),
-    _K.HOST: Row("host update", (_K.NORM, _K.REDUCE), beside=True, per_batch=True, makes=True, after=_K.UPDATE,
-                 awaits="the norm"),
-    _K.UPDATE: Row("update", (_K.HOST, _K.NORM, _K.REDUCE), per_batch=True, cut=1, makes=True,
-                   awaits="the norm or the host"),
+    _K.HOST: Row(
+        "host update",
+        (_K.NORM, _K.REDUCE),
+        beside=True,
+        per_batch=True,
+        makes=True,
+        after=_K.UPDATE,
+        awaits="the norm",
+    ),
+    _K.UPDATE: Row(
+        "update",
+        (_K.HOST, _K.NORM, _K.REDUCE),
+        per_batch=True,
+        cut=1,
+        makes=True,
+        awaits="the norm or the host",
+    ),
     _K.FETCH: Row("fetch", beside=True, per_item=True),
     _K.RELEASE: Row("release", beside=True, per_item=True),
     _K.DROP: Row("drop", beside=True, per_item=True),

@@ -1,4 +1,5 @@
-"""Counts of what a rank holds at once: activations, weight versions, gradients. They follow from its list alone."""
+"""Counts of what a rank holds at once: activations, weight versions, gradients. They follow from
+its list alone."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from hybridpar.pipeline.plan.kinds import BESIDE, ROWS, Kind, Step
 class Live:
     """Counts on one rank, right after an action; or the peaks over a list.
 
-    activations: micro-batches between their forward and the end of their backward, counted on each stage that the rank
-    holds. versions: weights that are the newest, or that an action still to come uses. gradients: batches with a
-    backward behind them whose update is still to come.
+    activations: micro-batches between their forward and the end of their backward, counted on each
+    stage that the rank holds. versions: weights that are the newest, or that an action still to
+    come uses. gradients: batches with a backward behind them whose update is still to come.
     """
 
     activations: int = 0
@@ -26,8 +27,11 @@ class Live:
 
     def peak(self, other: Live) -> Live:
         """The larger of each count."""
-        return Live(max(self.activations, other.activations), max(self.versions, other.versions),
-                    max(self.gradients, other.gradients))
+        return Live(
+            max(self.activations, other.activations),
+            max(self.versions, other.versions),
+            max(self.gradients, other.gradients),
+        )
 
 
 def most_held(steps: Iterable[Step]) -> int:
@@ -35,22 +39,30 @@ def most_held(steps: Iterable[Step]) -> int:
     return max(accumulate(ROWS[kind].holds for kind, _, _ in steps), default=0)
 
 
-def live_counts(actions: Sequence[Action], num_microbatches: int, keep: Collection[int] = ()) -> Iterator[Live]:
-    """Yields the counts after each action of one rank; versions in `keep` are still needed after the last one."""
+def live_counts(
+    actions: Sequence[Action], num_microbatches: int, keep: Collection[int] = ()
+) -> Iterator[Live]:
+    """Yields the counts after each action of one rank; versions in `keep` are still needed after
+    the last one."""
     last_use = {action.version: i for i, action in enumerate(actions) if ROWS[action.kind].reads}
     last_use |= dict.fromkeys(keep, len(actions))
-    updated = {action.microbatch: i for i, action in enumerate(actions) if action.kind is Kind.UPDATE}  # wholly
+    updated = {
+        action.microbatch: i for i, action in enumerate(actions) if action.kind is Kind.UPDATE
+    }  # wholly
     made = {action.version for action in actions if ROWS[action.kind].makes}
     newest = min(made, default=max(last_use, default=0) + 1) - 1
     versions = {newest} | last_use.keys() - made  # at the start
-    activations, gradients = 0, set()
+    activations = 0
+    gradients = set()
     counts = Live(0, len(versions), 0)
     for i, action in enumerate(actions):
         row = ROWS[action.kind]
         if action.kind in BESIDE and not row.makes:
             yield counts
             continue
-        activations += row.holds * (action.part == 0)  # from the first part forward to the last one backward
+        activations += row.holds * (
+            action.part == 0
+        )  # from the first part forward to the last one backward
         if row.adds:
             gradients.add(action.microbatch // num_microbatches)
         elif row.makes:

@@ -1,5 +1,6 @@
-"""What moves a rank's state beside its work, in the simulator, and which actions wait for it: hosts that make weights,
-items that come and go, and what micro-batches keep. The engines are in copies.py and shared.py."""
+"""What moves a rank's state beside its work, in the simulator, and which actions wait for it: hosts
+that make weights, items that come and go, and what micro-batches keep. The engines are in copies.py
+and shared.py."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from functools import partial
 
 from hybridpar.errors import HybridparError
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.copies import BusyHost, CopyEngines, HostEngines, StashEngines, TieredReplicaEngines
+from hybridpar.pipeline.plan.copies import (
+    BusyHost,
+    CopyEngines,
+    HostEngines,
+    StashEngines,
+    TieredReplicaEngines,
+)
 from hybridpar.pipeline.plan.cores import Cores
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.kinds import BESIDE, PER_ITEM, ROWS, Kind
@@ -37,22 +44,43 @@ class StuckError(HybridparError):
 class MovedState:
     """Engines and hosts of all ranks. homes: ranks of the stages. parts: of each rank.
 
-    reduced(rank, batch): when its gradients are. wake(rank, host): goes on with a rank that waits for its host.
+    reduced(rank, batch): when its gradients are. wake(rank, host): goes on with a rank that waits
+    for its host.
     """
 
-    def __init__(self, ranks: Sequence[Rank], homes: Sequence[int], costs: Costs, parts: Sequence[PartCounts],
-                 residency: Mapping[int, Residency | SharedItems]):
-        self.ranks, self.homes, self.costs, self.parts = ranks, homes, costs, parts
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        homes: Sequence[int],
+        costs: Costs,
+        parts: Sequence[PartCounts],
+        residency: Mapping[int, Residency | SharedItems],
+    ):
+        self.ranks = ranks
+        self.homes = homes
+        self.costs = costs
+        self.parts = parts
         p = len(ranks)
-        self.engines: dict[int, Engines] = {r: self._engines(r, items) for r, items in residency.items()}
-        offload, reload = expand(costs.offload, p), expand(costs.reload, p)
-        self.stashes = {r: StashEngines(*times) for r, times in enumerate(zip(offload, reload, strict=True))}
+        self.engines: dict[int, Engines] = {
+            r: self._engines(r, items) for r, items in residency.items()
+        }
+        offload = expand(costs.offload, p)
+        reload = expand(costs.reload, p)
+        self.stashes = {
+            r: StashEngines(*times) for r, times in enumerate(zip(offload, reload, strict=True))
+        }
         self.hosts: dict[int, HostEngines | BusyHost] = {}
 
     def _engines(self, rank: int, items: Residency | SharedItems) -> Engines:
         def times(costs: Costs) -> tuple[float, float, dict[Kind, float]]:
-            fetch, release = (expand(cost, len(self.ranks))[rank] for cost in (costs.fetch, costs.release))
-            return fetch, release, {kind: expand(cost, len(self.ranks))[rank] for kind, cost in costs.calls.items()}
+            fetch, release = (
+                expand(cost, len(self.ranks))[rank] for cost in (costs.fetch, costs.release)
+            )
+            return (
+                fetch,
+                release,
+                {kind: expand(cost, len(self.ranks))[rank] for kind, cost in costs.calls.items()},
+            )
 
         if isinstance(items, Residency):
             return CopyEngines(items, *times(self.costs))
@@ -61,10 +89,17 @@ class MovedState:
             return replicas
         return TieredReplicaEngines(CopyEngines(items.tiers, *times(self.costs)), replicas)
 
-    def add_hosts(self, table: Table, cores: Cores | None, reduced: Callable[[Rank, int], float],
-                  wake: Callable[[Rank, BusyHost], None]) -> None:
+    def add_hosts(
+        self,
+        table: Table,
+        cores: Cores | None,
+        reduced: Callable[[Rank, int], float],
+        wake: Callable[[Rank, BusyHost], None],
+    ) -> None:
         """Changes the entries of what hosts begin with, and of what waits for them."""
-        self.cores, self.reduced, self.wake = cores, reduced, wake
+        self.cores = cores
+        self.reduced = reduced
+        self.wake = wake
         self.hosts = self._hosts()
         if self.hosts:
             table[Kind.NORM] = self._sending(*table[Kind.NORM])
@@ -73,8 +108,11 @@ class MovedState:
     def add_stashes(self, table: Table) -> None:
         """Changes the entries of what moves activations, and of what waits for them."""
         if any(action.kind is Kind.OFFLOAD for rank in self.ranks for action in rank.actions):
-            table |= {kind: self._with_stash(kind, *table[kind]) for kind, row in ROWS.items()
-                      if row.of_stash or Kind.RELOAD in row.needs}
+            table |= {
+                kind: self._with_stash(kind, *table[kind])
+                for kind, row in ROWS.items()
+                if row.of_stash or Kind.RELOAD in row.needs
+            }
 
     def add_items(self, table: Table) -> None:
         """Changes the entries of what moves items, and of what touches them."""
@@ -83,17 +121,29 @@ class MovedState:
 
     def _hosts(self) -> dict[int, HostEngines | BusyHost]:
         """The hosts of the ranks that have one."""
-        p, costs = len(self.ranks), self.costs
-        times = list(zip(expand(costs.to_host, p), expand(costs.host, p), expand(costs.from_host, p), strict=True))
+        p = len(self.ranks)
+        costs = self.costs
+        times = list(
+            zip(
+                expand(costs.to_host, p),
+                expand(costs.host, p),
+                expand(costs.from_host, p),
+                strict=True,
+            )
+        )
 
         def host(rank: Rank) -> HostEngines | BusyHost:
-            own, shares = times[rank.index], self._shares(rank.index)
+            own = times[rank.index]
+            shares = self._shares(rank.index)
             if self.cores is None or not costs.host_works:
                 return HostEngines(*own, shares)
             return BusyHost(self.cores, own, shares, partial(self._host_arrived, rank))
 
-        return {rank.index: host(rank) for rank in self.ranks
-                if any(action.kind is Kind.HOST for action in rank.actions)}
+        return {
+            rank.index: host(rank)
+            for rank in self.ranks
+            if any(action.kind is Kind.HOST for action in rank.actions)
+        }
 
     def _shares(self, rank: int) -> Sequence[float]:
         """Of the groups of a rank's weights; there is an UPDATE for each, or one for all."""
@@ -128,7 +178,9 @@ class MovedState:
 
         return when_made, work, effect
 
-    def _with_stash(self, kind: Kind, when: When | None, work: Work, effect: Effect | None) -> Entry:
+    def _with_stash(
+        self, kind: Kind, when: When | None, work: Work, effect: Effect | None
+    ) -> Entry:
         """The table's entry of a kind that moves what micro-batches keep, or needs it."""
 
         def begin(rank: Rank, action: Action, step: int) -> None:
@@ -140,7 +192,8 @@ class MovedState:
 
     @staticmethod
     def _once_ready(when: When | None, engines: Mapping[int, StashEngines | Engines]) -> When:
-        """When an action can start that also waits for what its rank's engines, if it has any, bring."""
+        """When an action can start that also waits for what its rank's engines, if it has any,
+        bring."""
 
         def when_ready(rank: Rank, action: Action) -> float | None:
             start = rank.clock if when is None else when(rank, action)
@@ -153,7 +206,9 @@ class MovedState:
 
         return when_ready
 
-    def _with_items(self, kind: Kind, when: When | None, work: Work, effect: Effect | None) -> Entry:
+    def _with_items(
+        self, kind: Kind, when: When | None, work: Work, effect: Effect | None
+    ) -> Entry:
         """The table's entry of a kind that touches or moves items."""
 
         def follow(rank: Rank, action: Action, step: int) -> None:
@@ -170,8 +225,15 @@ class MovedState:
                     rank.stalls[step] = start - rank.clock
 
         if kind in PER_ITEM:
-            works = [self.engines[r].work(kind) if r in self.engines else [0.0] for r in range(len(self.ranks))]
-            return self._once_ready(when, self.engines), [works[rank] for rank in self.homes], follow
+            works = [
+                self.engines[r].work(kind) if r in self.engines else [0.0]
+                for r in range(len(self.ranks))
+            ]
+            return (
+                self._once_ready(when, self.engines),
+                [works[rank] for rank in self.homes],
+                follow,
+            )
         if kind in BESIDE - {Kind.NORM}:
             return when, work, effect
         return self._once_ready(when, self.engines), work, follow

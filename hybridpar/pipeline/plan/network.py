@@ -1,10 +1,11 @@
-"""Links that transfers share, in the simulator: the rate of each changes whenever another one starts or ends.
+"""Links that transfers share, in the simulator: the rate of each changes whenever another one
+starts or ends.
 
     rate of a transfer (share of it done in a second) = smallest, over the links it crosses, of
         bandwidth of the link / bytes of all transfers now on it
 
-So equal messages share a link equally, and the messages of all replicas of a stage, which run in step, are one
-transfer.
+So equal messages share a link equally, and the messages of all replicas of a stage, which run in
+step, are one transfer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Bytes a second of each link, and the routes from a rank to the next (`forward[r]`: r to r+1) and back."""
+    """Bytes a second of each link, and the routes from a rank to the next (`forward[r]`: r to r+1)
+    and back."""
 
     bandwidth: Mapping[Hashable, float]
     forward: Sequence[Route]
@@ -53,7 +55,9 @@ class Wires:
         self._number = 0  # only keeps the heap from comparing flows
         self._flows: list[_Flow] = []
 
-    def add(self, start: float, load: Mapping[Hashable, float], done: Callable[[float], None]) -> None:
+    def add(
+        self, start: float, load: Mapping[Hashable, float], done: Callable[[float], None]
+    ) -> None:
         """Calls `done(when)` once a transfer that starts at `start` is over."""
         self._number += 1
         heappush(self._due, (start, self._number, _Flow(load, done)))
@@ -82,4 +86,3 @@ class Wires:
             load.update(flow.load)  # type: ignore[arg-type]
         for flow in self._flows:
             flow.rate = min(self._bandwidth[link] / load[link] for link in flow.load)
-

@@ -1,13 +1,16 @@
 """Offload: what micro-batches keep from forward to backward waits in the slow tier meanwhile.
 
-A rank with four micro-batches in flight, of which two are away at a time (o, e, r: OFFLOAD, EVICT, RELOAD):
+A rank with four micro-batches in flight, of which two are away at a time (o, e, r: OFFLOAD, EVICT,
+RELOAD):
 
-    F0 o0  F1  e0 o1  F2  e1 o2  F3  e2 o3 r0  B0  e3 r1  F4  o4  B1  e4 r2  F5  o5  B2  e5 r3  F6 ..
+    F0 o0  F1  e0 o1  F2  e1 o2  F3  e2 o3 r0  B0  e3 r1  F4  o4  B1  e4 r2  F5  o5  B2  e5 r3  F6
+    ..
     away       0      0 1        0 1 2         1 2        2 3     2 3        3 4     3 4
 
-It leaves beside the next forward or backward of its rank, and comes back beside the one before its backward, or, where
-that has no room for it, right before its backward, which waits. What would not be away for one forward or backward at
-least stays. So where four or more are in flight, there are never more in memory than those that are not to be away.
+It leaves beside the next forward or backward of its rank, and comes back beside the one before its
+backward, or, where that has no room for it, right before its backward, which waits. What would not
+be away for one forward or backward at least stays. So where four or more are in flight, there are
+never more in memory than those that are not to be away.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from hybridpar.pipeline.plan.kinds import COMPUTE, INPUTS, ROWS, Kind
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes
 
 _LEAST = 2
-"""Micro-batches in memory in any case: the one that is computed with, and one that leaves or comes."""
+"""Micro-batches in memory in any case: the one that is computed with, and one that leaves or
+comes."""
 _GAP = 3
-"""Forwards and backwards between a micro-batch's own in which it can leave, be away, and come back."""
+"""Forwards and backwards between a micro-batch's own in which it can leave, be away, and come
+back."""
 
 
 def most_away(schedule: Schedule, sizes: Sizes, rank: int) -> int:
@@ -31,15 +36,19 @@ def most_away(schedule: Schedule, sizes: Sizes, rank: int) -> int:
 
 
 def num_away(offload: int | Sequence[int], schedule: Schedule, sizes: Sizes, rank: int) -> int:
-    """How many of a rank are away at once. offload: as many as are to be, of all ranks or of each."""
-    return min(offload if isinstance(offload, int) else offload[rank], most_away(schedule, sizes, rank))
+    """How many of a rank are away at once. offload: as many as are to be, of all ranks or of
+    each."""
+    return min(
+        offload if isinstance(offload, int) else offload[rank], most_away(schedule, sizes, rank)
+    )
 
 
 def add_offload(actions: Iterable[Action], away: int, in_flight: int) -> Iterator[Action]:
-    """Adds OFFLOAD, EVICT and RELOAD to one rank's actions, of which `in_flight` micro-batches are in flight at most.
+    """Adds OFFLOAD, EVICT and RELOAD to one rank's actions, of which `in_flight` micro-batches are
+    in flight at most.
 
-    `away` of these are away at once, or as many as can be. Of so many forwards in a row as can, `away` leave, evenly
-    spread: which ones is a matter of their place in the list alone.
+    `away` of these are away at once, or as many as can be. Of so many forwards in a row as can,
+    `away` leave, evenly spread: which ones is a matter of their place in the list alone.
     """
     away = min(away, in_flight - _LEAST)
     return _Pass(actions, away, in_flight).run() if away > 0 else iter(actions)
@@ -47,9 +56,14 @@ def add_offload(actions: Iterable[Action], away: int, in_flight: int) -> Iterato
 
 class _Pass:
     def __init__(self, actions: Iterable[Action], away: int, in_flight: int):
-        self._source, self._away, self._most, self._room = iter(actions), away, in_flight - _LEAST, in_flight - away
+        self._source = iter(actions)
+        self._away = away
+        self._most = in_flight - _LEAST
+        self._room = in_flight - away
         self._read = deque[Action]()
-        self._num_computing = self._num_forwards = self._num_here = 0  # computations read; forwards done; in memory
+        self._num_computing = self._num_forwards = self._num_here = (
+            0  # computations read; forwards done; in memory
+        )
         self._gone: set[tuple[int, int]] = set()
 
     def run(self) -> Iterator[Action]:
@@ -100,7 +114,8 @@ class _Pass:
 
     def _leaves(self, forward: Action) -> bool:
         """Whether it is this one's turn, and time enough until its backward."""
-        number, soon = self._num_forwards, list(self._computing())[:_GAP]
+        number = self._num_forwards
+        soon = list(self._computing())[:_GAP]
         self._num_forwards += 1
         near = len(soon) < _GAP or any(_key(one) == _key(forward) for one in soon)
         return number * self._away % self._most < self._away and not near

@@ -4,7 +4,8 @@
     F0 B0 F1 B1 F2 B2       rank 1      I (gradient of the input) and W (of the weights)
     F0 F0b B0b B0           rank 0      where a rank holds several stages: F0 on the first, F0b on the second of them
 
-Everything else is added as to any schedule (passes.py), and `check` proves that the lists of all ranks fit together.
+Everything else is added as to any schedule (passes.py), and `check` proves that the lists of all
+ranks fit together.
 """
 
 from __future__ import annotations
@@ -37,8 +38,13 @@ def parse_order(text: str, rank: int) -> tuple[Step, ...]:
     steps = []
     for word in text.split():
         if (match := _WORD.fullmatch(word)) is None:
-            raise config_error(_FIELD, word, f"of rank {rank} must be F, B, I or W and the number of a micro-batch in "
-                               "the batch, and a letter from b on for another stage than its first", EXAMPLE)
+            raise config_error(
+                _FIELD,
+                word,
+                f"of rank {rank} must be F, B, I or W and the number of a micro-batch in "
+                "the batch, and a letter from b on for another stage than its first",
+                EXAMPLE,
+            )
         steps.append((Kind(match[1]), ord(match[3] or "a") - ord("a"), int(match[2])))
     return tuple(steps)
 
@@ -61,18 +67,26 @@ def _word(step: Step) -> str:
 
 
 def check_order(order: Sequence[Sequence[Step]], sizes: Sizes) -> None:
-    """Raises: ConfigError where an order is not of these sizes, or a rank's is not one that can run."""
+    """Raises: ConfigError where an order is not of these sizes, or a rank's is not one that can
+    run."""
     if len(order) != sizes.num_ranks:
-        raise config_error(_FIELD, len(order), f"must have a line for each of parallel.pp = {sizes.num_ranks} ranks",
-                           _simple_order(sizes))
+        raise config_error(
+            _FIELD,
+            len(order),
+            f"must have a line for each of parallel.pp = {sizes.num_ranks} ranks",
+            _simple_order(sizes),
+        )
     for rank, steps in enumerate(order):
         if rule := _problem(steps, sizes.num_microbatches, sizes.chunks):
             raise _wrong(rank, steps, rule, _simple_order(sizes))
 
 
 def _simple_order(sizes: Sizes) -> str:
-    """Return an order that works, as TOML: all forwards, then all backwards. If it were long: another schedule."""
-    m, p, chunks = sizes.num_microbatches, sizes.num_ranks, sizes.chunks
+    """Return an order that works, as TOML: all forwards, then all backwards. If it were long:
+    another schedule."""
+    m = sizes.num_microbatches
+    p = sizes.num_ranks
+    chunks = sizes.chunks
     if m * p * chunks > _MOST_SUGGESTED:
         return "pipeline.schedule = 1f1b"
     forwards = [_word((Kind.F, chunk, k)) for chunk in range(chunks) for k in range(m)]
@@ -88,33 +102,45 @@ def _problem(steps: Sequence[Step], m: int, chunks: int) -> str:
             four = [(kind, chunk, k) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
             f, b, i, w = map(_word, four)
             if tuple(counts[step] for step in four) not in ((1, 1, 0, 0), (1, 0, 1, 1)):
-                return f"must have {f} and either {b} or both {i} and {w}, each once (pipeline.num_microbatches = {m})"
+                return (
+                    f"must have {f} and either {b} or both {i} and {w}, each once "
+                    f"(pipeline.num_microbatches = {m})"
+                )
             row = [at[step] for step in four if step in at]
             if row != sorted(row):
                 return f"must run {f} before its backward, and {i} before {w}"
     if extra := [k for _, _, k in steps if k >= m]:
         return f"has micro-batch {extra[0]}, and pipeline.num_microbatches is {m}"
     if other := [step for step in steps if step[1] >= chunks]:
-        return (f"has {_word(other[0])}, and the rank holds {chunks} stage{'s' * (chunks > 1)} of the model "
-                "(pipeline.chunks)")
+        return (
+            f"has {_word(other[0])}, and the rank holds {chunks} stage{'s' * (chunks > 1)} of the "
+            "model "
+            "(pipeline.chunks)"
+        )
     return _out_of_order(steps, chunks)
 
 
 def _out_of_order(steps: Sequence[Step], chunks: int) -> str:
-    """Return a rule about the order of micro-batches, in which neighbours send and gradients add; empty if all hold."""
+    """Return a rule about the order of micro-batches, in which neighbours send and gradients add;
+    empty if all hold."""
     for kinds in ((Kind.F,), (Kind.B, Kind.I), (Kind.B, Kind.W)):
         for chunk in range(chunks):
             numbers = [k for kind, own, k in steps if kind in kinds and own == chunk]
             if numbers != sorted(numbers):
                 names = " and ".join(kind.value for kind in kinds)
-                return (f"must have its {names} in the order of micro-batches, in which neighbours send and gradients "
-                        "add")
+                return (
+                    f"must have its {names} in the order of micro-batches, in which neighbours "
+                    "send and gradients "
+                    "add"
+                )
     return ""
 
 
 def _wrong(rank: int, steps: Sequence[Step], rule: str, works: str) -> ConfigError:
     text = " ".join(map(_word, steps))
-    return config_error(_FIELD, text if len(text) < 80 else f"{text[:76]} ..", f"of rank {rank} {rule}", works)
+    return config_error(
+        _FIELD, text if len(text) < 80 else f"{text[:76]} ..", f"of rank {rank} {rule}", works
+    )
 
 
 def runs_ahead(steps: Sequence[Step]) -> int:

@@ -6,11 +6,12 @@
     gpipe on one rank, part by part (part_major), all @0
     F0 F1 F2  F0.1 F1.1 F2.1  F0.2 F1.2 F2.2     B0.2 B1.2 B2.2  B0.1 B1.1 B2.1  B0 B1 B2
 
-the same where each part is updated just before it is used (late), so its state may come while others compute
-.. B0 B1 B2  UPDATE0 F3 F4 F5  UPDATE0.1 F3.1 F4.1 F5.1  UPDATE0.2 F3.2 F4.2 F5.2  B3.2 ..
+the same where each part is updated just before it is used (late), so its state may come while
+others compute .. B0 B1 B2  UPDATE0 F3 F4 F5  UPDATE0.1 F3.1 F4.1 F5.1  UPDATE0.2 F3.2 F4.2 F5.2
+B3.2 ..
 
-A receive feeds the part that comes first, a send follows the one that comes last. So a rank can do with the weights,
-gradients and optimizer state of a part in fast memory at a time (residency.py).
+A receive feeds the part that comes first, a send follows the one that comes last. So a rank can do
+with the weights, gradients and optimizer state of a part in fast memory at a time (residency.py).
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ NumParts = int | Mapping[int, int] | Callable[[int], int]
 class Division:
     """Cut of a plan's actions into parts.
 
-    num_parts: of a stage: one number for all, or by stage. update_parts: of an UPDATE, likewise by rank: it counts
-    through the parts of all the rank's stages; None: as many as those have together. norms: NORM is cut as UPDATE is;
-    else it is whole. part_major: micro-batches that follow each other forward (or backward) on a stage go through a
-    part one after the other before the first of them goes on to the next part. A part's weights are then needed once
-    for all those micro-batches, not once for each. late: on the first rank the parts of an UPDATE are not together, but
-    each comes right before the first forward through its part, or before whatever else may need it. (Other ranks wait
-    for that forward, and had better update meanwhile; where the host updates, all only wait, and all do so late.)
+    num_parts: of a stage: one number for all, or by stage. update_parts: of an UPDATE, likewise by
+    rank: it counts through the parts of all the rank's stages; None: as many as those have
+    together. norms: NORM is cut as UPDATE is; else it is whole. part_major: micro-batches that
+    follow each other forward (or backward) on a stage go through a part one after the other before
+    the first of them goes on to the next part. A part's weights are then needed once for all those
+    micro-batches, not once for each. late: on the first rank the parts of an UPDATE are not
+    together, but each comes right before the first forward through its part, or before whatever
+    else may need it. (Other ranks wait for that forward, and had better update meanwhile; where the
+    host updates, all only wait, and all do so late.)
     """
 
     num_parts: NumParts = 1
@@ -51,11 +54,17 @@ class Division:
     def on(self, sizes: Sizes, rank: int) -> Division:
         """The same with the number and the order of UPDATEs of that rank.
 
-        Raises: ConfigError if `part_major` is asked for in a pipeline, where other ranks wait for each micro-batch.
+        Raises: ConfigError if `part_major` is asked for in a pipeline, where other ranks wait for
+            each micro-batch.
         """
         if self.part_major and sizes.num_ranks > 1:
-            raise config_error("parallel.pp", sizes.num_ranks, "must be 1 where all micro-batches go through one "
-                               "part before the next: other ranks would wait for the last of all", "1")
+            raise config_error(
+                "parallel.pp",
+                sizes.num_ranks,
+                "must be 1 where all micro-batches go through one "
+                "part before the next: other ranks would wait for the last of all",
+                "1",
+            )
         if self.update_parts is None:
             updates = sum(_number(self.num_parts, stage) for stage in sizes.stages_of(rank))
         else:
@@ -76,7 +85,13 @@ WHOLE = Division()
 
 
 def _number(numbers: NumParts, index: int) -> int:
-    number = numbers if isinstance(numbers, int) else numbers[index] if isinstance(numbers, Mapping) else numbers(index)
+    number = (
+        numbers
+        if isinstance(numbers, int)
+        else numbers[index]
+        if isinstance(numbers, Mapping)
+        else numbers(index)
+    )
     assert number >= 1, f"{number} parts of stage {index}"
     return number
 
@@ -84,8 +99,9 @@ def _number(numbers: NumParts, index: int) -> int:
 def divide(actions: Iterable[Action], division: Division) -> Iterator[Action]:
     """Cuts one rank's actions into parts: the last pass over a plan but that which moves items.
 
-    Each action is replaced by its parts in the place where it was, with `part_major` each run of forwards (or
-    backwards, B) of one stage by that of the parts. So what is right of the order of undivided plans stays so.
+    Each action is replaced by its parts in the place where it was, with `part_major` each run of
+    forwards (or backwards, B) of one stage by that of the parts. So what is right of the order of
+    undivided plans stays so.
     """
     cut = _cut(actions, division)
     return _delay_updates(cut, division) if division.late else cut
@@ -106,15 +122,20 @@ def _cut(actions: Iterable[Action], division: Division) -> Iterator[Action]:
 
 
 def _delay_updates(actions: Iterable[Action], division: Division) -> Iterator[Action]:
-    """Puts each part of an UPDATE before the first forward that needs it, or what is neither forward nor transfer."""
+    """Puts each part of an UPDATE before the first forward that needs it, or what is neither
+    forward nor transfer."""
     waiting = deque[Action]()
-    first: dict[int, int] = {}  # part of the rank, by stage; a stage comes first forward, and behind those before it
+    first: dict[
+        int, int
+    ] = {}  # part of the rank, by stage; a stage comes first forward, and behind those before it
     for action in actions:
         if action.kind is Kind.UPDATE:
             waiting.append(action)
             continue
         if action.kind is Kind.F:
-            parts = max((at + _number(division.num_parts, stage) for stage, at in first.items()), default=0)
+            parts = max(
+                (at + _number(division.num_parts, stage) for stage, at in first.items()), default=0
+            )
             needed: float = first.setdefault(action.stage, parts) + action.part
         else:
             needed = -1 if ROWS[action.kind].side else inf
@@ -155,7 +176,8 @@ class PartCounts:
         return self._counts.get(self._key(kind, stage), 1)
 
     def needed(self, kind: Kind, action: Action, stages: Sequence[int]) -> int:
-        """The last part of an action of a batch, on a rank with these stages, that a part of a stage's action needs."""
+        """The last part of an action of a batch, on a rank with these stages, that a part of a
+        stage's action needs."""
         own = [self.count(action.kind, stage) for stage in stages]
         if sum(own) != self.count(kind, stages[0]):
             return self.last(kind, stages[0])

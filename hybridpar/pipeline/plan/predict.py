@@ -23,13 +23,16 @@ from hybridpar.pipeline.plan.timeline import Timeline
 _STEADY_BATCHES = 8
 _BATCHES_TO_SETTLE = 5
 """Batches without a drain after which most pipelines repeat themselves."""
-_FEWEST, _STEADY = 8, 0.999
+_FEWEST = 8
+_STEADY = 0.999
 _KEPT = 32
-"""Number of plans in memory; one of 32 stages and 100 micro-batches takes 20 MB, and of as few as show a step 5."""
+"""Number of plans in memory; one of 32 stages and 100 micro-batches takes 20 MB, and of as few as
+show a step 5."""
 _BESIDE_REDUCTION = 2 / 3
 """The host's share of the slack where gradients are reduced over replicas before."""
 _WORTH = 1.01
-"""Step time that counts as the same: of a smaller early switch over the paper's, with activations away over without."""
+"""Step time that counts as the same: of a smaller early switch over the paper's, with activations
+away over without."""
 _ALL_TRIED = 16
 """Numbers of micro-batches of a rank that are simulated one by one."""
 _WORTH_OF_TWO = 1.02
@@ -38,11 +41,13 @@ _WORTH_OF_TWO = 1.02
 
 @dataclass(frozen=True)
 class Ordering:
-    """A schedule, its options, and the passes over it: with the sizes they decide the order of all actions.
+    """A schedule, its options, and the passes over it: with the sizes they decide the order of all
+    actions.
 
-    clip: there is a NORM. gather: replicas share the update. host: the host's share of the slack. feedback:
-    replicas keep what they have not sent. All as in `passes.add_updates`. split: backwards are I and W. zero_bubble: Ws
-    fill the drain. offload: micro-batches that are away at once, of all ranks or of each.
+    clip: there is a NORM. gather: replicas share the update. host: the host's share of the slack.
+    feedback: replicas keep what they have not sent. All as in `passes.add_updates`. split:
+    backwards are I and W. zero_bubble: Ws fill the drain. offload: micro-batches that are away at
+    once, of all ranks or of each.
     """
 
     schedule: str
@@ -65,26 +70,51 @@ class Ordering:
         """The ordering of a run with this configuration; "auto" counts as off."""
         pipeline = config.pipeline
         early_switch = pipeline.early_switch if isinstance(pipeline.early_switch, int) else None
-        return Ordering(pipeline.schedule, pipeline.warmup, early_switch, pipeline.gradient_buffers, config.norms_first,
-                        gather=config.parallel.zero > 0, split=pipeline.split_backward, host=_host_share(config),
-                        zero_bubble=pipeline.zero_bubble, placement=pipeline.placement,
-                        activations=pipeline.activations, order=pipeline.order, feedback=config.feeds_back,
-                        offload=config.memory.num_away)
+        return Ordering(
+            pipeline.schedule,
+            pipeline.warmup,
+            early_switch,
+            pipeline.gradient_buffers,
+            config.norms_first,
+            gather=config.parallel.zero > 0,
+            split=pipeline.split_backward,
+            host=_host_share(config),
+            zero_bubble=pipeline.zero_bubble,
+            placement=pipeline.placement,
+            activations=pipeline.activations,
+            order=pipeline.order,
+            feedback=config.feeds_back,
+            offload=config.memory.num_away,
+        )
 
     @property
     def options(self) -> dict[str, Any]:
         """Those of `passes.lower`."""
-        return {"clip": self.clip, "gather": self.gather, "split": self.split, "host": self.host,
-                "feedback": self.feedback, "offload": self.offload}
+        return {
+            "clip": self.clip,
+            "gather": self.gather,
+            "split": self.split,
+            "host": self.host,
+            "feedback": self.feedback,
+            "offload": self.offload,
+        }
 
     def make(self) -> Schedule:
         """Raises: ConfigError."""
         return make_schedule(
-            self.schedule, warmup=self.warmup, early_switch=self.early_switch, gradient_buffers=self.gradient_buffers,
-            zero_bubble=self.zero_bubble, placement=self.placement, activations=self.activations, order=self.order)
+            self.schedule,
+            warmup=self.warmup,
+            early_switch=self.early_switch,
+            gradient_buffers=self.gradient_buffers,
+            zero_bubble=self.zero_bubble,
+            placement=self.placement,
+            activations=self.activations,
+            order=self.order,
+        )
 
     def timeline(self, sizes: Sizes, costs: Costs, num_batches: int = 0) -> Timeline:
-        """Simulates so many batches (0: enough for a steady state, in which all that varies has its turn).
+        """Simulates so many batches (0: enough for a steady state, in which all that varies has its
+        turn).
 
         Raises: ConfigError.
         """
@@ -102,16 +132,30 @@ class Ordering:
     def step_time(self, sizes: Sizes, costs: Costs) -> float:
         """Steady-state time of a batch, from as few micro-batches and batches as show it.
 
-        Where the pipeline never drains, each micro-batch more than fill it takes what the one before took; where few of
-        them wait for a reduction that more would hide, all are simulated. Raises: ConfigError.
+        Where the pipeline never drains, each micro-batch more than fill it takes what the one
+        before took; where few of them wait for a reduction that more would hide, all are simulated.
+        Raises: ConfigError.
         """
-        m, schedule = sizes.num_microbatches, self.make()
+        m = sizes.num_microbatches
+        schedule = self.make()
         if not schedule.flush:
             few = max(2 * sizes.num_ranks, schedule.warmup(sizes, 0)) + 2 * _FEWEST
-            least = max(map(sum, zip(*(expand(each, sizes.num_stages) for each in (costs.forward, costs.backward)),
-                                     strict=True)))
+            least = max(
+                map(
+                    sum,
+                    zip(
+                        *(
+                            expand(each, sizes.num_stages)
+                            for each in (costs.forward, costs.backward)
+                        ),
+                        strict=True,
+                    ),
+                )
+            )
             whole = m <= 2 * few or self.early_switch is not None
-            return extended(partial(self._endless, sizes, costs), sizes, few if not whole else m, least)
+            return extended(
+                partial(self._endless, sizes, costs), sizes, few if not whole else m, least
+            )
         for few in fewer(schedule, sizes) if not costs.variation and not self.offload else ():
             small = replace(sizes, num_microbatches=few)
             timeline, takes = self._batch(small, costs)
@@ -122,33 +166,49 @@ class Ordering:
     def _batch(self, sizes: Sizes, costs: Costs) -> tuple[Timeline, float]:
         """A timeline of a schedule that drains, and what a batch takes of it.
 
-        With a NORM all ranks begin their updates at once, and nothing else is under way then: what follows until the
-        next ones is a batch. Where work shares cores with an update, or receives that are posted before it take time,
-        or word of them longer than a forward, more are simulated.
+        With a NORM all ranks begin their updates at once, and nothing else is under way then: what
+        follows until the next ones is a batch. Where work shares cores with an update, or receives
+        that are posted before it take time, or word of them longer than a forward, more are
+        simulated.
         """
         calls = any(costs.calls.get(kind) for kind in (Kind.RECV_F, Kind.RECV_B))
-        far = max(expand(costs.latency, sizes.num_links), default=0.0) > min(expand(costs.forward, sizes.num_stages))
-        others = costs.cores or costs.network or costs.blocking or costs.variation or self.offload or self.host
+        far = max(expand(costs.latency, sizes.num_links), default=0.0) > min(
+            expand(costs.forward, sizes.num_stages)
+        )
+        others = (
+            costs.cores
+            or costs.network
+            or costs.blocking
+            or costs.variation
+            or self.offload
+            or self.host
+        )
         if not self.clip or calls or far or others:
             timeline = self.timeline(sizes, costs)
             return timeline, timeline.step_time(sizes.num_microbatches)
         update, gather = (expand(each, sizes.num_ranks) for each in (costs.update, costs.gather))
-        timeline = simulate(_plan(self, sizes, 1), costs, ready=[u + g for u, g in zip(update, gather, strict=True)])
+        timeline = simulate(
+            _plan(self, sizes, 1), costs, ready=[u + g for u, g in zip(update, gather, strict=True)]
+        )
         return timeline, timeline.starts[0][-1]
 
     def _endless(self, sizes: Sizes, costs: Costs, m: int) -> float:
         sizes = replace(sizes, num_microbatches=m)
-        return (repeats(self.timeline(sizes, costs, _BATCHES_TO_SETTLE), m) or self.timeline(sizes, costs).step_time(m))
+        return repeats(self.timeline(sizes, costs, _BATCHES_TO_SETTLE), m) or self.timeline(
+            sizes, costs
+        ).step_time(m)
 
 
 def extended(takes: Callable[[int], float], sizes: Sizes, few: int, least: float) -> float:
-    """The time of a batch from that of `few` micro-batches, and of some more: or of all, where each of these takes less
-    than `least`, as the costliest rank works."""
+    """The time of a batch from that of `few` micro-batches, and of some more: or of all, where each
+    of these takes less than `least`, as the costliest rank works."""
     m = sizes.num_microbatches
     if few >= m:
         return takes(m)
     more = sizes.num_ranks + _FEWEST
-    more += -more % sizes.num_ranks if sizes.is_ring else 0  # rounds of interleaved micro-batches are then alike
+    more += (
+        -more % sizes.num_ranks if sizes.is_ring else 0
+    )  # rounds of interleaved micro-batches are then alike
     first = takes(few)
     each = (takes(few + more) - first) / more
     return first + (m - few) * each if each >= _STEADY * least else takes(m)
@@ -160,8 +220,11 @@ def _host_share(config: Config) -> float:
 
 
 def _plan(ordering: Ordering, sizes: Sizes, num_batches: int) -> Plan:
-    """The plan, kept: a planner asks for it again with other costs, and making it takes as long as simulating it."""
-    if ordering.gather and ordering.make().flush:  # each batch ends before it matters when an update comes
+    """The plan, kept: a planner asks for it again with other costs, and making it takes as long as
+    simulating it."""
+    if (
+        ordering.gather and ordering.make().flush
+    ):  # each batch ends before it matters when an update comes
         ordering = replace(ordering, gather=False)
     return _kept_plan(ordering, sizes, num_batches)
 
@@ -171,19 +234,25 @@ def _kept_plan(ordering: Ordering, sizes: Sizes, num_batches: int) -> Plan:
     return make_plan(ordering.make(), sizes, 0, num_batches, **ordering.options)
 
 
-def exposed_on_host(ordering: Ordering, sizes: Sizes, costs: Costs, parts: int | Division) -> tuple[float, float]:
-    """Steady-state time of a step whose weights the host makes, and how much longer that is than with a host that takes
-    no time. Raises: ConfigError."""
+def exposed_on_host(
+    ordering: Ordering, sizes: Sizes, costs: Costs, parts: int | Division
+) -> tuple[float, float]:
+    """Steady-state time of a step whose weights the host makes, and how much longer that is than
+    with a host that takes no time. Raises: ConfigError."""
     plan = make_plan(ordering.make(), sizes, 0, _STEADY_BATCHES, **ordering.options, parts=parts)
-    times = [simulate(plan, one).step_time(sizes.num_microbatches)
-             for one in (costs, replace(costs, to_host=0.0, host=0.0, from_host=0.0))]
+    times = [
+        simulate(plan, one).step_time(sizes.num_microbatches)
+        for one in (costs, replace(costs, to_host=0.0, host=0.0, from_host=0.0))
+    ]
     return times[0], times[0] - times[1]
 
 
 def smallest_early_switch(costs: Costs, sizes: Sizes, ordering: Ordering) -> int:
-    """The smallest L of 2bw's early switch that costs no time: its simulated step takes within 1 % of the paper's rule.
+    """The smallest L of 2bw's early switch that costs no time: its simulated step takes within 1 %
+    of the paper's rule.
 
-    ordering: of 2bw; its own early switch does not count. Raises: ConfigError where it cannot run on these sizes.
+    ordering: of 2bw; its own early switch does not count. Raises: ConfigError where it cannot run
+    on these sizes.
     """
     rule = replace(ordering, early_switch=None)
     m = sizes.num_microbatches
@@ -199,18 +268,26 @@ def smallest_early_switch(costs: Costs, sizes: Sizes, ordering: Ordering) -> int
     raise AssertionError("the paper's rule is one of them")
 
 
-def free_to_leave(costs: Costs, sizes: Sizes, ordering: Ordering, *, resident: Costs | None = None,
-                  at_most: Sequence[int] | None = None) -> tuple[int, ...]:
-    """For each rank, how many micro-batches may be away at once so that the simulated step takes within 1 % of one with
-    all in memory. The most on the first rank, where most are in flight, then on the next.
+def free_to_leave(
+    costs: Costs,
+    sizes: Sizes,
+    ordering: Ordering,
+    *,
+    resident: Costs | None = None,
+    at_most: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """For each rank, how many micro-batches may be away at once so that the simulated step takes
+    within 1 % of one with all in memory. The most on the first rank, where most are in flight, then
+    on the next.
 
-    A block may so leave where both copies fit between its forward and its backward, and the engines have time for all
-    that do.
+    A block may so leave where both copies fit between its forward and its backward, and the engines
+    have time for all that do.
 
     Args:
         costs: With what a micro-batch takes to leave and to come back.
-        resident: Costs of the ranks of which nothing leaves, where these were measured in a trial of their own, such as
-            with CUDA graphs. Two trials never take the same time, so the step may then take 2 % longer.
+        resident: Costs of the ranks of which nothing leaves, where these were measured in a trial
+            of their own, such as with CUDA graphs. Two trials never take the same time, so the step
+            may then take 2 % longer.
         at_most: Numbers that the slow tier has room for, by rank.
     Raises: ConfigError.
     """
@@ -227,6 +304,7 @@ def free_to_leave(costs: Costs, sizes: Sizes, ordering: Ordering, *, resident: C
     if takes(most) <= limit:
         return tuple(most)
     for rank, bound in enumerate(most):
+
         def is_free(number: int, rank: int = rank) -> bool:
             return number == 0 or takes([*chosen[:rank], number, *chosen[rank + 1 :]]) <= limit
 
@@ -237,8 +315,8 @@ def free_to_leave(costs: Costs, sizes: Sizes, ordering: Ordering, *, resident: C
 def _largest(holds: Callable[[int], bool], bound: int) -> int:
     """Return the largest number up to `bound` for which `holds`, which it does for 0.
 
-    Step times are not monotone, as which micro-batches leave depends on the number. Where trying all would take long,
-    one is found for which it holds, and does not for the next.
+    Step times are not monotone, as which micro-batches leave depends on the number. Where trying
+    all would take long, one is found for which it holds, and does not for the next.
     """
     if bound <= _ALL_TRIED:
         return next(number for number in range(bound, -1, -1) if holds(number))
@@ -249,8 +327,14 @@ def _largest(holds: Callable[[int], bool], bound: int) -> int:
     return least
 
 
-def time_with_away(costs: Costs, sizes: Sizes, ordering: Ordering, away: Sequence[int], *,
-                   resident: Costs | None = None) -> float:
+def time_with_away(
+    costs: Costs,
+    sizes: Sizes,
+    ordering: Ordering,
+    away: Sequence[int],
+    *,
+    resident: Costs | None = None,
+) -> float:
     """Return the steady-state time of a step with so many micro-batches of each rank away.
 
     resident: as in `free_to_leave`. Raises: ConfigError.
@@ -258,4 +342,8 @@ def time_with_away(costs: Costs, sizes: Sizes, ordering: Ordering, away: Sequenc
     if resident is not None:
         homes = [sizes.rank_of(stage) for stage in range(sizes.num_stages)]
         costs = costs.with_ranks_of(resident, [number == 0 for number in away], homes)
-    return replace(ordering, offload=tuple(away)).timeline(sizes, costs).step_time(sizes.num_microbatches)
+    return (
+        replace(ordering, offload=tuple(away))
+        .timeline(sizes, costs)
+        .step_time(sizes.num_microbatches)
+    )

@@ -1,4 +1,5 @@
-"""`check` at the start of a run: of the plan that will run, or of a smaller one where it would take long."""
+"""`check` at the start of a run: of the plan that will run, or of a smaller one where it would take
+long."""
 
 from __future__ import annotations
 
@@ -15,14 +16,17 @@ from hybridpar.pipeline.plan.send_window import min_send_window
 _MOST = 6000
 """Micro-batches, counted on each stage, that are proven in less than half a second."""
 _PARTS = 2
-"""Parts of a stage that stand for any number: where the host makes the weights, each waits for its own."""
-_RANKS, _CHUNKS, _STEADY = 12, 3, 8
+"""Parts of a stage that stand for any number: where the host makes the weights, each waits for its
+own."""
+_RANKS = 12
+_CHUNKS = 3
+_STEADY = 8
 """The largest plan that stands for those with more: ranks, chunks, pairs in each steady stretch."""
 
 
 def prove(config: Config) -> list[CheckReport]:
-    """Proves the plan of a run with this resolved configuration, for any number of steps: that of the synchronous steps
-    before, where there are some, and that of the schedule.
+    """Proves the plan of a run with this resolved configuration, for any number of steps: that of
+    the synchronous steps before, where there are some, and that of the schedule.
 
     Raises: PlanError; ConfigError if the schedule cannot run on these sizes.
     """
@@ -30,9 +34,11 @@ def prove(config: Config) -> list[CheckReport]:
 
 
 def send_window(config: Config) -> int:
-    """Return the number of sends of a rank that may be unfinished in a run with this resolved configuration.
+    """Return the number of sends of a rank that may be unfinished in a run with this resolved
+    configuration.
 
-    The executor waits for its oldest send when it has more, and the memory prediction counts as many.
+    The executor waits for its oldest send when it has more, and the memory prediction counts as
+    many.
 
     Raises: PlanError if the plan cannot run with any number.
     """
@@ -56,36 +62,51 @@ def _reports(pipeline: PipelineConfig, sizes: Sizes, ordering: Ordering) -> list
 
 def _prove(schedule: Schedule, sizes: Sizes, start: int, ordering: Ordering) -> CheckReport:
     num_batches = _num_batches(schedule, sizes)
-    plan = make_plan(schedule, sizes, start, num_batches, **ordering.options, parts=_PARTS if ordering.host else 1)
+    plan = make_plan(
+        schedule,
+        sizes,
+        start,
+        num_batches,
+        **ordering.options,
+        parts=_PARTS if ordering.host else 1,
+    )
     report = check(plan, sizes, schedule, start, num_batches)
     allowed = min_send_window(sizes.num_ranks)
     if report.send_window > allowed and not schedule.outruns_sends(sizes):
-        raise PlanError(f"deadlock: the plan needs {report.send_window} unfinished sends on a rank, and schedule "
-                        f"{schedule.name} allows {allowed}", plan, [])
+        raise PlanError(
+            f"deadlock: the plan needs {report.send_window} unfinished sends on a rank, and "
+            "schedule "
+            f"{schedule.name} allows {allowed}",
+            plan,
+            [],
+        )
     return report
 
 
 def _num_batches(schedule: Schedule, sizes: Sizes) -> int:
-    """Batches after which a plan repeats itself: at once where it drains, else when the first has left the pipeline,
-    and with it the weights and gradients that it began with."""
+    """Batches after which a plan repeats itself: at once where it drains, else when the first has
+    left the pipeline, and with it the weights and gradients that it began with."""
     return 2 if schedule.flush else 3 + -(-sizes.num_stages // sizes.num_microbatches)
 
 
 def enough(schedule: Schedule, sizes: Sizes) -> tuple[Schedule, Sizes]:
     """The schedule and sizes themselves, or smaller ones that stand for them.
 
-    A rank's list is a warm-up, steady stretches of pairs (forward, backward) in which nothing else changes, and what
-    happens at the ends of a batch. A pair leaves on every link and in every count what it found, so a plan is right for
-    any length of a stretch if it is for a length in which all ranks are in it together. And the list of a rank depends
-    on its distance to the last one, by which only the warm-up grows; of three chunks the one between is any of those.
+    A rank's list is a warm-up, steady stretches of pairs (forward, backward) in which nothing else
+    changes, and what happens at the ends of a batch. A pair leaves on every link and in every count
+    what it found, so a plan is right for any length of a stretch if it is for a length in which all
+    ranks are in it together. And the list of a rank depends on its distance to the last one, by
+    which only the warm-up grows; of three chunks the one between is any of those.
     """
-    p, m = sizes.num_ranks, sizes.num_microbatches
+    p = sizes.num_ranks
+    m = sizes.num_microbatches
     if not schedule.repeats(sizes) or p * sizes.chunks * m * _num_batches(schedule, sizes) <= _MOST:
         return schedule, sizes
     if sizes.is_v:  # a micro-batch leaves when the (3p/2 + 1)th comes at the latest
         return schedule, replace(sizes, num_microbatches=min(m, 2 * p + _STEADY))
     few = Sizes(min(p, _RANKS), m, min(sizes.chunks, _CHUNKS))
-    ranks, steady = few.num_ranks, few.num_ranks + _STEADY
+    ranks = few.num_ranks
+    steady = few.num_ranks + _STEADY
     ahead = schedule.warmup(few, 0) if schedule.needs_full_pipeline else 0
     needed = schedule.warmup(sizes, 0) if schedule.needs_full_pipeline else 0
     if schedule.early_switch is not None:  # two stretches: on the older weights, and on the newer
@@ -93,11 +114,16 @@ def enough(schedule: Schedule, sizes: Sizes) -> tuple[Schedule, Sizes]:
         newer = m - (p - 1) - schedule.early_switch
         switch = ahead - (ranks - 1) + min(older, steady)
         return replace(schedule, early_switch=switch), replace(
-            few, num_microbatches=switch + ranks - 1 + min(newer, steady))
-    if (m < p and not needed) or (few.chunks > 1 and m < 2 * p):  # the pipeline is never full, or has one round
+            few, num_microbatches=switch + ranks - 1 + min(newer, steady)
+        )
+    if (m < p and not needed) or (
+        few.chunks > 1 and m < 2 * p
+    ):  # the pipeline is never full, or has one round
         return schedule, replace(few, num_microbatches=max(min(m, 2), m * ranks // p))
     if few.chunks > 1:  # two rounds, a larger and a smaller one if there are both
         rounds, rest = divmod(m, p)
         larger = min(-(-rest // rounds), ranks)
-        return schedule, replace(few, num_microbatches=min(m, 2 * (ranks + larger) - (rest % rounds > 0)))
+        return schedule, replace(
+            few, num_microbatches=min(m, 2 * (ranks + larger) - (rest % rounds > 0))
+        )
     return schedule, replace(few, num_microbatches=ahead + min(m - needed, ranks + steady))

@@ -1,16 +1,18 @@
 """Residency: what of a rank's state is in its fast tier when, decided from the plan.
 
-A rank's state is cut into items. An action touches some: they must be in the fast tier, of `budget` bytes, while it
-runs. What is not there is in a slow tier of any size. Three parts whose weights are items 0 to 2, with room for two:
+A rank's state is cut into items. An action touches some: they must be in the fast tier, of `budget`
+bytes, while it runs. What is not there is in a slow tier of any size. Three parts whose weights are
+items 0 to 2, with room for two:
 
     actions          F0                          F0.1                     F0.2   B0.2   B0.1                      B0
     add_residency    FETCH0 FETCH1  F0  RELEASE0 FETCH2   F0.1            F0.2   B0.2   RELEASE2 FETCH0   B0.1   B0
 
-The plan says what comes, so this is Belady's rule, without a first iteration to watch: what is touched last gives way.
-The pass decides where an action comes that lacks something. Then it puts what leaves right behind its last use, and
-what comes as early as there is room.
+The plan says what comes, so this is Belady's rule, without a first iteration to watch: what is
+touched last gives way. The pass decides where an action comes that lacks something. Then it puts
+what leaves right behind its last use, and what comes as early as there is room.
 
-Source: Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5 (1966).
+Source: Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems
+    Journal 5 (1966).
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Mode(Enum):
     READ = "read"
     WRITE = "write"  # all of it: what it was before does not matter
     UPDATE = "update"  # reads and changes it
-    ADD = "add"  # adds to it, from nothing where it is not there: a RELEASE adds it to what is elsewhere
+    # adds to it, from nothing where it is not there: a RELEASE adds it to what is elsewhere
+    ADD = "add"
     RENEW = "renew"  # makes it elsewhere: a copy that were here would be old
 
 
@@ -52,11 +55,12 @@ class Touch(NamedTuple):
 class Residency:
     """The items of a rank's state, and the room for them.
 
-    touches: of an action; none of them twice. num_bytes: by item. budget: bytes of the fast tier. pinned: items that
-    are always in it. resident: the others that are in it at the start, and whether they have been changed since they
-    were last in the slow tier. void: items that have no content at the start, in neither tier. spare: bytes of the
-    budget that are left free where they can be, so that what comes need not wait for what leaves. others: numbers of
-    items of another fast tier, whose moves touch items as other actions do.
+    touches: of an action; none of them twice. num_bytes: by item. budget: bytes of the fast tier.
+    pinned: items that are always in it. resident: the others that are in it at the start, and
+    whether they have been changed since they were last in the slow tier. void: items that have no
+    content at the start, in neither tier. spare: bytes of the budget that are left free where they
+    can be, so that what comes need not wait for what leaves. others: numbers of items of another
+    fast tier, whose moves touch items as other actions do.
     """
 
     touches: Callable[[Action], Sequence[Touch]]
@@ -78,15 +82,17 @@ class Residency:
         return sum(self.num_bytes[item] for item in {*self.pinned, *self.resident})
 
 
-def add_residency(actions: Iterable[Action], residency: Residency, *, ahead: int = 16,
-                  batches: int = 4) -> Iterator[Action]:
-    """Adds FETCH, RELEASE and DROP to one rank's actions: the last pass over a plan, which may be endless.
+def add_residency(
+    actions: Iterable[Action], residency: Residency, *, ahead: int = 16, batches: int = 4
+) -> Iterator[Action]:
+    """Adds FETCH, RELEASE and DROP to one rank's actions: the last pass over a plan, which may be
+    endless.
 
-    First to give way is what is next overwritten, which costs nothing; then what is touched last; among equals, what
-    need not be written back. A RELEASE (DROP, if the content is next overwritten) stands behind the last use. A FETCH
-    stands as early as there is room, with at most `ahead` actions that touch anything before its use. What is not
-    touched for `batches` batches counts as never touched; the pass reads so far ahead. At the end all stay where they
-    are.
+    First to give way is what is next overwritten, which costs nothing; then what is touched last;
+    among equals, what need not be written back. A RELEASE (DROP, if the content is next
+    overwritten) stands behind the last use. A FETCH stands as early as there is room, with at most
+    `ahead` actions that touch anything before its use. What is not touched for `batches` batches
+    counts as never touched; the pass reads so far ahead. At the end all stay where they are.
 
     Raises: ConfigError, once it is within these batches, if an action needs more than the budget.
     """
@@ -116,20 +122,27 @@ class _Step:
 
 
 class _Pass:
-    """Three stretches of the plan: what has been read and not decided, what is decided and may still get moves behind
-    it, and what has left."""
+    """Three stretches of the plan: what has been read and not decided, what is decided and may
+    still get moves behind it, and what has left."""
 
     def __init__(self, actions: Iterable[Action], residency: Residency, ahead: int, batches: int):
-        self._source, self._residency = iter(actions), residency
-        self._ahead, self._batches = ahead, batches
+        self._source = iter(actions)
+        self._residency = residency
+        self._ahead = ahead
+        self._batches = batches
         self._pinned_bytes = sum(residency.num_bytes[item] for item in residency.pinned)
         self._resident = dict(residency.resident)  # what is not pinned; whether changed
-        self._bytes, self._needed = residency.start_bytes, 0  # needed: at most, by any one action
+        # needed: at most, by any one action
+        self._bytes = residency.start_bytes
+        self._needed = 0
         self._number = self._num_updates = self._num_touching = 0
         self._last_use: dict[int, int] = {}
         self._left: dict[int, int] = {}  # behind which step
-        self._upcoming: defaultdict[int, deque[tuple[int, Mode]]] = defaultdict(deque)  # by item: steps that touch it
-        self._decided, self._read = deque([_Step(-1, None, used=self._bytes)]), deque[_Step]()
+        self._upcoming: defaultdict[int, deque[tuple[int, Mode]]] = defaultdict(
+            deque
+        )  # by item: steps that touch it
+        self._decided = deque([_Step(-1, None, used=self._bytes)])
+        self._read = deque[_Step]()
         self._fill()
         self._stage = min((step.action.stage for step in self._read if step.action), default=0)
 
@@ -150,33 +163,53 @@ class _Pass:
 
     def _fill(self) -> None:
         """Reads as many batches ahead as there must be."""
-        num_bytes, pinned = self._residency.num_bytes, self._residency.pinned
-        while self._num_updates < self._batches and (action := next(self._source, None)) is not None:
-            touches = [touch for touch in self._residency.touches(action) if touch.item not in pinned]
+        num_bytes = self._residency.num_bytes
+        pinned = self._residency.pinned
+        while (
+            self._num_updates < self._batches and (action := next(self._source, None)) is not None
+        ):
+            touches = [
+                touch for touch in self._residency.touches(action) if touch.item not in pinned
+            ]
             step = _Step(self._number, action, touches)
-            assert len({item for item, _ in touches}) == len(touches), f"{action} touches an item twice: {touches}"
+            assert len({item for item, _ in touches}) == len(touches), (
+                f"{action} touches an item twice: {touches}"
+            )
             for item, mode in touches:
                 self._upcoming[item].append((step.number, mode))
-            self._needed = max(self._needed, self._pinned_bytes + sum(
-                num_bytes[item] for item, mode in touches if mode is not Mode.RENEW))
+            self._needed = max(
+                self._needed,
+                self._pinned_bytes
+                + sum(num_bytes[item] for item, mode in touches if mode is not Mode.RENEW),
+            )
             self._number += 1
             self._num_updates += step.ends_batch
             self._read.append(step)
         least = max(self._needed, self._residency.start_bytes)
         if least > self._residency.budget:
-            raise config_error("memory.budget", self._residency.budget, "must hold what is there at the start, "
-                               f"and what any one action needs: {least} bytes", str(least))
+            raise config_error(
+                "memory.budget",
+                self._residency.budget,
+                "must hold what is there at the start, "
+                f"and what any one action needs: {least} bytes",
+                str(least),
+            )
 
     def _decide(self, step: _Step) -> None:
         """Makes room for what the step lacks, and brings it in. What it makes elsewhere leaves."""
-        num_bytes, resident = self._residency.num_bytes, self._resident
+        num_bytes = self._residency.num_bytes
+        resident = self._resident
         touched = {item for item, _ in step.touches}
         renewed = [item for item, mode in step.touches if mode is Mode.RENEW]
         for item in renewed:
             if item in resident:
                 self._give_up(item)
             self._left[item] = step.number - 1  # may come back right behind this step
-        lacking = [touch for touch in step.touches if touch.item not in resident and touch.mode is not Mode.RENEW]
+        lacking = [
+            touch
+            for touch in step.touches
+            if touch.item not in resident and touch.mode is not Mode.RENEW
+        ]
         room = max(self._residency.budget - self._residency.spare, self._needed)
         excess = self._bytes + sum(num_bytes[item] for item, _ in lacking) - room
         for item in self._victims(touched, excess) if excess > 0 else ():
@@ -222,7 +255,8 @@ class _Pass:
         _, mode = self._next(item)
         del self._resident[item]
         self._bytes -= self._residency.num_bytes[item]
-        last_use, behind = self._last_use.get(item, -1), self._decided[0]
+        last_use = self._last_use.get(item, -1)
+        behind = self._decided[0]
         for step in reversed(self._decided):
             if step.number <= last_use:
                 behind = step
@@ -230,16 +264,24 @@ class _Pass:
             if step is not behind:
                 step.used -= self._residency.num_bytes[item]
         self._left[item] = behind.number
-        behind.leaving.append(Action(Kind.DROP if mode is Mode.WRITE else Kind.RELEASE, self._stage, item))
+        behind.leaving.append(
+            Action(Kind.DROP if mode is Mode.WRITE else Kind.RELEASE, self._stage, item)
+        )
 
     def _fetch(self, item: int) -> None:
         """As early as there is room, and no earlier than it left."""
-        num_bytes, left, passed = self._residency.num_bytes[item], self._left.get(item, -2), 0
+        num_bytes = self._residency.num_bytes[item]
+        left = self._left.get(item, -2)
+        passed = 0
         steps = reversed(self._decided)
         behind = next(steps)
         for before in steps:
             passed += bool(behind.touches)
-            if passed > self._ahead or before.number <= left or behind.used + num_bytes > self._residency.budget:
+            if (
+                passed > self._ahead
+                or before.number <= left
+                or behind.used + num_bytes > self._residency.budget
+            ):
                 break
             behind.used += num_bytes
             behind = before
@@ -252,7 +294,9 @@ class FastTier:
     def __init__(self, residency: Residency):
         self._residency = residency
         self.num_bytes = residency.start_bytes
-        self._changed = dict.fromkeys(residency.pinned, False) | dict(residency.resident)  # by item that is in it
+        self._changed = dict.fromkeys(residency.pinned, False) | dict(
+            residency.resident
+        )  # by item that is in it
         self._void = set(residency.void)
 
     def is_changed(self, item: int) -> bool:
@@ -261,8 +305,11 @@ class FastTier:
 
     def made(self, action: Action) -> list[int]:
         """The items that the action makes here, which are not here before."""
-        return [item for item, mode in self._residency.touches(action)
-                if item not in self._changed and mode is not Mode.RENEW]
+        return [
+            item
+            for item, mode in self._residency.touches(action)
+            if item not in self._changed and mode is not Mode.RENEW
+        ]
 
     def follow(self, action: Action) -> str:
         """Goes past the action. What is wrong with it; empty if nothing is."""

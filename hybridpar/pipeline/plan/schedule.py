@@ -1,7 +1,9 @@
-"""A pipeline schedule, as pure functions of sizes: what a rank computes and in which order, with which weights, and
-where what is due between batches has its place in that. schedules.py has those that there are.
+"""A pipeline schedule, as pure functions of sizes: what a rank computes and in which order, with
+which weights, and where what is due between batches has its place in that. schedules.py has those
+that there are.
 
-r is the stage, p = num_stages, m = num_microbatches (of one batch in one pipeline), k a micro-batch, t a batch.
+r is the stage, p = num_stages, m = num_microbatches (of one batch in one pipeline), k a
+micro-batch, t a batch.
 """
 
 from __future__ import annotations
@@ -20,17 +22,20 @@ from hybridpar.pipeline.plan.kinds import Step
 from hybridpar.pipeline.plan.liveness import most_held
 from hybridpar.pipeline.plan.sizes import Sizes
 
-VersionRule = Callable[["Schedule", Sizes, int, int, int], int]  # (..., stage, microbatch, first_batch) -> version
+VersionRule = Callable[
+    ["Schedule", Sizes, int, int, int], int
+]  # (..., stage, microbatch, first_batch) -> version
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A pipeline schedule, as pure functions of sizes. `make_schedule` sets its options.
 
-    `warmup(sizes, rank)` is how many forwards run ahead, counted on each chunk; on a V micro-batches. `early_switch`:
-    L, where only the first p-1+L micro-batches of a batch use older weights; None: all. `sync_steps`: how many batches
-    have run before, as 1f1b.
-    `num_gradient_buffers`: batches whose gradients are alive at once. `options`: those that not every schedule has.
+    `warmup(sizes, rank)` is how many forwards run ahead, counted on each chunk; on a V
+    micro-batches. `early_switch`: L, where only the first p-1+L micro-batches of a batch use older
+    weights; None: all. `sync_steps`: how many batches have run before, as 1f1b.
+    `num_gradient_buffers`: batches whose gradients are alive at once. `options`: those that not
+    every schedule has.
     """
 
     name: str
@@ -40,39 +45,55 @@ class Schedule:
     version_rule: VersionRule
     max_live_versions: SizeOf
     num_gradient_buffers: int = 1
-    receive_ahead: int = 1  # post receives this many compute actions before their use (passes.add_communication)
-    needs_full_pipeline: bool = False  # m >= warmup of stage 0: two versions then serve all that is in flight
+    receive_ahead: int = (
+        1  # post receives this many compute actions before their use (passes.add_communication)
+    )
+    needs_full_pipeline: bool = (
+        False  # m >= warmup of stage 0: two versions then serve all that is in flight
+    )
     options: frozenset[str] = frozenset()
     early_switch: int | None = None
     sync_steps: int = 0
     zero_bubble: bool = False  # gradients of weights fill the drain (passes.delay_weight_gradients)
     activations: str = ""  # on a V: how much a rank may keep (vee.py)
-    order: tuple[tuple[Step, ...], ...] = ()  # one's own: what each rank computes of a batch (order.py)
+    order: tuple[
+        tuple[Step, ...], ...
+    ] = ()  # one's own: what each rank computes of a batch (order.py)
 
     def repeats(self, sizes: Sizes) -> bool:
         """Whether a longer batch only has more of what is in a shorter one."""
-        return not self.order and not (self.flush and self.activations and (
-            self.activations in vee.ENDLESS or sizes.chunks > 2))
+        return not self.order and not (
+            self.flush
+            and self.activations
+            and (self.activations in vee.ENDLESS or sizes.chunks > 2)
+        )
 
     def outruns_sends(self, sizes: Sizes) -> bool:
-        """Return whether a rank may have more unfinished sends than `min_send_window`: with a custom order, and on a V
-        with several passes, where a rank computes whatever can come first."""
+        """Return whether a rank may have more unfinished sends than `min_send_window`: with a
+        custom order, and on a V with several passes, where a rank computes whatever can come
+        first."""
         return bool(self.order) or (sizes.is_v and sizes.chunks > 2)
 
     def forwards_before(self, sizes: Sizes, action: Action) -> int:
-        """How many micro-batches have begun, on the first stage of the rank, before an F, B, I or W in the steady
-        state; that of the action among them. Where the pipeline drains, they would have."""
+        """How many micro-batches have begun, on the first stage of the rank, before an F, B, I or W
+        in the steady state; that of the action among them. Where the pipeline drains, they would
+        have."""
         if self.activations:
-            return vee.forwards_before(sizes, self.activations, (action.kind, action.stage, action.microbatch))
+            return vee.forwards_before(
+                sizes, self.activations, (action.kind, action.stage, action.microbatch)
+            )
         place = interleaved.place(sizes, action.kind, action.stage, action.microbatch)
         return interleaved.begun(sizes, place + self.warmup(sizes, sizes.rank_of(action.stage)))
 
     def position(self, sizes: Sizes, action: Action) -> int:
-        """Place of an F, B, I or W in an endless row of forwards and backwards by turns: backward k ends at 2k + 1."""
+        """Place of an F, B, I or W in an endless row of forwards and backwards by turns: backward k
+        ends at 2k + 1."""
         if self.activations:
             step = action.kind, action.stage, action.microbatch
             last = Kind.W, sizes.rank_of(action.stage), 0
-            since = vee.slot_of(sizes, self.activations, step) - vee.slot_of(sizes, self.activations, last)
+            since = vee.slot_of(sizes, self.activations, step) - vee.slot_of(
+                sizes, self.activations, last
+            )
             return since * 2 // vee.PERIOD + 1
         place = interleaved.place(sizes, action.kind, action.stage, action.microbatch)
         if action.kind is Kind.F:
@@ -80,45 +101,62 @@ class Schedule:
         return 2 * place + 1
 
     def pairs(self, sizes: Sizes) -> int:
-        """Forward-backward pairs of a batch, as `position` and `slack` count them: of each stage; on a V of a rank."""
+        """Forward-backward pairs of a batch, as `position` and `slack` count them: of each stage;
+        on a V of a rank."""
         return sizes.num_microbatches * (1 if self.activations else sizes.chunks)
 
     def version(self, sizes: Sizes, stage: int, microbatch: int, first_batch: int) -> int:
-        """The weight version that `stage` uses for `microbatch`, forward and backward; W(t) exists after t updates.
+        """The weight version that `stage` uses for `microbatch`, forward and backward; W(t) exists
+        after t updates.
 
-        In a range of batches that began at `first_batch` from a drained pipeline. Never falls as `microbatch` grows.
+        In a range of batches that began at `first_batch` from a drained pipeline. Never falls as
+        `microbatch` grows.
         """
         return self.version_rule(self, sizes, stage, microbatch, first_batch)
 
-    def versions_of(self, sizes: Sizes, batch: int, first_batch: int) -> tuple[tuple[int, ...], ...]:
-        """The same for all micro-batches of a batch, by stage; the first sync_steps batches run as 1f1b."""
-        m, first = sizes.num_microbatches, max(first_batch, self.sync_steps)
+    def versions_of(
+        self, sizes: Sizes, batch: int, first_batch: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """The same for all micro-batches of a batch, by stage; the first sync_steps batches run as
+        1f1b."""
+        m = sizes.num_microbatches
+        first = max(first_batch, self.sync_steps)
         if batch < self.sync_steps:
             return ((batch,) * m,) * sizes.num_stages
-        return tuple(tuple(self.version(sizes, stage, batch * m + k, first) for k in range(m))
-                     for stage in range(sizes.num_stages))
+        return tuple(
+            tuple(self.version(sizes, stage, batch * m + k, first) for k in range(m))
+            for stage in range(sizes.num_stages)
+        )
 
     def num_stale(self, sizes: Sizes) -> int:
-        """Micro-batches of a batch t that use older weights than W(t) on stage 0, in the steady state.
+        """Micro-batches of a batch t that use older weights than W(t) on stage 0, in the steady
+        state.
 
         Only pipedream's later stages have fewer.
         """
         batch, first = self._steady_batch(sizes)
         start = batch * sizes.num_microbatches
-        return bisect_left(range(sizes.num_microbatches), batch, key=lambda k: self.version(sizes, 0, start + k, first))
+        return bisect_left(
+            range(sizes.num_microbatches),
+            batch,
+            key=lambda k: self.version(sizes, 0, start + k, first),
+        )
 
     def mean_delay(self, sizes: Sizes, stage: int) -> float:
-        """By how many updates the weights of a batch's micro-batches are behind on average, in the steady state."""
+        """By how many updates the weights of a batch's micro-batches are behind on average, in the
+        steady state."""
         batch, first = self._steady_batch(sizes)
         m = sizes.num_microbatches
         return sum(batch - self.version(sizes, stage, batch * m + k, first) for k in range(m)) / m
 
     def _steady_batch(self, sizes: Sizes) -> tuple[int, int]:
-        """A batch on which the start of its range no longer bears (no weights are p updates old), and that start."""
+        """A batch on which the start of its range no longer bears (no weights are p updates old),
+        and that start."""
         return self.sync_steps + sizes.num_stages + 1, self.sync_steps
 
     def slack(self, sizes: Sizes) -> int:
-        """Forward-backward pairs on rank 0 between the last backward of batch t and the first use of W(t+1).
+        """Forward-backward pairs on rank 0 between the last backward of batch t and the first use
+        of W(t+1).
 
         Later ranks have more: they end a batch earlier, and start the next one later.
         """
@@ -129,13 +167,17 @@ class Schedule:
         """Whole micro-batches that the first rank runs ahead."""
         return -(-self.warmup(sizes, 0) * sizes.num_microbatches // self.pairs(sizes))
 
-    def norm_delay(self, sizes: Sizes, stage: int, *, gather: bool = False, host: float = 0.0) -> int:
-        """Forwards and backwards after the last of batch t before NORM(t) comes, or at UPDATE(t) if that is earlier.
+    def norm_delay(
+        self, sizes: Sizes, stage: int, *, gather: bool = False, host: float = 0.0
+    ) -> int:
+        """Forwards and backwards after the last of batch t before NORM(t) comes, or at UPDATE(t) if
+        that is earlier.
 
-        On all stages at about one time. It waits for the reduction, which over a slow link takes most of the slack: so
-        the norm, a few bytes, has the last pair before UPDATE(t) on stage 0, or half of the slack where that is less.
-        In deep pipelines, whose stages are not quite where `_lead` takes them to be, it has some more. Where the host
-        has a share of the slack to make the new weights, the reduction has the rest.
+        On all stages at about one time. It waits for the reduction, which over a slow link takes
+        most of the slack: so the norm, a few bytes, has the last pair before UPDATE(t) on stage 0,
+        or half of the slack where that is less. In deep pipelines, whose stages are not quite where
+        `_lead` takes them to be, it has some more. Where the host has a share of the slack to make
+        the new weights, the reduction has the rest.
         """
         if host:
             return self._lead(sizes, stage) + int((1 - host) * 2 * self.slack(sizes))
@@ -147,7 +189,8 @@ class Schedule:
         return self.norm_delay(sizes, stage, host=host) + 1
 
     def update_delay(self, sizes: Sizes, stage: int) -> int:
-        """The same for UPDATE(t) where it also starts to gather the new weights: after two thirds of the slack."""
+        """The same for UPDATE(t) where it also starts to gather the new weights: after two thirds
+        of the slack."""
         return self._lead(sizes, stage) + self._end(sizes, gather=True)
 
     def _end(self, sizes: Sizes, gather: bool) -> int:
@@ -155,10 +198,12 @@ class Schedule:
         return (4 * self.slack(sizes) + 1) // 3 if gather else 2 * self.slack(sizes)
 
     def _lead(self, sizes: Sizes, stage: int) -> int:
-        """Forwards and backwards that `stage` runs between its last backward of a batch and that of stage 0.
+        """Forwards and backwards that `stage` runs between its last backward of a batch and that of
+        stage 0.
 
-        It ends r backwards earlier: 2r/3 pairs where a backward takes two forwards. A longer warm-up, k(p-1-r), is for
-        links that take (k-1)/2 pairs: kr/2 pairs. (Without it, r pairs would delay all stages where there is no slack.)
+        It ends r backwards earlier: 2r/3 pairs where a backward takes two forwards. A longer
+        warm-up, k(p-1-r), is for links that take (k-1)/2 pairs: kr/2 pairs. (Without it, r pairs
+        would delay all stages where there is no slack.)
         """
         if self.activations:
             ends = [vee.slot_of(sizes, self.activations, (Kind.W, rank, 0)) for rank in (0, stage)]
@@ -167,7 +212,8 @@ class Schedule:
         return ahead if ahead > stage else (4 * stage + 1) // 3
 
     def max_live_activations(self, sizes: Sizes, stage: int) -> int:
-        """Micro-batches that have run forward and not yet backward on this stage, at most; on all stages of a rank."""
+        """Micro-batches that have run forward and not yet backward on this stage, at most; on all
+        stages of a rank."""
         if self.activations:
             return vee.most_of_rank(sizes, stage, self.activations, drains=self.flush)
         if self.order:
@@ -176,8 +222,8 @@ class Schedule:
         return min(in_flight, sizes.num_microbatches * sizes.chunks) if self.flush else in_flight
 
     def weight_delay(self, sizes: Sizes, rank: int) -> int:
-        """Backwards to the input that may run before the W of an earlier one: as many as let the rank hold no more
-        micro-batches than rank 0 does."""
+        """Backwards to the input that may run before the W of an earlier one: as many as let the
+        rank hold no more micro-batches than rank 0 does."""
         return self.warmup(sizes, 0) - self.warmup(sizes, rank) if self.zero_bubble else 0
 
     def check_sizes(self, sizes: Sizes) -> None:
@@ -185,33 +231,60 @@ class Schedule:
         if "order" in self.options:
             own_order.check_order(self.order, sizes)
         elif bool(self.activations) != sizes.is_v:
-            raise config_error("pipeline.placement", sizes.placement, "is the order of schedules on a V alone", "loop")
+            raise config_error(
+                "pipeline.placement",
+                sizes.placement,
+                "is the order of schedules on a V alone",
+                "loop",
+            )
         p, m, warmup = sizes.num_stages, sizes.num_microbatches, self._most_ahead(sizes)
         fits = (n for n in count(m) if self._most_ahead(replace(sizes, num_microbatches=n)) <= n)
         if sizes.is_ring and self.early_switch is not None:
-            raise config_error("pipeline.early_switch", self.early_switch, "is of one stage on each rank, and each "
-                               f"has {sizes.chunks} (pipeline.chunks)", "off")
+            raise config_error(
+                "pipeline.early_switch",
+                self.early_switch,
+                f"is of one stage on each rank, and each has {sizes.chunks} (pipeline.chunks)",
+                "off",
+            )
         if sizes.is_ring and "chunks" not in self.options:
-            raise config_error("pipeline.chunks", sizes.chunks, f"schedule {self.name} has one stage on each rank", "0")
+            raise config_error(
+                "pipeline.chunks",
+                sizes.chunks,
+                f"schedule {self.name} has one stage on each rank",
+                "0",
+            )
         if self.needs_full_pipeline and m < warmup:
             raise config_error(
-                "pipeline.num_microbatches", m, f"schedule {self.name} keeps two weight versions, which takes at least "
-                f"the {warmup} micro-batches in a batch that stage 0 runs ahead (parallel.pp = {sizes.num_ranks})",
-                str(next(fits)))
+                "pipeline.num_microbatches",
+                m,
+                f"schedule {self.name} keeps two weight versions, which takes at least "
+                f"the {warmup} micro-batches in a batch that stage 0 runs ahead (parallel.pp = "
+                f"{sizes.num_ranks})",
+                str(next(fits)),
+            )
         if self.early_switch is None:
             return
-        # W(t+1) is made after the last backward of batch t, and stage 0 runs `warmup` forwards of batch t+1 before that
-        # backward. Did one of them need W(t+1), each would wait for the other.
-        lowest, highest = warmup - (p - 1), m - (p - 1)
+        # W(t+1) is made after the last backward of batch t, and stage 0 runs `warmup` forwards of
+        # batch t+1 before that backward. Did one of them need W(t+1), each would wait for the
+        # other.
+        lowest = warmup - (p - 1)
+        highest = m - (p - 1)
         if not lowest <= self.early_switch <= highest:
             raise config_error(
-                "pipeline.early_switch", self.early_switch, f"must be {lowest} to {highest} here: the {warmup} "
-                "micro-batches that stage 0 runs ahead need the older weights, and parallel.pp - 1 + early_switch of "
-                f"the pipeline.num_microbatches = {m} use them", str(min(lowest + 1, highest)))
+                "pipeline.early_switch",
+                self.early_switch,
+                f"must be {lowest} to {highest} here: the {warmup} "
+                "micro-batches that stage 0 runs ahead need the older weights, and parallel.pp - 1 "
+                "+ early_switch of "
+                f"the pipeline.num_microbatches = {m} use them",
+                str(min(lowest + 1, highest)),
+            )
 
-    def compute_actions(self, sizes: Sizes, rank: int, first_batch: int = 0,
-                        num_batches: int | None = None) -> Iterator[Action]:
-        """Yields the compute actions of one rank, lazily, for batches [first_batch, first_batch + num_batches).
+    def compute_actions(
+        self, sizes: Sizes, rank: int, first_batch: int = 0, num_batches: int | None = None
+    ) -> Iterator[Action]:
+        """Yields the compute actions of one rank, lazily, for batches [first_batch, first_batch +
+        num_batches).
 
         The pipeline is drained before the first and after the last of them. None means without end.
 
@@ -219,19 +292,32 @@ class Schedule:
         """
         self.check_sizes(sizes)
         assert 0 <= rank < sizes.num_ranks, f"rank {rank} of {sizes.num_ranks}"
-        assert first_batch >= self.sync_steps, f"batch {first_batch} runs as 1f1b, before {self.sync_steps} sync_steps"
-        return (Action(kind, stage, k, self.version(sizes, stage, k, first_batch))
-                for kind, stage, k in self._steps(sizes, rank, first_batch, num_batches))
+        assert first_batch >= self.sync_steps, (
+            f"batch {first_batch} runs as 1f1b, before {self.sync_steps} sync_steps"
+        )
+        return (
+            Action(kind, stage, k, self.version(sizes, stage, k, first_batch))
+            for kind, stage, k in self._steps(sizes, rank, first_batch, num_batches)
+        )
 
-    def _steps(self, sizes: Sizes, rank: int, first_batch: int, num_batches: int | None) -> Iterator[Step]:
+    def _steps(
+        self, sizes: Sizes, rank: int, first_batch: int, num_batches: int | None
+    ) -> Iterator[Step]:
         m, warmup = sizes.num_microbatches, self.warmup(sizes, rank)
-        batches = count(first_batch) if num_batches is None else range(first_batch, first_batch + num_batches)
+        batches = (
+            count(first_batch)
+            if num_batches is None
+            else range(first_batch, first_batch + num_batches)
+        )
         if self.activations and not self.flush:
             num = None if num_batches is None else num_batches * m
             return vee.pattern(sizes, rank, self.activations, first_batch * m, num)
         if self.order or self.activations:
-            steps = (own_order.with_stages(self.order[rank], sizes, rank) if self.order else
-                     vee.batch_order(sizes, rank, self.activations))
+            steps = (
+                own_order.with_stages(self.order[rank], sizes, rank)
+                if self.order
+                else vee.batch_order(sizes, rank, self.activations)
+            )
             return ((kind, stage, t * m + k) for t in batches for kind, stage, k in steps)
         if self.flush:
             return (step for t in batches for step in interleaved.order(sizes, rank, warmup, t, 1))

@@ -1,7 +1,9 @@
-"""Send window: the number of sends of a rank that may be unfinished, each of which keeps its tensor.
+"""Send window: the number of sends of a rank that may be unfinished, each of which keeps its
+tensor.
 
-After one more send the rank waits for its oldest one. A send finishes once its receive is posted, so a window that is
-too narrow for a plan is a deadlock; the simulator finds the width that a plan needs (`simulate.fitting_send_window`).
+After one more send the rank waits for its oldest one. A send finishes once its receive is posted,
+so a window that is too narrow for a plan is a deadlock; the simulator finds the width that a plan
+needs (`simulate.fitting_send_window`).
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from hybridpar.pipeline.plan.transfers import Channel, Rank
 def min_send_window(num_ranks: int) -> int:
     """Return the number of unfinished sends that a rank may have with every plan.
 
-    After that many later sends, a neighbour that keeps step has received the oldest one, so waiting for it takes no
-    time. A plan whose ranks run further ahead needs a wider window.
+    After that many later sends, a neighbour that keeps step has received the oldest one, so waiting
+    for it takes no time. A plan whose ranks run further ahead needs a wider window.
     """
     return 2 * num_ranks
 
@@ -27,19 +29,26 @@ def min_send_window(num_ranks: int) -> int:
 class SendWindow:
     """The send windows of all simulated ranks, which have one width.
 
-    `outgoing`: by kind and stage, the channel that a send uses. `wake(rank, waited_for)`: continues a rank that waits.
+    `outgoing`: by kind and stage, the channel that a send uses. `wake(rank, waited_for)`: continues
+    a rank that waits.
     """
 
-    def __init__(self, ranks: Sequence[Rank], outgoing: Mapping[Kind, Sequence[Channel | None]],
-                 wake: Callable[[Rank, deque[tuple[Channel, int]]], None]):
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        outgoing: Mapping[Kind, Sequence[Channel | None]],
+        wake: Callable[[Rank, deque[tuple[Channel, int]]], None],
+    ):
         self.width = min_send_window(len(ranks))
-        self._outgoing, self._wake = outgoing, wake
+        self._outgoing = outgoing
+        self._wake = wake
         self._ranks = ranks
         # by rank, from the oldest on: the channel, and the number of the transfer there
         self._unfinished = [deque[tuple[Channel, int]]() for _ in ranks]
 
     def limit(self, table: Table) -> Table:
-        """Return the table with entries that wait for the oldest send of a rank that has too many."""
+        """Return the table with entries that wait for the oldest send of a rank that has too
+        many."""
         return {kind: self._limited(kind, *entry) for kind, entry in table.items()}
 
     def _limited(self, kind: Kind, when: When | None, work: Work, effect: Effect | None) -> Entry:
@@ -68,7 +77,8 @@ class SendWindow:
         self._wake(sender, self._unfinished[sender.index])
 
     def widen(self) -> bool:
-        """Widen the windows by one send if a rank waits for its oldest one, and return whether one does."""
+        """Widen the windows by one send if a rank waits for its oldest one, and return whether one
+        does."""
         waiting = [rank for rank in self._ranks if rank.waits_for is self._unfinished[rank.index]]
         if not waiting:
             return False

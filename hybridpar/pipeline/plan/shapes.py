@@ -1,10 +1,13 @@
-"""Parts that all SVG pictures of ours are made of: the page, its colours and text styles, and boxes with tooltips."""
+"""Parts that all SVG pictures of ours are made of: the page, its colours and text styles, and boxes
+with tooltips."""
 
 from __future__ import annotations
 
 from html import escape
 
-INK, MUTED, IDLE = "#1f2733", "#6a7482", "#eceff3"
+INK = "#1f2733"
+MUTED = "#6a7482"
+IDLE = "#eceff3"
 
 _SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">
 <style>
@@ -27,7 +30,12 @@ def page(width: float, height: float, body: str) -> str:
     return _SVG.format(width=round(width), height=round(height), ink=INK, muted=MUTED, body=body)
 
 
-def rect(x: float, y: float, width: float, height: float, fill: str, tip: str = "", more: str = "") -> str:
+def rect(
+    x: float, y: float, width: float, height: float, fill: str, tip: str = "", more: str = ""
+) -> str:
     """A box, with `tip` as its tooltip. more: further attributes, each after a blank."""
-    shape = f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0.1):.2f}" height="{height}" fill="{fill}"{more}'
+    shape = (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(width, 0.1):.2f}" height="{height}" '
+        f'fill="{fill}"{more}'
+    )
     return f"{shape}><title>{escape(tip)}</title></rect>" if tip else f"{shape}/>"

@@ -11,12 +11,14 @@ from hybridpar.errors import config_error
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """All that a schedule depends on: ranks in the pipeline, micro-batches in a batch, and stages that a rank holds.
+    """All that a schedule depends on: ranks in the pipeline, micro-batches in a batch, and stages
+    that a rank holds.
 
-    With several `chunks` of the model on each rank their `placement` says which. loop: stage c * num_ranks + r is chunk
-    c of rank r; the pipeline is a ring, and the last rank sends to the first. v: stages r and 2 * num_ranks - 1 - r are
-    the two of rank r; the last rank hands over to itself, and the first has both ends. With more chunks, an even
-    number, it goes on so: there and back again.
+    With several `chunks` of the model on each rank their `placement` says which. loop: stage c *
+    num_ranks + r is chunk c of rank r; the pipeline is a ring, and the last rank sends to the
+    first. v: stages r and 2 * num_ranks - 1 - r are the two of rank r; the last rank hands over to
+    itself, and the first has both ends. With more chunks, an even number, it goes on so: there and
+    back again.
     """
 
     num_ranks: int
@@ -28,25 +30,37 @@ class Sizes:
         if self.num_ranks < 1:
             raise config_error("parallel.pp", self.num_ranks, "must be at least 1", "1")
         if self.num_microbatches < 1:
-            raise config_error("pipeline.num_microbatches", self.num_microbatches, "must be at least 1", "1")
+            raise config_error(
+                "pipeline.num_microbatches", self.num_microbatches, "must be at least 1", "1"
+            )
         if self.chunks < 1:
             raise config_error("pipeline.chunks", self.chunks, "must be at least 1", "1")
         if self.chunks > 1 and self.num_ranks == 1:
             works = "2" if self.is_v else "2, or pipeline.schedule = 1f1b"
-            raise config_error("parallel.pp", 1, f"must be at least 2 where a rank holds {self.chunks} chunks of the "
-                               "model, which wait for each other on a single one", works)
+            raise config_error(
+                "parallel.pp",
+                1,
+                f"must be at least 2 where a rank holds {self.chunks} chunks of the "
+                "model, which wait for each other on a single one",
+                works,
+            )
 
     @staticmethod
     def of(config: Config) -> Sizes:
         """The sizes that a configuration names."""
         pipeline = config.pipeline
-        return Sizes(config.parallel.pp, pipeline.num_microbatches, pipeline.num_chunks, pipeline.placement)
+        return Sizes(
+            config.parallel.pp, pipeline.num_microbatches, pipeline.num_chunks, pipeline.placement
+        )
 
     @staticmethod
     def found(ranks: Mapping[int, int], num_ranks: int) -> Sizes:
-        """The sizes of a pipeline whose stages were seen on these ranks. (They do not tell the micro-batches: 1.)"""
+        """The sizes of a pipeline whose stages were seen on these ranks. (They do not tell the
+        micro-batches: 1.)"""
         chunks = max(ranks, default=0) // max(num_ranks, 1) + 1
-        loops = all(rank == rank_of_stage(stage, num_ranks, "loop") for stage, rank in ranks.items())
+        loops = all(
+            rank == rank_of_stage(stage, num_ranks, "loop") for stage, rank in ranks.items()
+        )
         return Sizes(max(num_ranks, 1), 1, chunks, "loop" if loops else "v")
 
     @property
@@ -66,7 +80,8 @@ class Sizes:
 
     @property
     def num_links(self) -> int:
-        """Number of pairs of ranks that send to each other: rank r and the one after it, in a ring mod p."""
+        """Number of pairs of ranks that send to each other: rank r and the one after it, in a ring
+        mod p."""
         return self.num_ranks if self.is_ring else self.num_ranks - 1
 
     @property
@@ -81,23 +96,31 @@ class Sizes:
     def stages_of(self, rank: int) -> Sequence[int]:
         """The stages that a rank holds, the first one first; it has the rank's number."""
         p = self.num_ranks
-        return [turn * p + (p - 1 - rank if self.is_v and turn % 2 else rank) for turn in range(self.chunks)]
+        return [
+            turn * p + (p - 1 - rank if self.is_v and turn % 2 else rank)
+            for turn in range(self.chunks)
+        ]
 
     def turn(self, stage: int) -> int:
         """The number of the turn in which a stage's transfers go their own way: 0 but on a V."""
         return stage // self.num_ranks if self.is_v else 0
 
     def peer(self, stage: int, side: int) -> int | None:
-        """The rank to which a stage's neighbour on that side (1: the next stage) is linked; None where there is no
-        such stage, or it is on the same rank."""
+        """The rank to which a stage's neighbour on that side (1: the next stage) is linked; None
+        where there is no such stage, or it is on the same rank."""
         if not 0 <= stage + side < self.num_stages:
             return None
         rank = self.rank_of(stage + side)
         return None if rank == self.rank_of(stage) else rank
 
     def link(self, stage: int, side: int) -> int | None:
-        """The number of the link between a stage and its neighbour on that side, as in plan.costs; None as `peer`."""
+        """The number of the link between a stage and its neighbour on that side, as in plan.costs;
+        None as `peer`."""
         if self.peer(stage, side) is None:
             return None
         lower = min(stage, stage + side)
-        return min(self.rank_of(lower), self.rank_of(lower + 1)) if self.is_v else lower % self.num_ranks
+        return (
+            min(self.rank_of(lower), self.rank_of(lower + 1))
+            if self.is_v
+            else lower % self.num_ranks
+        )

@@ -14,14 +14,31 @@ from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.pipeline.plan.timeline import Timeline
 
 _COLOURS = (  # by weight version: forward, backward
-    ("#bdd5f3", "#2c6ab1"), ("#fcd9ae", "#c7680f"), ("#c4e6c1", "#35843a"), ("#dfcef2", "#774aae"),
-    ("#f7c8c5", "#b93a3a"), ("#b8e4e4", "#1c7d7d"), ("#f6cbe3", "#b23c83"), ("#e6d6c3", "#7d5636"),
+    ("#bdd5f3", "#2c6ab1"),
+    ("#fcd9ae", "#c7680f"),
+    ("#c4e6c1", "#35843a"),
+    ("#dfcef2", "#774aae"),
+    ("#f7c8c5", "#b93a3a"),
+    ("#b8e4e4", "#1c7d7d"),
+    ("#f6cbe3", "#b23c83"),
+    ("#e6d6c3", "#7d5636"),
 )
-_LEFT, _RIGHT, _TOP, _HEIGHT = 74, 92, 58, 30  # pixels
-_LINES = {Kind.SEND_F: (9, "#6fa3dc"), Kind.SEND_B: (12, "#1d4f8b"), Kind.FETCH: (15, "#3aa17e"),
-          Kind.RELEASE: (18, "#c7772e"), Kind.RELOAD: (15, "#3aa17e"), Kind.OFFLOAD: (18, "#c7772e"),
-          Kind.HOST: (15, "#8a4fc7")}
-"""Transfers that a stage sends, those between its tiers, and the host's work: pixels below its row, colour."""
+# pixels
+_LEFT = 74
+_RIGHT = 92
+_TOP = 58
+_HEIGHT = 30
+_LINES = {
+    Kind.SEND_F: (9, "#6fa3dc"),
+    Kind.SEND_B: (12, "#1d4f8b"),
+    Kind.FETCH: (15, "#3aa17e"),
+    Kind.RELEASE: (18, "#c7772e"),
+    Kind.RELOAD: (15, "#3aa17e"),
+    Kind.OFFLOAD: (18, "#c7772e"),
+    Kind.HOST: (15, "#8a4fc7"),
+}
+"""Transfers that a stage sends, those between its tiers, and the host's work: pixels below its row,
+colour."""
 _STALL = "#f3cfcb"
 _SHOWN_PIXELS = 0.5
 FORWARDS = "forwards of one micro-batch on the costliest rank"
@@ -35,7 +52,9 @@ class _Scale:
     sizes: Sizes
     per_unit: float
     pitch: int  # from one row to the next
-    labels: dict[Kind, str]  # CSS class of the numbers in boxes of that kind; none where they do not fit
+    labels: dict[
+        Kind, str
+    ]  # CSS class of the numbers in boxes of that kind; none where they do not fit
 
     def x(self, time: float) -> float:
         return _LEFT + time * self.per_unit
@@ -46,7 +65,8 @@ class _Scale:
 
 
 def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
-    """With `widens` at least so wide that every box shows; numbers in all boxes of a kind, or in none."""
+    """With `widens` at least so wide that every box shows; numbers in all boxes of a kind, or in
+    none."""
     narrowest: dict[Kind, float] = {}
     digits = 1
     for rank in timeline.plan:
@@ -58,7 +78,11 @@ def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
         per_unit = max(per_unit, 4 / min(narrowest.values(), default=1.0))
     labels = {}
     for kind, length in narrowest.items():
-        fitting = [css for css, digit in (("", 7.5), ("small", 5.6)) if digits * digit + 3 <= length * per_unit]
+        fitting = [
+            css
+            for css, digit in (("", 7.5), ("small", 5.6))
+            if digits * digit + 3 <= length * per_unit
+        ]
         if fitting:
             labels[kind] = fitting[0]
     more = {*PER_ITEM, *OF_STASH, Kind.HOST}
@@ -66,15 +90,23 @@ def _scale(timeline: Timeline, per_unit: float, *, widens: bool) -> _Scale:
     return _Scale(timeline.sizes, per_unit, 58 if moves else 50, labels)
 
 
-def draw_svg(drawn: Plan | Timeline, *, title: str = "", unit: str = FORWARDS, width: int = 1200,
-             widens: bool = True) -> str:
-    """A plan as a self-contained SVG picture, `width` pixels wide or, with `widens`, as wide as its micro-batches need.
+def draw_svg(
+    drawn: Plan | Timeline,
+    *,
+    title: str = "",
+    unit: str = FORWARDS,
+    width: int = 1200,
+    widens: bool = True,
+) -> str:
+    """A plan as a self-contained SVG picture, `width` pixels wide or, with `widens`, as wide as its
+    micro-batches need.
 
-    A box is a micro-batch on a stage: light forward, dark backward (W less so), its colour the weight version, with a b
-    (and so on) where the stage is the second of its rank. The bar below a row runs from the end of a batch's gradients
-    to the update, dark while a reduction is under way; the thin lines below that are the transfers that the stage
-    sends, then those of items or activations to and from its fast tier, or the time in which the host makes its
-    weights, where they take visible time; where a stage waits for these it is red. Every part has a tooltip.
+    A box is a micro-batch on a stage: light forward, dark backward (W less so), its colour the
+    weight version, with a b (and so on) where the stage is the second of its rank. The bar below a
+    row runs from the end of a batch's gradients to the update, dark while a reduction is under way;
+    the thin lines below that are the transfers that the stage sends, then those of items or
+    activations to and from its fast tier, or the time in which the host makes its weights, where
+    they take visible time; where a stage waits for these it is red. Every part has a tooltip.
     """
     timeline = as_timeline(drawn)
     ranks = sorted(timeline.plan)
@@ -86,11 +118,16 @@ def draw_svg(drawn: Plan | Timeline, *, title: str = "", unit: str = FORWARDS, w
     full_width = max(scale.x(span) + _RIGHT, 640)
     legend, bottom = _svg_legend(timeline, axis + 50, full_width, _visible(timeline, scale))
     heading = title or f"{len(ranks)} {what}s, makespan {span:.6g}"
-    body = "\n".join([
-        f'<text class="title" x="{_LEFT}" y="30">{escape(heading)}</text>',
-        f'<text class="muted" x="{scale.x(span) + 12:.1f}" y="{_TOP - 10}">idle</text>',
-        *rows, *_svg_axis(scale, span, axis),
-        f'<text class="muted" x="{_LEFT}" y="{axis + 28}">time in {escape(unit)}</text>', *legend])
+    body = "\n".join(
+        [
+            f'<text class="title" x="{_LEFT}" y="30">{escape(heading)}</text>',
+            f'<text class="muted" x="{scale.x(span) + 12:.1f}" y="{_TOP - 10}">idle</text>',
+            *rows,
+            *_svg_axis(scale, span, axis),
+            f'<text class="muted" x="{_LEFT}" y="{axis + 28}">time in {escape(unit)}</text>',
+            *legend,
+        ]
+    )
     return page(full_width, bottom, body)
 
 
@@ -105,8 +142,14 @@ def _svg_row(timeline: Timeline, rank: int, what: str, scale: _Scale) -> Iterato
     idle = f"{100 * timeline.idle_share(rank):.1f} %"
     yield f'<text class="muted" x="{scale.x(timeline.makespan) + 12:.1f}" y="{y + 20}">{idle}</text>'
     for action, start, stall in timeline.item_waits(rank):
-        yield rect(scale.x(start - stall), y, stall * scale.per_unit, _HEIGHT, _STALL,
-                   f"{action} waits for the slow tier, {start - stall:.6g} to {start:.6g}")
+        yield rect(
+            scale.x(start - stall),
+            y,
+            stall * scale.per_unit,
+            _HEIGHT,
+            _STALL,
+            f"{action} waits for the slow tier, {start - stall:.6g} to {start:.6g}",
+        )
     reduced: dict[int, float] = {}  # batch: when its reduction began
     normed: dict[int, float] = {}  # and when it ended
     for action, start, end in timeline.shown(rank):
@@ -120,14 +163,20 @@ def _svg_row(timeline: Timeline, rank: int, what: str, scale: _Scale) -> Iterato
             normed[action.microbatch] = end
         elif action.kind is Kind.UPDATE:
             batch = action.microbatch
-            yield from _svg_update(action, reduced.get(batch, start), normed.get(batch, start), start, end, scale)
+            yield from _svg_update(
+                action, reduced.get(batch, start), normed.get(batch, start), start, end, scale
+            )
 
 
 def _svg_compute(action: Action, start: float, end: float, scale: _Scale) -> Iterator[str]:
-    x, y, width = scale.x(start), scale.y(action.stage), (end - start) * scale.per_unit
+    x = scale.x(start)
+    y = scale.y(action.stage)
+    width = (end - start) * scale.per_unit
     weights = f" with W{action.version}" if action.version >= 0 else ""
-    tip = f"{action}: micro-batch {action.microbatch} {ROWS[action.kind].name}{weights}, " \
-          f"{start:.6g} to {end:.6g}"
+    tip = (
+        f"{action}: micro-batch {action.microbatch} {ROWS[action.kind].name}{weights}, "
+        f"{start:.6g} to {end:.6g}"
+    )
     gap = min(1.0, width / 8)
     forward = action.kind is Kind.F
     shade = ' rx="2"' + ' fill-opacity="0.7"' * (action.kind is Kind.W)
@@ -141,26 +190,60 @@ def _svg_compute(action: Action, start: float, end: float, scale: _Scale) -> Ite
 def _svg_transfer(action: Action, start: float, end: float, scale: _Scale) -> Iterator[str]:
     below, colour = _LINES[action.kind]
     if (width := (end - start) * scale.per_unit) >= _SHOWN_PIXELS:
-        number = "item" if action.kind in PER_ITEM else "batch" if action.kind in PER_BATCH else "micro-batch"
-        tip = f"{action}: {ROWS[action.kind].name} of {number} {action.microbatch} on its way, {start:.6g} to {end:.6g}"
+        number = (
+            "item"
+            if action.kind in PER_ITEM
+            else "batch"
+            if action.kind in PER_BATCH
+            else "micro-batch"
+        )
+        tip = (
+            f"{action}: {ROWS[action.kind].name} of {number} {action.microbatch} on its way, "
+            f"{start:.6g} to {end:.6g}"
+        )
         yield rect(scale.x(start), scale.y(action.stage) + _HEIGHT + below, width, 2, colour, tip)
 
 
-def _svg_update(action: Action, reduced: float, normed: float, start: float, end: float,
-                scale: _Scale) -> Iterator[str]:
+def _svg_update(
+    action: Action, reduced: float, normed: float, start: float, end: float, scale: _Scale
+) -> Iterator[str]:
     """The way of a batch's gradients into the weights: a bar below the row, then a mark in it."""
-    y, batch = scale.y(action.stage), action.microbatch
+    y = scale.y(action.stage)
+    batch = action.microbatch
     light, dark = _colours(action.version)
-    yield rect(scale.x(reduced), y + _HEIGHT + 3, (start - reduced) * scale.per_unit, 4, light,
-               f"batch {batch} could make W{action.version} from {normed:.6g} on; it is needed at {start:.6g}")
-    yield rect(scale.x(reduced), y + _HEIGHT + 3, (normed - reduced) * scale.per_unit, 4, dark,
-               f"gradients and norm of batch {batch} are reduced, {reduced:.6g} to {normed:.6g}")
+    yield rect(
+        scale.x(reduced),
+        y + _HEIGHT + 3,
+        (start - reduced) * scale.per_unit,
+        4,
+        light,
+        f"batch {batch} could make W{action.version} from {normed:.6g} on; it is needed at "
+        f"{start:.6g}",
+    )
+    yield rect(
+        scale.x(reduced),
+        y + _HEIGHT + 3,
+        (normed - reduced) * scale.per_unit,
+        4,
+        dark,
+        f"gradients and norm of batch {batch} are reduced, {reduced:.6g} to {normed:.6g}",
+    )
     if end > start:
-        yield rect(scale.x(start), y, (end - start) * scale.per_unit, _HEIGHT, INK,
-                    f"{action}: makes W{action.version}, {start:.6g} to {end:.6g}", ' rx="2"')
+        yield rect(
+            scale.x(start),
+            y,
+            (end - start) * scale.per_unit,
+            _HEIGHT,
+            INK,
+            f"{action}: makes W{action.version}, {start:.6g} to {end:.6g}",
+            ' rx="2"',
+        )
     x = scale.x(start)
-    yield f'<path d="M{x - 5:.1f} {y - 5} h10 l-5 9 z" fill="{dark}" stroke="#fff" stroke-width="1"><title>' \
-          f"{action}: makes W{action.version} at {start:.6g}</title></path>"
+    yield (
+        f'<path d="M{x - 5:.1f} {y - 5} h10 l-5 9 z" fill="{dark}" stroke="#fff" '
+        'stroke-width="1"><title>'
+        f"{action}: makes W{action.version} at {start:.6g}</title></path>"
+    )
 
 
 def _svg_axis(scale: _Scale, span: float, y: float) -> Iterator[str]:
@@ -173,11 +256,18 @@ def _svg_axis(scale: _Scale, span: float, y: float) -> Iterator[str]:
 
 def _visible(timeline: Timeline, scale: _Scale) -> set[Kind]:
     """Kinds of which an action takes time, a transfer so much that it is drawn."""
-    return {action.kind for rank in timeline.plan for action, start, end in timeline.shown(rank)
-            if end > start and (action.kind not in _LINES or (end - start) * scale.per_unit >= _SHOWN_PIXELS)}
+    return {
+        action.kind
+        for rank in timeline.plan
+        for action, start, end in timeline.shown(rank)
+        if end > start
+        and (action.kind not in _LINES or (end - start) * scale.per_unit >= _SHOWN_PIXELS)
+    }
 
 
-def _svg_legend(timeline: Timeline, y: float, full_width: float, visible: set[Kind]) -> tuple[list[str], float]:
+def _svg_legend(
+    timeline: Timeline, y: float, full_width: float, visible: set[Kind]
+) -> tuple[list[str], float]:
     """The meaning of colours and marks; and where the picture ends."""
     microbatches: dict[int, list[int]] = {}
     for actions in timeline.plan.values():
@@ -186,30 +276,46 @@ def _svg_legend(timeline: Timeline, y: float, full_width: float, visible: set[Ki
                 microbatches.setdefault(action.version, []).append(action.microbatch)
     items = [
         (_swatch(version), f"W{version}: {min(used)}-{max(used)}" if version >= 0 else "evaluation")
-        for version, used in sorted(microbatches.items())[: len(_COLOURS)]]
+        for version, used in sorted(microbatches.items())[: len(_COLOURS)]
+    ]
     if len(microbatches) > len(_COLOURS):
         items.append(([], "... and so on"))
     items += [
         (_swatch(0), "forward, backward"),
         ([f'<path d="M8 3 h10 l-5 9 z" fill="{INK}"/>'], "update"),
-        *[([rect(0, 0, 26, 14, INK)], "optimizer makes the new weights")] * (Kind.UPDATE in visible),
-        ([rect(0, 5, 13, 4, MUTED), rect(13, 5, 13, 4, "#c9d0d8")], "gradients reduced, then ready for the update"),
-        ([rect(0, 0, 26, 14, IDLE)], "idle")]
-    for kinds, what in (((Kind.SEND_F, Kind.SEND_B), "activation, gradient on its way"),
-                        ((Kind.FETCH, Kind.RELEASE), "fetched, released"),
-                        ((Kind.RELOAD, Kind.OFFLOAD), "activations reloaded, offloaded"),
-                        ((Kind.HOST,), "the host makes the new weights")):
+        *[([rect(0, 0, 26, 14, INK)], "optimizer makes the new weights")]
+        * (Kind.UPDATE in visible),
+        (
+            [rect(0, 5, 13, 4, MUTED), rect(13, 5, 13, 4, "#c9d0d8")],
+            "gradients reduced, then ready for the update",
+        ),
+        ([rect(0, 0, 26, 14, IDLE)], "idle"),
+    ]
+    for kinds, what in (
+        ((Kind.SEND_F, Kind.SEND_B), "activation, gradient on its way"),
+        ((Kind.FETCH, Kind.RELEASE), "fetched, released"),
+        ((Kind.RELOAD, Kind.OFFLOAD), "activations reloaded, offloaded"),
+        ((Kind.HOST,), "the host makes the new weights"),
+    ):
         if visible & set(kinds):
-            items.append(([rect(0, 4 + 4 * i, 26, 2, _LINES[kind][1]) for i, kind in enumerate(kinds)], what))
+            items.append(
+                ([rect(0, 4 + 4 * i, 26, 2, _LINES[kind][1]) for i, kind in enumerate(kinds)], what)
+            )
     if any(True for rank in timeline.plan for _ in timeline.item_waits(rank)):
         items.append(([rect(0, 0, 26, 14, _STALL)], "waits for the slow tier"))
-    parts, x = [f'<text class="muted" x="{_LEFT}" y="{y}">weights: micro-batches that use them</text>'], float(_LEFT)
+    parts = [f'<text class="muted" x="{_LEFT}" y="{y}">weights: micro-batches that use them</text>']
+    x = float(_LEFT)
     y += 10
     for shapes, text in items:
         width = 34 + 6.3 * len(text) + 18
         if x + width > full_width - 10:
-            x, y = float(_LEFT), y + 22
-        parts += [f'<g transform="translate({x:.1f} {y})">', *shapes, f'<text x="33" y="11.5">{text}</text></g>']
+            x = float(_LEFT)
+            y = y + 22
+        parts += [
+            f'<g transform="translate({x:.1f} {y})">',
+            *shapes,
+            f'<text x="33" y="11.5">{text}</text></g>',
+        ]
         x += width
     return parts, y + 32
 

@@ -1,4 +1,5 @@
-"""Transfers between the ranks of a simulated pipeline: flows one way between two neighbours, in order."""
+"""Transfers between the ranks of a simulated pipeline: flows one way between two neighbours, in
+order."""
 
 from __future__ import annotations
 
@@ -72,44 +73,82 @@ class Channel:
 
 
 class Transfers:
-    """All channels, each with the order that its ends have issued transfers in. homes: ranks of the stages.
+    """All channels, each with the order that its ends have issued transfers in. homes: ranks of the
+    stages.
 
-    arrived(channel, when): is told of what has arrived. Where cores or links are shared, they say how long that takes.
+    arrived(channel, when): is told of what has arrived. Where cores or links are shared, they say
+    how long that takes.
     """
 
-    def __init__(self, ranks: Sequence[Rank], sizes: Sizes, homes: Sequence[int], costs: Costs,
-                 arrived: Callable[[Channel, float], None]):
-        self.ranks, self.sizes, self.homes, self.costs, self.arrived = ranks, sizes, homes, costs, arrived
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        sizes: Sizes,
+        homes: Sequence[int],
+        costs: Costs,
+        arrived: Callable[[Channel, float], None],
+    ):
+        self.ranks = ranks
+        self.sizes = sizes
+        self.homes = homes
+        self.costs = costs
+        self.arrived = arrived
         self.cores = None if costs.cores is None else Cores(costs.cores)
         self.wires = None if costs.network is None else Wires(costs.network.bandwidth)
         assert self.cores is None or self.wires is None, "cores or links are shared, not both"
-        channels = {flow: self._channels(flow) for flow in (1, -1)}  # by flow: what each stage receives
+        channels = {
+            flow: self._channels(flow) for flow in (1, -1)
+        }  # by flow: what each stage receives
         self.incoming = {kind: channels[row.flow] for kind, row in ROWS.items() if row.flow}
-        leaving = {1: [*channels[1][1:], None], -1: [None, *channels[-1][:-1]]}  # likewise: what each sends
+        leaving = {
+            1: [*channels[1][1:], None],
+            -1: [None, *channels[-1][:-1]],
+        }  # likewise: what each sends
         self.outgoing = {kind: leaving[row.flow] for kind, row in ROWS.items() if row.met_by}
 
     def _channels(self, flow: int) -> list[Channel | None]:
-        """The channel that flows that way into each stage; none where it begins, or the rank hands over to itself."""
-        costs, sizes, links = self.costs, self.sizes, self.sizes.num_links
+        """The channel that flows that way into each stage; none where it begins, or the rank hands
+        over to itself."""
+        costs = self.costs
+        sizes = self.sizes
+        links = self.sizes.num_links
         # one for what a rank sends and receives, on a V of each turn
         queues = defaultdict[tuple[int, int], Queue](Queue)
         one_way = costs.transfer if flow > 0 or costs.transfer_back is None else costs.transfer_back
-        work, transfer, latency = (expand(c, links) for c in (costs.transfer_work, one_way, costs.latency))
+        work, transfer, latency = (
+            expand(c, links) for c in (costs.transfer_work, one_way, costs.latency)
+        )
         network = costs.network
         routes = [] if network is None else network.forward if flow > 0 else network.backward
         assert not network or len(routes) == links, f"{len(routes)} routes for {links} links"
 
-        found: dict[tuple[int, int, int], Channel] = {}  # by sender, receiver and turn: what has the same is in order
+        found: dict[
+            tuple[int, int, int], Channel
+        ] = {}  # by sender, receiver and turn: what has the same is in order
 
         def channel(stage: int, receiver: int) -> Channel | None:
-            sender, link = sizes.peer(stage, -flow), sizes.link(stage, -flow)
+            sender = sizes.peer(stage, -flow)
+            link = sizes.link(stage, -flow)
             if sender is None or link is None:
                 return None
             turn = sizes.turn(stage)
-            ends = (queues[sender, turn], queues[receiver, turn]) if costs.serial_links else (Queue(), Queue())
-            return found.setdefault((sender, receiver, turn), Channel(
-                self.ranks[sender], self.ranks[receiver], *ends, work[link], transfer[link],
-                routes[link].latency if routes else latency[link], routes[link] if routes else None))
+            ends = (
+                (queues[sender, turn], queues[receiver, turn])
+                if costs.serial_links
+                else (Queue(), Queue())
+            )
+            return found.setdefault(
+                (sender, receiver, turn),
+                Channel(
+                    self.ranks[sender],
+                    self.ranks[receiver],
+                    *ends,
+                    work[link],
+                    transfer[link],
+                    routes[link].latency if routes else latency[link],
+                    routes[link] if routes else None,
+                ),
+            )
 
         return [channel(stage, receiver) for stage, receiver in enumerate(self.homes)]
 
@@ -128,11 +167,13 @@ class Transfers:
         self._transfer(channel)
 
     def _transfer(self, channel: Channel) -> None:
-        """Runs the channel's next transfer if it is first in line at both ends, and those that it was in the way of."""
+        """Runs the channel's next transfer if it is first in line at both ends, and those that it
+        was in the way of."""
         freed = [channel]
         while freed:
             channel = freed.pop()
-            sends, receives = channel.sends, channel.receives
+            sends = channel.sends
+            receives = channel.receives
             if not sends.pending or not receives.pending or channel.under_way:
                 continue
             (first, sent), (other, posted) = sends.pending[0], receives.pending[0]
@@ -163,9 +204,12 @@ class Transfers:
 
     def _arrive(self, channel: Channel, start: float) -> None:
         """The channel's first transfer occupies the link from `start` on."""
-        sender, receiver = channel.sender, channel.receiver
+        sender = channel.sender
+        receiver = channel.receiver
         (_, sent), (_, posted) = channel.sends.pending.popleft(), channel.receives.pending.popleft()
-        channel.sends.free = channel.receives.free = over = start + channel.transfer * (channel.route is None)
+        channel.sends.free = channel.receives.free = over = start + channel.transfer * (
+            channel.route is None
+        )
         sender.ends[sent] = receiver.ends[posted] = arrival = over + channel.latency
         channel.arrivals.append(arrival)
         self.arrived(channel, arrival)

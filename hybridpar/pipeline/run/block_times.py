@@ -1,9 +1,12 @@
-"""How long each block of a model takes in a step, estimated by shapes alone, to balance stages before anything runs.
+"""How long each block of a model takes in a step, estimated by shapes alone, to balance stages
+before anything runs.
 
-    a block's time    m * (forward + backward of a micro-batch) + norm and update of its trained parameters
+    a block's time    m * (forward + backward of a micro-batch) + norm and update of its trained
+                      parameters
 
-Only the ratio of two blocks matters. The estimate reads nothing but the configuration, so all ranks, all commands and a
-resumed run find the same split, on any machine. `hybridpar plan` balances measured times instead.
+Only the ratio of two blocks matters. The estimate reads nothing but the configuration, so all
+ranks, all commands and a resumed run find the same split, on any machine. `hybridpar plan` balances
+measured times instead.
 """
 
 from __future__ import annotations
@@ -13,7 +16,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from hybridpar.config import Config, ModelConfig, ModelSpec, OptimConfig, ParameterGroup, message_shape
+from hybridpar.config import (
+    Config,
+    ModelConfig,
+    ModelSpec,
+    OptimConfig,
+    ParameterGroup,
+    message_shape,
+)
 from hybridpar.grid import Axis
 from hybridpar.models.build import DTYPES, build_blocks, parse_recompute
 from hybridpar.models.cost import block_placements, forward_flops_per_token
@@ -25,9 +35,10 @@ from hybridpar.optim.work import update_work
 class _Rates:
     """What a typical device reaches.
 
-    products: operations of matrix products in a second. elements: bytes in a second that norms, activations and sums
-    read and write. update: the same of the optimizer, whose passes are longer. call: seconds that the operators around
-    one parameter take besides, forward and backward together.
+    products: operations of matrix products in a second. elements: bytes in a second that norms,
+    activations and sums read and write. update: the same of the optimizer, whose passes are longer.
+    call: seconds that the operators around one parameter take besides, forward and backward
+    together.
     """
 
     products: float
@@ -39,27 +50,36 @@ class _Rates:
 _CPU = _Rates(120e9, 5e9, 20e9, 1e-4)
 """One core. Measured on GPTs of 32 to 768 features (fp32, AVX-512)."""
 _GPU = _Rates(190e12, 1.6e12, 1.6e12, 4e-6)
-"""An A100 in 16 bits, as the planner estimates it: 0.6 of its peak, 0.8 of its memory's bandwidth."""
+"""An A100 in 16 bits, as the planner estimates it: 0.6 of its peak, 0.8 of its memory's
+bandwidth."""
 _LAYER_ELEMENTS = 50
-"""Elements that operators of a layer other than products read and write, forward and backward, over its features."""
+"""Elements that operators of a layer other than products read and write, forward and backward, over
+its features."""
 _BLOCK_ELEMENTS = 12
-"""The same of a block of a custom model, over the elements that it returns: two or three operators."""
+"""The same of a block of a custom model, over the elements that it returns: two or three
+operators."""
 _EMBEDDING_ELEMENTS = 6
 
 
 def block_times(config: Config) -> tuple[float, ...]:
     """Return the estimated time that each block takes of a step on one rank, in seconds.
 
-    Tensor parallelism divides all of it alike, and is left out. With ZeRO, replicas share the update. The host's
-    updates (`memory.host_optimizer`) and a frozen parameter's take none. Of what a rank recomputes, whole layers count;
-    whole stages are in proportion to what they compute anyway.
+    Tensor parallelism divides all of it alike, and is left out. With ZeRO, replicas share the
+    update. The host's updates (`memory.host_optimizer`) and a frozen parameter's take none. Of what
+    a rank recomputes, whole layers count; whole stages are in proportion to what they compute
+    anyway.
     """
-    model, train = config.model, config.train
+    model = config.model
+    train = config.train
     rates = _GPU if train.dtype in ("bf16", "fp16") else _CPU
     placements = _placements(model, config.optim.groups)
     elements = DTYPES[train.dtype].itemsize * train.micro_batch_size / rates.elements
     operations = train.micro_batch_size * model.tokens_per_sample / rates.products
-    again = parse_recompute(config.pipeline.recompute, max(0, model.num_blocks - 2), 1) if _by_layer(config) else None
+    again = (
+        parse_recompute(config.pipeline.recompute, max(0, model.num_blocks - 2), 1)
+        if _by_layer(config)
+        else None
+    )
     updates = _update_times(config, rates)
     found = []
     learns = False
@@ -86,35 +106,54 @@ def _trained_share(placements: Sequence[Placement]) -> float:
 
 
 def _elements(model: ModelSpec, number: int) -> float:
-    """Elements of one sample that operators of a block other than products read and write, forward and backward."""
+    """Elements of one sample that operators of a block other than products read and write, forward
+    and backward."""
     if not isinstance(model, ModelConfig):
-        return _BLOCK_ELEMENTS * prod(message_shape(model, max(0, min(number, model.num_blocks - 2))))
+        return _BLOCK_ELEMENTS * prod(
+            message_shape(model, max(0, min(number, model.num_blocks - 2)))
+        )
     if number == model.num_blocks - 1:  # an exponential for each logit
         return model.seq_length * model.vocab_size
-    return model.seq_length * model.hidden_size * (_LAYER_ELEMENTS if number else _EMBEDDING_ELEMENTS)
+    return (
+        model.seq_length * model.hidden_size * (_LAYER_ELEMENTS if number else _EMBEDDING_ELEMENTS)
+    )
 
 
 def _update_times(config: Config, rates: _Rates) -> list[float]:
-    """Seconds of each block's share in norm and update. With stage_layout "v" tied ends are one parameter."""
+    """Seconds of each block's share in norm and update. With stage_layout "v" tied ends are one
+    parameter."""
     if config.memory.host_optimizer:
         return [0.0] * config.model.num_blocks
     replicas = max(config.parallel.dp, 1) if config.parallel.zero else 1
     works = _update_works(config.model, config.optim, config.pipeline.placement == "v")
-    return [(operations / rates.products + num_bytes / rates.update) / replicas for operations, num_bytes in works]
+    return [
+        (operations / rates.products + num_bytes / rates.update) / replicas
+        for operations, num_bytes in works
+    ]
 
 
 @lru_cache(maxsize=256)
-def _update_works(model: ModelSpec, optim: OptimConfig, ends_are_one: bool) -> tuple[tuple[int, int], ...]:
+def _update_works(
+    model: ModelSpec, optim: OptimConfig, ends_are_one: bool
+) -> tuple[tuple[int, int], ...]:
     """Operations and bytes of each block's norm and update."""
     found = []
     for number, placements in enumerate(_placements(model, optim.groups)):
         is_copy = ends_are_one and number == model.num_blocks - 1
-        works = [update_work(optim, one) for one in placements if one.trainable and not (is_copy and one.tied)]
-        found.append((sum(operations for operations, _ in works), sum(num_bytes for _, num_bytes in works)))
+        works = [
+            update_work(optim, one)
+            for one in placements
+            if one.trainable and not (is_copy and one.tied)
+        ]
+        found.append(
+            (sum(operations for operations, _ in works), sum(num_bytes for _, num_bytes in works))
+        )
     return tuple(found)
 
 
-def _placements(model: ModelSpec, groups: tuple[ParameterGroup, ...]) -> tuple[tuple[Placement, ...], ...]:
+def _placements(
+    model: ModelSpec, groups: tuple[ParameterGroup, ...]
+) -> tuple[tuple[Placement, ...], ...]:
     """The placements of each block's parameters."""
     alike = isinstance(model, ModelConfig) and not any(group.frozen for group in groups)
     return _transformer_placements(model) if alike else block_placements(model, groups)
@@ -122,9 +161,12 @@ def _placements(model: ModelSpec, groups: tuple[ParameterGroup, ...]) -> tuple[t
 
 @lru_cache(maxsize=256)
 def _transformer_placements(model: ModelSpec) -> tuple[tuple[Placement, ...], ...]:
-    """The placements of each block of a GPT or BERT, whose layers are alike: one of them is built."""
+    """The placements of each block of a GPT or BERT, whose layers are alike: one of them is
+    built."""
     ends = [0, 1, model.num_blocks - 1]
     embedding, layer, head = (
         tuple(placement for _, _, placement in named_placements(block))
-        for number in ends for block in build_blocks(model, Axis("tp"), [number]).values())
+        for number in ends
+        for block in build_blocks(model, Axis("tp"), [number]).values()
+    )
     return embedding, *[layer] * (model.num_blocks - 2), head

@@ -1,8 +1,10 @@
-"""Captures work on a GPU as a CUDA graph without waiting for the device, and undoes a capture that fails.
+"""Captures work on a GPU as a CUDA graph without waiting for the device, and undoes a capture that
+fails.
 
-`torch.cuda.graph` first synchronizes the device and empties the allocator's cache, whose cudaFree synchronizes it too.
-A rank of a pipeline must do neither: its posted NCCL receives are kernels that wait for their senders, and a sender
-that captures as well would wait for its own receives. `capture` leaves both out.
+`torch.cuda.graph` first synchronizes the device and empties the allocator's cache, whose cudaFree
+synchronizes it too. A rank of a pipeline must do neither: its posted NCCL receives are kernels that
+wait for their senders, and a sender that captures as well would wait for its own receives.
+`capture` leaves both out.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from typing import Any
 import torch
 
 _KEPT: list[torch.cuda.CUDAGraph] = []
-"""Graphs that nobody replays. From torch 2.12 on, the end of a graph frees the cuBLAS workspaces of its stream, which
-other graphs captured there still write to (pytorch issue 193402)."""
+"""Graphs that nobody replays. From torch 2.12 on, the end of a graph frees the cuBLAS workspaces of
+its stream, which other graphs captured there still write to (pytorch issue 193402)."""
 
 
 @contextmanager
@@ -23,8 +25,9 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -
     """Capture in `graph` what is launched on `stream` meanwhile; memory comes from `pool`.
 
     Only what this thread does can break the capture, so other threads may save or copy meanwhile.
-    After an exception the allocator and the generator are as before the capture. `graph` then must be kept, unused: the
-    allocator of pinned memory may ask it whether a stream belongs to its capture.
+    After an exception the allocator and the generator are as before the capture. `graph` then must
+    be kept, unused: the allocator of pinned memory may ask it whether a stream belongs to its
+    capture.
 
     Args:
         graph: a new graph.
@@ -56,28 +59,34 @@ def first_cause(error: BaseException) -> BaseException:
 def _undo(pool: Any, device: torch.device) -> None:
     """Make the allocator and the generator forget a capture.
 
-    If CUDA refuses to end a capture, `capture_end` throws before it tells the allocator. The allocator would go on to
-    look at the pool for every allocation, defer every free that waits for an event, and count the pool as in use.
+    If CUDA refuses to end a capture, `capture_end` throws before it tells the allocator. The
+    allocator would go on to look at the pool for every allocation, defer every free that waits for
+    an event, and count the pool as in use.
     """
     index = device.index or 0
     try:
         torch._C._cuda_endAllocateToPool(index, pool)
     except RuntimeError:
-        pass  # the capture had not begun, or capture_end has told the allocator, and the graph releases the pool
+        # the capture had not begun, or capture_end has told the allocator, and the graph releases
+        # the pool
+        pass
     else:
         torch._C._cuda_releasePool(index, pool)
     try:
         _clear_mark()
     except RuntimeError:
         for generator in torch.cuda.default_generators[index : index + 1]:
-            generator.graphsafe_set_state(generator.clone_state())  # a copy has no mark, but earlier graphs keep theirs
+            generator.graphsafe_set_state(
+                generator.clone_state()
+            )  # a copy has no mark, but earlier graphs keep theirs
 
 
 def _clear_mark() -> None:
     """Clear the mark of a failed capture in the state of the generator, by a capture that succeeds.
 
-    Up to torch 2.11 a capture marks the state that it shares with all graphs captured before, and capture_end does not
-    get to clearing it if it throws. Replaying one of these graphs would then throw, too.
+    Up to torch 2.11 a capture marks the state that it shares with all graphs captured before, and
+    capture_end does not get to clearing it if it throws. Replaying one of these graphs would then
+    throw, too.
     """
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")

@@ -3,9 +3,10 @@
     stage r     x ---- encode ----> bytes ==== link ====> bytes ---- decode_ ----> C(x)     stage r + 1
                 dC(x) <---- decode_ ---- bytes ==== link ==== bytes <---- encode ---- dx
 
-A row is a token's features. Its bytes depend on it alone, so it travels as the same bytes on every grid. The backward
-takes C for the identity (straight through), with two exceptions: with `Largest` only the gradients of the features that
-were sent go back (`Marked`; both sides know which), and with `Subspace` C is linear.
+A row is a token's features. Its bytes depend on it alone, so it travels as the same bytes on every
+grid. The backward takes C for the identity (straight through), with two exceptions: with `Largest`
+only the gradients of the features that were sent go back (`Marked`; both sides know which), and
+with `Subspace` C is linear.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Codec(Protocol):
         """Bytes of a row of `cols` numbers."""
 
     def encode(self, x: Tensor) -> Tensor:
-        """The bytes of `x`, which do not keep it alive. Shapes: [rows, cols] -> uint8 [rows, row_bytes(cols)]."""
+        """The bytes of `x`, which do not keep it alive. Shapes: [rows, cols] -> uint8 [rows,
+        row_bytes(cols)]."""
 
     def decode_(self, x: Tensor, message: Tensor) -> None:
         """Fills x [rows, cols] from `message` [rows, row_bytes(cols)]."""
@@ -94,13 +96,15 @@ class _Share:
 
 @dataclass(frozen=True)
 class Largest(_Share):
-    """Sends the k numbers of each row that are farthest from zero, and their places (ops.largest); the others become 0.
+    """Sends the k numbers of each row that are farthest from zero, and their places (ops.largest);
+    the others become 0.
 
-    Bytes of a row: those of k values, and ceil(cols / 8); k is share * cols, rounded. This is DCT-MP (arXiv 2010.08899,
-    algorithm 2), but each token has its own threshold, its k-th largest feature; there a tensor has one, which is set
-    anew every L iterations. So the ends of a link share no state that could differ, messages have one length, and which
-    features pass depends neither on micro-batches nor on the grid. What is left out is not added later: its sample
-    does not come again.
+    Bytes of a row: those of k values, and ceil(cols / 8); k is share * cols, rounded. This is
+    DCT-MP (arXiv 2010.08899, algorithm 2), but each token has its own threshold, its k-th largest
+    feature; there a tensor has one, which is set anew every L iterations. So the ends of a link
+    share no state that could differ, messages have one length, and which features pass depends
+    neither on micro-batches nor on the grid. What is left out is not added later: its sample does
+    not come again.
     """
 
     backend: str = "auto"
@@ -109,7 +113,9 @@ class Largest(_Share):
         return self.values(cols) + places_bytes(cols)
 
     def encode(self, x: Tensor) -> Tensor:
-        message: Tensor = largest(x, self.backend).largest(x.contiguous(), self.kept(x.shape[1]), self.rounded)
+        message: Tensor = largest(x, self.backend).largest(
+            x.contiguous(), self.kept(x.shape[1]), self.rounded
+        )
         return message
 
     def decode_(self, x: Tensor, message: Tensor) -> None:
@@ -118,12 +124,13 @@ class Largest(_Share):
 
     def places(self, message: Tensor, cols: int) -> Tensor:
         """The places of a message's numbers: a copy. Shapes: uint8 [rows, `places_bytes`]."""
-        return message[:, self.values(cols):].clone()
+        return message[:, self.values(cols) :].clone()
 
 
 @dataclass(frozen=True, eq=False)
 class Marked:
-    """Sends the numbers of each row at `where`, which both ends of the link know; the others become 0."""
+    """Sends the numbers of each row at `where`, which both ends of the link know; the others become
+    0."""
 
     of: Largest
     where: Tensor | None = None
@@ -136,7 +143,8 @@ class Marked:
         return self.of.values(cols)
 
     def encode(self, x: Tensor) -> Tensor:
-        passes, k = largest(x, self.of.backend), self.of.kept(x.shape[1])
+        passes = largest(x, self.of.backend)
+        k = self.of.kept(x.shape[1])
         message: Tensor = passes.pick(x.contiguous(), self.where, k, self.of.rounded)
         return message
 
@@ -146,11 +154,13 @@ class Marked:
 
 @dataclass(frozen=True)
 class Subspace(_Share):
-    """Sends the r = share * cols coordinates of each row along fixed directions, x U; U^T maps them back.
+    """Sends the r = share * cols coordinates of each row along fixed directions, x U; U^T maps them
+    back.
 
-    U [cols, r] is orthonormal, drawn once for all links of a run, and never sent. Both ways use it, so gradients are
-    those of a layer y = x U U^T, and both sides of a link train to work in these r directions. (Subspace Networks,
-    NeurIPS 2025, without their rule that weights stay in the subspace.)
+    U [cols, r] is orthonormal, drawn once for all links of a run, and never sent. Both ways use it,
+    so gradients are those of a layer y = x U U^T, and both sides of a link train to work in these r
+    directions. (Subspace Networks, NeurIPS 2025, without their rule that weights stay in the
+    subspace.)
     """
 
     _bases: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -170,9 +180,17 @@ class Subspace(_Share):
 
     def _basis(self, x: Tensor) -> Tensor:
         if x.device not in self._bases:
-            cols, rank = x.shape[1], self.kept(x.shape[1])
-            drawn = random.normal(0, random.site(f"subspace {cols} {rank}"), rows=cols, cols=rank, stride=rank, start=0,
-                                  dtype=torch.float64)
+            cols = x.shape[1]
+            rank = self.kept(x.shape[1])
+            drawn = random.normal(
+                0,
+                random.site(f"subspace {cols} {rank}"),
+                rows=cols,
+                cols=rank,
+                stride=rank,
+                start=0,
+                dtype=torch.float64,
+            )
             self._bases[x.device] = basis(drawn).to(x.device, self.dtype)
         return self._bases[x.device]
 
@@ -180,7 +198,12 @@ class Subspace(_Share):
 def _keeping(kind: type[Largest] | type[Subspace], config: Config, **others: Any) -> Any:
     """A codec that keeps a share of the numbers."""
     compression = config.compression
-    return kind(compression.messages_kept, DTYPES[config.train.dtype], compression.messages_values == "bf16", **others)
+    return kind(
+        compression.messages_kept,
+        DTYPES[config.train.dtype],
+        compression.messages_values == "bf16",
+        **others,
+    )
 
 
 CODECS: dict[str, Callable[[Config], Codec | None]] = {
@@ -196,8 +219,8 @@ CODECS: dict[str, Callable[[Config], Codec | None]] = {
 
 @dataclass(frozen=True)
 class Codecs:
-    """The codecs of a pipeline's activations and their gradients. `exact`: first blocks of the stages whose messages
-    stay exact: a head alone, and on a V those that a rank hands to itself."""
+    """The codecs of a pipeline's activations and their gradients. `exact`: first blocks of the
+    stages whose messages stay exact: a head alone, and on a V those that a rank hands to itself."""
 
     forward: Codec | None = None
     backward: Codec | None = None
@@ -210,29 +233,37 @@ class Codecs:
         forward, backward = (CODECS[name](config) for name in names)
         if isinstance(backward, Largest):
             backward = Marked(backward)
-        for key, name, codec in zip(("messages", "messages_backward"), names, (forward, backward), strict=True):
+        for key, name, codec in zip(
+            ("messages", "messages_backward"), names, (forward, backward), strict=True
+        ):
             if codec is not None:
                 _require_fewer(config, key, name, codec)
         exact = {config.model.num_blocks - 1}
         if config.pipeline.placement == "v" and names != ("none", "none"):
-            pp, split = config.parallel.pp, stage_split(config)
+            pp = config.parallel.pp
+            split = stage_split(config)
             exact |= {split[turn].start for turn in range(pp, len(split), pp)}
         return cls(forward, backward, frozenset(exact))
 
     def on(self, flow: int, first: int, *, training: bool = True) -> Codec | None:
-        """The codec on the link into the stage that begins with block `first`; None: messages are exact.
+        """The codec on the link into the stage that begins with block `first`; None: messages are
+        exact.
 
-        flow: 1 for activations, -1 for their gradients. training: if False, messages are exact, except with `Subspace`:
-        its projection is a part of the model, as stages behind the link never saw the rest.
+        flow: 1 for activations, -1 for their gradients. training: if False, messages are exact,
+        except with `Subspace`: its projection is a part of the model, as stages behind the link
+        never saw the rest.
         """
         codec = self.forward if flow > 0 else self.backward
-        return None if first in self.exact or not (training or isinstance(codec, Subspace)) else codec
+        return (
+            None if first in self.exact or not (training or isinstance(codec, Subspace)) else codec
+        )
 
 
 @dataclass(frozen=True)
 class PartialSums:
-    """The codec of the sums over tp (nn.coded.SumCodec): forward of a layer's output, backward of its input's gradient.
-    Each part's gradient is that of the sum; with `Largest`, only of the features that were sent."""
+    """The codec of the sums over tp (nn.coded.SumCodec): forward of a layer's output, backward of
+    its input's gradient. Each part's gradient is that of the sum; with `Largest`, only of the
+    features that were sent."""
 
     codec: Codec
 
@@ -261,28 +292,41 @@ Blocks = TypeVar("Blocks", bound=Mapping[int, nn.Module])
 
 
 def with_coded_sums(blocks: Blocks, config: Config) -> Blocks:
-    """The blocks, whose linear layers sum over tp as compression.tensor says; embeddings and heads do not."""
+    """The blocks, whose linear layers sum over tp as compression.tensor says; embeddings and heads
+    do not."""
     sums = PartialSums.of(config)
     for module in coded_layers(blocks) if sums is not None else ():
         module.codec = sums
     return blocks
 
 
-def coded_layers(blocks: Mapping[int, nn.Module]) -> Iterator[ColumnParallelLinear | RowParallelLinear]:
+def coded_layers(
+    blocks: Mapping[int, nn.Module],
+) -> Iterator[ColumnParallelLinear | RowParallelLinear]:
     """The modules whose sums have codecs."""
     for block in blocks.values():
         for module in block.modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.placements["weight"].matrices:
+            if (
+                isinstance(module, ColumnParallelLinear | RowParallelLinear)
+                and module.placements["weight"].matrices
+            ):
                 yield module
 
 
 def _require_fewer(config: Config, key: str, name: str, codec: Codec) -> None:
     """Raises: ConfigError where a codec saves no bytes of a token."""
-    hidden, dtype = message_shape(config.model, 0)[-1], config.train.dtype
-    plain, coded = hidden * DTYPES[dtype].itemsize, codec.row_bytes(hidden)
+    hidden = message_shape(config.model, 0)[-1]
+    dtype = config.train.dtype
+    plain = hidden * DTYPES[dtype].itemsize
+    coded = codec.row_bytes(hidden)
     if coded >= plain:
-        raise config_error(f"compression.{key}", name, f"takes {coded} bytes for the {hidden} features of a token "
-                           f"(model.hidden_size), which are {plain} bytes in {dtype}", "none")
+        raise config_error(
+            f"compression.{key}",
+            name,
+            f"takes {coded} bytes for the {hidden} features of a token "
+            f"(model.hidden_size), which are {plain} bytes in {dtype}",
+            "none",
+        )
 
 
 def through(codec: Codec | None, x: Tensor) -> Tensor:

@@ -4,11 +4,13 @@
     B       wait for its receive, bind the version (recomputation), run backward, keep the input's gradient
     I       the same, but the inputs of the weights' gradients are kept        W   adds up these gradients (batch hooks)
     RECV_*  post the receive        SEND_*  start the send        REDUCE NORM HOST UPDATE   handed to the batch hooks
-    FETCH RELEASE DROP              handed to the tiers of the state; every action waits for the state that it touches
-    OFFLOAD EVICT RELOAD            handed to the stash of kept activations; a backward waits for its own
+    FETCH RELEASE DROP              handed to the tiers of the state; every action waits for the
+                                    state that it touches
+    OFFLOAD EVICT RELOAD            handed to the stash of kept activations; a backward waits for
+                                    its own
 
-Parts of a stage, and consecutive stages on a rank, hand each other activations and gradients. Only this file waits for
-other stages.
+Parts of a stage, and consecutive stages on a rank, hand each other activations and gradients. Only
+this file waits for other stages.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class InFlight:
     """A micro-batch between its forward and its backward."""
 
     input: Tensor | None  # whose gradient is sent: a leaf
-    edge: GradientEdge | None  # the output's place in the graph, without the output; None: nothing needs a gradient
+    edge: (
+        GradientEdge | None
+    )  # the output's place in the graph, without the output; None: nothing needs a gradient
 
     def back(self, gradient: Tensor) -> Tensor | None:
         """The gradient of the input, if there is one."""
@@ -85,7 +89,8 @@ class InFlight:
         backward_from(self.edge, gradient)
         if self.input is None:
             return None
-        made, self.input.grad = self.input.grad, None
+        made = self.input.grad
+        self.input.grad = None
         assert made is not None
         return made
 
@@ -95,25 +100,42 @@ class Tiers(Protocol):
 
     def move(self, action: Action) -> None:
         """Starts a FETCH, RELEASE or DROP."""
+
     def are_here(self, action: Action) -> bool:
         """Whether all that the action touches is in the fast tier."""
+
     def touch(self, action: Action) -> None:
         """Waits until it is, and notes what the action changes."""
 
 
 class Executor:
-    """Runs the actions of one rank against its stages (by number, in parts), its weights and its neighbours.
+    """Runs the actions of one rank against its stages (by number, in parts), its weights and its
+    neighbours.
 
-    `tiers`: of its state; None: all of it is always here. `stash`: of its kept activations; None: none leave.
+    `tiers`: of its state; None: all of it is always here. `stash`: of its kept activations; None:
+    none leave.
     """
 
-    def __init__(self, stages: Mapping[int, Sequence[Stage]], weights: WeightStore, lane: Lane, sizes: Sizes,
-                 tiers: Tiers | None = None, stash: Stash | None = None):
-        self.stages, self.weights, self.lane, self.tiers, self.stash = stages, weights, lane, tiers, stash
-        self.sizes, self.num_microbatches = sizes, sizes.num_microbatches
+    def __init__(
+        self,
+        stages: Mapping[int, Sequence[Stage]],
+        weights: WeightStore,
+        lane: Lane,
+        sizes: Sizes,
+        tiers: Tiers | None = None,
+        stash: Stash | None = None,
+    ):
+        self.stages = stages
+        self.weights = weights
+        self.lane = lane
+        self.tiers = tiers
+        self.stash = stash
+        self.sizes = sizes
+        self.num_microbatches = sizes.num_microbatches
         self._lanes = {into: lane.into(into) for into in range(len(lane.shapes))}
         self.losses: dict[int, Losses] = {}
-        """Sum of each batch's partial losses and metrics so far (last stage only); whoever reads an entry takes it out.
+        """Sum of each batch's partial losses and metrics so far (last stage only); whoever reads an
+        entry takes it out.
         """
         self.recording: Recording | None = None
         """Records what is executed from now on."""
@@ -124,24 +146,39 @@ class Executor:
         self.graphs: MicroBatchGraphs | None = None
         """Replays the micro-batches that it can."""
         self._flight: dict[tuple[int, int, int], InFlight] = {}  # by stage, part and micro-batch
-        self._handed: dict[tuple[Kind, int, int, int], Tensor] = {}  # to a part by its neighbour, by kind and as above
-        self._received: dict[tuple[Kind, int, int], tuple[Work, Tensor]] = {}  # by kind, stage and micro-batch
+        self._handed: dict[
+            tuple[Kind, int, int, int], Tensor
+        ] = {}  # to a part by its neighbour, by kind and as above
+        self._received: dict[
+            tuple[Kind, int, int], tuple[Work, Tensor]
+        ] = {}  # by kind, stage and micro-batch
         self._outputs: dict[tuple[Kind, int, int], Tensor] = {}
-        self._places: dict[tuple[Kind, int, int], Tensor] = {}  # of gradients that will be sent or received, as above
+        self._places: dict[
+            tuple[Kind, int, int], Tensor
+        ] = {}  # of gradients that will be sent or received, as above
         self._sends: deque[tuple[Action, Work]] = deque()  # unfinished, from the oldest on
         self._table: dict[Kind, Callable[[Action], None]] = {
-            Kind.F: self._forward, Kind.B: self._backward, Kind.I: self._backward,
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._backward,
             Kind.W: self._weight_gradients,
             Kind.REDUCE: lambda a: self._hooks.reduce(a),
             Kind.NORM: lambda a: self._hooks.norm(a),
             Kind.HOST: lambda a: self._hooks.host(a),
             Kind.UPDATE: lambda a: self._hooks.update(a),
-        } | {kind: self._send if row.met_by else self._post_receive for kind, row in ROWS.items() if row.side}
-        self._table |= dict.fromkeys(PER_ITEM, self._move) | dict.fromkeys(OF_STASH, self._move_stash)
+        } | {
+            kind: self._send if row.met_by else self._post_receive
+            for kind, row in ROWS.items()
+            if row.side
+        }
+        self._table |= dict.fromkeys(PER_ITEM, self._move) | dict.fromkeys(
+            OF_STASH, self._move_stash
+        )
 
     def run(self, actions: Iterable[Action], source: Source, hooks: BatchHooks) -> None:
         """Executes the actions in order; at the end nothing is in flight."""
-        self._source, self._hooks = source, hooks
+        self._source = source
+        self._hooks = hooks
         for action in actions:
             self._turn_to(action)
             self._note(action)
@@ -160,8 +197,14 @@ class Executor:
             self._note(sent)
             work.wait()
         self._turn_to(None)
-        left = [*self._flight, *self._handed, *self._received, *self._outputs, *self._places,
-                *(self.stash.left if self.stash else ())]
+        left = [
+            *self._flight,
+            *self._handed,
+            *self._received,
+            *self._outputs,
+            *self._places,
+            *(self.stash.left if self.stash else ()),
+        ]
         assert not left, f"the plan left micro-batches in flight: {left}"
 
     def _note(self, action: Action) -> None:
@@ -186,9 +229,12 @@ class Executor:
             self.recording.watch(self.current, is_done)
 
     def _forward(self, action: Action) -> None:
-        stage, part, k = action.stage, action.part, action.microbatch
+        stage = action.stage
+        part = action.part
+        k = action.microbatch
         batch, key = self._source.microbatch(k)
-        grad, here = torch.is_grad_enabled(), self.stages[stage][part]
+        grad = torch.is_grad_enabled()
+        here = self.stages[stage][part]
         x: Tensor | Packed | None
         if part or stage - 1 in self.stages:
             x = self._handed.pop((Kind.F, stage, part, k))
@@ -204,7 +250,9 @@ class Executor:
         if (kept := grad and out is None) and leaf is not None:
             leaf.requires_grad_()
         if out is None:
-            with nullcontext() if self.stash is None or not grad else self.stash.noting(action, leaf):
+            with (
+                nullcontext() if self.stash is None or not grad else self.stash.noting(action, leaf)
+            ):
                 out = here(x, batch, key)
         if isinstance(out, dict):
             self._add_losses(k // self.num_microbatches, out)
@@ -219,16 +267,26 @@ class Executor:
             self._keep_places(Kind.RECV_B, stage, k, sent, codec)
         if kept:
             ends_here = leaf is None and here.is_frozen
-            self._flight[stage, part, k] = InFlight(leaf, None if ends_here else get_gradient_edge(out))
+            self._flight[stage, part, k] = InFlight(
+                leaf, None if ends_here else get_gradient_edge(out)
+            )
 
     def _backward(self, action: Action) -> None:
-        stage, part, k = action.stage, action.part, action.microbatch
+        stage = action.stage
+        part = action.part
+        k = action.microbatch
         factor = self._hooks.before_backward(action)
         flight = self._flight.pop((stage, part, k), None)
         is_last = part + 1 == len(self.stages[stage]) and stage + 1 not in self.stages
-        gradient = self._take(Kind.RECV_B, stage, k) if is_last else self._handed.pop((Kind.B, stage, part, k))
+        gradient = (
+            self._take(Kind.RECV_B, stage, k)
+            if is_last
+            else self._handed.pop((Kind.B, stage, part, k))
+        )
         if gradient is None:
-            gradient = torch.full((), factor, dtype=self._loss_dtype, device=self.lane.device)  # torch.tensor waits
+            gradient = torch.full(
+                (), factor, dtype=self._loss_dtype, device=self.lane.device
+            )  # torch.tensor waits
         self.weights.bind(action.version)
         if self.stash is not None:
             if not self.stash.is_here(action):
@@ -266,7 +324,9 @@ class Executor:
         if action.kind is Kind.EVICT:
             self.wait(partial(self.stash.evict, action))
         else:
-            self.watch((self.stash.offload if action.kind is Kind.OFFLOAD else self.stash.reload)(action))
+            self.watch(
+                (self.stash.offload if action.kind is Kind.OFFLOAD else self.stash.reload)(action)
+            )
 
     def _add_losses(self, batch: int, losses: Losses) -> None:
         total = self.losses.setdefault(batch, {})
@@ -281,9 +341,10 @@ class Executor:
         self._received[action.kind, action.stage, action.microbatch] = (work, buffer)
 
     def _way(self, action: Action) -> tuple[int, Axis]:
-        """The rank at the other end of a transfer, and the axis. Messages between two ranks on an axis have no tags:
-        both ranks must have them in the same order, as NCCL needs."""
-        lane, row = self.lane, ROWS[action.kind]
+        """The rank at the other end of a transfer, and the axis. Messages between two ranks on an
+        axis have no tags: both ranks must have them in the same order, as NCCL needs."""
+        lane = self.lane
+        row = ROWS[action.kind]
         turn = self.sizes.turn(action.stage) if lane.turns else 0
         forth, reverse = ((lane.pp, lane.reverse), *lane.turns)[turn]
         return self.sizes.rank_of(action.stage + row.side), forth if row.flow > 0 else reverse
@@ -298,14 +359,16 @@ class Executor:
             codec = codec.at(places)
         return self._lanes.get(into, self.lane), codec
 
-    def _keep_places(self, kind: Kind, stage: int, k: int, message: Tensor, codec: Codec | None) -> None:
+    def _keep_places(
+        self, kind: Kind, stage: int, k: int, message: Tensor, codec: Codec | None
+    ) -> None:
         """Notes which features `message` has, for the transfer of their gradients."""
         if isinstance(codec, Largest) and isinstance(self._link(kind, stage, k)[1], Marked):
             self._places[kind, stage, k] = codec.places(message, self.lane.shape[-1])
 
     def _take(self, kind: Kind, stage: int, k: int, packed: bool = False) -> Any:
-        """The received tensor, once it is here; None where this stage receives nothing of that kind. `packed`: as bytes
-        if a codec made it.
+        """The received tensor, once it is here; None where this stage receives nothing of that
+        kind. `packed`: as bytes if a codec made it.
 
         The time of the gather over tp counts as the action's, not as a transfer's.
         """

@@ -3,8 +3,8 @@
     tp rank 0    [ a | b ]   sends a    ---- link ---->    receives a   [ a | b ]   gathered over tp,
     tp rank 1    [ a | b ]   sends b    ---- link ---->    receives b   [ a | b ]   behind the link
 
-With a codec (codecs.py) slices are whole rows, and are gathered as bytes. Gradients with `Marked` are gathered as
-numbers, since a rank knows only its own rows' features.
+With a codec (codecs.py) slices are whole rows, and are gathered as bytes. Gradients with `Marked`
+are gathered as numbers, since a rank knows only its own rows' features.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from hybridpar.pipeline.run.codecs import Codec, Codecs, Marked
 
 @dataclass(frozen=True)
 class Lane:
-    """The axes to a pipeline's neighbours, and the message between them: an activation of `shape`, or its gradient.
+    """The axes to a pipeline's neighbours, and the message between them: an activation of `shape`,
+    or its gradient.
 
-    `pp`: axis of activations. `reverse`: of gradients. `turns`: both axes for each pass through the ranks after the
-    first, on a V. `shapes`: of the activation into each stage, where they differ.
-    `slicing`: axis whose ranks all hold the same activation, so each sends a slice. None: each rank sends all that it
-    holds. `codecs`: of messages, between the stages of `split` (none: messages are exact). `send_window`: number of
-    sends that may be unfinished; after one more the rank waits for the oldest one.
+    `pp`: axis of activations. `reverse`: of gradients. `turns`: both axes for each pass through the
+    ranks after the first, on a V. `shapes`: of the activation into each stage, where they differ.
+    `slicing`: axis whose ranks all hold the same activation, so each sends a slice. None: each rank
+    sends all that it holds. `codecs`: of messages, between the stages of `split` (none: messages
+    are exact). `send_window`: number of sends that may be unfinished; after one more the rank waits
+    for the oldest one.
     """
 
     pp: Axis
@@ -55,40 +57,72 @@ class Lane:
     send_window: int = 0
 
     @classmethod
-    def of(cls, config: Config, grid: ProcessGrid, dtype: torch.dtype, device: torch.device,
-           split: Sequence[range] = ()) -> Lane:
+    def of(
+        cls,
+        config: Config,
+        grid: ProcessGrid,
+        dtype: torch.dtype,
+        device: torch.device,
+        split: Sequence[range] = (),
+    ) -> Lane:
         """The lane of a rank of `grid`, between the stages of `split`.
 
-        Shapes: an activation is [b, s, h] (`ModelSpec.activation_shape`), equal on all ranks of tp; with
+        Shapes: an activation is [b, s, h] (`ModelSpec.activation_shape`), equal on all ranks of tp;
+            with
         parallel.sequence each has its own rows.
-        Collectives: those of `ProcessGrid.again`, on a V; with NCCL a byte over each link (`connect`).
+        Collectives: those of `ProcessGrid.again`, on a V; with NCCL a byte over each link
+            (`connect`).
         Raises: PlanError as `send_window`.
         """
         sequence = config.parallel.sequence
-        model, b = config.model, config.train.micro_batch_size
+        model = config.model
+        b = config.train.micro_batch_size
         shape = (b, *message_shape(model, 0))
         if sequence:
             shape = (b, SequencePart.of(shape[1], grid.tp, sequence).length, *shape[2:])
         shapes = tuple((b, *message_shape(model, max(0, blocks.start - 1))) for blocks in split)
         slicing = None if sequence else grid.tp
-        turns = tuple((grid.again("pp", turn), grid.again("pp_reverse", turn)) for turn in range(
-            1, config.pipeline.num_chunks)) if config.pipeline.placement == "v" else ()
+        turns = (
+            tuple(
+                (grid.again("pp", turn), grid.again("pp_reverse", turn))
+                for turn in range(1, config.pipeline.num_chunks)
+            )
+            if config.pipeline.placement == "v"
+            else ()
+        )
         if has_connections(grid):
             sizes = Sizes.of(config)
             for turn, pair in enumerate(((grid.pp, grid.pp_reverse), *turns)):
                 for axis, flow in zip(pair, (1, -1), strict=True):
                     connect(axis, links_of(sizes, turn, flow), device)
-        lane = cls(grid.pp, grid.pp_reverse, shape, dtype, device, slicing, Codecs.of(config), split, turns=turns,
-                   send_window=send_window(config) if grid.pp.size > 1 else 0)
-        return lane if isinstance(model, ModelConfig) or len({*shapes, shape}) == 1 else replace(lane, shapes=shapes)
+        lane = cls(
+            grid.pp,
+            grid.pp_reverse,
+            shape,
+            dtype,
+            device,
+            slicing,
+            Codecs.of(config),
+            split,
+            turns=turns,
+            send_window=send_window(config) if grid.pp.size > 1 else 0,
+        )
+        return (
+            lane
+            if isinstance(model, ModelConfig) or len({*shapes, shape}) == 1
+            else replace(lane, shapes=shapes)
+        )
 
     def into(self, stage: int) -> Lane:
         """The lane between that stage and the one before."""
         return replace(self, shape=self.shapes[stage], shapes=()) if self.shapes else self
 
     def codec(self, flow: int, into: int, *, training: bool = True) -> Codec | None:
-        """The codec on the link between stage `into` and the one before. flow: 1 for activations, -1 for gradients."""
-        return self.codecs.on(flow, self.split[into].start, training=training) if self.split else None
+        """The codec on the link between stage `into` and the one before. flow: 1 for activations,
+        -1 for gradients."""
+        return (
+            self.codecs.on(flow, self.split[into].start, training=training) if self.split else None
+        )
 
     def whole(self) -> Tensor:
         """An empty activation."""
@@ -108,7 +142,8 @@ class Lane:
         return torch.empty(stop - start, dtype=self.dtype, device=self.device)
 
     def cut(self, x: Tensor, codec: Codec | None = None) -> Tensor:
-        """The part of `x` that this rank sends: a copy of its slice, or its bytes (`x` is not kept); else `x`."""
+        """The part of `x` that this rank sends: a copy of its slice, or its bytes (`x` is not
+        kept); else `x`."""
         if codec is not None:
             start, stop = self._rows
             return codec.encode(x.reshape(-1, x.shape[-1])[start:stop])
@@ -130,10 +165,13 @@ class Lane:
             return self.decode(self.gather(part), codec)
         if self._slice is None or self.slicing is None:
             return part
-        return all_gather(part, self.slicing, 0, split_sizes(prod(self.shape), self.slicing.size)).view(self.shape)
+        return all_gather(
+            part, self.slicing, 0, split_sizes(prod(self.shape), self.slicing.size)
+        ).view(self.shape)
 
     def gather(self, part: Tensor) -> Tensor:
-        """All rows of the activation that `part` belongs to. Collectives: one all-gather as `join`."""
+        """All rows of the activation that `part` belongs to. Collectives: one all-gather as
+        `join`."""
         if self.slicing is None:
             return part
         return all_gather(part, self.slicing, 0, split_sizes(self._num_rows, self.slicing.size))
@@ -149,7 +187,9 @@ class Lane:
         return self._bytes(codec, self._num_rows)
 
     def _bytes(self, codec: Codec, rows: int) -> Tensor:
-        return torch.empty((rows, codec.row_bytes(self.shape[-1])), dtype=torch.uint8, device=self.device)
+        return torch.empty(
+            (rows, codec.row_bytes(self.shape[-1])), dtype=torch.uint8, device=self.device
+        )
 
     @property
     def _num_rows(self) -> int:
@@ -171,7 +211,8 @@ class Lane:
 
 
 def has_connections(grid: ProcessGrid) -> bool:
-    """Whether two ranks connect at the first transfer between them, as with NCCL; Gloo connects with the group."""
+    """Whether two ranks connect at the first transfer between them, as with NCCL; Gloo connects
+    with the group."""
     return grid.device_type == "cuda" and not grid.pp.via_host and grid.pp.size > 1
 
 
@@ -191,14 +232,21 @@ def links_of(sizes: Sizes, turn: int, flow: int) -> list[tuple[int, int]]:
 
 
 class Packed:
-    """An activation as bytes, for a recomputed stage, which decodes them in its forward and again in its backward.
+    """An activation as bytes, for a recomputed stage, which decodes them in its forward and again
+    in its backward.
 
     `leaf`: takes the activation's gradient, in the memory of one element.
     """
 
     def __init__(self, lane: Lane, message: Tensor, codec: Codec):
-        self._lane, self._message, self._codec = lane, message, codec
-        self.leaf = torch.empty((), dtype=lane.dtype, device=lane.device).expand(lane.shape).requires_grad_()
+        self._lane = lane
+        self._message = message
+        self._codec = codec
+        self.leaf = (
+            torch.empty((), dtype=lane.dtype, device=lane.device)
+            .expand(lane.shape)
+            .requires_grad_()
+        )
 
     def __call__(self) -> Tensor:
         """The activation; its gradient goes to the leaf."""

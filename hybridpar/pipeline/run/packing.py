@@ -1,6 +1,6 @@
 """Packs several named tensors between two stages into one: a row of numbers for each sample.
 
-    {"encoder": [b, s, h], "decoder": [b, t, h]}   ->   [b, s h + t h]   ->   the same names in the next stage
+{"encoder": [b, s, h], "decoder": [b, t, h]}   ->   [b, s h + t h]   ->   the same names in the next stage
 """
 
 from __future__ import annotations
@@ -34,4 +34,7 @@ class Packing:
     def unpack(self, x: Tensor) -> dict[str, Tensor]:
         """The tensors; their gradients are parts of that of `x`."""
         parts = x.split([prod(shape) for _, shape in self.shapes], 1)
-        return {name: part.unflatten(1, shape) for part, (name, shape) in zip(parts, self.shapes, strict=True)}
+        return {
+            name: part.unflatten(1, shape)
+            for part, (name, shape) in zip(parts, self.shapes, strict=True)
+        }

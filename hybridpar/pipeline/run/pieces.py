@@ -1,5 +1,5 @@
-"""Splits a micro-batch into equal pieces that a stage computes by turns: while one piece is computed, another one's
-sums over tp are under way, forward and backward.
+"""Splits a micro-batch into equal pieces that a stage computes by turns: while one piece is
+computed, another one's sums over tp are under way, forward and backward.
 
     forward     A attention | B attention | A mlp         | B mlp ...
     A's sums                  ===========                   =======
@@ -28,13 +28,18 @@ Block = Callable[[Any, MicroBatch, RandomKey | None], Any]
 Function = Callable[[Tensor | None], Tensor]
 
 
-def by_turns(turns: Turns, block: Block, x: Tensor | None, batch: MicroBatch, key: RandomKey | None) -> Any:
+def by_turns(
+    turns: Turns, block: Block, x: Tensor | None, batch: MicroBatch, key: RandomKey | None
+) -> Any:
     """`block(x, batch, key)`, a piece of the samples at a time; losses are the sums of the pieces'.
 
-    Shapes: x [b, ..] -> [b, ..], or 0-d losses; b is a multiple of `turns.number`. Tensors of the batch are 0-d or
+    Shapes: x [b, ..] -> [b, ..], or 0-d losses; b is a multiple of `turns.number`. Tensors of the
+        batch are 0-d or
     [b, ..]. Collectives: those of the block, for each piece.
     """
-    number, names, joined = turns.number, list[str](), list[Tensor]()
+    number = turns.number
+    names = list[str]()
+    joined = list[Tensor]()
 
     def compute(i: int, x: Tensor | None, batch: MicroBatch, key: RandomKey | None) -> Tensor:
         out = block(x, batch, key)
@@ -46,8 +51,10 @@ def by_turns(turns: Turns, block: Block, x: Tensor | None, batch: MicroBatch, ke
         joined[0][i].copy_(out.detach())
         return out
 
-    functions = [partial(compute, i, batch=of_piece, key=key and _later(key, i * len(of_piece["tokens"])))
-                 for i, of_piece in enumerate(_pieces_of(batch, number))]
+    functions = [
+        partial(compute, i, batch=of_piece, key=key and _later(key, i * len(of_piece["tokens"])))
+        for i, of_piece in enumerate(_pieces_of(batch, number))
+    ]
     xs = [None] * number if x is None else x.detach().chunk(number)
     if torch.is_grad_enabled():
         out = _Turns.apply(torch.empty(0, requires_grad=True), x, turns, functions, xs, joined)
@@ -58,7 +65,10 @@ def by_turns(turns: Turns, block: Block, x: Tensor | None, batch: MicroBatch, ke
 
 
 def _pieces_of(batch: MicroBatch, number: int) -> list[dict[str, Tensor]]:
-    chunks = {name: tensor.chunk(number) if tensor.dim() else [tensor] * number for name, tensor in batch.items()}
+    chunks = {
+        name: tensor.chunk(number) if tensor.dim() else [tensor] * number
+        for name, tensor in batch.items()
+    }
     return [{name: of[i] for name, of in chunks.items()} for i in range(number)]
 
 
@@ -73,11 +83,19 @@ def _without_graph(function: Function, x: Tensor | None) -> None:
 
 
 class _Turns(torch.autograd.Function):
-    """A graph for each piece, and the backwards of these by turns. `start` has a gradient where x has none."""
+    """A graph for each piece, and the backwards of these by turns. `start` has a gradient where x
+    has none."""
 
     @staticmethod
-    def forward(ctx: Any, start: Tensor, x: Tensor | None, turns: Turns, functions: Sequence[Function],
-                xs: Sequence[Tensor | None], joined: Sequence[Tensor]) -> Tensor:
+    def forward(
+        ctx: Any,
+        start: Tensor,
+        x: Tensor | None,
+        turns: Turns,
+        functions: Sequence[Function],
+        xs: Sequence[Tensor | None],
+        joined: Sequence[Tensor],
+    ) -> Tensor:
         def run(function: Function, leaf: Tensor | None) -> GradientEdge:
             with torch.enable_grad():
                 return get_gradient_edge(function(leaf))
@@ -85,23 +103,37 @@ class _Turns(torch.autograd.Function):
         for leaf in xs if x is not None else ():
             leaf.requires_grad_()  # type: ignore[union-attr]
         edges = turns.run([partial(run, *each) for each in zip(functions, xs, strict=True)])
-        ctx.turns, ctx.pieces, ctx.shape = turns, list(zip(edges, xs, strict=True)), None if x is None else x.shape
+        ctx.turns, ctx.pieces, ctx.shape = (
+            turns,
+            list(zip(edges, xs, strict=True)),
+            None if x is None else x.shape,
+        )
         return joined[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: Tensor) -> Any:
-        turns, pieces, ctx.pieces = ctx.turns, ctx.pieces, None
+        turns = ctx.turns
+        pieces = ctx.pieces
+        ctx.pieces = None
         dx = None if ctx.shape is None else gradients.new_empty(ctx.shape)
         parts = [None] * turns.number if dx is None else dx.chunk(turns.number)
 
-        def run(edge: GradientEdge, leaf: Tensor | None, gradient: Tensor, part: Tensor | None) -> None:
+        def run(
+            edge: GradientEdge, leaf: Tensor | None, gradient: Tensor, part: Tensor | None
+        ) -> None:
             backward_from(edge, gradient)
             if leaf is not None and part is not None:
                 assert leaf.grad is not None
                 part.copy_(leaf.grad)
                 leaf.grad = None  # here: its memory is of this thread
 
-        turns.run([partial(run, edge, leaf, gradient, part) for (edge, leaf), gradient, part in zip(
-            pieces, gradients.unbind(), parts, strict=True)])
+        turns.run(
+            [
+                partial(run, edge, leaf, gradient, part)
+                for (edge, leaf), gradient, part in zip(
+                    pieces, gradients.unbind(), parts, strict=True
+                )
+            ]
+        )
         return None, dx, None, None, None, None

@@ -1,10 +1,11 @@
-"""Records what a rank does and when, action by action: by the wall clock, and by the rank's own time.
+"""Records what a rank does and when, action by action: by the wall clock, and by the rank's own
+time.
 
     wall    |--------- F7 --------|   B3 waits    |------ B3 ------|
     own     |-- F7 --|- no core --|               |----- B3 -------|
 
-A rank's own time stands still while it is ready but other work has its core. So it tells what an action costs, even
-where ranks share cores.
+A rank's own time stands still while it is ready but other work has its core. So it tells what an
+action costs, even where ranks share cores.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ import torch
 
 from hybridpar.pipeline.plan.action import Action
 
-_SCHEDSTAT, _STAT = "/proc/thread-self/schedstat", "/proc/stat"
+_SCHEDSTAT = "/proc/thread-self/schedstat"
+_STAT = "/proc/stat"
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One executed action, in seconds: its start and end, and the intervals in which it waited for others.
+    """One executed action, in seconds: its start and end, and the intervals in which it waited for
+    others.
 
-    own: the rank's own time in it, without waits. gap: likewise since the end of the action before. over: when the work
-    that it had started was seen to be over; None: nobody looked, or it was not seen. for_state: whether the first wait
-    was for the rank's state to move.
+    own: the rank's own time in it, without waits. gap: likewise since the end of the action before.
+    over: when the work that it had started was seen to be over; None: nobody looked, or it was not
+    seen. for_state: whether the first wait was for the rank's state to move.
     """
 
     action: Action
@@ -60,8 +63,8 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """CPU seconds during a recording of `seconds`: of this process, of its threads other than the recording one, and of
-    all processes of the machine (0 if unknown)."""
+    """CPU seconds during a recording of `seconds`: of this process, of its threads other than the
+    recording one, and of all processes of the machine (0 if unknown)."""
 
     seconds: float = 0.0
     process: float = 0.0
@@ -70,7 +73,8 @@ class Usage:
 
 
 class Clock(Protocol):
-    """Tells the time. `read` turns a result of `now`, then or later, into seconds on the wall and of own time."""
+    """Tells the time. `read` turns a result of `now`, then or later, into seconds on the wall and
+    of own time."""
 
     def now(self) -> Any: ...
     def read(self, stamp: Any) -> tuple[float, float]: ...
@@ -79,8 +83,9 @@ class Clock(Protocol):
 class HostClock:
     """The clock of the thread that makes it. 3 us a look.
 
-    Linux tells how long a thread waited for a core. Elsewhere own time is the thread's CPU time, so every wait looks
-    like one for a core. Own time never goes back: a virtual machine may count a longer wait than there was time.
+    Linux tells how long a thread waited for a core. Elsewhere own time is the thread's CPU time, so
+    every wait looks like one for a core. Own time never goes back: a virtual machine may count a
+    longer wait than there was time.
     """
 
     def __init__(self) -> None:
@@ -94,7 +99,9 @@ class HostClock:
         if self._file is None:
             return time.perf_counter(), time.thread_time()
         while True:  # until nothing took the core between the looks
-            before, seconds, kept = self._kept_waiting(), time.perf_counter(), self._kept_waiting()
+            before = self._kept_waiting()
+            seconds = time.perf_counter()
+            kept = self._kept_waiting()
             if kept == before:
                 own = seconds - 1e-9 * int(kept)
                 self._own += max(0.0, own - self._last)
@@ -149,12 +156,14 @@ class Recording:
 
     def begin(self) -> None:
         """An action begins."""
-        self._waits, self._for_state = [], False
+        self._waits = []
+        self._for_state = False
         self._start = self._clock.now()
         self._look(self._start)
 
     def watch(self, action: Action, is_done: Callable[[], bool]) -> None:
-        """Notes when the work that `action` has started is over; looks between actions and at the end of waits."""
+        """Notes when the work that `action` has started is over; looks between actions and at the
+        end of waits."""
         self._watched.append((action, is_done))
 
     def wait_for_state(self, wait: Callable[[], None]) -> None:
@@ -181,28 +190,50 @@ class Recording:
 
     def usage(self) -> Usage:
         """CPU time since the recording was made."""
-        return Usage(*(max(0.0, now - then) for now, then in zip(astuple(_usage()), astuple(self._begun), strict=True)))
+        return Usage(
+            *(
+                max(0.0, now - then)
+                for now, then in zip(astuple(_usage()), astuple(self._begun), strict=True)
+            )
+        )
 
     def events(self) -> tuple[Event, ...]:
         """All recorded actions, in order."""
-        read, made, before = self._clock.read, [], None
+        read = self._clock.read
+        made = []
+        before = None
         for action, first, last, stamps, for_state in self._actions:
             (start, own_start), (end, own_end) = read(first), read(last)
             waits = [(read(since), read(until)) for since, until in stamps]
             own = own_end - own_start - sum(until[1] - since[1] for since, until in waits)
-            made.append(Event(
-                action, start, end, tuple((since[0], until[0]) for since, until in waits), own,
-                0.0 if before is None else own_start - before,
-                read(self._over[action])[0] if action in self._over else None, for_state))
+            made.append(
+                Event(
+                    action,
+                    start,
+                    end,
+                    tuple((since[0], until[0]) for since, until in waits),
+                    own,
+                    0.0 if before is None else own_start - before,
+                    read(self._over[action])[0] if action in self._over else None,
+                    for_state,
+                )
+            )
             before = own_end
         return tuple(made)
 
 
 def _usage() -> Usage:
     """CPU time used so far."""
-    thread, process, machine = time.thread_time(), time.process_time(), 0.0
+    thread = time.thread_time()
+    process = time.process_time()
+    machine = 0.0
     with contextlib.suppress(OSError, ValueError), open(_STAT) as file:
         user, nice, system, _, _, irq, softirq = map(int, file.readline().split()[1:8])
         machine = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
     # threads of torch's own share the work of actions: what they take belongs to these
-    return Usage(time.perf_counter(), process, process - thread if torch.get_num_threads() == 1 else 0.0, machine)
+    return Usage(
+        time.perf_counter(),
+        process,
+        process - thread if torch.get_num_threads() == 1 else 0.0,
+        machine,
+    )

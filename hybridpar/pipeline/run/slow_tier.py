@@ -34,26 +34,40 @@ class SlowTier(Protocol):
     """Holds the bytes of tensors without memory. A future's `result` waits for its move."""
 
     def write(self, content: Sequence[Tensor]) -> tuple[Any, Future[None]]:
-        """Starts to write flat tensors of bytes; returns the place to read them from, and the move."""
+        """Starts to write flat tensors of bytes; returns the place to read them from, and the
+        move."""
+
     def read(self, place: Any, into: Sequence[Tensor]) -> Future[None]:
         """Starts to bring them back, once: their place is then free."""
+
     def restart(self) -> None:
         """Restart the means below: moves that are over do not count in them."""
+
     def seconds_per_move(self) -> tuple[float, float]:
-        """Mean seconds of a write and of a read, without waiting for their turn; 0: there was none."""
+        """Mean seconds of a write and of a read, without waiting for their turn; 0: there was
+        none."""
+
     def work_per_move(self) -> tuple[float, float]:
         """Mean CPU seconds of a write and of a read."""
+
     def close(self) -> None:
         """Ends the moves under way, and gives back the room."""
 
 
 class _PiecedTier:
-    """A slow tier in pieces of `piece` bytes, of which it takes more as needed, with a thread for each way."""
+    """A slow tier in pieces of `piece` bytes, of which it takes more as needed, with a thread for
+    each way."""
 
     def __init__(self, piece: int):
-        self._piece, self._stores, self._free = piece, list[Any](), deque[tuple[Any, int]]()
-        self._threads = {move: ThreadPoolExecutor(1, f"activations {move}") for move in ("out", "in")}
-        self._totals: dict[str, _Totals] = dict.fromkeys(self._threads, (0, 0.0, 0.0))  # of moves that are over
+        self._piece = piece
+        self._stores = list[Any]()
+        self._free = deque[tuple[Any, int]]()
+        self._threads = {
+            move: ThreadPoolExecutor(1, f"activations {move}") for move in ("out", "in")
+        }
+        self._totals: dict[str, _Totals] = dict.fromkeys(
+            self._threads, (0, 0.0, 0.0)
+        )  # of moves that are over
         self._before = dict(self._totals)  # at the last restart
 
     def write(self, content: Sequence[Tensor]) -> tuple[_Place, Future[None]]:
@@ -131,17 +145,21 @@ class _PiecedTier:
                     at = 0
                 stop = min(start + self._piece - at, len(tensor))
                 pieces[-1].append((tensor[start:stop], at))
-                at, start = at + stop - start, stop
+                at = at + stop - start
+                start = stop
         return pieces
 
 
 class FileTier(_PiecedTier):
-    """A file in `folder` that grows as needed. Raises: HybridparError from `result`, if there is no room."""
+    """A file in `folder` that grows as needed. Raises: HybridparError from `result`, if there is no
+    room."""
 
     def __init__(self, folder: Path):
         super().__init__(_PIECE)
         self._folder = folder
-        self._bounce = {way: Region(self._piece) for way in self._threads}  # pages that a disk can take
+        self._bounce = {
+            way: Region(self._piece) for way in self._threads
+        }  # pages that a disk can take
 
     def _make_store(self, sizes: Sequence[int]) -> DiskStore:
         return DiskStore(self._folder, sizes)
@@ -173,13 +191,15 @@ def in_host_memory(device: torch.device) -> bool:
 class HostTier(_PiecedTier):
     """Pinned host memory of a GPU, and a stream for copies each way.
 
-    Copies begin after the work that the launch thread had started before, and are over when their future is done. The
-    time of a move is that of its copies on their stream: it includes neither the work before them nor a thread's turn.
+    Copies begin after the work that the launch thread had started before, and are over when their
+    future is done. The time of a move is that of its copies on their stream: it includes neither
+    the work before them nor a thread's turn.
 
     Args:
         device: The GPU.
-        num_bytes: What micro-batches that are away take, each rounded by `rounded`. This much is taken at once, before
-            training: to pin memory takes long, and may wait for all that runs on the GPU. More is taken as needed.
+        num_bytes: What micro-batches that are away take, each rounded by `rounded`. This much is
+            taken at once, before training: to pin memory takes long, and may wait for all that runs
+                on the GPU. More is taken as needed.
     Raises: HybridparError where the host has no memory for it.
     """
 
@@ -195,11 +215,14 @@ class HostTier(_PiecedTier):
         return -(-num_bytes // _PINNED_PIECE) * _PINNED_PIECE
 
     def _make_store(self, sizes: Sequence[int]) -> HostStore:
-        needed, room = sum(sizes), host_room()
+        needed = sum(sizes)
+        room = host_room()
         if needed > room:
             raise HybridparError(
-                f"memory.offload_activations: activations need {needed >> 20:,} MiB more of the host's memory, and "
-                f"{room >> 20:,} MiB can be taken; let fewer micro-batches leave")
+                f"memory.offload_activations: activations need {needed >> 20:,} MiB more of the "
+                "host's memory, and "
+                f"{room >> 20:,} MiB can be taken; let fewer micro-batches leave"
+            )
         return HostStore(sizes, self._device)
 
     def _submit(self, way: str, move: _Move, place: _Place, pieces: _Pieces) -> Future[None]:
@@ -213,11 +236,21 @@ class HostTier(_PiecedTier):
         return super()._submit(way, behind_it, place, pieces)
 
     def _write(self, place: _Place, pieces: _Pieces) -> float:
-        self._work.copy([(store.item(item)[at : at + len(part)], part)
-                         for (store, item), piece in zip(place, pieces, strict=True) for part, at in piece])
+        self._work.copy(
+            [
+                (store.item(item)[at : at + len(part)], part)
+                for (store, item), piece in zip(place, pieces, strict=True)
+                for part, at in piece
+            ]
+        )
         return 0.0  # only the context that the copies are made in knows
 
     def _read(self, place: _Place, pieces: _Pieces) -> float:
-        self._work.copy([(part, store.item(item)[at : at + len(part)])
-                         for (store, item), piece in zip(place, pieces, strict=True) for part, at in piece])
+        self._work.copy(
+            [
+                (part, store.item(item)[at : at + len(part)])
+                for (store, item), piece in zip(place, pieces, strict=True)
+                for part, at in piece
+            ]
+        )
         return 0.0

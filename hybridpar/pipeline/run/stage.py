@@ -21,29 +21,39 @@ Input = Tensor | Callable[[], Tensor] | None
 
 
 class Stage(nn.Module):
-    """The blocks that this rank holds, under their global numbers (`blocks.3.attention.qkv.weight`).
+    """The blocks that this rank holds, under their global numbers
+    (`blocks.3.attention.qkv.weight`).
 
-    Between forward and backward a recomputed block keeps only its input, and a stage that is recomputed as a whole only
-    its own. A layer that is recomputed selectively makes outputs of norms and activations again.
-    `model`: given if stages exchange several tensors, packed as one. `turns`: of pieces of a micro-batch (None: it is
-    computed whole).
-    Shapes: x [b, s, h] (None with the embedding; or a function that makes it at each run) -> [b, s, h], or with the
+    Between forward and backward a recomputed block keeps only its input, and a stage that is
+    recomputed as a whole only its own. A layer that is recomputed selectively makes outputs of
+    norms and activations again. `model`: given if stages exchange several tensors, packed as one.
+    `turns`: of pieces of a micro-batch (None: it is computed whole).
+    Shapes: x [b, s, h] (None with the embedding; or a function that makes it at each run) -> [b, s,
+        h], or with the
     head partial losses (0-d each).
     Source: arXiv 2006.09503, section 4.1 (whole stages).
     """
 
-    def __init__(self, blocks: Mapping[int, nn.Module], recompute: Recomputation = KEEP_ALL,
-                 model: ModelSpec | None = None, turns: Turns | None = None):
+    def __init__(
+        self,
+        blocks: Mapping[int, nn.Module],
+        recompute: Recomputation = KEEP_ALL,
+        model: ModelSpec | None = None,
+        turns: Turns | None = None,
+    ):
         super().__init__()
         self._into = self._out = None
         if model is not None and not isinstance(model, ModelConfig):
-            first, last = min(blocks), max(blocks)
+            first = min(blocks)
+            last = max(blocks)
             self._into = Packing.after(model, first - 1) if first else None
             self._out = Packing.after(model, last) if last < model.num_blocks - 1 else None
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
-        self.recompute, self.turns = recompute, turns
+        self.recompute = recompute
+        self.turns = turns
         self.is_frozen = not any(parameter.requires_grad for parameter in self.parameters())
-        """Whether it has nothing to train: without an input that needs a gradient, its output needs none either."""
+        """Whether it has nothing to train: without an input that needs a gradient, its output needs
+        none either."""
         for number in recompute.selective.intersection(blocks):
             blocks[number].remake()  # type: ignore[operator]  # recomputed_blocks has seen to it
 
@@ -54,7 +64,8 @@ class Stage(nn.Module):
 
     def _whole(self, x: Input, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
         if self.recompute.whole:
-            # masks are counter-based and the weights are bound again before the backward: no state to save
+            # masks are counter-based and the weights are bound again before the backward: no state
+            # to save
             return recomputed(self._run, x, batch, key)
         return self._run(x, batch, key)
 

@@ -10,11 +10,17 @@ from math import prod
 from hybridpar.config import Config, ModelConfig, ModelSpec, message_shape
 from hybridpar.errors import config_error
 from hybridpar.models.balance import balanced_split, even_out
-from hybridpar.models.cost import KEPT_BYTES, block_placements, forward_flops_per_token, layer_matmul_parameters
+from hybridpar.models.cost import (
+    KEPT_BYTES,
+    block_placements,
+    forward_flops_per_token,
+    layer_matmul_parameters,
+)
 from hybridpar.pipeline.run.block_times import block_times
 
 _STATE_BYTES = 18
-"""Bytes of a parameter's state in half precision: weight 2, fp32 weight, gradient and Adam's moments 16."""
+"""Bytes of a parameter's state in half precision: weight 2, fp32 weight, gradient and Adam's
+moments 16."""
 _FROZEN_BYTES = 2
 """Bytes of a frozen parameter in half precision: its weight alone."""
 _SLACK = 0.01
@@ -24,46 +30,72 @@ _UNITS = 10_000
 
 
 def stage_split(config: Config) -> tuple[range, ...]:
-    """Return the blocks of each stage: `pipeline.split`, or the split that balances estimated times, then memory.
+    """Return the blocks of each stage: `pipeline.split`, or the split that balances estimated
+    times, then memory.
 
-    The times are those of a whole step, so they hold embedding, head and optimizer (block_times.py). The split depends
-    on the configuration alone.
-    Raises: ConfigError if there are more stages than blocks, or `pipeline.split` does not give every stage a block and
+    The times are those of a whole step, so they hold embedding, head and optimizer
+    (block_times.py). The split depends on the configuration alone.
+    Raises: ConfigError if there are more stages than blocks, or `pipeline.split` does not give
+        every stage a block and
     every block a stage.
     """
-    model, num_ranks, chunks = config.model, config.parallel.pp, config.pipeline.num_chunks
-    split, num_stages, blocks = config.pipeline.split, num_ranks * chunks, config.model.num_blocks
+    model = config.model
+    num_ranks = config.parallel.pp
+    chunks = config.pipeline.num_chunks
+    split = config.pipeline.split
+    num_stages = num_ranks * chunks
+    blocks = config.model.num_blocks
     if num_ranks > blocks:
-        raise config_error("parallel.pp", num_ranks, f"the model has only {blocks} blocks", str(blocks))
+        raise config_error(
+            "parallel.pp", num_ranks, f"the model has only {blocks} blocks", str(blocks)
+        )
     if num_stages > blocks:
         most = blocks // num_ranks
         if config.pipeline.placement == "v":
-            fewer = f"pipeline.chunks = {most - most % 2}" if most > 1 else "pipeline.placement = loop"
-            raise config_error("parallel.pp", num_ranks, f"pipeline.placement = v has {chunks} stages on each "
-                               f"rank, but the model has only {blocks} blocks",
-                               str(blocks // chunks) if blocks // chunks > 1 else fewer)
+            fewer = (
+                f"pipeline.chunks = {most - most % 2}" if most > 1 else "pipeline.placement = loop"
+            )
+            raise config_error(
+                "parallel.pp",
+                num_ranks,
+                f"pipeline.placement = v has {chunks} stages on each "
+                f"rank, but the model has only {blocks} blocks",
+                str(blocks // chunks) if blocks // chunks > 1 else fewer,
+            )
         raise config_error(
-            "pipeline.chunks", chunks, f"parallel.pp = {num_ranks} ranks would hold {num_stages} stages, but the model "
-            f"has only {blocks} blocks", str(most) if most > 1 else "pipeline.schedule = 1f1b")
+            "pipeline.chunks",
+            chunks,
+            f"parallel.pp = {num_ranks} ranks would hold {num_stages} stages, but the model "
+            f"has only {blocks} blocks",
+            str(most) if most > 1 else "pipeline.schedule = 1f1b",
+        )
     if split and (len(split) != num_stages or sum(split) != blocks or min(split) < 1):
         of = "parallel.pp" if chunks == 1 else "parallel.pp * chunks"
         raise config_error(
-            "pipeline.split", list(split), f"must be {num_stages} positive numbers ({of}) that add up to {blocks} "
-            f"({_named(model)})", str(list(_balanced(config))))
+            "pipeline.split",
+            list(split),
+            f"must be {num_stages} positive numbers ({of}) that add up to {blocks} "
+            f"({_named(model)})",
+            str(list(_balanced(config))),
+        )
     return _ranges(split or _balanced(config))
 
 
 def inference_split(model: ModelSpec, num_ranks: int) -> tuple[range, ...]:
-    """Return the blocks of each stage that balance forward operations alone, as where text is generated."""
+    """Return the blocks of each stage that balance forward operations alone, as where text is
+    generated."""
     return _ranges(balanced_split(forward_flops_per_token(model), num_ranks))
 
 
 def _ranges(sizes: Sequence[int]) -> tuple[range, ...]:
-    return tuple(range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True))
+    return tuple(
+        range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)
+    )
 
 
 def _balanced(config: Config) -> tuple[int, ...]:
-    num_ranks, chunks = config.parallel.pp, config.pipeline.num_chunks
+    num_ranks = config.parallel.pp
+    chunks = config.pipeline.num_chunks
     if num_ranks == 1 and chunks == 1:
         return (config.model.num_blocks,)
     times = block_times(config)
@@ -82,11 +114,19 @@ def _named(model: ModelSpec) -> str:
 
 @lru_cache(maxsize=256)
 def _held(model: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """Bytes of each block, to compare splits by: its state, and what it keeps of a micro-batch of one sequence."""
+    """Bytes of each block, to compare splits by: its state, and what it keeps of a micro-batch of
+    one sequence."""
     if not isinstance(model, ModelConfig):
-        return tuple((sum(prod(one.shape) * (_STATE_BYTES if one.trainable else _FROZEN_BYTES) for one in placements),
-                      2 * prod(message_shape(model, max(0, number - 1))))
-                     for number, placements in enumerate(block_placements(model)))
+        return tuple(
+            (
+                sum(
+                    prod(one.shape) * (_STATE_BYTES if one.trainable else _FROZEN_BYTES)
+                    for one in placements
+                ),
+                2 * prod(message_shape(model, max(0, number - 1))),
+            )
+            for number, placements in enumerate(block_placements(model))
+        )
     token = model.seq_length * model.hidden_size
     layer = (_STATE_BYTES * layer_matmul_parameters(model), KEPT_BYTES * token)
     words = model.vocab_size * model.hidden_size

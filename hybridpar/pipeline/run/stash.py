@@ -1,12 +1,13 @@
-"""The tensors that micro-batches keep from forward to backward, and their way to the slow tier and back.
+"""The tensors that micro-batches keep from forward to backward, and their way to the slow tier and
+back.
 
     F          notes the memory that autograd keeps                                 (hooks of saved tensors)
     OFFLOAD    starts to write it; EVICT waits for that, and frees the memory
     RELOAD     takes memory again, and starts to read; the backward waits for that
 
-A block of memory moves once, whatever the number of its views, and these are valid again afterwards. Only blocks that
-the micro-batch alone holds move. What anybody else holds stays: weights, an output that is being sent. So do integers,
-and blocks smaller than a page.
+A block of memory moves once, whatever the number of its views, and these are valid again
+afterwards. Only blocks that the micro-batch alone holds move. What anybody else holds stays:
+weights, an output that is being sent. So do integers, and blocks smaller than a page.
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ class Blocks(Protocol):
 
     def key(self, tensor: Tensor) -> object:
         """Equal for tensors that share memory; None: this memory cannot move."""
+
     def num_holders(self, tensor: Tensor) -> int:
         """Number of tensors that share the memory of this one, itself included."""
+
     def num_bytes(self, tensor: Tensor) -> int:
         """Bytes of all that memory."""
+
     def content(self, tensor: Tensor) -> Tensor:
         """All that memory, flat."""
+
     def resize(self, content: Tensor, num_bytes: int) -> None:
         """Gives that memory back (0), or takes it anew."""
 
@@ -56,7 +61,9 @@ class _Storages:
         return tensor.untyped_storage().nbytes()
 
     def content(self, tensor: Tensor) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+            tensor.untyped_storage()
+        )
 
     def resize(self, content: Tensor, num_bytes: int) -> None:
         content.untyped_storage().resize_(num_bytes)
@@ -77,7 +84,8 @@ class Notes:
     """The memory that autograd keeps for the code that runs in `noting`."""
 
     def __init__(self, blocks: Blocks = STORAGES):
-        self._blocks, self._found = blocks, dict[object, _Block]()
+        self._blocks = blocks
+        self._found = dict[object, _Block]()
 
     @contextmanager
     def noting(self, leaf: Tensor | None) -> Iterator[None]:
@@ -97,15 +105,19 @@ class Notes:
 
     def alone(self) -> list[Tensor]:
         """A tensor for each block of memory that nobody else holds."""
-        return [block.tensor for block in self._found.values()
-                if self._blocks.num_holders(block.tensor) == block.num_holders]
+        return [
+            block.tensor
+            for block in self._found.values()
+            if self._blocks.num_holders(block.tensor) == block.num_holders
+        ]
 
     def num_bytes(self) -> int:
         """Bytes of these blocks."""
         return sum(map(self._blocks.num_bytes, self.alone()))
 
     def forget(self) -> None:
-        """Leaves the memory to autograd, which holds these notes until the whole backward is over."""
+        """Leaves the memory to autograd, which holds these notes until the whole backward is
+        over."""
         self._found.clear()
 
 
@@ -115,7 +127,8 @@ def _same(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class _Kept:
-    """What a micro-batch keeps on a stage, and where it is. sizes: bytes of each block that moves."""
+    """What a micro-batch keeps on a stage, and where it is. sizes: bytes of each block that
+    moves."""
 
     notes: Notes
     content: list[Tensor] = field(default_factory=list)
@@ -130,10 +143,12 @@ class _Kept:
 
 
 class Stash:
-    """Moves what a rank's micro-batches keep, along its plan. listeners: called with each block freed or taken."""
+    """Moves what a rank's micro-batches keep, along its plan. listeners: called with each block
+    freed or taken."""
 
     def __init__(self, tier: SlowTier, blocks: Blocks = STORAGES):
-        self.tier, self._blocks = tier, blocks
+        self.tier = tier
+        self._blocks = blocks
         self.listeners: list[Callable[[Tensor], object]] = []
         self._kept: dict[tuple[int, int], _Kept] = {}  # by stage and micro-batch
         self.num_bytes = 0
@@ -141,10 +156,13 @@ class Stash:
 
     def noting(self, action: Action, leaf: Tensor | None) -> AbstractContextManager[None]:
         """Context for a forward; leaf: its input, if it has one."""
-        return self._kept.setdefault((action.stage, action.microbatch), _Kept(Notes(self._blocks))).notes.noting(leaf)
+        return self._kept.setdefault(
+            (action.stage, action.microbatch), _Kept(Notes(self._blocks))
+        ).notes.noting(leaf)
 
     def offload(self, action: Action) -> Callable[[], bool]:
-        """Starts to write what a micro-batch keeps; the function that it returns says whether that is over."""
+        """Starts to write what a micro-batch keeps; the function that it returns says whether that
+        is over."""
         kept = self._of(action)
         tensors = kept.notes.alone()
         kept.content = list(map(self._blocks.content, tensors))
@@ -161,7 +179,8 @@ class Stash:
             self._resize(content, 0)
 
     def reload(self, action: Action) -> Callable[[], bool]:
-        """Takes memory, and starts to read; the function that it returns says whether that is over."""
+        """Takes memory, and starts to read; the function that it returns says whether that is
+        over."""
         kept = self._of(action)
         for content, size in zip(kept.content, kept.sizes, strict=True):
             self._resize(content, size)

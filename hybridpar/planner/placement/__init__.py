@@ -7,8 +7,21 @@
 Source: Tarnawski et al., NeurIPS 2020 (arXiv 2006.16423), and NeurIPS 2021 (Piper: piper/).
 """
 
-from hybridpar.planner.placement.result import Assignment, make_assignment, read_split, write_assignment
-from hybridpar.planner.placement.scoring import Score, chunks, is_contiguous, is_ordered, latency, problems, score
+from hybridpar.planner.placement.result import (
+    Assignment,
+    make_assignment,
+    read_split,
+    write_assignment,
+)
+from hybridpar.planner.placement.scoring import (
+    Score,
+    chunks,
+    is_contiguous,
+    is_ordered,
+    latency,
+    problems,
+    score,
+)
 from hybridpar.planner.placement.solve import SOLVERS, Options, place
 from hybridpar.planner.placement.workload import (
     Workload,

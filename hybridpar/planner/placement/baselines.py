@@ -15,33 +15,49 @@ def one_accelerator(workload: Workload) -> Ints:
     """Everything on accelerator 0. Raises: ConfigError if it cannot run, or hold, everything."""
     if not workload.supported.all():
         node = workload.ids[int((~workload.supported).argmax())]
-        raise config_error("solver", "one-accelerator", f"no accelerator can run node {node}", "dpl")
+        raise config_error(
+            "solver", "one-accelerator", f"no accelerator can run node {node}", "dpl"
+        )
     if (total := float(workload.size.sum())) > workload.room:
-        raise config_error("solver", "one-accelerator", f"the graph takes {total:.0f} bytes, an accelerator has "
-                           f"{workload.memory:.0f}", "dpl")
+        raise config_error(
+            "solver",
+            "one-accelerator",
+            f"the graph takes {total:.0f} bytes, an accelerator has {workload.memory:.0f}",
+            "dpl",
+        )
     return np.zeros(workload.num_nodes, np.int64)
 
 
 def greedy(graph: ClassGraph, share: float) -> Ints | None:
-    """Classes in order: each accelerator takes them until its memory is full or its time reaches `share`.
+    """Classes in order: each accelerator takes them until its memory is full or its time reaches
+    `share`.
 
-    What cannot run there, or comes when all are full, goes to the first CPU. Returns a device for each class; None if
-    there is no CPU and something is left.
-    Source: arXiv 2006.16423, appendix F, where only memory ends an accelerator's turn: `share` = infinity.
+    What cannot run there, or comes when all are full, goes to the first CPU. Returns a device for
+    each class; None if there is no CPU and something is left.
+    Source: arXiv 2006.16423, appendix F, where only memory ends an accelerator's turn: `share` =
+        infinity.
     """
     w = graph.workload
     device = np.empty(graph.num_classes, np.int64)
-    d, size, load = 0, 0.0, 0.0
+    d = 0
+    size = 0.0
+    load = 0.0
     for c in range(graph.num_classes):
-        more, bytes_more = float(graph.accelerator_time[c]), float(graph.size[c])
+        more = float(graph.accelerator_time[c])
+        bytes_more = float(graph.size[c])
         if np.isinf(more):
             device[c] = w.num_accelerators
             continue
         fits = size + bytes_more <= w.room
-        if d < w.num_accelerators and (not fits or (load + more / 2 > share and d + 1 < w.num_accelerators)):
-            d, size, load = d + 1, 0.0, 0.0
+        if d < w.num_accelerators and (
+            not fits or (load + more / 2 > share and d + 1 < w.num_accelerators)
+        ):
+            d = d + 1
+            size = 0.0
+            load = 0.0
         device[c] = d  # number k, when all are full, is the first CPU
-        size, load = size + bytes_more, load + more
+        size = size + bytes_more
+        load = load + more
     return device if w.num_cpus or device.max() < w.num_accelerators else None
 
 
@@ -52,20 +68,27 @@ def packed_evenly(graph: ClassGraph) -> Ints | None:
 
 
 def pipedream_groups(workload: Workload, ignored: Collection[int] | None = None) -> list[list[int]]:
-    """Groups of nodes (positions) that PipeDream's optimizer keeps together before it splits a line of layers.
+    """Groups of nodes (positions) that PipeDream's optimizer keeps together before it splits a line
+    of layers.
 
-    Of the graph of colour classes, forward and backward apart, the edges of a biconnected component have their
-    sources merged. Edges from `ignored` nodes (ids) do not count: by default forward nodes that take no time and feed
-    several others, such as inputs and masks, which PipeDream's profiles leave out. (The authors leave out nodes by
-    number. Where the backward node of a mask counts, nearly all of a training graph is merged, as in their results.)
-    Source: arXiv 2006.16423, section 6.1 and appendix; Narayanan et al., PipeDream, SOSP 2019, section 3.1.
+    Of the graph of colour classes, forward and backward apart, the edges of a biconnected component
+    have their sources merged. Edges from `ignored` nodes (ids) do not count: by default forward
+    nodes that take no time and feed several others, such as inputs and masks, which PipeDream's
+    profiles leave out. (The authors leave out nodes by number. Where the backward node of a mask
+    counts, nearly all of a training graph is merged, as in their results.)
+    Source: arXiv 2006.16423, section 6.1 and appendix; Narayanan et al., PipeDream, SOSP 2019,
+        section 3.1.
     """
     import networkx  # torch needs it too; a quarter of a second to import
 
     w = workload
     vertices = np.unique(np.stack([w.colour, w.backward]), axis=1, return_inverse=True)[1].ravel()
     first = {int(x): i for i, x in reversed(list(enumerate(vertices.tolist())))}
-    pairs = {(int(vertices[u]), int(vertices[v])) for u, v in w.edges.tolist() if vertices[u] != vertices[v]}
+    pairs = {
+        (int(vertices[u]), int(vertices[v]))
+        for u, v in w.edges.tolist()
+        if vertices[u] != vertices[v]
+    }
     if ignored is None:
         time = np.bincount(vertices, w.cpu_time + w.accelerator_time)
         readers = np.bincount(np.array([u for u, _ in pairs], np.int64), minlength=len(time))

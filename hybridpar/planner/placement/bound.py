@@ -11,17 +11,23 @@ from hybridpar.planner.placement.classes import ClassGraph
 def work_bound(graph: ClassGraph) -> float:
     """A load that some device must have: work shared out evenly, in fractions, without transfers.
 
-    Fractions go to the kind of device that is best at them, relative to the other: a fractional knapsack.
+    Fractions go to the kind of device that is best at them, relative to the other: a fractional
+    knapsack.
     """
-    k, num_cpus = graph.workload.num_accelerators, graph.workload.num_cpus
-    accelerator, cpu = graph.accelerator_time, graph.cpu_time
+    k = graph.workload.num_accelerators
+    num_cpus = graph.workload.num_cpus
+    accelerator = graph.accelerator_time
+    cpu = graph.cpu_time
     if not num_cpus:
         return max(float(accelerator.sum()) / k, float(accelerator.max()))
     only_cpu = np.isinf(accelerator)
-    fixed, accelerator, cpu = float(cpu[only_cpu].sum()), accelerator[~only_cpu], cpu[~only_cpu]
+    fixed = float(cpu[only_cpu].sum())
+    accelerator = accelerator[~only_cpu]
+    cpu = cpu[~only_cpu]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         order = np.argsort(np.nan_to_num(cpu / accelerator, nan=0.0, posinf=np.inf), kind="stable")
-    a, c = accelerator[order], cpu[order]
+    a = accelerator[order]
+    c = cpu[order]
     on_cpu = fixed + np.concatenate([[0.0], np.cumsum(c)])  # the first i classes go to CPUs
     rest = np.concatenate([np.cumsum(a[::-1])[::-1], [0.0]])
     for i in range(len(a)):  # find the class at which both kinds are equally loaded
@@ -54,9 +60,17 @@ def check_possible(graph: ClassGraph) -> None:
         if alone:
             raise config_error("maxCPUs", 0, f"no accelerator can run node {w.ids[alone[0]]}", "1")
         raise config_error(
-            "maxSizePerFPGA", w.memory, f"the nodes that must share a device with node {nodes[0]} take "
-            f"{graph.size[c]:.0f} bytes, and there is no CPU", f"{graph.size[c]:.0f}")
+            "maxSizePerFPGA",
+            w.memory,
+            f"the nodes that must share a device with node {nodes[0]} take "
+            f"{graph.size[c]:.0f} bytes, and there is no CPU",
+            f"{graph.size[c]:.0f}",
+        )
     if (total := float(graph.size.sum())) > w.room * w.num_accelerators:
         raise config_error(
-            "maxSizePerFPGA", w.memory, f"{w.num_accelerators} accelerators of that are less than the graph's "
-            f"{total:.0f} bytes, and there is no CPU", f"{np.ceil(total / w.num_accelerators):.0f}")
+            "maxSizePerFPGA",
+            w.memory,
+            f"{w.num_accelerators} accelerators of that are less than the graph's "
+            f"{total:.0f} bytes, and there is no CPU",
+            f"{np.ceil(total / w.num_accelerators):.0f}",
+        )

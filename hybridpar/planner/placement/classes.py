@@ -1,12 +1,16 @@
-"""A workload as the placement solvers see it: colour classes, their order, and what moves between them.
+"""A workload as the placement solvers see it: colour classes, their order, and what moves between
+them.
 
-A class is a set of operators that must share a device: the forward and backward nodes of one colour. In a pipeline also
-those of several colours that lie on a common cycle. Its costs are sums. Between classes there are
+A class is a set of operators that must share a device: the forward and backward nodes of one
+colour. In a pipeline also those of several colours that lie on a common cycle. Its costs are sums.
+Between classes there are
 
-    edges    u -> v: a forward node of v reads a forward node of u, so no device may hold u after v. A class without
-             forward nodes gets its edges from its backward ones, reversed, as those of a layer run in reverse order.
-    nets     all classes that one output touches: its producer's and its readers'. An accelerator that holds some of
-             them, but not all, pays the transfer once, to send or to receive. So the transfer time of a set S is
+    edges    u -> v: a forward node of v reads a forward node of u, so no device may hold u after v.
+             A class without forward nodes gets its edges from its backward ones, reversed, as those
+             of a layer run in reverse order.
+    nets     all classes that one output touches: its producer's and its readers'. An accelerator
+             that holds some of them, but not all, pays the transfer once, to send or to receive. So
+             the transfer time of a set S is
 
                  sum of cost(e) over nets e with  0 < |e & S| < |e|
 
@@ -28,7 +32,8 @@ from hybridpar.planner.placement.workload import Floats, Ints, Workload, order_o
 
 @dataclass(frozen=True, eq=False)
 class ClassGraph:
-    """n classes, and the nets between them. For pipelines they are numbered so that edges lead to larger numbers.
+    """n classes, and the nets between them. For pipelines they are numbered so that edges lead to
+    larger numbers.
 
     Shapes: costs [n]; `class_of` [nodes of the workload]; `net_cost` [number of nets].
     """
@@ -37,7 +42,8 @@ class ClassGraph:
     class_of: Ints
     cpu_time: Floats
     accelerator_time: Floats
-    """Infinite where an accelerator cannot run one of the nodes, or has not the memory for the class."""
+    """Infinite where an accelerator cannot run one of the nodes, or has not the memory for the
+    class."""
     size: Floats
     predecessors: tuple[tuple[int, ...], ...]
     nets: tuple[tuple[int, ...], ...]
@@ -70,16 +76,26 @@ class ClassGraph:
         """1.0 where class (row) is in net (column)."""
         rows = [v for net in self.nets for v in net]
         columns = [e for e, net in enumerate(self.nets) for _ in net]
-        return csr_array((np.ones(len(rows)), (rows, columns)), shape=(self.num_classes, len(self.nets)))
+        return csr_array(
+            (np.ones(len(rows)), (rows, columns)), shape=(self.num_classes, len(self.nets))
+        )
 
     def reordered(self, order: Sequence[int]) -> ClassGraph:
-        """This graph with its classes renumbered: order[i] becomes number i. Edges must lead to larger numbers."""
+        """This graph with its classes renumbered: order[i] becomes number i. Edges must lead to
+        larger numbers."""
         number = np.empty(self.num_classes, np.int64)
         number[list(order)] = np.arange(self.num_classes)
         renamed = lambda members: tuple(sorted(number[list(members)].tolist()))  # noqa: E731
         return ClassGraph(
-            self.workload, number[self.class_of], self.cpu_time[order], self.accelerator_time[order], self.size[order],
-            tuple(renamed(self.predecessors[c]) for c in order), tuple(map(renamed, self.nets)), self.net_cost)
+            self.workload,
+            number[self.class_of],
+            self.cpu_time[order],
+            self.accelerator_time[order],
+            self.size[order],
+            tuple(renamed(self.predecessors[c]) for c in order),
+            tuple(map(renamed, self.nets)),
+            self.net_cost,
+        )
 
     def devices(self, of_class: Sequence[int] | Ints) -> Ints:
         """A device for each node of the workload, from one for each class."""
@@ -92,13 +108,19 @@ class ClassGraph:
         return found
 
 
-def class_graph(workload: Workload, *, pipeline: bool = True, merge: Iterable[Iterable[int]] = (),
-                merge_leaves: bool = True) -> ClassGraph:
+def class_graph(
+    workload: Workload,
+    *,
+    pipeline: bool = True,
+    merge: Iterable[Iterable[int]] = (),
+    merge_leaves: bool = True,
+) -> ClassGraph:
     """The classes of a workload.
 
-    `pipeline`: for placements whose devices are in a row; else classes on a common cycle may be on several devices.
-    `merge`: groups of nodes (positions) that shall share a class too. `merge_leaves`: also puts classes that cost no
-    time and hang on one other class together with that, where this cannot make any placement worse.
+    `pipeline`: for placements whose devices are in a row; else classes on a common cycle may be on
+    several devices. `merge`: groups of nodes (positions) that shall share a class too.
+    `merge_leaves`: also puts classes that cost no time and hang on one other class together with
+    that, where this cannot make any placement worse.
     """
     w = workload
     label = _labels(w, merge)
@@ -113,14 +135,22 @@ def class_graph(workload: Workload, *, pipeline: bool = True, merge: Iterable[It
     number[order] = np.arange(n)
     class_of = number[label]
     total = lambda values: np.bincount(class_of, values, n).astype(np.float64)  # noqa: E731
-    size, unsupported = total(w.size), total((~w.supported).astype(float)) > 0
+    size = total(w.size)
+    unsupported = total((~w.supported).astype(float)) > 0
     before: list[set[int]] = [set() for _ in range(n)]
     for u, v in _edges(w, class_of):
         before[v].add(u)
     nets, cost = _nets(w, class_of)
     return ClassGraph(
-        w, class_of, total(w.cpu_time), np.where(unsupported | (size > w.room), np.inf, total(w.accelerator_time)),
-        size, tuple(tuple(sorted(x)) for x in before), nets, cost)
+        w,
+        class_of,
+        total(w.cpu_time),
+        np.where(unsupported | (size > w.room), np.inf, total(w.accelerator_time)),
+        size,
+        tuple(tuple(sorted(x)) for x in before),
+        nets,
+        cost,
+    )
 
 
 def _labels(w: Workload, merge: Iterable[Iterable[int]]) -> Ints:
@@ -143,9 +173,11 @@ def _components(n: int, edges: Iterable[tuple[int, int]], connection: str) -> In
 
 
 def _edges(w: Workload, label: Ints) -> list[tuple[int, int]]:
-    """Edges between classes: those between forward nodes, and the mirrored ones of classes without forward nodes."""
+    """Edges between classes: those between forward nodes, and the mirrored ones of classes without
+    forward nodes."""
     u, v = w.edges.T
-    a, b = label[u], label[v]
+    a = label[u]
+    b = label[v]
     orphan = np.bincount(label, ~w.backward, int(label.max()) + 1) == 0
     forward = ~w.backward[v] & (a != b)
     mirrored = w.backward[u] & w.backward[v] & (orphan[a] | orphan[b]) & (a != b)
@@ -154,7 +186,8 @@ def _edges(w: Workload, label: Ints) -> list[tuple[int, int]]:
 
 
 def _fuse_cycles(w: Workload, label: Ints) -> Ints:
-    """Classes on a common cycle become one. Which edges are mirrored is settled before, by the classes as they were."""
+    """Classes on a common cycle become one. Which edges are mirrored is settled before, by the
+    classes as they were."""
     return _components(int(label.max()) + 1, _edges(w, label), "strong")[label]
 
 
@@ -171,7 +204,7 @@ def _nets(w: Workload, class_of: Ints) -> tuple[tuple[tuple[int, ...], ...], Flo
     return tuple(cost), np.array(list(cost.values()), np.float64)
 
 
-# -- leaves ------------------------------------------------------------------------------------------------------------
+# -- leaves
 
 
 def _merge_leaves(w: Workload, label: Ints) -> Ints:
@@ -200,7 +233,11 @@ def _merge_leaves(w: Workload, label: Ints) -> Ints:
         if into[v] != v or len(neighbours[v]) != 1 or time[v] > 0:
             continue
         (u,) = neighbours[v]
-        if not ((roomy or size[v] == 0) and (supported[v] or not supported[u]) and all(u in net for net in nets_of[v])):
+        if not (
+            (roomy or size[v] == 0)
+            and (supported[v] or not supported[u])
+            and all(u in net for net in nets_of[v])
+        ):
             continue
         into[v] = u
         size[u] += size[v]
@@ -208,7 +245,9 @@ def _merge_leaves(w: Workload, label: Ints) -> Ints:
         for net in nets_of[v]:
             net.discard(v)
         waiting.append(u)
-    return np.unique(np.array([_root(into, v) for v in range(n)])[label], return_inverse=True)[1].astype(np.int64)
+    return np.unique(np.array([_root(into, v) for v in range(n)])[label], return_inverse=True)[
+        1
+    ].astype(np.int64)
 
 
 def _root(into: list[int], v: int) -> int:

@@ -7,8 +7,10 @@ from typing import Any
 
 from hybridpar.errors import ConfigError, Problem
 
-LARGEST, SMALLEST = 1e30, 1e-30
-"""No time or size may exceed the one, and what must be positive be below the other: no sum or quotient overflows."""
+LARGEST = 1e30
+SMALLEST = 1e-30
+"""No time or size may exceed the one, and what must be positive be below the other: no sum or
+quotient overflows."""
 MAX_PROBLEMS = 10
 
 
@@ -38,20 +40,41 @@ class Checker:
         self.add(where, value, "must be a JSON array", "[]")
         return ()
 
-    def number(self, holder: Mapping[str, Any], key: str, where: str, default: float | None = None,
-               positive: bool = False) -> float:
+    def number(
+        self,
+        holder: Mapping[str, Any],
+        key: str,
+        where: str,
+        default: float | None = None,
+        positive: bool = False,
+    ) -> float:
         """A finite number of 0 or more (`positive`: of `SMALLEST` or more)."""
-        name, value = f"{where}{key}", holder.get(key, default)
+        name = f"{where}{key}"
+        value = holder.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             self.add(name, value, "must be a number", "1.0")
         elif not (SMALLEST if positive else 0) <= value <= LARGEST:  # false for NaN too
-            self.add(name, value, f"must be {'above 0' if positive else '0 or more'} and at most {LARGEST:g}", "1.0")
+            self.add(
+                name,
+                value,
+                f"must be {'above 0' if positive else '0 or more'} and at most {LARGEST:g}",
+                "1.0",
+            )
         else:
             return float(value)
         return 1.0
 
-    def integer(self, holder: Mapping[str, Any], key: str, where: str, least: int, most: int, suggestion: str) -> int:
-        name, value = f"{where}{key}", holder.get(key)
+    def integer(
+        self,
+        holder: Mapping[str, Any],
+        key: str,
+        where: str,
+        least: int,
+        most: int,
+        suggestion: str,
+    ) -> int:
+        name = f"{where}{key}"
+        value = holder.get(key)
         if isinstance(value, bool) or not isinstance(value, int):
             self.add(name, value, "must be an integer", suggestion)
         elif not least <= value <= most:
@@ -67,13 +90,21 @@ class Checker:
         self.add(f"{where}{key}", value, "must be true, false, 1 or 0", "true")
         return True
 
-    def ends(self, edge: Mapping[str, Any], i: int, position: Mapping[int, int]) -> tuple[int, int] | None:
-        """The positions of an edge's source and destination, by id; None where one is wrong. `i`: which edge it is."""
+    def ends(
+        self, edge: Mapping[str, Any], i: int, position: Mapping[int, int]
+    ) -> tuple[int, int] | None:
+        """The positions of an edge's source and destination, by id; None where one is wrong. `i`:
+        which edge it is."""
         found = []
         for key in ("sourceId", "destId"):
             value = edge.get(key)
             if isinstance(value, bool) or not isinstance(value, int) or value not in position:
-                self.add(f"edges[{i}].{key}", value, "must be the id of a node", str(next(iter(position), "")))
+                self.add(
+                    f"edges[{i}].{key}",
+                    value,
+                    "must be the id of a node",
+                    str(next(iter(position), "")),
+                )
             else:
                 found.append(position[value])
         return (found[0], found[1]) if len(found) == 2 else None

@@ -1,7 +1,7 @@
 """The ideals of a class graph: sets of classes that hold all predecessors of their members.
 
-What a device of a pipeline holds is a difference of two of them. They are numbered by size, so an ideal's subsets have
-smaller numbers.
+What a device of a pipeline holds is a difference of two of them. They are numbered by size, so an
+ideal's subsets have smaller numbers.
 
 Source: arXiv 2006.16423, section 5.1.
 """
@@ -30,7 +30,8 @@ class OutOfTime(Exception):
 class Ideals:
     """All ideals of n elements: number 0 is the empty one, the last is full.
 
-    `covers` [c, 3]: (ideal, element, ideal without that element), sorted by ideal, then by falling element.
+    `covers` [c, 3]: (ideal, element, ideal without that element), sorted by ideal, then by falling
+    element.
     """
 
     masks: tuple[int, ...]
@@ -60,15 +61,17 @@ class Ideals:
         words = self._words
         inside = np.ones(ideal + 1, np.bool_)
         for column in range(words.shape[1]):
-            inside &= (words[:ideal + 1, column] & ~words[ideal, column]) == 0
+            inside &= (words[: ideal + 1, column] & ~words[ideal, column]) == 0
         return np.flatnonzero(inside)
 
 
-def enumerate_ideals(predecessors: Sequence[Sequence[int]], max_ideals: int = MAX_IDEALS,
-                     deadline: float = np.inf) -> Ideals:
+def enumerate_ideals(
+    predecessors: Sequence[Sequence[int]], max_ideals: int = MAX_IDEALS, deadline: float = np.inf
+) -> Ideals:
     """The ideals of elements that are numbered in an order: predecessors have smaller numbers.
 
-    Raises: ConfigError as soon as there are more than `max_ideals`; OutOfTime once `time.monotonic()` is past
+    Raises: ConfigError as soon as there are more than `max_ideals`; OutOfTime once
+        `time.monotonic()` is past
     `deadline`.
     """
     n = len(predecessors)
@@ -83,7 +86,8 @@ def enumerate_ideals(predecessors: Sequence[Sequence[int]], max_ideals: int = MA
     covers: list[tuple[int, int, int]] = []
     small = 0
     while small < len(masks):
-        mask, choices = masks[small], ready[small]
+        mask = masks[small]
+        choices = ready[small]
         for v in choices:
             grown = mask | 1 << v
             large = number.get(grown)
@@ -91,10 +95,17 @@ def enumerate_ideals(predecessors: Sequence[Sequence[int]], max_ideals: int = MA
                 large = number[grown] = len(masks)
                 if large >= max_ideals:
                     raise config_error(
-                        "max_ideals", max_ideals, f"the graph of {n} classes has more ideals than that, too many for "
-                        "the exact dynamic program", "solver = 'dpl', which needs only one order of the classes")
+                        "max_ideals",
+                        max_ideals,
+                        f"the graph of {n} classes has more ideals than that, too many for "
+                        "the exact dynamic program",
+                        "solver = 'dpl', which needs only one order of the classes",
+                    )
                 masks.append(grown)
-                ready.append([w for w in choices if w != v] + [w for w in after[v] if needs[w] & grown == needs[w]])
+                ready.append(
+                    [w for w in choices if w != v]
+                    + [w for w in after[v] if needs[w] & grown == needs[w]]
+                )
             covers.append((large, v, small))
         ready[small] = []
         small += 1

@@ -1,4 +1,5 @@
-"""Lower bounds on one sample's time on any placement: the time of a path, alone or cut into accelerator calls."""
+"""Lower bounds on one sample's time on any placement: the time of a path, alone or cut into
+accelerator calls."""
 
 from __future__ import annotations
 
@@ -22,18 +23,24 @@ Order = list[tuple[int, list[int]]]
 def path_bound(colours: ClassGraph, deadline: float) -> float:
     """The time of the longest path, with every node on its fastest device and no transfers.
 
-    If accelerators cannot hold everything, nodes pay for each byte there, and the price of the whole memory is given
-    back (a Lagrangian relaxation). Each price gives a bound; the best of those tried until `deadline` counts.
+    If accelerators cannot hold everything, nodes pay for each byte there, and the price of the
+    whole memory is given back (a Lagrangian relaxation). Each price gives a bound; the best of
+    those tried until `deadline` counts.
     """
     w = colours.workload
-    runs = np.isfinite(colours.accelerator_time)[colours.class_of]  # what must be with it fits an accelerator too
+    runs = np.isfinite(colours.accelerator_time)[
+        colours.class_of
+    ]  # what must be with it fits an accelerator too
     accelerator = np.where(runs, w.accelerator_time, np.inf)
     cpu = w.cpu_time if w.num_cpus else np.full(w.num_nodes, np.inf)
-    order, room = in_order(w), w.num_accelerators * w.room
+    order = in_order(w)
+    room = w.num_accelerators * w.room
     prices = np.zeros(1)
     if w.num_cpus and w.size.sum() > room:
         worth = (cpu - accelerator)[runs & (w.size > 0)] / w.size[runs & (w.size > 0)]
-        prices = np.unique(np.quantile(np.append(np.maximum(worth, 0.0), 0.0), np.linspace(0, 1, PRICES)))
+        prices = np.unique(
+            np.quantile(np.append(np.maximum(worth, 0.0), 0.0), np.linspace(0, 1, PRICES))
+        )
     bound = 0.0
     for price in prices:
         longest = heaviest(np.minimum(accelerator + price * w.size, cpu), order)[0]
@@ -44,26 +51,32 @@ def path_bound(colours: ClassGraph, deadline: float) -> float:
 
 
 def cut_bound(colours: ClassGraph, slots: int, deadline: float) -> float:
-    """The least time of a path whose nodes run on CPUs or in accelerator calls: the best bound of three paths.
+    """The least time of a path whose nodes run on CPUs or in accelerator calls: the best bound of
+    three paths.
 
-    No path comes back to a call, which would wait for itself. So a call holds one part of a path and all between its
-    ends, and whoever waits for it waits for all that it runs and moves. A call fits on an accelerator, and there are
-    no more than `slots` for each. 0 if there is no time.
+    No path comes back to a call, which would wait for itself. So a call holds one part of a path
+    and all between its ends, and whoever waits for it waits for all that it runs and moves. A call
+    fits on an accelerator, and there are no more than `slots` for each. 0 if there is no time.
 
     colours: classes of nodes that must share a device.
     """
     w, order = colours.workload, in_order(colours.workload)
-    compute, size = (x / (x.sum() or 1.0) for x in (np.where(w.supported, w.accelerator_time, w.cpu_time), w.size))
+    compute, size = (
+        x / (x.sum() or 1.0)
+        for x in (np.where(w.supported, w.accelerator_time, w.cpu_time), w.size)
+    )
     paths = {tuple(heaviest(x, order)[1]) for x in (compute, size, compute + size)}
-    return max(_CutPath(colours, slots, np.array(path), order).least(deadline) for path in sorted(paths))
+    return max(
+        _CutPath(colours, slots, np.array(path), order).least(deadline) for path in sorted(paths)
+    )
 
 
 @dataclass(eq=False)
 class _CutPath:
     """A path of L nodes, and the time of a call that holds a part of it.
 
-    Outside the call are the rest of the path, what leads to it before the part, and what follows from it behind the
-    part. Outputs that go from one side to the other may have to be moved.
+    Outside the call are the rest of the path, what leads to it before the part, and what follows
+    from it behind the part. Outputs that go from one side to the other may have to be moved.
     """
 
     colours: ClassGraph
@@ -83,12 +96,16 @@ class _CutPath:
 
     @cached_property
     def detours(self) -> list[tuple[int, int, Ints, float]]:
-        """Ways around parts of the path, with no node or start in common: start, end, nodes between, and the least time
-        that moves an output on the way. One is moved where only one of the ends is in a call.
+        """Ways around parts of the path, with no node or start in common: start, end, nodes
+        between, and the least time that moves an output on the way. One is moved where only one of
+        the ends is in a call.
         """
-        w, of = self.colours.workload, self.colours.class_of
-        before, position = dict(self.order), {v: i for i, v in enumerate(self.path.tolist())}
-        taken, found = set(position), {}
+        w = self.colours.workload
+        of = self.colours.class_of
+        before = dict(self.order)
+        position = {v: i for i, v in enumerate(self.path.tolist())}
+        taken = set(position)
+        found = {}
         for v in reversed(self.path.tolist()):
             for u in before[v]:
                 way = [v]
@@ -97,18 +114,31 @@ class _CutPath:
                     u = max(before[u], key=self.reach[0].__getitem__)
                 if len(way) > 1 and u in position and position[u] not in found:
                     taken.update(way)
-                    to, source = np.array(way), np.array([*way[1:], u])
-                    apart = source[(of[source] != of[to]) | (self.slots > 1)]  # in one call, where the class is
+                    to = np.array(way)
+                    source = np.array([*way[1:], u])
+                    apart = source[
+                        (of[source] != of[to]) | (self.slots > 1)
+                    ]  # in one call, where the class is
                     if len(apart):
-                        found[position[u]] = (position[v], source[:-1], float(w.transfer_time[apart].min()))
+                        found[position[u]] = (
+                            position[v],
+                            source[:-1],
+                            float(w.transfer_time[apart].min()),
+                        )
         return [(a, *rest) for a, rest in found.items()]
 
     def calls_from(self, i: int) -> Floats:
-        """[L + 1] the time of a call that holds the path from i on, by its end; infinite where there is none."""
-        w, of, length, never = self.colours.workload, self.colours.class_of, len(self.path), len(self.path) + 1
+        """[L + 1] the time of a call that holds the path from i on, by its end; infinite where
+        there is none."""
+        w = self.colours.workload
+        of = self.colours.class_of
+        length = len(self.path)
+        never = len(self.path) + 1
         last, first = self.reach
         source, to = w.edges.T
-        enters = np.where((last >= i) & (first < length), first + 1, never)  # the first end with the node in the call
+        enters = np.where(
+            (last >= i) & (first < length), first + 1, never
+        )  # the first end with the node in the call
         classes = _extreme(np.minimum, of, enters, self.colours.num_classes, never)
         size = self._sums(classes, np.bincount(of, np.where(w.supported, w.size, np.inf)))
         apart = np.zeros(length + 1)
@@ -124,9 +154,9 @@ class _CutPath:
         for a, b, between, moved in self.detours:
             u = self.path[a]
             if i <= a:
-                took[max(a, self.read_at[u]) + 1:min(b + 1, enters[between].min())] += moved
+                took[max(a, self.read_at[u]) + 1 : min(b + 1, enters[between].min())] += moved
             elif i <= b and first[between].min() >= i:
-                took[b + 1:comes[u]] += moved
+                took[b + 1 : comes[u]] += moved
         took[(size > w.room) | (apart > 0)] = np.inf
         return took
 
@@ -134,21 +164,29 @@ class _CutPath:
         """[L + 1] running sums of `by`, each counted from its position `at` to `until`."""
         room = len(self.path) + 2
         added = np.bincount(at, by, room)
-        return np.cumsum(added if until is None else added - np.bincount(until, by, room))[:room - 1]
+        return np.cumsum(added if until is None else added - np.bincount(until, by, room))[
+            : room - 1
+        ]
 
     def least(self, deadline: float) -> float:
         """The least time of the path; 0 if it is not found by the deadline."""
-        w, length, calls = self.colours.workload, len(self.path), self.colours.workload.num_accelerators * self.slots
+        w = self.colours.workload
+        length = len(self.path)
+        calls = self.colours.workload.num_accelerators * self.slots
         counted = calls <= MOST_CALLS
-        best = np.full((calls + 1 if counted else 1, length + 1), np.inf)  # of the path up to there, by calls
+        best = np.full(
+            (calls + 1 if counted else 1, length + 1), np.inf
+        )  # of the path up to there, by calls
         best[0, 0] = 0.0
         for i, v in enumerate(self.path.tolist()):
             if time.monotonic() > deadline:
                 return 0.0
             if w.num_cpus:
                 best[:, i + 1] = np.minimum(best[:, i + 1], best[:, i] + w.cpu_time[v])
-            one_more = best[1:, i + 1:] if counted else best[:, i + 1:]
-            np.minimum(one_more, best[:len(one_more), i, None] + self.calls_from(i)[i + 1:], out=one_more)
+            one_more = best[1:, i + 1 :] if counted else best[:, i + 1 :]
+            np.minimum(
+                one_more, best[: len(one_more), i, None] + self.calls_from(i)[i + 1 :], out=one_more
+            )
         return float(best[:, -1].min())
 
 
@@ -160,8 +198,10 @@ def _extreme(which: np.ufunc, at: Ints, of: Ints, number: int, start: int) -> In
 
 
 def reach(path: Ints, order: Order, n: int) -> tuple[Ints, Ints]:
-    """[n] the last position on the path that leads to a node, or -1; the first that the node leads to, or L."""
-    last, first = np.full(n, -1), np.full(n, len(path))
+    """[n] the last position on the path that leads to a node, or -1; the first that the node leads
+    to, or L."""
+    last = np.full(n, -1)
+    first = np.full(n, len(path))
     last[path] = first[path] = np.arange(len(path))
     for v, before in order:
         last[v] = max([last[v], *last[before]])
@@ -172,13 +212,15 @@ def reach(path: Ints, order: Order, n: int) -> tuple[Ints, Ints]:
 
 def heaviest(weights: Floats, order: Order) -> tuple[float, list[int]]:
     """The largest sum along a path, and the path."""
-    done, came = weights.tolist(), [-1] * len(weights)
+    done = weights.tolist()
+    came = [-1] * len(weights)
     for v, before in order:
         if before:
             came[v] = max(before, key=done.__getitem__)
             done[v] += done[came[v]]
     v = max(range(len(done)), key=done.__getitem__)
-    most, path = done[v], []
+    most = done[v]
+    path = []
     while v >= 0:
         path.append(v)
         v = came[v]

@@ -1,4 +1,5 @@
-"""Placements of little latency without integer programming: packed in order, split along orders, then improved.
+"""Placements of little latency without integer programming: packed in order, split along orders,
+then improved.
 
 All run each accelerator once (one slot). `load.latency` says what they take.
 """
@@ -22,7 +23,8 @@ GAIN = 1e-9
 
 
 def simple_placements(graph: ClassGraph, deadline: float) -> list[Ints]:
-    """Packed greedily, split along the order (in time), all on CPUs: those that fit, a device for each node."""
+    """Packed greedily, split along the order (in time), all on CPUs: those that fit, a device for
+    each node."""
     w = graph.workload
     found = [greedy(graph, np.inf)]
     with suppress(OutOfTime):
@@ -32,8 +34,11 @@ def simple_placements(graph: ClassGraph, deadline: float) -> list[Ints]:
     return [x for x in (graph.devices(y) for y in found if y is not None) if not problems(w, x)]
 
 
-def searched_placements(graph: ClassGraph, colours: ClassGraph, known: list[Ints], deadline: float) -> list[Ints]:
-    """The best of splits along several orders, improved until `deadline` (`time.monotonic()`), or a local optimum.
+def searched_placements(
+    graph: ClassGraph, colours: ClassGraph, known: list[Ints], deadline: float
+) -> list[Ints]:
+    """The best of splits along several orders, improved until `deadline` (`time.monotonic()`), or a
+    local optimum.
 
     `graph`: of a pipeline; `colours`: of what must share a device in any placement.
     """
@@ -43,7 +48,9 @@ def searched_placements(graph: ClassGraph, colours: ClassGraph, known: list[Ints
     with suppress(OutOfTime):
         for _ in range(ORDERS):
             other = graph.reordered(random_order(graph, generator))
-            if (split := _split(other, deadline)) is not None and not problems(w, other.devices(split)):
+            if (split := _split(other, deadline)) is not None and not problems(
+                w, other.devices(split)
+            ):
                 found.append(other.devices(split))
     if not found:
         return []
@@ -56,7 +63,8 @@ def _improved(graph: ClassGraph, devices: Ints, deadline: float) -> Ints:
     """Moves single classes to the devices of their neighbours, or to the CPUs, while that helps."""
     w = graph.workload
     zeros = np.zeros(w.num_nodes, np.int64)
-    best, value = devices.copy(), latency(w, devices, zeros)
+    best = devices.copy()
+    value = latency(w, devices, zeros)
     members = [np.flatnonzero(graph.class_of == c) for c in range(graph.num_classes)]
     improved = True
     while improved:
@@ -70,7 +78,9 @@ def _improved(graph: ClassGraph, devices: Ints, deadline: float) -> Ints:
             if target < w.num_accelerators and used > w.room:
                 continue
             if (found := latency(w, changed, zeros)) < value * (1 - GAIN):
-                best, value, improved = changed, found, True
+                best = changed
+                value = found
+                improved = True
     return best
 
 
@@ -90,14 +100,19 @@ def _moves(graph: ClassGraph, devices: Ints) -> Iterator[tuple[int, int]]:
 
 
 def _split(graph: ClassGraph, deadline: float) -> Ints | None:
-    """The split of the order whose loads, one after the other, add up to least. None if nothing fits.
+    """The split of the order whose loads, one after the other, add up to least. None if nothing
+    fits.
 
     Raises: OutOfTime once `time.monotonic()` is past `deadline`.
     """
-    w, n, k = graph.workload, graph.num_classes, graph.workload.num_accelerators
+    w = graph.workload
+    n = graph.num_classes
+    k = graph.workload.num_accelerators
     best = np.full((n + 1, k + 1), np.inf)  # of a prefix, by how many accelerators it may use
     best[0] = 0.0
-    came = np.zeros((n + 1, k + 1), np.int64)  # where the last accelerator's part starts; -1: last class on a CPU
+    came = np.zeros(
+        (n + 1, k + 1), np.int64
+    )  # where the last accelerator's part starts; -1: last class on a CPU
     segments = Segments(graph)
     for j in range(1, n + 1):
         accelerator, _ = segments.extend()
@@ -115,7 +130,9 @@ def _split(graph: ClassGraph, deadline: float) -> Ints | None:
     if not np.isfinite(best[n, k]):
         return None
     device = np.full(n, k, np.int64)
-    j, a, used = n, k, 0
+    j = n
+    a = k
+    used = 0
     while j:
         while a and best[j, a - 1] == best[j, a]:
             a -= 1
@@ -124,5 +141,7 @@ def _split(graph: ClassGraph, deadline: float) -> Ints | None:
             j -= 1
             continue
         device[i:j] = used
-        j, a, used = i, a - 1, used + 1
+        j = i
+        a = a - 1
+        used = used + 1
     return device

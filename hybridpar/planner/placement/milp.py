@@ -1,16 +1,16 @@
 """The least largest load by integer programming, contiguous or not.
 
     x[c, d]            class c is on device d
-    high, low[e, d]    the largest and least x[c, d] over the classes c of net e, so that accelerator d transfers it if
-                       they differ
+    high, low[e, d]    the largest and least x[c, d] over the classes c of net e, so that
+                       accelerator d transfers it if they differ
     L >= load[d] = sum of times * x + sum of cost(e) (high[e, d] - low[e, d])
 
-Contiguity: z[v, d] >= x[v, d] for forward nodes v, and along a forward edge u -> v, z[v] <= z[u] and
-z[v] <= x[v] - x[u] + 1: after an edge that leaves a device there is nothing of it.
+Contiguity: z[v, d] >= x[v, d] for forward nodes v, and along a forward edge u -> v, z[v] <= z[u]
+and z[v] <= x[v] - x[u] + 1: after an edge that leaves a device there is nothing of it.
 
-Beyond the paper: classes instead of nodes, nets instead of edges, bounds of L from placements known before, which are
-improved two devices at a time (pairs.py), and from coverings (cover.py), and equal devices are told apart (the i-th
-largest class is on one of the first i).
+Beyond the paper: classes instead of nodes, nets instead of edges, bounds of L from placements known
+before, which are improved two devices at a time (pairs.py), and from coverings (cover.py), and
+equal devices are told apart (the i-th largest class is on one of the first i).
 
 Source: arXiv 2006.16423, figure 5 and section 5.2.
 """
@@ -33,9 +33,10 @@ from hybridpar.planner.placement.program import ProgramBuilder, TooLargeError
 from hybridpar.planner.placement.scoring import score
 from hybridpar.planner.placement.workload import Floats, Ints
 
-PAIRS_SHARE, COVER_SHARE = 0.4, 0.4
-"""Shares of the time that is left: for better placements by pairs of devices, then for the bound of coverings. The best
-contiguous placement is mostly far above that."""
+PAIRS_SHARE = 0.4
+COVER_SHARE = 0.4
+"""Shares of the time that is left: for better placements by pairs of devices, then for the bound of
+coverings. The best contiguous placement is mostly far above that."""
 GAP = 1e-6
 """Relative: what is so little above the bound is the best."""
 SLACK = 1e-6
@@ -54,9 +55,13 @@ class Solution(NamedTuple):
     """Why it is not proven."""
 
 
-def solve_max_load(graph: ClassGraph, highs: Highs, start: Ints, *, contiguous: bool, deadline: float) -> Solution:
-    """Looks for a placement whose largest load is below that of `start`, a device for each class (or empty)."""
-    least, known = work_bound(graph), _largest(graph, start)
+def solve_max_load(
+    graph: ClassGraph, highs: Highs, start: Ints, *, contiguous: bool, deadline: float
+) -> Solution:
+    """Looks for a placement whose largest load is below that of `start`, a device for each class
+    (or empty)."""
+    least = work_bound(graph)
+    known = _largest(graph, start)
     if least >= known * (1 - GAP):
         return Solution(start, least, True)
     try:
@@ -66,7 +71,8 @@ def solve_max_load(graph: ClassGraph, highs: Highs, start: Ints, *, contiguous: 
     now = time.monotonic()
     if len(start):
         start = improve_pairs(graph, whole, start, highs, now + PAIRS_SHARE * (deadline - now))
-        known, now = _largest(graph, start), time.monotonic()
+        known = _largest(graph, start)
+        now = time.monotonic()
     if not contiguous:
         least = cover_bound(graph, known, now + COVER_SHARE * (deadline - now), highs)
     if least >= known * (1 - GAP):
@@ -74,9 +80,13 @@ def solve_max_load(graph: ClassGraph, highs: Highs, start: Ints, *, contiguous: 
     return _solve_whole(graph, whole, highs, Solution(start, least, False), known, deadline)
 
 
-def _solve_whole(graph: ClassGraph, whole: Whole, highs: Highs, before: Solution, known: float,
-                 deadline: float) -> Solution:
-    model, x, unit, k = whole.model, whole.x, whole.unit, graph.workload.num_accelerators
+def _solve_whole(
+    graph: ClassGraph, whole: Whole, highs: Highs, before: Solution, known: float, deadline: float
+) -> Solution:
+    model = whole.model
+    x = whole.x
+    unit = whole.unit
+    k = graph.workload.num_accelerators
     while time.monotonic() < deadline:
         program = model.program()
         program.upper[x] = _told_apart(graph)
@@ -107,19 +117,24 @@ def _largest(graph: ClassGraph, device: Ints) -> float:
 
 def _overfull(graph: ClassGraph, device: Ints) -> list[Ints]:
     """The classes of each accelerator whose memory does not suffice."""
-    used = np.bincount(device, graph.size, int(device.max()) + 1)[:graph.workload.num_accelerators]
+    used = np.bincount(device, graph.size, int(device.max()) + 1)[: graph.workload.num_accelerators]
     return [np.flatnonzero(device == d) for d in np.flatnonzero(used > graph.workload.room)]
 
 
 def _model(graph: ClassGraph, contiguous: bool, known: float, deadline: float = np.inf) -> Whole:
-    """For loads up to `known`: what takes longer, takes twice that. Raises: TooLargeError, OutOfTime."""
+    """For loads up to `known`: what takes longer, takes twice that. Raises: TooLargeError,
+    OutOfTime."""
     unit = work_bound(graph) / SCALE or 1.0
 
     def scaled(times: Floats) -> Floats:
         return np.minimum(np.where(np.isinf(times), 0.0, times), 2 * known) / unit
 
-    accelerator, cpu, net_cost = scaled(graph.accelerator_time), scaled(graph.cpu_time), scaled(graph.net_cost)
-    w, n, k = graph.workload, graph.num_classes, graph.workload.num_accelerators
+    accelerator = scaled(graph.accelerator_time)
+    cpu = scaled(graph.cpu_time)
+    net_cost = scaled(graph.net_cost)
+    w = graph.workload
+    n = graph.num_classes
+    k = graph.workload.num_accelerators
     num_devices = k + w.num_cpus
     model = ProgramBuilder(deadline)
     model.expect(n * num_devices)
@@ -139,7 +154,10 @@ def _model(graph: ClassGraph, contiguous: bool, known: float, deadline: float = 
     model.objective = int(load[0])
     rows = []
     for d in range(num_devices):
-        terms: list[tuple[ArrayLike, Ints]] = [(accelerator if d < k else cpu, x[None, :, d]), (-1.0, load[None])]
+        terms: list[tuple[ArrayLike, Ints]] = [
+            (accelerator if d < k else cpu, x[None, :, d]),
+            (-1.0, load[None]),
+        ]
         if d < k and len(net):
             terms += [(net_cost, high[None, :, d]), (-net_cost, low[None, :, d])]
         rows.append(model.at_most(terms, 0.0))
@@ -151,18 +169,20 @@ def _model(graph: ClassGraph, contiguous: bool, known: float, deadline: float = 
 def _allowed(graph: ClassGraph) -> Floats:
     """1 where a class may be on a device."""
     upper = np.ones((graph.num_classes, graph.workload.num_accelerators + graph.workload.num_cpus))
-    upper[:, :graph.workload.num_accelerators] = np.isfinite(graph.accelerator_time)[:, None]
+    upper[:, : graph.workload.num_accelerators] = np.isfinite(graph.accelerator_time)[:, None]
     return upper
 
 
 def _told_apart(graph: ClassGraph) -> Floats:
-    """`_allowed`, with symmetry broken: of equal devices, the i-th largest class takes one of the first i."""
-    k, num_cpus = graph.workload.num_accelerators, graph.workload.num_cpus
+    """`_allowed`, with symmetry broken: of equal devices, the i-th largest class takes one of the
+    first i."""
+    k = graph.workload.num_accelerators
+    num_cpus = graph.workload.num_cpus
     upper = _allowed(graph)
     largest = np.argsort(-np.minimum(graph.accelerator_time, graph.cpu_time), kind="stable")
     for first, count in ((0, k), (k, num_cpus)):
         for i, c in enumerate(largest[:count]):
-            upper[c, first + i + 1:first + count] = 0.0
+            upper[c, first + i + 1 : first + count] = 0.0
     return upper
 
 
@@ -179,4 +199,6 @@ def _contiguous(model: ProgramBuilder, graph: ClassGraph, x: Ints) -> None:
         model.at_most([(1.0, of_node[forward, d]), (-1.0, z[forward, d])], 0.0)
         model.at_most([(1.0, z[v, d]), (-1.0, z[u, d])], 0.0)
         other = graph.class_of[u] != graph.class_of[v]  # an edge inside a class leaves no device
-        model.at_most([(1.0, z[v[other], d]), (-1.0, of_node[v[other], d]), (1.0, of_node[u[other], d])], 1.0)
+        model.at_most(
+            [(1.0, z[v[other], d]), (-1.0, of_node[v[other], d]), (1.0, of_node[u[other], d])], 1.0
+        )

@@ -1,12 +1,15 @@
 """The operators of a block, as torch.export finds them in its own code.
 
-The block is built on the meta device with the torch reference of every operator, and exported without dropout; nothing
-is allocated or computed. Of the exported graph
+The block is built on the meta device with the torch reference of every operator, and exported
+without dropout; nothing is allocated or computed. Of the exported graph
 
     views                              are part of what they look at
-    what only the micro-batch enters   every device makes for itself: masks, tables of rotary positions
-    operators that feed only one other join it, unless one of them is a matrix product, attention or an embedding;
-                                       so do several that end in one: bias, activation; bias, residual; the whole loss
+    what only the micro-batch enters   every device makes for itself: masks, tables of rotary
+                                       positions
+    operators that feed only one other join it, unless one of them is a matrix product, attention or
+    an embedding;
+                                       so do several that end in one: bias, activation; bias,
+                                       residual; the whole loss
 
 so that about as many operators are left as kernels run.
 """
@@ -42,8 +45,9 @@ _ALONE = {_aten.linear.default, _aten.scaled_dot_product_attention.default, _ate
 class Operator:
     """One operator, forward.
 
-    name: such as attention.qkv.linear. reads: the operators of the block (by number) whose outputs it takes; INPUT.
-    traffic: bytes that it reads and writes. parameters: how many it has. output: bytes. leaves: it is the block's.
+    name: such as attention.qkv.linear. reads: the operators of the block (by number) whose outputs
+    it takes; INPUT. traffic: bytes that it reads and writes. parameters: how many it has. output:
+    bytes. leaves: it is the block's.
     """
 
     name: str
@@ -56,8 +60,10 @@ class Operator:
 
 
 def block_operators(config: Config, number: int) -> tuple[Operator, ...]:
-    """The operators of a block of the model, unsplit, for one micro-batch, in an order in which they can run."""
-    model, dtype = replace(config.transformer, logits_chunk=0), DTYPES[config.train.dtype]
+    """The operators of a block of the model, unsplit, for one micro-batch, in an order in which
+    they can run."""
+    model = replace(config.transformer, logits_chunk=0)
+    dtype = DTYPES[config.train.dtype]
     kernels = KernelsConfig(**{field.name: "torch" for field in fields(KernelsConfig)})
     block = build_blocks(model, Axis("tp"), [number], kernels=kernels, dtype=dtype)[number]
     batch = sample_microbatch(config)
@@ -67,12 +73,15 @@ def block_operators(config: Config, number: int) -> tuple[Operator, ...]:
     on_meta = {name: tensor.to("meta") for name, tensor in batch.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about itself
-        exported = torch.export.export(block, (x, on_meta, None), strict=False).run_decompositions({})
+        exported = torch.export.export(block, (x, on_meta, None), strict=False).run_decompositions(
+            {}
+        )
     return _Graph(exported, labelled).operators()
 
 
 class _Graph:
-    """An exported block. labelled: rows of the micro-batch that have a label, which the export cannot know."""
+    """An exported block. labelled: rows of the micro-batch that have a label, which the export
+    cannot know."""
 
     def __init__(self, exported: torch.export.ExportedProgram, labelled: int):
         self.labelled = labelled
@@ -121,21 +130,32 @@ class _Graph:
         found = []
         for end in ends:
             inside = set(members[end])
-            given = {n for node in members[end] for n in self._inputs(node) if _source(n) not in inside}
+            given = {
+                n for node in members[end] for n in self._inputs(node) if _source(n) not in inside
+            }
             own = [node for node in self.parameters if node in left & {_source(n) for n in given}]
             left -= set(own)
             output = self._bytes(end)
             read = output if end.target == _aten.embedding.default else sum(map(self._bytes, given))
-            found.append(Operator(
-                self._place(end, own), tuple(sorted({number[s] for s in map(_source, given) if s in number})),
-                sum(self._flops(node) for node in members[end]), read + output,
-                sum(self._count(node.meta["val"]) for node in own), output, end in self.outputs))
+            found.append(
+                Operator(
+                    self._place(end, own),
+                    tuple(sorted({number[s] for s in map(_source, given) if s in number})),
+                    sum(self._flops(node) for node in members[end]),
+                    read + output,
+                    sum(self._count(node.meta["val"]) for node in own),
+                    output,
+                    end in self.outputs,
+                )
+            )
         return tuple(found)
 
     def _place(self, end: Node, own: Sequence[Node]) -> str:
         """Where in the block, and what: 'attention.qkv.linear'."""
         modules = list(end.meta.get("nn_module_stack", {}).values())
-        path = self.parameters[own[0]].rpartition(".")[0] if own else modules[-1][0] if modules else ""
+        path = (
+            self.parameters[own[0]].rpartition(".")[0] if own else modules[-1][0] if modules else ""
+        )
         name = end.target.__name__.partition(".")[0].strip("_")  # type: ignore[union-attr]
         return f"{path}.{name}" if path else name
 
@@ -169,7 +189,11 @@ _FLOPS: Mapping[Any, Callable[[Sequence[int], Sequence[int], Sequence[int]], flo
 
 
 def _is_view(node: Node) -> bool:
-    return node.target is operator.getitem or node.target in _COPIES or getattr(node.target, "is_view", False)
+    return (
+        node.target is operator.getitem
+        or node.target in _COPIES
+        or getattr(node.target, "is_view", False)
+    )
 
 
 def _source(node: Node) -> Node:

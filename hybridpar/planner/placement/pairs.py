@@ -1,7 +1,9 @@
-"""Better placements from good ones: what two devices hold is dealt out anew between them by integer programming.
+"""Better placements from good ones: what two devices hold is dealt out anew between them by integer
+programming.
 
-One of the two is always the device with the largest load. Everything else stays where it is, which leaves a small
-program, where a whole graph's finds nothing better in minutes. Ends when no pair can be improved.
+One of the two is always the device with the largest load. Everything else stays where it is, which
+leaves a small program, where a whole graph's finds nothing better in minutes. Ends when no pair can
+be improved.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ ENOUGH = 2e-4
 class Whole(NamedTuple):
     """A graph's program, in which equal devices are not told apart.
 
-    `x` [classes, devices]: variables; `loads` [devices]: the rows  load - objective <= 0; `unit`: of its times.
+    `x` [classes, devices]: variables; `loads` [devices]: the rows  load - objective <= 0; `unit`:
+    of its times.
     """
 
     model: ProgramBuilder
@@ -39,17 +42,26 @@ class Whole(NamedTuple):
     unit: float
 
 
-def improve_pairs(graph: ClassGraph, whole: Whole, device: Ints, highs: Highs, deadline: float) -> Ints:
-    """A placement at least as good as `device`, a device for each class, looked for until `deadline` (monotonic)."""
-    program, x = whole.model.program(), whole.x
+def improve_pairs(
+    graph: ClassGraph, whole: Whole, device: Ints, highs: Highs, deadline: float
+) -> Ints:
+    """A placement at least as good as `device`, a device for each class, looked for until
+    `deadline` (monotonic)."""
+    program = whole.model.program()
+    x = whole.x
     patience = PATIENCE * (deadline - time.monotonic())
     current = _loads(graph, device)
-    hopeless: set[tuple[bytes, bytes]] = set()  # what two devices hold, of which nothing better was found
+    hopeless: set[tuple[bytes, bytes]] = (
+        set()
+    )  # what two devices hold, of which nothing better was found
     while time.monotonic() < deadline:
         worst = int(current.argmax())
         mine = (device == worst).tobytes()
-        others = [d for d in current.argsort(kind="stable").tolist()
-                  if d != worst and (mine, (device == d).tobytes()) not in hopeless]
+        others = [
+            d
+            for d in current.argsort(kind="stable").tolist()
+            if d != worst and (mine, (device == d).tobytes()) not in hopeless
+        ]
         if not others:
             break
         other = others[0]
@@ -61,15 +73,21 @@ def improve_pairs(graph: ClassGraph, whole: Whole, device: Ints, highs: Highs, d
         changed = answer.values[x].argmax(1) if len(answer.values) else device
         found = _loads(graph, changed)
         if max(found[worst], found[other]) < current[worst] and _fits(graph, changed):
-            device, current = changed, found
+            device = changed
+            current = found
         else:
             hopeless.add((mine, (device == other).tobytes()))
     return device
 
 
-def _of_pair(program: Program, x: Ints, loads: Ints, device: Ints, pair: list[int], below: float) -> Program:
-    """Only what the two devices hold may move, between them, and only their loads count, which must be `below` that."""
-    upper, lower, limits = program.upper.copy(), program.lower.copy(), program.limits.copy()
+def _of_pair(
+    program: Program, x: Ints, loads: Ints, device: Ints, pair: list[int], below: float
+) -> Program:
+    """Only what the two devices hold may move, between them, and only their loads count, which must
+    be `below` that."""
+    upper = program.upper.copy()
+    lower = program.lower.copy()
+    limits = program.limits.copy()
     free = np.isin(device, pair)
     rows = np.arange(len(device))
     keep = np.zeros(x.shape, np.bool_)

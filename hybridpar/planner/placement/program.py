@@ -16,7 +16,8 @@ from hybridpar.planner.placement.ideals import OutOfTime
 from hybridpar.planner.placement.workload import Floats, Ints
 
 MAX_NUMBERS = 10_000_000
-"""Limit on variables and coefficients. With more, HiGHS hardly ends presolve within minutes, and takes gigabytes."""
+"""Limit on variables and coefficients. With more, HiGHS hardly ends presolve within minutes, and
+takes gigabytes."""
 TOO_LARGE = "the graph is too large for integer programming on so many devices"
 
 
@@ -28,7 +29,8 @@ class TooLargeError(Exception):
 class ProgramBuilder:
     """A program that minimises the variable of number `objective`.
 
-    Raises: while it is put together, TooLargeError, and OutOfTime once `time.monotonic()` is past `deadline`; the
+    Raises: while it is put together, TooLargeError, and OutOfTime once `time.monotonic()` is past
+        `deadline`; the
     message is a note for a placement.
     """
 
@@ -44,7 +46,8 @@ class ProgramBuilder:
     _num_numbers: int = 0
 
     def expect(self, more: int) -> None:
-        """Raises: TooLargeError if so many more variables or coefficients are too many; OutOfTime."""
+        """Raises: TooLargeError if so many more variables or coefficients are too many;
+        OutOfTime."""
         if self._num_numbers + more > MAX_NUMBERS:
             raise TooLargeError(TOO_LARGE)
         if time.monotonic() > self.deadline:
@@ -54,20 +57,31 @@ class ProgramBuilder:
         self.expect(more)
         self._num_numbers += more
 
-    def variables(self, shape: tuple[int, ...], lower: ArrayLike = 0.0, upper: ArrayLike = np.inf,
-                  integer: bool = False) -> Ints:
+    def variables(
+        self,
+        shape: tuple[int, ...],
+        lower: ArrayLike = 0.0,
+        upper: ArrayLike = np.inf,
+        integer: bool = False,
+    ) -> Ints:
         """New variables; returns their numbers, in that shape."""
         count = math.prod(shape)
         self._count(count)
-        for values, to in ((lower, self._lower), (upper, self._upper), (float(integer), self._integer)):
+        for values, to in (
+            (lower, self._lower),
+            (upper, self._upper),
+            (float(integer), self._integer),
+        ):
             to.append(np.broadcast_to(np.asarray(values, np.float64), shape).ravel())
-        first, self._num_variables = self._num_variables, self._num_variables + count
+        first = self._num_variables
+        self._num_variables = self._num_variables + count
         return np.arange(first, first + count).reshape(shape)
 
     def at_most(self, terms: Sequence[tuple[ArrayLike, ArrayLike]], limit: ArrayLike) -> Ints:
         """Rows  sum over terms of  coefficient * variable <= limit. Returns their numbers.
 
-        A term's variables are [rows] or [rows, several], its coefficients something that broadcasts to them.
+        A term's variables are [rows] or [rows, several], its coefficients something that broadcasts
+        to them.
         """
         rows = np.asarray(terms[0][1]).shape[0]
         first = self._num_rows
@@ -76,7 +90,9 @@ class ProgramBuilder:
         for coefficient, variable in terms:
             columns = np.asarray(variable).reshape(rows, -1)
             self._count(columns.size)
-            values = np.broadcast_to(np.asarray(coefficient, np.float64), np.asarray(variable).shape)
+            values = np.broadcast_to(
+                np.asarray(coefficient, np.float64), np.asarray(variable).shape
+            )
             row = np.repeat(np.arange(self._num_rows, self._num_rows + rows), columns.shape[1])
             self._rows.append((row, columns.ravel(), values.ravel()))
         self._at_most.append(np.broadcast_to(np.asarray(limit, np.float64), (rows,)))
@@ -94,5 +110,7 @@ class ProgramBuilder:
         cost[self.objective] = 1.0
         row, column, value = (np.concatenate(x) for x in zip(*self._rows, strict=True))
         matrix = csr_array((value, (row, column)), shape=(self._num_rows, self._num_variables))
-        lower, upper, integer = (np.concatenate(x) for x in (self._lower, self._upper, self._integer))
+        lower, upper, integer = (
+            np.concatenate(x) for x in (self._lower, self._upper, self._integer)
+        )
         return Program(cost, matrix, np.concatenate(self._at_most), lower, upper, integer)

@@ -2,7 +2,8 @@
 
 It shares no code with the solvers, and scores what every one of them finds.
 
-    load(accelerator) = sum of times + for each output made elsewhere and read here, or made here and read elsewhere,
+    load(accelerator) = sum of times + for each output made elsewhere and read here, or made here
+    and read elsewhere,
                         its transfer time, once
     load(CPU)         = sum of times
 
@@ -32,9 +33,12 @@ class Score:
 
 def score(workload: Workload, devices: Ints) -> Score:
     """Cost of a placement, valid or not."""
-    w, k = workload, workload.num_accelerators
+    w = workload
+    k = workload.num_accelerators
     total = k + w.num_cpus
-    loads, transfers, memory = [0.0] * total, [0.0] * total, [0.0] * total
+    loads = [0.0] * total
+    transfers = [0.0] * total
+    memory = [0.0] * total
     at = [int(d) for d in devices]
     for v, d in enumerate(at):
         loads[d] += float(w.accelerator_time[v] if d < k else w.cpu_time[v])
@@ -51,36 +55,73 @@ def score(workload: Workload, devices: Ints) -> Score:
 
 
 def problems(workload: Workload, devices: Ints) -> list[Problem]:
-    """The rules that a placement breaks: a device that is not there, memory, support, colour classes."""
-    w, k = workload, workload.num_accelerators
+    """The rules that a placement breaks: a device that is not there, memory, support, colour
+    classes."""
+    w = workload
+    k = workload.num_accelerators
     found: list[Problem] = []
     if devices.shape != (w.num_nodes,):
-        return [Problem("devices", devices.shape, "must hold one device for each node", f"({w.num_nodes},)")]
+        return [
+            Problem(
+                "devices", devices.shape, "must hold one device for each node", f"({w.num_nodes},)"
+            )
+        ]
     if len(outside := np.flatnonzero((devices < 0) | (devices >= k + w.num_cpus))):
         v = int(outside[0])
-        return [Problem("device", int(devices[v]), f"of node {w.ids[v]} is not there", f"0 to {k + w.num_cpus - 1}")]
+        return [
+            Problem(
+                "device",
+                int(devices[v]),
+                f"of node {w.ids[v]} is not there",
+                f"0 to {k + w.num_cpus - 1}",
+            )
+        ]
     for d, used in enumerate(np.bincount(devices, w.size, k + w.num_cpus)[:k].tolist()):
-        if used > w.memory + min(2e-12 * w.memory, 0.5):  # sums of whole bytes are exact, of fractions not quite
-            found.append(Problem(f"memory of accelerator {d}", used, f"is more than its {w.memory:g} bytes",
-                                 f"maxSizePerFPGA = {used:g}"))
+        if used > w.memory + min(
+            2e-12 * w.memory, 0.5
+        ):  # sums of whole bytes are exact, of fractions not quite
+            found.append(
+                Problem(
+                    f"memory of accelerator {d}",
+                    used,
+                    f"is more than its {w.memory:g} bytes",
+                    f"maxSizePerFPGA = {used:g}",
+                )
+            )
     for v in np.flatnonzero(~w.supported & (devices < k)).tolist():
-        found.append(Problem("device", int(devices[v]), f"accelerators cannot run node {w.ids[v]}", f"{k}, a CPU"))
+        found.append(
+            Problem(
+                "device", int(devices[v]), f"accelerators cannot run node {w.ids[v]}", f"{k}, a CPU"
+            )
+        )
     first: dict[int, int] = {}
     for v, colour in enumerate(w.colour.tolist()):
         u = first.setdefault(colour, v)
         if devices[u] != devices[v]:
-            found.append(Problem("device", int(devices[v]), f"of node {w.ids[v]} is not that of node {w.ids[u]}, which "
-                                 f"has the same colour class {colour}", str(int(devices[u]))))
+            found.append(
+                Problem(
+                    "device",
+                    int(devices[v]),
+                    f"of node {w.ids[v]} is not that of node {w.ids[u]}, which "
+                    f"has the same colour class {colour}",
+                    str(int(devices[u])),
+                )
+            )
     return found
 
 
 def _forward_edges(workload: Workload) -> list[tuple[int, int]]:
-    return [(u, v) for u, v in workload.edges.tolist() if not workload.backward[u] and not workload.backward[v]]
+    return [
+        (u, v)
+        for u, v in workload.edges.tolist()
+        if not workload.backward[u] and not workload.backward[v]
+    ]
 
 
 def is_contiguous(workload: Workload, devices: Ints) -> bool:
     """Whether no path of forward nodes leaves a device and comes back to it."""
-    n, edges = workload.num_nodes, _forward_edges(workload)
+    n = workload.num_nodes
+    edges = _forward_edges(workload)
     before: list[list[int]] = [[] for _ in range(n)]
     missing = [0] * n
     after: list[list[int]] = [[] for _ in range(n)]
@@ -104,8 +145,8 @@ def is_contiguous(workload: Workload, devices: Ints) -> bool:
 
 
 def chunks(workload: Workload, devices: Ints) -> Ints:
-    """How many contiguous parts what each device holds falls into, at least: 1 where it is contiguous, 0 where nothing
-    is. So often a path of forward nodes enters the device, at most.
+    """How many contiguous parts what each device holds falls into, at least: 1 where it is
+    contiguous, 0 where nothing is. So often a path of forward nodes enters the device, at most.
 
     Shapes: [k + l], by device.
     """
@@ -129,8 +170,13 @@ def chunks(workload: Workload, devices: Ints) -> Ints:
 
 
 def in_order(workload: Workload, devices: Ints) -> list[int]:
-    """The devices in use, in a row in which forward edges lead only onwards; none if there is no such row."""
-    pairs = {(int(devices[u]), int(devices[v])) for u, v in _forward_edges(workload) if devices[u] != devices[v]}
+    """The devices in use, in a row in which forward edges lead only onwards; none if there is no
+    such row."""
+    pairs = {
+        (int(devices[u]), int(devices[v]))
+        for u, v in _forward_edges(workload)
+        if devices[u] != devices[v]
+    }
     total = workload.num_accelerators + workload.num_cpus
     order = order_of(total, pairs)
     used = set(devices.tolist())
@@ -138,26 +184,36 @@ def in_order(workload: Workload, devices: Ints) -> list[int]:
 
 
 def is_ordered(workload: Workload, devices: Ints) -> bool:
-    """Whether forward edges between devices make no cycle, so that the devices can form a pipeline."""
+    """Whether forward edges between devices make no cycle, so that the devices can form a
+    pipeline."""
     return bool(in_order(workload, devices))
 
 
-# -- time of one sample ------------------------------------------------------------------------------------------------
+# -- time of one sample
 
 
 def latency(workload: Workload, devices: Ints, slots: Ints) -> float:
-    """The time of one sample, alone on the devices; infinite if calls would wait for each other in a circle.
+    """The time of one sample, alone on the devices; infinite if calls would wait for each other in
+    a circle.
 
-    An accelerator runs what it holds in one call for each slot (`slots` [nodes], from 0), in their order: it starts
-    when all inputs are there, moves them in, computes, and moves outputs out. A node on a CPU has a core of its own.
+    An accelerator runs what it holds in one call for each slot (`slots` [nodes], from 0), in their
+    order: it starts when all inputs are there, moves them in, computes, and moves outputs out. A
+    node on a CPU has a core of its own.
 
     Source: arXiv 2006.16423, section 4 and appendix A.
     """
-    w, k = workload, workload.num_accelerators
-    calls = {pair: i for i, pair in enumerate(sorted(
-        {(int(d), int(s)) for d, s in zip(devices, slots, strict=True) if d < k}))}
-    unit = [calls.get((int(d), int(s)), len(calls) + v) if d < k else len(calls) + v
-            for v, (d, s) in enumerate(zip(devices, slots, strict=True))]
+    w = workload
+    k = workload.num_accelerators
+    calls = {
+        pair: i
+        for i, pair in enumerate(
+            sorted({(int(d), int(s)) for d, s in zip(devices, slots, strict=True) if d < k})
+        )
+    }
+    unit = [
+        calls.get((int(d), int(s)), len(calls) + v) if d < k else len(calls) + v
+        for v, (d, s) in enumerate(zip(devices, slots, strict=True))
+    ]
     duration = [0.0] * (len(calls) + w.num_nodes)
     for v in range(w.num_nodes):
         duration[unit[v]] += float(w.accelerator_time[v] if unit[v] < len(calls) else w.cpu_time[v])
@@ -181,12 +237,14 @@ def _longest_path(duration: list[float], pairs: set[tuple[int, int]]) -> float:
     """The largest sum of durations along edges; infinite if there is a cycle."""
     n = len(duration)
     after: list[list[int]] = [[] for _ in range(n)]
-    missing, start = [0] * n, [0.0] * n
+    missing = [0] * n
+    start = [0.0] * n
     for a, b in pairs:
         after[a].append(b)
         missing[b] += 1
     ready = [x for x in range(n) if not missing[x]]
-    done, end = 0, 0.0
+    done = 0
+    end = 0.0
     while ready:
         a = ready.pop()
         done += 1

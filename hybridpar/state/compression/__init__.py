@@ -1,4 +1,5 @@
-"""Sums of gradients over replicas in fewer bytes: a batch sends a part, the rest is added to the next gradient."""
+"""Sums of gradients over replicas in fewer bytes: a batch sends a part, the rest is added to the
+next gradient."""
 
 from hybridpar.state.compression.exchange import Compression, Exchange
 

@@ -1,12 +1,13 @@
 """Chooses the parameters to compress, and exchanges their buckets beside training.
 
     REDUCE(t)   G(t) + E(t) encoded, bucket by bucket; messages start
-    later       next steps of the exchange, where replicas' plans have them: at the first backward of batch t+1
+    later       next steps of the exchange, where replicas' plans have them: at the first backward
+                of batch t+1
     NORM(t)     the sums of the decoded messages are in the place of the gradients
     UPDATE(t)   the unsent rest becomes E(t+1); after a skipped step E(t+1) = E(t)
 
-With ZeRO-2 and 3 the unsent rest stays in the memory of G(t), and a rank keeps only its own part of a decoded sum. If
-gradients are factors, there is no other memory of them.
+With ZeRO-2 and 3 the unsent rest stays in the memory of G(t), and a rank keeps only its own part of
+a decoded sum. If gradients are factors, there is no other memory of them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from hybridpar.state.partition import Partition
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.shares import Shares
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (
-    BFloat16, Int8, Int4, Thresholds, Factors, StreamingPCA)}
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (BFloat16, Int8, Int4, Thresholds, Factors, StreamingPCA)
+}
 """Values of compression.gradients, besides 'none'."""
 
 
@@ -46,7 +48,9 @@ class Exchange:
     """
 
     def __init__(self, steps: Iterator[Works], rounds: int, *, over_stages: bool = False):
-        self._steps, self.rounds, self.over_stages = steps, rounds, over_stages
+        self._steps = steps
+        self.rounds = rounds
+        self.over_stages = over_stages
         self._work: Work | Works | None = next(steps)
 
     def proceed(self) -> None:
@@ -62,7 +66,8 @@ class Exchange:
     def _advance(self) -> None:
         assert self._work is not None
         self._work.wait()
-        self._work, self.rounds = next(self._steps, None), self.rounds - 1
+        self._work = next(self._steps, None)
+        self.rounds = self.rounds - 1
 
     def is_done(self) -> bool:
         """Whether what has been started is over."""
@@ -72,31 +77,65 @@ class Exchange:
 class Compression:
     """Compressed sums of the gradients of a partition.
 
-    Parameters of at least `gradients_smallest` elements that are summed over several ranks are compressed. Those with
-    partial sums along tp, which are small or rare, are sent whole. `shared`: a rank has only its own part of the sums
-    (ZeRO-2 and 3), and its gradients become the unsent rest, or are only factors.
+    Parameters of at least `gradients_smallest` elements that are summed over several ranks are
+    compressed. Those with partial sums along tp, which are small or rare, are sent whole. `shared`:
+    a rank has only its own part of the sums (ZeRO-2 and 3), and its gradients become the unsent
+    rest, or are only factors.
     """
 
-    def __init__(self, partition: Partition, placements: Mapping[str, Placement], settings: CompressionConfig,
-                 memory: Memory, kernels: KernelsConfig = AUTO, *, shared: bool = False):
-        layout, self.method = partition.layout, METHODS[settings.gradients]
+    def __init__(
+        self,
+        partition: Partition,
+        placements: Mapping[str, Placement],
+        settings: CompressionConfig,
+        memory: Memory,
+        kernels: KernelsConfig = AUTO,
+        *,
+        shared: bool = False,
+    ):
+        layout = partition.layout
+        self.method = METHODS[settings.gradients]
         method = self.method
         shapes = dict(zip(layout.names, layout.shapes, strict=True))
         starts = dict(zip(layout.names, layout.offsets, strict=True))
-        self.packed = frozenset(name for name in layout.names if partition.axis_of(name).size > 1 and _is_packed(
-            shapes[name], placements[name], settings))
+        self.packed = frozenset(
+            name
+            for name in layout.names
+            if partition.axis_of(name).size > 1
+            and _is_packed(shapes[name], placements[name], settings)
+        )
         kept = {name: shapes[name] for name in layout.names if name in self.packed}
-        learned = {f"{name}.{what}": shape for name in kept
-                   for what, shape in method.learned(kept[name], settings).items()}
-        self.feedback = Feedback({} if method.factored else kept, learned, layout.dtype, memory,
-                                 [name for name in learned if name.rpartition(".")[2] in method.scaled],
-                                 in_place=shared)
-        self._batch, self._start = 0, settings.gradients_start
+        learned = {
+            f"{name}.{what}": shape
+            for name in kept
+            for what, shape in method.learned(kept[name], settings).items()
+        }
+        self.feedback = Feedback(
+            {} if method.factored else kept,
+            learned,
+            layout.dtype,
+            memory,
+            [name for name in learned if name.rpartition(".")[2] in method.scaled],
+            in_place=shared,
+        )
+        self._batch = 0
+        self._start = settings.gradients_start
         self._methods = {
-            bucket: method([Entry(name, shapes[name], starts[name], name in self.packed) for name in bucket.names],
-                           axis, settings, self.feedback, memory.device, layout.dtype, kernels)
-            for bucket, axis in zip(partition.buckets, partition.axes, strict=True) if not self.packed.isdisjoint(
-                bucket.names)}
+            bucket: method(
+                [
+                    Entry(name, shapes[name], starts[name], name in self.packed)
+                    for name in bucket.names
+                ],
+                axis,
+                settings,
+                self.feedback,
+                memory.device,
+                layout.dtype,
+                kernels,
+            )
+            for bucket, axis in zip(partition.buckets, partition.axes, strict=True)
+            if not self.packed.isdisjoint(bucket.names)
+        }
         self._scratch: Tensor | None = None
         if shared:
             largest = max((prod(shape) for shape in kept.values()), default=0)
@@ -105,13 +144,23 @@ class Compression:
             each.scratch = self._scratch
 
     @staticmethod
-    def of(partition: Partition, placements: Mapping[str, Placement], policy: StatePolicy, memory: Memory
-           ) -> Compression | None:
+    def of(
+        partition: Partition,
+        placements: Mapping[str, Placement],
+        policy: StatePolicy,
+        memory: Memory,
+    ) -> Compression | None:
         """None if nothing is compressed."""
         if policy.compression.gradients == "none":
             return None
-        made = Compression(partition, placements, policy.compression, memory, policy.kernels,
-                           shared=policy.splits_gradients)
+        made = Compression(
+            partition,
+            placements,
+            policy.compression,
+            memory,
+            policy.kernels,
+            shared=policy.splits_gradients,
+        )
         return made if made.packed else None
 
     @property
@@ -124,16 +173,24 @@ class Compression:
         """Those of them whose sums are not whole either: no gradient buffer has them."""
         return self.factored if self._scratch is not None else frozenset()
 
-    def begin(self, batch: int, parts: dict[str, list[Part]], scale: float = 1.0,
-              gradients: Mapping[str, Tensor] = NONE, sums: Shares | None = None) -> None:
-        """Begins to reduce a batch's gradients, which are multiplied by `scale`. parts: of `factored` parameters; it
-        takes them away. With `shared`, gradients: by parameter, but for those `absent`; sums: their place.
+    def begin(
+        self,
+        batch: int,
+        parts: dict[str, list[Part]],
+        scale: float = 1.0,
+        gradients: Mapping[str, Tensor] = NONE,
+        sums: Shares | None = None,
+    ) -> None:
+        """Begins to reduce a batch's gradients, which are multiplied by `scale`. parts: of
+        `factored` parameters; it takes them away. With `shared`, gradients: by parameter, but for
+        those `absent`; sums: their place.
         """
         if batch >= self._start:
             self.feedback.open(scale, gradients)
         self._batch = batch
         for method in self._methods.values():
-            method.parts, method.sums = parts, sums
+            method.parts = parts
+            method.sums = sums
 
     def covers(self, bucket: Bucket) -> bool:
         """Whether anything of a bucket is compressed."""
@@ -143,7 +200,9 @@ class Compression:
         """Starts the sum of a bucket of a buffer that it covers."""
         method = self._methods[bucket]
         steps = _without_grad(method.steps(buffer, bucket, self._batch))
-        rounds = method.rounds if self._batch >= self._start else 1  # whole: not before the sum is waited for
+        rounds = (
+            method.rounds if self._batch >= self._start else 1
+        )  # whole: not before the sum is waited for
         return Exchange(steps, rounds, over_stages=method.axis.name == "ends")
 
     @property
@@ -161,14 +220,20 @@ class Compression:
     def rooms(self) -> list[Tensor]:
         """Memory of messages."""
         scratch = [] if self._scratch is None else [self._scratch]
-        return scratch + [wire.room for method in self._methods.values() for wire in (method.wire, method.other)]
+        return scratch + [
+            wire.room for method in self._methods.values() for wire in (method.wire, method.other)
+        ]
 
 
 def _is_packed(shape: Sequence[int], placement: Placement, settings: CompressionConfig) -> bool:
     """Whether a parameter of that local shape is compressed if it is summed over several ranks."""
     packs = METHODS[settings.gradients].packs(shape, placement)
-    return (packs and prod(shape) >= max(settings.gradients_smallest, 1)
-            and placement.along("tp") is not Held.PARTIAL and not has_shared_rows(placement))
+    return (
+        packs
+        and prod(shape) >= max(settings.gradients_smallest, 1)
+        and placement.along("tp") is not Held.PARTIAL
+        and not has_shared_rows(placement)
+    )
 
 
 def _without_grad(steps: Iterator[Works]) -> Iterator[Works]:

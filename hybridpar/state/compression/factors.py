@@ -1,12 +1,14 @@
-"""PowerSGD: sends a matrix of gradients as a product of two thin ones, by one step of power iteration in each batch.
+"""PowerSGD: sends a matrix of gradients as a product of two thin ones, by one step of power
+iteration in each batch.
 
     P = sum of M Q       over ranks, M [m, n] = G + E of a rank, Q [n, r] of the batch before
     P <- orthonormal
     Q = sum of M^T P     over ranks
     the sum of all M is taken to be P Q^T; each rank's E is its M - P (its M^T P)^T
 
-Factors may be sent in fewer bits (gradients_values): then P and Q are sums of rounded messages, and the rounding error
-of a rank's M^T P goes into its E. P is made orthonormal after that, so its rounding only turns the basis.
+Factors may be sent in fewer bits (gradients_values): then P and Q are sums of rounded messages, and
+the rounding error of a rank's M^T P goes into its E. P is made orthonormal after that, so its
+rounding only turns the basis.
 
 Source: arXiv 1905.13727, algorithms 1 and 2, with sums instead of means.
 """
@@ -51,27 +53,42 @@ class LowRank(Method):
         return self._form.read(torch.empty(numel, dtype=self.dtype, device=self.device), part)
 
     def _sums(self, messages: Iterable[Reader], rows: Sequence[int]) -> list[Tensor]:
-        """The matrices of all messages, added up in rank order. Shapes: [rows, rank] each, a column after the other."""
-        totals = [torch.empty(self._rank(entry), n, dtype=self.dtype, device=self.device)
-                  for entry, n in zip(self.packed, rows, strict=True)]
+        """The matrices of all messages, added up in rank order. Shapes: [rows, rank] each, a column
+        after the other."""
+        totals = [
+            torch.empty(self._rank(entry), n, dtype=self.dtype, device=self.device)
+            for entry, n in zip(self.packed, rows, strict=True)
+        ]
         for rank, message in enumerate(messages):
             for total in totals:
                 add(total.view(-1), self._read(message, total.numel()), overwrite=rank == 0)
         return [total.t() for total in totals]
 
     def _random(self, rows: int, rank: int) -> Tensor:
-        """A matrix to begin with, the same for all parameters of a shape. Shapes: -> [rows, rank]."""
-        return random.normal(0, random.site(f"{self.name} {rows} {rank}"), rows=rows, cols=rank, stride=rank, start=0,
-                             dtype=self.dtype).to(self.device)
+        """A matrix to begin with, the same for all parameters of a shape. Shapes: -> [rows,
+        rank]."""
+        return random.normal(
+            0,
+            random.site(f"{self.name} {rows} {rank}"),
+            rows=rows,
+            cols=rank,
+            stride=rank,
+            start=0,
+            dtype=self.dtype,
+        ).to(self.device)
 
 
 class Factors(LowRank):
     """Two messages: P with the tensors that are sent whole, then Q."""
 
-    name, rounds, scaled = "powersgd", 2, frozenset({_FACTOR})
+    name = "powersgd"
+    rounds = 2
+    scaled = frozenset({_FACTOR})
 
     @classmethod
-    def learned(cls, shape: Sequence[int], settings: CompressionConfig) -> dict[str, tuple[int, ...]]:
+    def learned(
+        cls, shape: Sequence[int], settings: CompressionConfig
+    ) -> dict[str, tuple[int, ...]]:
         return {_FACTOR: (shape[1], min(settings.gradients_rank, *shape))}
 
     @cached_property
@@ -79,8 +96,10 @@ class Factors(LowRank):
         return Precision(self.settings.gradients_values, self.dtype, self.kernels.quantize)
 
     def most_bytes(self) -> tuple[int, int]:
-        first, second = (sum(self._form.num_bytes(entry.shape[dim] * self._rank(entry)) for entry in self.packed)
-                         for dim in range(2))
+        first, second = (
+            sum(self._form.num_bytes(entry.shape[dim] * self._rank(entry)) for entry in self.packed)
+            for dim in range(2)
+        )
         return first, second
 
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
@@ -90,26 +109,34 @@ class Factors(LowRank):
         yield self.wire.gather([message.num_bytes] * self.axis.size)
         bases = [orthonormal(p) for p in self._sums(self.messages(), [len(x) for x in matrices])]
         second = self.other.own
-        for matrix, base, own in zip(matrices, bases, self._multiply(
-                second, [x.t() for x in matrices], bases), strict=True):
+        for matrix, base, own in zip(
+            matrices, bases, self._multiply(second, [x.t() for x in matrices], bases), strict=True
+        ):
             matrix.addmm_(base, own.t(), alpha=-1.0)
         self._count_factors(message, second)
         yield self.other.gather([second.num_bytes] * self.axis.size)
         totals = self._sums(self.other.readers(), [x.shape[1] for x in matrices])
-        for out, entry, base, total in zip(self.totals(gradients), self.packed, bases, totals, strict=True):
+        for out, entry, base, total in zip(
+            self.totals(gradients), self.packed, bases, totals, strict=True
+        ):
             torch.mm(base, total.t(), out=out)
             self.feedback.next_learned[f"{entry.name}.{_FACTOR}"].copy_(total)
 
     def _start(self, entry: Entry) -> Tensor:
-        """The Q to begin with: the batch before's, columns scaled to length 1; zero columns are replaced by random
-        ones, the same for all matrices of a shape."""
+        """The Q to begin with: the batch before's, columns scaled to length 1; zero columns are
+        replaced by random ones, the same for all matrices of a shape."""
         factor = self.feedback.learned[f"{entry.name}.{_FACTOR}"]
         fresh = self._random(*factor.shape)
         lengths = torch.linalg.vector_norm(factor, dim=0)
-        return torch.where(lengths > 0, factor / lengths.clamp(min=torch.finfo(self.dtype).tiny), fresh)
+        return torch.where(
+            lengths > 0, factor / lengths.clamp(min=torch.finfo(self.dtype).tiny), fresh
+        )
 
-    def _multiply(self, message: Reader, matrices: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
-        """Writes products into a message, column by column, as these differ in size; returns them as it has them."""
+    def _multiply(
+        self, message: Reader, matrices: Sequence[Tensor], factors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Writes products into a message, column by column, as these differ in size; returns them
+        as it has them."""
         products = []
         for matrix, factor in zip(matrices, factors, strict=True):
             columns = factor.t() @ matrix.t()
@@ -124,8 +151,8 @@ class Factors(LowRank):
 
 
 def orthonormal(x: Tensor) -> Tensor:
-    """An orthonormal basis of the span of x's columns, by Gram-Schmidt in float64, twice; dependent columns become
-    zero. Shapes: [rows, columns] -> [rows, columns]."""
+    """An orthonormal basis of the span of x's columns, by Gram-Schmidt in float64, twice; dependent
+    columns become zero. Shapes: [rows, columns] -> [rows, columns]."""
     basis = x.to(torch.float64, copy=True)
     for _ in range(2):
         for i, column in enumerate(basis.unbind(1)):

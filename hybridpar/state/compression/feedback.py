@@ -1,4 +1,5 @@
-"""The unsent rest of this rank's gradients, and what a method has learned: at the last update, and at the next."""
+"""The unsent rest of this rank's gradients, and what a method has learned: at the last update, and
+at the next."""
 
 from __future__ import annotations
 
@@ -16,23 +17,43 @@ NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class Feedback:
-    """Two states of error feedback: the settled one, which a batch begins with, and what that batch leaves behind.
+    """Two states of error feedback: the settled one, which a batch begins with, and what that batch
+    leaves behind.
 
     `close` settles what the batch leaves, if its update was made; a skipped update changes nothing.
-    kept: by parameter, in the units of the summed gradient. learned: by 'parameter.what'; zeros: nothing yet. scaled:
-    those of them in the same units. If losses are scaled, so are these, but only while a batch is sent: the next batch
-    may have another scale. in_place: a batch's gradients become its unsent rest, which needs no other memory.
+    kept: by parameter, in the units of the summed gradient. learned: by 'parameter.what'; zeros:
+    nothing yet. scaled: those of them in the same units. If losses are scaled, so are these, but
+    only while a batch is sent: the next batch may have another scale. in_place: a batch's gradients
+    become its unsent rest, which needs no other memory.
     """
 
-    def __init__(self, kept: Shapes, learned: Shapes, dtype: torch.dtype, memory: Memory,
-                 scaled: Collection[str] = (), *, in_place: bool = False):
-        layouts = [FlatLayout(list(shapes), list(shapes.values()), dtype) for shapes in (kept, learned)]
-        self._states = [[Buffer(layout, dtype, memory, (), f"feedback/{i}") for layout in layouts[in_place * i :]]
-                        for i in range(2)]
+    def __init__(
+        self,
+        kept: Shapes,
+        learned: Shapes,
+        dtype: torch.dtype,
+        memory: Memory,
+        scaled: Collection[str] = (),
+        *,
+        in_place: bool = False,
+    ):
+        layouts = [
+            FlatLayout(list(shapes), list(shapes.values()), dtype) for shapes in (kept, learned)
+        ]
+        self._states = [
+            [
+                Buffer(layout, dtype, memory, (), f"feedback/{i}")
+                for layout in layouts[in_place * i :]
+            ]
+            for i in range(2)
+        ]
         self._views = [[buffer.views() for buffer in state] for state in self._states]
-        self._settled, self._is_open, self._in_place = 0, False, in_place
+        self._settled = 0
+        self._is_open = False
+        self._in_place = in_place
         self._gradients: Mapping[str, Tensor] = {}
-        self._scale, self._scaled = 1.0, scaled
+        self._scale = 1.0
+        self._scaled = scaled
 
     @property
     def kept(self) -> dict[str, Tensor]:
@@ -55,9 +76,12 @@ class Feedback:
         return self._views[1 - self._settled][-1]
 
     def open(self, scale: float = 1.0, gradients: Mapping[str, Tensor] = NONE) -> None:
-        """Begins to send a batch, whose gradients are multiplied by `scale`. gradients: these, by parameter."""
+        """Begins to send a batch, whose gradients are multiplied by `scale`. gradients: these, by
+        parameter."""
         assert not self._is_open, "the update of the batch before is not made"
-        self._is_open, self._scale, self._gradients = True, scale, gradients
+        self._is_open = True
+        self._scale = scale
+        self._gradients = gradients
         self._multiply(scale)
 
     def close(self, *, made: bool) -> None:
@@ -80,5 +104,7 @@ class Feedback:
     @property
     def memory(self) -> tuple[list[Tensor], list[Tensor]]:
         """Memory of the settled state, and of the next one."""
-        settled, following = ([tensor for buffer in state for tensor in buffer.tensors] for state in self._states)
+        settled, following = (
+            [tensor for buffer in state for tensor in buffer.tensors] for state in self._states
+        )
         return settled, following

@@ -1,4 +1,5 @@
-"""The base of all ways to compress gradients: tensors that are sent whole, and the order of steps."""
+"""The base of all ways to compress gradients: tensors that are sent whole, and the order of
+steps."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A parameter of a bucket. start: its first element in the flat buffer. packed: it is compressed."""
+    """A parameter of a bucket. start: its first element in the flat buffer. packed: it is
+    compressed."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +48,8 @@ class Entry:
 
 @dataclass(slots=True)
 class Sent:
-    """The elements and bytes that this rank has sent, headers included, and what they would have been uncompressed."""
+    """The elements and bytes that this rank has sent, headers included, and what they would have
+    been uncompressed."""
 
     elements: int = 0
     num_bytes: int = 0
@@ -54,9 +57,12 @@ class Sent:
     whole_bytes: int = 0
 
     def __str__(self) -> str:
-        return (f"of gradients this rank sent {self.elements:,} of {self.whole_elements:,} elements "
-                f"({_ratio(self.whole_elements, self.elements)}), {self.num_bytes:,} of {self.whole_bytes:,} bytes "
-                f"({_ratio(self.whole_bytes, self.num_bytes)})")
+        return (
+            f"of gradients this rank sent {self.elements:,} of {self.whole_elements:,} elements "
+            f"({_ratio(self.whole_elements, self.elements)}), {self.num_bytes:,} of "
+            f"{self.whole_bytes:,} bytes "
+            f"({_ratio(self.whole_bytes, self.num_bytes)})"
+        )
 
 
 def _ratio(whole: int, part: int) -> str:
@@ -66,11 +72,11 @@ def _ratio(whole: int, part: int) -> str:
 class Method(ABC):
     """Compression of the parameters of one bucket, between the ranks of an axis.
 
-    A message has the tensors that are sent whole, then what `exchange` writes. `kernels`: backends of operators.
-    `name`: the value of compression.gradients. `rounds`: most messages that follow each other. `factored`: it takes
-    gradients as factors, which are never multiplied; it then has no feedback, and what it learns is equal on all
-    replicas. `scaled`: what it learns that is in the units of gradients. `looks`: values of the data decide which
-    operators it runs.
+    A message has the tensors that are sent whole, then what `exchange` writes. `kernels`: backends
+    of operators. `name`: the value of compression.gradients. `rounds`: most messages that follow
+    each other. `factored`: it takes gradients as factors, which are never multiplied; it then has
+    no feedback, and what it learns is equal on all replicas. `scaled`: what it learns that is in
+    the units of gradients. `looks`: values of the data decide which operators it runs.
     """
 
     name: ClassVar[str]
@@ -79,20 +85,37 @@ class Method(ABC):
     looks: ClassVar[bool] = False
     rounds: int
 
-    def __init__(self, entries: Sequence[Entry], axis: Axis, settings: CompressionConfig, feedback: Feedback,
-                 device: torch.device, dtype: torch.dtype, kernels: KernelsConfig):
-        self.axis, self.settings, self.feedback = axis, settings, feedback
-        self.device, self.dtype, self.kernels = device, dtype, kernels
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        axis: Axis,
+        settings: CompressionConfig,
+        feedback: Feedback,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernels: KernelsConfig,
+    ):
+        self.axis = axis
+        self.settings = settings
+        self.feedback = feedback
+        self.device = device
+        self.dtype = dtype
+        self.kernels = kernels
         self.packed = [entry for entry in entries if entry.packed]
         self.dense = [entry for entry in entries if not entry.packed]
         main, other = self.most_bytes()
-        self.wire, self.other = Wire(self._dense_numel * dtype.itemsize + main, axis, device), Wire(other, axis, device)
+        self.wire, self.other = (
+            Wire(self._dense_numel * dtype.itemsize + main, axis, device),
+            Wire(other, axis, device),
+        )
         self.sent = Sent()
         self.parts: dict[str, list[Part]] = {}
         self.sums: Shares | None = None
-        """Place of this rank's part of the sums (ZeRO-2 and 3); None: sums replace the gradients."""
+        """Place of this rank's part of the sums (ZeRO-2 and 3); None: sums replace the
+        gradients."""
         self.scratch: Tensor | None = None
-        """Room for the sum of one parameter, if gradients become feedback, or are factors; None: sums replace them."""
+        """Room for the sum of one parameter, if gradients become feedback, or are factors; None:
+        sums replace them."""
 
     @staticmethod
     def packs(shape: Sequence[int], placement: Placement) -> bool:
@@ -100,28 +123,33 @@ class Method(ABC):
         return True
 
     @classmethod
-    def learned(cls, shape: Sequence[int], settings: CompressionConfig) -> dict[str, tuple[int, ...]]:
+    def learned(
+        cls, shape: Sequence[int], settings: CompressionConfig
+    ) -> dict[str, tuple[int, ...]]:
         """Shapes of what it learns of a parameter, by name."""
         return {}
 
     @abstractmethod
     def most_bytes(self) -> tuple[int, int]:
-        """Most bytes that `exchange` writes into the message on `wire`, behind the tensors that are sent whole, and
-        into that on `other`. Units: bytes."""
+        """Most bytes that `exchange` writes into the message on `wire`, behind the tensors that are
+        sent whole, and into that on `other`. Units: bytes."""
 
     @abstractmethod
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
-        """Encodes the feedback's next_kept, leaves the unsent rest in it, and writes the sums over all ranks into the
-        gradients that `totals` gives, one for each of `packed`. Yields what it has started, and continues once that is
-        over. `factored`: it encodes `parts`, and takes them away.
+        """Encodes the feedback's next_kept, leaves the unsent rest in it, and writes the sums over
+        all ranks into the gradients that `totals` gives, one for each of `packed`. Yields what it
+        has started, and continues once that is over. `factored`: it encodes `parts`, and takes them
+        away.
 
         message: this rank's on `wire`, behind the tensors that are sent whole.
         """
 
     def steps(self, buffer: Tensor | Buffer, bucket: Bucket, batch: int) -> Iterator[Works]:
-        """Sums a bucket of a flat buffer over the axis; yields works to be waited for before it continues.
+        """Sums a bucket of a flat buffer over the axis; yields works to be waited for before it
+        continues.
 
-        Collectives: those of `exchange`, all in one order on every rank; before `gradients_start` those of `_whole`.
+        Collectives: those of `exchange`, all in one order on every rank; before `gradients_start`
+            those of `_whole`.
         """
         gradients = [] if self._is_absent else [entry.view(buffer) for entry in self.packed]
         self.sent.whole_elements += self._numel
@@ -131,8 +159,12 @@ class Method(ABC):
             self.sent.num_bytes += self._numel * self.dtype.itemsize
             yield from self._whole(buffer, bucket, gradients)
             return
-        for entry, gradient in zip(self.packed, () if self.factored else gradients, strict=not self.factored):
-            torch.add(gradient, self.feedback.kept[entry.name], out=self.feedback.next_kept[entry.name])
+        for entry, gradient in zip(
+            self.packed, () if self.factored else gradients, strict=not self.factored
+        ):
+            torch.add(
+                gradient, self.feedback.kept[entry.name], out=self.feedback.next_kept[entry.name]
+            )
         message = self.wire.own
         for entry in self.dense:
             message.take(entry.numel, self.dtype).copy_(entry.view(buffer).view(-1))
@@ -140,12 +172,20 @@ class Method(ABC):
         yield from self.exchange(gradients, batch, message)
         for rank, reader in enumerate(self.wire.readers()):
             for entry in self.dense:
-                add(entry.view(buffer).view(-1), reader.take(entry.numel, self.dtype), overwrite=rank == 0)
+                add(
+                    entry.view(buffer).view(-1),
+                    reader.take(entry.numel, self.dtype),
+                    overwrite=rank == 0,
+                )
 
     def totals(self, gradients: Sequence[Tensor]) -> Iterator[Tensor]:
         """For each compressed parameter a tensor; write its sum there before you take the next."""
         for i, entry in enumerate(self.packed):
-            total = gradients[i] if self.scratch is None else self.scratch[: entry.numel].view(entry.shape)
+            total = (
+                gradients[i]
+                if self.scratch is None
+                else self.scratch[: entry.numel].view(entry.shape)
+            )
             yield total
             self._put(entry, total)
 
@@ -172,8 +212,11 @@ class Method(ABC):
         """Whether no buffer has the gradients of `packed`."""
         return self.factored and self.scratch is not None
 
-    def _whole(self, buffer: Tensor | Buffer, bucket: Bucket, gradients: list[Tensor]) -> Iterator[Works]:
-        """Sums the bucket as it is. Collectives: one all-reduce; one for each parameter if some are in no buffer."""
+    def _whole(
+        self, buffer: Tensor | Buffer, bucket: Bucket, gradients: list[Tensor]
+    ) -> Iterator[Works]:
+        """Sums the bucket as it is. Collectives: one all-reduce; one for each parameter if some are
+        in no buffer."""
         if self._is_absent:
             yield Works(all_reduce_async(entry.view(buffer), self.axis) for entry in self.dense)
             for total, entry in zip(self.totals(gradients), self.packed, strict=True):

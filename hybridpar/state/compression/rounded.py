@@ -1,8 +1,8 @@
 """Sends gradients in fewer bytes; the rounding error is added to the next batch's.
 
-    bf16    2 bytes an element
-    int8    66 bytes for 64 elements: a scale and as many integers (ops/quantize.py)
-    int4    34 bytes for 64 elements, rotated before
+bf16    2 bytes an element
+int8    66 bytes for 64 elements: a scale and as many integers (ops/quantize.py)
+int4    34 bytes for 64 elements, rotated before
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hybridpar.state.precision import Precision
 
 
 class _Narrow(Method):
-    """A message has all elements, piece by piece; messages of all ranks are added up in the gradients' type."""
+    """A message has all elements, piece by piece; messages of all ranks are added up in the
+    gradients' type."""
 
     rounds = 1
 
@@ -29,8 +30,11 @@ class _Narrow(Method):
         return Precision(self.name, self.dtype, self.kernels.quantize)
 
     def most_bytes(self) -> tuple[int, int]:
-        return sum(self._form.num_bytes(min(PIECE, entry.numel - start))
-                   for entry in self.packed for start in range(0, entry.numel, PIECE)), 0
+        return sum(
+            self._form.num_bytes(min(PIECE, entry.numel - start))
+            for entry in self.packed
+            for start in range(0, entry.numel, PIECE)
+        ), 0
 
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """See Method. Collectives: a broadcast for each rank."""

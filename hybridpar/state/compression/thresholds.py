@@ -1,11 +1,15 @@
-"""DCT-DP: elements above a threshold of the tensor are sent, with their places; the others wait in the feedback.
+"""DCT-DP: elements above a threshold of the tensor are sent, with their places; the others wait in
+the feedback.
 
-    threshold   set every `gradients_period` batches to the k-th largest size, k = gradients_kept of the elements
-    wire        header: int32, elements of each compressed tensor; then tensors that are sent whole, values, places
-                (ops/sparse.py has the form of places)
-    limit       if an old threshold lets more than gradients_limit k through, this batch takes a higher one
+    threshold   set every `gradients_period` batches to the k-th largest size, k = gradients_kept of
+                the elements
+    wire        header: int32, elements of each compressed tensor; then tensors that are sent whole,
+                values, places (ops/sparse.py has the form of places)
+    limit       if an old threshold lets more than gradients_limit k through, this batch takes a
+                higher one
 
-Source: arXiv 2010.08899, algorithm 1, with a limit: without it kept elements pile up, and 10 times as many as intended
+Source: arXiv 2010.08899, algorithm 1, with a limit: without it kept elements pile up, and 10 times
+    as many as intended
 pass a new threshold.
 """
 
@@ -31,15 +35,23 @@ _COUNT = torch.int32
 class Thresholds(Method):
     """Messages of the elements above a threshold, of which each replica has its own."""
 
-    name, rounds, scaled, looks = "dct", 2, frozenset({_THRESHOLD}), True
+    name = "dct"
+    rounds = 2
+    scaled = frozenset({_THRESHOLD})
+    looks = True
 
     @classmethod
-    def learned(cls, shape: Sequence[int], settings: CompressionConfig) -> dict[str, tuple[int, ...]]:
+    def learned(
+        cls, shape: Sequence[int], settings: CompressionConfig
+    ) -> dict[str, tuple[int, ...]]:
         return {_THRESHOLD: (1,)}
 
     def most_bytes(self) -> tuple[int, int]:
-        return sum(self._most(entry) * self._values.itemsize + most_place_bytes(entry.numel, self._most(entry))
-                   for entry in self.packed), _COUNT.itemsize * len(self.packed)
+        return sum(
+            self._most(entry) * self._values.itemsize
+            + most_place_bytes(entry.numel, self._most(entry))
+            for entry in self.packed
+        ), _COUNT.itemsize * len(self.packed)
 
     @property
     def _values(self) -> torch.dtype:
@@ -52,7 +64,8 @@ class Thresholds(Method):
         return min(entry.numel, ceil(self.settings.gradients_limit * self._wanted(entry)))
 
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
-        """See Method. Collectives: a broadcast for each rank of its header, then one of its message."""
+        """See Method. Collectives: a broadcast for each rank of its header, then one of its
+        message."""
         thresholds = [self._threshold(entry, batch) for entry in self.packed]
         counts = self.other.own.take(len(self.packed), _COUNT)
         counts.copy_(torch.tensor([count for _, count in thresholds], dtype=_COUNT))
@@ -62,8 +75,10 @@ class Thresholds(Method):
         yield self.other.gather([counts.nbytes] * self.axis.size)
         of_all = [reader.take(len(self.packed), _COUNT).tolist() for reader in self.other.readers()]
         yield self.wire.gather([self._num_bytes(own) for own in of_all])
-        messages = [(reader, iter([reader.take(count, self._values) for count in own]))
-                    for reader, own in zip(self.messages(), of_all, strict=True)]
+        messages = [
+            (reader, iter([reader.take(count, self._values) for count in own]))
+            for reader, own in zip(self.messages(), of_all, strict=True)
+        ]
         for total in self.totals(gradients):
             for rank, (reader, values) in enumerate(messages):
                 value = next(values)
@@ -72,12 +87,15 @@ class Thresholds(Method):
 
     def _threshold(self, entry: Entry, batch: int) -> tuple[Tensor, int]:
         """The threshold of this batch, and how many elements it sends."""
-        key, x = f"{entry.name}.{_THRESHOLD}", self.feedback.next_kept[entry.name]
-        passes, threshold = sparse(x, self.kernels.sparse), self.feedback.next_learned[key]
+        key = f"{entry.name}.{_THRESHOLD}"
+        x = self.feedback.next_kept[entry.name]
+        passes = sparse(x, self.kernels.sparse)
+        threshold = self.feedback.next_learned[key]
         threshold.copy_(self.feedback.learned[key])
         if batch % self.settings.gradients_period == 0 or not threshold > 0:  # 0: it was never set
             threshold.copy_(passes.threshold(x, self._wanted(entry)))
-        count, most = passes.count(x, threshold), self._most(entry)
+        count = passes.count(x, threshold)
+        most = self._most(entry)
         if count <= most:
             return threshold, count
         higher = passes.threshold(x, most)
@@ -93,6 +111,8 @@ class Thresholds(Method):
 
     def _num_bytes(self, counts: Sequence[int]) -> int:
         """Bytes of a message with so many elements of each tensor."""
-        of_each = (count * self._values.itemsize + place_bytes(entry.numel, count)
-                   for entry, count in zip(self.packed, counts, strict=True))
+        of_each = (
+            count * self._values.itemsize + place_bytes(entry.numel, count)
+            for entry, count in zip(self.packed, counts, strict=True)
+        )
         return self._dense_numel * self.dtype.itemsize + sum(of_each)

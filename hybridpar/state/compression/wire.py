@@ -14,10 +14,12 @@ from hybridpar.state.layout import ALIGN_BYTES
 
 
 class Wire:
-    """Room for a message of up to `most_bytes` from each rank of the axis; kept from batch to batch."""
+    """Room for a message of up to `most_bytes` from each rank of the axis; kept from batch to
+    batch."""
 
     def __init__(self, most_bytes: int, axis: Axis, device: torch.device):
-        self.axis, self._stride = axis, -(-most_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self.axis = axis
+        self._stride = -(-most_bytes // ALIGN_BYTES) * ALIGN_BYTES
         self.room = zeros(axis.size * self._stride, torch.uint8, device)
 
     def gather(self, num_bytes: Sequence[int]) -> Works:
@@ -26,8 +28,14 @@ class Wire:
         Collectives: a broadcast for each rank, of its own message.
         """
         starts = [rank * self._stride for rank in range(self.axis.size)]
-        return all_gather_async(self.room, [(rank, start, start + length) for rank, (start, length) in enumerate(
-            zip(starts, num_bytes, strict=True))], self.axis)
+        return all_gather_async(
+            self.room,
+            [
+                (rank, start, start + length)
+                for rank, (start, length) in enumerate(zip(starts, num_bytes, strict=True))
+            ],
+            self.axis,
+        )
 
     def reader(self, rank: int) -> Reader:
         """A reader of the message of an axis rank."""
@@ -39,7 +47,8 @@ class Wire:
         return self.reader(self.axis.rank)
 
     def readers(self) -> Iterator[Reader]:
-        """Readers of all messages, in rank order: sums in that order have equal bits on all ranks."""
+        """Readers of all messages, in rank order: sums in that order have equal bits on all
+        ranks."""
         return map(self.reader, range(self.axis.size))
 
 
@@ -47,9 +56,11 @@ class Reader:
     """Reads a message from its start; each type's elements must lie at a multiple of their size."""
 
     def __init__(self, message: Tensor):
-        self._message, self.num_bytes = message, 0
+        self._message = message
+        self.num_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The next elements, as a view."""
-        start, self.num_bytes = self.num_bytes, self.num_bytes + numel * dtype.itemsize
+        start = self.num_bytes
+        self.num_bytes = self.num_bytes + numel * dtype.itemsize
         return self._message[start : self.num_bytes].view(dtype)

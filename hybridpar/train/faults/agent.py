@@ -1,8 +1,9 @@
 """torch's elastic agent, which starts and ends the ranks of one host, with our rules for signals.
 
-    a signal           ranks get it, and have `stop_s` seconds to finish and save
-    a second signal    later than SAME_REQUEST_S: ranks that are left have QUIT_S seconds, then SIGKILL ends them
-    the agent's end    whatever its reason is: no rank is left
+a signal           ranks get it, and have `stop_s` seconds to finish and save
+a second signal    later than SAME_REQUEST_S: ranks that are left have QUIT_S seconds, then SIGKILL
+                   ends them
+the agent's end    whatever its reason is: no rank is left
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class RankAgent(LocalElasticAgent):
 
     Args:
         spec: What to start.
-        stop_s: Seconds that ranks may take to finish and save after a signal; 0: they save nothing, and are killed.
+        stop_s: Seconds that ranks may take to finish and save after a signal; 0: they save nothing,
+            and are killed.
     """
 
     def __init__(self, spec: WorkerSpec, stop_s: int):
@@ -42,19 +44,24 @@ class RankAgent(LocalElasticAgent):
         super().__init__(spec, NoLogs())
 
     def end_ranks(self) -> None:
-        """End the ranks that are left, also those that are stopped, whatever signals come meanwhile."""
+        """End the ranks that are left, also those that are stopped, whatever signals come
+        meanwhile."""
         with _handling_signals(lambda number, handler: None):
             if self._pcontext is not None:
                 self._pcontext.close(signal.SIGTERM, QUIT_S)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-        """End the ranks by a signal. Torch's own gives them 30 s, in versions where that cannot be set.
+        """End the ranks by a signal. Torch's own gives them 30 s, in versions where that cannot be
+        set.
 
-        A second signal, if it is not part of the same request, ends the wait by an exception; torch calls this again.
+        A second signal, if it is not part of the same request, ends the wait by an exception; torch
+        calls this again.
         """
         time_s = QUIT_S if self._hurries else self._stop_s
         if not time_s:
-            death_sig = signal.SIGKILL  # by another signal a rank that connects may abort, and say so
+            death_sig = (
+                signal.SIGKILL
+            )  # by another signal a rank that connects may abort, and say so
         began = time.monotonic()
 
         def act(number: int, handler: _Handler) -> None:
@@ -68,7 +75,8 @@ class RankAgent(LocalElasticAgent):
 
 
 class NoLogs(DefaultLogsSpecs):
-    """The place to which torch's agent writes the output of ranks: none. Ranks write to their launcher's terminal.
+    """The place to which torch's agent writes the output of ranks: none. Ranks write to their
+    launcher's terminal.
 
     Torch's default makes a folder in the temporary folder for each launch, and never removes it.
     """
@@ -77,14 +85,18 @@ class NoLogs(DefaultLogsSpecs):
         super().__init__(log_dir=os.devnull)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Torch's own would read the null device twice a rank, ten times a second, as if it were a log."""
+        """Torch's own would read the null device twice a rank, ten times a second, as if it were a
+        log."""
         return replace(super().reify(envs), tee_stdouts={}, tee_stderrs={})
 
 
 @contextlib.contextmanager
 def _handling_signals(act: Callable[[int, _Handler], None]) -> Iterator[None]:
-    """Call `act` with the number and the usual handler of each signal that has one, while entered."""
-    if threading.current_thread() is not threading.main_thread():  # Python handles signals nowhere else
+    """Call `act` with the number and the usual handler of each signal that has one, while
+    entered."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # Python handles signals nowhere else
         yield
         return
     usual: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}

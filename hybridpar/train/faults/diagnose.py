@@ -4,8 +4,10 @@ It is made from the flight records and exit codes of all ranks.
 
     rank 3 died                     the first one that ended otherwise than by losing another
     all gave up                     they agreed on an error, and ended
-    rank 1 hangs                    it goes on no more and waits for nobody; the others wait, or train on while it saves
-    ranks 0, 1 wait in a circle     all wait, and these for messages of each other: the plan or a link is at fault
+    rank 1 hangs                    it goes on no more and waits for nobody; the others wait, or
+                                    train on while it saves
+    ranks 0, 1 wait in a circle     all wait, and these for messages of each other: the plan or a
+                                    link is at fault
     the link 0 - 1 is lost          all wait: these at both ends of a message, or in one collective
 """
 
@@ -28,11 +30,12 @@ _ASKED = {128 + signal.Signals[f"SIG{name}"] for name in STOP_SIGNALS}
 class Seen:
     """The state of a rank as the supervisor sees it.
 
-    record: None where it has opened no recorder yet. exit_code: None while it lives, the negative signal where one has
-    ended it. idle_s: how long its record has not changed. saving: the state of its thread that writes a checkpoint,
-    while it does. patience_s: how long it may at least wait for others. stopped: by SIGSTOP, or a debugger. early: its
-    record before it may write into the run folder, which says no place on the grid yet. start_timeout_s: how long it
-    may stand still before it has the other record.
+    record: None where it has opened no recorder yet. exit_code: None while it lives, the negative
+    signal where one has ended it. idle_s: how long its record has not changed. saving: the state of
+    its thread that writes a checkpoint, while it does. patience_s: how long it may at least wait
+    for others. stopped: by SIGSTOP, or a debugger. early: its record before it may write into the
+    run folder, which says no place on the grid yet. start_timeout_s: how long it may stand still
+    before it has the other record.
     """
 
     rank: int
@@ -48,7 +51,9 @@ class Seen:
     @property
     def who(self) -> str:
         who = self.record.who if self.record is not None else None
-        return f"rank {self.rank}" if who is None else describe(self.rank, who["stages"], who["place"])
+        return (
+            f"rank {self.rank}" if who is None else describe(self.rank, who["stages"], who["place"])
+        )
 
     @property
     def failed(self) -> bool:
@@ -56,9 +61,11 @@ class Seen:
 
     @property
     def is_victim(self) -> bool:
-        """Whether it ended because another one had, or by NCCL's watchdog while it waited for another.
+        """Whether it ended because another one had, or by NCCL's watchdog while it waited for
+        another.
 
-        There is no watchdog yet at the rendezvous, where Gloo aborts if it can start but some of its threads.
+        There is no watchdog yet at the rendezvous, where Gloo aborts if it can start but some of
+        its threads.
         """
         record = self.record or self.early  # a job that only evaluates has none in a run folder
         if record is None:
@@ -68,7 +75,8 @@ class Seen:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for others; of one that is stopped it is unknown whether they have come."""
+        """Whether it waits for others; of one that is stopped it is unknown whether they have
+        come."""
         record = self.record or self.early
         return record is not None and record.waits and not self.stopped
 
@@ -79,13 +87,15 @@ class Seen:
 
     @property
     def is_late(self) -> bool:
-        """Whether it has stood still for longer than its phase may take, or while it waits than an outage may."""
+        """Whether it has stood still for longer than its phase may take, or while it waits than an
+        outage may."""
         limit_s = self._limit_s
         return limit_s > 0 and max(limit_s, self.patience_s * self.waits) < self.idle_s
 
     @property
     def _limit_s(self) -> float:
-        """How long it may stand still, 0 for as long as it likes; one that is stopped has a limit in every phase."""
+        """How long it may stand still, 0 for as long as it likes; one that is stopped has a limit
+        in every phase."""
         if self.record is not None and self.record.limit_s:
             return self.record.limit_s
         if self.stopped:
@@ -102,7 +112,8 @@ class Seen:
 
     @property
     def was_refused(self) -> bool:
-        """Whether it ended in good order, before it could begin or to stop at an anomaly, and would end so again."""
+        """Whether it ended in good order, before it could begin or to stop at an anomaly, and would
+        end so again."""
         return (self.exit_code or 0) > 0 and (self.record is None or self.record.phase == REFUSED)
 
 
@@ -110,9 +121,9 @@ class Seen:
 class Diagnosis:
     """The reason why a job has failed.
 
-    kind: died, gave up, hangs, circle (ranks wait for messages of each other), link, refused (the request cannot work),
-    stopped (by a signal to a rank). text: for people. rank: the one that failed first; of a circle or a link the one
-    that waits first; -1: all together.
+    kind: died, gave up, hangs, circle (ranks wait for messages of each other), link, refused (the
+    request cannot work), stopped (by a signal to a rank). text: for people. rank: the one that
+    failed first; of a circle or a link the one that waits first; -1: all together.
     """
 
     kind: str
@@ -129,14 +140,23 @@ class Diagnosis:
 
     def as_json(self) -> dict[str, Any]:
         """The diagnosis in plain values; those of an action only where the rank was in one."""
-        plain: dict[str, Any] = {"kind": self.kind, "rank": self.rank, "text": self.text, "exit_code": self.exit_code,
-                                 "victims": list(self.victims)}
+        plain: dict[str, Any] = {
+            "kind": self.kind,
+            "rank": self.rank,
+            "text": self.text,
+            "exit_code": self.exit_code,
+            "victims": list(self.victims),
+        }
         if self.record is not None and self.record.error:
             plain["error"] = self.record.error
         if (record := self.record) is not None:
             plain |= {"phase": record.phase, "stage": record.who.get("stage")}
             if record.kind:
-                plain |= {"step": record.step, "action": record.action, "microbatch": record.microbatch}
+                plain |= {
+                    "step": record.step,
+                    "action": record.action,
+                    "microbatch": record.microbatch,
+                }
             if record.waits:
                 plain |= {"operation": record.operation, "peers": list(record.peers)}
         return plain
@@ -144,7 +164,9 @@ class Diagnosis:
 
 def find_stall(ranks: Sequence[Seen]) -> bool:
     """Whether a rank hangs, or all of them wait for something that does not come."""
-    return any(seen.hangs for seen in (*ranks, *_savers(ranks))) or all(seen.is_late for seen in ranks)
+    return any(seen.hangs for seen in (*ranks, *_savers(ranks))) or all(
+        seen.is_late for seen in ranks
+    )
 
 
 def _savers(ranks: Sequence[Seen]) -> list[Seen]:
@@ -158,19 +180,33 @@ def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
         return _of("stopped", asked[0], f"{asked[0].who} was asked to stop", ranks)
     if dead:
         # whoever was ended by a signal did not choose to; of several the first that went silent
-        first = min(dead, key=lambda seen: ((seen.exit_code or 0) > 0, seen.record.time if seen.record else 0.0))
+        first = min(
+            dead,
+            key=lambda seen: ((seen.exit_code or 0) > 0, seen.record.time if seen.record else 0.0),
+        )
         refused = all(seen.was_refused for seen in dead)
         if first.error and sum(seen.error == first.error for seen in ranks) > 1:
             kind, text = ("refused", "stopped") if refused else ("gave up", "gave up")
-            return Diagnosis(kind, -1, f"all ranks {text}: {first.error}", first.record, first.exit_code or 0)
+            return Diagnosis(
+                kind, -1, f"all ranks {text}: {first.error}", first.record, first.exit_code or 0
+            )
         if refused:  # the lowest of them has said it, where it is the first of all
             lowest = dead[0]
             return _of("refused", lowest, f"{lowest.who} {_end(lowest)}{_doing(lowest)}", ranks)
         return _of("died", first, f"{first.who} {_end(first)}{_doing(first)}", ranks)
-    idle = [seen for seen in ranks if not (seen.failed or seen.is_victim or seen.waits) and seen.idle_s > 0]
+    idle = [
+        seen
+        for seen in ranks
+        if not (seen.failed or seen.is_victim or seen.waits) and seen.idle_s > 0
+    ]
     if idle := [*idle, *(seen for seen in _savers(ranks) if seen.hangs)]:
         worst = max(idle, key=lambda seen: (seen.is_late, seen.stopped, seen.idle_s))
-        return _of("hangs", worst, hang_text(worst.who, worst.idle_s, _doing(worst), stopped=worst.stopped), ranks)
+        return _of(
+            "hangs",
+            worst,
+            hang_text(worst.who, worst.idle_s, _doing(worst), stopped=worst.stopped),
+            ranks,
+        )
     circle, peers = _circle(ranks)
     first = circle[0]
     if _may_be_the_plan(circle):
@@ -181,20 +217,28 @@ def diagnose(ranks: Sequence[Seen]) -> Diagnosis:
 
 
 def _circle_text(circle: Sequence[Seen]) -> str:
-    """The messages that the ranks of a circle wait for, both causes that this can have, and how to tell them apart.
+    """The messages that the ranks of a circle wait for, both causes that this can have, and how to
+    tell them apart.
 
-    The records do not tell whether a message that has not come was sent, so neither cause can be left out.
+    The records do not tell whether a message that has not come was sent, so neither cause can be
+    left out.
     """
     ranks = ", ".join(str(seen.rank) for seen in circle)
     waits = "; ".join(f"{seen.who}{_doing(seen)}{_message(seen.record)}" for seen in circle)
-    return (f"ranks {ranks} wait for each other in a circle: {waits}. Either the plan has an order in which these "
-            "messages wait for each other, or a link between these ranks is lost. If a new start stops at the same "
-            "actions, suspect the plan: run `hybridpar check` on the configuration and report it, or try "
-            "another pipeline.schedule; if it stops elsewhere or goes on, suspect the link")
+    return (
+        f"ranks {ranks} wait for each other in a circle: {waits}. Either the plan has an order in "
+        "which these "
+        "messages wait for each other, or a link between these ranks is lost. If a new start stops "
+        "at the same "
+        "actions, suspect the plan: run `hybridpar check` on the configuration and report it, or "
+        "try "
+        "another pipeline.schedule; if it stops elsewhere or goes on, suspect the link"
+    )
 
 
 def _transfer(record: Record | None) -> tuple[Kind, int] | None:
-    """The receive that ends a record's wait, and its stage; None if it waits for no message between stages."""
+    """The receive that ends a record's wait, and its stage; None if it waits for no message between
+    stages."""
     if record is None or record.kind not in Kind.__members__:
         return None
     row = ROWS[Kind[record.kind]]
@@ -206,21 +250,27 @@ def _transfer(record: Record | None) -> tuple[Kind, int] | None:
 
 
 def _message(record: Record | None) -> str:
-    """', for the activation of RECV_F7@1', the message between stages that a record waits for; empty without one."""
+    """', for the activation of RECV_F7@1', the message between stages that a record waits for;
+    empty without one."""
     transfer = _transfer(record)
     if record is None or transfer is None:
         return ""
     kind, stage = transfer
     receive = f"{kind.value}{record.microbatch}@{stage}"
     name = ROWS[kind].name
-    return f", for {receive} to take the {name}" if record.operation == "send" else f", for the {name} of {receive}"
+    return (
+        f", for {receive} to take the {name}"
+        if record.operation == "send"
+        else f", for the {name} of {receive}"
+    )
 
 
 def _may_be_the_plan(circle: Sequence[Seen]) -> bool:
     """Whether the ranks of a circle may wait by the order of their plan.
 
-    They do not where two ranks wait at both ends of the messages into one stage. Messages keep their order, so the send
-    and the receive of the first unfinished one have begun, and only the link is left to blame.
+    They do not where two ranks wait at both ends of the messages into one stage. Messages keep
+    their order, so the send and the receive of the first unfinished one have begun, and only the
+    link is left to blame.
     """
     transfers = [_transfer(seen.record) for seen in circle]
     if len(circle) < 2 or not any(transfers):
@@ -229,9 +279,11 @@ def _may_be_the_plan(circle: Sequence[Seen]) -> bool:
 
 
 def _circle(ranks: Sequence[Seen]) -> tuple[Sequence[Seen], Sequence[int]]:
-    """The ranks that wait for each other in a circle, from the one that began first on, and for whom that one waits.
+    """The ranks that wait for each other in a circle, from the one that began first on, and for
+    whom that one waits.
 
-    Ranks outside of the circle wait for one in it, and may have begun before. Without a circle: one rank that waits.
+    Ranks outside of the circle wait for one in it, and may have begun before. Without a circle: one
+    rank that waits.
     """
     seen = {one.rank: one for one in ranks}
     waits = {one.rank: one.record for one in ranks if one.record is not None and one.record.waits}
@@ -244,7 +296,7 @@ def _circle(ranks: Sequence[Seen]) -> tuple[Sequence[Seen], Sequence[int]]:
         rank = _wanted(waits[rank], waits)
     if rank is None:  # the last one waits in a collective in which all others of it wait, too
         return [seen[path[-1]]], waits[path[-1]].peers
-    path = path[path.index(rank):]
+    path = path[path.index(rank) :]
     start = path.index(min(path, key=lambda rank: waits[rank].time))
     circle = [*path[start:], *path[:start]]
     return [seen[rank] for rank in circle], [circle[1 % len(circle)]]
@@ -253,18 +305,29 @@ def _circle(ranks: Sequence[Seen]) -> tuple[Sequence[Seen], Sequence[int]]:
 def _wanted(mine: Record, waits: Mapping[int, Record]) -> int | None:
     """A rank that this one waits for, and that waits for something else."""
     peers = [peer for peer in mine.peers if peer in waits]
-    return next((peer for peer in peers if len(mine.peers) == 1 or (
-        waits[peer].operation, waits[peer].axis) != (mine.operation, mine.axis)), None)
+    return next(
+        (
+            peer
+            for peer in peers
+            if len(mine.peers) == 1
+            or (waits[peer].operation, waits[peer].axis) != (mine.operation, mine.axis)
+        ),
+        None,
+    )
 
 
 def _of(kind: str, culprit: Seen, text: str, ranks: Sequence[Seen]) -> Diagnosis:
-    victims = tuple(f"{seen.who}{_doing(seen)}" for seen in ranks if seen.rank != culprit.rank and seen.waits)
+    victims = tuple(
+        f"{seen.who}{_doing(seen)}" for seen in ranks if seen.rank != culprit.rank and seen.waits
+    )
     return Diagnosis(kind, culprit.rank, text, culprit.record, culprit.exit_code or 0, victims)
 
 
 def _end(seen: Seen) -> str:
     code = seen.exit_code or 0
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed (exit code {code})"
+    return (
+        f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed (exit code {code})"
+    )
 
 
 def _doing(seen: Seen) -> str:

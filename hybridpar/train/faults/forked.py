@@ -1,17 +1,20 @@
-"""Ranks that are forks of the program that calls `fit`, under the supervisor of `hybridpar train --ranks`.
+"""Ranks that are forks of the program that calls `fit`, under the supervisor of
+`hybridpar train --ranks`.
 
-    program    fit() ---------------- watches, passes signals on --------------> returns what rank 0 has left
+    program    fit() ---------------- watches, passes signals on --------------> returns what rank 0
+               has left
     a thread   forks rank 0, 1, ..    waits until the job has ended
     ranks              run(config) ------------------------------------> exit
 
-Forks have the program's functions, modules and data sets, whatever these are: lambdas, what a notebook or stdin has
-defined, lists in memory. A program that is started anew would have to define them again, and would need a guard
-(`if __name__ == "__main__"`) around what is not to run in each process.
+Forks have the program's functions, modules and data sets, whatever these are: lambdas, what a
+notebook or stdin has defined, lists in memory. A program that is started anew would have to define
+them again, and would need a guard (`if __name__ == "__main__"`) around what is not to run in each
+process.
 
-A fork has only the thread that forks. The pool of OpenMP belongs to the thread that first computed in parallel, so in a
-fork of that thread the next parallel loop would wait for threads that are not there. The thread that forks here has
-never computed anything: ranks make pools of their own. It lives as long as its ranks, as Linux counts it as their
-parent (stop.end_with).
+A fork has only the thread that forks. The pool of OpenMP belongs to the thread that first computed
+in parallel, so in a fork of that thread the next parallel loop would wait for threads that are not
+there. The thread that forks here has never computed anything: ranks make pools of their own. It
+lives as long as its ranks, as Linux counts it as their parent (stop.end_with).
 """
 
 from __future__ import annotations
@@ -48,13 +51,16 @@ def supervise_forks(config: Config, run: Run) -> tuple[int, Diagnosis | None]:
     """Run a function on forks of this process until the job has ended well, or must be given up.
 
     Args:
-        config: The resolved configuration of the job; a smaller one is given to `run` if a rank stays away.
+        config: The resolved configuration of the job; a smaller one is given to `run` if a rank
+            stays away.
         run: Called on each rank, in the environment of a rank.
 
     Returns:
         The exit code, and the diagnosis of the last failure, if there was one.
     """
-    names = [number.name for number in numbers_of(sorted({*HANDLED_SIGNALS, *config.train.stop_signals}))]
+    names = [
+        number.name for number in numbers_of(sorted({*HANDLED_SIGNALS, *config.train.stop_signals}))
+    ]
     with _Forker() as forker, _signals_as_before(), passing_on_signals(names):
         agent = ForkingSupervisor(config, run, forker)
         try:
@@ -79,16 +85,28 @@ class ForkingSupervisor(Supervisor):
         self._begin_start()
         spec = worker_group.spec
         common = {
-            "LOCAL_WORLD_SIZE": spec.local_world_size, "WORLD_SIZE": worker_group.workers[0].world_size,
-            "MASTER_ADDR": worker_group.master_addr, "MASTER_PORT": worker_group.master_port,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "WORLD_SIZE": worker_group.workers[0].world_size,
+            "MASTER_ADDR": worker_group.master_addr,
+            "MASTER_PORT": worker_group.master_port,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
         }
-        envs = {worker.local_rank: {**common, "RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank}
-                for worker in worker_group.workers}
-        texts = {rank: {name: str(value) for name, value in env.items()} for rank, env in envs.items()}
+        envs = {
+            worker.local_rank: {
+                **common,
+                "RANK": worker.global_rank,
+                "LOCAL_RANK": worker.local_rank,
+            }
+            for worker in worker_group.workers
+        }
+        texts = {
+            rank: {name: str(value) for name, value in env.items()} for rank, env in envs.items()
+        }
         run = partial(self._run, self._config)
-        self._pcontext = _ForkContext(texts, self._logs_specs, lambda env: self._forker.fork(env, run))
+        self._pcontext = _ForkContext(
+            texts, self._logs_specs, lambda env: self._forker.fork(env, run)
+        )
         self._pcontext.start()
         return self._pcontext.pids()
 
@@ -96,13 +114,20 @@ class ForkingSupervisor(Supervisor):
 class _ForkContext(SubprocessContext):
     """Torch's context of the processes of an agent, whose processes are forks."""
 
-    def __init__(self, envs: dict[int, dict[str, str]], logs_specs: Any, fork: Callable[[dict[str, str]], int]):
+    def __init__(
+        self,
+        envs: dict[int, dict[str, str]],
+        logs_specs: Any,
+        fork: Callable[[dict[str, str]], int],
+    ):
         super().__init__("rank", sys.executable, dict.fromkeys(envs, ()), envs, logs_specs)
         self._fork = fork
 
     def _start(self) -> None:
         self.subprocess_handlers = {
-            rank: _Handler(_Process(self._fork(env))) for rank, env in self.envs.items()}  # type: ignore[misc]
+            rank: _Handler(_Process(self._fork(env)))  # type: ignore[misc]
+            for rank, env in self.envs.items()
+        }
 
 
 class _Handler:
@@ -162,7 +187,9 @@ class _Forker:
     def fork(self, env: Mapping[str, str], run: Callable[[], int]) -> int:
         """Return the process that runs a function in this environment, in a session of its own."""
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # else the fork writes again what waits to be written
+            with contextlib.suppress(
+                Exception
+            ):  # else the fork writes again what waits to be written
                 stream.flush()
         pids: queue.SimpleQueue[int | OSError] = queue.SimpleQueue()
 
@@ -196,7 +223,8 @@ def _become_rank(env: Mapping[str, str], run: Callable[[], int]) -> NoReturn:
     """Run a function in this fork, and end it: nothing of the program's own code follows."""
     code = 1
     try:
-        gc.freeze()  # what is garbage by now may wait in its destructor for a thread that the fork has not
+        # what is garbage by now may wait in its destructor for a thread that the fork has not
+        gc.freeze()
         gc.enable()
         os.setsid()
         for number in signal.valid_signals():

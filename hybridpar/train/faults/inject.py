@@ -1,19 +1,25 @@
-"""Faults that are made to happen once in a job's life, also if it starts again: `--inject "kill rank 3 at step 20"`.
+"""Faults that are made to happen once in a job's life, also if it starts again:
+`--inject "kill rank 3 at step 20"`.
 
     kill rank 3 at step 20              SIGKILL
-    lose rank 3 at step 20              the same, and that rank never starts again (on a grid of that size)
+    lose rank 3 at step 20              the same, and that rank never starts again (on a grid of
+                                        that size)
     hang rank 1 at step 7               it stops, and stays alive
     hang save rank 1 at step 10         the same of its thread that writes the next checkpoint
     slow link 0-1 at step 5 for 3 s     what rank 0 sends to rank 1 comes so much later, once
     cut link 0-1 at step 5              ... and never
-    outage rank 1 at step 5 for 3 s     the kernel drops whatever comes to rank 1, and TCP sends it again
-    corrupt shard at step 10            a bit of the file that rank 0 writes into the next checkpoint flips
-    disk full at step 10                that file cannot be written: training goes on without that checkpoint
+    outage rank 1 at step 5 for 3 s     the kernel drops whatever comes to rank 1, and TCP sends it
+                                        again
+    corrupt shard at step 10            a bit of the file that rank 0 writes into the next
+                                        checkpoint flips
+    disk full at step 10                that file cannot be written: training goes on without that
+                                        checkpoint
     nan gradient rank 2 at step 4       the gradient of one of its micro-batches is not finite
 
-`stage 1` for a rank is the first one that holds that stage; files have a rank, too, if given: `disk full rank 2 at
-...`. Steps are those that are being made, from 1; `micro-batch 0` after one is its first; kill, lose and hang know step
-0, the set-up before the first one. The next checkpoint is that of this step, or the first one after it.
+`stage 1` for a rank is the first one that holds that stage; files have a rank, too, if given:
+`disk full rank 2 at ...`. Steps are those that are being made, from 1; `micro-batch 0` after one is
+its first; kill, lose and hang know step 0, the set-up before the first one. The next checkpoint is
+that of this step, or the first one after it.
 """
 
 from __future__ import annotations
@@ -48,14 +54,18 @@ from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train.engine import Engine
 from hybridpar.train.folder import CHECKPOINTS, INJECTED
 
-_WHO, _WHEN = r"(?P<where>rank|stage) (?P<rank>\d+)", r"at step (?P<step>\d+)(?: micro-batch (?P<microbatch>\d+))?"
-_FORMS = tuple(re.compile(form) for form in (
-    rf"(?P<kind>kill|lose|hang|nan gradient) {_WHO} {_WHEN}",
-    rf"(?P<kind>slow link) (?P<rank>\d+)-(?P<peer>\d+) {_WHEN} for (?P<seconds>\d+(?:\.\d+)?) s",
-    rf"(?P<kind>outage) {_WHO} {_WHEN} for (?P<seconds>\d+(?:\.\d+)?) s",
-    rf"(?P<kind>cut link) (?P<rank>\d+)-(?P<peer>\d+) {_WHEN}",
-    rf"(?P<kind>corrupt shard|disk full|hang save)(?: {_WHO})? {_WHEN}",
-))
+_WHO = r"(?P<where>rank|stage) (?P<rank>\d+)"
+_WHEN = r"at step (?P<step>\d+)(?: micro-batch (?P<microbatch>\d+))?"
+_FORMS = tuple(
+    re.compile(form)
+    for form in (
+        rf"(?P<kind>kill|lose|hang|nan gradient) {_WHO} {_WHEN}",
+        rf"(?P<kind>slow link) (?P<rank>\d+)-(?P<peer>\d+) {_WHEN} for (?P<seconds>\d+(?:\.\d+)?) s",
+        rf"(?P<kind>outage) {_WHO} {_WHEN} for (?P<seconds>\d+(?:\.\d+)?) s",
+        rf"(?P<kind>cut link) (?P<rank>\d+)-(?P<peer>\d+) {_WHEN}",
+        rf"(?P<kind>corrupt shard|disk full|hang save)(?: {_WHO})? {_WHEN}",
+    )
+)
 _SAVING = ("corrupt shard", "disk full", "hang save")
 _ANYWHERE = ("kill", "lose", "hang")
 """These need no action to happen in."""
@@ -65,8 +75,8 @@ _ANYWHERE = ("kill", "lose", "hang")
 class Fault:
     """One of the faults above.
 
-    rank: where it happens; of a link the sender, and `peer` the receiver. microbatch: of the step; -1: its first
-    action. seconds: how long a link is slow, or out.
+    rank: where it happens; of a link the sender, and `peer` the receiver. microbatch: of the step;
+    -1: its first action. seconds: how long a link is slow, or out.
     """
 
     text: str
@@ -84,14 +94,20 @@ class Fault:
 
 
 def parse_faults(texts: Sequence[str], config: Config) -> tuple[Fault, ...]:
-    """The faults that texts describe, on the resolved grid of `config`. Raises: ConfigError with all that is wrong."""
+    """The faults that texts describe, on the resolved grid of `config`. Raises: ConfigError with
+    all that is wrong."""
     found: list[Fault] = []
     problems: list[Problem] = []
     for text in texts:
         try:
             found.append(parse_fault(text, config))
             if texts.count(text) > 1:
-                raise config_error("inject", text, "is there twice, and happens once", "another step for one of them")
+                raise config_error(
+                    "inject",
+                    text,
+                    "is there twice, and happens once",
+                    "another step for one of them",
+                )
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -101,35 +117,77 @@ def parse_faults(texts: Sequence[str], config: Config) -> tuple[Fault, ...]:
 
 def parse_fault(text: str, config: Config) -> Fault:
     """The fault that a text describes. Raises: ConfigError."""
-    match = next((match for form in _FORMS if (match := form.fullmatch(" ".join(text.split())))), None)
+    match = next(
+        (match for form in _FORMS if (match := form.fullmatch(" ".join(text.split())))), None
+    )
     if match is None:
         raise config_error(
-            "inject", text, "must be one of 'kill|lose|hang rank R at step S', 'slow link A-B at step S for T s', 'cut "
-            "link A-B at step S', 'outage rank R at step S for T s', 'corrupt shard|disk full|hang save at step S', "
+            "inject",
+            text,
+            "must be one of 'kill|lose|hang rank R at step S', 'slow link A-B at step S for T s', "
+            "'cut "
+            "link A-B at step S', 'outage rank R at step S for T s', 'corrupt shard|disk full|hang "
+            "save at step S', "
             "'nan gradient rank R at step S'",
-            '"kill rank 0 at step 2"')
+            '"kill rank 0 at step 2"',
+        )
     parts: dict[str, Any] = match.groupdict()
-    parallel, m = config.parallel, config.pipeline.num_microbatches
-    ranks, stages = parallel.num_ranks, parallel.pp * config.pipeline.num_chunks
+    parallel = config.parallel
+    m = config.pipeline.num_microbatches
+    ranks = parallel.num_ranks
+    stages = parallel.pp * config.pipeline.num_chunks
     rank = number = int(parts["rank"] or 0)
     if parts.get("where") == "stage":
         rank = number % parallel.pp * parallel.tp * parallel.dp
-    fault = Fault(text, parts["kind"], rank, int(parts["step"]), int(parts.get("microbatch") or -1),
-                  int(parts.get("peer") or -1), float(parts.get("seconds") or math.inf))
-    first, last = 0 if fault.kind in _ANYWHERE and fault.microbatch < 0 else 1, config.train.num_steps
+    fault = Fault(
+        text,
+        parts["kind"],
+        rank,
+        int(parts["step"]),
+        int(parts.get("microbatch") or -1),
+        int(parts.get("peer") or -1),
+        float(parts.get("seconds") or math.inf),
+    )
+    first = 0 if fault.kind in _ANYWHERE and fault.microbatch < 0 else 1
+    last = config.train.num_steps
     for is_wrong, rule, works in (
-        (parts.get("where") == "stage" and number >= stages, f"the pipeline has {stages} stages, 0 to {stages - 1}",
-         f"stage {stages - 1}"),
-        (max(rank, fault.peer) >= ranks, f"the job has {ranks} ranks, 0 to {ranks - 1}, on {parallel.pp} stages",
-         "rank 0"),
-        (fault.kind == "outage" and sys.platform != "linux", "the kernel must be Linux", "cut link 0-1 at step 5"),
-        ("link" in fault.kind and rank == fault.peer, "a link is between two ranks", f"{fault.kind} 0-1"),
-        (not first <= fault.step <= last, f"steps are {first} to train.num_steps = {last}", f"step {last}"),
-        (fault.microbatch >= m, f"micro-batches of a step are 0 to {m - 1}", f"micro-batch {m - 1}")):
+        (
+            parts.get("where") == "stage" and number >= stages,
+            f"the pipeline has {stages} stages, 0 to {stages - 1}",
+            f"stage {stages - 1}",
+        ),
+        (
+            max(rank, fault.peer) >= ranks,
+            f"the job has {ranks} ranks, 0 to {ranks - 1}, on {parallel.pp} stages",
+            "rank 0",
+        ),
+        (
+            fault.kind == "outage" and sys.platform != "linux",
+            "the kernel must be Linux",
+            "cut link 0-1 at step 5",
+        ),
+        (
+            "link" in fault.kind and rank == fault.peer,
+            "a link is between two ranks",
+            f"{fault.kind} 0-1",
+        ),
+        (
+            not first <= fault.step <= last,
+            f"steps are {first} to train.num_steps = {last}",
+            f"step {last}",
+        ),
+        (
+            fault.microbatch >= m,
+            f"micro-batches of a step are 0 to {m - 1}",
+            f"micro-batch {m - 1}",
+        ),
+    ):
         if is_wrong:
             raise config_error("inject", text, rule, works)
     sizes = sizes_of(parallel)
-    if fault.kind in _SAVING and place_of(rank, sizes) not in writers(sizes, config.replicas_differ):
+    if fault.kind in _SAVING and place_of(rank, sizes) not in writers(
+        sizes, config.replicas_differ
+    ):
         raise config_error("inject", text, f"rank {rank} writes no file: replica 0 does", "rank 0")
     return fault
 
@@ -139,7 +197,8 @@ class Injector:
 
     def __init__(self, faults: Iterable[Fault], folder: Path, rank: int, flight: Flight):
         self.pending: list[Fault] = []
-        self._folder, self._flight = folder, flight
+        self._folder = folder
+        self._flight = flight
         for fault in (fault for fault in faults if fault.rank == rank):
             if not (folder / INJECTED / fault.name).exists():
                 self.pending.append(fault)
@@ -173,10 +232,16 @@ class Injector:
 
     def _is_due(self, fault: Fault, action: Action) -> bool:
         m = self._engine.sizes.num_microbatches
-        batch, index = (action.microbatch, -1) if action.kind in PER_BATCH else divmod(action.microbatch, m)
+        batch, index = (
+            (action.microbatch, -1) if action.kind in PER_BATCH else divmod(action.microbatch, m)
+        )
         if action.kind in PER_ITEM:
             return False
-        if fault.kind in _SAVING or batch + 1 != fault.step or (fault.microbatch >= 0 and index != fault.microbatch):
+        if (
+            fault.kind in _SAVING
+            or batch + 1 != fault.step
+            or (fault.microbatch >= 0 and index != fault.microbatch)
+        ):
             return False
         if "link" in fault.kind:
             return _is_over_link(action, self._engine.grid.pp, self._engine.sizes, fault.peer)
@@ -186,7 +251,9 @@ class Injector:
         """Makes a fault happen; returns the hooks to be removed after the action."""
         if fault.kind == "nan gradient":
             leaves = self._engine.state.weights.leaves_of(action.version)
-            return [leaf.register_hook(lambda gradient: gradient * math.nan) for leaf in leaves.values()]
+            return [
+                leaf.register_hook(lambda gradient: gradient * math.nan) for leaf in leaves.values()
+            ]
         if fault.kind == "outage":
             threading.Thread(target=_be_deaf, args=[fault.seconds], daemon=True).start()
             return []
@@ -206,7 +273,10 @@ class Injector:
             time.sleep(min(end - time.monotonic(), 1.0))
 
     def _wrap(self, write: Write) -> Write:
-        fault = next((f for f in self.pending if f.kind in _SAVING and f.step <= self._engine.batches_done), None)
+        fault = next(
+            (f for f in self.pending if f.kind in _SAVING and f.step <= self._engine.batches_done),
+            None,
+        )
         if fault is None:
             return write
         self._mark(fault)
@@ -232,22 +302,37 @@ class Injector:
         return {"corrupt shard": corrupt, "disk full": fail, "hang save": hang}[fault.kind]
 
     def _mark(self, fault: Fault) -> None:
-        """Notes in the run folder that a fault happens now, and what was saved by then; it will not happen again."""
+        """Notes in the run folder that a fault happens now, and what was saved by then; it will not
+        happen again."""
         self.pending.remove(fault)
         path = self._folder / INJECTED / fault.name
         path.parent.mkdir(exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
             saved = saved_steps(self._folder / CHECKPOINTS)
-            json.dump({"fault": fault.text, "kind": fault.kind, "rank": fault.rank, "time": time.time(),
-                       "done": self._engine.batches_done, "saved": saved}, file)
+            json.dump(
+                {
+                    "fault": fault.text,
+                    "kind": fault.kind,
+                    "rank": fault.rank,
+                    "time": time.time(),
+                    "done": self._engine.batches_done,
+                    "saved": saved,
+                },
+                file,
+            )
             file.flush()
             os.fsync(file.fileno())
 
 
 def _is_over_link(action: Action, axis: Axis, sizes: Sizes, peer: int) -> bool:
-    """Whether this rank sends to another one in an action; where it never does, whether all meet in it."""
-    ends = [(kind, sizes.peer(stage, row.side)) for stage in sizes.stages_of(axis.rank)
-            for kind, row in ROWS.items() if row.met_by]
+    """Whether this rank sends to another one in an action; where it never does, whether all meet in
+    it."""
+    ends = [
+        (kind, sizes.peer(stage, row.side))
+        for stage in sizes.stages_of(axis.rank)
+        for kind, row in ROWS.items()
+        if row.met_by
+    ]
     if all(end is None or axis.ranks[end] != peer for _, end in ends):
         return action.kind in (Kind.NORM, Kind.UPDATE)
     end = sizes.peer(action.stage, ROWS[action.kind].side) if ROWS[action.kind].met_by else None

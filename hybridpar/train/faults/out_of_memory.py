@@ -1,10 +1,12 @@
 """Whether the kernel's OOM killer ended a rank: a SIGKILL that nobody of ours has sent.
 
-    counter    oom_kill of this process's control group has grown (v2: memory.events, v1: memory.oom_control)
+    counter    oom_kill of this process's control group has grown (v2: memory.events, v1:
+               memory.oom_control)
     log        the kernel's log names the process: "Out of memory: Killed process 4711 (python)"
     memory     neither can be read: how little was free at the time, which lets people judge
 
-A container reads the counter of its own group, and its processes have other numbers in the kernel's log than here.
+A container reads the counter of its own group, and its processes have other numbers in the kernel's
+log than here.
 """
 
 from __future__ import annotations
@@ -30,10 +32,13 @@ _LONGEST_LINE = 8192
 class OomKiller:
     """What the kernel tells about processes that it has ended for want of memory.
 
-    counters: files with a line "oom_kill N"; they need not exist. log: the kernel's log. meminfo: as /proc/meminfo.
+    counters: files with a line "oom_kill N"; they need not exist. log: the kernel's log. meminfo:
+    as /proc/meminfo.
     """
 
-    counters: tuple[Path, ...] = field(default_factory=lambda: tuple(_counters(Path("/proc/self/cgroup"))))
+    counters: tuple[Path, ...] = field(
+        default_factory=lambda: tuple(_counters(Path("/proc/self/cgroup")))
+    )
     log: Path = _KERNEL_LOG
     meminfo: Path = Path("/proc/meminfo")
     _before: int | None = None
@@ -63,26 +68,37 @@ class OomKiller:
     def evidence(self, pid: int) -> str:
         """Return what is known of the OOM killer where the process `pid` was ended by SIGKILL.
 
-        Empty, if the kernel can be asked and says nothing. Otherwise "out of memory: ..", or "perhaps out of memory:
-        ..", if it cannot be asked.
+        Empty, if the kernel can be asked and says nothing. Otherwise "out of memory: ..", or
+        "perhaps out of memory: ..", if it cannot be asked.
         """
         if sys.platform != "linux":
             return ""
-        after, log = self._count(), self._log()
+        after = self._count()
+        log = self._log()
         if log is not None and re.search(rf"Killed process {pid}\b", log):
             return "out of memory: the kernel's OOM killer ended it, as the kernel's log says"
         if after is not None and self._before is not None and after > self._before:
-            return f"out of memory: the kernel's OOM killer ended it (oom_kill of its control group went to {after})"
+            return (
+                "out of memory: the kernel's OOM killer ended it (oom_kill of its control group "
+                f"went to {after})"
+            )
         if after is not None or log is not None:
             return ""
         free = f"; at least {min(self._free) / 1e9:.3g} GB were free before" if self._free else ""
-        return ("perhaps out of memory: the kernel's OOM killer sends this signal, and neither its counter nor the "
-                f"kernel's log can be read here{free}. Ask `dmesg`, and `free -m` while it runs")
+        return (
+            "perhaps out of memory: the kernel's OOM killer sends this signal, and neither its "
+            "counter nor the "
+            f"kernel's log can be read here{free}. Ask `dmesg`, and `free -m` while it runs"
+        )
 
     def _count(self) -> int | None:
-        """Return how often the OOM killer has acted in this process's control groups; None if no counter is there."""
-        counts = [int(match[1]) for path in self.counters
-                  if (match := re.search(r"^oom_kill (\d+)$", _text(path), re.MULTILINE))]
+        """Return how often the OOM killer has acted in this process's control groups; None if no
+        counter is there."""
+        counts = [
+            int(match[1])
+            for path in self.counters
+            if (match := re.search(r"^oom_kill (\d+)$", _text(path), re.MULTILINE))
+        ]
         return sum(counts) if counts else None
 
     def _free_bytes(self) -> int | None:
@@ -90,7 +106,8 @@ class OomKiller:
         return 1024 * int(match[1]) if match else None
 
     def _log(self) -> str | None:
-        """Return what the kernel has logged since processes started; None if its log may not be read."""
+        """Return what the kernel has logged since processes started; None if its log may not be
+        read."""
         if self._reader < 0:
             return None
         lines: list[bytes] = []
@@ -111,8 +128,8 @@ class OomKiller:
 def _counters(membership: Path) -> Iterator[Path]:
     """Yield the files that count for this process's control group of memory, in versions 1 and 2.
 
-    membership: as /proc/self/cgroup. In a container its paths may be those of the host, so the root of what is mounted
-    here is taken where they lead nowhere.
+    membership: as /proc/self/cgroup. In a container its paths may be those of the host, so the root
+    of what is mounted here is taken where they lead nowhere.
     """
     root = _CGROUPS
     for line in _text(membership).splitlines():
@@ -126,7 +143,9 @@ def _counters(membership: Path) -> Iterator[Path]:
         else:
             continue
         inside = [folder / path.strip("/") / name for folder in folders]
-        yield from [file for file in inside if file.exists()] or [folder / name for folder in folders]
+        yield from [file for file in inside if file.exists()] or [
+            folder / name for folder in folders
+        ]
 
 
 def _text(path: Path) -> str:

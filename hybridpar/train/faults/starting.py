@@ -1,7 +1,8 @@
-"""What the supervisor says every 15 s while ranks start, which takes long where many share few cores.
+"""What the supervisor says every 15 s while ranks start, which takes long where many share few
+cores.
 
-    23 of 64 ranks have begun after 15 s: they share 2 cores
-    0 of 64 ranks train after 30 s (60 connecting, 4 setting up): they share 2 cores
+23 of 64 ranks have begun after 15 s: they share 2 cores
+0 of 64 ranks train after 30 s (60 connecting, 4 setting up): they share 2 cores
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ class StartWatch:
     """
 
     def __init__(self, num_ranks: int, say: Callable[[str], None]):
-        self._num_ranks, self._say = num_ranks, say
-        self._is_over = not HAS_MEMORY  # then nobody knows what a rank does before it has a run folder
+        self._num_ranks = num_ranks
+        self._say = say
+        self._is_over = (
+            not HAS_MEMORY
+        )  # then nobody knows what a rank does before it has a run folder
         self._began = self._said = time.monotonic()
         self._share = shared_cores(num_ranks)
 
@@ -48,15 +52,21 @@ class StartWatch:
         early = sum(phase in ("", STARTING[0]) for phase in phases)
         share = f": {self._share}" if self._share else ""
         if early:
-            return f"{self._num_ranks - early} of {self._num_ranks} ranks have begun after {seconds:.0f} s{share}"
+            return (
+                f"{self._num_ranks - early} of {self._num_ranks} ranks have begun after "
+                f"{seconds:.0f} s{share}"
+            )
         doing = ", ".join(f"{count} {phase}" for phase, count in Counter(phases).items())
         ready = self._num_ranks - len(phases)
         return f"{ready} of {self._num_ranks} ranks train after {seconds:.0f} s ({doing}){share}"
 
 
 def waiting(seen: Sequence[Seen]) -> list[str]:
-    """Return the phases of the ranks that live and do not train yet; empty ones of those that have noted nothing."""
-    return [phase for one in seen if one.exit_code is None and (phase := _phase(one)) in ("", *STARTING)]
+    """Return the phases of the ranks that live and do not train yet; empty ones of those that have
+    noted nothing."""
+    return [
+        phase for one in seen if one.exit_code is None and (phase := _phase(one)) in ("", *STARTING)
+    ]
 
 
 def _phase(seen: Seen) -> str:

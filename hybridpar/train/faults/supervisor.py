@@ -1,15 +1,19 @@
-"""`hybridpar train CONFIG.toml --ranks 4`: starts the ranks, watches them, says who failed, and starts them again.
+"""`hybridpar train CONFIG.toml --ranks 4`: starts the ranks, watches them, says who failed, and
+starts them again.
 
     ranks      run as under torchrun, and note what they do (hybridpar.flight)
     watching   ten times a second: has one ended; does one hang; do all wait (limits of [faults])
-    failure    diagnose.py names the rank; a save under way gets some seconds to end; all ranks are ended
-    again      from the last good checkpoint; on fewer ranks where one has failed twice in a row without a new one and
-               the grid allows it; not at all after faults.restarts times without a new one
+    failure    diagnose.py names the rank; a save under way gets some seconds to end; all ranks are
+               ended
+    again      from the last good checkpoint; on fewer ranks where one has failed twice in a row
+               without a new one and the grid allows it; not at all after faults.restarts times
+               without a new one
 
-torchrun's agent (torch.distributed.elastic) starts and ends the processes, and starts them again; here it is told when,
-by `_monitor_workers`. torchrun itself could do it (--max-restarts; its ranks go on from the last checkpoint, too), but
-it sees only processes that end: neither a rank that hangs nor, of several that end, the one that was to blame. And its
-rendezvous listens on every interface, this one on loopback alone. A job of several machines uses torchrun.
+torchrun's agent (torch.distributed.elastic) starts and ends the processes, and starts them again;
+here it is told when, by `_monitor_workers`. torchrun itself could do it (--max-restarts; its ranks
+go on from the last checkpoint, too), but it sees only processes that end: neither a rank that hangs
+nor, of several that end, the one that was to blame. And its rendezvous listens on every interface,
+this one on loopback alone. A job of several machines uses torchrun.
 """
 
 from __future__ import annotations
@@ -28,7 +32,12 @@ from subprocess import Popen
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -64,11 +73,18 @@ _STOP_S = round(ORPHAN_S)
 """How long ranks may take to finish and save after Ctrl-C."""
 
 
-def supervise(config: Config, num_ranks: int, args: Sequence[str], inject: Sequence[str] = (),
-              advise: Callable[[Config], str] | None = None) -> int:
-    """Runs `python -m hybridpar *args` on so many ranks until it has ended well, or must be given up; the exit code.
+def supervise(
+    config: Config,
+    num_ranks: int,
+    args: Sequence[str],
+    inject: Sequence[str] = (),
+    advise: Callable[[Config], str] | None = None,
+) -> int:
+    """Runs `python -m hybridpar *args` on so many ranks until it has ended well, or must be given
+    up; the exit code.
 
-    advise: Returns what makes a resolved configuration need less memory, for a rank that had too little.
+    advise: Returns what makes a resolved configuration need less memory, for a rank that had too
+    little.
     Raises: ConfigError, before anything is started.
     """
     config = resolve(config, num_ranks)
@@ -88,12 +104,20 @@ def run_ranks(num_ranks: int, args: Sequence[str]) -> int:
 
 
 def _spec(num_ranks: int, args: Sequence[str], restarts: int) -> WorkerSpec:
-    return WorkerSpec(role="rank", local_world_size=num_ranks, rdzv_handler=Loopback(), entrypoint=sys.executable,
-                      args=("-m", "hybridpar", *args), max_restarts=restarts, monitor_interval=_LOOK_EVERY_S)
+    return WorkerSpec(
+        role="rank",
+        local_world_size=num_ranks,
+        rdzv_handler=Loopback(),
+        entrypoint=sys.executable,
+        args=("-m", "hybridpar", *args),
+        max_restarts=restarts,
+        monitor_interval=_LOOK_EVERY_S,
+    )
 
 
 def run_agent(agent: RankAgent, log_level: int = logging.ERROR) -> int:
-    """Runs an agent to its end; 0, 1 where its ranks have failed, 128 + n where signal n has ended them."""
+    """Runs an agent to its end; 0, 1 where its ranks have failed, 128 + n where signal n has ended
+    them."""
     for name in ("agent.server.api", "multiprocessing.api"):  # each has a level of its own
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(log_level)
     try:
@@ -107,17 +131,27 @@ def run_agent(agent: RankAgent, log_level: int = logging.ERROR) -> int:
 class Supervisor(RankAgent):
     """The agent of one job, which is on this machine."""
 
-    def __init__(self, config: Config, args: Sequence[str], faults: Sequence[Fault],
-                 advise: Callable[[Config], str] | None = None):
-        self._config, self._args, self._faults = config, tuple(args), faults
-        self._folder, self._ranks = config.run.folder, config.parallel.num_ranks
+    def __init__(
+        self,
+        config: Config,
+        args: Sequence[str],
+        faults: Sequence[Fault],
+        advise: Callable[[Config], str] | None = None,
+    ):
+        self._config = config
+        self._args = tuple(args)
+        self._faults = faults
+        self._folder = config.run.folder
+        self._ranks = config.parallel.num_ranks
         self._watch = Watch(self._folder, config.faults.patience_s, config.faults.start_timeout_s)
         self._oom = OomKiller()
-        self._advise, self._is_short = advise, False
+        self._advise = advise
+        self._is_short = False
         self._start: StartWatch | None = None
         self._records = Records(self._folder, self._say)
         self._records.begin(FAILURES)
-        self._newest, self._blamed = self._saved(), -1
+        self._newest = self._saved()
+        self._blamed = -1
         self._left: set[tuple[str, int]] = set()  # checkpoints that will not be published
         self.exit_code = 1
         self.last_failure: Diagnosis | None = None
@@ -140,10 +174,13 @@ class Supervisor(RankAgent):
             return super()._monitor_workers(worker_group)
         failed = any(one.failed for one in seen)
         if not failed and not find_stall(seen):
-            return RunResult(WorkerState.HEALTHY)  # torch's own look would end all where it finds one that has failed
+            return RunResult(
+                WorkerState.HEALTHY
+            )  # torch's own look would end all where it finds one that has failed
         if failed:
             time.sleep(_SETTLE_S)
-        found, end = diagnose(self._look()), time.monotonic() + _REFUSED_S
+        found = diagnose(self._look())
+        end = time.monotonic() + _REFUSED_S
         while found.kind == "refused" and found.rank > 0 and time.monotonic() < end:
             time.sleep(_LOOK_EVERY_S)
             found = diagnose(self._look())
@@ -159,11 +196,15 @@ class Supervisor(RankAgent):
 
     def _look(self) -> list[Seen]:
         assert isinstance(self._pcontext, SubprocessContext)
-        return self._watch.look({rank: one.proc for rank, one in self._pcontext.subprocess_handlers.items()})
+        return self._watch.look(
+            {rank: one.proc for rank, one in self._pcontext.subprocess_handlers.items()}
+        )
 
     def _explain_kill(self, found: Diagnosis) -> Diagnosis:
         """Adds what the kernel knows of a SIGKILL that nobody of ours has sent."""
-        injected = any(fault.rank == found.rank and fault.kind in ("kill", "lose") for fault in self._faults)
+        injected = any(
+            fault.rank == found.rank and fault.kind in ("kill", "lose") for fault in self._faults
+        )
         if found.kind != "died" or found.exit_code != -signal.SIGKILL or injected:
             return found
         assert isinstance(self._pcontext, SubprocessContext)
@@ -172,10 +213,14 @@ class Supervisor(RankAgent):
         return replace(found, text=f"{found.text}; {evidence}") if evidence else found
 
     def _account(self, found: Diagnosis) -> Config | None:
-        """Counts the restarts that are left; returns the configuration of a smaller job where a rank stays away."""
-        newest, before, smaller = self._saved(), self._newest, None
+        """Counts the restarts that are left; returns the configuration of a smaller job where a
+        rank stays away."""
+        newest = self._saved()
+        before = self._newest
+        smaller = None
         if newest > before:
-            self._newest, self._remaining_restarts = newest, self._worker_group.spec.max_restarts
+            self._newest = newest
+            self._remaining_restarts = self._worker_group.spec.max_restarts
         elif self._blamed == found.rank >= 0:
             smaller = shrink(self._config, self._ranks - 1)
         self._blamed = found.rank
@@ -185,30 +230,62 @@ class Supervisor(RankAgent):
         return smaller if self._remaining_restarts else None
 
     def _resize(self, config: Config) -> None:
-        self._config, self._ranks, self._blamed = config, config.parallel.num_ranks, -1
-        fitting = [fault.text for fault in self._faults if max(fault.rank, fault.peer) < self._ranks]
-        flags = ("--parallel.dp", config.parallel.dp, "--parallel.sites", config.parallel.sites,
-                 "--pipeline.num_microbatches", config.pipeline.num_microbatches, "--inject", *fitting)
+        self._config = config
+        self._ranks = config.parallel.num_ranks
+        self._blamed = -1
+        fitting = [
+            fault.text for fault in self._faults if max(fault.rank, fault.peer) < self._ranks
+        ]
+        flags = (
+            "--parallel.dp",
+            config.parallel.dp,
+            "--parallel.sites",
+            config.parallel.sites,
+            "--pipeline.num_microbatches",
+            config.pipeline.num_microbatches,
+            "--inject",
+            *fitting,
+        )
         spec = self._worker_group.spec
         spec.local_world_size = self._ranks
-        spec.args = ("-m", "hybridpar", *self._args, *map(str, flags))  # of a flag that is there twice the last counts
+        spec.args = (
+            "-m",
+            "hybridpar",
+            *self._args,
+            *map(str, flags),
+        )  # of a flag that is there twice the last counts
 
     def _note(self, found: Diagnosis, began: float, smaller: Config | None) -> None:
         """Reports a failure on stderr and in failures.jsonl."""
         left = self._remaining_restarts
-        what = "" if found.is_final else (
-            f"; starting again after step {self._saved()}" if left else "; no restarts are left (faults.restarts)")
+        what = (
+            ""
+            if found.is_final
+            else (
+                f"; starting again after step {self._saved()}"
+                if left
+                else "; no restarts are left (faults.restarts)"
+            )
+        )
         lines = [f"{found.text}{what}", *(f"  meanwhile {victim}" for victim in found.victims)]
         if smaller is not None:
             lines.append(
                 f"  without rank {found.rank}, which has failed twice and saved nothing: on "
                 f"{smaller.parallel.num_ranks} ranks, parallel.dp = {smaller.parallel.dp}, "
-                + f"parallel.sites = {smaller.parallel.sites}, " * (self._config.parallel.sites > 1) +
-                f"pipeline.num_microbatches = {smaller.pipeline.num_microbatches}")
+                + f"parallel.sites = {smaller.parallel.sites}, " * (self._config.parallel.sites > 1)
+                + f"pipeline.num_microbatches = {smaller.pipeline.num_microbatches}"
+            )
         if found.kind != "refused" or found.rank > 0:  # the first rank has said it, as that of all
             self._say("\n".join(lines))
-        line = found.as_json() | {"time": began, "saved": self._saved(), "ranks": self._ranks, "restarts_left": left}
-        begun = found.kind != "refused" or found.record is not None  # else the folder may be another job's
+        line = found.as_json() | {
+            "time": began,
+            "saved": self._saved(),
+            "ranks": self._ranks,
+            "restarts_left": left,
+        }
+        begun = (
+            found.kind != "refused" or found.record is not None
+        )  # else the folder may be another job's
         if begun and self._folder.is_dir():
             self._records.append(FAILURES, f"{json.dumps(line)}\n".encode())
 
@@ -229,17 +306,23 @@ class Supervisor(RankAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(signal.SIGKILL)  # those that are left wait for the one that failed
-        if self._is_short and self._advise is not None:  # a prediction takes memory, which is free now, and seconds
+        if (
+            self._is_short and self._advise is not None
+        ):  # a prediction takes memory, which is free now, and seconds
             advise = self._advise
             self._advise = None
             self._say(advise(self._config))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-        """End the ranks, at once if some have not begun to train: then none has anything to save."""
+        """End the ranks, at once if some have not begun to train: then none has anything to
+        save."""
         if death_sig is not signal.SIGKILL and self._pcontext is not None and waiting(self._look()):
             saved = self._saved()
             kept = f"; the run is at step {saved}" if saved else ""
-            self._say(f"{death_sig.name}: ending all {self._ranks} ranks, which had not begun to train{kept}")
+            self._say(
+                f"{death_sig.name}: ending all {self._ranks} ranks, which had not begun to "
+                f"train{kept}"
+            )
             death_sig = signal.SIGKILL
         super()._shutdown(death_sig, timeout)
 
@@ -252,14 +335,17 @@ class Supervisor(RankAgent):
 
 
 class Watch:
-    """Reads the flight records of the running processes and of their threads that save, and how long they stand still.
+    """Reads the flight records of the running processes and of their threads that save, and how
+    long they stand still.
 
-    After a long pause that time begins anew: the machine was perhaps asleep, or this process was stopped together with
-    its ranks.
+    After a long pause that time begins anew: the machine was perhaps asleep, or this process was
+    stopped together with its ranks.
     """
 
     def __init__(self, folder: Path, patience_s: float = 0.0, start_timeout_s: float = 0.0):
-        self.folder, self.patience_s, self.start_timeout_s = folder / FLIGHT, patience_s, start_timeout_s
+        self.folder = folder / FLIGHT
+        self.patience_s = patience_s
+        self.start_timeout_s = start_timeout_s
         self._looked = 0.0
         self._observers: dict[str, flight.Observer] = {}
 
@@ -271,27 +357,43 @@ class Watch:
 
     def look(self, processes: Mapping[int, Popen[Any]]) -> list[Seen]:
         """The state of all processes, in the order of their ranks."""
-        now, found = time.monotonic(), []
+        now = time.monotonic()
+        found = []
         if now - self._looked > _ASLEEP_S:
             for observer in self._observers.values():
                 observer.restart()
         self._looked = now
         for rank, process in sorted(processes.items()):
-            code, pid = process.poll(), process.pid  # first the one: what it then has noted was its last
+            # first the one: what it then has noted was its last
+            code = process.poll()
+            pid = process.pid
             record, idle_s = self._read(record_name(rank), pid)
             saving, saving_idle_s = self._read(record_name(rank, SAVING), pid)
             saves = code is None and saving is not None and saving.limit_s > 0
             saver = Seen(rank, saving, None, saving_idle_s) if saves else None
             stopped = code is None and idle_s > _LONG_S and is_stopped(pid)
             early = record if record is not None and "place" not in record.who else None
-            # without records in memory a rank that prepares its text for hours looks like one that hangs
+            # without records in memory a rank that prepares its text for hours looks like one that
+            # hangs
             start_timeout_s = self.start_timeout_s if flight.HAS_MEMORY else 0.0
-            found.append(Seen(rank, None if early else record, code, idle_s, saver, self.patience_s, stopped, early,
-                              start_timeout_s))
+            found.append(
+                Seen(
+                    rank,
+                    None if early else record,
+                    code,
+                    idle_s,
+                    saver,
+                    self.patience_s,
+                    stopped,
+                    early,
+                    start_timeout_s,
+                )
+            )
         return found
 
     def _read(self, name: str, pid: int) -> tuple[flight.Record | None, float]:
-        """The record of this name that the process `pid` has written, and for how long it has not changed."""
+        """The record of this name that the process `pid` has written, and for how long it has not
+        changed."""
         observer = self._observers.get(name)
         if observer is None or observer.pid != pid:
             if observer is not None:
@@ -301,7 +403,8 @@ class Watch:
 
 
 class Loopback(StaticTCPRendezvous):
-    """The rendezvous of one agent on this machine: every round has a store of its own, on the loopback interface."""
+    """The rendezvous of one agent on this machine: every round has a store of its own, on the
+    loopback interface."""
 
     def __init__(self) -> None:
         super().__init__(LOOPBACK, 0, 0, 1, f"{JOB}{os.getpid()}", timeout=0)
@@ -310,5 +413,10 @@ class Loopback(StaticTCPRendezvous):
         listening = socket.create_server((LOOPBACK, 0), backlog=1024)
         port = listening.getsockname()[1]
         self._store = dist.TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+            LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))

@@ -1,4 +1,5 @@
-"""A rank's state as items, for tests: for each part one of each weight buffer, gradient buffer, and optimizer state."""
+"""A rank's state as items, for tests: for each part one of each weight buffer, gradient buffer, and
+optimizer state."""
 
 from itertools import count
 
@@ -17,30 +18,52 @@ def text_of(actions):
     return " ".join(map(str, actions))
 
 
-def training_state(schedule, sizes, rank, parts, *, weight=2, gradient=4, optimizer=12, norms=False, shared=False):
-    """(touches, bytes of each item, items without content at the start) of a rank; parts: of each stage. shared: by
-    replicas, who keep shares elsewhere."""
+def training_state(
+    schedule, sizes, rank, parts, *, weight=2, gradient=4, optimizer=12, norms=False, shared=False
+):
+    """(touches, bytes of each item, items without content at the start) of a rank; parts: of each
+    stage. shared: by replicas, who keep shares elsewhere."""
     schedule = find_schedule(schedule)
-    stages, m = sizes.stages_of(rank), sizes.num_microbatches
-    num_versions, num_gradients = schedule.max_live_versions(sizes, rank), schedule.num_gradient_buffers
+    stages = sizes.stages_of(rank)
+    m = sizes.num_microbatches
+    num_versions = schedule.max_live_versions(sizes, rank)
+    num_gradients = schedule.num_gradient_buffers
     numbers = count()
-    weights = {(v, s, j): next(numbers) for v in range(num_versions) for s in stages for j in range(parts)}
-    gradients = {(b, s, j): next(numbers) for b in range(num_gradients) for s in stages for j in range(parts)}
+    weights = {
+        (v, s, j): next(numbers) for v in range(num_versions) for s in stages for j in range(parts)
+    }
+    gradients = {
+        (b, s, j): next(numbers) for b in range(num_gradients) for s in stages for j in range(parts)
+    }
     states = {(s, j): next(numbers) for s in stages for j in range(parts)}
     num_bytes = [weight] * len(weights) + [gradient] * len(gradients) + [optimizer] * len(states)
 
     def touches(action):
-        kind, stage, k, version, part = action.kind, action.stage, action.microbatch, action.version, action.part
+        kind = action.kind
+        stage = action.stage
+        k = action.microbatch
+        version = action.version
+        part = action.part
         if shared and kind is Kind.REDUCE:
-            return [Touch(item, RENEW) for (buffer, _, _), item in gradients.items() if buffer == k % num_gradients]
+            return [
+                Touch(item, RENEW)
+                for (buffer, _, _), item in gradients.items()
+                if buffer == k % num_gradients
+            ]
         if shared and kind is Kind.UPDATE:
-            return [Touch(weights[version % num_versions, stages[part // parts], part % parts], RENEW)]
+            return [
+                Touch(weights[version % num_versions, stages[part // parts], part % parts], RENEW)
+            ]
         if shared and kind is Kind.NORM:
             return []
         if kind is Kind.UPDATE:
-            stage, part = stages[part // parts], part % parts
-            return [Touch(weights[version % num_versions, stage, part], WRITE),
-                    Touch(gradients[k % num_gradients, stage, part], READ), Touch(states[stage, part], UPDATE)]
+            stage = stages[part // parts]
+            part = part % parts
+            return [
+                Touch(weights[version % num_versions, stage, part], WRITE),
+                Touch(gradients[k % num_gradients, stage, part], READ),
+                Touch(states[stage, part], UPDATE),
+            ]
         if kind is Kind.NORM and norms:
             return [Touch(gradients[k % num_gradients, stages[part // parts], part % parts], READ)]
         found = []
@@ -57,7 +80,10 @@ def training_state(schedule, sizes, rank, parts, *, weight=2, gradient=4, optimi
 def string_of(accesses):
     """Actions and what they touch, from the touches of each."""
     actions = [Action(Kind.F, 0, number) for number in range(len(accesses))]
-    return actions, lambda action: accesses[action.microbatch] if action.kind not in PER_BATCH else ()
+    return (
+        actions,
+        lambda action: accesses[action.microbatch] if action.kind not in PER_BATCH else (),
+    )
 
 
 def with_residency(accesses, num_bytes, budget, **options):
@@ -82,13 +108,23 @@ SPARE = st.integers(0, 60)
 def plans(draw, spare=SPARE):
     """A schedule, its sizes, a plan of three batches that moves items, and the residency."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
-    sizes, parts = drawn_sizes(name, draw(st.integers(1, 4)), draw(st.integers(1, 5))), draw(st.integers(1, 4))
-    norms, split, shared, ahead = draw(st.booleans()), draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 8))
+    sizes = drawn_sizes(name, draw(st.integers(1, 4)), draw(st.integers(1, 5)))
+    parts = draw(st.integers(1, 4))
+    norms = draw(st.booleans())
+    split = draw(st.booleans())
+    shared = draw(st.booleans())
+    ahead = draw(st.integers(0, 8))
     major = sizes.num_ranks == 1 and draw(st.booleans())
-    whole = make_plan(name, sizes, 0, 3, split=split, parts=Division(parts, norms=norms, part_major=major))
-    room, residency, plan = draw(spare), {}, {}
+    whole = make_plan(
+        name, sizes, 0, 3, split=split, parts=Division(parts, norms=norms, part_major=major)
+    )
+    room = draw(spare)
+    residency = {}
+    plan = {}
     for rank, actions in whole.items():
-        touches, num_bytes, void = training_state(find_schedule(name), sizes, rank, parts, norms=norms, shared=shared)
+        touches, num_bytes, void = training_state(
+            find_schedule(name), sizes, rank, parts, norms=norms, shared=shared
+        )
         least = max(sum(num_bytes[touch.item] for touch in touches(action)) for action in actions)
         residency[rank] = Residency(touches, num_bytes, least + room, void=void)
         plan[rank] = tuple(add_residency(actions, residency[rank], ahead=ahead))

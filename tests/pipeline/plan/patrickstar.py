@@ -1,4 +1,5 @@
-"""What PatrickStar does, in small: chunks of tensors, their states, their layout and what ranks send each other.
+"""What PatrickStar does, in small: chunks of tensors, their states, their layout and what ranks
+send each other.
 
 Source: Fang et al., PatrickStar, arXiv 2108.05818, and its code.
 """
@@ -22,19 +23,26 @@ def chunk_state(tensors, *, has_payload=True):
 
 
 class Ranks:
-    """Chunks of one group, a chunk on each of p ranks, through a step; counts the bytes that a rank sends.
+    """Chunks of one group, a chunk on each of p ranks, through a step; counts the bytes that a rank
+    sends.
 
-    A rank has its own chunk always, the others' from the first touch in a sweep until all are done with.
+    A rank has its own chunk always, the others' from the first touch in a sweep until all are done
+    with.
     """
 
     def __init__(self, num_ranks, chunk_bytes, *, broadcast=False):
-        self.p, self.chunk_bytes, self.broadcast = num_ranks, chunk_bytes, broadcast
+        self.p = num_ranks
+        self.chunk_bytes = chunk_bytes
+        self.broadcast = broadcast
         self.states = [TensorState.HOLD] * num_ranks
         self.payload = [rank == 0 for rank in range(num_ranks)]  # as rank 0 sees it
-        self.bytes, self.gathers, self.scatters = 0.0, 0, 0
+        self.bytes = 0.0
+        self.gathers = 0
+        self.scatters = 0
 
     def _collective(self, factor):
-        """A ring moves (p - 1) / p of the group for each rank; a broadcast of each chunk twice as much."""
+        """A ring moves (p - 1) / p of the group for each rank; a broadcast of each chunk twice as
+        much."""
         self.bytes += factor * (self.p - 1) / self.p * self.p * self.chunk_bytes
 
     def before(self, chunk):
@@ -64,8 +72,11 @@ class Ranks:
 
 
 def next_use(moments, now, total):
-    """Moment at which a chunk is used next, after `now`, in batches of `total` moments that repeat."""
-    return min((moment for moment in moments if moment > now), default=total + min(moments, default=total))
+    """Moment at which a chunk is used next, after `now`, in batches of `total` moments that
+    repeat."""
+    return min(
+        (moment for moment in moments if moment > now), default=total + min(moments, default=total)
+    )
 
 
 def victim(moments_of, now, total):
@@ -74,7 +85,8 @@ def victim(moments_of, now, total):
 
 
 def layout(modules, capacity):
-    """Elements used of each chunk: a module's tensors go together into the last chunk, or else into a new one.
+    """Elements used of each chunk: a module's tensors go together into the last chunk, or else into
+    a new one.
 
     None where one does not fit.
     """
@@ -96,4 +108,6 @@ def waste(modules, capacity):
 
 def best_capacity(modules, candidates):
     """The capacity with the least waste, the first of equals."""
-    return min((c for c in candidates if waste(modules, c) is not None), key=lambda c: waste(modules, c))
+    return min(
+        (c for c in candidates if waste(modules, c) is not None), key=lambda c: waste(modules, c)
+    )

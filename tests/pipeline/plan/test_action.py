@@ -5,8 +5,14 @@ from hypothesis import strategies as st
 from hybridpar.errors import ConfigError
 from hybridpar.pipeline.plan.action import Action, Kind, parse_action, parse_actions
 
-ACTIONS = st.builds(Action, st.sampled_from(Kind), st.integers(0, 99), st.integers(0, 10**6), st.integers(-1, 999),
-                    st.integers(0, 99))
+ACTIONS = st.builds(
+    Action,
+    st.sampled_from(Kind),
+    st.integers(0, 99),
+    st.integers(0, 10**6),
+    st.integers(-1, 999),
+    st.integers(0, 99),
+)
 
 
 @pytest.mark.parametrize(
@@ -34,8 +40,25 @@ def test_text_round_trip(actions):
     assert parse_actions(" ".join(map(str, actions))) == tuple(actions)
 
 
-@pytest.mark.parametrize("text", ["", "F", "F12", "F12@", "G12@1", "F12@1v", "F-1@0", "F 12@1", "F12@1v3x", "F12@1.v3",
-                                  "F12@1.-2", "F12@.2", "F12@1v3.2", "f12@1v3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "F",
+        "F12",
+        "F12@",
+        "G12@1",
+        "F12@1v",
+        "F-1@0",
+        "F 12@1",
+        "F12@1v3x",
+        "F12@1.v3",
+        "F12@1.-2",
+        "F12@.2",
+        "F12@1v3.2",
+        "f12@1v3",
+    ],
+)
 def test_bad_text(text):
     with pytest.raises(ConfigError, match="F12@1v3") as error:
         parse_action(text)

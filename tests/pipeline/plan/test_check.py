@@ -16,12 +16,19 @@ from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, make_schedule
 @st.composite
 def settings_of_plans(draw, max_stages=16, max_microbatches=64):
     name = draw(st.sampled_from(sorted(SCHEDULES)))
-    p, m = draw(st.integers(1, max_stages)), draw(st.integers(1, max_microbatches))
+    p = draw(st.integers(1, max_stages))
+    m = draw(st.integers(1, max_microbatches))
     return name, Sizes(p, max(m, p - 1) if SCHEDULES[name].needs_full_pipeline else m)
 
 
 @settings(deadline=None, max_examples=40)
-@given(settings_of_plans(), st.integers(0, 4), st.booleans(), st.sampled_from([None, 0, 1, 3]), st.booleans())
+@given(
+    settings_of_plans(),
+    st.integers(0, 4),
+    st.booleans(),
+    st.sampled_from([None, 0, 1, 3]),
+    st.booleans(),
+)
 def test_every_plan_is_right(setting, first_batch, clip, ahead, split):
     name, sizes = setting
     schedule = SCHEDULES[name]
@@ -30,7 +37,9 @@ def test_every_plan_is_right(setting, first_batch, clip, ahead, split):
     assert (report.first_batch, report.num_batches) == (first_batch, 3)
     long_enough = 3 * sizes.num_microbatches > sizes.num_stages
     for rank, peak in enumerate(report.peaks):
-        at_once = rank == 0 and schedule.slack(sizes) == 0  # a batch's update comes before the next one's backward
+        at_once = (
+            rank == 0 and schedule.slack(sizes) == 0
+        )  # a batch's update comes before the next one's backward
         assert peak.gradients == (1 if at_once else schedule.num_gradient_buffers)
         if long_enough:  # the bound is reached, not just kept
             assert peak.activations == schedule.max_live_activations(sizes, rank)
@@ -41,11 +50,14 @@ def test_report():
     report = check(make_plan("2bw", Sizes(2, 4), 3, 2), Sizes(2, 4), "2bw")
     assert report.peaks == (Live(2, 2, 2), Live(1, 2, 2))
     assert str(report) == (
-        "2bw, 2 stages, 4 micro-batches, batches 3 to 4: 76 actions are right; at most 2 activations, "
-        "2 weight versions, 2 gradients")
+        "2bw, 2 stages, 4 micro-batches, batches 3 to 4: 76 actions are right; at most 2 "
+        "activations, "
+        "2 weight versions, 2 gradients"
+    )
 
 
-# One random fault in a right plan. Each returns the faulty list, or None where the fault cannot be made.
+# One random fault in a right plan. Each returns the faulty list, or None where the fault cannot be
+# made.
 
 
 def drop(actions, i, data):
@@ -73,8 +85,15 @@ def change_microbatch(actions, i, data):
 
 
 NEEDS = {  # what must come before, of the same micro-batch or batch
-    Kind.F: Kind.RECV_F, Kind.SEND_F: Kind.F, Kind.B: Kind.F, Kind.SEND_B: Kind.B, Kind.NORM: Kind.REDUCE,
-    Kind.UPDATE: Kind.NORM, Kind.I: Kind.F, Kind.W: Kind.I}
+    Kind.F: Kind.RECV_F,
+    Kind.SEND_F: Kind.F,
+    Kind.B: Kind.F,
+    Kind.SEND_B: Kind.B,
+    Kind.NORM: Kind.REDUCE,
+    Kind.UPDATE: Kind.NORM,
+    Kind.I: Kind.F,
+    Kind.W: Kind.I,
+}
 
 
 def swap_dependent(actions, i, data):
@@ -98,7 +117,15 @@ def swap_on_link(actions, i, data):
     return None
 
 
-FAULTS = [drop, duplicate, change_version, change_stage, change_microbatch, swap_dependent, swap_on_link]
+FAULTS = [
+    drop,
+    duplicate,
+    change_version,
+    change_stage,
+    change_microbatch,
+    swap_dependent,
+    swap_on_link,
+]
 
 
 @st.composite
@@ -106,15 +133,26 @@ def schedules_and_sizes(draw):
     name, sizes = draw(settings_of_plans(6, 8))
     if name != "2bw":
         return SCHEDULES[name], sizes
-    p, m = sizes.num_stages, sizes.num_microbatches
-    options = draw(st.fixed_dictionaries({}, optional={
-        "early_switch": st.integers(0, m - p + 1), "gradient_buffers": st.just(1), "sync_steps": st.integers(1, 2)}))
+    p = sizes.num_stages
+    m = sizes.num_microbatches
+    options = draw(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "early_switch": st.integers(0, m - p + 1),
+                "gradient_buffers": st.just(1),
+                "sync_steps": st.integers(1, 2),
+            },
+        )
+    )
     return make_schedule(name, **options), sizes
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @settings(deadline=None, max_examples=40)
-@given(setting=schedules_and_sizes(), skipped=st.integers(0, 2), split=st.booleans(), data=st.data())
+@given(
+    setting=schedules_and_sizes(), skipped=st.integers(0, 2), split=st.booleans(), data=st.data()
+)
 def test_any_fault_is_found(fault, setting, skipped, split, data):
     schedule, sizes = setting
     first_batch = schedule.sync_steps + skipped
@@ -132,7 +170,8 @@ def test_any_fault_is_found(fault, setting, skipped, split, data):
 def edited(name, sizes, rank, old, new, num_batches=3):
     """A plan in which rank `rank` does `new` where it did `old`."""
     plan = make_plan(name, sizes, 0, num_batches)
-    old, new = parse_actions(old), parse_actions(new)
+    old = parse_actions(old)
+    new = parse_actions(new)
     for i in range(len(plan[rank])):
         if plan[rank][i : i + len(old)] == old:
             return plan | {rank: (*plan[rank][:i], *new, *plan[rank][i + len(old) :])}
@@ -165,8 +204,10 @@ def test_too_many_versions():
     one = replace(SCHEDULES["2bw"], max_live_versions=lambda sizes, stage: 1)
     reason = fault_of(make_plan("2bw", Sizes(2, 2), 0, 3), Sizes(2, 2), one)
     assert reason == (
-        "rank 0 holds Live(activations=1, versions=2, gradients=1) after UPDATE0@0, but schedule 2bw allows "
-        "Live(activations=2, versions=1, gradients=2)")
+        "rank 0 holds Live(activations=1, versions=2, gradients=1) after UPDATE0@0, but schedule "
+        "2bw allows "
+        "Live(activations=2, versions=1, gradients=2)"
+    )
 
 
 def test_an_update_may_come_early():
@@ -186,14 +227,19 @@ def test_too_many_activations():
 
 def test_too_many_gradients():
     """Backwards of batch 1 before batch 0 is updated, where there is one gradient buffer."""
-    plan = {0: parse_actions("F0@0v0 B0@0v0 REDUCE0@0 NORM0@0 F1@0v0 B1@0v0 REDUCE1@0 UPDATE0@0 NORM1@0 UPDATE1@0")}
+    plan = {
+        0: parse_actions(
+            "F0@0v0 B0@0v0 REDUCE0@0 NORM0@0 F1@0v0 B1@0v0 REDUCE1@0 UPDATE0@0 NORM1@0 UPDATE1@0"
+        )
+    }
     assert check(plan, Sizes(1, 1), "2bw").peaks == (Live(1, 2, 2),)
     one = replace(SCHEDULES["2bw"], num_gradient_buffers=1)
     assert "gradients=2) after B1@0v0" in fault_of(plan, Sizes(1, 1), one)
 
 
 def test_deadlock():
-    """Every list is right by itself: rank 1 wants both forwards first, rank 0 a gradient before the second."""
+    """Every list is right by itself: rank 1 wants both forwards first, rank 0 a gradient before the
+    second."""
     sizes = Sizes(2, 2)
     plan = make_plan("naive", sizes) | {1: make_plan("gpipe", sizes)[1]}
     reason = fault_of(plan, sizes, "gpipe")
@@ -203,7 +249,8 @@ def test_deadlock():
 
 
 def test_deadlock_of_a_shared_queue():
-    """Stage 1 posts RECV_F1 before SEND_F0, and one queue serves both; naive has no F1 before F0 is through."""
+    """Stage 1 posts RECV_F1 before SEND_F0, and one queue serves both; naive has no F1 before F0 is
+    through."""
     sizes = Sizes(3, 2)
     plan = make_plan("naive", sizes, ahead=2)
     assert check(plan, sizes, "naive", serial_links=False)
@@ -211,10 +258,12 @@ def test_deadlock_of_a_shared_queue():
 
 
 def test_deadlock_at_a_collective():
-    """Rank 1 waits for the norm before forward 1, rank 0 issues it after backward 1, for which it needs rank 1."""
+    """Rank 1 waits for the norm before forward 1, rank 0 issues it after backward 1, for which it
+    needs rank 1."""
     sizes = Sizes(2, 1)
     schedule = replace(SCHEDULES["pipedream"], num_gradient_buffers=2)
-    before, after = "REDUCE0@0 NORM0@0 UPDATE0@0 B1@0v0", "REDUCE0@0 B1@0v0 NORM0@0 UPDATE0@0"
+    before = "REDUCE0@0 NORM0@0 UPDATE0@0 B1@0v0"
+    after = "REDUCE0@0 B1@0v0 NORM0@0 UPDATE0@0"
     plan = edited(schedule, sizes, 0, before, after, 2)
     reason = fault_of(plan, sizes, schedule)
     assert "rank 0 at step 8: B1@0v0 waits for transfer 1 from rank 1" in reason
@@ -234,12 +283,15 @@ def test_message_draws_the_place():
     plan = edited("1f1b", Sizes(3, 2), 1, "F1@1v0 SEND_F1@1", "F1@1v0", 1)
     with pytest.raises(PlanError) as error:
         check(plan, Sizes(3, 2), "1f1b")
-    assert str(error.value) == """\
+    assert (
+        str(error.value)
+        == """\
 SEND_F1@1 is missing
 
 rank 0, step 0:  F0@0v0     SEND_F0@0  RECV_B0@0  F1@0v0     SEND_F1@0  RECV_B1@0  B0@0v0     B1@0v0     REDUCE0@0
 rank 1, step 0:  RECV_F0@1 >RECV_F1@1< F0@1v0     SEND_F0@1  RECV_B0@1  F1@1v0     RECV_B1@1  B0@1v0     SEND_B0@1
 rank 2, step 0:  RECV_F0@2  F0@2v0     RECV_F1@2  B0@2v0     SEND_B0@2  F1@2v0     B1@2v0     SEND_B1@2  REDUCE0@2"""
+    )
 
 
 def test_drawing_is_windowed():

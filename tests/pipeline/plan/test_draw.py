@@ -57,12 +57,15 @@ def test_svg_shows_every_micro_batch(name):
 
 
 def test_svg_boxes_lie_in_the_picture_and_do_not_overlap():
-    timeline = simulate(make_plan("2bw", Sizes(4, 6), 0, 4), Costs(1, 2, update=0.5, reduce=2, latency=0.1))
+    timeline = simulate(
+        make_plan("2bw", Sizes(4, 6), 0, 4), Costs(1, 2, update=0.5, reduce=2, latency=0.1)
+    )
     root = ElementTree.fromstring(draw_svg(timeline))
     rows = {}
     for box in root.iter(f"{SVG}rect"):
         if box.get("rx"):
-            x, width = float(box.get("x")), float(box.get("width"))
+            x = float(box.get("x"))
+            width = float(box.get("width"))
             rows.setdefault(box.get("y"), []).append((x, x + width))
     assert len(rows) == 4
     for boxes in rows.values():

@@ -31,4 +31,8 @@ def test_parts_of_a_backward_are_one_together():
     whole = ROWS[Kind.B]
     assert all(part.part_of is Kind.B for part in parts)
     assert sum(part.holds for part in parts) == whole.holds == -ROWS[Kind.F].holds
-    assert (parts[0].receive, parts[0].send, parts[0].needs) == (whole.receive, whole.send, whole.needs)
+    assert (parts[0].receive, parts[0].send, parts[0].needs) == (
+        whole.receive,
+        whole.send,
+        whole.needs,
+    )

@@ -1,4 +1,5 @@
-"""The options of a schedule: what may be asked for, which weights are used then, and that plans are right."""
+"""The options of a schedule: what may be asked for, which weights are used then, and that plans are
+right."""
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,8 @@ from hybridpar.pipeline.plan.schedules import SCHEDULES, WARMUPS, Sizes, make_sc
 @st.composite
 def options_of_2bw(draw, max_stages=8, max_microbatches=24):
     """Options that can run, and sizes that they can run on."""
-    p, warmup = draw(st.integers(1, max_stages)), draw(st.sampled_from(list(WARMUPS)))
+    p = draw(st.integers(1, max_stages))
+    warmup = draw(st.sampled_from(list(WARMUPS)))
     ahead = (p - 1) * WARMUPS[warmup]
     m = draw(st.integers(max(ahead, 1), max(ahead, max_microbatches)))
     return {
@@ -55,7 +57,9 @@ OFF = {"warmup": "depth", "early_switch": None, "gradient_buffers": 0, "sync_ste
         ("2bw", "gradient_buffers", 3, "must be 0 or 1 or 2 with schedule 2bw"),
         ("2bw", "gradient_buffers", -1, "must be 0 or 1 or 2"),
         ("naive", "sync_steps", 5, "schedule naive has no such option, only 2bw and pipedream"),
-        ("2bw", "sync_steps", -5, "must not be negative")])
+        ("2bw", "sync_steps", -5, "must not be negative"),
+    ],
+)
 def test_refused(name, option, value, rule):
     with pytest.raises(ConfigError) as error:
         make_schedule(name, **{option: value})
@@ -70,7 +74,10 @@ def test_refused(name, option, value, rule):
 def test_all_problems_at_once():
     with pytest.raises(ConfigError) as error:
         make_schedule("1f1b", warmup="latency", early_switch=1, sync_steps=2)
-    assert [problem.field for problem in error.value.problems] == ["pipeline.early_switch", "pipeline.sync_steps"]
+    assert [problem.field for problem in error.value.problems] == [
+        "pipeline.early_switch",
+        "pipeline.sync_steps",
+    ]
     with pytest.raises(ConfigError, match="zigzag"):
         make_schedule("zigzag")
 
@@ -88,7 +95,9 @@ def test_one_buffer_stops_what_a_longer_warmup_has_in_flight():
         (4, 8, {"warmup": "bandwidth"}, "pipeline.num_microbatches", 9),
         (4, 8, {"early_switch": 6}, "pipeline.early_switch", 1),
         (4, 8, {"early_switch": 2, "warmup": "latency"}, "pipeline.early_switch", 4),
-        (4, 8, {"early_switch": 6, "warmup": "latency"}, "pipeline.early_switch", 4)])
+        (4, 8, {"early_switch": 6, "warmup": "latency"}, "pipeline.early_switch", 4),
+    ],
+)
 def test_sizes(p, m, options, field, works):
     with pytest.raises(ConfigError) as error:
         make_schedule("2bw", **options).check_sizes(Sizes(p, m))
@@ -106,10 +115,13 @@ def test_sizes(p, m, options, field, works):
 @settings(deadline=None)
 @given(options_of_2bw(), st.integers(0, 3), st.integers(1, 4), st.data())
 def test_versions_of_2bw(setting, skipped, num_batches, data):
-    """The rule, counted from 1 as in the paper: batch j uses W(j-2), from its micro-batch p-1+L+1 on W(j-1); what would
-    be older than the end of the synchronous steps uses that."""
+    """The rule, counted from 1 as in the paper: batch j uses W(j-2), from its micro-batch p-1+L+1
+    on W(j-1); what would be older than the end of the synchronous steps uses that."""
     options, sizes = setting
-    p, m, floor, switch = sizes.num_stages, sizes.num_microbatches, options["sync_steps"], options["early_switch"]
+    p = sizes.num_stages
+    m = sizes.num_microbatches
+    floor = options["sync_steps"]
+    switch = options["early_switch"]
     first = floor + skipped
     stage = data.draw(st.integers(0, p - 1))
     expected = {}
@@ -124,9 +136,11 @@ def test_versions_of_2bw(setting, skipped, num_batches, data):
 @given(options_of_2bw(), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())
 def test_a_drain_changes_no_version(setting, ranges, data):
     options, sizes = setting
-    schedule, floor = make_schedule("2bw", **options), options["sync_steps"]
+    schedule = make_schedule("2bw", **options)
+    floor = options["sync_steps"]
     stage = data.draw(st.integers(0, sizes.num_stages - 1))
-    drained, first = {}, floor
+    drained = {}
+    first = floor
     for num_batches in ranges:
         drained |= versions(schedule, sizes, stage, first, num_batches)
         first += num_batches
@@ -134,14 +148,20 @@ def test_a_drain_changes_no_version(setting, ranges, data):
 
 
 def test_the_largest_early_switch_is_the_papers_rule():
-    sizes, classic = Sizes(4, 9), make_schedule("2bw")
-    assert make_plan(make_schedule("2bw", early_switch=6), sizes, 1, 4) == make_plan(classic, sizes, 1, 4)
-    assert make_plan(make_schedule("2bw", early_switch=5), sizes, 1, 4) != make_plan(classic, sizes, 1, 4)
+    sizes = Sizes(4, 9)
+    classic = make_schedule("2bw")
+    assert make_plan(make_schedule("2bw", early_switch=6), sizes, 1, 4) == make_plan(
+        classic, sizes, 1, 4
+    )
+    assert make_plan(make_schedule("2bw", early_switch=5), sizes, 1, 4) != make_plan(
+        classic, sizes, 1, 4
+    )
 
 
 def test_synchronous_steps_come_first():
     """Before sync_steps a batch t uses W(t): the rule of the 1f1b that runs it."""
-    schedule, sizes = make_schedule("2bw", sync_steps=3), Sizes(2, 2)
+    schedule = make_schedule("2bw", sync_steps=3)
+    sizes = Sizes(2, 2)
     assert [schedule.version(sizes, 1, 2 * t, 0) for t in range(7)] == [0, 1, 2, 3, 3, 4, 5]
     with pytest.raises(AssertionError, match="batch 2 runs as 1f1b"):
         schedule.compute_actions(sizes, 0, 2)
@@ -155,7 +175,11 @@ def test_delays():
 
     def of(name, **options):
         schedule = make_schedule(name, **options)
-        return schedule.num_stale(sizes), schedule.slack(sizes), [schedule.mean_delay(sizes, r) for r in range(4)]
+        return (
+            schedule.num_stale(sizes),
+            schedule.slack(sizes),
+            [schedule.mean_delay(sizes, r) for r in range(4)],
+        )
 
     for name in ("naive", "gpipe", "1f1b"):
         assert of(name) == (0, 0, [0, 0, 0, 0])
@@ -177,13 +201,17 @@ def test_delays():
 @given(options_of_2bw(), st.integers(0, 2), st.integers(1, 4), st.booleans(), st.booleans())
 def test_every_plan_is_right(setting, skipped, num_batches, clip, gather):
     options, sizes = setting
-    schedule, first = make_schedule("2bw", **options), options["sync_steps"] + skipped
+    schedule = make_schedule("2bw", **options)
+    first = options["sync_steps"] + skipped
     plan = make_plan(schedule, sizes, first, num_batches, clip=clip, gather=gather)
     report = check(plan, sizes, schedule, first, num_batches)
-    ends = (Kind.NORM, Kind.UPDATE) if clip else (Kind.UPDATE,)  # one NORM under way at a time: stopping counts on it
+    ends = (
+        (Kind.NORM, Kind.UPDATE) if clip else (Kind.UPDATE,)
+    )  # one NORM under way at a time: stopping counts on it
     for actions in plan.values():
         assert [(a.kind, a.microbatch) for a in actions if a.kind in ends] == [
-            (kind, batch) for batch in range(first, first + num_batches) for kind in ends]
+            (kind, batch) for batch in range(first, first + num_batches) for kind in ends
+        ]
     long_enough = num_batches * sizes.num_microbatches > schedule.warmup(sizes, 0)
     for rank, peak in enumerate(report.peaks):
         assert peak.versions <= 2
@@ -195,7 +223,8 @@ def test_every_plan_is_right(setting, skipped, num_batches, clip, gather):
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 8), st.integers(1, 24), st.integers(0, 2), st.booleans())
 def test_1f1b_may_run_ahead_too(p, m, first, clip):
-    sizes, schedule = Sizes(p, m), make_schedule("1f1b", warmup="latency")
+    sizes = Sizes(p, m)
+    schedule = make_schedule("1f1b", warmup="latency")
     report = check(make_plan(schedule, sizes, first, 3, clip=clip), sizes, schedule, first, 3)
     assert report.peaks == tuple(Live(min(2 * (p - 1 - r) + 1, m), 1, 1) for r in range(p))
 
@@ -205,10 +234,16 @@ def test_1f1b_may_run_ahead_too(p, m, first, clip):
 def test_updates_move_only_to_an_earlier_place(setting, clip):
     """`gather` changes nothing but where NORM and UPDATE stand, and each stands no later."""
     options, sizes = setting
-    schedule, first = make_schedule("2bw", **options), options["sync_steps"]
-    late, early = (make_plan(schedule, sizes, first, 3, clip=clip, gather=gather) for gather in (False, True))
+    schedule = make_schedule("2bw", **options)
+    first = options["sync_steps"]
+    late, early = (
+        make_plan(schedule, sizes, first, 3, clip=clip, gather=gather) for gather in (False, True)
+    )
     for rank in range(sizes.num_stages):
-        fixed = [[a for a in plan[rank] if a.kind not in (Kind.NORM, Kind.UPDATE)] for plan in (late, early)]
+        fixed = [
+            [a for a in plan[rank] if a.kind not in (Kind.NORM, Kind.UPDATE)]
+            for plan in (late, early)
+        ]
         assert fixed[0] == fixed[1]
         for action in set(late[rank]):
             if action.kind is Kind.UPDATE:

@@ -25,13 +25,22 @@ def test_every_action_becomes_its_parts():
     assert one_rank(3, 1) == "F0 F0.1 F0.2 B0.2 B0.1 B0 REDUCE0 NORM0 UPDATE0 UPDATE0.1 UPDATE0.2"
     split = lower("1f1b", Sizes(2, 1), 1, 0, 1, parts=Division(2, norms=True), split=True)
     assert text_of(split).replace("@1", "").replace("v0", "") == (
-        "RECV_F0 F0 F0.1 I0.1 I0 SEND_B0 W0.1 W0 REDUCE0 NORM0.1 NORM0 UPDATE0 UPDATE0.1")
-    assert one_rank(Division(2, update_parts=3), 1) == "F0 F0.1 B0.1 B0 REDUCE0 NORM0 UPDATE0 UPDATE0.1 UPDATE0.2"
+        "RECV_F0 F0 F0.1 I0.1 I0 SEND_B0 W0.1 W0 REDUCE0 NORM0.1 NORM0 UPDATE0 UPDATE0.1"
+    )
+    assert (
+        one_rank(Division(2, update_parts=3), 1)
+        == "F0 F0.1 B0.1 B0 REDUCE0 NORM0 UPDATE0 UPDATE0.1 UPDATE0.2"
+    )
 
 
 def test_part_by_part_weights_are_needed_once_a_sweep():
-    assert one_rank(Division(2, part_major=True)) == "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1 REDUCE0 NORM0 UPDATE0 UPDATE0.1"
-    assert one_rank(Division(2, part_major=True), schedule="1f1b") == one_rank(2, schedule="1f1b"), "by turns"
+    assert (
+        one_rank(Division(2, part_major=True))
+        == "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1 REDUCE0 NORM0 UPDATE0 UPDATE0.1"
+    )
+    assert one_rank(Division(2, part_major=True), schedule="1f1b") == one_rank(
+        2, schedule="1f1b"
+    ), "by turns"
     forwards = forward_actions(Sizes(1, 2), 0, 2, parts=Division(2, part_major=True))
     assert text_of(forwards) == "F0@0 F1@0 F0@0.1 F1@0.1"
 
@@ -46,36 +55,57 @@ def test_part_by_part_is_for_one_rank():
 def test_transfers_are_of_the_ends():
     first, last = make_plan("1f1b", Sizes(2, 1), parts=2).values()
     assert text_of(first) == (
-        "RECV_B0@0 F0@0v0 F0@0.1v0 SEND_F0@0 B0@0.1v0 B0@0v0 REDUCE0@0 NORM0@0 UPDATE0@0 UPDATE0@0.1")
+        "RECV_B0@0 F0@0v0 F0@0.1v0 SEND_F0@0 B0@0.1v0 B0@0v0 REDUCE0@0 NORM0@0 UPDATE0@0 "
+        "UPDATE0@0.1"
+    )
     assert text_of(last).startswith("RECV_F0@1 F0@1v0 F0@1.1v0 B0@1.1v0 B0@1v0 SEND_B0@1")
 
 
 def test_stages_of_a_rank_may_differ():
     sizes = Sizes(2, 2, 2)
-    counts = PartCounts(make_plan("interleaved", sizes, parts=Division({0: 1, 1: 2, 2: 3, 3: 4}))[0])
+    counts = PartCounts(
+        make_plan("interleaved", sizes, parts=Division({0: 1, 1: 2, 2: 3, 3: 4}))[0]
+    )
     assert [counts.count(Kind.B, stage) for stage in sizes.stages_of(0)] == [1, 3]
     assert counts.count(Kind.UPDATE, 0) == 1 + 3, "through both stages of the rank"
     assert counts.count(Kind.NORM, 0) == 1
-    assert (counts.first(Kind.W, 2), counts.last(Kind.W, 2), counts.first(Kind.F, 2), counts.last(Kind.F, 2)) == (
-        2, 0, 0, 2)
+    assert (
+        counts.first(Kind.W, 2),
+        counts.last(Kind.W, 2),
+        counts.first(Kind.F, 2),
+        counts.last(Kind.F, 2),
+    ) == (2, 0, 0, 2)
 
 
-CASES = st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 9), st.integers(0, 5), st.booleans()
+CASES = (
+    st.sampled_from(sorted(SCHEDULES)),
+    st.integers(1, 6),
+    st.integers(1, 9),
+    st.integers(0, 5),
+    st.booleans(),
+)
 
 
 @settings(deadline=None, max_examples=60)
 @given(*CASES, st.booleans(), st.booleans())
-def test_a_divided_plan_is_right_and_holds_and_takes_what_the_whole_one_does(name, p, m, seed, split, norms, late):
+def test_a_divided_plan_is_right_and_holds_and_takes_what_the_whole_one_does(
+    name, p, m, seed, split, norms, late
+):
     sizes = drawn_sizes(name, p, m)
     whole = make_plan(name, sizes, 0, 3, split=split)
     division = Division(lambda s: 1 + (7 * s + seed) % 4, norms=norms, late=late)
     divided = make_plan(name, sizes, 0, 3, split=split, parts=division)
-    one, other = check(whole, sizes, name), check(divided, sizes, name)
+    one = check(whole, sizes, name)
+    other = check(divided, sizes, name)
     assert one.peaks == other.peaks
     costs = Costs(2.0, 3.0, 1.5, reduce=0.5, norm=0.25, gather=0.5, transfer=0.25, tied=True)
     one, other = (simulate(plan, costs).makespan for plan in (whole, divided))
     # a chunk need not wait for the updates of later ones on its rank
-    assert other < one + 1e-9 if late and name == "interleaved" else other == pytest.approx(one, rel=1e-12)
+    assert (
+        other < one + 1e-9
+        if late and name == "interleaved"
+        else other == pytest.approx(one, rel=1e-12)
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -93,12 +123,20 @@ def test_a_fault_in_a_divided_plan_is_found(name, p, m, seed, split, data):
     elif way == "twice":
         actions.insert(step, action)
     else:
-        counts, falls = PartCounts(actions), action.kind not in (Kind.F, Kind.UPDATE)
+        counts = PartCounts(actions)
+        falls = action.kind not in (Kind.F, Kind.UPDATE)
         before = replace(action, part=action.part + (1 if falls else -1))
-        if before.part == counts.count(action.kind, action.stage):  # the first to run: needs another kind
-            kind = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I, Kind.NORM: Kind.REDUCE}[action.kind]
-            before = next(a for a in reversed(actions) if a.kind is kind and a.microbatch == action.microbatch
-                          and a.stage == action.stage)
+        if before.part == counts.count(
+            action.kind, action.stage
+        ):  # the first to run: needs another kind
+            kind = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I, Kind.NORM: Kind.REDUCE}[
+                action.kind
+            ]
+            before = next(
+                a
+                for a in reversed(actions)
+                if a.kind is kind and a.microbatch == action.microbatch and a.stage == action.stage
+            )
         del actions[step]
         actions.insert(actions.index(before), action)
     with pytest.raises(PlanError):
@@ -110,14 +148,17 @@ def test_a_part_of_a_version_is_there_before_it_is_computed_with(late):
     plan = make_plan("1f1b", Sizes(1, 1), 0, 2, parts=Division(2, late=late))[0]
     text = text_of(plan).replace("@0", "")
     assert ("UPDATE0 F1v1 UPDATE0.1 F1.1v1" if late else "UPDATE0 UPDATE0.1 F1v1 F1.1v1") in text
-    update, use = plan.index(Action(Kind.UPDATE, 0, 0, 1, 1)), plan.index(Action(Kind.F, 0, 1, 1, 1))
-    moved = [*plan[:update], *plan[update + 1:use + 1], plan[update], *plan[use + 1:]]
+    update = plan.index(Action(Kind.UPDATE, 0, 0, 1, 1))
+    use = plan.index(Action(Kind.F, 0, 1, 1, 1))
+    moved = [*plan[:update], *plan[update + 1 : use + 1], plan[update], *plan[use + 1 :]]
     with pytest.raises(PlanError, match=r"F1@0\.1v1 comes before UPDATE0@0\.1, which it needs"):
         check({0: moved}, Sizes(1, 1), "1f1b")
 
 
 def test_updates_that_are_late():
-    """Part by part; through both stages of a rank; all together where they cannot be cut; at the end of the range."""
+    """Part by part; through both stages of a rank; all together where they cannot be cut; at the
+    end of the range."""
+
     def text(sizes, schedule, division, **options):
         actions = lower(schedule, sizes, 0, 0, 2, parts=division, **options)
         return text_of(action for action in actions if not ROWS[action.kind].side).replace("@0", "")
@@ -126,25 +167,41 @@ def test_updates_that_are_late():
     assert "NORM0 UPDATE0 F2v1 F3v1 UPDATE0.1 F2.1v1 F3.1v1 B2.1v1" in major
     assert major.endswith("REDUCE1 NORM1 UPDATE1 UPDATE1.1")
     chunks = text(Sizes(2, 2, 2), "interleaved", Division(2, late=True))
-    assert ("UPDATE0 F2v1 UPDATE0.1 F2.1v1 F3v1 F3.1v1 UPDATE0.2 F2@2v1 UPDATE0.3 F2@2.1v1 F3@2v1") in chunks
-    assert "UPDATE0 F1v1 F1.1v1" in text(Sizes(1, 1), "1f1b", Division(2, update_parts=1, late=True))
-    assert "F3v0 UPDATE0 " not in text(Sizes(1, 2), "2bw", Division(2, late=True)), "not earlier than it was"
+    assert (
+        "UPDATE0 F2v1 UPDATE0.1 F2.1v1 F3v1 F3.1v1 UPDATE0.2 F2@2v1 UPDATE0.3 F2@2.1v1 F3@2v1"
+    ) in chunks
+    assert "UPDATE0 F1v1 F1.1v1" in text(
+        Sizes(1, 1), "1f1b", Division(2, update_parts=1, late=True)
+    )
+    assert "F3v0 UPDATE0 " not in text(Sizes(1, 2), "2bw", Division(2, late=True)), (
+        "not earlier than it was"
+    )
 
 
 @settings(deadline=None, max_examples=60)
 @given(*CASES, st.sampled_from([0.3, 2 / 3, 1.0]), st.booleans())
-def test_a_plan_with_a_host_is_right_and_each_part_waits_for_its_own(name, p, m, seed, split, host, gather):
-    """HOST lies between NORM and UPDATE, and what an UPDATE waits for is needed by the forward behind it."""
+def test_a_plan_with_a_host_is_right_and_each_part_waits_for_its_own(
+    name, p, m, seed, split, host, gather
+):
+    """HOST lies between NORM and UPDATE, and what an UPDATE waits for is needed by the forward
+    behind it."""
     sizes = drawn_sizes(name, p, m)
     division = Division(lambda s: 1 + (7 * s + seed) % 4)
     plan = make_plan(name, sizes, 0, 4, split=split, host=host, gather=gather, parts=division)
     report = check(plan, sizes, name)
-    assert report.peaks == check(make_plan(name, sizes, 0, 4, split=split, gather=gather), sizes, name).peaks
+    assert (
+        report.peaks
+        == check(make_plan(name, sizes, 0, 4, split=split, gather=gather), sizes, name).peaks
+    )
     for actions in plan.values():
         assert [a.microbatch for a in actions if a.kind is Kind.HOST] == [0, 1, 2, 3]
         for action, following in pairwise(actions):
             draining = gather or action.microbatch > 1  # or others wait for what the update begins
-            assert action.kind is not Kind.UPDATE or draining or following.kind not in (Kind.B, Kind.I, Kind.W)
+            assert (
+                action.kind is not Kind.UPDATE
+                or draining
+                or following.kind not in (Kind.B, Kind.I, Kind.W)
+            )
     at = next(i for i, action in enumerate(plan[0]) if action.kind is Kind.HOST)
     moved = [*plan[0][:at], *plan[0][at + 1 :], plan[0][at]]
     with pytest.raises(PlanError, match=r"UPDATE0@0.* comes before HOST0@0, which it needs"):
@@ -153,7 +210,10 @@ def test_a_plan_with_a_host_is_right_and_each_part_waits_for_its_own(name, p, m,
 
 def test_the_host_begins_a_batch_once_the_one_before_is_made():
     plan = list(lower("2bw", Sizes(1, 2), 0, 0, 3, host=1.0))
-    host, update = (plan.index(Action(kind, 0, batch, batch + 1)) for kind, batch in ((Kind.HOST, 1), (Kind.UPDATE, 0)))
+    host, update = (
+        plan.index(Action(kind, 0, batch, batch + 1))
+        for kind, batch in ((Kind.HOST, 1), (Kind.UPDATE, 0))
+    )
     plan.insert(update, plan.pop(host))
     with pytest.raises(PlanError, match=r"HOST1@0 comes before .*which it needs"):
         check({0: tuple(plan)}, Sizes(1, 2), "2bw")

@@ -10,7 +10,9 @@ from hybridpar.pipeline.plan.perfetto import trace_entries, trace_json, waits
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.simulate import simulate
 
-COSTS = Costs(1, 2, update=0.5, reduce=2, norm=0.5, gather=0.25, latency=0.75, calls={Kind.SEND_F: 0.125})
+COSTS = Costs(
+    1, 2, update=0.5, reduce=2, norm=0.5, gather=0.25, latency=0.75, calls={Kind.SEND_F: 0.125}
+)
 TIMELINE = simulate(make_plan("2bw", Sizes(3, 4), 0, 3, gather=True), COSTS)
 RANKS = {stage: (10 + stage, f"stage {stage}") for stage in range(3)}
 
@@ -32,7 +34,9 @@ def tracks(entries):
 def test_actions_and_idle_time_fill_the_first_track_of_each_rank(entries):
     for stage in range(3):
         slices = tracks(entries)[10 + stage, 0]
-        assert {e["name"] for e in slices if e["cat"] != "idle"} == {str(a) for a in TIMELINE.plan[stage]}
+        assert {e["name"] for e in slices if e["cat"] != "idle"} == {
+            str(a) for a in TIMELINE.plan[stage]
+        }
         at = 0.0
         for e in slices:
             assert e["ts"] == pytest.approx(at)
@@ -53,13 +57,20 @@ def test_what_goes_on_beside_is_below_without_overlap(entries):
     shown = {(e["pid"], e["name"]): e["dur"] / 1e3 for e in entries if e["ph"] == "X" and e["tid"]}
     assert shown[10, "SEND_F0@0"] == pytest.approx(0.75)
     assert shown[11, "gather of W1"] == pytest.approx(0.25)
-    assert {name.rstrip("0123456789@") for _, name in shown} >= {"REDUCE", "NORM", "SEND_B", "RECV_F"}
+    assert {name.rstrip("0123456789@") for _, name in shown} >= {
+        "REDUCE",
+        "NORM",
+        "SEND_B",
+        "RECV_F",
+    }
 
 
 def test_arrows_lead_from_sends_to_what_waits_for_them(entries):
     starts = {e["id"]: e for e in entries if e["ph"] == "s"}
     ends = {e["id"]: e for e in entries if e["ph"] == "f"}
-    sends = sum(a.kind in (Kind.SEND_F, Kind.SEND_B) for actions in TIMELINE.plan.values() for a in actions)
+    sends = sum(
+        a.kind in (Kind.SEND_F, Kind.SEND_B) for actions in TIMELINE.plan.values() for a in actions
+    )
     assert starts.keys() == ends.keys()
     assert len(starts) == sends == 2 * 2 * 12
     for number, start in starts.items():

@@ -1,5 +1,5 @@
-"""The proof at the start of a run: of the plan that runs, or of a smaller one that stands for it."""
-
+"""The proof at the start of a run: of the plan that runs, or of a smaller one that stands for
+it."""
 
 import pytest
 from hypothesis import assume, given, settings
@@ -15,16 +15,24 @@ from hybridpar.pipeline.plan.schedules import SCHEDULES, WARMUPS, Sizes, make_sc
 
 
 def make(schedule, pp, m, **pipeline):
-    return from_mapping({
-        "model": {"num_layers": max(4, 2 * pp)}, "parallel": {"pp": pp, "dp": 1},
-        "pipeline": {"schedule": schedule, "num_microbatches": m, **pipeline}})
+    return from_mapping(
+        {
+            "model": {"num_layers": max(4, 2 * pp)},
+            "parallel": {"pp": pp, "dp": 1},
+            "pipeline": {"schedule": schedule, "num_microbatches": m, **pipeline},
+        }
+    )
 
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_small_plans_are_proven_themselves(schedule, split):
     (report,) = prove(make(schedule, 4, 12, split_backward=split))
-    assert (report.schedule, report.sizes.num_ranks, report.sizes.num_microbatches) == (schedule, 4, 12)
+    assert (report.schedule, report.sizes.num_ranks, report.sizes.num_microbatches) == (
+        schedule,
+        4,
+        12,
+    )
     assert report.num_batches >= 2
 
 
@@ -37,7 +45,8 @@ def test_synchronous_steps_are_proven_too():
 @st.composite
 def large(draw):
     name = draw(st.sampled_from(sorted(SCHEDULES)))
-    p, m = draw(st.integers(1, 200)), draw(st.integers(1, 3000))
+    p = draw(st.integers(1, 200))
+    m = draw(st.integers(1, 3000))
     chunks = draw(st.integers(2, 6)) if name == "interleaved" else 1
     options = {}
     if name == "2bw":
@@ -51,7 +60,8 @@ def large(draw):
 def test_what_stands_for_a_large_plan_is_a_small_one_that_can_run(setting):
     name, options, p, m, chunks = setting
     try:
-        sizes, schedule = Sizes(p, m, chunks), make_schedule(name, **options)
+        sizes = Sizes(p, m, chunks)
+        schedule = make_schedule(name, **options)
         schedule.check_sizes(sizes)
     except ConfigError:
         assume(False)
@@ -82,7 +92,9 @@ def test_a_wrong_plan_is_refused(monkeypatch):
     right = passes.lower
 
     def without_a_receive(*args, **options):
-        return (a for a in right(*args, **options) if not (a.kind is Kind.RECV_B and a.microbatch == 5))
+        return (
+            a for a in right(*args, **options) if not (a.kind is Kind.RECV_B and a.microbatch == 5)
+        )
 
     monkeypatch.setattr(passes, "lower", without_a_receive)
     with pytest.raises(PlanError, match="RECV_B5@0 is missing"):

@@ -15,18 +15,28 @@ from hybridpar.pipeline.plan.simulate import Costs, simulate
 
 
 def is_in_the_pages_drawing(drawn):
-    """Whether the comment of the module draws the same: what a schedule is, for people and for this test."""
+    """Whether the comment of the module draws the same: what a schedule is, for people and for this
+    test."""
     return "*" in drawn and drawn in cleandoc(schedules.__doc__.replace("\n    ", "\n"))
 
 
-@pytest.mark.parametrize(("name", "num_batches"), [
-    ("naive", 1), ("gpipe", 2), ("1f1b", 2), ("2bw", 3), ("pipedream", 3)])
+@pytest.mark.parametrize(
+    ("name", "num_batches"), [("naive", 1), ("gpipe", 2), ("1f1b", 2), ("2bw", 3), ("pipedream", 3)]
+)
 def test_staircase(name, num_batches):
-    assert is_in_the_pages_drawing(draw(make_plan(name, Sizes(3, 3), 0, num_batches, clip=name != "pipedream")))
+    assert is_in_the_pages_drawing(
+        draw(make_plan(name, Sizes(3, 3), 0, num_batches, clip=name != "pipedream"))
+    )
 
 
-@pytest.mark.parametrize(("option", "num_stages", "num_batches", "transfer"), [
-    ({"early_switch": 0}, 3, 3, 0), ({"warmup": "depth"}, 2, 2, 1), ({"warmup": "latency"}, 2, 3, 1)])
+@pytest.mark.parametrize(
+    ("option", "num_stages", "num_batches", "transfer"),
+    [
+        ({"early_switch": 0}, 3, 3, 0),
+        ({"warmup": "depth"}, 2, 2, 1),
+        ({"warmup": "latency"}, 2, 3, 1),
+    ],
+)
 def test_staircase_of_an_option(option, num_stages, num_batches, transfer):
     plan = make_plan(make_schedule("2bw", **option), Sizes(num_stages, 3), 0, num_batches)
     assert is_in_the_pages_drawing(draw(simulate(plan, Costs(transfer=transfer))))
@@ -41,7 +51,20 @@ def test_versions():
     sizes = Sizes(3, 3)
     for stage in range(3):
         assert versions("1f1b", sizes, stage, 3) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-        assert versions("2bw", sizes, stage, 4) == [0, 0, 0, 0, 0, 0, 1, 1, 1, 2, 2, 2]  # batches 0 and 1 use W(0)
+        assert versions("2bw", sizes, stage, 4) == [
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            1,
+            1,
+            1,
+            2,
+            2,
+            2,
+        ]  # batches 0 and 1 use W(0)
     assert versions("pipedream", sizes, 0, 3) == [0, 0, 0, 0, 0, 1, 1, 1, 2]
     assert versions("pipedream", sizes, 1, 3) == [0, 0, 0, 0, 1, 1, 1, 2, 2]
     assert versions("pipedream", sizes, 2, 3) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -51,23 +74,47 @@ def test_versions_after_a_drain():
     sizes = Sizes(3, 3)
     for stage in range(3):
         assert versions("1f1b", sizes, stage, 2, first_batch=3) == [3, 3, 3, 4, 4, 4]
-        assert versions("2bw", sizes, stage, 2, first_batch=3) == [2, 2, 2, 3, 3, 3]  # draining changes no version
-    assert versions("pipedream", sizes, 0, 2, first_batch=3) == [3, 3, 3, 3, 3, 4]  # draining applied all updates
+        assert versions("2bw", sizes, stage, 2, first_batch=3) == [
+            2,
+            2,
+            2,
+            3,
+            3,
+            3,
+        ]  # draining changes no version
+    assert versions("pipedream", sizes, 0, 2, first_batch=3) == [
+        3,
+        3,
+        3,
+        3,
+        3,
+        4,
+    ]  # draining applied all updates
     assert versions("pipedream", sizes, 2, 2, first_batch=3) == [3, 3, 3, 4, 4, 4]
 
 
 def test_paper_figure_2():
-    """arXiv 2006.09503, figure 2 (p = m = 4, counted from 1): input 9 is the first to use W(4), their name of W1."""
-    schedule, sizes = SCHEDULES["2bw"], Sizes(4, 4)
+    """arXiv 2006.09503, figure 2 (p = m = 4, counted from 1): input 9 is the first to use W(4),
+    their name of W1."""
+    schedule = SCHEDULES["2bw"]
+    sizes = Sizes(4, 4)
     assert [schedule.version(sizes, 3, k, 0) for k in (6, 7, 8, 11, 12)] == [0, 0, 1, 1, 2]
 
 
 SIZES = st.builds(Sizes, st.integers(1, 16), st.integers(1, 64))
 
 
-@given(st.sampled_from(sorted(SCHEDULES)), st.sampled_from(["depth", "latency"]), SIZES, st.integers(0, 5), st.data())
+@given(
+    st.sampled_from(sorted(SCHEDULES)),
+    st.sampled_from(["depth", "latency"]),
+    SIZES,
+    st.integers(0, 5),
+    st.data(),
+)
 def test_endless_begins_like_finite(name, warmup, sizes, first_batch, data):
-    schedule = make_schedule(name, warmup=warmup if "warmup" in SCHEDULES[name].options else "depth")
+    schedule = make_schedule(
+        name, warmup=warmup if "warmup" in SCHEDULES[name].options else "depth"
+    )
     if schedule.needs_full_pipeline:
         sizes = Sizes(sizes.num_stages, max(sizes.num_microbatches, schedule.warmup(sizes, 0)))
     stage = data.draw(st.integers(0, sizes.num_stages - 1))
@@ -80,14 +127,22 @@ def test_endless_begins_like_finite(name, warmup, sizes, first_batch, data):
 
 def test_2bw_needs_a_full_pipeline():
     with pytest.raises(ConfigError) as error:
-        SCHEDULES["2bw"].compute_actions(Sizes(4, 2), 0)  # at once, not when the first action is asked for
+        SCHEDULES["2bw"].compute_actions(
+            Sizes(4, 2), 0
+        )  # at once, not when the first action is asked for
     (problem,) = error.value.problems
-    assert (problem.field, problem.value, problem.suggestion) == ("pipeline.num_microbatches", 2, "3")
+    assert (problem.field, problem.value, problem.suggestion) == (
+        "pipeline.num_microbatches",
+        2,
+        "3",
+    )
     for name in SCHEDULES.keys() - {"2bw"}:
         SCHEDULES[name].check_sizes(Sizes(4, 2))
 
 
-@pytest.mark.parametrize(("p", "m", "field"), [(0, 1, "parallel.pp"), (1, 0, "pipeline.num_microbatches")])
+@pytest.mark.parametrize(
+    ("p", "m", "field"), [(0, 1, "parallel.pp"), (1, 0, "pipeline.num_microbatches")]
+)
 def test_bad_sizes(p, m, field):
     with pytest.raises(ConfigError) as error:
         Sizes(p, m)
@@ -103,9 +158,19 @@ def test_find_schedule():
 def test_bounds():
     sizes = Sizes(4, 8)
     assert [[s.max_live_activations(sizes, r) for r in range(4)] for s in SCHEDULES.values()] == [
-        [1, 1, 1, 1], [8, 8, 8, 8], [4, 3, 2, 1], [7, 5, 3, 1], [4, 3, 2, 1], [4, 3, 2, 1],
+        [1, 1, 1, 1],
+        [8, 8, 8, 8],
+        [4, 3, 2, 1],
+        [7, 5, 3, 1],
+        [4, 3, 2, 1],
+        [4, 3, 2, 1],
     ]
     assert [s.max_live_versions(sizes, 0) for s in SCHEDULES.values()] == [1, 1, 1, 1, 2, 2]
-    assert [SCHEDULES["pipedream"].max_live_versions(Sizes(4, 1), r) for r in range(4)] == [4, 3, 2, 1]
+    assert [SCHEDULES["pipedream"].max_live_versions(Sizes(4, 1), r) for r in range(4)] == [
+        4,
+        3,
+        2,
+        1,
+    ]
     assert SCHEDULES["2bw"].max_live_versions(Sizes(1, 1), 0) == 2
     assert SCHEDULES["1f1b"].max_live_activations(Sizes(4, 2), 0) == 2

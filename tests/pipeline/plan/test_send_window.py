@@ -1,7 +1,8 @@
 """No plan that the proof accepts can wait for ever in the executor, whatever it sends ahead.
 
-The ranks below are another account of the executor than the simulator's: every send is a rendezvous, which ends once
-its receive is posted and the transfers before it, of both ranks on that axis, are over.
+The ranks below are another account of the executor than the simulator's: every send is a
+rendezvous, which ends once its receive is posted and the transfers before it, of both ranks on that
+axis, are over.
 """
 
 from collections import deque
@@ -23,34 +24,48 @@ from hybridpar.pipeline.plan.schedules import SCHEDULES, WARMUPS, Sizes, drained
 from hybridpar.pipeline.plan.send_window import min_send_window
 from hybridpar.verify.run import verify
 
-AHEAD = (" ".join([f"F{k}" for k in range(12)] + [f"B{k}" for k in range(12)]),
-         " ".join(f"F{k} B{k}" for k in range(12)))
+AHEAD = (
+    " ".join([f"F{k}" for k in range(12)] + [f"B{k}" for k in range(12)]),
+    " ".join(f"F{k} B{k}" for k in range(12)),
+)
 """An order whose first rank runs 12 forwards ahead of its first backward."""
 _FEW_ACTIONS = 12_000
 
 
 class Ranks:
-    """Ranks that run a plan, each until it must wait; `window`: number of sends that may be unfinished."""
+    """Ranks that run a plan, each until it must wait; `window`: number of sends that may be
+    unfinished."""
 
     def __init__(self, plan: Plan, sizes: Sizes, window: int):
-        self.plan, self.sizes, self.window = plan, sizes, window
+        self.plan = plan
+        self.sizes = sizes
+        self.window = window
         self.done = dict.fromkeys(plan, 0)
-        self.over: set[tuple[Kind, int, int]] = set()  # transfers, by kind, receiving stage and micro-batch
+        self.over: set[tuple[Kind, int, int]] = (
+            set()
+        )  # transfers, by kind, receiving stage and micro-batch
         self.unfinished: dict[int, deque[tuple[Kind, int, int]]] = {rank: deque() for rank in plan}
         self.queues: dict[tuple[int, int, int], deque[tuple[tuple[Kind, int, int], bool]]] = {}
         self.issued: dict[tuple[Kind, int], set[int]] = {}
 
     def run(self) -> list[str]:
-        """Return the action that each rank waits before when none can continue; empty if all have ended."""
+        """Return the action that each rank waits before when none can continue; empty if all have
+        ended."""
         moved = True
         while moved:
             moved = False
             for rank, actions in self.plan.items():
-                while self.done[rank] < len(actions) and self.may_start(rank, actions[self.done[rank]]):
+                while self.done[rank] < len(actions) and self.may_start(
+                    rank, actions[self.done[rank]]
+                ):
                     self.start(rank, actions[self.done[rank]])
                     self.done[rank] += 1
                     moved = True
-        return [str(actions[self.done[rank]]) for rank, actions in self.plan.items() if self.done[rank] < len(actions)]
+        return [
+            str(actions[self.done[rank]])
+            for rank, actions in self.plan.items()
+            if self.done[rank] < len(actions)
+        ]
 
     def may_start(self, rank: int, action: Action) -> bool:
         sent = self.unfinished[rank]
@@ -92,8 +107,11 @@ class Ranks:
                 continue
             transfer, sends = queue[0]
             into = transfer[1]
-            other, its_turn = ((self.sizes.rank_of(into), self.sizes.turn(into)) if sends else
-                               (self.sizes.rank_of(into - flow), self.sizes.turn(into - flow)))
+            other, its_turn = (
+                (self.sizes.rank_of(into), self.sizes.turn(into))
+                if sends
+                else (self.sizes.rank_of(into - flow), self.sizes.turn(into - flow))
+            )
             its_queue = self.queues.get((other, flow, its_turn))
             if not its_queue or its_queue[0] != (transfer, not sends):
                 continue
@@ -108,11 +126,18 @@ def pipelines(draw):
     """The section [pipeline], and pp, of any schedule but a custom order."""
     pp = draw(st.integers(1, 8))
     name = draw(st.sampled_from(sorted(SCHEDULES)))
-    section = {"schedule": name, "num_microbatches": draw(st.integers(1, 32)), "split_backward": draw(st.booleans())}
+    section = {
+        "schedule": name,
+        "num_microbatches": draw(st.integers(1, 32)),
+        "split_backward": draw(st.booleans()),
+    }
     if name in ("1f1b", "2bw") and draw(st.booleans()):
-        section |= {"placement": "v", "split_backward": True,
-                    "activations": draw(st.sampled_from(["full", "full", "half", "min"])),
-                    "chunks": draw(st.sampled_from([0, 2, 4, 6, 8]))}
+        section |= {
+            "placement": "v",
+            "split_backward": True,
+            "activations": draw(st.sampled_from(["full", "full", "half", "min"])),
+            "chunks": draw(st.sampled_from([0, 2, 4, 6, 8])),
+        }
     else:
         if name in ("interleaved", "2bw"):
             section["chunks"] = draw(st.sampled_from([0, *range(2, 9)]))
@@ -131,8 +156,13 @@ def pipelines(draw):
 
 @st.composite
 def orders(draw):
-    """A custom order: forwards run ahead as far as they like, and each stage keeps the order of micro-batches."""
-    pp, chunks, m = draw(st.integers(1, 8)), draw(st.sampled_from([1, 1, 2, 3, 4, 8])), draw(st.integers(1, 32))
+    """A custom order: forwards run ahead as far as they like, and each stage keeps the order of
+    micro-batches."""
+    pp, chunks, m = (
+        draw(st.integers(1, 8)),
+        draw(st.sampled_from([1, 1, 2, 3, 4, 8])),
+        draw(st.integers(1, 32)),
+    )
     placement = draw(st.sampled_from(["loop", "v"])) if chunks > 1 and chunks % 2 == 0 else "loop"
     assume(pp > 1 or chunks == 1)
     sizes = Sizes(pp, m, chunks, placement)
@@ -146,34 +176,56 @@ def orders(draw):
             return False
         if kind is Kind.F:
             return stage == 0 or left[kind, stage - 1] > k
-        return left[Kind.F, stage] > k and (stage + 1 == sizes.num_stages or left[kind, stage + 1] > k)
+        return left[Kind.F, stage] > k and (
+            stage + 1 == sizes.num_stages or left[kind, stage + 1] > k
+        )
 
     while any(len(each) < 2 * m * chunks for each in steps):
         for rank in range(pp):
-            can = [(kind, stage) for stage in sizes.stages_of(rank) for kind in (Kind.F, Kind.B) if ready(kind, stage)]
+            can = [
+                (kind, stage)
+                for stage in sizes.stages_of(rank)
+                for kind in (Kind.F, Kind.B)
+                if ready(kind, stage)
+            ]
             if not can:
                 continue
-            ahead = sum(left[Kind.F, stage] - left[Kind.B, stage] for stage in sizes.stages_of(rank))
+            ahead = sum(
+                left[Kind.F, stage] - left[Kind.B, stage] for stage in sizes.stages_of(rank)
+            )
             forward = ahead < 3 * eager[rank] or not any(kind is Kind.B for kind, _ in can)
             kind, stage = next((one for one in can if (one[0] is Kind.F) is forward), can[0])
             steps[rank].append((kind, stage, left[kind, stage]))
             left[kind, stage] += 1
-    section = {"schedule": "own", "num_microbatches": m, "placement": placement, "split_backward": placement == "v",
-               "chunks": chunks if chunks > 1 else 0,
-               "order": [format_order(each, sizes, rank) for rank, each in enumerate(steps)]}
+    section = {
+        "schedule": "own",
+        "num_microbatches": m,
+        "placement": placement,
+        "split_backward": placement == "v",
+        "chunks": chunks if chunks > 1 else 0,
+        "order": [format_order(each, sizes, rank) for rank, each in enumerate(steps)],
+    }
     return pp, section
 
 
 def config_of(pp, section):
-    return from_mapping({"model": {"num_layers": 70}, "parallel": {"pp": pp, "dp": 1}, "pipeline": section,
-                         "train": {"num_steps": 50}})
+    return from_mapping(
+        {
+            "model": {"num_layers": 70},
+            "parallel": {"pp": pp, "dp": 1},
+            "pipeline": section,
+            "train": {"num_steps": 50},
+        }
+    )
 
 
 def require_no_deadlock(pp, section):
-    """Run all that a run has of a plan that is accepted, with the executor's window: training, and evaluation."""
+    """Run all that a run has of a plan that is accepted, with the executor's window: training, and
+    evaluation."""
     config = config_of(pp, section)
     try:
-        schedule, sizes = schedule_of(config.pipeline), Sizes.of(config)
+        schedule = schedule_of(config.pipeline)
+        sizes = Sizes.of(config)
         assume(sizes.num_stages * sizes.num_microbatches < _FEW_ACTIONS // 8)
         assume(not [*config.conflicts()])
         schedule.check_sizes(sizes)
@@ -184,14 +236,22 @@ def require_no_deadlock(pp, section):
         if section["schedule"] != "own":
             raise  # a schedule of ours, whatever its sizes, has a plan that can run
         assume(False)
-    window, m = send_window(config), sizes.num_microbatches
+    window = send_window(config)
+    m = sizes.num_microbatches
     note(f"{section}, pp = {pp}: window {window}")
     assert window >= min_send_window(pp)
     options = Ordering.of(config).options
-    plans = [make_plan(schedule, sizes, schedule.sync_steps, 2 + 2 * (m < pp and not schedule.flush), **options)]
+    plans = [
+        make_plan(
+            schedule, sizes, schedule.sync_steps, 2 + 2 * (m < pp and not schedule.flush), **options
+        )
+    ]
     if schedule.sync_steps:
         plans.append(make_plan(drained(schedule), sizes, 0, 2, **options))
-    plans += [{rank: tuple(forward_actions(sizes, rank, count)) for rank in range(pp)} for count in (m, 2 * m + 1)]
+    plans += [
+        {rank: tuple(forward_actions(sizes, rank, count)) for rank in range(pp)}
+        for count in (m, 2 * m + 1)
+    ]
     for plan in plans:
         assert not Ranks(plan, sizes, window).run()
 
@@ -206,41 +266,71 @@ def test_no_custom_order_waits_for_its_own_sends(setting):
     require_no_deadlock(*setting)
 
 
-_PASSES = {"clip": [True, False], "gather": [False, True], "host": [0.0, 0.25, 1.0], "feedback": [False, True],
-           "offload": [0, 0, 1, 3], "parts": [1, 1, 2, 3]}
+_PASSES = {
+    "clip": [True, False],
+    "gather": [False, True],
+    "host": [0.0, 0.25, 1.0],
+    "feedback": [False, True],
+    "offload": [0, 0, 1, 3],
+    "parts": [1, 1, 2, 3],
+}
 
 
-@given(pipelines(), st.fixed_dictionaries({name: st.sampled_from(values) for name, values in _PASSES.items()}))
+@given(
+    pipelines(),
+    st.fixed_dictionaries({name: st.sampled_from(values) for name, values in _PASSES.items()}),
+)
 def test_state_that_moves_leaves_the_order_of_messages(setting, passes):
-    """The host optimizer, parts, ZeRO's gathering, feedback of compressed gradients and offloaded activations add
-    actions of one rank, and change no send or receive, so the window of the proof holds for them, too."""
+    """The host optimizer, parts, ZeRO's gathering, feedback of compressed gradients and offloaded
+    activations add actions of one rank, and change no send or receive, so the window of the proof
+    holds for them, too."""
     pp, section = setting
     config = config_of(pp, section)
     try:
-        schedule, sizes = schedule_of(config.pipeline), Sizes.of(config)
+        schedule = schedule_of(config.pipeline)
+        sizes = Sizes.of(config)
         assume(not [*config.conflicts()])
         assume(sizes.num_stages * sizes.num_microbatches < _FEW_ACTIONS // 8)
         schedule.check_sizes(sizes)
         passes["clip"] |= passes["host"] > 0
         plain = {"split": config.pipeline.split_backward}
-        plans = [make_plan(schedule, sizes, schedule.sync_steps, 2 + 2 * (sizes.num_microbatches < pp), **options)
-                 for options in (plain, plain | passes)]
+        plans = [
+            make_plan(
+                schedule,
+                sizes,
+                schedule.sync_steps,
+                2 + 2 * (sizes.num_microbatches < pp),
+                **options,
+            )
+            for options in (plain, plain | passes)
+        ]
         window = send_window(config)
     except (ConfigError, PlanError):
         assume(False)
-    without, moved = ({rank: [action for action in actions if ROWS[action.kind].side]
-                       for rank, actions in plan.items()} for plan in plans)
+    without, moved = (
+        {
+            rank: [action for action in actions if ROWS[action.kind].side]
+            for rank, actions in plan.items()
+        }
+        for plan in plans
+    )
     assert without == moved
     note(f"{section}, pp = {pp}, {passes}: window {window}")
     assert not Ranks(plans[1], sizes, window).run()
 
 
-@pytest.mark.parametrize(("pp", "chunks", "m"), [(3, 4, 4), (2, 6, 5), (2, 8, 9), (4, 4, 7), (8, 4, 12)])
+@pytest.mark.parametrize(
+    ("pp", "chunks", "m"), [(3, 4, 4), (2, 6, 5), (2, 8, 9), (4, 4, 7), (8, 4, 12)]
+)
 def test_a_v_of_several_passes_needs_a_wider_window(pp, chunks, m):
-    config = config_of(pp, {"placement": "v", "split_backward": True, "chunks": chunks, "num_microbatches": m})
+    config = config_of(
+        pp, {"placement": "v", "split_backward": True, "chunks": chunks, "num_microbatches": m}
+    )
     sizes = Sizes.of(config)
     plan = make_plan(schedule_of(config.pipeline), sizes, 0, 2, split=True)
-    assert Ranks(plan, sizes, min_send_window(pp)).run(), "the ranks wait for each other with the smallest window"
+    assert Ranks(plan, sizes, min_send_window(pp)).run(), (
+        "the ranks wait for each other with the smallest window"
+    )
     assert (window := send_window(config)) > min_send_window(pp)
     assert not Ranks(plan, sizes, window).run()
     assert Ranks(plan, sizes, window - 1).run(), "no wider than the plan needs"
@@ -265,21 +355,35 @@ def test_a_schedule_in_step_has_the_smallest_window(setting):
         config = config_of(pp, section)
         assume(not [*config.conflicts()])
         assert send_window(config) == min_send_window(pp)
-        assert all(report.send_window == min_send_window(report.sizes.num_ranks) for report in prove(config))
+        assert all(
+            report.send_window == min_send_window(report.sizes.num_ranks)
+            for report in prove(config)
+        )
     except ConfigError:
         assume(False)
 
 
-TINY = {"model": {"num_layers": 10, "hidden_size": 16, "num_heads": 2, "seq_length": 8, "vocab_size": 40},
-        "train": {"micro_batch_size": 2, "num_steps": 4}}
+TINY = {
+    "model": {
+        "num_layers": 10,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "seq_length": 8,
+        "vocab_size": 40,
+    },
+    "train": {"micro_batch_size": 2, "num_steps": 4},
+}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("pp", "section"), [
-    (3, {"placement": "v", "chunks": 4, "split_backward": True, "num_microbatches": 4}),
-    (2, {"placement": "v", "chunks": 6, "split_backward": True, "num_microbatches": 5}),
-    (2, {"schedule": "own", "order": AHEAD, "num_microbatches": 12}),
-])
+@pytest.mark.parametrize(
+    ("pp", "section"),
+    [
+        (3, {"placement": "v", "chunks": 4, "split_backward": True, "num_microbatches": 4}),
+        (2, {"placement": "v", "chunks": 6, "split_backward": True, "num_microbatches": 5}),
+        (2, {"schedule": "own", "order": AHEAD, "num_microbatches": 12}),
+    ],
+)
 def test_ranks_that_send_far_ahead_train_the_same(pp, section):
     config = from_mapping({"parallel": {"pp": pp, "dp": 1}, "pipeline": section, **TINY})
     report = verify(config, {"pp": pp}, 2)

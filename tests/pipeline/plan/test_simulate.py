@@ -20,9 +20,16 @@ def relative_step(name, p, m, num_batches=12, gather=False, **costs):
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 16), st.integers(1, 64), st.integers(1, 5), st.integers(1, 5))
+@given(
+    st.sampled_from(["gpipe", "1f1b"]),
+    st.integers(1, 16),
+    st.integers(1, 64),
+    st.integers(1, 5),
+    st.integers(1, 5),
+)
 def test_bubble_of_flushing_schedules(name, p, m, forward, backward):
-    """(m + p - 1) (f + b) a batch, so idle for (p - 1) / (m + p - 1) of it (GPipe, arXiv 1811.06965)."""
+    """(m + p - 1) (f + b) a batch, so idle for (p - 1) / (m + p - 1) of it (GPipe, arXiv
+    1811.06965)."""
     timeline = simulate(make_plan(name, Sizes(p, m)), Costs(forward, backward))
     assert timeline.makespan == (m + p - 1) * (forward + backward)
     for rank in range(p):
@@ -32,7 +39,8 @@ def test_bubble_of_flushing_schedules(name, p, m, forward, backward):
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 12), st.integers(0, 20), st.integers(1, 5), st.integers(0, 5))
 def test_2bw_is_never_idle(p, extra, forward, more):
-    m, backward = p + extra, 2 * forward + more
+    m = p + extra
+    backward = 2 * forward + more
     timeline = simulate(make_plan("2bw", Sizes(p, m), 0, 6), Costs(forward, backward))
     assert timeline.step_time(m) == m * (forward + backward)
     assert timeline.makespan == (6 * m + p - 1) * (forward + backward)  # one fill and one drain
@@ -58,9 +66,13 @@ def test_naive_has_one_micro_batch_in_flight():
         ("gpipe", 32, {"latency": 0.3}, 1.26),
         ("pipedream", 8, {}, 1.000),
         ("pipedream", 1, {}, 1.000),
-        ("naive", 8, {}, 8.000)])
+        ("naive", 8, {}, 8.000),
+    ],
+)
 def test_known_step_times(name, m, costs, expected):
-    assert relative_step(name, 8, m, 12 if m > 1 else 60, **costs) == pytest.approx(expected, abs=5e-3)
+    assert relative_step(name, 8, m, 12 if m > 1 else 60, **costs) == pytest.approx(
+        expected, abs=5e-3
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -71,7 +83,9 @@ def test_2bw_hides_everything_on_a_cpu_too(tied):
 
 def test_posting_early_hides_the_transfer():
     early, late = (
-        simulate(make_plan("gpipe", Sizes(4, 8), ahead=ahead), Costs(transfer=0.5)).makespan for ahead in (1, 0))
+        simulate(make_plan("gpipe", Sizes(4, 8), ahead=ahead), Costs(transfer=0.5)).makespan
+        for ahead in (1, 0)
+    )
     assert early == 11 * 3 + 2 * 3 * 0.5  # once down and once up the pipeline
     assert late > early + 2
 
@@ -79,7 +93,10 @@ def test_posting_early_hides_the_transfer():
 def test_gradients_may_take_longer_on_their_way_than_activations():
     """One micro-batch through two stages: forward, over, forward and backward, back, backward."""
     plan = make_plan("1f1b", Sizes(2, 1))
-    took = [simulate(plan, Costs(1, 2, transfer=0.5, transfer_back=back)).makespan for back in (None, [3.0], 0)]
+    took = [
+        simulate(plan, Costs(1, 2, transfer=0.5, transfer_back=back)).makespan
+        for back in (None, [3.0], 0)
+    ]
     assert took == [6 + 0.5 + 0.5, 6 + 0.5 + 3, 6 + 0.5]
 
 
@@ -94,10 +111,14 @@ def test_times_of_transfers_and_collectives():
     #   0   1   2   3   4   5   6   7   8   9
     #   F0--    send 0.5, latency 0.25              B0------REDUCE (2)  NORM (1)
     plan = make_plan("1f1b", Sizes(2, 1))
-    timeline = simulate(plan, Costs(1, 2, transfer=0.5, latency=0.25, reduce=[2, 3], norm=1, tied=True))
+    timeline = simulate(
+        plan, Costs(1, 2, transfer=0.5, latency=0.25, reduce=[2, 3], norm=1, tied=True)
+    )
     times = {
         str(action): (timeline.starts[rank][i], timeline.ends[rank][i])
-        for rank, actions in plan.items() for i, action in enumerate(actions)}
+        for rank, actions in plan.items()
+        for i, action in enumerate(actions)
+    }
     assert times["SEND_F0@0"] == (1, 1.75)
     assert times["RECV_F0@1"] == (0, 1.75)
     assert times["F0@1v0"] == (1.75, 2.75)
@@ -111,15 +132,22 @@ def test_times_of_transfers_and_collectives():
 
 def times_of(timeline):
     """By action: start, return, end."""
-    return {str(action): times for rank in timeline.plan for action, *times in timeline.actions(rank)}
+    return {
+        str(action): times for rank in timeline.plan for action, *times in timeline.actions(rank)
+    }
 
 
 def test_calls_take_the_ranks_time():
     #   0   1   2   3   4   5
     #   F0--sendF1--send            the call of a send takes 0.5, the transfer starts when it is over
     #   ppppppF0--ppppF1--          posting a receive takes 0.75, and that of F1 comes before F0 starts
-    plan = {0: parse_actions("F0@0 SEND_F0@0 F1@0 SEND_F1@0"), 1: parse_actions("RECV_F0@1 RECV_F1@1 F0@1 F1@1")}
-    times = times_of(simulate(plan, Costs(calls={Kind.SEND_F: 0.5, Kind.RECV_F: [0, 0.75]}, transfer=0.25)))
+    plan = {
+        0: parse_actions("F0@0 SEND_F0@0 F1@0 SEND_F1@0"),
+        1: parse_actions("RECV_F0@1 RECV_F1@1 F0@1 F1@1"),
+    }
+    times = times_of(
+        simulate(plan, Costs(calls={Kind.SEND_F: 0.5, Kind.RECV_F: [0, 0.75]}, transfer=0.25))
+    )
     assert times["SEND_F0@0"] == [1, 1.5, 1.75]
     assert times["F1@0"] == [1.5, 2.5, 2.5]
     assert times["RECV_F1@1"] == [0.75, 1.5, 3.25]
@@ -137,18 +165,26 @@ def test_calls_count_as_busy_and_what_goes_on_beside_them_does_not():
 
 
 def test_the_first_forward_on_new_weights_waits_for_their_gather():
-    times = times_of(simulate(make_plan("1f1b", Sizes(1, 2), 0, 2), Costs(1, 2, update=0.5, gather=3)))
+    times = times_of(
+        simulate(make_plan("1f1b", Sizes(1, 2), 0, 2), Costs(1, 2, update=0.5, gather=3))
+    )
     assert times["UPDATE0@0"] == [6, 6.5, 9.5]
     assert times["F2@0v1"] == [9.5, 10.5, 10.5]
     # 2bw: stage 0 needs W(1) only when batch 2 begins, and the older weights not at all
-    slow, fast = (simulate(make_plan("2bw", Sizes(2, 8), 0, 6), Costs(1, 2, gather=g)) for g in (3, 0))
+    slow, fast = (
+        simulate(make_plan("2bw", Sizes(2, 8), 0, 6), Costs(1, 2, gather=g)) for g in (3, 0)
+    )
     assert slow.step_time(8) == fast.step_time(8) + 3
     first = make_plan("2bw", Sizes(2, 8), 0, 1)
-    assert simulate(first, Costs(1, 2, gather=3)).returns[0] == simulate(first, Costs(1, 2)).returns[0]
+    assert (
+        simulate(first, Costs(1, 2, gather=3)).returns[0] == simulate(first, Costs(1, 2)).returns[0]
+    )
 
 
 def test_links_have_costs_of_their_own():
-    timeline = simulate(make_plan("1f1b", Sizes(3, 1)), Costs(1, 2, transfer=[0.5, 1], latency=[0, 0.25]))
+    timeline = simulate(
+        make_plan("1f1b", Sizes(3, 1)), Costs(1, 2, transfer=[0.5, 1], latency=[0, 0.25])
+    )
     assert timeline.makespan == 3 * 3 + 2 * (0.5 + 1.25)
 
 
@@ -166,7 +202,10 @@ def test_ranks_share_cores():
     #   one core   0   1   2   3   4   5   6
     #   rank 0     F0--F1----__                from 1 on both work, at half speed
     #   rank 1         F0----F1--
-    plan = {0: parse_actions("F0@0 SEND_F0@0 F1@0 SEND_F1@0"), 1: parse_actions("RECV_F0@1 F0@1 RECV_F1@1 F1@1")}
+    plan = {
+        0: parse_actions("F0@0 SEND_F0@0 F1@0 SEND_F1@0"),
+        1: parse_actions("RECV_F0@1 F0@1 RECV_F1@1 F1@1"),
+    }
     times = times_of(simulate(plan, Costs([1, 1], cores=1)))
     assert times["F1@0"] == times["F0@1"] == [1, 3, 3]
     assert times["F1@1"] == [3, 4, 4]
@@ -187,14 +226,30 @@ def test_transfers_share_cores_too():
 
 
 SHARED = st.builds(
-    Costs, st.lists(st.integers(0, 4), min_size=4, max_size=4), st.integers(1, 5), update=st.integers(0, 3),
-    calls=st.fixed_dictionaries({kind: st.sampled_from([0, 0.25]) for kind in (Kind.SEND_F, Kind.RECV_B, Kind.NORM)}),
-    reduce=st.integers(0, 3), norm=st.integers(0, 2), gather=st.sampled_from([0, 0.5]),
-    transfer=st.sampled_from([0, 0.5]), latency=st.sampled_from([0, 0.5]), tied=st.booleans(),
-    blocking_norm=st.booleans(), cores=st.sampled_from([None, 1, 2, 3.5, 4, 100]),
-    transfer_work=st.sampled_from([0, 0.5]))
-PLANS = st.builds(make_plan, st.sampled_from(["naive", "gpipe", "1f1b", "2bw", "pipedream"]),
-                  st.builds(Sizes, st.just(4), st.integers(4, 6)), st.just(0), st.just(3))
+    Costs,
+    st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    st.integers(1, 5),
+    update=st.integers(0, 3),
+    calls=st.fixed_dictionaries(
+        {kind: st.sampled_from([0, 0.25]) for kind in (Kind.SEND_F, Kind.RECV_B, Kind.NORM)}
+    ),
+    reduce=st.integers(0, 3),
+    norm=st.integers(0, 2),
+    gather=st.sampled_from([0, 0.5]),
+    transfer=st.sampled_from([0, 0.5]),
+    latency=st.sampled_from([0, 0.5]),
+    tied=st.booleans(),
+    blocking_norm=st.booleans(),
+    cores=st.sampled_from([None, 1, 2, 3.5, 4, 100]),
+    transfer_work=st.sampled_from([0, 0.5]),
+)
+PLANS = st.builds(
+    make_plan,
+    st.sampled_from(["naive", "gpipe", "1f1b", "2bw", "pipedream"]),
+    st.builds(Sizes, st.just(4), st.integers(4, 6)),
+    st.just(0),
+    st.just(3),
+)
 
 
 def run_machine(plan, costs, reverse):
@@ -208,7 +263,9 @@ def run_machine(plan, costs, reverse):
 @settings(deadline=None, max_examples=60)
 @given(PLANS, SHARED)
 def test_no_result_depends_on_the_order_in_which_ranks_are_taken(plan, costs):
-    for mine, other in zip(run_machine(plan, costs, False), run_machine(plan, costs, True), strict=True):
+    for mine, other in zip(
+        run_machine(plan, costs, False), run_machine(plan, costs, True), strict=True
+    ):
         for times, others in zip(mine, other, strict=True):
             assert times == pytest.approx(others, abs=1e-9)
 
@@ -217,7 +274,9 @@ def test_no_result_depends_on_the_order_in_which_ranks_are_taken(plan, costs):
 @given(PLANS, SHARED)
 def test_cores_bound_the_speed_and_enough_of_them_change_nothing(plan, costs):
     timeline, free = simulate(plan, costs), simulate(plan, replace(costs, cores=None))
-    sends = sum(action.kind in (Kind.SEND_F, Kind.SEND_B) for actions in plan.values() for action in actions)
+    sends = sum(
+        action.kind in (Kind.SEND_F, Kind.SEND_B) for actions in plan.values() for action in actions
+    )
     work = sum(map(free.busy, plan)) + costs.transfer_work * sends
     if costs.cores:
         assert timeline.makespan >= work / costs.cores - 1e-9
@@ -237,23 +296,39 @@ def test_parts_of_a_backward_take_its_time_and_send_early():
     half = times_of(simulate(plan, Costs(1, 2)))
     assert (half["I0@1v0"], half["W0@1v0"], half["B0@0v0"]) == ([2, 3, 3], [3, 4, 4], [3, 5, 5])
     measured = times_of(simulate(plan, Costs(1, [2, 3], backward_input=[0.5, 1])))
-    assert (measured["I0@1v0"], measured["W0@1v0"], measured["B0@0v0"]) == ([2, 3, 3], [3, 5, 5], [3, 5, 5])
+    assert (measured["I0@1v0"], measured["W0@1v0"], measured["B0@0v0"]) == (
+        [2, 3, 3],
+        [3, 5, 5],
+        [3, 5, 5],
+    )
     varying = Costs(1, 2, variation={Kind.B: [[0.5, 1.5], [1, 1]]})
-    assert times_of(simulate(make_plan("1f1b", Sizes(2, 2), split=True), varying))["B1@0v0"][0] + 3 == simulate(
-        make_plan("1f1b", Sizes(2, 2), split=True), varying).makespan
+    assert (
+        times_of(simulate(make_plan("1f1b", Sizes(2, 2), split=True), varying))["B1@0v0"][0] + 3
+        == simulate(make_plan("1f1b", Sizes(2, 2), split=True), varying).makespan
+    )
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.sampled_from(["naive", "gpipe", "1f1b", "2bw", "pipedream"]), st.integers(1, 6), st.integers(6, 9))
+@given(
+    st.sampled_from(["naive", "gpipe", "1f1b", "2bw", "pipedream"]),
+    st.integers(1, 6),
+    st.integers(6, 9),
+)
 def test_split_backwards_are_never_slower(name, p, m):
-    split, whole = (simulate(make_plan(name, Sizes(p, m), 0, 4, split=s), Costs(1, 2)).makespan for s in (True, False))
+    split, whole = (
+        simulate(make_plan(name, Sizes(p, m), 0, 4, split=s), Costs(1, 2)).makespan
+        for s in (True, False)
+    )
     assert split <= whole
 
 
 def test_live_counts():
     timeline = simulate(make_plan("2bw", Sizes(4, 4), 0, 4))
     assert [timeline.peak_live(rank, 4) for rank in range(4)] == [
-        Live(4, 2, 2), Live(3, 2, 2), Live(2, 2, 2), Live(1, 1, 2),  # the last stage is done with W(t-1) at UPDATE
+        Live(4, 2, 2),
+        Live(3, 2, 2),
+        Live(2, 2, 2),
+        Live(1, 1, 2),  # the last stage is done with W(t-1) at UPDATE
     ]
 
 
@@ -265,7 +340,9 @@ def test_evaluation_runs():
 
 def test_stuck():
     plan = {0: parse_actions("F0@0 SEND_F0@0"), 1: parse_actions("RECV_F0@1 F0@1 RECV_F1@1 F1@1")}
-    with pytest.raises(StuckError, match="rank 1, step 3: F1@1 waits for transfer 1 from rank 0") as error:
+    with pytest.raises(
+        StuckError, match="rank 1, step 3: F1@1 waits for transfer 1 from rank 0"
+    ) as error:
         simulate(plan)
     assert list(error.value.waiting) == [1]
 
@@ -282,42 +359,60 @@ def test_costs_for_each_stage():
         simulate(plan, Costs([1, 2, 3]))
 
 
-# -- the optimizer on the host -----------------------------------------------------------------------------------------
+# -- the optimizer on the host
 
 
 def test_a_host_and_two_copy_engines_by_hand():
-    """1f1b, two parts, one micro-batch: gradients leave at 3 in 2 and 1; the host takes 4 and 2, the way back 2 and 1.
+    """1f1b, two parts, one micro-batch: gradients leave at 3 in 2 and 1; the host takes 4 and 2,
+    the way back 2 and 1.
 
-        to host    3-5 5-6        host    5---9 9-11        from host    9-11 11-12
+    to host    3-5 5-6        host    5---9 9-11        from host    9-11 11-12
     """
     plan = make_plan("1f1b", Sizes(1, 1), 0, 2, host=1.0, parts=2)
     assert text_of(plan[0]).startswith(
-        "F0@0v0 F0@0.1v0 B0@0.1v0 B0@0v0 REDUCE0@0 NORM0@0 HOST0@0 UPDATE0@0 F1@0v1 UPDATE0@0.1 F1@0.1v1")
+        "F0@0v0 F0@0.1v0 B0@0.1v0 B0@0v0 REDUCE0@0 NORM0@0 HOST0@0 UPDATE0@0 F1@0v1 UPDATE0@0.1 "
+        "F1@0.1v1"
+    )
     costs = Costs(to_host=3.0, host=6.0, from_host=3.0, host_shares=((2.0, 1.0),))
     timeline = simulate(plan, costs)
     starts = dict(zip(map(str, plan[0]), timeline.starts[0], strict=True))
-    assert (starts["NORM0@0"], starts["HOST0@0"], starts["F1@0v1"], starts["UPDATE0@0.1"], starts["F1@0.1v1"]) == (
-        3.0, 3.0, 11.0, 12.0, 12.0)
+    assert (
+        starts["NORM0@0"],
+        starts["HOST0@0"],
+        starts["F1@0v1"],
+        starts["UPDATE0@0.1"],
+        starts["F1@0.1v1"],
+    ) == (3.0, 3.0, 11.0, 12.0, 12.0)
     host = plan[0].index(Action(Kind.HOST, 0, 0, 1))
     assert (timeline.returns[0][host], timeline.ends[0][host]) == (3.0, 12.0)
     assert timeline.busy(0, 3.0, 11.0) == 0
-    slow_norm, slow_sum = simulate(plan, replace(costs, norm=1.5)), simulate(plan, replace(costs, reduce=1.5))
+    slow_norm = simulate(plan, replace(costs, norm=1.5))
+    slow_sum = simulate(plan, replace(costs, reduce=1.5))
     assert slow_norm.makespan == timeline.makespan, "gradients leave while the norm is on its way"
     assert slow_sum.makespan == timeline.makespan + 2 * 1.5, "but not before they are summed"
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_2bw_hides_a_host_that_takes_less_than_its_slack_and_1f1b_does_not(p):
-    """The slack is m - p + 1 pairs of 3, of which NORM and HOST take one action; the copies take their first group."""
-    m, parts = 8, 4
+    """The slack is m - p + 1 pairs of 3, of which NORM and HOST take one action; the copies take
+    their first group."""
+    m = 8
+    parts = 4
     pairs = m - p + 1
     for name in ("2bw", "1f1b"):
         plain = simulate(make_plan(name, Sizes(p, m), 0, 12)).step_time(m)
         for share in (0.5, 0.8, 1.5):
             host = share * 3 * pairs
             plan = make_plan(name, Sizes(p, m), 0, 12, host=1.0, parts=parts)
-            exposed = simulate(plan, Costs(to_host=host / 8, host=host, from_host=host / 8)).step_time(m) - plain
+            exposed = (
+                simulate(plan, Costs(to_host=host / 8, host=host, from_host=host / 8)).step_time(m)
+                - plain
+            )
             if name == "2bw":
-                assert exposed == pytest.approx(0, abs=1e-9) if share < 1 else 0.2 * host < exposed < 0.5 * host
+                assert (
+                    exposed == pytest.approx(0, abs=1e-9)
+                    if share < 1
+                    else 0.2 * host < exposed < 0.5 * host
+                )
             else:
                 assert 0.7 * host < exposed < 1.25 * host

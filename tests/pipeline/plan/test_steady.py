@@ -32,22 +32,57 @@ def random_case(rng):
     links = p if v > 1 else p - 1
 
     def some(number, low, high, likely=0.7):
-        return [rng.uniform(low, high) for _ in range(number)] if rng.random() < likely else 0.5 * (low + high)
+        return (
+            [rng.uniform(low, high) for _ in range(number)]
+            if rng.random() < likely
+            else 0.5 * (low + high)
+        )
 
     if v == 2 and rng.random() < 0.4:
-        schedule, sizes, links = "1f1b", Sizes(p, rng.randint(p, 3 * p), 2, "v"), p - 1
+        schedule = "1f1b"
+        sizes = Sizes(p, rng.randint(p, 3 * p), 2, "v")
+        links = p - 1
     split = rng.random() < 0.4 or sizes.is_v
     ordering = Ordering(
-        schedule, clip=rng.random() < 0.7, gather=rng.random() < 0.3, split=split,
-        zero_bubble=split and not sizes.is_v and schedule in ("1f1b", "interleaved") and rng.random() < 0.7,
-        warmup="latency" if schedule == "1f1b" and not sizes.is_v and rng.random() < 0.3 else "depth",
-        placement=sizes.placement, activations=rng.choice(("full", "half", "min")) if sizes.is_v else "full")
-    calls = {kind: 0.1 * rng.random() for kind in (Kind.SEND_F, Kind.RECV_B, Kind.NORM)} if rng.random() < 0.5 else {}
-    return ordering, sizes, Costs(
-        some(p * v, 0.5, 1.5), some(p * v, 1, 3), some(p, 0, 1), calls, reduce=some(p, 0, 3), norm=rng.random(),
-        gather=some(p, 0, 1) if ordering.gather else 0.0, transfer=some(links, 0, 1), latency=some(links, 0, 1),
-        tied=not sizes.is_v and rng.random() < 0.3, blocking_norm=rng.random() < 0.5, serial_links=rng.random() < 0.5,
-        cores=rng.uniform(1, p) if rng.random() < 0.2 else None, transfer_work=some(links, 0, 0.3, 0.2))
+        schedule,
+        clip=rng.random() < 0.7,
+        gather=rng.random() < 0.3,
+        split=split,
+        zero_bubble=split
+        and not sizes.is_v
+        and schedule in ("1f1b", "interleaved")
+        and rng.random() < 0.7,
+        warmup="latency"
+        if schedule == "1f1b" and not sizes.is_v and rng.random() < 0.3
+        else "depth",
+        placement=sizes.placement,
+        activations=rng.choice(("full", "half", "min")) if sizes.is_v else "full",
+    )
+    calls = (
+        {kind: 0.1 * rng.random() for kind in (Kind.SEND_F, Kind.RECV_B, Kind.NORM)}
+        if rng.random() < 0.5
+        else {}
+    )
+    return (
+        ordering,
+        sizes,
+        Costs(
+            some(p * v, 0.5, 1.5),
+            some(p * v, 1, 3),
+            some(p, 0, 1),
+            calls,
+            reduce=some(p, 0, 3),
+            norm=rng.random(),
+            gather=some(p, 0, 1) if ordering.gather else 0.0,
+            transfer=some(links, 0, 1),
+            latency=some(links, 0, 1),
+            tied=not sizes.is_v and rng.random() < 0.3,
+            blocking_norm=rng.random() < 0.5,
+            serial_links=rng.random() < 0.5,
+            cores=rng.uniform(1, p) if rng.random() < 0.2 else None,
+            transfer_work=some(links, 0, 0.3, 0.2),
+        ),
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -62,13 +97,15 @@ def test_steps_are_those_of_a_walk(seed, monkeypatch):
     rng = random.Random(seed)
     for _ in range(50):
         ordering, sizes, costs = random_case(rng)
-        assert ordering.step_time(sizes, costs) == pytest.approx(walked(ordering, sizes, costs), rel=1e-9), (
-            ordering, sizes, costs)
+        assert ordering.step_time(sizes, costs) == pytest.approx(
+            walked(ordering, sizes, costs), rel=1e-9
+        ), (ordering, sizes, costs)
     assert sum(each is not None for each in found) >= 5, "few micro-batches stand for many"
 
 
 def test_idle_shares_are_those_of_a_walk():
-    sizes, costs = Sizes(3, 7), Costs([1, 2, 1], 2, [0.1, 0.5, 0.3], reduce=0.4, norm=0.2, transfer=0.3)
+    sizes = Sizes(3, 7)
+    costs = Costs([1, 2, 1], 2, [0.1, 0.5, 0.3], reduce=0.4, norm=0.2, transfer=0.3)
     found = Ordering("1f1b").timeline(sizes, costs)
     assert len(found.batch_starts(7)) == 2
     step, idle = found.steady_step(7)
@@ -76,13 +113,17 @@ def test_idle_shares_are_those_of_a_walk():
     assert long.drained(7)
     since, until = long.batch_starts(7)[3:5]
     assert step == pytest.approx(until - since, rel=1e-12)
-    assert idle == pytest.approx([long.idle_share(rank, since, until) for rank in range(3)], rel=1e-9)
+    assert idle == pytest.approx(
+        [long.idle_share(rank, since, until) for rank in range(3)], rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("sizes", [Sizes(2, 48, 2), Sizes(3, 48, 3)])
 def test_whole_and_split_backwards_of_a_rank_count_alike(sizes):
-    """A zero bubble leaves those of the first stage whole; as few micro-batches as without it show the rest."""
-    ordering, costs = Ordering("interleaved", split=True, zero_bubble=True), Costs(1, 2, transfer=0.1, norm=0.1)
+    """A zero bubble leaves those of the first stage whole; as few micro-batches as without it show
+    the rest."""
+    ordering = Ordering("interleaved", split=True, zero_bubble=True)
+    costs = Costs(1, 2, transfer=0.1, norm=0.1)
     few = next(fewer(ordering.make(), sizes))
     small = replace(sizes, num_microbatches=few)
     plan = make_plan(ordering.make(), small, 0, 1, **ordering.options)
@@ -93,7 +134,15 @@ def test_whole_and_split_backwards_of_a_rank_count_alike(sizes):
 
 def test_a_thousand_micro_batches_are_few_to_simulate(monkeypatch):
     made = []
-    monkeypatch.setattr(predict, "make_plan", lambda schedule, sizes, *args, **options: (
-        made.append(sizes.num_microbatches), make_plan(schedule, sizes, *args, **options))[1])
-    assert Ordering("1f1b").step_time(Sizes(8, 1001), Costs(1, 2)) == pytest.approx((1001 + 7) * 3, rel=1e-12)
+    monkeypatch.setattr(
+        predict,
+        "make_plan",
+        lambda schedule, sizes, *args, **options: (
+            made.append(sizes.num_microbatches),
+            make_plan(schedule, sizes, *args, **options),
+        )[1],
+    )
+    assert Ordering("1f1b").step_time(Sizes(8, 1001), Costs(1, 2)) == pytest.approx(
+        (1001 + 7) * 3, rel=1e-12
+    )
     assert max(made) < 40

@@ -1,4 +1,5 @@
-"""V-shaped pipelines: bubbles and memory against known ones and torch's own orders, versions, and what is refused."""
+"""V-shaped pipelines: bubbles and memory against known ones and torch's own orders, versions, and
+what is refused."""
 
 from __future__ import annotations
 
@@ -54,13 +55,35 @@ def test_which_rank_has_which_stage() -> None:
         held = [list(sizes.stages_of(rank)) for rank in range(p)]
         assert held == [[rank, 2 * p - 1 - rank] for rank in range(p)]
         assert [sizes.rank_of(stage) for stage in range(2 * p)] == [*range(p), *reversed(range(p))]
-        assert [sizes.link(stage, 1) for stage in range(2 * p)] == [*range(p - 1), None, *reversed(range(p - 1)), None]
+        assert [sizes.link(stage, 1) for stage in range(2 * p)] == [
+            *range(p - 1),
+            None,
+            *reversed(range(p - 1)),
+            None,
+        ]
         assert sizes.peer(p - 1, 1) is sizes.peer(p, -1) is None
         assert Sizes.found({stage: sizes.rank_of(stage) for stage in range(2 * p)}, p) == sizes
     wave = Sizes(3, 1, 4, "v")
     assert [wave.rank_of(stage) for stage in range(12)] == [0, 1, 2, 2, 1, 0, 0, 1, 2, 2, 1, 0]
-    assert [wave.stages_of(rank) for rank in range(3)] == [[0, 5, 6, 11], [1, 4, 7, 10], [2, 3, 8, 9]]
-    assert [wave.link(stage, 1) for stage in range(12)] == [0, 1, None, 1, 0, None, 0, 1, None, 1, 0, None]
+    assert [wave.stages_of(rank) for rank in range(3)] == [
+        [0, 5, 6, 11],
+        [1, 4, 7, 10],
+        [2, 3, 8, 9],
+    ]
+    assert [wave.link(stage, 1) for stage in range(12)] == [
+        0,
+        1,
+        None,
+        1,
+        0,
+        None,
+        0,
+        1,
+        None,
+        1,
+        0,
+        None,
+    ]
     assert Sizes.found({stage: wave.rank_of(stage) for stage in range(12)}, 3) == wave
 
 
@@ -84,7 +107,9 @@ def test_two_versions_are_enough(p: int, more: int, activations: str, gather: bo
         assert least <= 2 * p / 3 + 1.4
     report = proven(schedule, p, least + more, 4, gather=gather)
     assert max(live.versions for live in report.peaks) == 2
-    with pytest.raises(ConfigError, match=rf"pipeline.num_microbatches = {least - 1}: .*; try {least}$"):
+    with pytest.raises(
+        ConfigError, match=rf"pipeline.num_microbatches = {least - 1}: .*; try {least}$"
+    ):
         schedule.check_sizes(Sizes(p, least - 1, 2, "v"))
 
 
@@ -95,19 +120,34 @@ def test_fewer_micro_batches_would_need_a_third_version() -> None:
         proven(schedule, 4, 4, 5)
 
 
-@pytest.mark.parametrize(("p", "activations", "held", "periods"), [
-    (4, "half", 3.0, (1, 1, 1)), (8, "half", 5.0, (1, 1, 1)), (5, "half", 3.0, (1, 1, 1)),
-    (4, "min", 2.0, (1, 1.2, 1.098)), (8, "min", 4.0, (1, 1.2, 1.098))])
-def test_2bw_has_no_steady_bubble(p: int, activations: str, held: float, periods: tuple[float, ...]) -> None:
-    """At the memory of V-Half, for any of these costs; 1f1b's first rank holds p. Source: simulated apart, in slots."""
-    schedule, m = on_v("2bw", activations), 2 * p
+@pytest.mark.parametrize(
+    ("p", "activations", "held", "periods"),
+    [
+        (4, "half", 3.0, (1, 1, 1)),
+        (8, "half", 5.0, (1, 1, 1)),
+        (5, "half", 3.0, (1, 1, 1)),
+        (4, "min", 2.0, (1, 1.2, 1.098)),
+        (8, "min", 4.0, (1, 1.2, 1.098)),
+    ],
+)
+def test_2bw_has_no_steady_bubble(
+    p: int, activations: str, held: float, periods: tuple[float, ...]
+) -> None:
+    """At the memory of V-Half, for any of these costs; 1f1b's first rank holds p. Source: simulated
+    apart, in slots."""
+    schedule = on_v("2bw", activations)
+    m = 2 * p
     plan = make_plan(schedule, Sizes(p, m, 2, "v"), 0, 8, split=True)
     for (f, i, w), period in zip(COSTS, periods, strict=False):
-        assert simulate(plan, costs_of(f, i, w, 2)).step_time(m) / (m * (f + i + w)) == pytest.approx(period, abs=6e-4)
+        assert simulate(plan, costs_of(f, i, w, 2)).step_time(m) / (
+            m * (f + i + w)
+        ) == pytest.approx(period, abs=6e-4)
     assert peak(proven(schedule, p, m, 4)) == held
 
 
-@pytest.mark.parametrize(("p", "m", "shares"), [(4, 8, (6.2, 7.5, 6.9, 12.5)), (8, 32, (3.6, 4.4, 4.0))])
+@pytest.mark.parametrize(
+    ("p", "m", "shares"), [(4, 8, (6.2, 7.5, 6.9, 12.5)), (8, 32, (3.6, 4.4, 4.0))]
+)
 def test_bubbles_of_full(p: int, m: int, shares: tuple[float, ...]) -> None:
     schedule = on_v("1f1b", "full")
     for costs, share in zip(COSTS, shares, strict=False):
@@ -115,10 +155,20 @@ def test_bubbles_of_full(p: int, m: int, shares: tuple[float, ...]) -> None:
     assert peak(proven(schedule, p, m)) == p
 
 
-@pytest.mark.parametrize(("p", "m", "activations", "held", "share"), [
-    (4, 8, "half", 3.0, 10.4), (4, 8, "min", 2.0, 22.9), (8, 32, "half", 5.0, 8.9), (8, 32, "min", 4.0, 13.0)])
-def test_bubbles_where_less_is_held(p: int, m: int, activations: str, held: float, share: float) -> None:
-    """Those of the authors' own search, or smaller (V-Min, p = 8: 14.1), at the memory of the pattern."""
+@pytest.mark.parametrize(
+    ("p", "m", "activations", "held", "share"),
+    [
+        (4, 8, "half", 3.0, 10.4),
+        (4, 8, "min", 2.0, 22.9),
+        (8, 32, "half", 5.0, 8.9),
+        (8, 32, "min", 4.0, 13.0),
+    ],
+)
+def test_bubbles_where_less_is_held(
+    p: int, m: int, activations: str, held: float, share: float
+) -> None:
+    """Those of the authors' own search, or smaller (V-Min, p = 8: 14.1), at the memory of the
+    pattern."""
     schedule = on_v("1f1b", activations)
     assert 100 * bubble(schedule, p, m, 1, 1, 1) == pytest.approx(share, abs=0.06)
     assert peak(proven(schedule, p, m)) == held
@@ -126,15 +176,17 @@ def test_bubbles_where_less_is_held(p: int, m: int, activations: str, held: floa
 
 @pytest.mark.parametrize("p", [2, 3, 4, 6, 8])
 def test_formula_of_full(p: int) -> None:
-    """(p-1)F/2 where all take as long, from m = 2p on. Source: ZB-V, arXiv 2401.10241, section 6."""
+    """(p-1)F/2 where all take as long, from m = 2p on. Source: ZB-V, arXiv 2401.10241, section
+    6."""
     for m in (2 * p, 2 * p + 1, 3 * p + 2, 4 * p):
         assert bubble(on_v("1f1b", "full"), p, m, 1, 1, 1) * 3 * m == pytest.approx((p - 1) / 2), m
 
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (8, 2), (2, 4), (4, 4), (6, 4), (3, 6)])
 def test_bubble_of_few_micro_batches_and_of_more_turns(p: int, v: int) -> None:
-    """(p-1)F/v at m = p, of which torch's ZB-V takes twice as much with v = 2, and with v > 2 from 2p on, too; at the
-    memory of 1f1b's first rank, and without a deadlock where transfers of a turn queue."""
+    """(p-1)F/v at m = p, of which torch's ZB-V takes twice as much with v = 2, and with v > 2 from
+    2p on, too; at the memory of 1f1b's first rank, and without a deadlock where transfers of a turn
+    queue."""
     schedule = make_schedule("1f1b", placement="v", chunks=v)
     for m in (p,) if v == 2 else (p, 2 * p, 2 * p + 1, 3 * p + 2):
         sizes = Sizes(p, m, v, "v")
@@ -147,28 +199,48 @@ def test_bubble_of_few_micro_batches_and_of_more_turns(p: int, v: int) -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.integers(2, 5), st.integers(1, 11), st.sampled_from([4, 6]))
 def test_every_plan_of_more_turns_is_right(p: int, m: int, v: int) -> None:
-    schedule, sizes = make_schedule("1f1b", placement="v", chunks=v), Sizes(p, m, v, "v")
+    schedule = make_schedule("1f1b", placement="v", chunks=v)
+    sizes = Sizes(p, m, v, "v")
     report = check(make_plan(schedule, sizes, 0, 2, split=True, gather=True), sizes, schedule)
     assert max(live.activations for live in report.peaks) <= p * v
 
 
-TORCH = {Kind.F: "FORWARD", Kind.I: "BACKWARD_INPUT", Kind.W: "BACKWARD_WEIGHT", Kind.B: "FULL_BACKWARD"}
+TORCH = {
+    Kind.F: "FORWARD",
+    Kind.I: "BACKWARD_INPUT",
+    Kind.W: "BACKWARD_WEIGHT",
+    Kind.B: "FULL_BACKWARD",
+}
 
 
-def torch_order(name: str, p: int, m: int, chunks: int = 2) -> dict[int, list[tuple[Kind, int, int]]]:
-    """The order of one of torch's schedules, by rank; of two actions that it overlaps, one after the other."""
+def torch_order(
+    name: str, p: int, m: int, chunks: int = 2
+) -> dict[int, list[tuple[Kind, int, int]]]:
+    """The order of one of torch's schedules, by rank; of two actions that it overlaps, one after
+    the other."""
     theirs = importlib.import_module("torch.distributed.pipelining.schedules")
     kinds = {getattr(theirs, attribute): kind for kind, attribute in TORCH.items()}
     rounds = max(1, m // p)
     found = {}
     for rank in range(p):
         made = object.__new__(getattr(theirs, name))
-        made.pp_group_size, made.rank, made._n_microbatches, made.n_local_stages = p, rank, m, chunks
+        made.pp_group_size = p
+        made.rank = rank
+        made._n_microbatches = m
+        made.n_local_stages = chunks
         made._num_stages = made.num_stages = p * chunks
-        made._stages, made.number_of_rounds, made.microbatches_per_round = [None] * chunks, rounds, m // rounds
-        actions = [one for action in made._calculate_single_rank_operations(rank) if action is not None
-                   for one in (action.sub_actions or (action,))]
-        found[rank] = list(_split((kinds[a.computation_type], a.stage_index, a.microbatch_index) for a in actions))
+        made._stages = [None] * chunks
+        made.number_of_rounds = rounds
+        made.microbatches_per_round = m // rounds
+        actions = [
+            one
+            for action in made._calculate_single_rank_operations(rank)
+            if action is not None
+            for one in (action.sub_actions or (action,))
+        ]
+        found[rank] = list(
+            _split((kinds[a.computation_type], a.stage_index, a.microbatch_index) for a in actions)
+        )
     return found
 
 
@@ -177,13 +249,25 @@ def _split(steps: Iterator[tuple[Kind, int, int]]) -> Iterator[tuple[Kind, int, 
         yield from ((part, stage, k) for part in ((Kind.I, Kind.W) if kind is Kind.B else (kind,)))
 
 
-def as_plan(order: dict[int, list[tuple[Kind, int, int]]], schedule: Schedule, sizes: Sizes) -> dict[int, Any]:
-    return {rank: tuple(add_communication(add_updates(
-        [Action(kind, stage, k, 0) for kind, stage, k in steps], schedule, sizes), sizes))
-        for rank, steps in order.items()}
+def as_plan(
+    order: dict[int, list[tuple[Kind, int, int]]], schedule: Schedule, sizes: Sizes
+) -> dict[int, Any]:
+    return {
+        rank: tuple(
+            add_communication(
+                add_updates(
+                    [Action(kind, stage, k, 0) for kind, stage, k in steps], schedule, sizes
+                ),
+                sizes,
+            )
+        )
+        for rank, steps in order.items()
+    }
 
 
-@pytest.mark.parametrize(("name", "least"), [("ScheduleZBVZeroBubble", 1), ("ScheduleDualPipeV", 2)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("ScheduleZBVZeroBubble", 1), ("ScheduleDualPipeV", 2)]
+)
 @pytest.mark.parametrize("p", [2, 4, 6])
 def test_no_worse_than_orders_of_torch(name: str, least: int, p: int) -> None:
     """Theirs are right by our check, and not faster than ours with as much memory."""
@@ -210,7 +294,8 @@ def test_no_worse_than_orders_of_torch(name: str, least: int, p: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (3, 6)])
 def test_our_interleaved_is_no_worse_than_torchs(p: int, m: int) -> None:
-    ours, sizes = make_schedule("interleaved", zero_bubble=True), Sizes(p, m, 2)
+    ours = make_schedule("interleaved", zero_bubble=True)
+    sizes = Sizes(p, m, 2)
     plan = as_plan(torch_order("ScheduleInterleavedZeroBubble", p, m), ours, sizes)
     for costs in COSTS:
         theirs = simulate(plan, costs_of(*costs, 2)).makespan
@@ -219,7 +304,8 @@ def test_our_interleaved_is_no_worse_than_torchs(p: int, m: int) -> None:
 
 @given(st.integers(2, 12), st.sampled_from(vee.ENDLESS))
 def test_pattern_has_one_thing_in_a_slot(p: int, activations: str) -> None:
-    """And what a step needs is done in an earlier slot, on whichever rank. Slots are the order of plans."""
+    """And what a step needs is done in an earlier slot, on whichever rank. Slots are the order of
+    plans."""
     sizes = Sizes(p, 1, 2, "v")
     for rank in range(p):
         slots = vee.slots(activations, p, rank)
@@ -240,10 +326,20 @@ def test_pattern_has_one_thing_in_a_slot(p: int, activations: str) -> None:
 @pytest.mark.parametrize("sync_steps", [0, 2])
 @pytest.mark.parametrize("activations", vee.ENDLESS)
 def test_large_runs_are_proven_by_smaller_ones(activations: str, sync_steps: int) -> None:
-    config = from_mapping({
-        "model": {"num_layers": 30}, "parallel": {"pp": 12, "dp": 1},
-        "pipeline": {"schedule": "2bw", "placement": "v", "split_backward": True, "activations": activations,
-                     "num_microbatches": 80, "sync_steps": sync_steps}})
+    config = from_mapping(
+        {
+            "model": {"num_layers": 30},
+            "parallel": {"pp": 12, "dp": 1},
+            "pipeline": {
+                "schedule": "2bw",
+                "placement": "v",
+                "split_backward": True,
+                "activations": activations,
+                "num_microbatches": 80,
+                "sync_steps": sync_steps,
+            },
+        }
+    )
     reports = prove(config)
     assert len(reports) == 1 + (sync_steps > 0)
     assert max(live.versions for live in reports[-1].peaks) == 2
@@ -251,29 +347,61 @@ def test_large_runs_are_proven_by_smaller_ones(activations: str, sync_steps: int
 
 def test_picture() -> None:
     plan = make_plan(on_v("1f1b", "full"), Sizes(2, 3, 2, "v"), split=True)
-    assert draw(simulate(plan, Costs(1, 2))) == "\n".join((
-        "rank 0  F0- F1- F2- F0b I0b W0b F1b I1b W1b B0----- F2b I2b W2b B1----- B2-----    *",
-        "rank 1      F0- F0b F1- F1b B0b---- F2- I0- W0- F2b B1b---- I1- I2b I2- W1- W2b W2-*"))
+    assert draw(simulate(plan, Costs(1, 2))) == "\n".join(
+        (
+            "rank 0  F0- F1- F2- F0b I0b W0b F1b I1b W1b B0----- F2b I2b W2b B1----- B2-----    *",
+            "rank 1      F0- F0b F1- F1b B0b---- F2- I0- W0- F2b B1b---- I1- I2b I2- W1- W2b W2-*",
+        )
+    )
 
 
-@pytest.mark.parametrize(("pipeline", "field", "works"), [
-    ({"split_backward": False}, "pipeline.split_backward", "true"),
-    ({"schedule": "gpipe"}, "pipeline.placement", "loop"),
-    ({"schedule": "2bw"}, "pipeline.activations", "half"),
-    ({"schedule": "2bw", "activations": "half", "num_microbatches": 2}, "pipeline.num_microbatches", "3"),
-    ({"schedule": "2bw", "activations": "half", "gradient_buffers": 1}, "pipeline.gradient_buffers", "0"),
-    ({"schedule": "2bw", "activations": "half", "early_switch": 1}, "pipeline.early_switch", "off"),
-    ({"schedule": "2bw", "activations": "half", "early_switch": "auto"}, "pipeline.early_switch", "off"),
-    ({"warmup": "latency"}, "pipeline.warmup", "depth"),
-    ({"zero_bubble": True}, "pipeline.zero_bubble", "false"),
-    ({"placement": "loop", "activations": "half"}, "pipeline.activations", "full"),
-    ({"chunks": 3}, "pipeline.chunks", "0"),
-    ({"chunks": 4, "activations": "half"}, "pipeline.chunks", "0"),
-    ({"chunks": 4, "schedule": "2bw", "activations": "half"}, "pipeline.chunks", "0"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("pipeline", "field", "works"),
+    [
+        ({"split_backward": False}, "pipeline.split_backward", "true"),
+        ({"schedule": "gpipe"}, "pipeline.placement", "loop"),
+        ({"schedule": "2bw"}, "pipeline.activations", "half"),
+        (
+            {"schedule": "2bw", "activations": "half", "num_microbatches": 2},
+            "pipeline.num_microbatches",
+            "3",
+        ),
+        (
+            {"schedule": "2bw", "activations": "half", "gradient_buffers": 1},
+            "pipeline.gradient_buffers",
+            "0",
+        ),
+        (
+            {"schedule": "2bw", "activations": "half", "early_switch": 1},
+            "pipeline.early_switch",
+            "off",
+        ),
+        (
+            {"schedule": "2bw", "activations": "half", "early_switch": "auto"},
+            "pipeline.early_switch",
+            "off",
+        ),
+        ({"warmup": "latency"}, "pipeline.warmup", "depth"),
+        ({"zero_bubble": True}, "pipeline.zero_bubble", "false"),
+        ({"placement": "loop", "activations": "half"}, "pipeline.activations", "full"),
+        ({"chunks": 3}, "pipeline.chunks", "0"),
+        ({"chunks": 4, "activations": "half"}, "pipeline.chunks", "0"),
+        ({"chunks": 4, "schedule": "2bw", "activations": "half"}, "pipeline.chunks", "0"),
+    ],
+    ids=str,
+)
 def test_what_cannot_run_is_named(pipeline: dict[str, Any], field: str, works: str) -> None:
-    config = from_mapping({"parallel": {"pp": 2, "dp": 1}, "pipeline": {
-        "placement": "v", "split_backward": True, "num_microbatches": 4, **pipeline}})
+    config = from_mapping(
+        {
+            "parallel": {"pp": 2, "dp": 1},
+            "pipeline": {
+                "placement": "v",
+                "split_backward": True,
+                "num_microbatches": 4,
+                **pipeline,
+            },
+        }
+    )
     found = {problem.field: problem for problem in problems(config, 2)}
     assert field in found, found
     assert works in str(found[field].suggestion)

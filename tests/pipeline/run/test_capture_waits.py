@@ -1,4 +1,5 @@
-"""Which plans a capture that waits would bring to a stand, on ranks whose receives are kernels that wait."""
+"""Which plans a capture that waits would bring to a stand, on ranks whose receives are kernels that
+wait."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ GALLERY = runpy.run_path(str(ROOT / "scripts" / "schedule_gallery.py"))
 
 def gallery_plan(title: str, p: int, m: int) -> tuple[Plan, Schedule, Sizes]:
     """Four batches of a plan of docs/all_schedules.md."""
-    (name, options), = [(name, options) for other, name, options in GALLERY["SCHEDULES"] if other == title]
+    ((name, options),) = [
+        (name, options) for other, name, options in GALLERY["SCHEDULES"] if other == title
+    ]
     schedule = make_schedule(name, **options)
     sizes = GALLERY["sizes_for"](options, name, p, m)
     return GALLERY["plan_for"](schedule, sizes, 4), schedule, sizes
@@ -27,8 +30,11 @@ def gallery_plan(title: str, p: int, m: int) -> tuple[Plan, Schedule, Sizes]:
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 8), (4, 13)])
 @pytest.mark.parametrize("title", [title for title, _, _ in GALLERY["SCHEDULES"]])
-def test_no_plan_of_the_gallery_stands_still_where_a_capture_does_not_wait(title: str, p: int, m: int) -> None:
-    """Or waits for the stream that computes, as ranks of tp do to agree, and forwards of custom models to compare."""
+def test_no_plan_of_the_gallery_stands_still_where_a_capture_does_not_wait(
+    title: str, p: int, m: int
+) -> None:
+    """Or waits for the stream that computes, as ranks of tp do to agree, and forwards of custom
+    models to compare."""
     plan, schedule, sizes = gallery_plan(title, p, m)
     window = check(plan, sizes, schedule).send_window
     for rank, actions in plan.items():
@@ -38,11 +44,23 @@ def test_no_plan_of_the_gallery_stands_still_where_a_capture_does_not_wait(title
     assert stuck(plan, schedule, sizes, Wait.STREAM, window=window, where=lambda action: True) == {}
 
 
-@pytest.mark.parametrize(("name", "p", "stands_still"), [
-    ("1f1b", 2, True), ("gpipe", 2, True), ("2bw", 2, True), ("1f1b", 4, True), ("gpipe", 4, False), ("2bw", 4, True)])
-def test_a_capture_that_waits_for_the_device_stands_still(name: str, p: int, stands_still: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "p", "stands_still"),
+    [
+        ("1f1b", 2, True),
+        ("gpipe", 2, True),
+        ("2bw", 2, True),
+        ("1f1b", 4, True),
+        ("gpipe", 4, False),
+        ("2bw", 4, True),
+    ],
+)
+def test_a_capture_that_waits_for_the_device_stands_still(
+    name: str, p: int, stands_still: bool
+) -> None:
     """As captures with torch.cuda.graph do, which first synchronizes the device."""
-    schedule, sizes = make_schedule(name), Sizes(p, 2 * p)
+    schedule = make_schedule(name)
+    sizes = Sizes(p, 2 * p)
     plan = make_plan(schedule, sizes, 0, 4)
     left = stuck(plan, schedule, sizes, Wait.DEVICE)
     assert sorted(left) == (list(range(p)) if stands_still else [])
@@ -50,7 +68,8 @@ def test_a_capture_that_waits_for_the_device_stands_still(name: str, p: int, sta
 
 def test_the_device_model_finds_what_stands_still_on_a_device() -> None:
     """The first rank sends its first activation behind the backward that follows from it."""
-    schedule, sizes = make_schedule("1f1b"), Sizes(2, 4)
+    schedule = make_schedule("1f1b")
+    sizes = Sizes(2, 4)
     plan = {rank: list(actions) for rank, actions in make_plan(schedule, sizes).items()}
     assert stuck(plan, schedule, sizes, Wait.NOTHING) == {}
     sent = next(action for action in plan[0] if action.kind is Kind.SEND_F)
@@ -67,13 +86,20 @@ SAFE_TO_LOAD = {"GPipe", "1F1B", "PipeDream", "2BW", "2BW, longer warm-up", "2BW
 def test_kernels_that_are_loaded_in_the_first_batch_can_bring_a_plan_to_a_stand(title: str) -> None:
     """If loading waits for the device. So train/warm_up.py has them loaded before.
 
-    Forwards load at the first micro-batch. Backwards load at two: the first one writes gradients, others add to them.
+    Forwards load at the first micro-batch. Backwards load at two: the first one writes gradients,
+    others add to them.
     """
     stands_still = []
     for p in (2, 4):
         plan, schedule, sizes = gallery_plan(title, p, 2 * p)
         window = check(plan, sizes, schedule).send_window
-        left = stuck(plan, schedule, sizes, Wait.DEVICE, window=window,
-                     where=lambda action: action.microbatch < (1 if action.kind is Kind.F else 2))
+        left = stuck(
+            plan,
+            schedule,
+            sizes,
+            Wait.DEVICE,
+            window=window,
+            where=lambda action: action.microbatch < (1 if action.kind is Kind.F else 2),
+        )
         stands_still.append(bool(left))
     assert any(stands_still) is (title not in SAFE_TO_LOAD)

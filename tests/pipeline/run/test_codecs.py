@@ -1,4 +1,5 @@
-"""Codecs of messages: what arrives depends on a row alone, and a packed activation passes its gradient to its leaf."""
+"""Codecs of messages: what arrives depends on a row alone, and a packed activation passes its
+gradient to its leaf."""
 
 from __future__ import annotations
 
@@ -28,34 +29,50 @@ def codec_of(name: str, dtype: str = "fp32") -> Codec:
 
 
 def agree(name: str, x: Tensor, other: Tensor) -> bool:
-    """Whether two are equal to the bit; products may add in another order where they have other rows beside them."""
-    return torch.equal(x, other) if name != "subspace" else torch.allclose(
-        x, other, rtol=0, atol=4 * float(torch.finfo(x.dtype).eps * x.abs().max()))
+    """Whether two are equal to the bit; products may add in another order where they have other
+    rows beside them."""
+    return (
+        torch.equal(x, other)
+        if name != "subspace"
+        else torch.allclose(
+            x, other, rtol=0, atol=4 * float(torch.finfo(x.dtype).eps * x.abs().max())
+        )
+    )
 
 
 def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(shape[-1]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_arrives_is_near_and_depends_on_the_row_alone(name: str, dtype: torch.dtype) -> None:
     names = {kind: name for name, kind in DTYPES.items()}
-    codec, x = codec_of(name, names[dtype]), numbers(3, 5, 70).to(dtype)
+    codec = codec_of(name, names[dtype])
+    x = numbers(3, 5, 70).to(dtype)
     arrived = through(codec, x)
     assert (arrived.shape, arrived.dtype) == (x.shape, dtype)
     assert ((arrived - x).abs().amax(-1) <= STEP[name] * x.abs().amax(-1)).all()
     assert agree(name, through(codec, x[1:2, 2:4]), arrived[1:2, 2:4])
     message = codec.encode(x.view(-1, 70))
     assert (message.dtype, message.shape) == (torch.uint8, (15, codec.row_bytes(70)))
-    assert agree(name, through(codec, x.transpose(0, 1)), arrived.transpose(0, 1)), "strides do not matter"
-    assert through(codec, x[:, :0]).shape == (3, 0, 70), "a rank of sequence parallelism may have no row"
+    assert agree(name, through(codec, x.transpose(0, 1)), arrived.transpose(0, 1)), (
+        "strides do not matter"
+    )
+    assert through(codec, x[:, :0]).shape == (3, 0, 70), (
+        "a rank of sequence parallelism may have no row"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_slices_of_rows_are_the_bytes_of_the_whole(name: str) -> None:
-    codec, x = codec_of(name), numbers(2, 7, 33)
-    whole = Lane(Axis("pp"), Axis("pp_reverse"), (2, 7, 33), torch.float32, torch.device("cpu"), Axis("tp"))
+    codec = codec_of(name)
+    x = numbers(2, 7, 33)
+    whole = Lane(
+        Axis("pp"), Axis("pp_reverse"), (2, 7, 33), torch.float32, torch.device("cpu"), Axis("tp")
+    )
     parts = []
     for rank in range(4):
         lane = replace(whole, slicing=Axis("tp", rank, tuple(range(4)), silent_group(rank, 4)))
@@ -69,7 +86,8 @@ def test_slices_of_rows_are_the_bytes_of_the_whole(name: str) -> None:
 
 
 def test_a_packed_activation_takes_its_gradient_and_hardly_any_memory() -> None:
-    codec, x = codec_of("int4"), numbers(2, 7, 70)
+    codec = codec_of("int4")
+    x = numbers(2, 7, 70)
     lane = Lane(Axis("pp"), Axis("pp_reverse"), (2, 7, 70), torch.float32, torch.device("cpu"))
     packed = Packed(lane, lane.cut(x, codec), codec)
     assert packed.leaf.untyped_storage().nbytes() == 4
@@ -81,7 +99,9 @@ def test_a_packed_activation_takes_its_gradient_and_hardly_any_memory() -> None:
 
 
 def test_a_head_alone_gets_exact_activations() -> None:
-    codecs = Codecs.of(from_mapping({"compression": {"messages": "int8", "messages_backward": "bf16"}}))
+    codecs = Codecs.of(
+        from_mapping({"compression": {"messages": "int8", "messages_backward": "bf16"}})
+    )
     assert codecs.on(1, 3) == codec_of("int8")
     assert codecs.on(-1, 3) == codec_of("bf16")
     (head,) = codecs.exact
@@ -91,11 +111,13 @@ def test_a_head_alone_gets_exact_activations() -> None:
 def test_gradients_are_those_of_the_features_that_were_sent() -> None:
     """A tenth of 33 features: 3 of a token; of the 14 tokens, tp rank 1 of 3 has 5."""
     codecs = Codecs.of(from_mapping({"model": {"hidden_size": 64}, "compression": DCT}))
-    forward, backward = codecs.on(1, 3), codecs.on(-1, 3)
+    forward = codecs.on(1, 3)
+    backward = codecs.on(-1, 3)
     assert isinstance(forward, Largest)
     assert isinstance(backward, Marked)
     assert (forward.row_bytes(33), backward.row_bytes(33)) == (3 * 4 + 5, 3 * 4)
-    x, dy = numbers(2, 7, 33), numbers(7, 2, 33).view(2, 7, 33)
+    x = numbers(2, 7, 33)
+    dy = numbers(7, 2, 33).view(2, 7, 33)
     lane = Lane(Axis("pp"), Axis("pp_reverse"), (2, 7, 33), torch.float32, torch.device("cpu"))
     lane = replace(lane, slicing=Axis("tp", 1, tuple(range(3)), silent_group(1, 3)))
     message = lane.cut(x, forward)
@@ -111,12 +133,25 @@ def test_gradients_are_those_of_the_features_that_were_sent() -> None:
 def test_a_subspace_is_a_projection_both_ends_know() -> None:
     """y = x P with P = P P = P^T, of rank 3 of 33; its gradient is dy P."""
     compression = {"messages": "subspace", "messages_kept": 0.1}
-    codecs = [Codecs.of(from_mapping({"model": {"hidden_size": 64}, "train": {"dtype": "fp64"},
-                                      "compression": compression})) for _ in range(2)]
-    forward, backward = codecs[0].on(1, 3), codecs[1].on(-1, 3)
+    codecs = [
+        Codecs.of(
+            from_mapping(
+                {
+                    "model": {"hidden_size": 64},
+                    "train": {"dtype": "fp64"},
+                    "compression": compression,
+                }
+            )
+        )
+        for _ in range(2)
+    ]
+    forward = codecs[0].on(1, 3)
+    backward = codecs[1].on(-1, 3)
     assert forward == backward
     assert (forward.row_bytes(33), backward.row_bytes(33)) == (3 * 8, 3 * 8)
     p = through(forward, torch.eye(33, dtype=torch.float64))
     torch.testing.assert_close(p @ p, p, rtol=0, atol=1e-14)
-    torch.testing.assert_close(p.t(), through(backward, torch.eye(33, dtype=torch.float64)), rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        p.t(), through(backward, torch.eye(33, dtype=torch.float64)), rtol=0, atol=1e-15
+    )
     assert torch.linalg.matrix_rank(p) == 3

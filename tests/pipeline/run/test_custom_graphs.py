@@ -1,4 +1,5 @@
-"""CUDA graphs of custom models: replayed where the forward is the same each time, refused where Python decides."""
+"""CUDA graphs of custom models: replayed where the forward is the same each time, refused where
+Python decides."""
 
 from __future__ import annotations
 
@@ -71,25 +72,42 @@ class Net(SequentialSpec):
         return {"numbers": random.normal(size=3).astype(np.float32), "label": random.integers(5)}
 
 
-def train(what: str, replay: bool) -> tuple[list[tuple[float, dict[str, float]]], MicroBatchGraphs | None]:
+def train(
+    what: str, replay: bool
+) -> tuple[list[tuple[float, dict[str, float]]], MicroBatchGraphs | None]:
     """Train 6 batches of 3 micro-batches; return the loss and the metrics of each."""
     global CALLS
     CALLS = count()
-    config = replace(from_mapping({
-        "parallel": {"dp": 1}, "pipeline": {"num_microbatches": 3}, "train": {"micro_batch_size": 2, "num_steps": 20},
-        "optim": {"lr": 1e-2}}), model=Net(what))
+    config = replace(
+        from_mapping(
+            {
+                "parallel": {"dp": 1},
+                "pipeline": {"num_microbatches": 3},
+                "train": {"micro_batch_size": 2, "num_steps": 20},
+                "optim": {"lr": 1e-2},
+            }
+        ),
+        model=Net(what),
+    )
     assert unsupported(config) is None
     engine = Engine(config, ProcessGrid(), CPU)
     if replay:
-        engine.executor.graphs = MicroBatchGraphs({0: engine.stage}, engine.state.gradients, 3, CPU, distrusts=True)
+        engine.executor.graphs = MicroBatchGraphs(
+            {0: engine.stage}, engine.state.gradients, 3, CPU, distrusts=True
+        )
     numbers: list[tuple[float, dict[str, float]]] = []
-    engine.train(SyntheticLoader(config.model, 2, 3), 6, lambda step: numbers.append((step.loss, step.metrics)))
+    engine.train(
+        SyntheticLoader(config.model, 2, 3),
+        6,
+        lambda step: numbers.append((step.loss, step.metrics)),
+    )
     return numbers, engine.executor.graphs
 
 
 @pytest.mark.parametrize("what", ["plain", "counts", "looks"])
-def test_a_custom_model_trains_as_without_graphs(what: str, monkeypatch: pytest.MonkeyPatch,
-                                                 caplog: pytest.LogCaptureFixture) -> None:
+def test_a_custom_model_trains_as_without_graphs(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """To the bit, whether its forward can be captured or not; why not is logged."""
     expected, _ = train(what, False)
     fake_cuda.install(monkeypatch)
@@ -97,14 +115,19 @@ def test_a_custom_model_trains_as_without_graphs(what: str, monkeypatch: pytest.
     assert numbers == expected
     assert len({found["accuracy"] for _, found in numbers}) > 1
     assert graphs is not None
-    reasons = {"plain": "", "counts": "changes blocks.1.layer.calls", "looks": "aten::_local_scalar_dense"}
+    reasons = {
+        "plain": "",
+        "counts": "changes blocks.1.layer.calls",
+        "looks": "aten::_local_scalar_dense",
+    }
     assert (graphs.num_replayed == 16) == (what == "plain")
     assert bool(caplog.text) == bool(reasons[what])
     assert reasons[what] in caplog.text.replace("aten.", "aten::")
 
 
 def test_what_comes_from_elsewhere_in_python_is_found_at_the_first_replay(
-        monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     fake_cuda.install(monkeypatch)
     _, graphs = train("global", True)
     assert graphs is not None
@@ -113,10 +136,13 @@ def test_what_comes_from_elsewhere_in_python_is_found_at_the_first_replay(
     assert "start again" not in caplog.text, "no step was computed with what was captured"
 
 
-def test_what_changes_late_is_found_late_and_said(monkeypatch: pytest.MonkeyPatch,
-                                                  caplog: pytest.LogCaptureFixture) -> None:
+def test_what_changes_late_is_found_late_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Comparisons come at powers of two: training may have gone wrong meanwhile."""
     fake_cuda.install(monkeypatch)
-    monkeypatch.setattr(Global, "forward", lambda self, x: nn.Linear.forward(self, x) * (1 + (next(CALLS) > 9)))
+    monkeypatch.setattr(
+        Global, "forward", lambda self, x: nn.Linear.forward(self, x) * (1 + (next(CALLS) > 9))
+    )
     train("global", True)
     assert "start again from an earlier checkpoint, with train.cuda_graphs = false" in caplog.text

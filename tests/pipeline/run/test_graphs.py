@@ -1,4 +1,5 @@
-"""Micro-batches as CUDA graphs: the same losses and weights, to the bit, as run kernel by kernel."""
+"""Micro-batches as CUDA graphs: the same losses and weights, to the bit, as run kernel by
+kernel."""
 
 from __future__ import annotations
 
@@ -31,37 +32,67 @@ from hybridpar.train.engine import Engine
 from hybridpar.train.source import LoaderSource
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 
 def make(**sections: dict[str, Any]) -> Config:
-    return from_mapping({
-        "model": {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "seq_length": 40, "vocab_size": 97,
-                  **sections.get("model", {})},
-        "parallel": {"dp": 1, **sections.get("parallel", {})},
-        "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
-        "train": {"micro_batch_size": 2, "num_steps": 20, **sections.get("train", {})},
-        "optim": {"lr": 1e-2, "clip_grad": 1.0, **sections.get("optim", {})},
-        "memory": sections.get("memory", {}), "compression": sections.get("compression", {}),
-        "kernels": sections.get("kernels", {"attention": "triton"}),  # not cuDNN, which adds in any order
-    })
+    return from_mapping(
+        {
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 64,
+                "num_heads": 4,
+                "seq_length": 40,
+                "vocab_size": 97,
+                **sections.get("model", {}),
+            },
+            "parallel": {"dp": 1, **sections.get("parallel", {})},
+            "pipeline": {"num_microbatches": 3, **sections.get("pipeline", {})},
+            "train": {"micro_batch_size": 2, "num_steps": 20, **sections.get("train", {})},
+            "optim": {"lr": 1e-2, "clip_grad": 1.0, **sections.get("optim", {})},
+            "memory": sections.get("memory", {}),
+            "compression": sections.get("compression", {}),
+            "kernels": sections.get(
+                "kernels", {"attention": "triton"}
+            ),  # not cuDNN, which adds in any order
+        }
+    )
 
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "bf16": {"train": {"dtype": "bf16"}},
-    "fp32": {"train": {"dtype": "fp32"}}, "fp8": {"train": {"dtype": "bf16", "fp8": True}},
+    "fp32": {"train": {"dtype": "fp32"}},
+    "fp8": {"train": {"dtype": "bf16", "fp8": True}},
     "fp16, the scale backs off": {"train": {"dtype": "fp16"}, "optim": {"loss_scale": 2.0**24}},
     "one micro-batch": {"pipeline": {"num_microbatches": 1}, "train": {"dtype": "bf16"}},
     "2bw": {"pipeline": {"schedule": "2bw"}, "train": {"dtype": "bf16"}},
     "split backward": {"pipeline": {"split_backward": True}, "train": {"dtype": "bf16"}},
     "gpipe": {"pipeline": {"schedule": "gpipe"}, "train": {"dtype": "bf16"}},
     "dropout": {"model": {"dropout": 0.2, "attention_dropout": 0.1}, "train": {"dtype": "bf16"}},
-    "dropout, recomputation": {"model": {"dropout": 0.2, "attention_dropout": 0.1}, "pipeline": {"recompute": "all"},
-                               "train": {"dtype": "bf16"}},
+    "dropout, recomputation": {
+        "model": {"dropout": 0.2, "attention_dropout": 0.1},
+        "pipeline": {"recompute": "all"},
+        "train": {"dtype": "bf16"},
+    },
     "recomputation": {"pipeline": {"recompute": "all"}, "train": {"dtype": "bf16"}},
-    "llama-like": {"model": {"norm": "rms_norm", "activation": "swiglu", "position": "rotary", "tie_embeddings": False,
-                             "num_kv_heads": 2, "logits_chunk": 32}, "train": {"dtype": "bf16"}},
-    "bert": {"model": {"kind": "bert", "sentence_head": "nsp", "dropout": 0.1}, "train": {"dtype": "bf16"}},
+    "llama-like": {
+        "model": {
+            "norm": "rms_norm",
+            "activation": "swiglu",
+            "position": "rotary",
+            "tie_embeddings": False,
+            "num_kv_heads": 2,
+            "logits_chunk": 32,
+        },
+        "train": {"dtype": "bf16"},
+    },
+    "bert": {
+        "model": {"kind": "bert", "sentence_head": "nsp", "dropout": 0.1},
+        "train": {"dtype": "bf16"},
+    },
 }
 
 
@@ -82,8 +113,10 @@ def test_replayed_steps_are_those_run_kernel_by_kernel(name: str) -> None:
 @pytest.fixture(autouse=True)
 def _rows_of_heads_as_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over as many rows of BERT's head, so equal bits."""
-    monkeypatch.setattr("hybridpar.train.engine.LoaderSource", lambda *args, fixed_shapes=False: LoaderSource(
-        *args, fixed_shapes=len(args) == 3))
+    monkeypatch.setattr(
+        "hybridpar.train.engine.LoaderSource",
+        lambda *args, fixed_shapes=False: LoaderSource(*args, fixed_shapes=len(args) == 3),
+    )
 
 
 def train(engine: Engine, num_batches: int = 7) -> tuple[list[float], dict[str, Tensor]]:
@@ -97,14 +130,18 @@ def train(engine: Engine, num_batches: int = 7) -> tuple[list[float], dict[str, 
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_replayed_takes_nothing_from_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same on the CPU, by graphs that run again the operators that they saw: with the tensors of then."""
+def test_what_is_replayed_takes_nothing_from_python(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same on the CPU, by graphs that run again the operators that they saw: with the tensors
+    of then."""
     config = make(**SETTINGS[name] | {"kernels": {}})
     expected_losses, expected = train(Engine(config, ProcessGrid(), CPU))
     fake_cuda.install(monkeypatch)
     engine = Engine(config, ProcessGrid(), CPU)
     recording = engine.executor.graphs = MicroBatchGraphs(
-        {0: engine.stage}, engine.state.gradients, config.pipeline.num_microbatches, CPU)
+        {0: engine.stage}, engine.state.gradients, config.pipeline.num_microbatches, CPU
+    )
     losses, weights = train(engine)
     assert recording.num_replayed > 0
     assert losses == expected_losses
@@ -122,29 +159,43 @@ def test_replicas_sum_what_is_final_beside_the_replay() -> None:
 
 
 def test_replicas_of_virtual_stages_sum_what_several_graphs_make_final() -> None:
-    """A bucket has gradients of both stages of a rank, and of backwards to inputs and to weights."""
-    sections = {"model": {"hidden_size": 32, "seq_length": 16}, "parallel": {"pp": 2, "dp": 2, "zero": 1},
-                "pipeline": {"schedule": "1f1b", "placement": "v", "split_backward": True}}
+    """A bucket has gradients of both stages of a rank, and of backwards to inputs and to
+    weights."""
+    sections = {
+        "model": {"hidden_size": 32, "seq_length": 16},
+        "parallel": {"pp": 2, "dp": 2, "zero": 1},
+        "pipeline": {"schedule": "1f1b", "placement": "v", "split_backward": True},
+    }
     expected = run_ranks(replicas, 4, False, sections)
     for (plain, *_), (losses, num_replayed, num_final) in zip(
-            expected, run_ranks(replicas, 4, True, sections), strict=True):
+        expected, run_ranks(replicas, 4, True, sections), strict=True
+    ):
         assert losses == plain
         assert num_replayed > 0
         assert len(num_final) >= 8  # of 10 batches
 
 
-def replicas(replay: bool, sections: dict[str, dict[str, Any]] | None = None) -> tuple[list[float], int, list[float]]:
-    """Losses of 10 batches of 4 on two replicas; how many micro-batches were replayed; and of each sum of gradients
-    that began behind an event, the share of the buffer that was final then: of a batch's first; 1 of others."""
+def replicas(
+    replay: bool, sections: dict[str, dict[str, Any]] | None = None
+) -> tuple[list[float], int, list[float]]:
+    """Losses of 10 batches of 4 on two replicas; how many micro-batches were replayed; and of each
+    sum of gradients that began behind an event, the share of the buffer that was final then: of a
+    batch's first; 1 of others."""
     sections = sections or {"parallel": {"dp": 2, "zero": 1}}
-    config = make(**sections | {"pipeline": {"num_microbatches": 4, **sections.get("pipeline", {})}, "kernels": {}})
-    grid, num_final = ProcessGrid(pp=config.parallel.pp, dp=2), list[float]()
-    buckets, start = FlatLayout.buckets, GradientReducer._start
+    config = make(
+        **sections
+        | {"pipeline": {"num_microbatches": 4, **sections.get("pipeline", {})}, "kernels": {}}
+    )
+    grid = ProcessGrid(pp=config.parallel.pp, dp=2)
+    num_final = list[float]()
+    buckets = FlatLayout.buckets
+    start = GradientReducer._start
 
     def start_checked(self: GradientReducer, bucket: Bucket, buffer: Buffer, *way: Any) -> Any:
         assert Event.awaited is not None or Stream.current is not beside(), "it waits for no event"
         if Event.awaited is not None:
-            then, now = Event.awaited.seen, Event.watched.tensors[0]
+            then = Event.awaited.seen
+            now = Event.watched.tensors[0]
             span = slice(bucket.start, bucket.stop)
             assert torch.equal(then[span], buffer[span]), "summed before it was final"
             first = self._next == 0  # later ones find what Gloo has summed meanwhile
@@ -155,7 +206,9 @@ def replicas(replay: bool, sections: dict[str, dict[str, Any]] | None = None) ->
         return engine.executor.graphs._beside  # type: ignore[union-attr, return-value]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FlatLayout, "buckets", lambda self, num_bytes, *group: buckets(self, 2**14, *group))
+        patch.setattr(
+            FlatLayout, "buckets", lambda self, num_bytes, *group: buckets(self, 2**14, *group)
+        )
         engine = Engine(config, grid, CPU)
         if replay:
             fake_cuda.install(patch)
@@ -163,8 +216,13 @@ def replicas(replay: bool, sections: dict[str, dict[str, Any]] | None = None) ->
             Event.watched = engine.state.gradients.buffers[0]
             stages = {stage: whole for stage, (whole,) in engine.executor.stages.items()}
             engine.executor.graphs = MicroBatchGraphs(
-                stages, engine.state.gradients, 4, CPU, engine.state.reducer.summed_beside,
-                num_places(grid.pp.size, len(stages)))
+                stages,
+                engine.state.gradients,
+                4,
+                CPU,
+                engine.state.reducer.summed_beside,
+                num_places(grid.pp.size, len(stages)),
+            )
         losses: list[float] = []
         loader = SyntheticLoader(config.model, 2, 4, grid.dp.rank, grid.dp.size)
         engine.train(loader, 10, lambda step: losses.append(step.loss))
@@ -178,7 +236,8 @@ Sections = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank has trained: losses of 5 batches, sums of the weights, calls over tp; and how it was captured."""
+    """What a rank has trained: losses of 5 batches, sums of the weights, calls over tp; and how it
+    was captured."""
 
     losses: list[float]
     sums: list[float]
@@ -205,9 +264,23 @@ def gallery() -> list[Sections]:
     found = []
     for _, schedule, options in runpy.run_path(str(script))["SCHEDULES"]:
         split = "zero_bubble" in options or "placement" in options
-        model = {"num_layers": 6 if options.get("chunks") == 4 else 2, "hidden_size": 32, "seq_length": 16}
-        found.append({"model": model, "parallel": {"pp": 2}, "pipeline": {
-            "schedule": schedule, "num_microbatches": 4, **options, **({"split_backward": True} if split else {})}})
+        model = {
+            "num_layers": 6 if options.get("chunks") == 4 else 2,
+            "hidden_size": 32,
+            "seq_length": 16,
+        }
+        found.append(
+            {
+                "model": model,
+                "parallel": {"pp": 2},
+                "pipeline": {
+                    "schedule": schedule,
+                    "num_microbatches": 4,
+                    **options,
+                    **({"split_backward": True} if split else {}),
+                },
+            }
+        )
     return found
 
 
@@ -224,16 +297,25 @@ def train_both(sections: Sections) -> list[Trained]:
     return [train_grid(sections, replay) for replay in (False, True)]
 
 
-def train_grid(sections: Sections, replay: bool, broken: tuple[int, int, int] | None = None,
-               synchronizes: bool = False) -> Trained:
+def train_grid(
+    sections: Sections,
+    replay: bool,
+    broken: tuple[int, int, int] | None = None,
+    synchronizes: bool = False,
+) -> Trained:
     """Train on a grid of 2 ranks.
 
     Args:
         broken: a rank, which of its captures breaks, and at which operator.
         synchronizes: captures with torch.cuda.graph.
     """
-    config = make(**sections | {"kernels": {}, "model": {
-        **sections.get("model", {}), "dropout": 0.1, "attention_dropout": 0.1}})
+    config = make(
+        **sections
+        | {
+            "kernels": {},
+            "model": {**sections.get("model", {}), "dropout": 0.1, "attention_dropout": 0.1},
+        }
+    )
     grid = ProcessGrid(tp=config.parallel.tp, pp=config.parallel.pp)
     lines = StringIO()
     handler = StreamHandler(lines)
@@ -244,18 +326,34 @@ def train_grid(sections: Sections, replay: bool, broken: tuple[int, int, int] | 
             fake_cuda.install(patch, f"{sections}{broken}")
             stages = {stage: whole for stage, (whole,) in engine.executor.stages.items()}
             engine.executor.graphs = MicroBatchGraphs(
-                stages, engine.state.gradients, engine.sizes.num_microbatches, CPU, (),
-                num_places(grid.pp.size, len(stages)), grid.tp)
+                stages,
+                engine.state.gradients,
+                engine.sizes.num_microbatches,
+                CPU,
+                (),
+                num_places(grid.pp.size, len(stages)),
+                grid.tp,
+            )
         if broken is not None and grid.world.rank == broken[0]:
             Graph.breaks = lambda *place: place == broken[1:]
         if synchronizes:
-            patch.setattr(graphs, "capture", lambda graph, pool, stream: torch.cuda.graph(
-                graph, pool, stream, capture_error_mode="thread_local"))
+            patch.setattr(
+                graphs,
+                "capture",
+                lambda graph, pool, stream: torch.cuda.graph(
+                    graph, pool, stream, capture_error_mode="thread_local"
+                ),
+            )
         losses: list[float] = []
-        engine.train(SyntheticLoader(config.model, 2, engine.sizes.num_microbatches), 5,
-                     lambda step: losses.append(step.loss))
+        engine.train(
+            SyntheticLoader(config.model, 2, engine.sizes.num_microbatches),
+            5,
+            lambda step: losses.append(step.loss),
+        )
         if replay:
-            assert not Graph.allocator.underway, "the allocator still routes to the pool of a capture"
+            assert not Graph.allocator.underway, (
+                "the allocator still routes to the pool of a capture"
+            )
             failures = 0 if broken is None or grid.world.rank != broken[0] else 1
             assert not Graph.generator.state.is_capturing, "random numbers would be refused"
             assert sum(Graph.allocator.pools.values()) == Graph.number - failures
@@ -263,18 +361,36 @@ def train_grid(sections: Sections, replay: bool, broken: tuple[int, int, int] | 
     sums = [float(x.double().sum()) for x in engine.state.tensors().values()]
     recorder = engine.executor.graphs
     found = Trained(losses, sums, dict(grid.tp.traffic.calls))
-    return found if recorder is None else replace(
-        found, num_replayed=recorder.num_replayed, num_captures=recorder.num_captures, log=lines.getvalue())
+    return (
+        found
+        if recorder is None
+        else replace(
+            found,
+            num_replayed=recorder.num_replayed,
+            num_captures=recorder.num_captures,
+            log=lines.getvalue(),
+        )
+    )
 
 
-V = {"model": {"hidden_size": 32, "seq_length": 16}, "parallel": {"pp": 2},
-     "pipeline": {"schedule": "1f1b", "placement": "v", "split_backward": True, "num_microbatches": 4}}
+V = {
+    "model": {"hidden_size": 32, "seq_length": 16},
+    "parallel": {"pp": 2},
+    "pipeline": {
+        "schedule": "1f1b",
+        "placement": "v",
+        "split_backward": True,
+        "num_microbatches": 4,
+    },
+}
 BROKEN: dict[str, tuple[Sections, tuple[tuple[int, int], ...]]] = {
-    "tp": (TP, ((1, 20), (2, 20), (3, 20), (4, 20))), "pp": (PP, ((1, 20), (2, 20), (4, 20))),
+    "tp": (TP, ((1, 20), (2, 20), (3, 20), (4, 20))),
+    "pp": (PP, ((1, 20), (2, 20), (4, 20))),
     "pp-1f1b": (PP | {"pipeline": {}}, ((2, 20), (3, 20), (4, 20))),
-    "v": (V, ((1, 3), (2, 3), (3, 3), (4, 3), (5, 3), (6, 3), (7, 3)))}
-"""Settings, and which captures of the second rank break, at which operator: forwards, backwards to inputs and to
-weights, before and after others have worked."""
+    "v": (V, ((1, 3), (2, 3), (3, 3), (4, 3), (5, 3), (6, 3), (7, 3))),
+}
+"""Settings, and which captures of the second rank break, at which operator: forwards, backwards to
+inputs and to weights, before and after others have worked."""
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -286,7 +402,10 @@ def test_a_capture_that_fails_on_one_rank_is_undone(name: str) -> None:
         for one in found:
             assert (one.losses, one.sums) == (expected.losses, expected.sums)
     for number, first, second in zip(numbers, ranks[0][1:], ranks[1][1:], strict=True):
-        assert "RuntimeError: CUDA error: operation not permitted when stream is capturing" in second.log
+        assert (
+            "RuntimeError: CUDA error: operation not permitted when stream is capturing"
+            in second.log
+        )
         assert "previous error" not in second.log
         assert second.num_captures == number[0]
         assert ("on another rank of tp" in first.log) == (name == "tp")
@@ -295,17 +414,23 @@ def test_a_capture_that_fails_on_one_rank_is_undone(name: str) -> None:
 
 def train_broken(sections: Sections, numbers: tuple[tuple[int, int], ...]) -> list[Trained]:
     """Train without graphs, and with each of these captures broken on rank 1."""
-    return [train_grid(sections, False), *(train_grid(sections, True, (1, *number)) for number in numbers)]
+    return [
+        train_grid(sections, False),
+        *(train_grid(sections, True, (1, *number)) for number in numbers),
+    ]
 
 
 def test_graphs_of_micro_batches_in_flight_are_replayed_after_a_capture_has_failed() -> None:
-    """The first rank has two in flight. The backward of the older one is captured by then; that of the newer one fails.
+    """The first rank has two in flight. The backward of the older one is captured by then; that of
+    the newer one fails.
 
-    A failed capture leaves a mark on the generator's state, which all graphs share. The first graph that is given back
-    takes the workspaces of cuBLAS along.
+    A failed capture leaves a mark on the generator's state, which all graphs share. The first graph
+    that is given back takes the workspaces of cuBLAS along.
     """
     sections = {"parallel": {"pp": 2}, "pipeline": {"num_microbatches": 4}}
-    expected, found = (run_ranks(train_grid, 2, sections, *how) for how in ((False,), (True, (0, 6, 20))))
+    expected, found = (
+        run_ranks(train_grid, 2, sections, *how) for how in ((False,), (True, (0, 6, 20)))
+    )
     assert "a capture failed" in found[0].log
     for plain, one in zip(expected, found, strict=True):
         assert (one.losses, one.sums) == (plain.losses, plain.sums)
@@ -313,44 +438,91 @@ def test_graphs_of_micro_batches_in_flight_are_replayed_after_a_capture_has_fail
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "2bw"])
 def test_a_capture_that_synchronizes_the_device_stands_still(schedule: str) -> None:
-    """The stand-in waits for posted receives as NCCL's do; torch.cuda.graph, with which we captured once, waits so."""
+    """The stand-in waits for posted receives as NCCL's do; torch.cuda.graph, with which we captured
+    once, waits so."""
     sections = {"parallel": {"pp": 2}, "pipeline": {"schedule": schedule, "num_microbatches": 4}}
     assert all(found.num_replayed > 0 for found in run_ranks(train_grid, 2, sections, True))
     with pytest.raises(Exception, match="Deadlock"):
         run_ranks(train_grid, 2, sections, True, None, True)
 
 
-@pytest.mark.parametrize(("sections", "reason"), [
-    ({"parallel": {"pp": 2}}, "graph_grids"), ({"parallel": {"tp": 2}}, "graph_grids"),
-    ({"parallel": {"pp": 2, "tp": 2}, "train": {"graph_grids": True}}, None),
-    ({"parallel": {"tp": 2}, "train": {"graph_grids": True}, "compression": {"tensor": "int8"}}, "the host's hands"),
-    ({"parallel": {"pp": 2}, "train": {"graph_grids": True}, "pipeline": {"schedule": "interleaved", "chunks": 2}},
-     None),
-    ({"parallel": {"pp": 2}, "train": {"graph_grids": True}, "pipeline": {"placement": "v", "split_backward": True}},
-     None),
-    ({"pipeline": {"split_backward": True}}, None), ({"memory": {"budget": 2**20}}, "comes back elsewhere"),
-    ({"memory": {"offload_activations": 2}, "pipeline": {"schedule": "gpipe"}}, "comes back elsewhere"),
-    ({"memory": {"offload_activations": [0]}, "pipeline": {"schedule": "gpipe"}}, None),
-    ({"memory": {"offload_activations": 2}}, None), ({"memory": {"host_optimizer": True}}, None),
-    ({"model": {"kind": "bert"}}, None), ({"model": {"dropout": 0.1, "attention_dropout": 0.1}}, None),
-    ({}, None),
-])
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({"parallel": {"pp": 2}}, "graph_grids"),
+        ({"parallel": {"tp": 2}}, "graph_grids"),
+        ({"parallel": {"pp": 2, "tp": 2}, "train": {"graph_grids": True}}, None),
+        (
+            {
+                "parallel": {"tp": 2},
+                "train": {"graph_grids": True},
+                "compression": {"tensor": "int8"},
+            },
+            "the host's hands",
+        ),
+        (
+            {
+                "parallel": {"pp": 2},
+                "train": {"graph_grids": True},
+                "pipeline": {"schedule": "interleaved", "chunks": 2},
+            },
+            None,
+        ),
+        (
+            {
+                "parallel": {"pp": 2},
+                "train": {"graph_grids": True},
+                "pipeline": {"placement": "v", "split_backward": True},
+            },
+            None,
+        ),
+        ({"pipeline": {"split_backward": True}}, None),
+        ({"memory": {"budget": 2**20}}, "comes back elsewhere"),
+        (
+            {"memory": {"offload_activations": 2}, "pipeline": {"schedule": "gpipe"}},
+            "comes back elsewhere",
+        ),
+        ({"memory": {"offload_activations": [0]}, "pipeline": {"schedule": "gpipe"}}, None),
+        ({"memory": {"offload_activations": 2}}, None),
+        ({"memory": {"host_optimizer": True}}, None),
+        ({"model": {"kind": "bert"}}, None),
+        ({"model": {"dropout": 0.1, "attention_dropout": 0.1}}, None),
+        ({}, None),
+    ],
+)
 def test_what_cannot_be_recorded(sections: dict[str, dict[str, Any]], reason: str | None) -> None:
     found = unsupported(make(**sections))
     assert found is None if reason is None else reason in str(found)
 
 
 def test_ranks_that_keep_their_activations_are_recorded() -> None:
-    config = make(parallel={"pp": 4}, train={"graph_grids": True}, pipeline={"num_microbatches": 8},
-                  memory={"offload_activations": [2, 0, 9, 0]})
+    config = make(
+        parallel={"pp": 4},
+        train={"graph_grids": True},
+        pipeline={"num_microbatches": 8},
+        memory={"offload_activations": [2, 0, 9, 0]},
+    )
     assert [unsupported(config, rank) is None for rank in range(4)] == [False, True, True, True]
     assert unsupported(config) is not None
-    assert unsupported(make(parallel={"pp": 2}, train={"graph_grids": True}, memory={"offload_activations": [0, 0]})
-                       ) is None
+    assert (
+        unsupported(
+            make(
+                parallel={"pp": 2},
+                train={"graph_grids": True},
+                memory={"offload_activations": [0, 0]},
+            )
+        )
+        is None
+    )
 
 
 def test_says_why_nothing_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
     no_gradients = GradientAccumulator(FlatLayout([], [], torch.float32))
     with caplog.at_level("INFO"):
-        assert recorder(make(parallel={"tp": 2}), {0: Stage({})}, no_gradients, CUDA, [], ProcessGrid()) is None
+        assert (
+            recorder(
+                make(parallel={"tp": 2}), {0: Stage({})}, no_gradients, CUDA, [], ProcessGrid()
+            )
+            is None
+        )
     assert "without CUDA graphs: with pp or tp they have not run on a GPU" in caplog.text

@@ -22,7 +22,8 @@ def lane(slicing: Axis | None, shape: tuple[int, ...] = (2, 3, 4)) -> Lane:
 
 @pytest.mark.parametrize("slicing", [None, Axis("tp")])
 def test_alone_nothing_is_copied(slicing: Axis | None) -> None:
-    alone, x = lane(slicing), torch.rand(2, 3, 4)
+    alone = lane(slicing)
+    x = torch.rand(2, 3, 4)
     assert alone.cut(x) is x
     assert alone.join(x) is x
     assert alone.room().shape == alone.whole().shape == x.shape
@@ -38,10 +39,17 @@ def _slices(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -
     tp = ProcessGrid(tp=torch.distributed.get_world_size()).tp
     for shape in ((2, 3, 4), (1, 11, 7), (1, 5, 5), (1, 1, 1)):
         for dtype in dtypes:
-            sliced, sizes = replace(lane(tp, shape), dtype=dtype), split_sizes(prod(shape), tp.size)
-            x = torch.arange(prod(shape)).to(dtype).view(shape[1], shape[0], shape[2]).transpose(0, 1)
+            sliced = replace(lane(tp, shape), dtype=dtype)
+            sizes = split_sizes(prod(shape), tp.size)
+            x = (
+                torch.arange(prod(shape))
+                .to(dtype)
+                .view(shape[1], shape[0], shape[2])
+                .transpose(0, 1)
+            )
             assert x.is_contiguous() == (shape[0] == 1)
-            part, room = sliced.cut(x), sliced.room()
+            part = sliced.cut(x)
+            room = sliced.room()
             assert part.shape == room.shape == (sizes[tp.rank],)
             assert part.dtype == room.dtype == dtype
             assert part.untyped_storage().nbytes() == part.nbytes, "of the whole nothing is kept"
@@ -49,4 +57,7 @@ def _slices(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -
             whole = sliced.join(part)
             assert torch.equal(whole, x)
             assert whole.shape == sliced.whole().shape == shape
-            assert (tp.traffic.calls, tp.traffic.num_bytes) == ({"all_gather": 1}, {"all_gather": part.nbytes})
+            assert (tp.traffic.calls, tp.traffic.num_bytes) == (
+                {"all_gather": 1},
+                {"all_gather": part.nbytes},
+            )

@@ -1,4 +1,5 @@
-"""No plan deadlocks in the order in which NCCL runs what ranks issue, by the model of nccl_order.py."""
+"""No plan deadlocks in the order in which NCCL runs what ranks issue, by the model of
+nccl_order.py."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nccl_order import Call, Device, Event, Group, all_issued, by_pair, find_deadlock, shared_direction
+from nccl_order import (
+    Call,
+    Device,
+    Event,
+    Group,
+    all_issued,
+    by_pair,
+    find_deadlock,
+    shared_direction,
+)
 
 from hybridpar.config import Config, from_mapping, require_gpu_queues, use_all_gpu_queues
 from hybridpar.errors import ConfigError
@@ -37,10 +47,20 @@ def config_of(pipeline: dict[str, Any], num_microbatches: int, **parallel: Any) 
     parallel = {"tp": 1, "dp": 1, **parallel}
     holds_several = pipeline["schedule"] == "interleaved" or "placement" in pipeline
     layers = parallel["pp"] * pipeline.get("chunks", 2 if holds_several else 1)
-    config = from_mapping({
-        "model": {"num_layers": layers, "hidden_size": 4, "num_heads": 2, "seq_length": 2, "vocab_size": 5},
-        "parallel": parallel, "pipeline": {"num_microbatches": num_microbatches, **pipeline},
-        "train": {"micro_batch_size": 1}})
+    config = from_mapping(
+        {
+            "model": {
+                "num_layers": layers,
+                "hidden_size": 4,
+                "num_heads": 2,
+                "seq_length": 2,
+                "vocab_size": 5,
+            },
+            "parallel": parallel,
+            "pipeline": {"num_microbatches": num_microbatches, **pipeline},
+            "train": {"micro_batch_size": 1},
+        }
+    )
     return resolve(config, prod(parallel[name] for name in ("tp", "pp", "dp")))
 
 
@@ -52,13 +72,16 @@ def shared_turns(call: Call) -> Group:
 
 def transfers(issued: list[list[Event]]) -> Counter[Link]:
     """Return how many transfers each link has."""
-    calls = (event for own in issued for event in own if isinstance(event, Call) and event.is_transfer)
+    calls = (
+        event for own in issued for event in own if isinstance(event, Call) and event.is_transfer
+    )
     return Counter((call.group[0], call.source, call.target) for call in calls)
 
 
 def links(config: Config) -> set[Link]:
     """Return the links that `Lane.of` connects."""
-    sizes, found = Sizes.of(config), set()
+    sizes = Sizes.of(config)
+    found = set()
     for turn in range(sizes.chunks if sizes.is_v else 1):
         for name, flow in (("pp", 1), ("pp_reverse", -1)):
             axis = f"{name} {turn}" if turn else name
@@ -76,7 +99,8 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("title", SCHEDULES)
 def test_no_plan_of_the_gallery_deadlocks(connected: None, title: str, pp: int) -> None:
-    """Neither with `device_id` nor without; each does if both directions, or all turns of a V, share a communicator."""
+    """Neither with `device_id` nor without; each does if both directions, or all turns of a V,
+    share a communicator."""
     pipeline = SCHEDULES[title]
     config = config_of(pipeline, 2 * pp, pp=pp)
     issued = all_issued(config, STEPS)
@@ -89,14 +113,30 @@ def test_no_plan_of_the_gallery_deadlocks(connected: None, title: str, pp: int) 
     assert bool(find_deadlock(issued, Device(shared_turns))) is is_v
 
 
-@pytest.mark.parametrize("parallel", [
-    {"pp": 2, "tp": 2, "sequence": True}, {"pp": 2, "dp": 2, "zero": 1}, {"pp": 2, "dp": 2, "zero": 3}], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"pp": 2, "tp": 2, "sequence": True},
+        {"pp": 2, "dp": 2, "zero": 1},
+        {"pp": 2, "dp": 2, "zero": 3},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("title", ["1F1B", "2BW"])
-def test_collectives_of_other_axes_do_not_deadlock(connected: None, title: str, parallel: dict[str, Any]) -> None:
+def test_collectives_of_other_axes_do_not_deadlock(
+    connected: None, title: str, parallel: dict[str, Any]
+) -> None:
     issued = all_issued(config_of(SCHEDULES[title], 4, **parallel), 2)
     calls = [event for event in issued[0] if isinstance(event, Call)]
-    assert {call.group[0] for call in calls} >= {"pp", "pp_reverse", "world", *(parallel.keys() & {"tp", "dp"})}
-    assert not [str(call) for call in calls if call.group[0].startswith("pp") and not call.is_transfer]
+    assert {call.group[0] for call in calls} >= {
+        "pp",
+        "pp_reverse",
+        "world",
+        *(parallel.keys() & {"tp", "dp"}),
+    }
+    assert not [
+        str(call) for call in calls if call.group[0].startswith("pp") and not call.is_transfer
+    ]
     assert find_deadlock(issued) == ""
 
 
@@ -106,7 +146,8 @@ def naive() -> list[list[Event]]:
 
 
 def test_ranks_that_connect_in_the_first_batch_deadlock() -> None:
-    """So `Lane.of` connects them before. Rank 0 posts a gradient's receive before it sends the first activation."""
+    """So `Lane.of` connects them before. Rank 0 posts a gradient's receive before it sends the
+    first activation."""
     found = find_deadlock(naive())
     assert "rank 0: host at event 0" in found
     assert "(transfer 1 -> 0 on pp_reverse)" in found
@@ -127,7 +168,9 @@ def test_one_hardware_queue_deadlocks(connected: None, monkeypatch: pytest.Monke
     require_gpu_queues(pp=2)
 
 
-@pytest.mark.parametrize("sizes", [{"pp": 2, "dp": 2, "tp": 2}, {"site": 2, "pp": 3, "dp": 1, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"pp": 2, "dp": 2, "tp": 2}, {"site": 2, "pp": 3, "dp": 1, "tp": 2}], ids=str
+)
 def test_all_ranks_create_all_groups_in_one_order(sizes: dict[str, int]) -> None:
     """A split is a call of all ranks of the job, also of those that get no communicator by it."""
     made = []

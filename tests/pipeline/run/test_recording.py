@@ -15,7 +15,11 @@ from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.run import recording as module
 from hybridpar.pipeline.run.recording import Event, HostClock, Recording
 
-FORWARD, SEND, REDUCE = Action(Kind.F, 0, 1, 0), Action(Kind.SEND_F, 0, 1), Action(Kind.REDUCE, 0, 0)
+FORWARD, SEND, REDUCE = (
+    Action(Kind.F, 0, 1, 0),
+    Action(Kind.SEND_F, 0, 1),
+    Action(Kind.REDUCE, 0, 0),
+)
 
 
 class Script:
@@ -38,7 +42,10 @@ def test_own_time_leaves_out_waits_and_what_came_before_is_a_gap() -> None:
     recording.end(FORWARD)  # 2 more on the wall, 1 of its own
     recording.begin()  # 1 after, half of it without a core
     recording.end(SEND)
-    assert recording.events() == (Event(FORWARD, 0, 6, ((1, 4),), own=2, gap=0), Event(SEND, 7, 8, (), own=1, gap=0.5))
+    assert recording.events() == (
+        Event(FORWARD, 0, 6, ((1, 4),), own=2, gap=0),
+        Event(SEND, 7, 8, (), own=1, gap=0.5),
+    )
     first = recording.events()[0]
     assert (first.ready, first.waited) == (4, 3)
 
@@ -65,10 +72,12 @@ def test_a_wait_in_an_action_under_way_when_recording_begins_is_not_recorded() -
     assert [e.waits for e in recording.events()] == [()]
 
 
-def test_own_time_stands_still_without_a_core_and_never_goes_back(tmp_path: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_time_stands_still_without_a_core_and_never_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where a system counts longer waits than there was time, as a virtual machine may."""
-    kept, now = tmp_path / "schedstat", 100.0
+    kept = tmp_path / "schedstat"
+    now = 100.0
     kept.write_text(f"5 {7 * 10**9} 1\n")
     monkeypatch.setattr(module, "_SCHEDSTAT", kept)
     monkeypatch.setattr(time, "perf_counter", lambda: now)
@@ -80,11 +89,15 @@ def test_own_time_stands_still_without_a_core_and_never_goes_back(tmp_path: Path
     assert [own - owns[0] for own in owns] == pytest.approx([0, 1, 1, 3])
 
 
-@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the system does not say who waits")
+@pytest.mark.skipif(
+    not Path("/proc/thread-self/schedstat").exists(), reason="the system does not say who waits"
+)
 def test_a_core_that_another_process_has_is_waited_for() -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
-    other = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    other = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    )
     try:
         assert other.stdout is not None
         other.stdout.readline()  # it runs, on the same core

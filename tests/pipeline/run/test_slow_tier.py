@@ -1,4 +1,5 @@
-"""Activations on their way to a GPU's host: what is timed, and in which order streams work, on a modelled clock."""
+"""Activations on their way to a GPU's host: what is timed, and in which order streams work, on a
+modelled clock."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ BANDWIDTH = 1e6
 
 
 @contextmanager
-def host_tier(machine: Machine, monkeypatch: pytest.MonkeyPatch, num_bytes: int = 0) -> Iterator[HostTier]:
+def host_tier(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, num_bytes: int = 0
+) -> Iterator[HostTier]:
     machine.stand_in(monkeypatch)
     monkeypatch.setattr(slow_tier, "host_work", StreamWork)
     tier = HostTier(CPU, num_bytes)
@@ -58,8 +61,9 @@ def test_the_time_of_a_move_is_that_of_its_copies(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("shared", "takes"), [(False, 0.05), (True, 0.1)])
-def test_directions_that_share_the_link_take_longer(shared: bool, takes: float,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directions_that_share_the_link_take_longer(
+    shared: bool, takes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A read and a write that may begin at the same time: the read finds the link free or not."""
     machine = Machine(BANDWIDTH, shared)
     with host_tier(machine, monkeypatch) as tier:
@@ -92,12 +96,15 @@ def move(kind: Kind) -> Action:
     return Action(kind, 0, 0)
 
 
-def test_memory_is_freed_after_its_copy_and_read_into_after_its_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """EVICT: the copy has read it, and read what the forward wrote. RELOAD: the allocator hands out memory that kernels
-    before it still write to; the copy comes after them."""
+def test_memory_is_freed_after_its_copy_and_read_into_after_its_last_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """EVICT: the copy has read it, and read what the forward wrote. RELOAD: the allocator hands out
+    memory that kernels before it still write to; the copy comes after them."""
     machine = Machine(BANDWIDTH)
     with host_tier(machine, monkeypatch) as tier:
-        stash, kept = Stash(tier), torch.zeros(PAGE)
+        stash = Stash(tier)
+        kept = torch.zeros(PAGE)
         with stash.noting(move(Kind.F), None):
             pass
         monkeypatch.setattr(stash._kept[0, 0].notes, "alone", lambda: [kept])
@@ -106,14 +113,18 @@ def test_memory_is_freed_after_its_copy_and_read_into_after_its_last_use(monkeyp
         stash.evict(move(Kind.EVICT))
         assert kept.untyped_storage().nbytes() == 0
         # RELOAD takes memory that a kernel queued before still writes to
-        stash.listeners.append(lambda content: machine.compute.compute(2.0, lambda: content.fill_(99)))
+        stash.listeners.append(
+            lambda content: machine.compute.compute(2.0, lambda: content.fill_(99))
+        )
         stash.reload(move(Kind.RELOAD))
         stash.release(move(Kind.B))
         machine.compute.synchronize()
         assert torch.equal(kept, torch.full((PAGE,), 3.0))
 
 
-def test_memory_is_taken_before_training_and_checked_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_taken_before_training_and_checked_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Never more than the host has: the system would end the process."""
     room = 100 << 20
     monkeypatch.setattr(slow_tier, "host_room", lambda: room)
@@ -128,7 +139,9 @@ def test_memory_is_taken_before_training_and_checked_before_it_is_taken(monkeypa
             tier.read(place, kept).result()
         assert len(made) == 1
         room = 1 << 20
-        with pytest.raises(HybridparError, match=r"need 16 MiB more of the host's memory, and 1 MiB can be taken"):
+        with pytest.raises(
+            HybridparError, match=r"need 16 MiB more of the host's memory, and 1 MiB can be taken"
+        ):
             tier.write(content(49 << 20))
     with pytest.raises(HybridparError, match="let fewer micro-batches leave"):
         HostTier(CPU, 2 << 20)

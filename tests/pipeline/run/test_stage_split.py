@@ -22,8 +22,17 @@ from hybridpar.pipeline.run.stage_split import inference_split, stage_split
 from hybridpar.validate import resolve
 
 CONFIGS = Path("scripts/configs")
-GPT3 = {"model": {"num_layers": 96, "hidden_size": 12288, "num_heads": 96, "seq_length": 2048, "vocab_size": 51200},
-        "train": {"dtype": "bf16", "micro_batch_size": 1}, "pipeline": {"num_microbatches": 64}}
+GPT3 = {
+    "model": {
+        "num_layers": 96,
+        "hidden_size": 12288,
+        "num_heads": 96,
+        "seq_length": 2048,
+        "vocab_size": 51200,
+    },
+    "train": {"dtype": "bf16", "micro_batch_size": 1},
+    "pipeline": {"num_microbatches": 64},
+}
 
 
 def sizes(config: Config, **sections: dict[str, Any]) -> list[int]:
@@ -32,7 +41,8 @@ def sizes(config: Config, **sections: dict[str, Any]) -> list[int]:
 
 def loads(config: Config) -> list[float]:
     """The estimated time of each rank over that of the slowest."""
-    pp, times = config.parallel.pp, block_times(config)
+    pp = config.parallel.pp
+    times = block_times(config)
     found = [0.0] * pp
     for stage, blocks in enumerate(stage_split(config)):
         turn, rank = divmod(stage, pp)
@@ -43,13 +53,16 @@ def loads(config: Config) -> list[float]:
 
 
 def test_gpt_tiny_has_two_layers_on_each_of_two_stages() -> None:
-    """Muon's update of a layer takes half as long as its micro-batches; by operations alone it was 4 + 2."""
+    """Muon's update of a layer takes half as long as its micro-batches; by operations alone it was
+    4 + 2."""
     config = load_toml(CONFIGS / "gpt_tiny.toml")
     assert sizes(config, parallel={"pp": 2}) == [3, 3]
 
 
 def test_the_optimizer_counts_where_the_stage_runs_it() -> None:
-    config = from_mapping({"parallel": {"pp": 2}, "model": {"vocab_size": 6000}}, load_toml(CONFIGS / "gpt_tiny.toml"))
+    config = from_mapping(
+        {"parallel": {"pp": 2}, "model": {"vocab_size": 6000}}, load_toml(CONFIGS / "gpt_tiny.toml")
+    )
     assert sizes(config) == [3, 3]
     assert sizes(config, optim={"name": "sgd"}) == [4, 2]
     assert sizes(config, memory={"host_optimizer": True}) == [4, 2]
@@ -61,13 +74,23 @@ def test_the_optimizer_counts_where_the_stage_runs_it() -> None:
 @pytest.mark.parametrize(("pp", "layers"), [(4, 24), (8, 12), (16, 6)])
 def test_stages_of_a_large_model_are_near_equal(pp: int, layers: int) -> None:
     """The head is a third of a layer: no stage has room for a layer more."""
-    assert sizes(from_mapping(GPT3), parallel={"pp": pp}) == [layers + 1, *[layers] * (pp - 2), layers + 1]
+    assert sizes(from_mapping(GPT3), parallel={"pp": pp}) == [
+        layers + 1,
+        *[layers] * (pp - 2),
+        layers + 1,
+    ]
 
 
 def test_the_head_takes_the_place_of_layers() -> None:
     """GPT 345M: a head of three layers."""
     assert sizes(load_toml(CONFIGS / "gpt_345m.toml"), parallel={"pp": 4}) == [8, 7, 7, 4]
-    model = {"num_layers": 7, "hidden_size": 512, "num_heads": 8, "seq_length": 256, "vocab_size": 6656}
+    model = {
+        "num_layers": 7,
+        "hidden_size": 512,
+        "num_heads": 8,
+        "seq_length": 256,
+        "vocab_size": 6656,
+    }
     assert sizes(from_mapping({"model": model, "parallel": {"pp": 2}})) == [5, 4]
 
 
@@ -78,10 +101,22 @@ def test_bert_projects_few_positions() -> None:
 
 
 def test_a_wide_embedding_weighs_by_its_update() -> None:
-    """A vocabulary of 50,000 and short steps: the embedding's update is as long as two layers of 64 features."""
-    config = from_mapping({
-        "model": {"num_layers": 8, "hidden_size": 64, "num_heads": 4, "seq_length": 16, "vocab_size": 50_000},
-        "parallel": {"pp": 2}, "train": {"micro_batch_size": 1}, "pipeline": {"num_microbatches": 2}})
+    """A vocabulary of 50,000 and short steps: the embedding's update is as long as two layers of 64
+    features."""
+    config = from_mapping(
+        {
+            "model": {
+                "num_layers": 8,
+                "hidden_size": 64,
+                "num_heads": 4,
+                "seq_length": 16,
+                "vocab_size": 50_000,
+            },
+            "parallel": {"pp": 2},
+            "train": {"micro_batch_size": 1},
+            "pipeline": {"num_microbatches": 2},
+        }
+    )
     embedding, layer, *_ = block_times(config)
     assert embedding > 1.5 * layer
     assert max(loads(config)) / min(loads(config)) < 1.2
@@ -89,17 +124,25 @@ def test_a_wide_embedding_weighs_by_its_update() -> None:
 
 def test_recomputed_layers_weigh_more_than_the_head() -> None:
     config = from_mapping({"parallel": {"pp": 2}, "model": {"vocab_size": 8192}})
-    plain, again = block_times(config), block_times(from_mapping({"pipeline": {"recompute": "all"}}, config))
+    plain = block_times(config)
+    again = block_times(from_mapping({"pipeline": {"recompute": "all"}}, config))
     assert again[1] > 1.2 * plain[1]
     assert again[-1] == plain[-1]
 
 
-@pytest.mark.parametrize("pipeline", [
-    {"schedule": "interleaved", "chunks": 2}, {"schedule": "2bw", "chunks": 3},
-    {"placement": "v", "split_backward": True}])
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"schedule": "interleaved", "chunks": 2},
+        {"schedule": "2bw", "chunks": 3},
+        {"placement": "v", "split_backward": True},
+    ],
+)
 def test_ranks_with_several_stages_are_balanced(pipeline: dict[str, Any]) -> None:
     model = {"num_layers": 24, "hidden_size": 256, "seq_length": 128, "vocab_size": 8192}
-    config = from_mapping({"model": model, "parallel": {"pp": 2}, "optim": {"name": "muon"}, "pipeline": pipeline})
+    config = from_mapping(
+        {"model": model, "parallel": {"pp": 2}, "optim": {"name": "muon"}, "pipeline": pipeline}
+    )
     assert sum(sizes(config)) == 26
     assert min(loads(config)) > 0.93
 
@@ -137,12 +180,15 @@ def test_custom_models_are_split_by_their_work_and_their_updates() -> None:
 
 
 def test_the_split_depends_on_the_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine is, a resumed run has the stages that it began with; all commands have the same."""
+    """Whatever the machine is, a resumed run has the stages that it began with; all commands have
+    the same."""
     config = resolve(from_mapping({"parallel": {"pp": 2}}, load_toml(CONFIGS / "gpt_tiny.toml")), 2)
     before = stage_split(config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    other = from_mapping({"train": {"device": "cuda", "threads": 3}, "run": {"name": "again"}}, config)
+    other = from_mapping(
+        {"train": {"device": "cuda", "threads": 3}, "run": {"name": "again"}}, config
+    )
     assert stage_split(other) == before
 
 
@@ -160,7 +206,9 @@ def test_generation_balances_forward_operations() -> None:
 
 @pytest.mark.parametrize("split", [(3, 4), (6,), (0, 6), (2, 2, 2)])
 def test_a_split_must_cover_the_blocks(split: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"pipeline\.split .* try \[3, 3\]|pipeline\.split .*\[4, 2\]"):
+    with pytest.raises(
+        ConfigError, match=r"pipeline\.split .* try \[3, 3\]|pipeline\.split .*\[4, 2\]"
+    ):
         sizes(Config(), parallel={"pp": 2}, pipeline={"split": list(split)})
 
 

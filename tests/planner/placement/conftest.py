@@ -14,7 +14,8 @@ from hybridpar.planner.placement.highs import Answer, Highs, Program
 
 @pytest.fixture(scope="module")
 def highs() -> Iterator[Highs]:
-    """One process for all programs of a module that has many of them: it takes half a second to start."""
+    """One process for all programs of a module that has many of them: it takes half a second to
+    start."""
     with Highs() as process, pytest.MonkeyPatch.context() as patch:
         for module in (solve, latency_milp):
             patch.setattr(module, "Highs", lambda: nullcontext(process))
@@ -23,8 +24,11 @@ def highs() -> Iterator[Highs]:
 
 @pytest.fixture
 def only_highs_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that stands still, but while HiGHS solves: all else may take as long as a busy machine lets it."""
-    clock, solve, now = time.monotonic, Highs.solve, 0.0
+    """A clock that stands still, but while HiGHS solves: all else may take as long as a busy
+    machine lets it."""
+    clock = time.monotonic
+    solve = Highs.solve
+    now = 0.0
 
     def timed(self: Highs, program: Program, deadline: float) -> Answer:
         nonlocal now

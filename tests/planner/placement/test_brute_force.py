@@ -1,4 +1,5 @@
-"""Every solver against all placements of small graphs: shared colours, orphans, tight memory, unsupported nodes."""
+"""Every solver against all placements of small graphs: shared colours, orphans, tight memory,
+unsupported nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from hybridpar.planner.placement.highs import Highs
 from hybridpar.planner.placement.latency_bound import cut_bound, path_bound
 from hybridpar.planner.placement.latency_gates import gate_bound
 
-from .graphs import best_latency, best_pipeline, best_placement, branched_inference, document, random_workload
+from .graphs import (
+    best_latency,
+    best_pipeline,
+    best_placement,
+    branched_inference,
+    document,
+    random_workload,
+)
 
 SIZES = {False: 5, True: 7}  # of inference and training graphs
 
@@ -42,10 +50,15 @@ def test_dp_finds_the_best_pipeline(training: bool, highs: Highs) -> None:
         assert found == pytest.approx(best, rel=1e-9), seed
         if np.isfinite(best):
             assert work_bound(class_graph(w)) <= best * (1 + 1e-9), seed
-            free, least = class_graph(w, pipeline=False), best_placement(w, False)
+            free = class_graph(w, pipeline=False)
+            least = best_placement(w, False)
             assert work_bound(free) <= least * (1 + 1e-9), seed
             if seed < 30:
-                assert work_bound(free) <= cover_bound(free, found, np.inf, highs) <= least * (1 + 1e-9), seed
+                assert (
+                    work_bound(free)
+                    <= cover_bound(free, found, np.inf, highs)
+                    <= least * (1 + 1e-9)
+                ), seed
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -67,8 +80,13 @@ def test_latency_milp_finds_the_best_placement(slots: int) -> None:
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_no_placement_is_below_the_bounds_of_latency(slots: int, highs: Highs) -> None:
-    """They are most often what the best placement takes, where a path has ways around parts of it."""
-    made, met = [random_workload(seed, training=False, most=4 if slots == 2 else 5) for seed in range(2000, 2020)], 0
+    """They are most often what the best placement takes, where a path has ways around parts of
+    it."""
+    made = [
+        random_workload(seed, training=False, most=4 if slots == 2 else 5)
+        for seed in range(2000, 2020)
+    ]
+    met = 0
     made += [branched_inference(seed, 7 - slots) for seed in range(12)]
     if slots == 1:  # what moves would be counted twice, or where it need not, but for one rule each
         made += [branched_inference(seed, 7) for seed in (43, 1043, 4302)]
@@ -76,25 +94,42 @@ def test_no_placement_is_below_the_bounds_of_latency(slots: int, highs: Highs) -
         best = best_latency(w, slots)
         if np.isfinite(best):
             colours = class_graph(w, pipeline=False, merge_leaves=False)
-            one, other = path_bound(colours, np.inf), cut_bound(colours, slots, np.inf)
+            one = path_bound(colours, np.inf)
+            other = cut_bound(colours, slots, np.inf)
             assert max(one, other) <= best * (1 + 1e-9), i
-            assert gate_bound(w, slots, 1.5 * best, np.inf, highs)[0] <= best * (1 + 1e-6), i  # HiGHS's tolerance
+            assert gate_bound(w, slots, 1.5 * best, np.inf, highs)[0] <= best * (1 + 1e-6), (
+                i
+            )  # HiGHS's tolerance
             met += i >= 20 and other == pytest.approx(best, rel=1e-9)
     assert met >= 6
 
 
 def test_branches_between_gates_share_the_memory(highs: Highs) -> None:
-    """0 to 1, 2 and 3, which feed 4, on accelerators of two nodes: a path sees none of the branches beside it."""
-    w = make_workload(document(5, [(0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 4)], memory=2, k=3, cost=[1.0] * 5,
-                               cpuLatency=[30.0] * 5))
+    """0 to 1, 2 and 3, which feed 4, on accelerators of two nodes: a path sees none of the branches
+    beside it."""
+    w = make_workload(
+        document(
+            5,
+            [(0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 4)],
+            memory=2,
+            k=3,
+            cost=[1.0] * 5,
+            cpuLatency=[30.0] * 5,
+        )
+    )
     bound, (found,) = gate_bound(w, 1, 100.0, np.inf, highs)
     assert cut_bound(class_graph(w, pipeline=False, merge_leaves=False), 1, np.inf) == 5
-    assert bound == pytest.approx(best_latency(w, 1), rel=1e-6) == latency(w, found, np.zeros(5)) == 12
+    assert (
+        bound == pytest.approx(best_latency(w, 1), rel=1e-6) == latency(w, found, np.zeros(5)) == 12
+    )
 
 
 def test_colours_on_cpus_need_not_be_one_call() -> None:
-    """0 and 2 share a colour and fit no accelerator; 1, between them, may leave the CPUs all the same."""
-    w = make_workload(document(3, [(0, 1), (1, 2)], colorClass=[7, 8, 7], supportedOnFpga=[False, True, False]))
+    """0 and 2 share a colour and fit no accelerator; 1, between them, may leave the CPUs all the
+    same."""
+    w = make_workload(
+        document(3, [(0, 1), (1, 2)], colorClass=[7, 8, 7], supportedOnFpga=[False, True, False])
+    )
     assert objective(w, "latency-milp") == best_latency(w, 1) == 21
 
 

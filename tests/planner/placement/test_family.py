@@ -1,4 +1,5 @@
-"""Graphs of all kinds, by every solver, from the command line: a valid placement or one clear error, always in time."""
+"""Graphs of all kinds, by every solver, from the command line: a valid placement or one clear
+error, always in time."""
 
 from __future__ import annotations
 
@@ -33,10 +34,19 @@ FAMILY: dict[str, dict[str, Any]] = {
     "only backward": document(8, CHAIN, isBackwardNode=[True] * 8),
     "no time": document(8, CHAIN, accelerator=[0.0] * 8, num_cpus=0),
     "no size": document(8, CHAIN, size=[0.0] * 8, memory=1e-30),
-    "tiny": document(8, CHAIN, accelerator=[1e-29] * 8, cost=[1e-30] * 8, size=[1e-30] * 8, memory=1e-29),
-    "huge": document(8, CHAIN, accelerator=[1e29] * 8, cost=[1e30] * 8, size=[1e30] * 8, memory=1e30),
-    "all magnitudes": document(8, CHAIN, accelerator=[1e-20, 1e20, 0, 1, 1e-5, 1e10, 3, 7],
-                               cost=[0, 1e15, 1e-15, 1, 2, 3, 4, 5], cpuLatency=[1e25, 0, 1e-20, 5, 5, 5, 1e-30, 1e30]),
+    "tiny": document(
+        8, CHAIN, accelerator=[1e-29] * 8, cost=[1e-30] * 8, size=[1e-30] * 8, memory=1e-29
+    ),
+    "huge": document(
+        8, CHAIN, accelerator=[1e29] * 8, cost=[1e30] * 8, size=[1e30] * 8, memory=1e30
+    ),
+    "all magnitudes": document(
+        8,
+        CHAIN,
+        accelerator=[1e-20, 1e20, 0, 1, 1e-5, 1e10, 3, 7],
+        cost=[0, 1e15, 1e-15, 1, 2, 3, 4, 5],
+        cpuLatency=[1e25, 0, 1e-20, 5, 5, 5, 1e-30, 1e30],
+    ),
     "more devices than nodes": document(8, CHAIN, k=1_000, num_cpus=1_000),
     "in parts": document(8, [(0, 1), (2, 3), (4, 5)], **EIGHT),
     "no edges": document(8, [], k=3, **EIGHT),
@@ -44,13 +54,22 @@ FAMILY: dict[str, dict[str, Any]] = {
     "one colour": document(8, CHAIN, colorClass=[3] * 8, **EIGHT),
     "colours that cross": document(8, CHAIN, colorClass=[0, 1, 2, 3, 3, 2, 1, 0], k=3, **EIGHT),
     "colours of what CPUs run": document(
-        8, CHAIN, colorClass=[v % 4 for v in range(8)], supportedOnFpga=[v != 5 for v in range(8)], **EIGHT),
+        8,
+        CHAIN,
+        colorClass=[v % 4 for v in range(8)],
+        supportedOnFpga=[v != 5 for v in range(8)],
+        **EIGHT,
+    ),
     "too little memory": document(8, CHAIN, num_cpus=0, memory=3.0),
-    "just enough memory": document(8, CHAIN, num_cpus=0, memory=5.0, size=[3.0, 1, 2, 1, 1, 0, 1, 1]),
+    "just enough memory": document(
+        8, CHAIN, num_cpus=0, memory=5.0, size=[3.0, 1, 2, 1, 1, 0, 1, 1]
+    ),
 }
 
 
-def from_command_line(path: Path, solver: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any] | None:
+def from_command_line(
+    path: Path, solver: str, capsys: pytest.CaptureFixture[str]
+) -> dict[str, Any] | None:
     """What `hybridpar place` prints; None where it has said in one line why there is nothing."""
     code = main(["place", str(path), "--solver", solver, "--time-limit", "20", "--json"])
     out, err = capsys.readouterr()
@@ -78,18 +97,27 @@ def test_every_solver(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
         if not solver.startswith("latency"):
             assert score(w, devices).objective == found["objective"]
             best[solver] = found["objective"]
-    for wider, narrower in (("milp", "milp-contiguous"), ("milp-contiguous", "dp"), ("dp", "dpl"), ("dp", "greedy"),
-                            ("dp", "pipedream"), ("milp", "local-search"), ("milp", "one-accelerator")):
+    for wider, narrower in (
+        ("milp", "milp-contiguous"),
+        ("milp-contiguous", "dp"),
+        ("dp", "dpl"),
+        ("dp", "greedy"),
+        ("dp", "pipedream"),
+        ("milp", "local-search"),
+        ("milp", "one-accelerator"),
+    ):
         if narrower in best:
             assert best[wider] <= best[narrower] * (1 + SLACK)
     assert best or name == "too little memory"
 
 
-# -- the linear program's windows --------------------------------------------------------------------------------------
+# -- the linear program's windows
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_guesses_of_the_load_change_nothing(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guesses_of_the_load_change_nothing(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without them every part of the order is looked at."""
     graphs = [class_graph(random_workload(seed, training=training, most=12)) for seed in range(60)]
     graphs.append(class_graph(layered_training(6, 3, 4, k=5, num_cpus=2)))
@@ -99,10 +127,14 @@ def test_guesses_of_the_load_change_nothing(training: bool, monkeypatch: pytest.
         expected, device = solve_linear(graph)
         assert value == pytest.approx(expected, rel=1e-12)
         if np.isfinite(expected):
-            assert score(graph.workload, graph.devices(device)).objective == pytest.approx(expected, rel=1e-12)
+            assert score(graph.workload, graph.devices(device)).objective == pytest.approx(
+                expected, rel=1e-12
+            )
 
 
-def test_what_takes_too_much_memory_or_time_is_packed_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_too_much_memory_or_time_is_packed_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     w = layered_training(4, 3, 3, k=3)
     greedy = place(w, "greedy").objective
 
@@ -118,11 +150,20 @@ def test_what_takes_too_much_memory_or_time_is_packed_or_refused(monkeypatch: py
             assert placement.objective == greedy or solver == "pipedream"
     with monkeypatch.context() as patch:
         patch.setattr(linear_module, "MAX_TABLE", 100)
-        with pytest.raises(ConfigError, match="maxCPUs = 1: the dynamic program's table for 40 classes"):
+        with pytest.raises(
+            ConfigError, match="maxCPUs = 1: the dynamic program's table for 40 classes"
+        ):
             place(w, "dpl")
         assert place(w, "milp", Options(time_limit=2.0)).objective <= greedy
     monkeypatch.setattr(solve_module, "MAX_TABLE", 100)
-    assert "ideals and so many devices is too large: this is the best split of 21 orders" in place(w, "dp").note
-    monkeypatch.setattr(solve_module, "MAX_NUMBERS", search_module.LocalSearch.size(class_graph(w, pipeline=False)) - 1)
+    assert (
+        "ideals and so many devices is too large: this is the best split of 21 orders"
+        in place(w, "dp").note
+    )
+    monkeypatch.setattr(
+        solve_module,
+        "MAX_NUMBERS",
+        search_module.LocalSearch.size(class_graph(w, pipeline=False)) - 1,
+    )
     with pytest.raises(ConfigError, match="the graph is too large for it on so many devices"):
         place(w, "local-search")

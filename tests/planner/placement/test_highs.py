@@ -31,9 +31,17 @@ LONG = 200.0
 
 
 def knapsack(capacity: float = 5.0) -> Program:
-    """Most of 3 x + 4 y + 2 z with 2 x + 3 y + z <= capacity, all 0 or 1. At least one of x and y."""
+    """Most of 3 x + 4 y + 2 z with 2 x + 3 y + z <= capacity, all 0 or 1. At least one of x and
+    y."""
     matrix = csr_array(np.array([[2.0, 3.0, 1.0], [-1.0, -1.0, 0.0]]))
-    return Program(-np.array([3.0, 4.0, 2.0]), matrix, np.array([capacity, -1.0]), np.zeros(3), np.ones(3), np.ones(3))
+    return Program(
+        -np.array([3.0, 4.0, 2.0]),
+        matrix,
+        np.array([capacity, -1.0]),
+        np.zeros(3),
+        np.ones(3),
+        np.ones(3),
+    )
 
 
 def soon() -> float:
@@ -43,6 +51,7 @@ def soon() -> float:
 @pytest.fixture
 def instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Has HiGHS do something else, without end."""
+
     def change(what: str) -> None:
         folder = str(Path(highs.__file__).parent)
         (script := tmp_path / "changed.py").write_text(CHANGED.format(folder=folder, instead=what))
@@ -74,7 +83,9 @@ def test_what_does_not_look_at_its_clock_is_ended(instead: Callable[[str], None]
         assert time.monotonic() - start < LONG
 
 
-def test_a_process_that_does_not_start_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_start_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A busy machine may take seconds to start one, which is no reason to miss a time limit."""
     (script := tmp_path / "late.py").write_text(f"import time; time.sleep({LONG})")
     monkeypatch.setattr(highs, "_SCRIPT", script)
@@ -84,12 +95,21 @@ def test_a_process_that_does_not_start_is_not_waited_for(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("solver", ["milp", "milp-contiguous", "latency-milp"])
-def test_a_stuck_program_leaves_what_was_found_before(solver: str, instead: Callable[[str], None],
-                                                      only_highs_takes_time: None) -> None:
+def test_a_stuck_program_leaves_what_was_found_before(
+    solver: str, instead: Callable[[str], None], only_highs_takes_time: None
+) -> None:
     instead("pass")
     training = layered_training(3, 3, 3, k=3)
-    chain = make_workload(document(40, [(v, v + i) for v in range(36) for i in (1, 3)], cost=[0.3] * 40, k=3,
-                                   memory=9.0, num_cpus=8))
+    chain = make_workload(
+        document(
+            40,
+            [(v, v + i) for v in range(36) for i in (1, 3)],
+            cost=[0.3] * 40,
+            k=3,
+            memory=9.0,
+            num_cpus=8,
+        )
+    )
     w = chain if solver == "latency-milp" else training
     placement = place(w, solver, Options(time_limit=1.0))
     assert not problems(w, placement.devices)
@@ -100,8 +120,13 @@ def test_a_stuck_program_leaves_what_was_found_before(solver: str, instead: Call
         assert placement.objective <= place(w, "dpl").objective
 
 
-@pytest.mark.parametrize(("death", "note"), [
-    ("os.kill(os.getpid(), 9)", "perhaps as there was not memory enough"), ("os._exit(3)", "with status 3")])
+@pytest.mark.parametrize(
+    ("death", "note"),
+    [
+        ("os.kill(os.getpid(), 9)", "perhaps as there was not memory enough"),
+        ("os._exit(3)", "with status 3"),
+    ],
+)
 def test_a_process_that_dies_is_said(death: str, note: str, instead: Callable[[str], None]) -> None:
     instead(death)
     with Highs() as process:

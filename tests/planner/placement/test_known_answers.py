@@ -1,4 +1,5 @@
-"""The objectives that the authors' programs, and an integer program that was proven optimal, give for their graphs."""
+"""The objectives that the authors' programs, and an integer program that was proven optimal, give
+for their graphs."""
 
 from __future__ import annotations
 
@@ -20,9 +21,18 @@ TIMES = {  # name: ideals, pairs of them, dp, dpl, pipedream, one accelerator
     "bert_l-3_inference": (1428, 675546, 27.9186, 27.9186, 37.4557, 49.3526),
     "bert_l-3_training": (2774, 1966176, 65.3031, 65.3031, 122.987, 122.987),
 }
-LOCAL_SEARCH = {"bert24_inference": 17.7776, "bert24_training": 39.9432, "resnet50_inference": 35.8893,
-                "bert_l-3_inference": 27.5741, "bert_l-3_training": 68.0629}
-NOT_CONTIGUOUS = {"bert24_inference": 17.7147, "bert_l-3_inference": 21.9084, "bert_l-3_training": 54.2074}
+LOCAL_SEARCH = {
+    "bert24_inference": 17.7776,
+    "bert24_training": 39.9432,
+    "resnet50_inference": 35.8893,
+    "bert_l-3_inference": 27.5741,
+    "bert_l-3_training": 68.0629,
+}
+NOT_CONTIGUOUS = {
+    "bert24_inference": 17.7147,
+    "bert_l-3_inference": 21.9084,
+    "bert_l-3_training": 54.2074,
+}
 
 
 def printed(value: float) -> float:
@@ -34,10 +44,19 @@ def printed(value: float) -> float:
 def test_programs_and_baselines(name: str) -> None:
     workload = read_workload(paper_graph(name))
     num_ideals, num_pairs, *known = TIMES[name]
-    roomy = workload.with_devices(memory=1e12)  # the authors' one accelerator has memory without limit
+    roomy = workload.with_devices(
+        memory=1e12
+    )  # the authors' one accelerator has memory without limit
     dp = place(workload, "dp")
-    found = [printed(p.objective) for p in (
-        dp, place(workload, "dpl"), place(workload, "pipedream"), place(roomy, "one-accelerator"))]
+    found = [
+        printed(p.objective)
+        for p in (
+            dp,
+            place(workload, "dpl"),
+            place(workload, "pipedream"),
+            place(roomy, "one-accelerator"),
+        )
+    ]
     assert found == known
     assert dp.proven
     assert dp.stats["ideals"] == num_ideals
@@ -71,7 +90,8 @@ def test_contiguous_integer_program_agrees_with_the_dynamic_program() -> None:
 
 
 def test_pipedream_without_both_masks() -> None:
-    """Left out forward and backward, the mask no longer ties the layers together: better than the authors' result."""
+    """Left out forward and backward, the mask no longer ties the layers together: better than the
+    authors' result."""
     workload = read_workload(paper_graph("bert24_training"))
     graph = class_graph(workload, merge=pipedream_groups(workload, ignored=(4, 37)))
     assert printed(solve_linear(graph)[0]) == 41.7458
@@ -81,8 +101,10 @@ def test_an_expert_split_of_the_forward_graph_serves_training(tmp_path) -> None:
     workload = read_workload(paper_graph("bert24_training"))
     dp = place(workload, "dp")
     forward = {i: d for i, d in zip(dp.workload.ids, dp.devices.tolist(), strict=True) if i <= 32}
-    split = {"cpus": [{"nodes": []}], "fpgas": [
-        {"nodes": [i for i, d in forward.items() if d == device]} for device in range(6)]}
+    split = {
+        "cpus": [{"nodes": []}],
+        "fpgas": [{"nodes": [i for i, d in forward.items() if d == device]} for device in range(6)],
+    }
     (path := tmp_path / "split.json").write_text(str(split).replace("'", '"'))
     expert = place(workload, "expert", Options(split=read_split(workload, path)))
     assert expert.objective == pytest.approx(dp.objective)
@@ -92,6 +114,8 @@ def test_with_too_many_ideals_dp_splits_several_orders() -> None:
     workload = read_workload(paper_graph("resnet50_training"))
     placement = place(workload, "dp", Options(max_ideals=200))
     assert placement.note == (
-        "the graph has more than 200 ideals, too many for the exact program: this is the best split of 21 orders")
+        "the graph has more than 200 ideals, too many for the exact program: this is the best "
+        "split of 21 orders"
+    )
     assert not placement.proven
     assert placement.bound < 78.6318 <= placement.objective <= place(workload, "dpl").objective

@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hybridpar.planner.placement import Options, Workload, latency_milp, latency_search, make_workload, place, problems
+from hybridpar.planner.placement import (
+    Options,
+    Workload,
+    latency_milp,
+    latency_search,
+    make_workload,
+    place,
+    problems,
+)
 from hybridpar.planner.placement import linear as linear_module
 from hybridpar.planner.placement import solve as solve_module
 from hybridpar.planner.placement.classes import class_graph
@@ -26,25 +34,35 @@ from hybridpar.planner.placement.search import LocalSearch
 from .graphs import document, layered_training
 
 STEP = 0.1
-"""Seconds of a step: one class more in a dynamic program, one local move, one set of rows, one latency."""
+"""Seconds of a step: one class more in a dynamic program, one local move, one set of rows, one
+latency."""
 ALLOWED = 20
-"""Steps after the limit: to score what was found. A dynamic program over this graph has a thousand."""
+"""Steps after the limit: to score what was found. A dynamic program over this graph has a
+thousand."""
 
 
 class SlowClock:
     """In place of `time.monotonic`."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.now, self.patch = 0.0, patch
+        self.now = 0.0
+        self.patch = patch
         patch.setattr(time, "monotonic", lambda: self.now)
-        for holder, name in ((Segments, "extend"), (LocalSearch, "_moves"), (ProgramBuilder, "at_most"),
-                             (latency_search, "latency"), (latency_milp, "latency")):
+        for holder, name in (
+            (Segments, "extend"),
+            (LocalSearch, "_moves"),
+            (ProgramBuilder, "at_most"),
+            (latency_search, "latency"),
+            (latency_milp, "latency"),
+        ):
             self.replace(holder, name, self.slow)
         self.replace(linear_module, "_trace", self.free)
         for module in (solve_module, latency_milp):
             patch.setattr(module, "Highs", lambda: nullcontext(self))
 
-    def replace(self, holder: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def replace(
+        self, holder: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
         self.patch.setattr(holder, name, by(getattr(holder, name)))
 
     def slow(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,6 +74,7 @@ class SlowClock:
 
     def free(self, what: Callable[..., Any]) -> Callable[..., Any]:
         """As a trace, whose steps are few but for graphs as narrow as this one."""
+
         def run(*args: Any) -> Any:
             now = self.now
             try:
@@ -81,13 +100,19 @@ def two_thousand_nodes(training: bool) -> Workload:
     if training:
         return w
     edges = [(u, v) for u, v in w.edges.tolist() if not w.backward[v]]
-    return make_workload(document(len(w.ids) // 2, edges, cost=w.transfer_time.tolist(), k=8, memory=80.0))
+    return make_workload(
+        document(len(w.ids) // 2, edges, cost=w.transfer_time.tolist(), k=8, memory=80.0)
+    )
 
 
 @pytest.mark.parametrize("limit", [0.01, 50.0, 500.0])
-@pytest.mark.parametrize("solver", [
-    "dp", "dpl", "milp", "milp-contiguous", "local-search", "latency-milp", "latency-greedy"])
-def test_two_thousand_nodes_in_time(solver: str, limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "solver",
+    ["dp", "dpl", "milp", "milp-contiguous", "local-search", "latency-milp", "latency-greedy"],
+)
+def test_two_thousand_nodes_in_time(
+    solver: str, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     w = two_thousand_nodes(not solver.startswith("latency"))
     clock = SlowClock(monkeypatch)
     placement = place(w, solver, Options(time_limit=limit, max_ideals=1_000))
@@ -101,7 +126,8 @@ def test_two_thousand_nodes_in_time(solver: str, limit: float, monkeypatch: pyte
 
 
 def test_an_answer_after_the_limit_is_not_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HiGHS holds too much on a device by less than it can see, and is late: there is no time to forbid that."""
+    """HiGHS holds too much on a device by less than it can see, and is late: there is no time to
+    forbid that."""
     w = make_workload(document(8, [(v, v + 1) for v in range(7)], num_cpus=0, memory=5.0))
     clock = SlowClock(monkeypatch)
 
@@ -117,8 +143,11 @@ def test_an_answer_after_the_limit_is_not_repaired(monkeypatch: pytest.MonkeyPat
     assert (len(solution.device), solution.proven, solution.note) == (0, False, OUT_OF_TIME)
 
 
-def test_the_split_of_one_order_is_kept_where_no_time_is_left_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exact program runs out of time, and so does every order after the first: its split is the answer."""
+def test_the_split_of_one_order_is_kept_where_no_time_is_left_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The exact program runs out of time, and so does every order after the first: its split is the
+    answer."""
     w = layered_training(10, 3, 3, k=4)
 
     def late(*_: object) -> None:

@@ -1,4 +1,5 @@
-"""Operator graphs of our own models: their sums are the planner's, and so are the loads of the planner's split."""
+"""Operator graphs of our own models: their sums are the planner's, and so are the loads of the
+planner's split."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ _exported: dict[str, tuple[Operator, ...]] = {}
 
 @pytest.fixture(autouse=True)
 def _exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block is exported once for all tests: half a second each. test_operators is about what comes out."""
+    """A block is exported once for all tests: half a second each. test_operators is about what
+    comes out."""
+
     def once(config: Config, number: int) -> tuple[Operator, ...]:
         key = f"{config.model} {config.train} {number}"
         if key not in _exported:
@@ -42,7 +45,9 @@ def _exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(config: Config, devices: int = 4) -> Machine:
-    return made.machine(config, devices, made=made.profile(config, layer=0.011, head=0.017), memory=1e12)
+    return made.machine(
+        config, devices, made=made.profile(config, layer=0.011, head=0.017), memory=1e12
+    )
 
 
 def estimated(config: Config, devices: int = 4) -> Machine:
@@ -52,17 +57,23 @@ def estimated(config: Config, devices: int = 4) -> Machine:
 
 
 def kind_of(config: Config, number: int) -> str:
-    return KINDS[0] if number == 0 else KINDS[2] if number == config.model.num_blocks - 1 else KINDS[1]
+    return (
+        KINDS[0] if number == 0 else KINDS[2] if number == config.model.num_blocks - 1 else KINDS[1]
+    )
 
 
 def block_times(config: Config, machine: Machine) -> list[tuple[float, float]]:
     """Milliseconds of every block, forward and backward."""
-    costs = [machine.profile.block(kind_of(config, n), 1, config.train.micro_batch_size)
-             for n in range(config.model.num_blocks)]
+    costs = [
+        machine.profile.block(kind_of(config, n), 1, config.train.micro_batch_size)
+        for n in range(config.model.num_blocks)
+    ]
     return [(1e3 * cost.forward, 1e3 * cost.backward) for cost in costs]
 
 
-def planned(config: Config, machine: Machine, stages: int, training: bool) -> tuple[list[int], list[float]]:
+def planned(
+    config: Config, machine: Machine, stages: int, training: bool
+) -> tuple[list[int], list[float]]:
     """The planner's split: the stage of each block, and what each stage takes of a micro-batch."""
     times = block_times(config, machine)
     backward = [b * training for _, b in times]
@@ -75,12 +86,16 @@ def planned(config: Config, machine: Machine, stages: int, training: bool) -> tu
 
 
 CONFIGS = {
-    "gpt": made.config(), "llama": made.config(position="rotary", norm="rms_norm", activation="swiglu"),
-    "bert": made.config(kind="bert", dropout=0.1)}
+    "gpt": made.config(),
+    "llama": made.config(position="rotary", norm="rms_norm", activation="swiglu"),
+    "bert": made.config(kind="bert", dropout=0.1),
+}
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(("name", "machine_for"), [(name, measured) for name in CONFIGS] + [("gpt", estimated)])
+@pytest.mark.parametrize(
+    ("name", "machine_for"), [(name, measured) for name in CONFIGS] + [("gpt", estimated)]
+)
 def test_nodes_of_a_block_add_up_to_the_block(name: str, machine_for: Any, training: bool) -> None:
     config = CONFIGS[name]
     if machine_for is estimated:
@@ -91,8 +106,14 @@ def test_nodes_of_a_block_add_up_to_the_block(name: str, machine_for: Any, train
     make_workload(document)  # acyclic, and all that it checks
     for number, times in enumerate(block_times(config, machine)):
         for backward, time in zip((False, True), times, strict=True):
-            rows = [n for n in document["nodes"] if (n["layerId"], n["isBackwardNode"]) == (number, backward)]
-            assert sum(n["fpgaLatency"] for n in rows) == pytest.approx(time * (training or not backward), rel=1e-9)
+            rows = [
+                n
+                for n in document["nodes"]
+                if (n["layerId"], n["isBackwardNode"]) == (number, backward)
+            ]
+            assert sum(n["fpgaLatency"] for n in rows) == pytest.approx(
+                time * (training or not backward), rel=1e-9
+            )
             assert bool(rows) == (training or not backward)
 
 
@@ -102,8 +123,10 @@ def test_backward_nodes_mirror_forward_ones() -> None:
     w = make_workload(document)
     n = int((~w.backward).sum())
     assert not w.backward[:n].any()
-    assert w.colour[:n].tolist() == w.colour[n:2 * n].tolist() == list(range(n))
-    assert w.accelerator_time[n:2 * n] == pytest.approx(2 * w.accelerator_time[:n])  # as the profile's backward is
+    assert w.colour[:n].tolist() == w.colour[n : 2 * n].tolist() == list(range(n))
+    assert w.accelerator_time[n : 2 * n] == pytest.approx(
+        2 * w.accelerator_time[:n]
+    )  # as the profile's backward is
     edges = {tuple(e) for e in w.edges.tolist()}
     forward = {(u, v) for u, v in edges if v < n}
     assert all(u < v for u, v in forward)
@@ -113,7 +136,11 @@ def test_backward_nodes_mirror_forward_ones() -> None:
         back = [x for x, y in edges if y == n + u and x >= n]
         if len(readers) > 1:  # of the two halves of a layer, whose input goes around them too
             (total,) = back
-            assert (w.colour[total], w.accelerator_time[total], w.size[total]) == (min(readers), 0, 0)
+            assert (w.colour[total], w.accelerator_time[total], w.size[total]) == (
+                min(readers),
+                0,
+                0,
+            )
             back = [x for x, y in edges if y == total]
         assert sorted(back) == [n + v for v in readers]
     assert w.num_nodes == 2 * n + 2 * config.model.num_layers
@@ -124,7 +151,9 @@ def test_edges_cost_the_bytes_over_the_link() -> None:
     link = made.link(latency=1e-3, bandwidth=1e9)
     machine = made.machine(config, 2, inner=link)
     document = operator_graph(config, machine, training=True)
-    b, s, h = 2, 32, 64
+    b = 2
+    s = 32
+    h = 64
     name = {n["id"]: n["name"] for n in document["nodes"]}
     cost = {(name[e["sourceId"]], name[e["destId"]]): e["cost"] for e in document["edges"]}
     wide = "blocks.1.attention.qkv.linear", "blocks.1.scaled_dot_product_attention"
@@ -146,18 +175,30 @@ def test_sizes_are_what_memory_predicts(dtype: str) -> None:
         for number in (0, 1, config.model.num_blocks - 1):
             rows = [n for n in document["nodes"] if n["layerId"] == number]
             size = sum(n["size"] for n in rows)
-            weights = count_parameters(config.model, 1)[kind_of(config, number)] * {"fp32": 4, "bf16": 2}[dtype]
+            weights = (
+                count_parameters(config.model, 1)[kind_of(config, number)]
+                * {"fp32": 4, "bf16": 2}[dtype]
+            )
             if training:
-                found = trace_stage(config, range(number, number + 1), Recomputation(), Buffers(2, 2),
-                                    torch.device(machine.profile.hardware.device_type))
-                expected = found.weights + found.master + found.gradients + found.optimizer + found.kept
+                found = trace_stage(
+                    config,
+                    range(number, number + 1),
+                    Recomputation(),
+                    Buffers(2, 2),
+                    torch.device(machine.profile.hardware.device_type),
+                )
+                expected = (
+                    found.weights + found.master + found.gradients + found.optimizer + found.kept
+                )
                 assert found.weights == 2 * weights
-                assert size == pytest.approx(expected, abs=len(rows))  # each node's is rounded to a byte
+                assert size == pytest.approx(
+                    expected, abs=len(rows)
+                )  # each node's is rounded to a byte
             else:
                 assert size > weights
 
 
-# -- placed ------------------------------------------------------------------------------------------------------------
+# -- placed
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -170,7 +211,9 @@ def test_cut_between_blocks_loads_are_the_planners(stages: int, training: bool) 
     devices = np.array([stage_of[extra["layerId"]] for extra in w.node_extra])
     found = score(w, devices)
     assert found.loads - found.transfers == pytest.approx(loads, rel=1e-9)
-    one = 1e3 * machine.inner.transfer_time(4 * 2 * 32 * 64) * (1 + training)  # to or from a neighbour
+    one = (
+        1e3 * machine.inner.transfer_time(4 * 2 * 32 * 64) * (1 + training)
+    )  # to or from a neighbour
     assert found.transfers == pytest.approx([one] + [2 * one] * (stages - 2) + [one])
     assert is_contiguous(w, devices)
 
@@ -178,7 +221,8 @@ def test_cut_between_blocks_loads_are_the_planners(stages: int, training: bool) 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_the_best_pipeline_is_near_the_planners_split(stages: int, training: bool) -> None:
-    """Links are free. Moving every cut to the next border of a block adds less than a block to any device."""
+    """Links are free. Moving every cut to the next border of a block adds less than a block to any
+    device."""
     config = made.config(num_layers=3)
     machine = measured(config, stages)
     w = make_workload(operator_graph(config, machine, training=training))
@@ -190,13 +234,18 @@ def test_the_best_pipeline_is_near_the_planners_split(stages: int, training: boo
         assert found.contiguous
         assert found.objective == score(w, found.devices).objective
         assert period - block <= found.objective <= period + free
-    assert place(w, "dp").objective == pytest.approx(place(w, "milp-contiguous").objective, rel=1e-5)
-    assert place(w, "milp", Options(time_limit=0.5)).objective <= place(w, "dp").objective * (1 + 1e-9)
+    assert place(w, "dp").objective == pytest.approx(
+        place(w, "milp-contiguous").objective, rel=1e-5
+    )
+    assert place(w, "milp", Options(time_limit=0.5)).objective <= place(w, "dp").objective * (
+        1 + 1e-9
+    )
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_whole_blocks_are_the_split_of_a_run(training: bool) -> None:
-    """Links are free. The best stages of whole blocks take what the planner's take; chunks may take less."""
+    """Links are free. The best stages of whole blocks take what the planner's take; chunks may take
+    less."""
     config = made.config(num_layers=5)
     machine = measured(config, 3)
     w = make_workload(operator_graph(config, machine, training=training)).in_blocks()
@@ -205,8 +254,14 @@ def test_whole_blocks_are_the_split_of_a_run(training: bool) -> None:
     assert best.objective == pytest.approx(period, rel=1e-4)
     sizes = tuple(report.split(best))
     assert sum(sizes) == config.model.num_blocks
-    assert f"--parallel.pp 3 --pipeline.split {' '.join(map(str, sizes))}" in "\n".join(report.lines(best, []))
-    run = replace(config, parallel=replace(config.parallel, pp=3, dp=1), pipeline=replace(config.pipeline, split=sizes))
+    assert f"--parallel.pp 3 --pipeline.split {' '.join(map(str, sizes))}" in "\n".join(
+        report.lines(best, [])
+    )
+    run = replace(
+        config,
+        parallel=replace(config.parallel, pp=3, dp=1),
+        pipeline=replace(config.pipeline, split=sizes),
+    )
     assert problems(run, 3) == []
     free = place(w, "milp")
     assert free.proven
@@ -216,25 +271,44 @@ def test_whole_blocks_are_the_split_of_a_run(training: bool) -> None:
         assert len(set(free.devices[w.blocks == block].tolist())) == 1
 
 
-@pytest.mark.parametrize(("turns", "sizes"), [
-    ("0012012", [2, 1, 1, 1, 1, 1]), ("1001100", [1, 2, 2, 2]), ("0001111", [3, 4]),  # the last is a pipeline
-    ("0101201", []), ("0120210", []), ("0120100", []),
-], ids=str)
-def test_chunks_of_whole_blocks_that_go_round_are_those_of_a_run(turns: str, sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("turns", "sizes"),
+    [
+        ("0012012", [2, 1, 1, 1, 1, 1]),
+        ("1001100", [1, 2, 2, 2]),
+        ("0001111", [3, 4]),  # the last is a pipeline
+        ("0101201", []),
+        ("0120210", []),
+        ("0120100", []),
+    ],
+    ids=str,
+)
+def test_chunks_of_whole_blocks_that_go_round_are_those_of_a_run(
+    turns: str, sizes: list[int]
+) -> None:
     """By block, which device has it: as many turns each, always in one order."""
     config = made.config(num_layers=5)
     w = make_workload(operator_graph(config, measured(config, 3), training=True)).in_blocks()
     assert w.blocks is not None
     placed = place(w, "expert", Options(split=np.array([int(turns[block]) for block in w.blocks])))
     assert report.split(placed) == sizes
-    told, pp = "\n".join(report.lines(placed, [])), len(set(turns))
+    told = "\n".join(report.lines(placed, []))
+    pp = len(set(turns))
     assert ("hybridpar train" in told and "--parallel.pp" in told) == bool(sizes)
     if len(sizes) > pp:
         chunks = len(sizes) // pp
-        assert (f"--parallel.pp {pp} --pipeline.schedule interleaved --pipeline.chunks {chunks} --pipeline.split "
-                f"{' '.join(map(str, sizes))}") in told
-        run = replace(config, parallel=replace(config.parallel, pp=pp, dp=1), pipeline=replace(
-            config.pipeline, schedule="interleaved", chunks=chunks, split=tuple(sizes)))
+        assert (
+            f"--parallel.pp {pp} --pipeline.schedule interleaved --pipeline.chunks {chunks} "
+            "--pipeline.split "
+            f"{' '.join(map(str, sizes))}"
+        ) in told
+        run = replace(
+            config,
+            parallel=replace(config.parallel, pp=pp, dp=1),
+            pipeline=replace(
+                config.pipeline, schedule="interleaved", chunks=chunks, split=tuple(sizes)
+            ),
+        )
         assert problems(run, pp) == []
 
 
@@ -243,7 +317,9 @@ def test_what_cannot_be_a_graph() -> None:
     with pytest.raises(ConfigError, match=r"parallel.tp = 2: operators are placed whole; try 1"):
         operator_graph(config, measured(config), training=False)
     config = made.config()
-    with pytest.raises(ConfigError, match="accelerators = 1: with one there is nothing to place; try 2"):
+    with pytest.raises(
+        ConfigError, match="accelerators = 1: with one there is nothing to place; try 2"
+    ):
         operator_graph(config, measured(config, 1), training=False)
     only_split = made.machine(config, 2, made=made.profile(config, degrees=(2,)))
     with pytest.raises(ConfigError, match=r"parallel.tp = 1: the profile has tp degrees 2"):

@@ -1,4 +1,5 @@
-"""The operators of a block: which there are, what they read, and that together they are the block."""
+"""The operators of a block: which there are, what they read, and that together they are the
+block."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from hybridpar.planner.placement.operators import INPUT, block_operators
 VARIANTS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "rotary": {"position": "rotary"},
-    "llama": {"position": "rotary", "norm": "rms_norm", "activation": "swiglu", "bias": False, "num_kv_heads": 2},
+    "llama": {
+        "position": "rotary",
+        "norm": "rms_norm",
+        "activation": "swiglu",
+        "bias": False,
+        "num_kv_heads": 2,
+    },
     "neox": {"position": "rotary", "rotary_fraction": 0.5, "parallel_residual": True},
     "longer table": {"max_positions": 50},
     "smoothed": {"label_smoothing": 0.1, "logits_chunk": 8},
@@ -36,7 +43,9 @@ def test_they_are_all_of_the_block(variant: dict[str, Any]) -> None:
     flops = dict(zip(KINDS, (0, *forward_flops_per_token(config.model)[-2:]), strict=True))
     for kind, number in numbers(config).items():
         operators = block_operators(config, number)
-        assert sum(op.flops for op in operators) == pytest.approx(tokens * flops[kind], abs=tokens / 2)  # rounded
+        assert sum(op.flops for op in operators) == pytest.approx(
+            tokens * flops[kind], abs=tokens / 2
+        )  # rounded
         assert sum(op.parameters for op in operators) == count_parameters(config.model, 1)[kind]
         assert sum(op.leaves for op in operators) == 1
         read = {i for op in operators for i in op.reads}
@@ -48,7 +57,10 @@ def test_they_are_all_of_the_block(variant: dict[str, Any]) -> None:
 
 def test_a_layer_by_hand() -> None:
     config = made.config()
-    b, s, h, f = 2, 32, 64, 256
+    b = 2
+    s = 32
+    h = 64
+    f = 256
     found = [(op.name, op.reads, op.flops, op.output) for op in block_operators(config, 1)]
     whole = 4 * b * s * h
     assert found == [
@@ -61,7 +73,8 @@ def test_a_layer_by_hand() -> None:
         ("mlp.up.linear", (5,), 2 * b * s * h * f, 4 * whole),
         ("mlp.up.gelu", (6,), 0, 4 * whole),
         ("mlp.down.linear", (7,), 2 * b * s * f * h, whole),
-        ("mlp.down.add", (4, 8), 0, whole)]
+        ("mlp.down.add", (4, 8), 0, whole),
+    ]
     norm, product = block_operators(config, 1)[:2]
     assert norm.traffic == 2 * whole + 4 * 2 * h
     assert product.traffic == 4 * whole + 4 * 3 * h * (h + 1)
@@ -72,14 +85,22 @@ def test_what_the_micro_batch_alone_enters_is_no_operator() -> None:
     assert [op.name for op in bert if not op.reads] == []  # neither masks nor tables of positions
     assert sum("cat" in op.name for op in bert) == 2  # queries and keys turned, each one operator
     embedding = block_operators(made.config(kind="bert"), 0)
-    assert [op.name for op in embedding if not op.reads] == ["tokens.embedding", "segments.embedding"]
+    assert [op.name for op in embedding if not op.reads] == [
+        "tokens.embedding",
+        "segments.embedding",
+    ]
 
 
 def test_a_loss_is_one_operator_and_bert_has_two() -> None:
     assert [op.name for op in block_operators(made.config(), 7)] == [
-        "norm.layer_norm", "language_model.projection.linear", "language_model.div"]
+        "norm.layer_norm",
+        "language_model.projection.linear",
+        "language_model.div",
+    ]
     config = made.config(kind="bert")
     bert = block_operators(config, 7)
     assert [op.name for op in bert if op.leaves] == ["language_model.div", "div"]
     projection = next(op for op in bert if op.name == "language_model.projection.linear")
-    assert projection.output == 4 * 2 * 5 * config.model.vocab_size  # 5 of 32 positions are labelled
+    assert (
+        projection.output == 4 * 2 * 5 * config.model.vocab_size
+    )  # 5 of 32 positions are labelled

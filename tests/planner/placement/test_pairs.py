@@ -1,4 +1,5 @@
-"""Pairs of devices: all of what two devices hold is dealt out in the best way, and the rest is left alone."""
+"""Pairs of devices: all of what two devices hold is dealt out in the best way, and the rest is left
+alone."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from hybridpar.planner.placement.workload import Ints, workload_document
 from .graphs import assignments, best_placement, layered_training, random_workload
 
 
-def improved(w: Workload, start: Ints, highs: Highs, contiguous: bool = False, seconds: float = 1200.0) -> Ints:
+def improved(
+    w: Workload, start: Ints, highs: Highs, contiguous: bool = False, seconds: float = 1200.0
+) -> Ints:
     """A device for each node."""
     graph = class_graph(w, pipeline=False, merge_leaves=False)
     whole = _model(graph, contiguous, score(w, start).objective)
@@ -29,12 +32,18 @@ def improved(w: Workload, start: Ints, highs: Highs, contiguous: bool = False, s
 
 @pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize(("k", "num_cpus"), [(2, 0), (1, 1)])
-def test_of_two_devices_it_finds_the_best(k: int, num_cpus: int, contiguous: bool, highs: Highs) -> None:
+def test_of_two_devices_it_finds_the_best(
+    k: int, num_cpus: int, contiguous: bool, highs: Highs
+) -> None:
     tried = 0
     for seed in range(30):
         document = workload_document(random_workload(seed, training=seed % 2 == 0, most=6))
         w = make_workload(document | {"maxFPGAs": k, "maxCPUs": num_cpus})
-        starts = [x for x in assignments(w, 2) if not problems(w, x) and (not contiguous or is_contiguous(w, x))]
+        starts = [
+            x
+            for x in assignments(w, 2)
+            if not problems(w, x) and (not contiguous or is_contiguous(w, x))
+        ]
         if starts:
             worst = max(starts, key=lambda x: score(w, x).objective)
             found = improved(w, worst, highs, contiguous)
@@ -55,12 +64,16 @@ def test_two_of_many_move_at_a_time(highs: Highs) -> None:
     assert (improved(w, start, highs, seconds=0.0) == start).all()
 
 
-def test_a_process_that_starts_slowly_costs_no_pair_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_starts_slowly_costs_no_pair_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """HiGHS starts for longer than one pair may take."""
     script = tmp_path / "late.py"
-    script.write_text("import runpy, time\n"
-                      "time.sleep(1.0)\n"
-                      f"runpy.run_path({str(highs_process._SCRIPT)!r}, run_name='__main__')\n")
+    script.write_text(
+        "import runpy, time\n"
+        "time.sleep(1.0)\n"
+        f"runpy.run_path({str(highs_process._SCRIPT)!r}, run_name='__main__')\n"
+    )
     monkeypatch.setattr(highs_process, "_SCRIPT", script)
     w = layered_training(3, 3, 3, k=4, num_cpus=0)
     start = np.zeros(w.num_nodes, np.int64)

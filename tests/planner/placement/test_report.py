@@ -7,7 +7,15 @@ import json
 import numpy as np
 import pytest
 
-from hybridpar.planner.placement import Options, Workload, chunks, is_contiguous, is_ordered, make_workload, place
+from hybridpar.planner.placement import (
+    Options,
+    Workload,
+    chunks,
+    is_contiguous,
+    is_ordered,
+    make_workload,
+    place,
+)
 from hybridpar.planner.placement.report import as_json, compare, lines
 from hybridpar.planner.placement.scoring import in_order
 
@@ -37,7 +45,9 @@ def test_chunks_are_the_most_visits_of_a_path(seed: int, training: bool) -> None
             for d in set(visits):
                 expected[d] = max(expected[d], visits.count(d))
         only_backward = set(devices[w.backward].tolist()) - set(devices[~w.backward].tolist())
-        assert chunks(w, devices).tolist() == [1 if d in only_backward else n for d, n in enumerate(expected)]
+        assert chunks(w, devices).tolist() == [
+            1 if d in only_backward else n for d, n in enumerate(expected)
+        ]
         assert is_contiguous(w, devices) == (max(expected) <= 1)
 
 
@@ -59,7 +69,9 @@ def test_a_placement_in_chunks_says_so() -> None:
 
 
 def test_a_pipeline_says_so_and_baselines_that_cannot_say_why() -> None:
-    w = make_workload(document(3, [(0, 1), (1, 2)], accelerator=[1.0, 2.0, 1.0], num_cpus=0, memory=2.5))
+    w = make_workload(
+        document(3, [(0, 1), (1, 2)], accelerator=[1.0, 2.0, 1.0], num_cpus=0, memory=2.5)
+    )
     best = place(w, "dp")
     told = "\n".join(lines(best, compare(best)))
     assert "largest load 3, proven" in told

@@ -60,9 +60,13 @@ def test_both_ways_fill_the_same_table(training: bool) -> None:
         graph = class_graph(w)
         ideals = enumerate_ideals(graph.predecessors)
         for limit in (math.inf, solve_linear(graph)[0] * (1 + 1e-9)):
-            tables = [way(graph, ideals, limit, math.inf)
-                      for way in (exact_module._best_loads_native, exact_module._best_loads_numpy)]
-            np.testing.assert_allclose(*(np.where(t > limit, np.inf, t) for t in tables), rtol=1e-12)
+            tables = [
+                way(graph, ideals, limit, math.inf)
+                for way in (exact_module._best_loads_native, exact_module._best_loads_numpy)
+            ]
+            np.testing.assert_allclose(
+                *(np.where(t > limit, np.inf, t) for t in tables), rtol=1e-12
+            )
 
 
 @pytest.mark.parametrize("limit", [True, False])
@@ -71,8 +75,10 @@ def test_both_ways_on_a_larger_graph(limit: bool) -> None:
     graph = class_graph(w)
     ideals = enumerate_ideals(graph.predecessors)
     known = solve_linear(graph)[0]
-    found = [way(graph, ideals, known * (1 + 1e-9) if limit else math.inf, math.inf)[-1, -1, -1]
-             for way in (exact_module.best_loads, exact_module._best_loads_numpy)]
+    found = [
+        way(graph, ideals, known * (1 + 1e-9) if limit else math.inf, math.inf)[-1, -1, -1]
+        for way in (exact_module.best_loads, exact_module._best_loads_numpy)
+    ]
     assert found[0] == pytest.approx(found[1], rel=1e-12)
     assert found[0] <= known * (1 + 1e-12)
 
@@ -91,18 +97,24 @@ def test_subsets_are_found_as_sets_of_ideals() -> None:
     assert sets[0] == set()
     assert sets[-1] == {0, 1, 2, 3}
     for i, large in enumerate(sets):
-        assert [sets[j] for j in ideals.subsets(i)] == [small for small in sets[:i + 1] if small <= large]
+        assert [sets[j] for j in ideals.subsets(i)] == [
+            small for small in sets[: i + 1] if small <= large
+        ]
     covers = {(sets[a], int(v), sets[b]) for a, v, b in ideals.covers}
-    assert covers == {(a, next(iter(a - b)), b) for a in sets for b in sets if b < a and len(a - b) == 1}
+    assert covers == {
+        (a, next(iter(a - b)), b) for a in sets for b in sets if b < a and len(a - b) == 1
+    }
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
+# -- limits
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_dp_out_of_time_says_so(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing takes any time until the table is filled, which then has none left."""
-    w, now, fill = layered_training(6, 3, 4), 0.0, solve_module.best_loads
+    w = layered_training(6, 3, 4)
+    now = 0.0
+    fill = solve_module.best_loads
 
     def late(*args: Any) -> Any:
         nonlocal now
@@ -133,8 +145,16 @@ def test_milp_out_of_time_gives_the_best_found_with_its_bound(only_highs_takes_t
 
 
 def test_latency_out_of_time(only_highs_takes_time: None) -> None:
-    w = make_workload(document(40, [(v, v + i) for v in range(36) for i in (1, 3)], cost=[0.3] * 40, k=3, memory=9.0,
-                               num_cpus=8))
+    w = make_workload(
+        document(
+            40,
+            [(v, v + i) for v in range(36) for i in (1, 3)],
+            cost=[0.3] * 40,
+            k=3,
+            memory=9.0,
+            num_cpus=8,
+        )
+    )
     simple = place(w, "latency-greedy")
     placement = place(w, "latency-milp", Options(time_limit=1.0))
     assert placement.bound <= placement.objective <= simple.objective
@@ -152,21 +172,34 @@ def test_latency_of_a_chain_by_hand() -> None:
 
 
 def test_a_second_call_can_help_latency() -> None:
-    """0 and 3 must share the accelerator, 1 and 2 fit no accelerator: one call cannot hold both ends."""
-    w = make_workload(document(4, [(0, 1), (1, 2), (2, 3)], k=1, memory=2.0, supportedOnFpga=[True, False, False, True],
-                               colorClass=[1, 2, 3, 1]))
+    """0 and 3 must share the accelerator, 1 and 2 fit no accelerator: one call cannot hold both
+    ends."""
+    w = make_workload(
+        document(
+            4,
+            [(0, 1), (1, 2), (2, 3)],
+            k=1,
+            memory=2.0,
+            supportedOnFpga=[True, False, False, True],
+            colorClass=[1, 2, 3, 1],
+        )
+    )
     assert place(w, "latency-milp", Options(slots=1)).objective == pytest.approx(40.0)
     assert place(w, "latency-milp", Options(slots=2)).objective == pytest.approx(22.0)
 
 
-# -- what cannot be ----------------------------------------------------------------------------------------------------
+# -- what cannot be
 
 
 @pytest.mark.parametrize("solver", [name for name in SOLVERS if name != "expert"])
-@pytest.mark.parametrize(("change", "message"), [
-    ({"memory": 0.5}, "maxSizePerFPGA = 0.5"),
-    ({"memory": 4.0}, "maxSizePerFPGA = 4.0"),
-    ({"supportedOnFpga": [True] * 9 + [False]}, "no accelerator can run node 9")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory": 0.5}, "maxSizePerFPGA = 0.5"),
+        ({"memory": 4.0}, "maxSizePerFPGA = 4.0"),
+        ({"supportedOnFpga": [True] * 9 + [False]}, "no accelerator can run node 9"),
+    ],
+)
 def test_what_fits_nowhere_is_one_clear_error(solver: str, change: dict, message: str) -> None:
     w = make_workload(document(10, CHAIN, num_cpus=0, **change))
     with pytest.raises(ConfigError) as caught:
@@ -184,9 +217,16 @@ def test_memory_that_only_some_placement_keeps(solver: str) -> None:
     assert placement.score.memory.max() <= 5.0
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"time_limit": 0.0}, "time_limit = 0.0"), ({"time_limit": math.nan}, "time_limit = nan"),
-    ({"restarts": -1}, "restarts = -1"), ({"slots": 0}, "slots = 0"), ({"max_ideals": True}, "max_ideals = True")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"time_limit": 0.0}, "time_limit = 0.0"),
+        ({"time_limit": math.nan}, "time_limit = nan"),
+        ({"restarts": -1}, "restarts = -1"),
+        ({"slots": 0}, "slots = 0"),
+        ({"max_ideals": True}, "max_ideals = True"),
+    ],
+)
 def test_options_are_checked(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         place(make_workload(document(2, [(0, 1)])), "dpl", Options(**options))
@@ -202,7 +242,7 @@ def test_latency_is_for_inference() -> None:
         place(make_workload(document(2, [(0, 1)], isBackwardNode=[False, True])), "latency-milp")
 
 
-# -- splits ------------------------------------------------------------------------------------------------------------
+# -- splits
 
 
 def test_placements_are_written_and_read(tmp_path) -> None:
@@ -214,12 +254,19 @@ def test_placements_are_written_and_read(tmp_path) -> None:
     assert json.loads((tmp_path / "split.json").read_text())["proven"] is True
 
 
-@pytest.mark.parametrize(("split", "message"), [
-    ({"fpgas": [{"nodes": [0, 1, 77]}]}, "fpgas.0..nodes = 77: must be ids of nodes"),
-    ({"fpgas": [{"nodes": [0]}, {"nodes": [0, 1]}]}, "is on two machines"),
-    ({"fpgas": [{"nodes": [0]}]}, "split = 1: this node is on no machine"),
-    ({"fpgas": [{"nodes": [0]}, {"nodes": [1]}, {"nodes": [1]}]}, "more machines in use than the workload's 2"),
-    ([], "must be a JSON object")])
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ({"fpgas": [{"nodes": [0, 1, 77]}]}, "fpgas.0..nodes = 77: must be ids of nodes"),
+        ({"fpgas": [{"nodes": [0]}, {"nodes": [0, 1]}]}, "is on two machines"),
+        ({"fpgas": [{"nodes": [0]}]}, "split = 1: this node is on no machine"),
+        (
+            {"fpgas": [{"nodes": [0]}, {"nodes": [1]}, {"nodes": [1]}]},
+            "more machines in use than the workload's 2",
+        ),
+        ([], "must be a JSON object"),
+    ],
+)
 def test_splits_are_checked(split: object, message: str, tmp_path) -> None:
     (path := tmp_path / "split.json").write_text(json.dumps(split))
     with pytest.raises(ConfigError, match=message):

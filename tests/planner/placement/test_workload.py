@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 from hybridpar.errors import ConfigError, DataError
-from hybridpar.planner.placement import make_workload, read_workload, workload_document, write_workload
+from hybridpar.planner.placement import (
+    make_workload,
+    read_workload,
+    workload_document,
+    write_workload,
+)
 
 from .graphs import document, paper_graph, random_document
 
@@ -24,36 +29,49 @@ def _set(path: str, value: Any) -> Callable[[dict], None]:
         for key in parents:
             target = target[key]
         target[last] = value
+
     return change
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (_set("maxFPGAs", 0), "maxFPGAs = 0: must be 1 to"),
-    (_set("maxFPGAs", 1.5), "maxFPGAs = 1.5: must be an integer"),
-    (_set("maxCPUs", -1), "maxCPUs = -1"),
-    (_set("maxSizePerFPGA", 0), "maxSizePerFPGA = 0: must be above 0"),
-    (_set("maxSizePerFPGA", float("nan")), "maxSizePerFPGA = nan"),
-    (_set("nodes", []), "nodes = .*: must hold at least one node"),
-    (_set("nodes", 5), "nodes = 5: must be a JSON array"),
-    (_set("nodes.1", None), r"nodes\[1\] = None: must be a JSON object"),
-    (_set("nodes.1.id", 0), r"nodes\[1\].id = 0: is the id of nodes\[0\] too; .*; try"),
-    (_set("nodes.1.id", "1"), r"nodes\[1\].id = '1': must be an integer"),
-    (_set("nodes.2.cpuLatency", -1.0), r"nodes\[2\].cpuLatency = -1.0: must be 0 or more"),
-    (_set("nodes.2.fpgaLatency", float("nan")), r"nodes\[2\].fpgaLatency = nan"),
-    (_set("nodes.2.fpgaLatency", float("inf")), r"nodes\[2\].fpgaLatency = inf"),
-    (_set("nodes.2.fpgaLatency", 10**400), r"nodes\[2\].fpgaLatency = 1000"),
-    (_set("nodes.2.fpgaLatency", None), r"nodes\[2\].fpgaLatency = None: must be a number"),
-    (_set("nodes.2.size", "large"), r"nodes\[2\].size = 'large': must be a number"),
-    (_set("nodes.2.supportedOnFpga", 2), r"nodes\[2\].supportedOnFpga = 2: must be true, false"),
-    (_set("nodes.0.colorClass", 1.0), r"nodes\[0\].colorClass = 1.0"),
-    (_set("nodes.0.isBackwardNode", True), r"edges\[0\] = '0 -> 1': leads from a backward node"),
-    (_set("edges.0.sourceId", 9), r"edges\[0\].sourceId = 9: must be the id of a node"),
-    (_set("edges.0.destId", [0]), r"edges\[0\].destId = \[0\]"),
-    (_set("edges.0.destId", 0), r"edges = '0 -> 0': is a cycle"),
-    (_set("edges.1.destId", 0), r"edges = '(0 -> 1 -> 0|1 -> 0 -> 1)': is a cycle"),
-    (_set("edges.0.cost", -0.5), r"edges\[0\].cost = -0.5"),
-    (_set("edges.1.sourceId", 0), r"edges\[1\].cost = 0.25: another edge from node 0 costs 0.5"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("maxFPGAs", 0), "maxFPGAs = 0: must be 1 to"),
+        (_set("maxFPGAs", 1.5), "maxFPGAs = 1.5: must be an integer"),
+        (_set("maxCPUs", -1), "maxCPUs = -1"),
+        (_set("maxSizePerFPGA", 0), "maxSizePerFPGA = 0: must be above 0"),
+        (_set("maxSizePerFPGA", float("nan")), "maxSizePerFPGA = nan"),
+        (_set("nodes", []), "nodes = .*: must hold at least one node"),
+        (_set("nodes", 5), "nodes = 5: must be a JSON array"),
+        (_set("nodes.1", None), r"nodes\[1\] = None: must be a JSON object"),
+        (_set("nodes.1.id", 0), r"nodes\[1\].id = 0: is the id of nodes\[0\] too; .*; try"),
+        (_set("nodes.1.id", "1"), r"nodes\[1\].id = '1': must be an integer"),
+        (_set("nodes.2.cpuLatency", -1.0), r"nodes\[2\].cpuLatency = -1.0: must be 0 or more"),
+        (_set("nodes.2.fpgaLatency", float("nan")), r"nodes\[2\].fpgaLatency = nan"),
+        (_set("nodes.2.fpgaLatency", float("inf")), r"nodes\[2\].fpgaLatency = inf"),
+        (_set("nodes.2.fpgaLatency", 10**400), r"nodes\[2\].fpgaLatency = 1000"),
+        (_set("nodes.2.fpgaLatency", None), r"nodes\[2\].fpgaLatency = None: must be a number"),
+        (_set("nodes.2.size", "large"), r"nodes\[2\].size = 'large': must be a number"),
+        (
+            _set("nodes.2.supportedOnFpga", 2),
+            r"nodes\[2\].supportedOnFpga = 2: must be true, false",
+        ),
+        (_set("nodes.0.colorClass", 1.0), r"nodes\[0\].colorClass = 1.0"),
+        (
+            _set("nodes.0.isBackwardNode", True),
+            r"edges\[0\] = '0 -> 1': leads from a backward node",
+        ),
+        (_set("edges.0.sourceId", 9), r"edges\[0\].sourceId = 9: must be the id of a node"),
+        (_set("edges.0.destId", [0]), r"edges\[0\].destId = \[0\]"),
+        (_set("edges.0.destId", 0), r"edges = '0 -> 0': is a cycle"),
+        (_set("edges.1.destId", 0), r"edges = '(0 -> 1 -> 0|1 -> 0 -> 1)': is a cycle"),
+        (_set("edges.0.cost", -0.5), r"edges\[0\].cost = -0.5"),
+        (
+            _set("edges.1.sourceId", 0),
+            r"edges\[1\].cost = 0.25: another edge from node 0 costs 0.5",
+        ),
+    ],
+)
 def test_what_is_wrong_is_named(change: Callable[[dict], None], message: str) -> None:
     bad = copy.deepcopy(GOOD)
     change(bad)
@@ -107,11 +125,15 @@ def test_nodes_without_a_colour_have_one_each() -> None:
 
 def test_blocks_share_a_device_with_all_their_colours() -> None:
     """Nodes 0 and 3 have one colour, so blocks 7 and 9 go together."""
-    w = make_workload(document(4, [(0, 1), (1, 2), (2, 3)], colorClass=[1, 2, 3, 1], layerId=[7, 7, 8, 9]))
+    w = make_workload(
+        document(4, [(0, 1), (1, 2), (2, 3)], colorClass=[1, 2, 3, 1], layerId=[7, 7, 8, 9])
+    )
     assert w.blocks is not None
     assert w.blocks.tolist() == [7, 7, 8, 9]
     colour = w.in_blocks().colour.tolist()
     assert colour[0] == colour[1] == colour[3] != colour[2]
     for bad in ([0, 1, 2, None], [0, 1, 2, "x"], [0, 1, 2, True], [0, 1, 2, 10**30]):
-        with pytest.raises(ConfigError, match=r"nodes\[3\].layerId = .*: must be the number of a block"):
+        with pytest.raises(
+            ConfigError, match=r"nodes\[3\].layerId = .*: must be the number of a block"
+        ):
             make_workload(document(4, [(0, 1)], layerId=bad)).in_blocks()

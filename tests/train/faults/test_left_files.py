@@ -1,4 +1,5 @@
-"""A killed launch leaves nothing in the temporary folder, and the next start removes what it has left in its own."""
+"""A killed launch leaves nothing in the temporary folder, and the next start removes what it has
+left in its own."""
 
 from __future__ import annotations
 
@@ -19,19 +20,36 @@ from hybridpar.train.folder import in_use
 pytestmark = pytest.mark.ranks
 
 
-def test_a_killed_launch_leaves_nothing_that_the_next_one_does_not_remove(tmp_path: Path,
-                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_launch_leaves_nothing_that_the_next_one_does_not_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    config, run = write_config(tmp_path), tmp_path / "runs" / "run"
-    command = ("hybridpar", "train", config, "--ranks", "2", "--parallel.pp", "2", "--train.eval_interval", "0")
+    config = write_config(tmp_path)
+    run = tmp_path / "runs" / "run"
+    command = (
+        "hybridpar",
+        "train",
+        config,
+        "--ranks",
+        "2",
+        "--parallel.pp",
+        "2",
+        "--train.eval_interval",
+        "0",
+    )
     job = Job(*command, "--train.num_steps", "1000000", "--train.save_interval", "1")
     job.wait_for(run / "checkpoints" / "step_00000002")
     os.kill(job.pid, signal.SIGKILL)
     job.process.wait()
-    left = [".config.toml.part", ".part.loss.png", "..part.costs.json.part", ".job-0123456789abcdef"]
+    left = [
+        ".config.toml.part",
+        ".part.loss.png",
+        "..part.costs.json.part",
+        ".job-0123456789abcdef",
+    ]
     for name in left:  # each is there for a moment only, in which a process may be killed
         (run / name).touch()
     (run / ".mine.part").touch()

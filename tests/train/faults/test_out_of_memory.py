@@ -45,12 +45,14 @@ def test_the_counter_of_the_control_group_tells(tmp_path: Path, counter: Path) -
     assert killer.evidence(killed()) == "", "somebody else has killed it"
     counter.write_text(counter.read_text().replace("oom_kill 4", "oom_kill 5"))
     assert killer.evidence(killed()) == (
-        "out of memory: the kernel's OOM killer ended it (oom_kill of its control group went to 5)")
+        "out of memory: the kernel's OOM killer ended it (oom_kill of its control group went to 5)"
+    )
 
 
 def test_the_kernels_log_tells(tmp_path: Path) -> None:
     """Only what it says later: numbers of processes come back."""
-    log, pid = tmp_path / "kmsg", killed()
+    log = tmp_path / "kmsg"
+    pid = killed()
     line = f"6,1,9,-;Memory cgroup out of memory: Killed process {pid} (python) total-vm:100kB\n"
     log.write_text(line)
     killer = OomKiller((), log)
@@ -58,7 +60,10 @@ def test_the_kernels_log_tells(tmp_path: Path) -> None:
     assert killer.evidence(pid) == ""
     with log.open("a") as file:
         file.write(line)
-    assert killer.evidence(pid) == "out of memory: the kernel's OOM killer ended it, as the kernel's log says"
+    assert (
+        killer.evidence(pid)
+        == "out of memory: the kernel's OOM killer ended it, as the kernel's log says"
+    )
     killer.close()
 
 
@@ -70,17 +75,25 @@ def test_where_the_kernel_says_nothing_the_free_memory_is_named(tmp_path: Path) 
         meminfo.write_text(f"MemTotal:       4000000 kB\nMemAvailable:   {free} kB\n")
         killer.look()
     said = killer.evidence(killed())
-    assert said.startswith("perhaps out of memory: the kernel's OOM killer sends this signal, and neither its counter")
+    assert said.startswith(
+        "perhaps out of memory: the kernel's OOM killer sends this signal, and neither its counter"
+    )
     assert "at least 0.0307 GB were free before" in said
 
 
-@pytest.mark.parametrize(("membership", "file"), [
-    ("0::/user.slice/job\n", "user.slice/job/memory.events"), ("0::/elsewhere\n", "memory.events"),
-    ("5:cpu,memory:/job\n0::/\n", "memory/job/memory.oom_control"),
-])
-def test_the_counters_of_both_versions_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, membership: str,
-                                                 file: str) -> None:
-    root, own = tmp_path / "cgroup", tmp_path / "self"
+@pytest.mark.parametrize(
+    ("membership", "file"),
+    [
+        ("0::/user.slice/job\n", "user.slice/job/memory.events"),
+        ("0::/elsewhere\n", "memory.events"),
+        ("5:cpu,memory:/job\n0::/\n", "memory/job/memory.oom_control"),
+    ],
+)
+def test_the_counters_of_both_versions_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, membership: str, file: str
+) -> None:
+    root = tmp_path / "cgroup"
+    own = tmp_path / "self"
     (root / file).parent.mkdir(parents=True)
     (root / file).write_text("oom_kill 7\n")
     own.write_text(membership)
@@ -93,11 +106,15 @@ def test_the_counters_of_both_versions_are_found(tmp_path: Path, monkeypatch: py
 @pytest.fixture
 def small_group() -> Iterator[Path]:
     """A control group with 40 MB, where this machine lets us make one."""
-    own = [path.parent for path in out_of_memory._counters(Path("/proc/self/cgroup")) if path.exists()]
+    own = [
+        path.parent for path in out_of_memory._counters(Path("/proc/self/cgroup")) if path.exists()
+    ]
     if not own:
         pytest.skip("this machine has no control groups of memory")
     group = own[0] / f"hybridpar_test_{os.getpid()}"
-    limit = group / ("memory.max" if (own[0] / "memory.events").exists() else "memory.limit_in_bytes")
+    limit = group / (
+        "memory.max" if (own[0] / "memory.events").exists() else "memory.limit_in_bytes"
+    )
     try:
         group.mkdir()
     except OSError:
@@ -120,23 +137,42 @@ def test_a_real_oom_killer_is_recognized(small_group: Path) -> None:
     names = [small_group / name for name in ("memory.events", "memory.oom_control")]
     killer = OomKiller(tuple(path for path in names if path.exists()))
     killer.begin()
-    join = f"echo $$ > {small_group / 'cgroup.procs'} && exec {sys.executable} -c 'x = bytearray(10**9)'"
+    join = (
+        f"echo $$ > {small_group / 'cgroup.procs'} && exec {sys.executable} -c 'x = "
+        "bytearray(10**9)'"
+    )
     process = subprocess.Popen(["sh", "-c", join])
     assert process.wait(60) == -signal.SIGKILL
-    assert killer.evidence(process.pid).startswith("out of memory: the kernel's OOM killer ended it")
-    assert killer.evidence(1) == killer.evidence(process.pid) or "log" in killer.evidence(process.pid)
+    assert killer.evidence(process.pid).startswith(
+        "out of memory: the kernel's OOM killer ended it"
+    )
+    assert killer.evidence(1) == killer.evidence(process.pid) or "log" in killer.evidence(
+        process.pid
+    )
     killer.close()
 
 
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
-def test_a_job_names_the_oom_killer_and_what_needs_less(tmp_path: Path, counter: Path,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "OomKiller", partial(OomKiller, (counter,), log=tmp_path / "none"))
+def test_a_job_names_the_oom_killer_and_what_needs_less(
+    tmp_path: Path, counter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        supervisor, "OomKiller", partial(OomKiller, (counter,), log=tmp_path / "none")
+    )
     advise: Callable[..., str] = lambda config: f"advice for {config.parallel.num_ranks} ranks"  # noqa: E731
     monkeypatch.setattr("hybridpar.cli.fitting.saves_most", advise)
-    job = Job("hybridpar", "train", write_config(tmp_path), "--ranks", "2", "--parallel.dp", "2", "--inject",
-              "hang rank 1 at step 4")
+    job = Job(
+        "hybridpar",
+        "train",
+        write_config(tmp_path),
+        "--ranks",
+        "2",
+        "--parallel.dp",
+        "2",
+        "--inject",
+        "hang rank 1 at step 4",
+    )
     run = tmp_path / "runs" / "run"
     job.wait_for(run / "injected" / "hang-rank-1-at-step-4")
     record = flight.read(flight_path(run, 1))
@@ -145,8 +181,11 @@ def test_a_job_names_the_oom_killer_and_what_needs_less(tmp_path: Path, counter:
     os.kill(record.who["pid"], signal.SIGKILL)
     code, out = job.end()
     assert code == 0, out
-    assert re.search(r"hybridpar: rank 1 \(.*\) was ended by SIGKILL .*; out of memory: the kernel's OOM "
-                     r"killer ended it \(oom_kill of its control group went to 5\); starting again", out), out
+    assert re.search(
+        r"hybridpar: rank 1 \(.*\) was ended by SIGKILL .*; out of memory: the kernel's OOM "
+        r"killer ended it \(oom_kill of its control group went to 5\); starting again",
+        out,
+    ), out
     assert out.count("hybridpar: advice for 2 ranks\n") == 1
 
 
@@ -154,4 +193,6 @@ def test_the_setting_that_saves_most_is_named(tmp_path: Path) -> None:
     from hybridpar.cli.fitting import saves_most
 
     config = resolve(load_toml(write_config(tmp_path)), 1)
-    assert re.fullmatch(r"a rank is predicted to need \S+ GB; \S.* saves most: \S+ GB", saves_most(config))
+    assert re.fullmatch(
+        r"a rank is predicted to need \S+ GB; \S.* saves most: \S+ GB", saves_most(config)
+    )

@@ -26,18 +26,29 @@ def test_what_is_waited_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridpar.cores.available_cores", lambda: 2)
     said: list[str] = []
     watch = StartWatch(3, said.append)
-    for phases in (("", "importing", "starting"), ("connecting", "setting up", "setting up"),
-                   ("training", "training", "loading"), ("training",) * 3, ("setting up",) * 3):
-        watch.look([Seen(rank, early=Record(1, 0.0, phase, 0.0) if phase else None)
-                    for rank, phase in enumerate(phases)])
+    for phases in (
+        ("", "importing", "starting"),
+        ("connecting", "setting up", "setting up"),
+        ("training", "training", "loading"),
+        ("training",) * 3,
+        ("setting up",) * 3,
+    ):
+        watch.look(
+            [
+                Seen(rank, early=Record(1, 0.0, phase, 0.0) if phase else None)
+                for rank, phase in enumerate(phases)
+            ]
+        )
     assert said == [
         "1 of 3 ranks have begun after 0 s: they share 2 cores",
         "0 of 3 ranks train after 0 s (1 connecting, 2 setting up): they share 2 cores",
-        "2 of 3 ranks train after 0 s (1 loading): they share 2 cores"]
+        "2 of 3 ranks train after 0 s (1 loading): they share 2 cores",
+    ]
 
 
-def test_more_ranks_than_cores_are_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_ranks_than_cores_are_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("hybridpar.cores.available_cores", lambda: 2)
     monkeypatch.setattr(supervisor, "supervise", lambda *args: 0)
     for num_ranks, said in ((64, "hybridpar: starting 64 ranks: they share 2 cores\n"), (2, "")):
@@ -47,8 +58,10 @@ def test_more_ranks_than_cores_are_said_at_once(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture
 def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that appears once rank 0 connects to rank 1, which does not come: it is in C++ code, as many are."""
-    connect, mark = loop._Place.connect, tmp_path / "connecting"
+    """A file that appears once rank 0 connects to rank 1, which does not come: it is in C++ code,
+    as many are."""
+    connect = loop._Place.connect
+    mark = tmp_path / "connecting"
 
     def connect_or_not(self: Any, config: Config, flight: Flight) -> Any:
         if self.job.launch.rank:
@@ -61,21 +74,27 @@ def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.ranks
-def test_a_job_that_is_interrupted_as_it_starts_ends_at_once(tmp_path: Path, late: Path,
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_interrupted_as_it_starts_ends_at_once(
+    tmp_path: Path, late: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(starting, "_SAY_EVERY_S", 0.2)
     job = Job("hybridpar", "train", write_config(tmp_path), "--ranks", "2", "--parallel.pp", "2")
     job.wait_for(r"0 of 2 ranks train after \d+ s \(1 connecting, 1 \w+")
     os.kill(job.pid, signal.SIGINT)
     code, out = job.end()
     assert code == 130
-    assert out.splitlines()[-1] == "hybridpar: SIGINT: ending all 2 ranks, which had not begun to train"
+    assert (
+        out.splitlines()[-1]
+        == "hybridpar: SIGINT: ending all 2 ranks, which had not begun to train"
+    )
     assert "Traceback" not in out
     assert "terminate" not in out
 
 
 @pytest.mark.ranks
-def test_ranks_of_torchrun_that_are_interrupted_as_they_start_say_nothing(tmp_path: Path, late: Path) -> None:
+def test_ranks_of_torchrun_that_are_interrupted_as_they_start_say_nothing(
+    tmp_path: Path, late: Path
+) -> None:
     """torchrun prints a traceback of its own."""
     job = torchrun(2, "train", write_config(tmp_path), "--parallel.pp", "2")
     job.wait_for(late)

@@ -1,5 +1,5 @@
-"""Whole jobs: ranks that fail are named, all start again from the last good checkpoint, and nothing of it is in the
-numbers. All faults, and many of them: benchmarks/recovery.py."""
+"""Whole jobs: ranks that fail are named, all start again from the last good checkpoint, and nothing
+of it is in the numbers. All faults, and many of them: benchmarks/recovery.py."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def same_checkpoint(run: Path, calm: Path) -> bool:
     """Whether the last checkpoints of two runs are equal to the bit."""
     files = list((calm / "checkpoints" / "step_00000020").glob("*.safetensors"))
     return bool(files) and all(
-        path.read_bytes() == (run / "checkpoints" / path.parent.name / path.name).read_bytes() for path in files)
+        path.read_bytes() == (run / "checkpoints" / path.parent.name / path.name).read_bytes()
+        for path in files
+    )
 
 
 def failures(run: Path) -> list[dict[str, Any]]:
@@ -67,13 +69,16 @@ def failures(run: Path) -> list[dict[str, Any]]:
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch, run: Path, after: str = "") -> None:
-    """Whom supervisors to come see stand still on purpose seems to do so for FASTER times as long: the limits can be
-    so long that no busy machine keeps a rank from what it does. after: once that is in the run's folder."""
+    """Whom supervisors to come see stand still on purpose seems to do so for FASTER times as long:
+    the limits can be so long that no busy machine keeps a rank from what it does. after: once that
+    is in the run's folder."""
     look = Watch.look
 
     def see(self: Watch, processes: Any) -> list[Seen]:
-        seen, marks = look(self, processes), [json.loads(path.read_text() or "{}")
-                                              for path in sorted((run / "injected").glob("*"))]
+        seen = look(self, processes)
+        marks = [
+            json.loads(path.read_text() or "{}") for path in sorted((run / "injected").glob("*"))
+        ]
         hanging = [mark["rank"] for mark in marks if mark.get("kind", "").startswith("hang")]
         over = failures(run) if (run / "failures.jsonl").exists() else []
         hangs = (run / after).exists() and len(hanging) > len(over)
@@ -82,8 +87,13 @@ def hurry(monkeypatch: pytest.MonkeyPatch, run: Path, after: str = "") -> None:
         def longer(one: Seen, is_meant: bool) -> Seen:
             return replace(one, idle_s=FASTER * one.idle_s) if is_meant else one
 
-        return [replace(longer(one, (hangs and one.rank in hanging) or (outage and one.waits)),
-                        saving=one.saving and longer(one.saving, hangs and one.rank in hanging)) for one in seen]
+        return [
+            replace(
+                longer(one, (hangs and one.rank in hanging) or (outage and one.waits)),
+                saving=one.saving and longer(one.saving, hangs and one.rank in hanging),
+            )
+            for one in seen
+        ]
 
     monkeypatch.setattr(Watch, "look", see)
 
@@ -91,66 +101,135 @@ def hurry(monkeypatch: pytest.MonkeyPatch, run: Path, after: str = "") -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="an outage is made with a filter of Linux")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("patience_s", [600.0, 0.0])
-def test_an_outage_within_the_patience_changes_no_bit_and_starts_nothing_again(tmp_path: Path, calm: Path,
-                                                                               patience_s: float,
-                                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both time-outs are shorter than the outage. Without patience the link counts as lost, and the job recovers."""
-    outage, limits = 4.0, ("--faults.timeout_s", str(2 * FASTER), "--train.timeout_s", "3")
+def test_an_outage_within_the_patience_changes_no_bit_and_starts_nothing_again(
+    tmp_path: Path, calm: Path, patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both time-outs are shorter than the outage. Without patience the link counts as lost, and the
+    job recovers."""
+    outage = 4.0
+    limits = ("--faults.timeout_s", str(2 * FASTER), "--train.timeout_s", "3")
     hurry(monkeypatch, tmp_path / "runs" / "run")
-    code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", *STEPS, *limits, "--faults.patience_s",
-                      str(patience_s), "--inject", f"outage rank 1 at step 12 micro-batch 1 for {outage} s")
+    code, out = train(
+        2,
+        write_config(tmp_path),
+        "--parallel.pp",
+        "2",
+        *STEPS,
+        *limits,
+        "--faults.patience_s",
+        str(patience_s),
+        "--inject",
+        f"outage rank 1 at step 12 micro-batch 1 for {outage} s",
+    )
     assert code == 0, out
     run = metrics(tmp_path / "runs" / "run")
     assert steps(run) == steps(metrics(calm))
     assert ("starting again" in out) == (not patience_s), out
     if patience_s:
         assert not (tmp_path / "runs" / "run" / "failures.jsonl").exists()
-        assert max(row["step_ms"] for row in run if "step_ms" in row) > 1e3 * (outage - 1), "it waited"
+        assert max(row["step_ms"] for row in run if "step_ms" in row) > 1e3 * (outage - 1), (
+            "it waited"
+        )
     else:
-        assert "the link between rank" in out or "in a circle" in out or "hangs" in out or "lost contact" in out, out
+        assert (
+            "the link between rank" in out
+            or "in a circle" in out
+            or "hangs" in out
+            or "lost contact" in out
+        ), out
 
 
 @pytest.mark.timeout(400)
 def test_four_ranks_recover_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of what each replica has not sent of its gradients: one is ended while it writes that down."""
+    """Also of what each replica has not sent of its gradients: one is ended while it writes that
+    down."""
     monkeypatch.setattr(supervisor, "_LAST_SAVE_S", 0.5)  # the last one hangs
     config = write_config(tmp_path)
-    grid = ("--parallel.pp", "2", "--parallel.dp", "2", "--compression.gradients", "dct",
-            "--compression.gradients_smallest", "64", "--compression.gradients_kept", "0.1")
+    grid = (
+        "--parallel.pp",
+        "2",
+        "--parallel.dp",
+        "2",
+        "--compression.gradients",
+        "dct",
+        "--compression.gradients_smallest",
+        "64",
+        "--compression.gradients_kept",
+        "0.1",
+    )
     run_job(4, "train", config, *grid, *STEPS, "--run.name", "calm")
     hurry(monkeypatch, tmp_path / "runs" / "run", "checkpoints/step_00000010")
     limit = str(2 * FASTER)
-    code, out = train(4, config, *grid, *STEPS, "--faults.timeout_s", limit, "--faults.save_timeout_s", limit,
-                      "--inject", "slow link 0-1 at step 9 for 0.2 s", "corrupt shard stage 1 at step 10",
-                      "hang rank 1 at step 14 micro-batch 1", "hang save rank 3 at step 15")
+    code, out = train(
+        4,
+        config,
+        *grid,
+        *STEPS,
+        "--faults.timeout_s",
+        limit,
+        "--faults.save_timeout_s",
+        limit,
+        "--inject",
+        "slow link 0-1 at step 9 for 0.2 s",
+        "corrupt shard stage 1 at step 10",
+        "hang rank 1 at step 14 micro-batch 1",
+        "hang save rank 3 at step 15",
+    )
     assert code == 0, out
-    run, calm = tmp_path / "runs" / "run", tmp_path / "runs" / "calm"
+    run = tmp_path / "runs" / "run"
+    calm = tmp_path / "runs" / "calm"
     hung, saving = failures(run)
     assert (saving["kind"], saving["rank"], saving["phase"], saving["saved"]) == (
-        "hangs", 3, "writing the checkpoint of step 15", 10)
-    assert (hung["kind"], hung["rank"], hung["step"], hung["microbatch"], hung["saved"]) == ("hangs", 1, 14, 27, 10)
-    assert hung["action"].endswith("27@0v12") or hung["action"].endswith("27@0"), "that of micro-batch 1 of step 14"
+        "hangs",
+        3,
+        "writing the checkpoint of step 15",
+        10,
+    )
+    assert (hung["kind"], hung["rank"], hung["step"], hung["microbatch"], hung["saved"]) == (
+        "hangs",
+        1,
+        14,
+        27,
+        10,
+    )
+    assert hung["action"].endswith("27@0v12") or hung["action"].endswith("27@0"), (
+        "that of micro-batch 1 of step 14"
+    )
     waits = [text for text in hung["victims"] if "with rank 1" in text]
     assert waits, "somebody waits for the rank that hangs"
     assert "step_00000010/pp1-tp0.safetensors: is damaged" in out
-    assert re.search(r"rank 3 \(.*\) hangs: nothing for .* s while writing the checkpoint of step 15; starting again "
-                     "after step 10", out)
+    assert re.search(
+        r"rank 3 \(.*\) hangs: nothing for .* s while writing the checkpoint of step 15; starting "
+        r"again "
+        "after step 10",
+        out,
+    )
     assert re.findall(r"going on after step (\d+)", out) == ["5", "10"]
     assert len(list((run / "injected").iterdir())) == 4
     assert steps(metrics(run)) == steps(metrics(calm))
     assert [row["val_loss"] for row in metrics(run) if "val_loss" in row] == [
-        row["val_loss"] for row in metrics(calm) if "val_loss" in row]
+        row["val_loss"] for row in metrics(calm) if "val_loss" in row
+    ]
     assert same_checkpoint(run, calm)
 
 
 @pytest.mark.timeout(300)
 def test_a_kill_while_state_moves_leaves_no_trace(tmp_path: Path) -> None:
     """The file of the state goes with its process; the next one starts from the checkpoint."""
-    config, grid = write_config(tmp_path), ("--parallel.dp", "2", "--parallel.zero", "3")
+    config = write_config(tmp_path)
+    grid = ("--parallel.dp", "2", "--parallel.zero", "3")
     run_job(2, "train", config, *grid, *STEPS, "--run.name", "calm")
     calm = tmp_path / "runs" / "calm"
-    code, out = train(2, config, *grid, *STEPS, "--memory.budget", "180000", "--inject",
-                      "kill rank 1 at step 13 micro-batch 1")
+    code, out = train(
+        2,
+        config,
+        *grid,
+        *STEPS,
+        "--memory.budget",
+        "180000",
+        "--inject",
+        "kill rank 1 at step 13 micro-batch 1",
+    )
     assert code == 0, out
     run = tmp_path / "runs" / "run"
     assert [(one["kind"], one["rank"], one["step"]) for one in failures(run)] == [("died", 1, 13)]
@@ -160,19 +239,43 @@ def test_a_kill_while_state_moves_leaves_no_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_hang_is_found_before_and_in_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_is_found_before_and_in_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Long before Gloo's own time-out. In later steps and in a save: above."""
-    limits = ("--train.timeout_s", "1e5", "--faults.timeout_s", "1e5", "--faults.start_timeout_s", str(3 * FASTER))
+    limits = (
+        "--train.timeout_s",
+        "1e5",
+        "--faults.timeout_s",
+        "1e5",
+        "--faults.start_timeout_s",
+        str(3 * FASTER),
+    )
     hurry(monkeypatch, tmp_path / "runs" / "run")
-    code, out = train(2, write_config(tmp_path, "1f1b"), "--parallel.pp", "2", *limits, "--inject",
-                      "hang rank 1 at step 0", "hang rank 0 at step 1")
+    code, out = train(
+        2,
+        write_config(tmp_path, "1f1b"),
+        "--parallel.pp",
+        "2",
+        *limits,
+        "--inject",
+        "hang rank 1 at step 0",
+        "hang rank 0 at step 1",
+    )
     assert code == 0, out
     run = tmp_path / "runs" / "run"
     assert [(one["kind"], one["rank"], one["phase"], one["saved"]) for one in failures(run)] == [
-        ("hangs", 1, "setting up", 0), ("hangs", 0, "training", 0)]
-    assert re.search(r"rank 1 \(stage 1, .*\) hangs: nothing for .* s while setting up; starting again", out)
+        ("hangs", 1, "setting up", 0),
+        ("hangs", 0, "training", 0),
+    ]
+    assert re.search(
+        r"rank 1 \(stage 1, .*\) hangs: nothing for .* s while setting up; starting again", out
+    )
     assert re.search(r"rank 0 \(.*\) hangs: nothing for .* s in step 1 during F0@0", out)
-    assert re.search(r"meanwhile rank 1 \(.*\) in step 1 during F0@1v0, waiting for recv over pp with rank 0", out)
+    assert re.search(
+        r"meanwhile rank 1 \(.*\) in step 1 during F0@1v0, waiting for recv over pp with rank 0",
+        out,
+    )
     assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 7))
 
 
@@ -180,15 +283,39 @@ def test_a_hang_is_found_before_and_in_the_first_step(tmp_path: Path, monkeypatc
 def test_a_job_goes_on_without_a_rank_that_does_not_come_back(tmp_path: Path) -> None:
     """A disk that is full at a save ends nothing; the batch is kept by accumulation."""
     config = write_config(tmp_path, "1f1b")
-    code, out = train(2, config, "--parallel.dp", "2", *STEPS, "--checkpoint.asynchronous", "false",
-                      "--faults.min_ranks", "1", "--inject",
-                      "disk full at step 5", "lose rank 1 at step 12")
+    code, out = train(
+        2,
+        config,
+        "--parallel.dp",
+        "2",
+        *STEPS,
+        "--checkpoint.asynchronous",
+        "false",
+        "--faults.min_ranks",
+        "1",
+        "--inject",
+        "disk full at step 5",
+        "lose rank 1 at step 12",
+    )
     assert code == 0, out
     run = tmp_path / "runs" / "run"
-    assert [(one["kind"], one["rank"], one["saved"]) for one in failures(run)] == [("died", 1, 10), ("died", 1, 10)]
-    assert "rank 1 (stage 0, replica 1, tensor part 0) was ended by SIGKILL in step 12 during F22@0v11" in out
-    assert out.count("rank 0 (stage 0, replica 0, tensor part 0) cannot write the checkpoint: [Errno 28]") == 1
-    assert out.count("training goes on, and the next save tries again (1 of 3 failures in a row") == 1
+    assert [(one["kind"], one["rank"], one["saved"]) for one in failures(run)] == [
+        ("died", 1, 10),
+        ("died", 1, 10),
+    ]
+    assert (
+        "rank 1 (stage 0, replica 1, tensor part 0) was ended by SIGKILL in step 12 during F22@0v11"
+        in out
+    )
+    assert (
+        out.count(
+            "rank 0 (stage 0, replica 0, tensor part 0) cannot write the checkpoint: [Errno 28]"
+        )
+        == 1
+    )
+    assert (
+        out.count("training goes on, and the next save tries again (1 of 3 failures in a row") == 1
+    )
     assert "on 1 ranks, parallel.dp = 1, pipeline.num_microbatches = 4" in out
     assert "since the last time: parallel.dp: 2 -> 1" in out
     assert [step for step, _, _ in steps(metrics(run))] == list(range(1, 21))
@@ -196,12 +323,27 @@ def test_a_job_goes_on_without_a_rank_that_does_not_come_back(tmp_path: Path) ->
 
 @pytest.mark.timeout(300)
 def test_a_site_leaves_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one goes on from its own state with the whole batch; the one that returns begins with what that has
-    trained, and both meet again."""
+    """The other one goes on from its own state with the whole batch; the one that returns begins
+    with what that has trained, and both meet again."""
     monkeypatch.setattr(supervisor, "_LAST_SAVE_S", 0.5)  # of one that has begun without the site
-    config, sites = write_config(tmp_path), ("--parallel.sites", "2", "--parallel.dp", "1", "--outer.every", "4",
-                                             "--outer.fragments", "2", "--outer.delay", "1", "--faults.min_ranks", "1")
-    code, out = train(2, config, *sites, "--train.num_steps", "18", "--inject", "lose rank 1 at step 11")
+    config = write_config(tmp_path)
+    sites = (
+        "--parallel.sites",
+        "2",
+        "--parallel.dp",
+        "1",
+        "--outer.every",
+        "4",
+        "--outer.fragments",
+        "2",
+        "--outer.delay",
+        "1",
+        "--faults.min_ranks",
+        "1",
+    )
+    code, out = train(
+        2, config, *sites, "--train.num_steps", "18", "--inject", "lose rank 1 at step 11"
+    )
     assert code == 0, out
     run = tmp_path / "runs" / "run"
     assert [(one["kind"], one["rank"]) for one in failures(run)] == [("died", 1), ("died", 1)]
@@ -215,7 +357,8 @@ def test_a_site_leaves_and_comes_back(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_checkpoint_that_an_earlier_process_left_half_written_is_not_waited_for(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agent = Supervisor(from_mapping({"run": {"dir": str(tmp_path)}}, Config()), ["train"], [])
     monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: {})
     old, new = (tmp_path / "run" / "checkpoints" / f".step_{step:08d}.part" for step in (5, 10))
@@ -246,14 +389,21 @@ def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
         code, out = train(2, write_config(tmp_path), "--parallel.pp", "2")
     assert code == 1
     assert out.count("another job is training in") == 1
-    wanted = (rf"right now: process {os.getpid()} on .*, since \d{{4}}-.*, `.*`; try another name, or wait until it "
-              rf"has ended, or end it: kill {os.getpid()}$")
+    wanted = (
+        rf"right now: process {os.getpid()} on .*, since \d{{4}}-.*, `.*`; try another name, or "
+        r"wait until it "
+        rf"has ended, or end it: kill {os.getpid()}$"
+    )
     assert re.search(wanted, out, re.MULTILINE), out
     assert "before it had begun" not in out
-    assert not (tmp_path / "runs" / "run" / "failures.jsonl").exists(), "nothing is written into another job's folder"
+    assert not (tmp_path / "runs" / "run" / "failures.jsonl").exists(), (
+        "nothing is written into another job's folder"
+    )
     code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", "--memory.budget", "150000")
     assert code == 1
-    assert re.findall(r"memory\.budget = 150000: must hold what .* needs at a time: (\d+) bytes", out) == ["204800"]
+    assert re.findall(
+        r"memory\.budget = 150000: must hold what .* needs at a time: (\d+) bytes", out
+    ) == ["204800"]
     assert "starting again" not in out
     config = from_mapping({"parallel": {"pp": 2}}, Config())
     with pytest.raises(ConfigError, match="must divide the number of processes, 3"):
@@ -264,8 +414,17 @@ def test_what_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_what_an_anomaly_is_to_stop_does_not_start_again(tmp_path: Path) -> None:
-    code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", *STEPS, "--anomalies.on_non_finite", "stop",
-                      "--inject", "nan gradient rank 0 at step 7")
+    code, out = train(
+        2,
+        write_config(tmp_path),
+        "--parallel.pp",
+        "2",
+        *STEPS,
+        "--anomalies.on_non_finite",
+        "stop",
+        "--inject",
+        "nan gradient rank 0 at step 7",
+    )
     assert code == 1, out
     assert re.findall(r"going on after step|starting again", out) == []
     assert "step 7: the gradient norm is nan; stopped, the newest checkpoint is of step 5" in out
@@ -276,11 +435,23 @@ def test_what_an_anomaly_is_to_stop_does_not_start_again(tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(300)
-def test_torchrun_starts_the_same_ranks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends rank 0 as soon as rank 1 is dead, while rank 0 still gives the save of step 10 time to end."""
+def test_torchrun_starts_the_same_ranks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends rank 0 as soon as rank 1 is dead, while rank 0 still gives the save of step 10 time
+    to end."""
     monkeypatch.setattr(sys.modules[Saver.__module__], "_GRACE_S", 1.0)
-    code, out = torchrun(2, "train", write_config(tmp_path), "--parallel.pp", "2", *STEPS, "--inject",
-                         "kill rank 1 at step 11", max_restarts=1).end()
+    code, out = torchrun(
+        2,
+        "train",
+        write_config(tmp_path),
+        "--parallel.pp",
+        "2",
+        *STEPS,
+        "--inject",
+        "kill rank 1 at step 11",
+        max_restarts=1,
+    ).end()
     assert code == 0, out
     assert "rank 0 (stage 0, replica 0, tensor part 0) lost contact with rank 1 during" in out, out
     assert re.search("going on after step (5|10)$", out, re.MULTILINE), out
@@ -292,7 +463,8 @@ def test_how_long_a_rank_stands_still(tmp_path: Path, monkeypatch: pytest.Monkey
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     (tmp_path / "flight").mkdir()
-    flight, watch = Flight(flight_path(tmp_path, 0), {"pid": os.getpid(), "place": {}}), Watch(tmp_path)
+    flight = Flight(flight_path(tmp_path, 0), {"pid": os.getpid(), "place": {}})
+    watch = Watch(tmp_path)
     running: Any = {0: SimpleNamespace(pid=os.getpid(), poll=lambda: None)}
 
     def look() -> tuple[float, bool]:
@@ -331,10 +503,13 @@ def test_a_stopped_process_is_seen() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("where", ["before its record", "while it imports"])
-def test_a_rank_that_hangs_before_it_has_begun_is_found(tmp_path: Path, where: str,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_before_it_has_begun_is_found(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is stopped before it has any record; or hangs where the other one waits for it already."""
-    hung, over, look = tmp_path / "hung", tmp_path / "over", Watch.look
+    hung = tmp_path / "hung"
+    over = tmp_path / "over"
+    look = Watch.look
 
     def hang() -> None:
         if os.environ.get("RANK") == "1" and not hung.exists():
@@ -350,8 +525,10 @@ def test_a_rank_that_hangs_before_it_has_begun_is_found(tmp_path: Path, where: s
         return train_here(*args, **options)
 
     def see(self: Watch, processes: Any) -> list[Seen]:
-        seen = [replace(one, idle_s=FASTER * one.idle_s) if hung.exists() and not over.exists() else one
-                for one in look(self, processes)]
+        seen = [
+            replace(one, idle_s=FASTER * one.idle_s) if hung.exists() and not over.exists() else one
+            for one in look(self, processes)
+        ]
         if any(one.hangs for one in seen):
             over.touch()
         return seen
@@ -362,15 +539,28 @@ def test_a_rank_that_hangs_before_it_has_begun_is_found(tmp_path: Path, where: s
     else:
         monkeypatch.setattr(loop, "train", begin_training)
     monkeypatch.setattr(Watch, "look", see)
-    code, out = train(2, write_config(tmp_path), "--parallel.pp", "2", "--faults.start_timeout_s", str(3 * FASTER))
+    code, out = train(
+        2, write_config(tmp_path), "--parallel.pp", "2", "--faults.start_timeout_s", str(3 * FASTER)
+    )
     assert code == 0, out
     hangs = "is stopped, and hangs" if "before" in where else "hangs"
     assert re.findall(r"hybridpar: (rank.*): nothing for .* s(.*; starting again.*)", out) == [
-        (f"rank 1 {hangs}", " before it had begun; starting again after step 0")], out
+        (f"rank 1 {hangs}", " before it had begun; starting again after step 0")
+    ], out
 
 
-ENDLESS = ("--parallel.pp", "2", "--train.num_steps", "100000", "--optim.decay", "constant", "--train.eval_interval",
-           "0", "--train.save_interval", "5")
+ENDLESS = (
+    "--parallel.pp",
+    "2",
+    "--train.num_steps",
+    "100000",
+    "--optim.decay",
+    "constant",
+    "--train.eval_interval",
+    "0",
+    "--train.save_interval",
+    "5",
+)
 
 
 def begin_endless(config: Path, *flags: str) -> tuple[Job, list[int]]:
@@ -392,19 +582,28 @@ def is_there(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds records in /proc")
 @pytest.mark.timeout(300)
-def test_a_hang_is_found_where_the_records_were_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hang_is_found_where_the_records_were_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second signal then ends also a rank that is stopped."""
     look = Watch.look
     much_faster = 100  # the rank may be stopped in a phase that may take 600 s
-    monkeypatch.setattr(Watch, "look", lambda self, processes: [
-        replace(one, idle_s=much_faster * one.idle_s) if one.stopped and one.record else one
-        for one in look(self, processes)])
+    monkeypatch.setattr(
+        Watch,
+        "look",
+        lambda self, processes: [
+            replace(one, idle_s=much_faster * one.idle_s) if one.stopped and one.record else one
+            for one in look(self, processes)
+        ],
+    )
     monkeypatch.setattr(agent, "QUIT_S", 1)
     job, pids = begin_endless(write_config(tmp_path))
     shutil.rmtree(tmp_path / "runs" / "run" / "flight")
     os.kill(pids[1], signal.SIGSTOP)
     said = job.wait_for("^hybridpar: (rank 1 .*)$")
-    assert re.search(r"is stopped, and hangs: nothing for \d+.\d s (in step \d+|while \w+)", said), said
+    assert re.search(
+        r"is stopped, and hangs: nothing for \d+.\d s (in step \d+|while \w+)", said
+    ), said
     saved = int(job.wait_for(r"going on after step (\d+)$"))
     while int(job.wait_for(r"^step (\d+)/")) < saved + 5:
         pass
@@ -430,8 +629,12 @@ def test_ranks_that_are_left_end_and_the_next_job_waits_for_them(tmp_path: Path)
     os.kill(job.pid, signal.SIGKILL)
     assert job.end()[0] == -signal.SIGKILL
     following = Job("hybridpar", "train", config, "--ranks", "2", *ENDLESS)
-    assert re.search(rf"process {pids[0]} on .*, since .*, `hybridpar train {config} --ranks 2 .*`, whose launcher has "
-                     "ended: it saves, and ends within 300 s", following.wait_for("^hybridpar: waiting for (.*)$"))
+    assert re.search(
+        rf"process {pids[0]} on .*, since .*, `hybridpar train {config} --ranks 2 .*`, whose "
+        r"launcher has "
+        "ended: it saves, and ends within 300 s",
+        following.wait_for("^hybridpar: waiting for (.*)$"),
+    )
     following.wait_for(r"going on after step (\d+)$")
     assert not any(map(is_there, pids)), job.output
     os.kill(following.pid, signal.SIGTERM)
@@ -440,7 +643,11 @@ def test_ranks_that_are_left_end_and_the_next_job_waits_for_them(tmp_path: Path)
 
 def listening(port: int) -> list[str]:
     """The addresses on which this machine listens at a port, as Linux writes them."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
     return [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
 
 
@@ -457,13 +664,26 @@ def test_the_rendezvous_listens_on_loopback_alone() -> None:
     assert handler.next_rendezvous().bootstrap_store_info.master_port != port
 
 
-
 @pytest.mark.timeout(300)
 def test_a_closed_terminal_is_survived_under_nohup_and_another_signal_saves(tmp_path: Path) -> None:
     """Both reach the supervisor alone, which hands them on."""
     config = write_config(tmp_path)
-    flags = ("--parallel.pp", "2", "--train.num_steps", "100000", "--optim.decay", "constant",
-             "--train.eval_interval", "5", "--train.save_interval", "0", "--train.stop_signals", "TERM", "HUP", "USR1")
+    flags = (
+        "--parallel.pp",
+        "2",
+        "--train.num_steps",
+        "100000",
+        "--optim.decay",
+        "constant",
+        "--train.eval_interval",
+        "5",
+        "--train.save_interval",
+        "0",
+        "--train.stop_signals",
+        "TERM",
+        "HUP",
+        "USR1",
+    )
 
     def begin(at_hangup: signal.Handlers) -> Job:
         before = signal.signal(signal.SIGHUP, at_hangup)

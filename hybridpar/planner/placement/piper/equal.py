@@ -1,6 +1,8 @@
-"""The baseline of PipeDream-2BW's planner: equal stages, one degree of each parallelism, all recomputed or nothing.
+"""The baseline of PipeDream-2BW's planner: equal stages, one degree of each parallelism, all
+recomputed or nothing.
 
-Source: Narayanan et al., PipeDream-2BW, ICML 2021, section 5; Piper (NeurIPS 2021), section 5 ("equi").
+Source: Narayanan et al., PipeDream-2BW, ICML 2021, section 5; Piper (NeurIPS 2021), section 5
+    ("equi").
 """
 
 from __future__ import annotations
@@ -25,15 +27,18 @@ class Allowed:
 
     @property
     def name(self) -> str:
-        without = [x for x, y in (("DP", self.data), ("TP", self.tensor), ("AR", self.recompute)) if not y]
+        without = [
+            x for x, y in (("DP", self.data), ("TP", self.tensor), ("AR", self.recompute)) if not y
+        ]
         return "piper" + "".join(f" no{x}" for x in without)
 
 
 def plan_equal_stages(instance: Instance, allowed: Allowed | None = None) -> StagePlan:
     """The best plan of equal stages.
 
-    Where half of the layers or more have one name (transformer layers), those are dealt out evenly, what comes before
-    and after them joins the first and last stage, or makes stages of its own. Else all layers are dealt out in order.
+    Where half of the layers or more have one name (transformer layers), those are dealt out evenly,
+    what comes before and after them joins the first and last stage, or makes stages of its own.
+    Else all layers are dealt out in order.
     """
     start = time.monotonic()
     best: tuple[float, Sequence[LayerGroup]] = (float("inf"), ())
@@ -74,25 +79,39 @@ def _deal(items: Sequence[int], p: int) -> list[list[int]]:
     return [list(items[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def _ends(instance: Instance, layers: set[int], order: Sequence[int]) -> tuple[list[int], list[int]]:
+def _ends(
+    instance: Instance, layers: set[int], order: Sequence[int]
+) -> tuple[list[int], list[int]]:
     """The others: those that come after a layer, last, and the rest, first."""
     after = set(layers)
     for u in order:
         if u in after:
             after |= {v for a, v, _ in instance.edges if a == u}
-    return [v for v in order if v not in after], [v for v in order if v in after and v not in layers]
+    return [v for v in order if v not in after], [
+        v for v in order if v in after and v not in layers
+    ]
 
 
-def _uniform(instance: Instance, groups: list[list[int]], allowed: Allowed) -> Iterator[list[LayerGroup]]:
-    p, devices = len(groups), instance.num_devices
+def _uniform(
+    instance: Instance, groups: list[list[int]], allowed: Allowed
+) -> Iterator[list[LayerGroup]]:
+    p = len(groups)
+    devices = instance.num_devices
     for d in range(1, min(devices, instance.num_microbatches) // p + 1):
         if instance.num_microbatches % d or (d > 1 and not allowed.data):
             continue
         for t in instance.degrees:
-            if p * d * t > devices or (t > 1 and not allowed.tensor) or not all(t in ways for ways in instance.ways):
+            if (
+                p * d * t > devices
+                or (t > 1 and not allowed.tensor)
+                or not all(t in ways for ways in instance.ways)
+            ):
                 continue
-            for wanted in (PLAIN, RECOMPUTED)[:1 + allowed.recompute]:
-                yield [LayerGroup({v: _named(instance, v, t, wanted) for v in group}, d, t) for group in groups]
+            for wanted in (PLAIN, RECOMPUTED)[: 1 + allowed.recompute]:
+                yield [
+                    LayerGroup({v: _named(instance, v, t, wanted) for v in group}, d, t)
+                    for group in groups
+                ]
 
 
 def _named(instance: Instance, v: int, t: int, wanted: str) -> str:

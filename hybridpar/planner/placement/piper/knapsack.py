@@ -1,4 +1,5 @@
-"""Piper's knapsack: the layers of a stage change to leaner ways, the cheapest first, until they fit."""
+"""Piper's knapsack: the layers of a stage change to leaner ways, the cheapest first, until they
+fit."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ ENOUGH = 1e-9  # bytes
 
 
 def leaner(cost: Floats, memory: Floats, fastest: Ints, excess: Floats) -> Ints:
-    """Changes ways, the cheapest first by time lost for memory gained, until `excess` bytes are saved.
+    """Changes ways, the cheapest first by time lost for memory gained, until `excess` bytes are
+    saved.
 
-    Shapes: cost [layers, ways], memory [y, layers, ways], fastest [layers], excess [y]. Returns ways [y, layers].
+    Shapes: cost [layers, ways], memory [y, layers, ways], fastest [layers], excess [y]. Returns
+        ways [y, layers].
     """
     return (_of_many if cost.shape[1] > 2 else _of_two)(cost, memory, fastest, excess)
 
@@ -20,7 +23,8 @@ def leaner(cost: Floats, memory: Floats, fastest: Ints, excess: Floats) -> Ints:
 def _of_two(cost: Floats, memory: Floats, fastest: Ints, excess: Floats) -> Ints:
     if cost.shape[1] == 1:
         return np.repeat(fastest[None], len(memory), 0)
-    rows, other = np.arange(len(fastest)), 1 - fastest
+    rows = np.arange(len(fastest))
+    other = 1 - fastest
     saved = memory[:, rows, fastest] - memory[:, rows, other]
     lost = cost[rows, other] - cost[rows, fastest]
     with np.errstate(divide="ignore", invalid="ignore"):
