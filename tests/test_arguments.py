@@ -46,7 +46,6 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "must be one of wandb, mlflow; try --run.trackers wandb",
         ),
         ("train my.toml --model.bias yes", "must be true or false; try --model.bias true"),
-        ("train my.toml --model.bias", "must be true or false; try --model.bias true"),
         (
             "train my.toml --optim.decay_steps 1e3",
             "must be a whole number; try --optim.decay_steps 1000",

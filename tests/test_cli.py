@@ -74,6 +74,7 @@ def test_flags_come_over_the_file_and_the_file_over_the_defaults(config: Path) -
 @pytest.mark.parametrize(
     ("words", "value"),
     [
+        (["--model.bias"], True),
         (["--model.bias", "true"], True),
         (["--model.bias", "True"], True),
         (["--model.bias=false"], False),

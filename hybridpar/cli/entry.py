@@ -210,6 +210,8 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
             default = command(path=Path(rest[0]), config=config)
     rest = ["--help" if word == HELP_ALL else word for word in rest]
     _check_flags(name, rest, speaks, config)
+    if "config" in command.__dataclass_fields__:
+        rest = _with_values(rest, config)
     if not HELP & set(rest):
         _check_words(
             name, rest, speaks, config if "config" in command.__dataclass_fields__ else None
@@ -250,6 +252,18 @@ def _without_unused(command: Any, speaks: bool) -> Any:
     for line in lines if speaks else ():
         print(f"hybridpar: {line}", file=sys.stderr)
     return dataclasses.replace(command, config=config)
+
+
+def _with_values(words: Sequence[str], config: Config) -> list[str]:
+    """Return the words with `true` behind each boolean setting that is written without a value."""
+    booleans = {argument.name for argument in config_arguments(config) if argument.kind is bool}
+    found = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        found.append(word)
+        is_boolean = word.startswith("--") and f"--{word[2:].replace('-', '_')}" in booleans
+        if is_boolean and following.startswith("--"):
+            found.append("true")
+    return found
 
 
 def _booleans_as_python(args: Sequence[str], config: Config) -> list[str]:
