@@ -16,9 +16,9 @@ CXX                      the C++ compiler
 
 torch must be importable at build time: pip install --no-build-isolation. The operators keep to
 torch's stable ABI (2.10) and Python's limited API (3.10), so one wheel serves every later version
-of both. The CUDA runtime is linked in. The recorder of memory events and planned memory come with
-the CPU operators. They need more of torch than is stable, so they serve the torch and the Python
-that they were built for; with others, Python records, and no memory is planned.
+of both. The CUDA runtime is linked in. The recorder of memory events comes with the CPU operators.
+It needs more of torch than is stable, so it serves the torch and the Python that it was built for;
+with others, Python records.
 """
 
 import os
@@ -130,7 +130,7 @@ def targets(names):
 def cpu_extension(cpp_extension):
     return cpp_extension.CppExtension(
         "hybridpar._C",
-        ["csrc/module.c", *sorted(glob("csrc/cpu/*.cpp"))],
+        ["csrc/module.c", *sorted(glob("csrc/cpu/*.cpp") + glob("csrc/placement/*.cpp"))],
         depends=sorted(glob("csrc/cpu/*.h")),
         extra_compile_args={"cxx": COMPILE},
         extra_link_args=LINK,
@@ -138,16 +138,11 @@ def cpu_extension(cpp_extension):
     )
 
 
-def planned(device):
-    """The sources of the planned arena before the allocator of a device."""
-    return ["csrc/planned/planned.cpp", f"csrc/planned/{device}.cpp"]
-
-
 def recorder_extension(cpp_extension):
     return cpp_extension.CppExtension(
         "hybridpar._C_recorder",
-        [*sorted(glob("csrc/recorder/*.cpp")), *planned("cpu")],
-        depends=sorted(glob("csrc/recorder/*.h") + glob("csrc/planned/*.h")),
+        sorted(glob("csrc/recorder/*.cpp")),
+        depends=sorted(glob("csrc/recorder/*.h")),
         extra_compile_args={"cxx": [*PLAIN, "-fvisibility=hidden"]},
         extra_link_args=LINK,
         optional=True,
@@ -166,9 +161,8 @@ def cuda_extension(cpp_extension):
             "csrc/cuda/module.c",
             *sorted(glob("csrc/cuda/*.cpp")),
             *sorted(glob("csrc/cuda/*.cu")),
-            *planned("cuda"),
         ],
-        depends=sorted(glob("csrc/cuda/*.h") + glob("csrc/cuda/*.cuh") + glob("csrc/planned/*.h")),
+        depends=sorted(glob("csrc/cuda/*.h") + glob("csrc/cuda/*.cuh")),
         include_dirs=[f"{home}/include"],
         extra_compile_args={
             "cxx": [*COMPILE, *hopper, "-fvisibility=hidden"],

@@ -23,7 +23,8 @@ from hybridpar.ops import registry
 from hybridpar.ops.sparse import place_bytes
 from hybridpar.ops.update import AdamStep, Weights
 from hybridpar.optim import newton_schulz as iteration
-from hybridpar.pipeline.run.codecs import Codec, Largest, Tiles
+from hybridpar.state.compression.codec import BlockQuantized, Codec
+from hybridpar.state.compression.methods.dct import TopK
 
 LAYERS = 4
 LR = 0.1  # so that a step is most of what is compared
@@ -188,9 +189,12 @@ def messages(size: Size, dtype: torch.dtype, device: str) -> Iterator[Pass]:
     x = torch.randn(size.tokens, size.hidden, device=device).to(dtype)
     out = torch.empty_like(x)
     codecs: dict[str, tuple[str, Callable[[str], Codec]]] = {
-        "int8": ("quantize", lambda backend: Tiles(8, backend=backend)),
-        "int4, rotated": ("quantize", lambda backend: Tiles(4, rotate=True, backend=backend)),
-        "dct 0.1": ("largest", lambda backend: Largest(0.1, dtype, backend=backend)),
+        "int8": ("quantize", lambda backend: BlockQuantized(8, backend=backend)),
+        "int4, rotated": (
+            "quantize",
+            lambda backend: BlockQuantized(4, rotate=True, backend=backend),
+        ),
+        "dct 0.1": ("largest", lambda backend: TopK(0.1, dtype, backend=backend)),
     }
 
     def through(codec: Codec) -> list[Tensor]:

@@ -73,7 +73,6 @@ class Method:
     from stage to stage, not all of it each. messages: the codec of what goes from stage to stage.
     gradients: that of replicas' gradients, of which a hundredth is sent, with what is sent whole.
     split: whether backwards are I and W. pieces: micro-batches that the shape's own is cut into.
-    tp_pieces: those that take turns. sequence: sequence parallelism.
     """
 
     tp: int = 1
@@ -88,8 +87,6 @@ class Method:
     gradients: str = "none"
     split: bool = False
     pieces: int = 1
-    tp_pieces: int = 1
-    sequence: bool = False
 
 
 class Paced:
@@ -199,7 +196,6 @@ class Side:
         config = from_mapping(
             {
                 "pipeline": {"warmup": method.warmup, "split_backward": method.split},
-                "parallel": {"tp_pieces": method.tp_pieces, "sequence": method.sequence},
                 "compression": {
                     "messages": method.messages,
                     "gradients": method.gradients,

@@ -1,7 +1,7 @@
 """Memory: what the allocator hands out in a run against what was predicted before it, and what two
 versions cost.
 
-    predicted   hybridpar.memory.predict(config): every stage's own code on tensors without memory,
+    predicted   hybridpar.prediction.predict(config): every stage's own code on tensors without memory,
                 along the plan
     measured    the most bytes that torch's allocator had handed out on that rank, from before the
                 engine was built
@@ -28,9 +28,9 @@ from hybridpar.comm import gather_objects
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory import measure, predict
-from hybridpar.memory.predict import batches_to_peak
 from hybridpar.pipeline.plan.schedules import SCHEDULES
+from hybridpar.prediction import measure, predict
+from hybridpar.prediction.predict import batches_to_peak
 from hybridpar.train.engine import Engine
 
 BOUND = 0.05

@@ -44,11 +44,11 @@ from benchmarks.common import (
 from benchmarks.user_models import ITERATIONS, Images, alexnet, mlp, resnet, trained
 from hybridpar.config import from_mapping
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory.behaviour import Behaviour, analyse
-from hybridpar.memory.events import Category, Header, Span, lives
-from hybridpar.memory.swap import LINKS, swappable
-from hybridpar.memory.trace_file import header_line, read_trace, span_line
-from hybridpar.train.memory_trace import EngineRecorder, predict_trace
+from hybridpar.memory_behaviour.analysis.behaviour import Behaviour, analyse
+from hybridpar.memory_behaviour.analysis.swap import LINKS, swappable
+from hybridpar.memory_behaviour.events import Category, Header, Span, lives
+from hybridpar.memory_behaviour.recording.memory_trace import EngineRecorder, predict_trace
+from hybridpar.memory_behaviour.trace_file import header_line, read_trace, span_line
 from hybridpar.train.records import Records
 from hybridpar.validate import resolve
 

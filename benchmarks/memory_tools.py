@@ -3,8 +3,8 @@ counts.
 
 python -m benchmarks.memory_tools
 
-recorder    hybridpar.train.memory_trace.EngineRecorder
-predicted   hybridpar.train.memory_trace.predict_trace, before anything runs
+recorder    hybridpar.memory_behaviour.recording.memory_trace.EngineRecorder
+predicted   hybridpar.memory_behaviour.recording.memory_trace.predict_trace, before anything runs
 profiler    torch.profiler, profile_memory and record_shapes, and the categories of its memory
             timeline
 history     torch.cuda.memory._record_memory_history, which memory_viz shows: needs CUDA
@@ -22,8 +22,8 @@ import torch
 from benchmarks.common import SHAPES, OurStep, arguments, engine_config, parse, report
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory.events import Span, lives
-from hybridpar.train.memory_trace import EngineRecorder, predict_trace
+from hybridpar.memory_behaviour.events import Span, lives
+from hybridpar.memory_behaviour.recording.memory_trace import EngineRecorder, predict_trace
 from hybridpar.validate import resolve
 
 COLUMNS = (

@@ -22,8 +22,11 @@ from torch import Tensor, nn
 from benchmarks.common import arguments, parse, report
 from benchmarks.messages import STUDY, alone, settings
 from hybridpar.config import Config
-from hybridpar.pipeline.run.codecs import Largest, Subspace, Tiles, through
+from hybridpar.pipeline.run.codecs import through
 from hybridpar.pipeline.run.stage_split import stage_split
+from hybridpar.state.compression.codec import BlockQuantized
+from hybridpar.state.compression.methods.dct import TopK
+from hybridpar.state.compression.methods.subspace import Subspace
 
 SHARE = 0.12
 Kept = dict[tuple[str, int, int], Tensor]
@@ -69,8 +72,8 @@ def cases(kept: Kept, at: list[int], before: int) -> Iterator[dict[str, Any]]:
     """Entries of the result file."""
     codecs = {
         "fixed directions": Subspace(SHARE, torch.float32),
-        "dct 0.1": Largest(0.1, torch.float32),
-        "int4": Tiles(4, rotate=True),
+        "dct 0.1": TopK(0.1, torch.float32),
+        "int4": BlockQuantized(4, rotate=True),
     }
     for (way, link, step), x in kept.items():
         if step in at:

@@ -22,13 +22,14 @@ from benchmarks.common import SHAPES, arguments, engine_config, parse, report
 from hybridpar.config import from_mapping
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.simulate import Costs, simulate
-from hybridpar.pipeline.run.codecs import Codec, Largest, Tiles
+from hybridpar.state.compression.codec import BlockQuantized, Codec
+from hybridpar.state.compression.methods.dct import TopK
 from hybridpar.train.engine import Sizes, schedule_of
 
 CODECS: dict[str, Codec] = {
-    "int8": Tiles(8),
-    "int4": Tiles(4, rotate=True),
-    "dct 0.1": Largest(0.1, torch.float32),
+    "int8": BlockQuantized(8),
+    "int4": BlockQuantized(4, rotate=True),
+    "dct 0.1": TopK(0.1, torch.float32),
 }
 SECONDS = {"thin": (0.006, 0.012)}
 LINKS = {"50 Mbit/s, 5 ms": (50e6, 5e-3), "1 Gbit/s, 0.3 ms": (1e9, 3e-4)}

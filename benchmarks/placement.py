@@ -25,8 +25,8 @@ import numpy as np
 from benchmarks.common import arguments, parse, report
 from hybridpar import native
 from hybridpar.errors import ConfigError
-from hybridpar.planner.placement import Options, Workload, make_workload, place, read_workload
-from hybridpar.planner.placement.piper import (
+from hybridpar.placement import Options, Workload, make_workload, place, read_workload
+from hybridpar.placement.piper import (
     Allowed,
     Instance,
     plan_equal_stages,

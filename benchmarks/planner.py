@@ -44,9 +44,8 @@ from benchmarks.common import (
 )
 from benchmarks.hosts import ROOT, name_of, on_two_hosts
 from hybridpar.config import Config, Launch, ModelSpec, import_spec
+from hybridpar.config.compression_methods import MESSAGES
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory import MemoryWatch, predict
-from hybridpar.pipeline.run.codecs import CODECS
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cluster import measured_machine
 from hybridpar.planner.cost import StepCost
@@ -55,6 +54,7 @@ from hybridpar.planner.measure_machine import measure_here, measure_machine
 from hybridpar.planner.profile import Profile
 from hybridpar.planner.profile_file import read_profile, write_profile
 from hybridpar.planner.search import search
+from hybridpar.prediction import MemoryWatch, predict
 from hybridpar.train.engine import Engine
 from hybridpar.train.launch import keep_freed_memory
 
@@ -429,7 +429,7 @@ def main() -> int:
         "--codecs",
         nargs="+",
         default=["none"],
-        choices=list(CODECS),
+        choices=["none", *MESSAGES],
         help="of messages, over a link",
     )
     parser.add_argument("--warmup", default="depth", help="of 2bw, where nothing is chosen")

@@ -38,7 +38,7 @@ from benchmarks.common import (
 )
 from hybridpar.config import Config, MemoryConfig
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory import predict
+from hybridpar.prediction import predict
 from hybridpar.train.settle import settle
 
 MICROBATCHES = 2

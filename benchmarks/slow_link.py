@@ -46,8 +46,7 @@ backwards in two parts and whole: the gradient is on its way while W is computed
 of W on each link, the most that so many micro-batches in flight can; whole with one more in flight
 (latency warm-up); and with each micro-batch cut into two, of which one more in flight is fewer
 samples than the ordinary warm-up has (`share_of_first`: of the first side's speed on `free`).
-`--links far=1000:20 --shapes light small small_4`: the first is paced, `turns`: tensor parallelism
-with micro-batches whole and in two pieces that take turns (parallel.tp_pieces), `paced`: pipelines
+`--links far=1000:20 --shapes light small small_4`: the first is paced, `paced`: pipelines
 and replicas whose stages wait besides, as if for an accelerator, so that ranks, TCP and emulator do
 not fight for the cores: what schedule and transport do on hosts that have the CPU time to send.
 """
@@ -94,11 +93,6 @@ SPLIT: Methods = {
 TENSOR: Methods = {
     "2bw, latency": PIPELINES["2bw, latency"],
     "tensor": Method(tp=2, overlaps=False),
-}
-TURNS: Methods = {
-    f"{pieces}{name}": Method(tp=2, overlaps=False, tp_pieces=pieces, sequence=bool(name))
-    for name in ("", ", sequence")
-    for pieces in (1, 2)
 }
 SLICES: Methods = {
     "slices": Method(tp=2, pp=2, schedule="2bw", warmup="latency"),
@@ -252,7 +246,7 @@ def print_case(entry: Mapping[str, Any]) -> None:
 
 def on_host(args: argparse.Namespace, links: Sequence[Link]) -> None:
     """Everything, on one rank."""
-    alone = args.kinds[0] if args.kinds in (["codecs"], ["gradients"], ["split"], ["turns"]) else ""
+    alone = args.kinds[0] if args.kinds in (["codecs"], ["gradients"], ["split"]) else ""
     part = "_slices" if dist.get_world_size() > 2 else f"_{alone}" if alone else ""
     report(f"slow_link{part}", cases(args, links), args, show=print_case)
 
@@ -280,7 +274,6 @@ def plan_cases(args: argparse.Namespace, links: Sequence[Link]) -> Iterator[tupl
         "codecs": [(CODECS, shape, first, m, rounds, 2) for shape in args.shapes],
         # over the slowest link a step takes many seconds
         "tensor": [(TENSOR, args.shapes[0], dtype, m, few, 1) for dtype in args.dtypes],
-        "turns": [(TURNS, shape, first, m, rounds, 2) for shape in args.shapes],
         "replicas": [
             (REPLICAS, replica, first, each, rounds, 2) for each in args.replica_microbatches
         ],
@@ -317,7 +310,6 @@ def main() -> int:
         "slices",
         "paced",
         "split",
-        "turns",
     ]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument(

@@ -137,12 +137,6 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "cases/.*/ratio/selective/median",
             "recompute",
         ),
-        Row(
-            "planned memory: arena / most alive at once",
-            "planned_memory",
-            "cases/.*/arena/.*",
-            "planned_memory",
-        ),
     ),
     "Planning": (
         Row(

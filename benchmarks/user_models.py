@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 import hybridpar as hp
-from hybridpar.memory.events import Span
-from hybridpar.memory.ghost import Tracker, tensors_in
-from hybridpar.memory.recorder import Recorder
+from hybridpar.memory_behaviour.events import Span
+from hybridpar.memory_behaviour.recording.recorder import Recorder
+from hybridpar.prediction.ghost import Tracker, tensors_in
 
 ITERATIONS = 5
 

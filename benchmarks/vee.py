@@ -36,7 +36,7 @@ from benchmarks.common import (
 from benchmarks.link_sides import pace
 from hybridpar.config import Config, from_mapping
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory import measure, predict
+from hybridpar.prediction import measure, predict
 from hybridpar.train.engine import Engine
 
 SHAPES = {"deep": Shape(32, 64, 2, 64, 64, 2)}

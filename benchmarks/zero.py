@@ -48,7 +48,7 @@ from benchmarks.common import (
 )
 from benchmarks.plain import PlainGPT, ReplicaStep, adamw, cross_entropy
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory import measure as measure_memory
+from hybridpar.prediction import measure as measure_memory
 
 DEEPSPEED = "DeepSpeed"
 

@@ -31,7 +31,6 @@ from types import TracebackType
 from typing import Any
 
 from hybridpar.reading import parse_json, read_limited
-from hybridpar.turns import Turns
 
 _HEAD, _PHASE, _ACTION, _WAIT, _ERROR, _TRAFFIC = (
     struct.Struct(f"<{form}") for form in ("Qd", "64sd", "8sqqq", "24s16sq", "512s", "QQ")
@@ -209,28 +208,15 @@ NO_FLIGHT = Flight()
 
 class Waiting:
     """Notes a wait: `with Waiting(flight, "all_reduce", "dp"): ...`. Where that fails, the note
-    stays.
+    stays."""
 
-    `turns`: of which others may run first.
-    """
+    __slots__ = ("_flight", "_what")
 
-    __slots__ = ("_flight", "_turns", "_what")
-
-    def __init__(
-        self,
-        flight: Flight,
-        operation: str,
-        axis: str,
-        peer: int = NOBODY,
-        turns: Turns | None = None,
-    ):
+    def __init__(self, flight: Flight, operation: str, axis: str, peer: int = NOBODY):
         self._flight = flight
         self._what = (operation, axis, peer)
-        self._turns = turns
 
     def __enter__(self) -> None:
-        if self._turns is not None:
-            self._turns.give_way()
         self._flight.wait(*self._what)
 
     def __exit__(

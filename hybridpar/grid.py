@@ -21,7 +21,6 @@ import torch.distributed as dist
 from hybridpar.config import ParallelConfig
 from hybridpar.errors import config_error
 from hybridpar.flight import NO_FLIGHT, NOBODY, Flight, Waiting
-from hybridpar.turns import Turns
 
 AxisSizes = Mapping[str, int]
 """AxisSizes of a grid's axes by name, the outermost first."""
@@ -66,8 +65,7 @@ class Axis:
 
     `ranks` are global ranks in axis order, `rank` is the index of this process among them. `group`
     is None if there is no communication (size 1). `via_host`: the group takes host memory only
-    (Gloo) and the tensors are elsewhere, so messages are copied there. `turns`: functions that
-    compute while another one waits for this axis.
+    (Gloo) and the tensors are elsewhere, so messages are copied there.
     """
 
     name: str
@@ -77,7 +75,6 @@ class Axis:
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     flight: Flight = field(default=NO_FLIGHT, compare=False)
     via_host: bool = field(default=False, compare=False)
-    turns: Turns | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < len(self.ranks), (
@@ -113,7 +110,7 @@ class Axis:
     def waiting(self, operation: str, peer: int = NOBODY) -> Waiting:
         """A context in which this rank waits for the axis, or for its rank `peer` (a global
         one)."""
-        return Waiting(self.flight, operation, self.name, peer, self.turns)
+        return Waiting(self.flight, operation, self.name, peer)
 
 
 _JOIN = " x "

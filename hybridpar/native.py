@@ -1,5 +1,5 @@
-"""Finds the compiled extensions: operators (_C, _C_cuda), and the recorder of memory events and
-planned memory of CPUs (_C_recorder).
+"""Finds the compiled extensions: operators (_C, _C_cuda), and the recorder of memory events
+(_C_recorder).
 
 The only place that imports them; on first use.
 """
@@ -41,11 +41,6 @@ def constant_when_traced(function: Callable[..., Any]) -> None:
     """torch.compiler.assume_constant_result, without importing the compiler, which takes a second
     at every start."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def cuda_library() -> str:
-    """The path of hybridpar._C_cuda."""
-    return str(importlib.import_module("hybridpar._C_cuda").__file__)
 
 
 _EXPECTED = "1fb1992e"

@@ -43,8 +43,8 @@ from hybridpar.validate import resolve
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from hybridpar.memory import StageMemory
     from hybridpar.models.given import GivenRow
+    from hybridpar.prediction import StageMemory
     from hybridpar.train.policy import StepResult
     from hybridpar.train.run import Outcome
     from hybridpar.verify.run import Report
@@ -271,7 +271,7 @@ class Trainer:
         Raises:
             ConfigError: The configuration cannot work.
         """
-        from hybridpar.memory import predict
+        from hybridpar.prediction import predict
 
         with self._prepared():
             return predict(resolve(self.config, self.config.parallel.num_ranks))

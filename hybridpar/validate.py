@@ -180,8 +180,8 @@ def _refused(config: Config) -> Iterator[Problem]:
         lambda: require_tied_ends(model, pp),
         lambda: require_names(model),
         *(
-            [partial(require_factors, model, groups)]
-            if config.compression.gradients == "sbpca"
+            [partial(require_factors, model, config.compression.gradients, groups)]
+            if config.compression.takes_factors
             else []
         ),
         lambda: recomputed_blocks(

@@ -26,12 +26,12 @@ import torch.distributed as dist
 
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid, sizes_of
-from hybridpar.memory.ghost import Tracker
-from hybridpar.memory.ghost_chunks import GhostChunks
+from hybridpar.memory_behaviour.recording.memory_trace import SampleLoader
 from hybridpar.pipeline.plan.kinds import COMPUTE
+from hybridpar.prediction.ghost import Tracker
+from hybridpar.prediction.ghost_chunks import GhostChunks
 from hybridpar.state import StatePolicy
 from hybridpar.train.engine import Actions, Engine, StepResult
-from hybridpar.train.memory_trace import SampleLoader
 
 Group = tuple[str, tuple[int, ...]]
 """A communicator: the name of its axis, and its global ranks."""

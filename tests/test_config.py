@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.config import JOB, Config, Launch, from_mapping, load_toml, to_mapping, to_toml
+from hybridpar.config.old_keys import REMOVED, translate_flags
 from hybridpar.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "scripts" / "configs").glob("*.toml"))
@@ -113,6 +114,10 @@ def test_a_file_changes_only_what_it_names() -> None:
         ),
         ({"pipeline": {"split": "3,4"}}, "must be a list; try [3, 4]"),
         ({"pipeline": {"split": [3, "4"]}}, "must be of type int"),
+        (
+            {"train": {"planned_memory": True}},
+            "train.planned_memory = True: was removed: losses and weights are the same without it; try false",
+        ),
     ],
 )
 def test_mistakes_are_named(document: dict, says: str) -> None:
@@ -125,6 +130,20 @@ def test_all_mistakes_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping({"model": {"a": 1, "kind": "x"}, "trian": {}})
     assert len(caught.value.problems) == 3
+
+
+def test_removed_keys_are_dropped_at_their_old_defaults() -> None:
+    """As every run folder and checkpoint lists them."""
+    document: dict = {}
+    flags = ["runs/a.toml", "--train.num_steps", "5"]
+    for name, removed in REMOVED.items():
+        section, _, key = name.partition(".")
+        document.setdefault(section, {})[key] = removed.works
+        flags += [f"--{name}", str(removed.works), f"--{name.replace('_', '-')}={removed.works}"]
+    assert from_mapping(document) == Config()
+    assert translate_flags([*flags, "--json"]) == [*flags[:3], "--json"]
+    with pytest.raises(ConfigError, match=r"train\.planned_memory = True: was removed"):
+        translate_flags(["--train.planned_memory", "True"])
 
 
 def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ from hybridpar.data import train_tokenizer
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import HybridparError
 from hybridpar.grid import sizes_of
-from hybridpar.memory import MemoryWatch
 from hybridpar.pipeline.plan.prove import prove
+from hybridpar.prediction import MemoryWatch
 from hybridpar.train.engine import Engine
 from hybridpar.train.policy import StepResult
 from hybridpar.validate import problems, resolve

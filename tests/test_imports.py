@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+from hybridpar.config.compression_methods import GRADIENTS
+from hybridpar.config.compression_methods import METHODS as REGISTRY
+from hybridpar.state.compression.registry import gradient_method
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hybridpar"
@@ -25,15 +30,22 @@ LAYERS = (
     ("data",),
     ("checkpoint",),
     ("validate",),
-    ("memory",),
+    ("prediction",),
     ("train",),
     ("verify", "planner", "conformance"),
+    ("placement", "memory_behaviour"),
     ("trainer", "watch"),
-    ("commands",),
-    ("cli",),
+    ("cli", "placement.commands", "memory_behaviour.commands"),
     ("__main__",),
 )
 RANK = {name: i for i, names in enumerate(LAYERS) for name in names}
+
+ROOMS = ("hybridpar.placement", "hybridpar.memory_behaviour")
+"""Source systems: nothing of training imports them."""
+ON_DEMAND = {("hybridpar.train.run", "hybridpar.memory_behaviour")}
+"""Modules that import a room in a function, in a run that asks for it."""
+METHODS = "hybridpar.state.compression.methods"
+"""Compression methods, which the registry alone loads."""
 
 
 def layer_of(module: str) -> str | None:
@@ -48,11 +60,13 @@ def layer_of(module: str) -> str | None:
     return None
 
 
-def edges() -> list[tuple[str, str]]:
+def edges(*, at_start: bool = False) -> list[tuple[str, str]]:
+    """Pairs of importer and imported module. at_start: only imports that run with the importer's
+    own, so neither those in functions nor those for the type checker."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(ast.parse(path.read_text()), at_start):
             if isinstance(node, ast.Import):
                 found += [(module, a.name) for a in node.names if a.name.startswith("hybridpar")]
             elif (
@@ -62,6 +76,17 @@ def edges() -> list[tuple[str, str]]:
             ):
                 found += [(module, _module(node.module, a.name)) for a in node.names]
     return found
+
+
+def _nodes(node: ast.AST, at_start: bool) -> Iterator[ast.AST]:
+    """The nodes below `node`."""
+    for child in ast.iter_child_nodes(node):
+        runs_later = isinstance(child, ast.FunctionDef) or (
+            isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+        )
+        if not (at_start and runs_later):
+            yield child
+            yield from _nodes(child, at_start)
 
 
 def _module(package: str, name: str) -> str:
@@ -76,8 +101,35 @@ def test_imports_point_down() -> None:
         f"{importer} imports {imported}"
         for importer, imported in edges()
         if (a := layer_of(importer)) and (b := layer_of(imported)) and RANK[b] > RANK[a]
+        if not any(importer == who and _is_in(imported, what) for who, what in ON_DEMAND)
     ]
     assert not upward, "\n".join(upward)
+
+
+def test_nothing_imports_a_source_system_at_its_start() -> None:
+    wrong = [
+        f"{importer} imports {imported}"
+        for importer, imported in edges(at_start=True)
+        for room in ROOMS
+        if _is_in(imported, room) and not _is_in(importer, room)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_registry_alone_imports_compression_methods() -> None:
+    files = {module.stem for module in (PACKAGE / "state/compression/methods").glob("[!_]*.py")}
+    assert files == {row.module.removeprefix(f"{METHODS}.") for row in REGISTRY.values()}
+    assert all(gradient_method(name).name == name for name in GRADIENTS)
+    wrong = [
+        f"{importer} imports {imported}"
+        for importer, imported in edges()
+        if _is_in(imported, METHODS)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
 
 
 def test_the_plan_needs_no_torch() -> None:

@@ -58,13 +58,14 @@ def test_importing_loads_no_extension(tmp_path):
     assert run.stdout.strip() == "[]", run.stderr
 
 
-def test_training_and_planning_need_no_operator_placement(tmp_path):
+def test_training_and_planning_need_no_source_system(tmp_path):
     code = """
 import sys
 sys.modules["scipy"] = sys.modules["networkx"] = None
 import hybridpar.cli, hybridpar.train.loop, hybridpar.checkpoint.huggingface, hybridpar.checkpoint.megatron
 import hybridpar.planner.local_profile, hybridpar.planner.search
-print([name for name, module in sys.modules.items() if name.startswith("hybridpar.planner.placement") or (
+rooms = ("hybridpar.placement", "hybridpar.memory_behaviour")
+print([name for name, module in sys.modules.items() if name.startswith(rooms) or (
     module is not None and name.split(".")[0] in ("scipy", "networkx"))])
 """
     run = python(code, cwd=tmp_path, PYTHONPATH=str(ROOT))

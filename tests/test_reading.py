@@ -11,7 +11,7 @@ from hybridpar.checkpoint import read_manifest
 from hybridpar.config import from_mapping, load_toml
 from hybridpar.data import IndexedDataset, Tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, DataError, HybridparError, Problem
-from hybridpar.planner.placement import read_document
+from hybridpar.placement import read_document
 from hybridpar.reading import nearest_path, open_regular, read_limited, read_text, read_toml
 from hybridpar.train.bundle import read_bundle
 from hybridpar.train.metrics import read_metrics

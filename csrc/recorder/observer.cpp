@@ -26,7 +26,7 @@ void append_tensors(Tensors& tensors, const c10::IValue& value) {
   }
 }
 
-// As memory.ghost.cast_bytes says.
+// As prediction.ghost.cast_bytes says.
 int64_t cast_bytes(c10::ArrayRef<c10::IValue> arguments) {
   if (arguments.empty() || !arguments[0].isTensor() || !arguments[0].toTensor().is_cpu()) return 0;
   Tensors tensors;

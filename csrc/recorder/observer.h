@@ -8,7 +8,7 @@
 
 namespace hybridpar {
 
-// What memory/operators.py says of an operator (`described`).
+// What prediction/operators.py says of an operator (`described`).
 struct Operator {
   struct Role {
     size_t position;

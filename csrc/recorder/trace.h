@@ -1,4 +1,4 @@
-// The memory events of one recording, and the blocks that it watches: the counterpart of memory/mode_observer.py.
+// The memory events of one recording, and the blocks that it watches: the counterpart of memory_behaviour/recording/mode_observer.py.
 #pragma once
 
 #include <c10/core/StorageImpl.h>

@@ -222,14 +222,12 @@ def read_manifest(folder: Path) -> Manifest:
     that the folder's name says.
     """
     path = folder / MANIFEST
-    with errors_as(CheckpointError, path, "is damaged", ConfigError):
+    with errors_as(CheckpointError, path, "is damaged"):
         document = _read_document(path)
         try:
             manifest = _parse(document)
-        except ConfigError as error:
-            if any(problem.field == "model.spec" for problem in error.problems):
-                raise CheckpointError(f"{path}: {error}") from None
-            raise
+        except ConfigError as error:  # its checksum is right, so another version wrote it
+            raise CheckpointError(f"{path}: {error}") from None
     if step_of(folder.name) not in (None, manifest.step):
         raise CheckpointError(
             f"{folder}: its manifest is of step {manifest.step}, so the folder was renamed or "

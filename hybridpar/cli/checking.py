@@ -45,11 +45,7 @@ class Check:
         absent = _absent(config)
         from torch.nn import ModuleList
 
-        from hybridpar.grid import Axis, lines_of, sizes_of
-        from hybridpar.memory import predict, table
-        from hybridpar.memory.knobs import knobs, savings
-        from hybridpar.memory.predict import default_device
-        from hybridpar.memory.report import short_form
+        from hybridpar.grid import Axis
         from hybridpar.models.build import build_blocks, global_placements
         from hybridpar.models.cost import training_flops_per_token
         from hybridpar.models.groups import summarize
@@ -58,11 +54,14 @@ class Check:
         from hybridpar.pipeline.plan.sizes import Sizes
         from hybridpar.pipeline.run.stage_split import stage_split
         from hybridpar.planner.links_report import link_lines, link_needs, step_line
+        from hybridpar.prediction import predict, table
+        from hybridpar.prediction.knobs import knobs, savings
+        from hybridpar.prediction.memory_report import short_form
+        from hybridpar.prediction.predict import default_device
         from hybridpar.train.folder import measured
         from hybridpar.train.forecast import forecasts
         from hybridpar.train.host_forecast import forecast_host
         from hybridpar.train.offload_forecast import forecast_offload
-        from hybridpar.train.planned_memory import forecast_planned
         from hybridpar.train.site_traffic import site_traffic
 
         config, device = from_mapping(measured(config), config), default_device(config)
@@ -94,7 +93,6 @@ class Check:
         sites = site_traffic(config)
         name = Sizes.of(config).rank_name
         fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
-        arena = forecast_planned(config, lines_of(sizes_of(grid))["pp"][0][fullest])
         fit, fit_lines = fit_report(config, memory, room, name, largest=self.largest)
         groups = (
             summarize(config.optim, global_placements(config.model)) if config.optim.groups else []
@@ -102,7 +100,7 @@ class Check:
         if self.json:
             plain |= {"groups": [asdict(one) for one in groups]} if groups else {}
             plain |= {"tiers": [asdict(one) for one in tiers]} | fit
-            forecasted = {"host": host, "offload": offload, "planned": arena}
+            forecasted = {"host": host, "offload": offload}
             plain |= {key: asdict(found) for key, found in forecasted.items() if found}
             plain |= {"sites": sites.as_json()} if sites else {}
             if cost is not None:
@@ -138,7 +136,7 @@ class Check:
         )
         for number, tier in enumerate(tiers):
             print(f"{name} {number}: {tier}")
-        for found in (host, offload, arena, sites):
+        for found in (host, offload, sites):
             if found is not None:
                 print(f"\n{found}")
         if fit_lines:

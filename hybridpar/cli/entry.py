@@ -43,6 +43,7 @@ from hybridpar.config import (
 )
 from hybridpar.config.elsewhere import megatron_flag
 from hybridpar.config.names import meant
+from hybridpar.config.old_keys import translate_flags
 from hybridpar.errors import ConfigError, HybridparError, about_file, config_error
 from hybridpar.reading import runs_near
 from hybridpar.train import watchdog
@@ -208,6 +209,7 @@ def parse(args: Sequence[str], speaks: bool = True) -> Any:
             rest = _without(SPEC, rest)
             config, rest = _with_valid_sets(name, config, rest, speaks)
             default = command(path=Path(rest[0]), config=config)
+        rest = translate_flags(rest)
     rest = ["--help" if word == HELP_ALL else word for word in rest]
     _check_flags(name, rest, speaks, config)
     if "config" in command.__dataclass_fields__:

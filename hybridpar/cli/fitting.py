@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from hybridpar.config import Config, Launch
 
 if TYPE_CHECKING:
-    from hybridpar.memory import StageMemory
     from hybridpar.planner.candidates import Candidate
     from hybridpar.planner.machine import Machine
+    from hybridpar.prediction import StageMemory
 
 _GB = 1e9
 _WORTH_SAYING = 0.005
@@ -47,8 +47,8 @@ def _memory_here(config: Config) -> float:
     import torch
 
     from hybridpar.cores import available_cores
-    from hybridpar.memory.limit import limit_here
-    from hybridpar.memory.predict import default_device
+    from hybridpar.prediction.limit import limit_here
+    from hybridpar.prediction.predict import default_device
 
     ranks = config.parallel.num_ranks
     kind = default_device(config).type
@@ -65,8 +65,8 @@ def saves_most(config: Config) -> str:
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    from hybridpar.memory.predict import default_device, predict
     from hybridpar.planner.remedies import Fitting
+    from hybridpar.prediction.predict import default_device, predict
 
     try:
         device = default_device(config)
@@ -103,8 +103,8 @@ def fit_report(
 ) -> tuple[dict[str, Any], list[str]]:
     """Plain values and lines: whether a resolved configuration fits and what would make it, its
     predicted step time, and the largest model that fits. memory: its prediction."""
-    from hybridpar.memory.predict import default_device
     from hybridpar.planner.remedies import Fitting
+    from hybridpar.prediction.predict import default_device
 
     peaks = [stage.needed for stage in memory]
     most = max(peaks)

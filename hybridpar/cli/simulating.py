@@ -52,9 +52,9 @@ class Simulate:
     """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.memory import check_size
         from hybridpar.pipeline.plan.sizes import Sizes
         from hybridpar.planner.stragglers import spread
+        from hybridpar.prediction import check_size
         from hybridpar.train.preview import costs_of_run, preview
 
         check_outputs(

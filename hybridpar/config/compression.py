@@ -7,6 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from hybridpar.config.compression_methods import (
+    GRADIENTS,
+    BackwardName,
+    GradientCompression,
+    GradientsName,
+    MessagesName,
+)
 from hybridpar.config.typed import AtLeastOne, Count, Within
 from hybridpar.errors import Problem
 
@@ -24,7 +31,7 @@ class CompressionConfig:
     `gradients` has no effect if parallel.dp is 1 and no weight is tied across stages.
     """
 
-    messages: Literal["none", "bf16", "int8", "int4", "dct", "subspace"] = "none"
+    messages: MessagesName = "none"
     """Activations between stages in training. bf16. int8, int4: 8 or 4 bits a feature, and a
     bfloat16 scale for each 64 features of a token; 4 bits after a Hadamard rotation. fp32 takes 2,
     3.9 or 7.5 times the bytes. dct: each token's features farthest from zero, and a bit for each
@@ -33,7 +40,7 @@ class CompressionConfig:
     evaluations, needs the same stages from then on, and is not exported. In small studies int4
     learned more than either for the same bytes. Exact are messages into a head that is a stage of
     its own, and what a rank of a V hands to itself."""
-    messages_backward: Literal["same", "none", "bf16", "int8", "int4"] = "same"
+    messages_backward: BackwardName = "same"
     """Gradients between stages. same: as `messages`; with dct, those of the features that were
     sent."""
     messages_kept: Annotated[float, Within(above=0, most=1)] = 0.1
@@ -45,7 +52,7 @@ class CompressionConfig:
     """What tp ranks send of their parts of a layer's sums, four times a layer and micro-batch, in
     training. Every rank gets the parts of all others, so more ranks save less. dct: the largest
     features of each part; only these have a gradient (messages_kept)."""
-    gradients: Literal["none", "bf16", "int8", "int4", "dct", "powersgd", "sbpca"] = "none"
+    gradients: GradientsName = "none"
     """What replicas send. bf16, int8, int4: rounded gradients; every replica gets those of all
     others, so with 4, 8 and 16 replicas they take as many bytes as whole ones. dct: elements above
     a threshold, with their places (arXiv 2010.08899). powersgd: two factors of each matrix (arXiv
@@ -79,7 +86,21 @@ class CompressionConfig:
     def replicas_differ(self) -> bool:
         """Whether every replica keeps something of its own: what it has not sent of its
         gradients."""
-        return self.gradients not in ("none", "sbpca")
+        return self._row is not None and self._row.keeps_unsent
+
+    @property
+    def takes_factors(self) -> bool:
+        """Whether the method of `gradients` takes them as factors, which are never multiplied."""
+        return self._row is not None and self._row.takes_factors
+
+    @property
+    def depends_on_values(self) -> bool:
+        """Whether values of gradients decide which operators the method of `gradients` runs."""
+        return self._row is not None and self._row.depends_on_values
+
+    @property
+    def _row(self) -> GradientCompression | None:
+        return GRADIENTS.get(self.gradients)
 
     @property
     def both_ways(self) -> tuple[str, str]:
@@ -103,12 +124,18 @@ class CompressionConfig:
                 f"and {config.model.kind} has others",
                 "none",
             )
-        if self.gradients in ("dct", "sbpca") and self.gradients_values in ("int8", "int4"):
+        known = () if self._row is None else self._row.value_types
+        if known and self.gradients_values not in known:
+            others = " or ".join(
+                f'"{name}"'
+                for name, row in GRADIENTS.items()
+                if self.gradients_values in row.value_types
+            )
             yield Problem(
                 "compression.gradients_values",
                 self.gradients_values,
-                f"is of powersgd's factors, and compression.gradients is {self.gradients}",
-                "full",
+                f'not supported with compression.gradients = "{self.gradients}", only with {others}',
+                known[0],
             )
         if self.tensor != "none" and config.parallel.sequence:
             yield Problem(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from hybridpar.config.model import ModelConfig
-from hybridpar.config.typed import AtLeastOne, Within
+from hybridpar.config.typed import Within
 from hybridpar.errors import Problem
 
 if TYPE_CHECKING:
@@ -37,11 +37,6 @@ class ParallelConfig:
     """Sequence parallelism over tp: each rank has seq_length / tp rows of norms, dropout, residuals
     and messages between stages, and all-reduces become reduce-scatters and all-gathers. Any
     seq_length; no effect if tp is 1."""
-    tp_pieces: AtLeastOne = 1
-    """Pieces of a micro-batch that are computed in turns: sums over tp of one are under way while
-    another is computed, forward and backward (DeepSpeed-Domino). 2 helps if ranks of tp wait for a
-    link. Gradients are those of so many smaller micro-batches. CPUs, GPT and BERT; no effect if tp
-    is 1."""
 
     @property
     def num_ranks(self) -> int:
@@ -65,23 +60,3 @@ class ParallelConfig:
             yield Problem(
                 "parallel.zero", self.zero, "does not go with memory.host_optimizer = true", "1"
             )
-        if self.tp_pieces > 1:
-            yield from self._no_pieces(config)
-
-    def _no_pieces(self, config: Config) -> Iterator[Problem]:
-        """What keeps micro-batches from being computed in pieces."""
-        train = config.train
-        b = config.train.micro_batch_size
-        rules = {
-            f"must divide train.micro_batch_size, {b}": b % self.tp_pieces != 0,
-            "works with GPT and BERT only": not isinstance(config.model, ModelConfig),
-            "works on CPUs only, as all backwards of a GPU have one thread": train.device == "cuda",
-            "does not go with memory.offload_activations, which looks at one thread's tensors": (
-                config.memory.offload_activations != 0
-            ),
-            "does not go with train.record_memory and planned_memory, which follow one thread": (
-                train.record_memory > 0 or train.planned_memory
-            ),
-        }
-        for rule in (rule for rule, broken in rules.items() if broken):
-            yield Problem("parallel.tp_pieces", self.tp_pieces, rule, "1")

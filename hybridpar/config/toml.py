@@ -16,6 +16,7 @@ from typing import Any
 from hybridpar.config.elsewhere import MEGATRON, PAGE
 from hybridpar.config.model import ModelConfig
 from hybridpar.config.names import as_list, meant
+from hybridpar.config.old_keys import translate
 from hybridpar.config.sections import Config
 from hybridpar.config.spec import (
     ModelSpec,
@@ -214,7 +215,7 @@ def from_mapping(
     Raises: ConfigError.
     """
     base = base or Config()
-    problems: list[Problem] = []
+    document, problems = translate(document)
     sections = {f.name for f in dataclasses.fields(Config)}
     changed: dict[str, Any] = {}
     for name, table in document.items():

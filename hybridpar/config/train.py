@@ -49,10 +49,6 @@ class TrainConfig:
     record_memory: Count = 0
     """Number of steps in which each rank records every malloc, free, read and write of a block of
     memory, in memory/ of the run folder, for `hybridpar memory --run`. Without CUDA graphs."""
-    planned_memory: bool = False
-    """Once steps repeat, their blocks of memory get planned places in one arena. What departs from
-    the plan gets memory as ever. Without CUDA graphs. Losses and weights stay the same to the
-    bit."""
     keep_memory: bool = True
     """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system
     and taken anew."""
@@ -86,13 +82,6 @@ class TrainConfig:
     where they were; other data begin anew."""
 
     def conflicts(self, config: Config) -> Iterator[Problem]:
-        if self.planned_memory and self.measure_memory and self.device == "cuda":
-            yield Problem(
-                "train.measure_memory",
-                "true",
-                "reads torch's allocator of CUDA memory, whose place train.planned_memory takes",
-                "false",
-            )
         if self.fp8 and self.dtype != "bf16":
             yield Problem(
                 "train.fp8", "true", f'requires train.dtype = "bf16", not "{self.dtype}"', "false"

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hybridpar.config import AUTO, KernelsConfig, ModelConfig, ModelSpec, ParameterGroup, spec_error
+from hybridpar.config.compression_methods import other_gradients
 from hybridpar.errors import config_error
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import BertHead, Embedding, GPTHead, TransformerLayer
@@ -173,8 +174,9 @@ def _trained(model: ModelSpec, groups: tuple[ParameterGroup, ...]) -> Iterator[P
             yield placement
 
 
-def require_factors(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ()) -> None:
-    """Raises: ConfigError if a model has no weight whose gradient is sent as factors (sbpca)."""
+def require_factors(model: ModelSpec, method: str, groups: tuple[ParameterGroup, ...] = ()) -> None:
+    """Raises: ConfigError if a model has no weight whose gradient `method`, a value of
+    compression.gradients, takes as factors."""
     if isinstance(model, ModelConfig) and not groups:
         return
     if any(place.factored and place.matrices for place in _trained(model, groups)):
@@ -185,7 +187,8 @@ def require_factors(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ()) -
         f"gradients come as factors; {model.kind} trains none, and torch's layers give whole "
         "gradients"
     )
-    raise config_error("compression.gradients", "sbpca", rule, "powersgd")
+    other = other_gradients(lambda row: not row.takes_factors)
+    raise config_error("compression.gradients", method, rule, other)
 
 
 @dataclass(frozen=True)

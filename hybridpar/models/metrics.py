@@ -99,7 +99,7 @@ def require_values(model: ModelSpec, metrics: Any, where: str) -> None:
 
 
 def is_ghost(x: object) -> bool:
-    """Whether a tensor stands for one of a prediction (memory/ghost.py), and so has no values."""
+    """Whether a tensor stands for one of a prediction (prediction/ghost.py), and so has no values."""
     return hasattr(x, "stands_for_cuda")
 
 

@@ -167,7 +167,7 @@ def by_float32(x: Tensor) -> bool:
 
 def _is_on_cpu(x: Tensor) -> bool:
     """Whether a tensor is computed with on a CPU. What stands for one of a GPU where there is none
-    (memory/ghost.py) says so: `stands_for_cuda`."""
+    (prediction/ghost.py) says so: `stands_for_cuda`."""
     return x.device.type == "cpu" and not getattr(x, "stands_for_cuda", False)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridpar.memory.limit import RESERVED
 from hybridpar.planner.hardware import GIB, Device, Link
 from hybridpar.planner.machine import Machine
+from hybridpar.prediction.limit import RESERVED
 
 
 def assumption_lines(machine: Machine) -> list[str]:

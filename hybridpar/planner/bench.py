@@ -28,15 +28,15 @@ from hybridpar.autograd import backward_from
 from hybridpar.comm import barrier, gather_objects
 from hybridpar.config import Config, ModelConfig, message_shape
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.memory.footprint import Buffers, sample_microbatch, trace_stage
-from hybridpar.memory.silent import silent_axis
-from hybridpar.memory.work import as_all_reduces, block_kinds
 from hybridpar.models.blocks import TransformerLayer
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.pipeline.run.recording import Clock, make_clock
 from hybridpar.pipeline.run.stage import KEEP_ALL, Stage
 from hybridpar.planner.profile import BlockCost, Key
+from hybridpar.prediction.fake_neighbours import silent_axis
+from hybridpar.prediction.footprint import Buffers, sample_microbatch, trace_stage
+from hybridpar.prediction.work import as_all_reduces, block_kinds
 from hybridpar.random import RandomKey
 from hybridpar.state import RankState, StatePolicy
 

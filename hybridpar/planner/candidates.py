@@ -17,7 +17,6 @@ from hybridpar.config import (
     PipelineConfig,
 )
 from hybridpar.errors import ConfigError, config_error
-from hybridpar.memory import StageMemory
 from hybridpar.models.balance import even_out
 from hybridpar.models.cost import KEPT_BYTES
 from hybridpar.pipeline.plan import vee
@@ -28,6 +27,7 @@ from hybridpar.planner.machine import Machine
 from hybridpar.planner.sequence import may_split_rows, with_split_rows
 from hybridpar.planner.split import Matrix, best_split, sums
 from hybridpar.planner.stragglers import Spread, spread
+from hybridpar.prediction import StageMemory
 
 INTERLEAVED = "interleaved"
 CHUNKS = (2, 3, 4)
@@ -109,10 +109,7 @@ def candidates(config: Config, machine: Machine, request: Request) -> Iterator[C
             continue
         for b in micro_batches(machine, tp, batch // dp, request):
             m = batch // (dp * b)
-            pieces = config.parallel.tp_pieces if b % config.parallel.tp_pieces == 0 else 1
-            parallel = replace(
-                config.parallel, tp=tp, pp=pp, dp=dp, sequence=split_rows(tp, b), tp_pieces=pieces
-            )
+            parallel = replace(config.parallel, tp=tp, pp=pp, dp=dp, sequence=split_rows(tp, b))
             for pipeline, optim in _schedules(config, pp, dp, m, request):
                 made = replace(
                     config,

@@ -17,9 +17,6 @@ import torch
 
 from hybridpar.config import MAX_TOML, Config, ModelConfig
 from hybridpar.errors import ConfigError, Problem, config_error
-from hybridpar.memory.limit import RESERVED
-from hybridpar.memory.silent import silent_axis
-from hybridpar.memory.work import KINDS, block_kinds, block_work, messages_by_kind
 from hybridpar.models.build import build_blocks
 from hybridpar.planner.hardware import (
     GIB,
@@ -34,6 +31,9 @@ from hybridpar.planner.hardware import (
 from hybridpar.planner.kernels import OURS, Kernels, block_times, remake_time, work_time
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import BlockCost, Hardware, Key, Profile, settings_of
+from hybridpar.prediction.fake_neighbours import silent_axis
+from hybridpar.prediction.limit import RESERVED
+from hybridpar.prediction.work import KINDS, block_kinds, block_work, messages_by_kind
 from hybridpar.reading import nearest_path, read_toml
 
 NORM_TRAFFIC = 4

@@ -2,7 +2,7 @@
 by stage.
 
 A rank of tp encodes its slice of an activation and decodes all of it, but of gradients of features
-that were sent (`Marked`) its slice. A stage that is recomputed as a whole decodes its input twice.
+that were sent (`Codec.follows`) its slice. A stage that is recomputed as a whole decodes its input twice.
 Units: seconds, bytes.
 """
 
@@ -18,11 +18,13 @@ import torch
 
 from hybridpar.comm import barrier, gather_objects
 from hybridpar.config import Config, message_shape
+from hybridpar.config.compression_methods import MESSAGES
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
 from hybridpar.models.build import DTYPES
-from hybridpar.pipeline.run.codecs import CODECS, Codec, Codecs, Largest, Marked, PartialSums
+from hybridpar.pipeline.run.codecs import Codecs, PartialSums
 from hybridpar.planner.profile import CodecSpeeds, Profile
+from hybridpar.state.compression.codec import Codec
 
 _ROUNDS = 5
 
@@ -37,8 +39,8 @@ def measure_codecs(config: Config, world: Axis) -> dict[str, CodecSpeeds]:
     rows = min(config.train.micro_batch_size * prod(each), 2048)
     x = torch.randn((rows, features), generator=torch.Generator().manual_seed(0))
     x = x.to(DTYPES[config.train.dtype])
-    for name in CODECS:
-        settings = replace(config.compression, messages=name, messages_backward="same")  # type: ignore[arg-type]
+    for name in MESSAGES:
+        settings = replace(config.compression, messages=name, messages_backward="same")
         try:
             codecs = Codecs.of(replace(config, compression=settings))
         except ConfigError:
@@ -53,7 +55,7 @@ def measure_codecs(config: Config, world: Axis) -> dict[str, CodecSpeeds]:
 def _speeds(forward: Codec, backward: Codec, x: torch.Tensor) -> tuple[float, float, float, float]:
     """Bytes of numbers a second: encoded and decoded, of activations and of gradients."""
     message, out = forward.encode(x), torch.empty_like(x)
-    if isinstance(forward, Largest) and isinstance(backward, Marked):
+    if backward.follows:
         backward = backward.at(forward.places(message, x.shape[1]))
     back = backward.encode(x)
     return (
@@ -125,8 +127,9 @@ class CodecCosts:
 
     def gathered_bytes(self, flow: int, first: int) -> int:
         """Bytes of it in the form in which ranks of tp gather it."""
-        is_marked = isinstance(self._codecs.on(flow, first), Marked)
-        return self.message_bytes if is_marked else self.wire_bytes(flow, first)
+        codec = self._codecs.on(flow, first)
+        follows = codec is not None and codec.follows
+        return self.message_bytes if follows else self.wire_bytes(flow, first)
 
     def times(self, blocks: Sequence[int], decodes_again: bool) -> tuple[float, float]:
         """Seconds that encoding and decoding take in a forward and in a backward of the stage of
@@ -160,7 +163,7 @@ class CodecCosts:
         if codec is None:
             return 0.0
         speeds = self._speeds[flow < 0]
-        is_whole = self._sliced and not isinstance(codec, Marked)
+        is_whole = self._sliced and not codec.follows
         return _seconds(
             self.message_bytes / (1 if is_whole else self._tp),
             speeds.decoded if flow > 0 else speeds.gradients_decoded,

@@ -23,6 +23,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hybridpar.config.compression_methods import GRADIENTS
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.network import Network, Route
@@ -150,7 +151,10 @@ class StepCost(StageCosts):
     ) -> tuple[float, float]:
         """The same where every replica sends compressed messages to all."""
         share = gradient_share(self.config)
-        speeds = self.machine.profile.codecs.get(self.config.compression.gradients)
+        method = self.config.compression.gradients
+        speeds = None
+        if GRADIENTS[method].coded_as_messages:
+            speeds = self.machine.profile.codecs.get(method)
         groups = [(own, ranks)]
         seconds = 0.0
         work = 0.0
@@ -163,7 +167,7 @@ class StepCost(StageCosts):
                 "gather", share * num_bytes * len(group), group, self.tp
             )
             coding = 0.0
-            if speeds is not None and self.config.compression.gradients != "dct" and len(group) > 1:
+            if speeds is not None and len(group) > 1:
                 coding = num_bytes / speeds.encoded + len(group) * num_bytes / speeds.decoded
             seconds = seconds + taken + coding
             work = work + used + coding

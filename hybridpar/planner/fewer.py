@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError
-from hybridpar.memory.work import block_kinds
 from hybridpar.planner.candidates import Candidate, Request, batch_size
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.search import search
+from hybridpar.prediction.work import block_kinds
 
 AS_FAST = 1.01
 """A step may take so many times as long on fewer devices."""

@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 from hybridpar.config import ModelConfig
 from hybridpar.errors import config_error
-from hybridpar.memory.work import Op
 from hybridpar.models.blocks import LABELLED
 from hybridpar.planner.hardware import Device
+from hybridpar.prediction.work import Op
 
 # bytes of an fp16 or bf16, and of an fp32 number
 HALF = 2
@@ -261,7 +261,7 @@ def remake_time(model: ModelConfig, micro_batch_size: int, device: Device, tp: i
 
 
 def work_time(ops: Sequence[Op], device: Device, kernels: Kernels = OURS) -> tuple[float, float]:
-    """Seconds of a pass of any model's block, whose operators were noted (memory.work), and of
+    """Seconds of a pass of any model's block, whose operators were noted (prediction.work), and of
     waiting for launches.
 
     Each takes the time of its product or of its traffic, whichever is longer.

@@ -19,14 +19,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hybridpar.config.compression_methods import MESSAGES
 from hybridpar.errors import ConfigError
-from hybridpar.ops.quantize import TILE, quantized_bytes
 from hybridpar.planner.compressed import gradient_share
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.report import parts_of
 from hybridpar.planner.stage_cost import GRADIENT_BYTES
 
-CODECS = (("bf16", 2.0), *((f"int{bits}", quantized_bytes(TILE, bits) / TILE) for bits in (8, 4)))
+CODECS = tuple(
+    (name, row.bytes_per_number)
+    for name, row in MESSAGES.items()
+    if row.bytes_per_number is not None
+)
 """Values of compression.messages, with the bytes of a number, from the most exact on."""
 _TIED = "tied embeddings"
 _WORTH = 0.9

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridpar.memory.limit import memory_limit
 from hybridpar.planner.hardware import Device, Joined, Level, Link
 from hybridpar.planner.links import MeasuredLink
 from hybridpar.planner.profile import Profile
+from hybridpar.prediction.limit import memory_limit
 
 AnyLink = Link | MeasuredLink
 

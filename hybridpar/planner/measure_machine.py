@@ -23,13 +23,13 @@ from hybridpar.config import Config, Launch, ModelConfig
 from hybridpar.cores import available_cores
 from hybridpar.cpu import cpu_name
 from hybridpar.errors import config_error
-from hybridpar.memory.work import block_forms
 from hybridpar.planner.bench import FULL, QUICK, Effort, measure_blocks, world_axis
 from hybridpar.planner.codec_costs import measure_codecs
 from hybridpar.planner.links import QUICK_SIZES, SIZES, measure_links
 from hybridpar.planner.profile import Hardware, Profile, StateSpeeds, settings_of
 from hybridpar.planner.profile_file import FORMAT
 from hybridpar.planner.state_speeds import measure_state
+from hybridpar.prediction.work import block_forms
 from hybridpar.state.tiered import folder_to_measure
 from hybridpar.train.launch import (
     Job,

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from hybridpar.config import Config, ParallelConfig
-from hybridpar.memory import Footprints, predict
-from hybridpar.memory.footprint import Buffers, Footprint, trace_stage
-from hybridpar.memory.predict import Tracer
 from hybridpar.models.build import Recomputation, recomputed_blocks
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.planner.candidates import Candidate, block_costs
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.split import Matrix, best_split
+from hybridpar.prediction import Footprints, predict
+from hybridpar.prediction.footprint import Buffers, Footprint, trace_stage
+from hybridpar.prediction.predict import Tracer
 from hybridpar.train.ghost_rank import GhostRank
 from hybridpar.validate import problems
 
@@ -347,7 +347,7 @@ class MemoryCheck:
         return found
 
     def _peak(self, cost: StepCost, stage: int, blocks: range, recompute: Recomputation) -> float:
-        """About what `memory.walk.walk` finds for these blocks on that stage."""
+        """About what `prediction.walk.walk` finds for these blocks on that stage."""
         fp = self._rough(cost, blocks, recompute, _buffers(cost, stage))
         return float(
             _at_peak(

@@ -24,7 +24,6 @@ from statistics import fmean
 
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError, Problem
-from hybridpar.memory import predict
 from hybridpar.models.build import DTYPES
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.costs import Costs
@@ -33,6 +32,7 @@ from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.shared import MIB, SharedItems
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.planner.machine import Machine
+from hybridpar.prediction import predict
 from hybridpar.train.ghost_rank import GhostRank
 
 _SETTLING = 3

@@ -1,7 +1,7 @@
 """A profile: times of each kind of block, and of messages, measured on a machine or estimated for
 one.
 
-    blocks    embedding, layer, head (of other models: see memory.work.block_kinds); by tp degree
+    blocks    embedding, layer, head (of other models: see prediction.work.block_kinds); by tp degree
               and micro-batch size: forward, backward, optimizer, collectives
     links     `local` within a server, `network` between servers: seconds against bytes
     state     what moves a rank's state: updates on the host, copies to it, the file of a budget

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from hybridpar.checkpoint.files import write_text
 from hybridpar.config import Within, from_plain
 from hybridpar.errors import DataError, config_error, shown
-from hybridpar.memory.work import KINDS
 from hybridpar.planner.links import Curve, MeasuredLink
 from hybridpar.planner.profile import (
     Amount,
@@ -22,6 +21,7 @@ from hybridpar.planner.profile import (
     Profile,
     StateSpeeds,
 )
+from hybridpar.prediction.work import KINDS
 from hybridpar.reading import errors_as, nearest_path, read_json
 
 FORMAT = "hybridpar profile 3"

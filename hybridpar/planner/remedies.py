@@ -1,7 +1,7 @@
 """Settings that make a configuration fit into memory, what each costs in time, and the largest
 model that fits with it.
 
-Everything is predicted: peaks by `memory.predict`, times by simulation of the plan (`StepCost`),
+Everything is predicted: peaks by `prediction.predict`, times by simulation of the plan (`StepCost`),
 where there is a profile. A setting alone may not be enough; then those that help most are put
 together. Units: bytes, seconds.
 """
@@ -17,12 +17,12 @@ import torch
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
-from hybridpar.memory import Footprints, predict
-from hybridpar.memory.knobs import Knob, knobs
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.memory import largest_budget
 from hybridpar.planner.profile import check_settings
+from hybridpar.prediction import Footprints, predict
+from hybridpar.prediction.knobs import Knob, knobs
 from hybridpar.validate import problems
 
 _TOGETHER = 4

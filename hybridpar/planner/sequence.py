@@ -14,9 +14,9 @@ from dataclasses import replace
 from itertools import count
 
 from hybridpar.config import Config, ModelConfig
-from hybridpar.memory.work import KINDS, messages_by_kind
 from hybridpar.planner.kernels import activation_bytes
 from hybridpar.planner.profile import BlockCost
+from hybridpar.prediction.work import KINDS, messages_by_kind
 
 _FORWARD = 2.0
 _BACKWARD = 2.5

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hybridpar.config import Config
-from hybridpar.memory.work import block_kinds
 from hybridpar.models.build import DTYPES, Recomputation, recomputed_blocks
 from hybridpar.models.cost import untied_parameters
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
@@ -29,6 +28,7 @@ from hybridpar.planner.machine import Machine
 from hybridpar.planner.moves import Moves
 from hybridpar.planner.profile import BlockCost, Profile
 from hybridpar.planner.sequence import split_rows
+from hybridpar.prediction.work import block_kinds
 
 GRADIENT_BYTES = {name: max(dtype.itemsize, 4) for name, dtype in DTYPES.items()}
 
@@ -242,30 +242,7 @@ class StageCosts:
     def block_time(self, number: int, rank: int = 0) -> tuple[float, float]:
         """Forward and backward of a block, collectives over tp included."""
         cost, (forward, backward) = self.block(number, rank), self.waits[self.kind(number)]
-        return (
-            self._by_turns(cost.forward, forward, cost.forward_messages),
-            self._by_turns(cost.backward, backward, cost.backward_messages),
-        )
-
-    def _by_turns(self, compute: float, waits: float, messages: Sequence[int]) -> float:
-        """Time of a block that computes and waits so long, of `parallel.tp_pieces` pieces by turns:
-        while one waits for a sum of its part of `messages` the others compute, but not while the
-        rank itself sends."""
-        pieces = self.config.parallel.tp_pieces
-        group = range(self.tp)
-        if pieces == 1 or not waits:
-            return compute + waits
-        link = self.machine.link(group)
-        sums = len(messages)
-        work = min(waits, sum(link.ring_work(n, self.tp) for n in messages))
-        share = sum(
-            self.machine.all_reduce(n / pieces, group, self._groups) for n in messages
-        ) / sum(
-            self.machine.all_reduce(n, group, self._groups) for n in messages
-        )  # latency is not divided
-        turn = (compute + work) / (pieces * sums)
-        wait = share * (waits - work) / sums
-        return sums * max(pieces * turn, turn + wait)
+        return cost.forward + forward, cost.backward + backward
 
     @cached_property
     def stages(self) -> list[StageCost]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hybridpar.config.compression_methods import other_gradients
 from hybridpar.errors import config_error
 from hybridpar.nn.matmul import SINK, Part, add_
 from hybridpar.state.chunks import Buffer, Chunk, Memory
@@ -36,11 +36,10 @@ class GradientAccumulator:
     `apply(key)`, in the same order, to the same bits. Some parts are still added at once, but none
     of the parameters in `tied`, which are used in several places.
 
-    With `pieces`, a micro-batch has so many backwards, each through a graph of its own.
 
     Parts of the parameters in `factored` are never added up: `parts(index)` has them, in the order
     of the backwards, and whoever takes them writes the view. Those in `absent` have none, and no
-    memory in `chunks`.
+    memory in `chunks`. `method` (compression.gradients) is named where one of them comes whole.
     """
 
     def __init__(
@@ -54,12 +53,13 @@ class GradientAccumulator:
         factored: frozenset[str] = frozenset(),
         absent: frozenset[str] = frozenset(),
         tied: frozenset[str] = frozenset(),
-        pieces: int = 1,
+        method: str = "none",
     ):
         assert num_buffers in (1, 2), num_buffers
         self.layout = layout
         self.defers = defers
         self.factored = factored
+        self.method = method
         self.absent = absent
         self.tied = tied
         self.buffers = tuple(
@@ -76,8 +76,6 @@ class GradientAccumulator:
             Callable[[dict[str, list[Part]], int, Callable[[], None]], None] | None
         ) = None
         # of the armed backward, by parameter
-        self._pieces = pieces
-        self._reports = Counter[str]()
         self._parts: tuple[dict[str, list[Part]], ...] = tuple({} for _ in self.buffers)
         self._views = tuple(buffer.views(set(layout.names) - absent) for buffer in self.buffers)
         self._void: tuple[set[str], ...] = tuple(
@@ -188,15 +186,11 @@ class GradientAccumulator:
         """The next backward is the last of its batch: `on_final(name)` is called as gradients
         become final in it. None: it is not the last."""
         self.on_final = on_final
-        self._reports.clear()
 
     def report(self, name: str) -> None:
-        """Notes that a graph has completed a parameter's gradient; the micro-batch's last graph
-        makes it final."""
+        """Note that a backward has completed a parameter's gradient."""
         if self.on_final is not None:
-            self._reports[name] += 1
-            if self._reports[name] % self._pieces == 0:
-                self.on_final(name)
+            self.on_final(name)
 
     def renew(self, index: int, names: Iterable[str]) -> None:
         """Makes the gradients of these parameters in buffer `index` void, in the middle of a
@@ -262,7 +256,8 @@ class _Report:
                 "weight outside "
                 "its layer's forward"
             )
-            raise config_error("compression.gradients", "sbpca", rule, "powersgd")
+            other = other_gradients(lambda row: not row.takes_factors)
+            raise config_error("compression.gradients", self.owner.method, rule, other)
         if self.view is None:
             return
         if self.name in self.void:

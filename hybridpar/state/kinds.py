@@ -286,7 +286,7 @@ class Learned(StateKind):
         compression = self.holder.compression
         return (
             {}
-            if compression is None or compression.method.factored == self.differs
+            if compression is None or compression.takes_factors == self.differs
             else {
                 f"{self.name}/{name}": tensor
                 for name, tensor in compression.feedback.learned.items()

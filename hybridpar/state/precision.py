@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridpar.ops.quantize import dequantize_, quantize, quantized_bytes
+from hybridpar.ops.quantize import TILE, dequantize_, quantize, quantized_bytes
 
 _BITS = {"int8": 8, "int4": 4}
 
@@ -24,6 +24,12 @@ class Precision:
         self._backend = backend
         self.unit = torch.uint8 if self._bits else torch.bfloat16 if name == "bf16" else dtype
         self.is_lossy = self._bits > 0
+
+    @classmethod
+    def bytes_per_number(cls, name: str, item: int) -> float:
+        """Bytes of a number in a large message. item: of a number in full."""
+        whole = torch.float64 if item == 8 else torch.float32
+        return cls(name, whole).num_bytes(TILE) / TILE
 
     def size(self, numel: int) -> int:
         """Elements of a message for a piece of so many numbers."""

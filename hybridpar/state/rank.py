@@ -129,8 +129,8 @@ class RankState:
             defers=policy.defers,
             factored=factored,
             absent=absent,
+            method=policy.compression.gradients,
             tied=tied,
-            pieces=policy.parallel.tp_pieces if grid.tp.size > 1 else 1,
         )
         self.shares = Shares.of(
             self.partition,

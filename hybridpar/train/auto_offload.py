@@ -22,14 +22,14 @@ import torch
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory.limit import limit_here
-from hybridpar.memory.predict import predict
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.kinds import Kind
 from hybridpar.pipeline.plan.offload import most_away
 from hybridpar.pipeline.plan.predict import Ordering, free_to_leave, time_with_away
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.run.slow_tier import in_host_memory
+from hybridpar.prediction.limit import limit_here
+from hybridpar.prediction.predict import predict
 from hybridpar.train.auto_schedule import of_first_rank
 from hybridpar.train.costs import in_ms
 from hybridpar.train.offload_room import OffloadRoom, everything, with_away

@@ -27,10 +27,6 @@ from hybridpar.comm import gather_objects
 from hybridpar.config import FOUND, Config, PipelineConfig
 from hybridpar.errors import HybridparError
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.memory import predict
-from hybridpar.memory.layers import Footprints
-from hybridpar.memory.limit import limit_here
-from hybridpar.memory.predict import Tracer, kept_by_stage
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.fill import Room, fill
@@ -40,6 +36,10 @@ from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.prediction import predict
+from hybridpar.prediction.layers import Footprints
+from hybridpar.prediction.limit import limit_here
+from hybridpar.prediction.predict import Tracer, kept_by_stage
 from hybridpar.train.errors import SetupError
 from hybridpar.validate import problems
 

@@ -23,7 +23,6 @@ from hybridpar.comm import Work, all_reduce, all_reduce_async
 from hybridpar.config import Config
 from hybridpar.data import DataStart
 from hybridpar.data.loader import Loader
-from hybridpar.errors import config_error
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.build import build_blocks, recomputed_blocks
 from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action, Kind
@@ -53,7 +52,6 @@ from hybridpar.train.replicas import SharedChunks
 from hybridpar.train.sites import SiteTalk
 from hybridpar.train.source import LoaderSource
 from hybridpar.train.tiers import RankTiers
-from hybridpar.turns import Turns
 
 __all__ = ["Engine", "StepResult"]
 _log = logging.getLogger(__name__)
@@ -108,20 +106,10 @@ class Engine:
         )
         numbers = [number for stage in self._held for number in self.split[stage]]
         sequence = config.parallel.sequence
-        pieces = config.parallel.tp_pieces
-        if pieces > 1 and device.type == "cuda":
-            raise config_error(
-                "parallel.tp_pieces", pieces, "works on CPUs only, and this job has GPUs", "1"
-            )
-        turns = (
-            Turns(pieces, partial(torch.set_num_threads, torch.get_num_threads()))
-            if pieces > 1 and grid.tp.size > 1
-            else None
-        )
         blocks = with_coded_sums(
             build_blocks(
                 model,
-                replace(grid.tp, turns=turns),
+                grid.tp,
                 numbers,
                 kernels=config.kernels,
                 sequence=sequence,
@@ -134,8 +122,7 @@ class Engine:
         self.parts = Parts.of(config, {stage: self.split[stage] for stage in self._held})
         stages = {
             stage: [
-                Stage({n: blocks[n] for n in numbers}, again[stage], model, turns)
-                for numbers in parts
+                Stage({n: blocks[n] for n in numbers}, again[stage], model) for numbers in parts
             ]
             for stage, parts in self.parts.of_stage.items()
         }
@@ -184,13 +171,10 @@ class Engine:
             self.replicas or self.tiers,
             self._stash(),
         )
-        by_block = (
-            config.train.record_memory or config.train.planned_memory
-        )  # a graph's pool is apart
         if (
             config.train.cuda_graphs
             and device.type == "cuda"
-            and not by_block
+            and not config.train.record_memory  # a graph's pool is apart
             and not self.parts.is_divided
         ):
             self.executor.graphs = graphs.recorder(

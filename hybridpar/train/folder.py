@@ -11,7 +11,7 @@
         failures.jsonl    supervised jobs: a line each     notes.jsonl      a console or disk that was lost for a while
         changes.jsonl     where train.continue_with was used  trackers.json  who it is for
                           run.trackers
-        memory/           events of train.record_memory, counts of train.planned_memory
+        memory/           events of train.record_memory
         model_folder      of a model of one's own: where its module is found
         kernels.json      on GPUs: launch options of attention's kernels, measured
                           (kernel_options.py)

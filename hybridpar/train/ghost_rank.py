@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 from hybridpar.config import Config
 from hybridpar.grid import place_of, sizes_of
-from hybridpar.memory.ghost import Tracker
-from hybridpar.memory.ghost_state import GhostState
-from hybridpar.memory.predict import default_device
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.predict import Ordering
@@ -18,6 +15,9 @@ from hybridpar.pipeline.plan.residency import Residency, add_residency
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.plan.shared import SharedItems
 from hybridpar.pipeline.run.stage_split import stage_split
+from hybridpar.prediction.ghost import Tracker
+from hybridpar.prediction.ghost_state import GhostState
+from hybridpar.prediction.predict import default_device
 from hybridpar.state import StatePolicy
 from hybridpar.state.touches import Touches
 from hybridpar.train.policy import BatchPolicy

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hybridpar import native, sockets
+from hybridpar import sockets
 from hybridpar.config import Launch, TrainConfig
 from hybridpar.cores import available_cores
 from hybridpar.errors import HybridparError, config_error
@@ -458,8 +458,6 @@ def choose_device(
     if config.device == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus and config.planned_memory:
-        take_over_cuda()  # before CUDA is set up, as it is to know a GPU's name
     index = launch.local_rank % max(gpus, 1)
     taken = gather(str(torch.cuda.get_device_properties(index).uuid) if gpus else "")
     if all(taken) and (config.share_gpus or len(set(taken)) == len(taken)):
@@ -509,45 +507,3 @@ def keep_freed_memory() -> bool:
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
     return bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
-
-
-def give_back_freed_memory() -> None:
-    """Has glibc's malloc give the system what is free, which the arena takes the place of."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
-
-
-def require_planned(config: TrainConfig, device: torch.device) -> None:
-    """Says whether memory can be planned on this device. Raises: ConfigError."""
-    on_cpu = device.type == "cpu"
-    if config.planned_memory and (
-        reason := native.missing_recorder() if on_cpu else native.missing_cuda()
-    ):
-        raise config_error(
-            "train.planned_memory", "true", f"needs an allocator of ours: {reason}", "false"
-        )
-
-
-def take_over_cuda() -> None:
-    """Makes ours this process's allocator of CUDA memory. To be called before any of it is used.
-
-    A pool of torch's (MemPool) would not do: it asks for segments, not for blocks.
-    Raises: ConfigError where CUDA memory is in use already, or the extension is missing.
-    """
-    if torch.cuda.is_initialized():
-        if torch.cuda.get_allocator_backend() == "pluggable":
-            return
-        raise config_error(
-            "train.planned_memory",
-            "true",
-            "must come before anything else uses CUDA in this process",
-            "false",
-        )
-    require_planned(TrainConfig(planned_memory=True), torch.device("cuda"))
-    path = native.cuda_library()
-    functions = [f"hybridpar_planned_{name}" for name in ("alloc", "free", "record_stream")]
-    allocator = torch.cuda.memory.CUDAPluggableAllocator(path, *functions[:2])
-    record_stream = ctypes.cast(getattr(ctypes.CDLL(path), functions[2]), ctypes.c_void_p).value
-    allocator.allocator().set_record_stream_fn(record_stream)
-    torch.cuda.memory.change_current_allocator(allocator)

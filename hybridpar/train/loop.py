@@ -25,12 +25,11 @@ from hybridpar.data import NO_DATASETS, Data, open_data
 from hybridpar.errors import CheckpointError, HybridparError, config_error, in_a_line
 from hybridpar.flight import FAILED, LOST, REFUSED, RENDEZVOUS, Flight, Waiting
 from hybridpar.grid import ProcessGrid, sizes_of
-from hybridpar.memory import MemoryWatch
-from hybridpar.memory.planned import Allocator
 from hybridpar.ops.libraries import examine_triton
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.prediction import MemoryWatch
 from hybridpar.train import continued, kernel_options, warm_up, watchdog
 from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, Callbacks
@@ -57,7 +56,6 @@ from hybridpar.train.launch import (
     choose_backend,
     choose_device,
     keep_freed_memory,
-    require_planned,
     set_precision,
     set_threads,
 )
@@ -108,7 +106,6 @@ def train(
     if choose_backend(config.train, device) == "nccl":
         job.together(lambda: require_gpu_queues(config.parallel.pp))
     job.require_addresses(choose_backend(config.train, device))
-    require_planned(config.train, device)
     threads = set_threads(config.train.threads, launch)
     set_precision(config.train, device)
     if device.type == "cuda":
@@ -312,14 +309,8 @@ def _train_on_grid(
             warm_up.warm_up(config, grid, place.device, place.build)
         config = settle(config, grid, place.device, reporter.say, place.build)
         prove(config)
-        counts = (
-            place.device.type == "cpu" or not config.train.planned_memory
-        )  # of CUDA's allocator, then
-        watched = counts and (config.train.measure_memory or bool(config.plan.memory_mib))
+        watched = config.train.measure_memory or bool(config.plan.memory_mib)
         watch = MemoryWatch(config, place.device) if watched else None
-        if config.train.planned_memory and place.device.type == "cpu":
-            # before there are chunks, which ask the allocator that made them whenever they come
-            Allocator.of_cpu()
         engine = place.build(lambda: Engine(config, grid, place.device, tamper=injector.tamper))
         require_equal_plans(engine)
         resumed = _load(engine, data, reporter, start)

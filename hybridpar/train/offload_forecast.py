@@ -13,13 +13,13 @@ import torch
 
 from hybridpar.config import Config
 from hybridpar.grid import Axis
-from hybridpar.memory.predict import predict
 from hybridpar.models.cost import training_flops_per_token
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.offload import num_away
 from hybridpar.pipeline.plan.predict import Ordering, free_to_leave
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.run.slow_tier import FileTier
+from hybridpar.prediction.predict import predict
 from hybridpar.state.tiered import folder_to_measure
 from hybridpar.train.peak import peak_flops
 from hybridpar.train.preview import stage_costs

@@ -18,7 +18,6 @@ from hybridpar.config import Config
 from hybridpar.cpu import host_room
 from hybridpar.errors import Problem
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory.predict import batches_to_peak, predict
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import INPUTS, Kind
 from hybridpar.pipeline.plan.offload import most_away
@@ -26,6 +25,7 @@ from hybridpar.pipeline.plan.passes import lower
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.run.slow_tier import HostTier
+from hybridpar.prediction.predict import batches_to_peak, predict
 from hybridpar.train.errors import SetupError
 
 _CUDA = torch.device("cuda")

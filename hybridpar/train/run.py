@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,7 +29,7 @@ from hybridpar.config.row_names import valid_name
 from hybridpar.data import Data
 from hybridpar.errors import NotFiniteError
 from hybridpar.flight import EVALUATING, Flight
-from hybridpar.memory import MemoryWatch
+from hybridpar.prediction import MemoryWatch
 from hybridpar.train import folder as run_folder
 from hybridpar.train.callbacks import SILENT, CallbackRunner, Callbacks
 from hybridpar.train.engine import Engine, StepResult
@@ -37,15 +37,16 @@ from hybridpar.train.errors import CallbackError
 from hybridpar.train.evaluation import Evaluator, as_told, batch_loader, row_of
 from hybridpar.train.history import History
 from hybridpar.train.links import LinkWatch
-from hybridpar.train.memory_trace import MemoryLog
 from hybridpar.train.metrics import BatchClock, evaluation_at
-from hybridpar.train.planned_memory import PlannedMemory, describe
 from hybridpar.train.progress import Reporter
 from hybridpar.train.report import RunReport, is_evaluated
 from hybridpar.train.rollback import AnomalyHandler
 from hybridpar.train.saves import Saves
 from hybridpar.train.stop import StopReason, noting_signals
 from hybridpar.train.watchdog import SAVING
+
+if TYPE_CHECKING:
+    from hybridpar.memory_behaviour.recording.memory_trace import MemoryLog
 
 
 def mark_intervals(config: Config) -> list[int]:
@@ -108,6 +109,16 @@ class Outcome:
         }
 
 
+def _memory_log(engine: Engine, resumed: int, say: Callable[[str], None]) -> MemoryLog | None:
+    """Create the file of memory events that train.record_memory asks for; None if it asks for
+    none."""
+    if not engine.config.train.record_memory:
+        return None
+    from hybridpar.memory_behaviour.recording.memory_trace import MemoryLog
+
+    return MemoryLog(engine, resumed, say)
+
+
 class Run:
     """Training of a job whose engine stands at step `resumed`. Collectives: go() and the
     constructor, on all ranks."""
@@ -133,10 +144,7 @@ class Run:
         self.train_loader = batch_loader(engine, data.train)
         self.train_loader.start = engine.data_start
         loader = self.train_loader if watch is None else watch.loader(self.train_loader)
-        self.memory = (
-            MemoryLog(engine, resumed, reporter.say) if config.train.record_memory else None
-        )
-        self.planned = PlannedMemory(engine, reporter.say) if config.train.planned_memory else None
+        self.memory = _memory_log(engine, resumed, reporter.say)
         self.clock = BatchClock(loader if self.memory is None else self.memory.loader(loader))
         self.evaluator = Evaluator(engine, data.valid)
         self.anomalies = AnomalyHandler(engine, data.train, self.report.log, reporter.say)
@@ -167,8 +175,6 @@ class Run:
         self.saving.leave()
         if self.memory is not None:
             self.memory.close()
-        if self.planned is not None:
-            self.planned.close(self.config.run.folder)
         self.report.log.close()
 
     def go(self) -> Outcome:
@@ -207,9 +213,6 @@ class Run:
             )
             tell = self.reporter.say if self.config.train.measure_memory else self.reporter.detail
             tell(str(compared))
-        if self.planned is not None:
-            counts = gather_objects(self.planned.counts, self.grid.world)
-            self.reporter.say(describe(counts))
         self.report.finish(stop.code)
         self._raise_callback_errors()
         return Outcome(
@@ -285,10 +288,7 @@ class Run:
     def _train_until(self, stop: int) -> None:
         self.flight.phase("training", self._limit_s)
         self.report.begin_stretch(stop)
-        watching = [one.active() for one in (self.memory, self.planned) if one is not None]
-        with contextlib.ExitStack() as stack:
-            for one in watching:
-                stack.enter_context(one)
+        with contextlib.nullcontext() if self.memory is None else self.memory.active():
             self.engine.train(self.clock, stop - self.engine.batches_done, self._on_step)
         self.flight.phase("settling", self.faults.start_timeout_s)
         self.clock.stop()

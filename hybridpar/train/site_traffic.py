@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hybridpar.config import Config
-from hybridpar.memory.ghost import Tracker
-from hybridpar.memory.predict import default_device
-from hybridpar.memory.silent import silent_grid
+from hybridpar.prediction.fake_neighbours import silent_grid
+from hybridpar.prediction.ghost import Tracker
+from hybridpar.prediction.predict import default_device
 from hybridpar.train.engine import Engine
 
 _DAY_S = 86_400

@@ -98,12 +98,6 @@ class Recorder:
         """Ends the recording, if it has not ended."""
         if self._recording is not None:
             self.events, self.usage = self._recording.events(), self._recording.usage()
-            if any(
-                part.turns is not None for parts in self._executor.stages.values() for part in parts
-            ):
-                self.usage = replace(
-                    self.usage, beside=0.0
-                )  # other threads have a share of the actions
         self._recording = self._executor.recording = None
 
     def _begin(self) -> None:

@@ -22,8 +22,8 @@ from torch import Tensor
 from hybridpar.config import Config, OuterConfig
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory.silent import silent_grid
 from hybridpar.pipeline.plan.action import Action
+from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.train.engine import Actions, Engine
 
 _BATCHES = 2

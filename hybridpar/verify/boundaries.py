@@ -20,19 +20,12 @@ from torch.autograd.function import Function
 from torch.nn import functional as F
 
 from hybridpar.config import Config
-from hybridpar.memory.silent import silent_grid
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.linear import ColumnParallelLinear, RowParallelLinear
-from hybridpar.pipeline.run.codecs import (
-    Codec,
-    Codecs,
-    Largest,
-    Marked,
-    PartialSums,
-    coded_layers,
-    through,
-)
+from hybridpar.pipeline.run.codecs import Codecs, PartialSums, coded_layers, through
 from hybridpar.pipeline.run.stage_split import stage_split
+from hybridpar.prediction.fake_neighbours import silent_grid
+from hybridpar.state.compression.codec import Codec
 
 Layer = ColumnParallelLinear | RowParallelLinear
 
@@ -137,7 +130,7 @@ class _Part(Function):
 class _Crossing(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Codec | None, backward: Codec | None) -> Tensor:
-        if isinstance(forward, Largest) and isinstance(backward, Marked):
+        if forward is not None and backward is not None and backward.follows:
             rows = x.reshape(-1, x.shape[-1])
             backward = backward.at(forward.places(forward.encode(rows), rows.shape[1]))
         ctx.codec = backward

@@ -270,7 +270,7 @@ class Board:
     def _predicted(config: Config) -> list[dict[str, Any]]:
         """The prediction for each rank of a pipeline. Raises: ConfigError for what cannot run or is
         very large."""
-        from hybridpar.memory import check_size, predict
+        from hybridpar.prediction import check_size, predict
 
         config = resolve(config, config.parallel.num_ranks)
         check_size(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,11 +13,10 @@ from hybridpar.config import Config, load_toml, to_toml
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory.planned import Counts
-from hybridpar.memory.trace_file import read_trace
+from hybridpar.memory_behaviour.trace_file import read_trace
+from hybridpar.placement import make_workload, read_document, read_split
+from hybridpar.placement.piper import is_instance, make_instance
 from hybridpar.planner.cluster import read_cluster
-from hybridpar.planner.placement import make_workload, read_document, read_split
-from hybridpar.planner.placement.piper import is_instance, make_instance
 from hybridpar.planner.profile_file import read_profile, write_profile
 from hybridpar.train import trace
 from hybridpar.train.bundle import Bundle, read_bundle
@@ -161,7 +160,6 @@ def make_clusters(folder: Path) -> list[Path]:
 
 
 def read_memory(folder: Path) -> None:
-    Counts.read(folder / "planned0.json")
     _, spans = read_trace(folder / "memory.jsonl")
     for _ in spans:
         pass
@@ -212,14 +210,8 @@ TARGETS = (
     ),
     Target(
         "memory trace",
-        lambda folder: [
-            folder_with(
-                folder / "m",
-                memory__jsonl=MEMORY,
-                planned0__json=json.dumps(asdict(Counts(hits=5, num_bytes=1 << 20))),
-            )
-        ],
+        lambda folder: [folder_with(folder / "m", memory__jsonl=MEMORY)],
         read_memory,
-        {".jsonl": mutate_lines, ".json": mutate_json},
+        {".jsonl": mutate_lines},
     ),
 )

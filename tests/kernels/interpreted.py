@@ -13,11 +13,11 @@ from hybridpar import native, ops, random
 from hybridpar.autograd import recomputed
 from hybridpar.config import KernelsConfig, from_mapping
 from hybridpar.grid import Axis
-from hybridpar.memory.ghost import Tracker
 from hybridpar.nn import ParallelAttention
 from hybridpar.ops import registry
 from hybridpar.ops.dropout import dropout_torch
 from hybridpar.ops.split_qkv import RotarySettings, sums_bias
+from hybridpar.prediction.ghost import Tracker
 from hybridpar.train import kernel_options
 
 

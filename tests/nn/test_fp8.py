@@ -16,12 +16,12 @@ from hybridpar.config import Config, TrainConfig, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory import measure, predict
 from hybridpar.models.build import build_blocks
 from hybridpar.nn import fp8
 from hybridpar.nn.fp8 import Fp8Weight
 from hybridpar.nn.placement import ParallelModule
 from hybridpar.pipeline.run.stage import Stage
+from hybridpar.prediction import measure, predict
 from hybridpar.state import RankState, StatePolicy
 from hybridpar.state.fp8 import unquantized_layers
 from hybridpar.train.engine import Engine

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridpar.memory import Footprints
 from hybridpar.planner import memory, remedies
+from hybridpar.prediction import Footprints
 
 
 @pytest.fixture(scope="session", autouse=True)

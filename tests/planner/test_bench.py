@@ -14,12 +14,12 @@ from planner import made
 
 from hybridpar.config import Launch, from_mapping
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.memory.silent import silent_axis
 from hybridpar.optim import Optimizer
 from hybridpar.planner import local_profile
 from hybridpar.planner.bench import Bench, Effort, _timed
 from hybridpar.planner.profile import Profile
 from hybridpar.planner.profile_file import read_profile, write_profile
+from hybridpar.prediction.fake_neighbours import silent_axis
 from hybridpar.train.engine import Engine
 
 CPU = torch.device("cpu")

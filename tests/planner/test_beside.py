@@ -11,9 +11,9 @@ from planner import made
 
 from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.memory.silent import silent_axis
 from hybridpar.planner.bench import Bench
 from hybridpar.planner.beside import Gathers, InFile, Shared, Sums
+from hybridpar.prediction.fake_neighbours import silent_axis
 from hybridpar.state.store import padded
 
 CPU = torch.device("cpu")

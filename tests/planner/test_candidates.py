@@ -10,13 +10,13 @@ import torch
 from planner import made
 
 from hybridpar.config import OptimConfig, load_toml
-from hybridpar.memory import predict
 from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.planner.candidates import Request, balanced, candidates
 from hybridpar.planner.cluster import estimate, machine_of
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.hardware import Cluster, find_device, find_link
 from hybridpar.planner.search import search
+from hybridpar.prediction import predict
 from hybridpar.validate import problems
 
 CONFIGS = Path(__file__).parent.parent.parent / "scripts" / "configs"

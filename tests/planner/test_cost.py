@@ -69,30 +69,6 @@ def test_tensor_parallelism_waits_as_measured_and_pays_for_a_slower_link() -> No
     assert StepCost(config, machine).waits["layer"] == pytest.approx((0.5 + 2 * one,) * 2)
 
 
-def test_of_two_pieces_one_computes_while_the_other_waits() -> None:
-    """Half of a sum's bytes take less than half of the time of all, by the latency, which each
-    piece has."""
-    config = made.config(tp=2, m=1, b=2)
-    in_pieces = replace(config, parallel=replace(config.parallel, tp_pieces=2))
-    profile = made.profile(config, wait=0.5)
-    for bandwidth in (1e9, 1e3):
-        machine = made.machine(
-            config, 2, made=profile, per_server=1, outer=made.link(latency=0.1, bandwidth=bandwidth)
-        )
-        whole = StepCost(config, machine)
-        turns = StepCost(in_pieces, machine)
-        compute = whole.block(1).forward
-        waits = whole.waits["layer"][0]
-        messages = whole.block(1).forward_messages
-        half = (
-            waits
-            * sum(machine.all_reduce(n / 2, range(2)) for n in messages)
-            / sum(machine.all_reduce(n, range(2)) for n in messages)
-        )
-        assert turns.block_time(1)[0] == pytest.approx(max(compute, compute / 2 + half))
-        assert turns.step_time < whole.step_time
-
-
 def test_pipelines_that_leave_a_server_share_what_it_has() -> None:
     config = made.config(pp=2, dp=2, m=4, b=1)
     outer = made.link(latency=0.001, bandwidth=1e6)

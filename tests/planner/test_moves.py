@@ -9,7 +9,6 @@ from planner import made
 
 from hybridpar.config import Config, OptimConfig
 from hybridpar.errors import ConfigError
-from hybridpar.memory import Footprints, predict
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.check import PlanError, check
 from hybridpar.pipeline.plan.copies import MIB
@@ -20,6 +19,7 @@ from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.profile import StateSpeeds
 from hybridpar.planner.search import Result, search
+from hybridpar.prediction import Footprints, predict
 from hybridpar.train.forecast import forecast
 from hybridpar.validate import problems
 

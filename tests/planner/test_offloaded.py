@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from planner import made
 
-from hybridpar.memory import predict
 from hybridpar.planner.candidates import Candidate, Request
 from hybridpar.planner.profile import StateSpeeds
 from hybridpar.planner.report import describe
 from hybridpar.planner.search import search
+from hybridpar.prediction import predict
 
 CONFIG = made.config(
     pp=2, m=6, b=2, schedule="gpipe", num_layers=4, hidden_size=64, seq_length=256, vocab_size=64

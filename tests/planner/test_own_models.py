@@ -24,8 +24,6 @@ from hybridpar.config import (
     TrainConfig,
 )
 from hybridpar.errors import ConfigError
-from hybridpar.memory import Footprints, predict
-from hybridpar.memory.work import BlockWork, block_kinds, block_work
 from hybridpar.models.build import build_blocks, recomputed_blocks
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cluster import estimate, measured_machine
@@ -37,6 +35,8 @@ from hybridpar.planner.memory import MemoryCheck
 from hybridpar.planner.profile import BlockCost, Hardware, Profile, settings_of
 from hybridpar.planner.profile_file import read_profile, write_profile
 from hybridpar.planner.search import search
+from hybridpar.prediction import Footprints, predict
+from hybridpar.prediction.work import BlockWork, block_kinds, block_work
 
 CPU = torch.device("cpu")
 WIDTHS = (32, 8, 8, 64, 8, 8)

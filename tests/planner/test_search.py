@@ -14,7 +14,6 @@ from rich.console import Console
 
 from hybridpar.config import Config, load_toml
 from hybridpar.errors import ConfigError
-from hybridpar.memory import predict
 from hybridpar.planner import bound, report
 from hybridpar.planner import search as searching
 from hybridpar.planner.candidates import Candidate, Request, balanced, candidates, grids
@@ -24,6 +23,7 @@ from hybridpar.planner.hardware import Cluster, find_device, find_link
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.memory import MemoryCheck
 from hybridpar.planner.search import STALE_GAIN, search
+from hybridpar.prediction import predict
 from hybridpar.validate import problems
 
 CONFIGS = Path(__file__).parent.parent.parent / "scripts" / "configs"

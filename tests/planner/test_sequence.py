@@ -9,8 +9,6 @@ import torch
 from planner import made
 
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
-from hybridpar.memory import predict
-from hybridpar.memory.silent import silent_axis
 from hybridpar.planner.bench import Bench
 from hybridpar.planner.candidates import Request, candidates
 from hybridpar.planner.cluster import estimated
@@ -20,6 +18,8 @@ from hybridpar.planner.kernels import HALF
 from hybridpar.planner.profile import BlockCost, check_settings
 from hybridpar.planner.search import search
 from hybridpar.planner.sequence import split_rows, with_split_rows
+from hybridpar.prediction import predict
+from hybridpar.prediction.fake_neighbours import silent_axis
 
 
 @pytest.mark.parametrize("kind", ["gpt", "bert"])

@@ -22,7 +22,7 @@ from hybridpar.config import Config, from_mapping
 from hybridpar.ops import quantize
 from hybridpar.ops.quantize import dequantize_
 from hybridpar.state import find_divergence
-from hybridpar.state.compression.factors import orthonormal
+from hybridpar.state.compression.methods.powersgd import orthonormal
 from hybridpar.train.policy import BatchPolicy, StepResult
 
 DCT = {"gradients": "dct", "gradients_kept": 0.05, "gradients_period": 2, "gradients_smallest": 100}

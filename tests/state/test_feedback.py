@@ -22,9 +22,9 @@ from hybridpar.checkpoint.part import Part, is_writer
 from hybridpar.checkpoint.save import make_manifest
 from hybridpar.config import UNCOMPRESSED, Config, from_mapping
 from hybridpar.errors import ConfigError
-from hybridpar.memory.footprint import Buffers, trace_stage
+from hybridpar.memory_behaviour.recording.memory_trace import predict_trace
 from hybridpar.models.build import Recomputation
-from hybridpar.train.memory_trace import predict_trace
+from hybridpar.prediction.footprint import Buffers, trace_stage
 from hybridpar.validate import problems
 from hybridpar.verify.run import verify
 
@@ -175,7 +175,7 @@ def test_one_replica_has_no_feedback() -> None:
         ({"memory": {"budget": 10**9}}, "does not go with memory.budget"),
         (
             {"compression": DCT | {"gradients_values": "int8"}},
-            "is of powersgd's factors, and compression.gradients is dct",
+            'not supported with compression.gradients = "dct", only with "powersgd"',
         ),
     ],
     ids=str,

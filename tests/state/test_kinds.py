@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory.footprint import Buffers, trace_stage
 from hybridpar.models.build import Recomputation
+from hybridpar.prediction.footprint import Buffers, trace_stage
 from hybridpar.state import find_divergence, kinds
 from hybridpar.state.kind import Holder, StateKind
 from hybridpar.state.kinds import parse_key

@@ -7,11 +7,11 @@ import torch
 
 from hybridpar.config import OuterConfig, from_mapping
 from hybridpar.errors import ConfigError
-from hybridpar.memory import predict
-from hybridpar.memory.silent import silent_axis
 from hybridpar.nn.placement import Init, Placement, Shard
 from hybridpar.ops.update import Weights
 from hybridpar.optim import ParameterSlot
+from hybridpar.prediction import predict
+from hybridpar.prediction.fake_neighbours import silent_axis
 from hybridpar.state.chunks import Memory
 from hybridpar.state.outer import OuterStep
 from hybridpar.validate import resolve

@@ -12,9 +12,9 @@ from ranks import run_ranks
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.memory.footprint import Buffers, trace_stage
 from hybridpar.models.build import Recomputation
 from hybridpar.planner.bench import Unit
+from hybridpar.prediction.footprint import Buffers, trace_stage
 from hybridpar.train.engine import Engine
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 
 from hybridpar.config import ParallelConfig, from_mapping
 from hybridpar.grid import Axis
-from hybridpar.memory import measure
+from hybridpar.prediction import measure
 from hybridpar.state import Partition, Route, StatePolicy
 from hybridpar.state.chunks import Buffer, Use, cut
 from hybridpar.state.layout import FlatLayout

@@ -14,11 +14,11 @@ from ranks import run_ranks
 from hybridpar.config import Config, OptimConfig, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import Axis, ProcessGrid
-from hybridpar.memory import measure
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.init import initialize
 from hybridpar.optim import ParameterSlot, build_optimizer
 from hybridpar.pipeline.run.stage import Stage
+from hybridpar.prediction import measure
 from hybridpar.state.chunks import Memory
 from hybridpar.state.parameters import StageParameters
 from hybridpar.state.partition import Partition, Route

@@ -15,11 +15,11 @@ from train.runs import TOML, run_job, write_corpus
 from hybridpar.config import Config, PipelineConfig, from_mapping, load_toml
 from hybridpar.errors import HybridparError
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory import Footprints, predict
-from hybridpar.memory.predict import kept_by_stage
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.prove import prove
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.prediction import Footprints, predict
+from hybridpar.prediction.predict import kept_by_stage
 from hybridpar.train.auto_schedule import choose, filled, of_first_rank, shapes, simulated
 from hybridpar.train.errors import SetupError
 from hybridpar.train.settle import settle

@@ -118,16 +118,6 @@ def test_bits_are_equal(dp: int, one: Sequence[Sections], other: Sequence[Sectio
         (({"parallel": {"zero": 1}},), (BUDGET, {"parallel": {"zero": 1}})),
         ((), (HOST,)),
         ((PIPELINE, NO_CLIP), (PIPELINE, NO_CLIP, {"pipeline": {"schedule": "interleaved"}})),
-        (
-            ({"parallel": {"tp": 2}, "train": {"micro_batch_size": 1}},),
-            (
-                {
-                    "parallel": {"tp": 2, "tp_pieces": 2},
-                    "pipeline": {"num_microbatches": 2},
-                    "model": {"dropout": 0.0},
-                },
-            ),
-        ),
     ],
     ids=str,
 )

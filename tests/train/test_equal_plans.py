@@ -15,8 +15,8 @@ from hybridpar.config import Config, from_mapping
 from hybridpar.data import Data
 from hybridpar.errors import HybridparError
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory.ghost import Tracker
-from hybridpar.memory.silent import silent_grid
+from hybridpar.prediction.fake_neighbours import silent_grid
+from hybridpar.prediction.ghost import Tracker
 from hybridpar.train.engine import Engine
 from hybridpar.train.equal_plans import (
     plan_digest,

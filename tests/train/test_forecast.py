@@ -14,7 +14,7 @@ from hybridpar.config import Config, MemoryConfig, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory import predict
+from hybridpar.prediction import predict
 from hybridpar.state.tiered import TieredMemory
 from hybridpar.train.engine import Engine
 from hybridpar.train.forecast import forecast, forecasts

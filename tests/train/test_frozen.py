@@ -18,9 +18,9 @@ from hybridpar import checkpoint
 from hybridpar.config import Config, ParallelConfig
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid, sizes_of
-from hybridpar.memory.predict import predict
-from hybridpar.memory.work import block_work
 from hybridpar.pipeline.run.stage_split import stage_split
+from hybridpar.prediction.predict import predict
+from hybridpar.prediction.work import block_work
 from hybridpar.train.engine import Engine
 from hybridpar.validate import problems
 

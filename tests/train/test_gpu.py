@@ -27,8 +27,7 @@ from train.runs import metrics, write_config
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory import measure, predict
-from hybridpar.memory.planned import Counts
+from hybridpar.prediction import measure, predict
 from hybridpar.state.audit import audit_replicas
 from hybridpar.train.engine import Engine, StepResult
 
@@ -585,51 +584,6 @@ def test_options_of_kernels_are_timed_once_and_kept(tmp_path: Path) -> None:
         assert all(1 < us < 1e5 for us in entry["us"].values()), (
             "not what Python takes, or the pause before a launch"
         )
-
-
-def test_planned_memory(tmp_path: Path) -> None:
-    """The same bits as without a plan, and blocks in their places. The allocator must be chosen
-    before anything else, so each run is a process of its own."""
-    pytest.importorskip("tyro")
-    path = write_config(tmp_path, "1f1b")
-    flags = [
-        "--train.device",
-        "cuda",
-        "--train.cuda_graphs",
-        "False",
-        "--train.num_steps",
-        "16",
-        "--train.eval_interval",
-        "0",
-        "--train.save_interval",
-        "0",
-    ]
-    losses = {}
-    for planned in ("False", "True"):
-        run = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "hybridpar",
-                "train",
-                str(path),
-                *flags,
-                "--run.name",
-                planned,
-                "--train.planned_memory",
-                planned,
-            ],
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stderr
-        losses[planned] = [
-            row["loss"] for row in metrics(tmp_path / "runs" / planned) if "loss" in row
-        ]
-    assert losses["True"] == losses["False"]
-    counts = Counts.read(tmp_path / "runs" / "True" / "memory" / "planned0.json")
-    assert counts.hits
-    assert counts.missed <= 0.02 * counts.hits
 
 
 def test_commands_that_look_at_the_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

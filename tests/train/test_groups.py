@@ -16,7 +16,7 @@ from hybridpar import checkpoint
 from hybridpar.cli.entry import main, parse
 from hybridpar.config import Config, from_mapping, load_toml, to_toml
 from hybridpar.errors import ConfigError
-from hybridpar.memory.predict import predict
+from hybridpar.prediction.predict import predict
 
 SIZES = (3, 16, 4, 8, 24)
 TIED = "blocks.4.language_model.projection.weight"

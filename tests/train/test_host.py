@@ -26,10 +26,10 @@ from train.runs import must_be_killed, poison_gradients
 from hybridpar import checkpoint
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError
-from hybridpar.memory import predict
 from hybridpar.models.cost import training_flops_per_token
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.run.recording import HostClock, Recording
+from hybridpar.prediction import predict
 from hybridpar.state.chunks import Chunk, Memory
 from hybridpar.state.host import HostMemory, HostUpdates, HostWork
 from hybridpar.train.engine import Engine

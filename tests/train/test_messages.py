@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from memory.test_predict import agree, small
-from memory.test_predict import make as large
+from prediction.test_predict import agree, small
+from prediction.test_predict import make as large
 from ranks import run_ranks
 from train.runs import run_job, write_config
 
@@ -18,8 +18,8 @@ from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory.predict import predict
 from hybridpar.nn.placement import split_sizes
+from hybridpar.prediction.predict import predict
 from hybridpar.state.audit import bit_hash
 from hybridpar.train.engine import Engine
 from hybridpar.train.generate import Generator

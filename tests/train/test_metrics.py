@@ -19,7 +19,7 @@ from train.runs import metrics
 from hybridpar import Build, ModelSpec, SequentialSpec, Trainer
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
-from hybridpar.memory import predict
+from hybridpar.prediction import predict
 from hybridpar.train.progress import Status, valid_numbers
 from hybridpar.validate import resolve
 from hybridpar.verify.run import GridRun, compare, on_grid, run_grid, verify

@@ -22,10 +22,10 @@ from hybridpar import checkpoint
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import HybridparError
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory import measure, predict
 from hybridpar.pipeline.run import slow_tier
 from hybridpar.pipeline.run.slow_tier import FileTier, HostTier
 from hybridpar.pipeline.run.stash import STORAGES, Notes
+from hybridpar.prediction import measure, predict
 from hybridpar.state.host import CopyTime, HostWork
 from hybridpar.state.store import DiskStore
 from hybridpar.train import engine

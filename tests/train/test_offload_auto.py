@@ -21,7 +21,6 @@ from train.test_offload import CPU, M, make
 
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory import predict
 from hybridpar.pipeline.plan.action import parse_actions
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.passes import make_plan
@@ -30,6 +29,7 @@ from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.pipeline.run import slow_tier
 from hybridpar.pipeline.run.slow_tier import HostTier
+from hybridpar.prediction import predict
 from hybridpar.state.host import StreamWork
 from hybridpar.train import auto_offload, engine, offload_room, trial
 from hybridpar.train.auto_offload import find_numbers_for

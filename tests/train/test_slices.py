@@ -19,10 +19,10 @@ from hybridpar.grid import ProcessGrid, Traffic
 from hybridpar.models.build import DTYPES
 from hybridpar.nn.placement import split_sizes
 from hybridpar.pipeline.plan.kinds import Kind
-from hybridpar.pipeline.run.codecs import Codec
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.recording import Recording
 from hybridpar.state.audit import bit_hash
+from hybridpar.state.compression.codec import Codec
 from hybridpar.train.engine import Engine, StepResult
 
 DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1}

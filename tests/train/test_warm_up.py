@@ -15,10 +15,10 @@ from ranks import run_ranks
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
-from hybridpar.memory.silent import silent_grid
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import COMPUTE, Kind
 from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.train.engine import Engine
 from hybridpar.train.warm_up import is_needed, warm_up
 

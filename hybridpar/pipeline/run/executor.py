@@ -34,13 +34,13 @@ from hybridpar.models.metrics import metrics_of
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import OF_STASH, PER_ITEM, ROWS, Kind
 from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.pipeline.run.codecs import Codec, Largest, Marked
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs
 from hybridpar.pipeline.run.lane import Lane, Packed
 from hybridpar.pipeline.run.recording import Recording
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.stash import Stash
 from hybridpar.random import RandomKey
+from hybridpar.state.compression.codec import Codec
 from hybridpar.state.weights import WeightStore
 
 
@@ -355,7 +355,7 @@ class Executor:
         into = stage + (row.side > 0)
         codec = self.lane.codec(row.flow, into, training=torch.is_grad_enabled())
         places = self._places.get((kind, stage, k))
-        if isinstance(codec, Marked) and places is not None:
+        if codec is not None and places is not None:
             codec = codec.at(places)
         return self._lanes.get(into, self.lane), codec
 
@@ -363,8 +363,12 @@ class Executor:
         self, kind: Kind, stage: int, k: int, message: Tensor, codec: Codec | None
     ) -> None:
         """Notes which features `message` has, for the transfer of their gradients."""
-        if isinstance(codec, Largest) and isinstance(self._link(kind, stage, k)[1], Marked):
-            self._places[kind, stage, k] = codec.places(message, self.lane.shape[-1])
+        gradients = self._link(kind, stage, k)[1]
+        if codec is None or gradients is None or not gradients.follows:
+            return
+        places = codec.places(message, self.lane.shape[-1])
+        if places is not None:
+            self._places[kind, stage, k] = places
 
     def _take(self, kind: Kind, stage: int, k: int, packed: bool = False) -> Any:
         """The received tensor, once it is here; None where this stage receives nothing of that

@@ -118,8 +118,11 @@ def unsupported(config: Config, rank: int | None = None) -> str | None:
         return "what tensor parallelism sends goes through the host's hands"
     if config.memory.budget or _offloads(config, rank):
         return "memory that leaves comes back elsewhere"
-    if config.compression.gradients == "sbpca":
-        return "compression.gradients = sbpca keeps what the gradients of weights are computed from"
+    if config.compression.takes_factors:
+        return (
+            f"compression.gradients = {config.compression.gradients} keeps what the gradients of "
+            "weights are computed from"
+        )
     return None
 
 

@@ -3,8 +3,8 @@
     tp rank 0    [ a | b ]   sends a    ---- link ---->    receives a   [ a | b ]   gathered over tp,
     tp rank 1    [ a | b ]   sends b    ---- link ---->    receives b   [ a | b ]   behind the link
 
-With a codec (codecs.py) slices are whole rows, and are gathered as bytes. Gradients with `Marked`
-are gathered as numbers, since a rank knows only its own rows' features.
+With a codec (codecs.py) slices are whole rows, and are gathered as bytes. Gradients whose codec
+follows that of activations are gathered as numbers: a rank knows only its own rows' features.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from hybridpar.nn.placement import Range, split_ranges, split_sizes
 from hybridpar.nn.sequence import SequencePart
 from hybridpar.pipeline.plan.prove import send_window
 from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.pipeline.run.codecs import Codec, Codecs, Marked
+from hybridpar.pipeline.run.codecs import Codecs
+from hybridpar.state.compression.codec import Codec
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class Lane:
 
         Shapes: as `room` -> `shape`. Collectives: one all-gather over `slicing`.
         """
-        if isinstance(codec, Marked):
+        if codec is not None and codec.follows:
             rows = torch.empty((len(part), self.shape[-1]), dtype=self.dtype, device=self.device)
             codec.decode_(rows, part)
             return self.gather(rows).view(self.shape)

@@ -12,9 +12,7 @@ from hybridpar.config import ModelConfig, ModelSpec
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.models.build import Recomputation
 from hybridpar.pipeline.run.packing import Packing
-from hybridpar.pipeline.run.pieces import by_turns
 from hybridpar.random import RandomKey
-from hybridpar.turns import Turns
 
 KEEP_ALL = Recomputation()
 Input = Tensor | Callable[[], Tensor] | None
@@ -27,7 +25,6 @@ class Stage(nn.Module):
     Between forward and backward a recomputed block keeps only its input, and a stage that is
     recomputed as a whole only its own. A layer that is recomputed selectively makes outputs of
     norms and activations again. `model`: given if stages exchange several tensors, packed as one.
-    `turns`: of pieces of a micro-batch (None: it is computed whole).
     Shapes: x [b, s, h] (None with the embedding; or a function that makes it at each run) -> [b, s,
         h], or with the
     head partial losses (0-d each).
@@ -39,7 +36,6 @@ class Stage(nn.Module):
         blocks: Mapping[int, nn.Module],
         recompute: Recomputation = KEEP_ALL,
         model: ModelSpec | None = None,
-        turns: Turns | None = None,
     ):
         super().__init__()
         self._into = self._out = None
@@ -50,7 +46,6 @@ class Stage(nn.Module):
             self._out = Packing.after(model, last) if last < model.num_blocks - 1 else None
         self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
         self.recompute = recompute
-        self.turns = turns
         self.is_frozen = not any(parameter.requires_grad for parameter in self.parameters())
         """Whether it has nothing to train: without an input that needs a gradient, its output needs
         none either."""
@@ -58,11 +53,6 @@ class Stage(nn.Module):
             blocks[number].remake()  # type: ignore[operator]  # recomputed_blocks has seen to it
 
     def forward(self, x: Input, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
-        if self.turns is not None:
-            return by_turns(self.turns, self._whole, x() if callable(x) else x, batch, key)
-        return self._whole(x, batch, key)
-
-    def _whole(self, x: Input, batch: MicroBatch, key: RandomKey | None) -> Tensor | Losses:
         if self.recompute.whole:
             # masks are counter-based and the weights are bound again before the backward: no state
             # to save

@@ -24,21 +24,13 @@ from hybridpar.cpu import zeros
 from hybridpar.nn.matmul import Part
 from hybridpar.nn.placement import Held, Placement, has_shared_rows
 from hybridpar.state.chunks import Buffer, Memory
-from hybridpar.state.compression.factors import Factors
 from hybridpar.state.compression.feedback import NONE, Feedback
-from hybridpar.state.compression.method import Entry, Method, Sent
-from hybridpar.state.compression.rounded import BFloat16, Int4, Int8
-from hybridpar.state.compression.streaming import StreamingPCA
-from hybridpar.state.compression.thresholds import Thresholds
+from hybridpar.state.compression.method import Entry, Sent
+from hybridpar.state.compression.registry import gradient_method
 from hybridpar.state.layout import Bucket
 from hybridpar.state.partition import Partition
 from hybridpar.state.policy import StatePolicy
 from hybridpar.state.shares import Shares
-
-METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (BFloat16, Int8, Int4, Thresholds, Factors, StreamingPCA)
-}
-"""Values of compression.gradients, besides 'none'."""
 
 
 class Exchange:
@@ -94,8 +86,8 @@ class Compression:
         shared: bool = False,
     ):
         layout = partition.layout
-        self.method = METHODS[settings.gradients]
-        method = self.method
+        self.takes_factors = settings.takes_factors
+        method = gradient_method(settings.gradients)
         shapes = dict(zip(layout.names, layout.shapes, strict=True))
         starts = dict(zip(layout.names, layout.offsets, strict=True))
         self.packed = frozenset(
@@ -111,7 +103,7 @@ class Compression:
             for what, shape in method.learned(kept[name], settings).items()
         }
         self.feedback = Feedback(
-            {} if method.factored else kept,
+            {} if self.takes_factors else kept,
             learned,
             layout.dtype,
             memory,
@@ -166,7 +158,7 @@ class Compression:
     @property
     def factored(self) -> frozenset[str]:
         """Parameters whose gradients it takes as factors."""
-        return self.packed if self.method.factored else frozenset()
+        return self.packed if self.takes_factors else frozenset()
 
     @property
     def absent(self) -> frozenset[str]:
@@ -227,7 +219,7 @@ class Compression:
 
 def _is_packed(shape: Sequence[int], placement: Placement, settings: CompressionConfig) -> bool:
     """Whether a parameter of that local shape is compressed if it is summed over several ranks."""
-    packs = METHODS[settings.gradients].packs(shape, placement)
+    packs = gradient_method(settings.gradients).packs(shape, placement)
     return (
         packs
         and prod(shape) >= max(settings.gradients_smallest, 1)

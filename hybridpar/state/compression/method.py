@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import Works, all_reduce_async
-from hybridpar.config import CompressionConfig, KernelsConfig
+from hybridpar.config import CompressionConfig, Config, KernelsConfig
 from hybridpar.grid import Axis
 from hybridpar.nn.matmul import Part
 from hybridpar.nn.placement import Placement
@@ -74,15 +74,12 @@ class Method(ABC):
 
     A message has the tensors that are sent whole, then what `exchange` writes. `kernels`: backends
     of operators. `name`: the value of compression.gradients. `rounds`: most messages that follow
-    each other. `factored`: it takes gradients as factors, which are never multiplied; it then has
-    no feedback, and what it learns is equal on all replicas. `scaled`: what it learns that is in
-    the units of gradients. `looks`: values of the data decide which operators it runs.
+    each other. `scaled`: what it learns that is in the units of gradients. What others ask of it is in
+    its row of config/compression_methods.py.
     """
 
     name: ClassVar[str]
-    factored: ClassVar[bool] = False
     scaled: ClassVar[frozenset[str]] = frozenset()
-    looks: ClassVar[bool] = False
     rounds: int
 
     def __init__(
@@ -97,6 +94,7 @@ class Method(ABC):
     ):
         self.axis = axis
         self.settings = settings
+        self.takes_factors = settings.takes_factors
         self.feedback = feedback
         self.device = device
         self.dtype = dtype
@@ -129,6 +127,12 @@ class Method(ABC):
         """Shapes of what it learns of a parameter, by name."""
         return {}
 
+    @classmethod
+    @abstractmethod
+    def element_bytes(cls, config: Config, item: int) -> float:
+        """Bytes of a replica's message for an element of its gradients, of large tensors; for
+        factors: of blocks between the ends. item: bytes of an element that is sent whole."""
+
     @abstractmethod
     def most_bytes(self) -> tuple[int, int]:
         """Most bytes that `exchange` writes into the message on `wire`, behind the tensors that are
@@ -138,8 +142,8 @@ class Method(ABC):
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """Encodes the feedback's next_kept, leaves the unsent rest in it, and writes the sums over
         all ranks into the gradients that `totals` gives, one for each of `packed`. Yields what it
-        has started, and continues once that is over. `factored`: it encodes `parts`, and takes them
-        away.
+        has started, and continues once that is over. If it takes factors, it encodes `parts`, and
+        takes them away.
 
         message: this rank's on `wire`, behind the tensors that are sent whole.
         """
@@ -160,7 +164,7 @@ class Method(ABC):
             yield from self._whole(buffer, bucket, gradients)
             return
         for entry, gradient in zip(
-            self.packed, () if self.factored else gradients, strict=not self.factored
+            self.packed, () if self.takes_factors else gradients, strict=not self.takes_factors
         ):
             torch.add(
                 gradient, self.feedback.kept[entry.name], out=self.feedback.next_kept[entry.name]
@@ -210,7 +214,7 @@ class Method(ABC):
     @property
     def _is_absent(self) -> bool:
         """Whether no buffer has the gradients of `packed`."""
-        return self.factored and self.scratch is not None
+        return self.takes_factors and self.scratch is not None
 
     def _whole(
         self, buffer: Tensor | Buffer, bucket: Bucket, gradients: list[Tensor]

@@ -1,9 +1,5 @@
-"""Sends gradients in fewer bytes; the rounding error is added to the next batch's.
-
-bf16    2 bytes an element
-int8    66 bytes for 64 elements: a scale and as many integers (ops/quantize.py)
-int4    34 bytes for 64 elements, rotated before
-"""
+"""The base of methods that send every element of a gradient in fewer bits; the rounding error is
+added to the next batch's."""
 
 from __future__ import annotations
 
@@ -14,12 +10,13 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import Works
+from hybridpar.config import Config
 from hybridpar.state.compression.method import PIECE, Method, add
 from hybridpar.state.compression.wire import Reader
 from hybridpar.state.precision import Precision
 
 
-class _Narrow(Method):
+class Rounded(Method):
     """A message has all elements, piece by piece; messages of all ranks are added up in the
     gradients' type."""
 
@@ -35,6 +32,10 @@ class _Narrow(Method):
             for entry in self.packed
             for start in range(0, entry.numel, PIECE)
         ), 0
+
+    @classmethod
+    def element_bytes(cls, config: Config, item: int) -> float:
+        return Precision.bytes_per_number(cls.name, item)
 
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """See Method. Collectives: a broadcast for each rank."""
@@ -52,21 +53,3 @@ class _Narrow(Method):
                 for piece in total.view(-1).split(PIECE):
                     part = reader.take(self._form.size(len(piece)), self._form.unit)
                     add(piece, self._form.read(torch.empty_like(piece), part), overwrite=rank == 0)
-
-
-class BFloat16(_Narrow):
-    """Elements rounded to bfloat16."""
-
-    name = "bf16"
-
-
-class Int8(_Narrow):
-    """Tiles of 64 integers of 8 bits with a scale."""
-
-    name = "int8"
-
-
-class Int4(_Narrow):
-    """The same of 4 bits."""
-
-    name = "int4"

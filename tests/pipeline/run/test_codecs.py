@@ -10,20 +10,24 @@ import torch
 from torch import Tensor
 
 from hybridpar.config import from_mapping
+from hybridpar.config.compression_methods import MESSAGES
 from hybridpar.grid import Axis
-from hybridpar.memory.silent import silent_group
 from hybridpar.models.build import DTYPES
-from hybridpar.pipeline.run.codecs import CODECS, Codec, Codecs, Largest, Marked, through
+from hybridpar.pipeline.run.codecs import Codecs, through
 from hybridpar.pipeline.run.lane import Lane, Packed
+from hybridpar.prediction.fake_neighbours import silent_group
+from hybridpar.state.compression.codec import Codec
+from hybridpar.state.compression.methods.dct import FixedIndices, TopK
+from hybridpar.state.compression.registry import message_codec
 
-NAMES = [name for name in CODECS if name != "none"]
+NAMES = list(MESSAGES)
 DCT = {"messages": "dct", "messages_kept": 0.1}
 STEP = {"bf16": 2**-8, "int8": 1 / 100, "int4": 1 / 3, "dct": 1.0, "subspace": 70**0.5}
 """Largest error over the largest number of a row: half a step, and a scale that is rounded up."""
 
 
 def codec_of(name: str, dtype: str = "fp32") -> Codec:
-    codec = CODECS[name](from_mapping({"train": {"dtype": dtype}}))
+    codec = message_codec(name, from_mapping({"train": {"dtype": dtype}}))
     assert codec is not None
     return codec
 
@@ -113,8 +117,8 @@ def test_gradients_are_those_of_the_features_that_were_sent() -> None:
     codecs = Codecs.of(from_mapping({"model": {"hidden_size": 64}, "compression": DCT}))
     forward = codecs.on(1, 3)
     backward = codecs.on(-1, 3)
-    assert isinstance(forward, Largest)
-    assert isinstance(backward, Marked)
+    assert isinstance(forward, TopK)
+    assert isinstance(backward, FixedIndices)
     assert (forward.row_bytes(33), backward.row_bytes(33)) == (3 * 4 + 5, 3 * 4)
     x = numbers(2, 7, 33)
     dy = numbers(7, 2, 33).view(2, 7, 33)

@@ -16,9 +16,9 @@ import hybridpar as hp
 from hybridpar.cli.planning import resolved
 from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.errors import ConfigError
-from hybridpar.memory import predict
 from hybridpar.pipeline.run.block_times import block_times
 from hybridpar.pipeline.run.stage_split import inference_split, stage_split
+from hybridpar.prediction import predict
 from hybridpar.validate import resolve
 
 CONFIGS = Path("scripts/configs")

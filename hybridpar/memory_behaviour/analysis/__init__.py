@@ -1,0 +1,1 @@
+"""Analyses of a trace of memory events. None of them needs torch."""

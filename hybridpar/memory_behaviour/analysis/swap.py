@@ -1,0 +1,150 @@
+"""Blocks that could leave a device for the host between two accesses, and be back in time, at no
+cost in time.
+
+    S <= ATI / (1 / d2h + 1 / h2d)      S: bytes of the block; ATI: seconds between the accesses
+
+Source: Li et al., ISPASS 2021, arXiv 2104.00258. Units: bytes, seconds, bytes/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridpar.memory_behaviour.analysis.behaviour import Peak
+from hybridpar.memory_behaviour.events import Life
+
+_Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins a device and the host's pinned memory. d2h, h2d: bytes a second that large copies
+    reach."""
+
+    name: str
+    d2h: float
+    h2d: float
+
+    def round_trip(self, num_bytes: float) -> float:
+        """Seconds in which a block leaves and comes back."""
+        return num_bytes / self.d2h + num_bytes / self.h2d
+
+
+LINKS = {
+    link.name: link
+    for link in (
+        Link("paper", 6.3e9, 6.4e9),  # Li et al.
+        # sixteen lanes have 15.75, 31.5 and 63 GB/s; large copies of pinned memory reach about four
+        # fifths of that
+        Link("pcie3", 12e9, 12e9),
+        Link("pcie4", 25e9, 25e9),
+        Link("pcie5", 50e9, 50e9),
+        # of 450 GB/s each way, measured: Schieffer et al., arXiv 2407.07850
+        Link("c2c", 297e9, 375e9),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Time between two accesses in which a whole block could leave and come back. spare: seconds
+    left over."""
+
+    life: Life
+    start: float
+    end: float
+    num_bytes: int
+    spare: float
+
+
+def swappable(seconds: float, link: Link) -> int:
+    """Most bytes that can leave and come back within a time."""
+    return max(0, int(seconds / (1 / link.d2h + 1 / link.h2d)))
+
+
+def feasible(lives: Iterable[Life], link: Link) -> list[Swap]:
+    """All swaps that fit between two consecutive accesses, each with the link to itself.
+
+    lives: of a long trace with the accesses of few steps, such as those around the peak
+    (`events.lives`).
+    """
+    found = []
+    for life in lives:
+        needed = link.round_trip(life.num_bytes)
+        for before, after in pairwise(life.accesses):
+            if life.num_bytes and (spare := after.time - before.time - needed) >= 0:
+                found.append(Swap(life, before.time, after.time, life.num_bytes, spare))
+    return found
+
+
+def saved_at_peak(lives: Iterable[Life], link: Link, peak: Peak, *, shared: bool = True) -> int:
+    """Bytes that could be away at the moment of the peak.
+
+    shared: a link copies one block at a time in each direction, so copies wait for each other;
+    blocks are chosen by the time at which they must be back, or largest first, whichever saves
+    more. False: each has the link to itself.
+    """
+    away = away_at_peak(lives, link, peak) if shared else _candidates(lives, link, peak)
+    return sum(swap.num_bytes for swap in away)
+
+
+def away_at_peak(lives: Iterable[Life], link: Link, peak: Peak) -> list[Swap]:
+    """The swaps that `saved_at_peak` counts: at the peak all copies out are over, and none back has
+    begun."""
+    swaps = _candidates(lives, link, peak)
+    if not swaps:
+        return []
+    sizes = np.array([swap.num_bytes for swap in swaps], np.float64)
+    back_in = np.array([swap.end - peak.time for swap in swaps])
+    best: list[int] = []
+    for order in (np.argsort(back_in, kind="stable"), np.argsort(-sizes, kind="stable")):
+        out = _Queue(sizes / link.d2h, np.array([peak.time - swap.start for swap in swaps]))
+        back = _Queue(sizes / link.h2d, back_in)
+        chosen = [i for i in order.tolist() if out.takes(i) and (back.takes(i) or out.drops(i))]
+        if sizes[chosen].sum() > sizes[best].sum():
+            best = chosen
+    return [swaps[i] for i in best]
+
+
+def _candidates(lives: Iterable[Life], link: Link, peak: Peak) -> list[Swap]:
+    """Swaps, at most one of a block, that alone are away at the peak."""
+    return [
+        swap
+        for swap in feasible(lives, link)
+        if swap.start + swap.num_bytes / link.d2h
+        <= peak.time
+        <= swap.end - swap.num_bytes / link.h2d
+    ]
+
+
+class _Queue:
+    """Copies in one direction, one at a time. seconds: of each; deadlines: in which it must be
+    over, from the peak on.
+
+    Copies to the host all end by the peak, and none begins before its block's last access: seen
+    backwards in time, they are such a queue, too. In the order of their deadlines all are in time
+    if any order is (Jackson, 1955).
+    """
+
+    def __init__(self, seconds: _Floats, deadlines: _Floats):
+        order = np.argsort(deadlines, kind="stable")
+        self._seconds = seconds
+        self._deadlines = deadlines[order]
+        self._place = np.argsort(order)
+        self._taken = np.zeros(len(order))
+
+    def takes(self, i: int) -> bool:
+        """Takes a copy, if it and all that were taken are in time."""
+        self._taken[self._place[i]] = self._seconds[i]
+        late = (self._taken.cumsum() > self._deadlines) & (self._taken > 0)
+        return not late.any() or self.drops(i)
+
+    def drops(self, i: int) -> bool:
+        """Drops a copy. Returns False."""
+        self._taken[self._place[i]] = 0.0
+        return False

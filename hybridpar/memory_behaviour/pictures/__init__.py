@@ -1,0 +1,1 @@
+"""The report of `hybridpar memory`: its sections, drawings and page."""

@@ -1,0 +1,353 @@
+"""Memory events of training, recorded while an engine runs, or predicted by an engine that runs on
+ghosts.
+
+The prediction is the engine's own code, schedule and all, on tensors without memory, with
+neighbours that are silent. So it is what a rank of any grid would record, on whatever machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar import native
+from hybridpar.config import Config, ModelConfig
+from hybridpar.config.compression_methods import other_gradients
+from hybridpar.data.loader import Loader
+from hybridpar.errors import config_error
+from hybridpar.memory_behaviour.events import Header, Span
+from hybridpar.memory_behaviour.recording.allocator_history import compare
+from hybridpar.memory_behaviour.recording.recorder import HOST_CLOCK, DeviceClock, Recorder
+from hybridpar.memory_behaviour.trace_file import header_line, read_trace, span_line
+from hybridpar.nn.placement import partial_rows
+from hybridpar.pipeline.plan.kinds import COMPUTE
+from hybridpar.pipeline.run.stash import Stash
+from hybridpar.prediction.fake_neighbours import silent_grid
+from hybridpar.prediction.footprint import sample_microbatch
+from hybridpar.prediction.ghost import Tracker
+from hybridpar.prediction.ghost_chunks import GHOSTS, GhostChunks
+from hybridpar.prediction.predict import default_device
+from hybridpar.state import StatePolicy
+from hybridpar.state.shares import WholeChunk
+from hybridpar.state.tiered import ItemMemory
+from hybridpar.train.engine import Actions, Engine
+from hybridpar.train.folder import MEMORY
+from hybridpar.train.records import Records
+
+Write = Callable[[Span], object]
+_MOST_ENTRIES = 1_000_000
+_MOST_SPANS = 256
+"""Actions that wait in memory at most while the disk is full."""
+
+
+class EngineRecorder:
+    """Records what an engine's training does to memory, whatever the number of stretches.
+
+        recorder = EngineRecorder(engine, write)
+        with recorder.active():
+            engine.train(recorder.loader(loader), ...)
+        recorder.close()
+
+    Takes the memory of the optimizer's state now. Micro-batches are made unseen. What the host's
+    threads do is done by this one while it is open.
+    """
+
+    def __init__(self, engine: Engine, write: Write):
+        self.is_open = True
+        clock = (
+            DeviceClock()
+            if engine.device.type == "cuda" and torch.cuda.is_available()
+            else HOST_CLOCK
+        )
+        self._recorder = Recorder(write, engine.sizes.num_microbatches, clock)
+        self._executor = engine.executor
+        self._executor.listeners.append(self._recorder.begin)
+        state = engine.state
+        tp = engine.grid.tp
+        state.allocate()
+        self._host = state.host
+        if self._host is not None:
+            self._host.work_here(True)
+        for slot in state.slots:
+            partial_rows(slot.placement, tp.name, tp.rank)  # which it remembers
+        for kind in state.kinds:
+            for i, tensor in enumerate(kind.memory()):
+                self._recorder.adopt(f"{kind.column} {i}", [tensor])
+        told: list[tuple[list[Any], Callable[[Any], None]]] = []
+        if engine.whole is not None:
+            told.append((engine.whole.listeners, self._chunk_came_or_went))
+        if self._executor.stash is not None:
+            told.append((self._executor.stash.listeners, self._kept_came_or_went))
+        for listeners, listener in told:
+            listeners.append(listener)
+        self._told = told
+        self._hooks = [
+            hook
+            for number, block in _blocks(engine)
+            for hook in (
+                block.register_forward_pre_hook(lambda *_, number=number: self._enter(number)),  # type: ignore[misc]
+                block.register_forward_hook(lambda *_: self._enter(-1)),
+            )
+        ]
+
+    def _chunk_came_or_went(self, chunk: WholeChunk) -> None:
+        self._recorder.resized(chunk.kind.replace("/", " "), chunk.tensor)
+
+    def _kept_came_or_went(self, content: Tensor) -> None:
+        self._recorder.resized("activations", content)
+
+    def _enter(self, layer: int) -> None:
+        self._recorder.layer = layer
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Records while in it, or until `close`."""
+        if not self.is_open:
+            yield
+            return
+        self._recorder.__enter__()
+        try:
+            yield
+        finally:
+            if self._recorder.is_active:
+                self._recorder.__exit__(None, None, None)
+
+    def loader(self, loader: Loader) -> Loader:
+        """`loader`, whose micro-batches are told by name."""
+        return _Unseen(loader, self._recorder)
+
+    def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """A message that dispatch does not see."""
+        self._recorder.communicate(op, reads, writes)
+
+    def close(self) -> None:
+        """Ends the recording, also in the middle of training; operators cost what they did
+        before."""
+        if self.is_open:
+            self.is_open = False
+            if self._recorder.is_active:
+                self._recorder.__exit__(None, None, None)
+            self._executor.listeners.remove(self._recorder.begin)
+            if self._host is not None:
+                self._host.work_here(False)
+            for listeners, listener in self._told:
+                listeners.remove(listener)
+            for hook in self._hooks:
+                hook.remove()
+            self._recorder.close()
+
+
+def has_history(device: torch.device) -> bool:
+    """Whether torch's allocator of the device writes down what it does."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.is_available()
+        and torch.cuda.get_allocator_backend() == "native"
+    )
+
+
+class AllocatorHistory:
+    """What the caching allocator of a GPU does from now on, without stacks, to be compared with
+    what is recorded."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        torch.cuda.memory._record_memory_history(context=None, max_entries=_MOST_ENTRIES)
+
+    def compare(self, path: Path) -> str:
+        """Ends it, and says how far a trace agrees. Raises: DataError where the file is no
+        trace."""
+        history = torch.cuda.memory._snapshot()["device_traces"][self._device.index or 0]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        if len(history) >= _MOST_ENTRIES:
+            return (
+                f"the allocator's history is longer than {_MOST_ENTRIES:,} entries, and was not "
+                "compared"
+            )
+        return str(compare(read_trace(path)[1], history))
+
+
+class MemoryLog:
+    """The file of a run's memory events on this rank: of `train.record_memory` steps, from its
+    first one on.
+
+    `say`: told where it cannot be written.
+    """
+
+    def __init__(self, engine: Engine, resumed: int, say: Callable[[str], None]):
+        grid = engine.grid
+        config = engine.config
+        self._last = resumed + config.train.record_memory
+        self._name = f"rank{grid.rank}.jsonl"
+        self._say = say
+        self._path = config.run.folder / MEMORY / self._name
+        self._records = Records(config.run.folder / MEMORY, say)
+        self._records.begin(self._name, 0, most=_MOST_SPANS)
+        header = Header(
+            grid.rank, str(engine.device), dict(grid.place), more={"first_step": resumed + 1}
+        )
+        self._append(header_line(header))
+        if engine.device.type == "cpu" and (reason := native.missing_recorder()):
+            say(
+                "memory events are recorded in Python, which takes some 20 us an operator more: "
+                f"{reason}"
+            )
+        self._recorder = EngineRecorder(engine, lambda span: self._append(span_line(span)))
+        self._history = AllocatorHistory(engine.device) if has_history(engine.device) else None
+        self.loader = self._recorder.loader
+        self.active = self._recorder.active
+
+    def _append(self, line: str) -> None:
+        self._records.append(self._name, line.encode())
+
+    def after_step(self, step: int) -> None:
+        """To be called after every update."""
+        if step >= self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the recording, if it has not ended."""
+        if self._recorder.is_open:
+            self._recorder.close()
+            self._records.close()
+            if self._history is not None:
+                self._say(self._history.compare(self._path))
+
+
+def _blocks(engine: Engine) -> Iterator[tuple[int, nn.Module]]:
+    """The model's blocks on this rank, with their numbers."""
+    return ((int(number), block) for number, block in engine.stage.blocks.items())
+
+
+class _Unseen:
+    """A loader of which only the results are recorded."""
+
+    def __init__(self, inner: Loader, recorder: Recorder):
+        self._inner = inner
+        self._recorder = recorder
+
+    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
+        if not self._recorder.is_active:
+            return self._inner.microbatch(batch, index)
+        self._recorder.paused = True
+        try:
+            made = self._inner.microbatch(batch, index)
+        finally:
+            self._recorder.paused = False
+        self._recorder.adopt("batch", made.values())
+        return made
+
+    def first_sample(self, index: int) -> int:
+        return self._inner.first_sample(index)
+
+    def num_targets(self, batch: int) -> int:
+        return self._inner.num_targets(batch)
+
+
+class SampleLoader:
+    """Micro-batches of full sequences, all alike."""
+
+    def __init__(self, config: Config):
+        self._sample = sample_microbatch(config)
+        del self._sample["num_targets"], self._sample["num_samples"]  # which its source tells
+        self._samples = config.train.micro_batch_size * config.parallel.replicas
+        model = config.model
+        b = config.train.micro_batch_size
+        targets = (
+            int((self._sample["labels"] >= 0).sum())
+            if isinstance(model, ModelConfig)
+            else sum(model.num_targets(model.sample(n, 0)) for n in range(b))
+        )
+        self._targets = max(1, targets) * config.pipeline.num_microbatches
+        self._num_microbatches = config.pipeline.num_microbatches
+
+    def microbatch(self, batch: int, index: int) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self._sample.items()}
+
+    def first_sample(self, index: int) -> int:
+        return index * self._samples
+
+    def num_targets(self, batch: int) -> int:
+        return self._targets
+
+
+class _Nowhere:
+    """A slow tier for ghosts, which have no content."""
+
+    def write(self, content: Sequence[Tensor]) -> tuple[None, Future[None]]:
+        return None, self.read(None, content)
+
+    def read(self, place: None, into: Sequence[Tensor]) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def seconds_per_move(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    work_per_move = seconds_per_move
+
+    def restart(self) -> None:
+        """Nothing counts."""
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+class _GhostEngine(Engine):
+    def _make_stash(self) -> Stash:
+        return Stash(_Nowhere(), GHOSTS)
+
+
+def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Header, list[Span]]:
+    """The memory events of the first steps of training on a rank of the configuration's grid.
+    Nothing is computed.
+
+    Times have no meaning (see analysis.excerpt.retimed). With memory.budget all state is there.
+    `config`: resolved; the device that it names need not be on this machine.
+    Raises: ConfigError with a compression.gradients that decides by numbers what it runs.
+    """
+    if config.compression.depends_on_values:
+        raise config_error(
+            "compression.gradients",
+            config.compression.gradients,
+            "has no predicted events of memory: "
+            "what it runs depends on the numbers (a run records it, and `check` predicts the peak)",
+            other_gradients(lambda row: not row.depends_on_values),
+        )
+    device = default_device(config)
+    config = replace(config, train=replace(config.train, cuda_graphs=False))
+    spans: list[Span] = []
+    recorder: EngineRecorder | None = None
+
+    def note(op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        if recorder is not None:
+            recorder.communicate(op, reads, writes)
+
+    grid = silent_grid(config, rank, note)
+    loader = SampleLoader(config)
+    with Tracker(device) as tracker:
+
+        def watched(actions: Actions) -> Actions:
+            for action in actions:
+                tracker.ghost_integers = (
+                    action.kind in COMPUTE
+                )  # which look into the micro-batch only
+                yield action
+
+        states = StatePolicy.of(config, 1, 1)
+        whole = GhostChunks(tracker.device, states) if states.moves else None
+        memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
+        engine = _GhostEngine(config, grid, tracker.device, tamper=watched, memory=memory)
+        recorder = EngineRecorder(engine, spans.append)
+        with recorder.active():
+            engine.train(recorder.loader(loader), steps, lambda result: None)
+        recorder.close()
+    return Header(rank, str(device), dict(grid.place), predicted=True), spans

@@ -1,0 +1,259 @@
+"""Observes what operators do to blocks of memory as a dispatch mode: of ghosts, and of real tensors
+on any device.
+
+While a mode is active, autograd makes sums of two gradients anew which else it makes in place: here
+they are in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.autograd import QuietMode
+from hybridpar.memory_behaviour.events import MemoryEvent, What
+from hybridpar.prediction.ghost import Ghost, cast_bytes, is_in_place_without_a_mode, tensors_in
+from hybridpar.prediction.operators import Operator, Use, adds_nothing, in_place_form
+
+Reading = Callable[[Callable[[Any], float]], Sequence[MemoryEvent]]
+"""Gives events, once told how a clock's stamps are read as seconds."""
+
+
+class _Block(weakref.ref[Any]):
+    """Watches the owner of memory. key: identity of that owner. number, num_bytes: as in the
+    trace."""
+
+    __slots__ = ("key", "num_bytes", "number")
+    key: int
+    number: int
+    num_bytes: int
+
+
+_Raw = tuple[What, int, int, str, Any, int, str]
+"""A memory event whose time is a clock's stamp."""
+
+
+class ModeObserver(QuietMode):
+    """An Observer (see memory.recorder). `now`: stamps of a clock."""
+
+    def __init__(self, now: Callable[[], Any]):
+        super().__init__()
+        self.layer = -1
+        self.paused = False
+        self._operators: dict[int, Operator] = {}  # by identity: torch hashes them in Python
+        self._blocks: dict[int, _Block] = {}  # by owner
+        self._freed: deque[_Block] = deque()  # by other threads
+        self._thread = get_ident()
+        self._next = 0
+        self._events: list[_Raw] = []
+        self._now = now
+
+    def enter(self) -> None:
+        self._thread = get_ident()
+        self.__enter__()
+
+    def exit(self) -> None:
+        self.__exit__(None, None, None)
+
+    def adopt(self, name: str, tensors: list[Tensor]) -> None:
+        self._note_freed()
+        now = self._now()
+        born: dict[int, int] | None = None
+        for key, (tensor, num_bytes) in _owned(tensors).items():
+            if key not in self._blocks:
+                self._malloc(key, tensor, num_bytes, "", now, name)
+                continue
+            if born is None:
+                born = {
+                    event[1]: i for i, event in enumerate(self._events) if event[0] is What.MALLOC
+                }
+            if (place := born.get(self._blocks[key].number)) is not None:
+                self._events[place] = (*self._events[place][:-1], name)
+
+    def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        if not self.paused:
+            self._access(op, Use(list(reads), list(writes)), [])
+
+    def resized(self, name: str, tensor: Tensor) -> None:
+        self._note_freed()
+        key = id(_owner(tensor))
+        now = self._now()
+        if (block := self._blocks.pop(key, None)) is not None:
+            self._free(block, now)
+        if num_bytes := _num_bytes(tensor):
+            self._malloc(key, tensor, num_bytes, "", now, name)
+
+    def take(self) -> Reading | None:
+        self._note_freed()
+        # blocks may be given back at any point of this, and say so
+        events = self._events
+        self._events = []
+        return (lambda since: _read(events, since)) if events else None
+
+    def close(self) -> None:
+        self._blocks.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        operator = self._operator(func)
+        if operator.is_view:
+            return func(*args, **kwargs)
+        in_place = operator.is_sum and is_in_place_without_a_mode(func, args)
+        out = func(*args, **kwargs)
+        made = [out] if isinstance(out, Tensor) else tensors_in(out)
+        if in_place or (operator.is_sum and adds_nothing(*args[:2])):
+            self._move(args[0], made[0])
+            if not adds_nothing(*args[:2]):
+                operator = self._operator(in_place_form(func))
+                self._access(operator.name, operator.use((made[0], *args[1:]), kwargs), made)
+        else:
+            scratch = (
+                cast_bytes(func, tensors_in(args)) if operator.casts and _is_on_cpu(args) else 0
+            )
+            self._access(
+                operator.name, operator.use(args, kwargs), made, scratch, fresh=operator.is_fresh
+            )
+        return out
+
+    def _operator(self, func: Any) -> Operator:
+        operator = self._operators.get(id(func))
+        if operator is None:
+            operator = self._operators[id(func)] = Operator(func)
+        return operator
+
+    def _access(
+        self, op: str, use: Use, made: list[Tensor], scratch: int = 0, *, fresh: bool = False
+    ) -> None:
+        self._note_freed()
+        now = self._now()
+        reads = _owned(use.reads)
+        writes = _owned(use.writes)
+        made_here = _owned(made)
+        blocks = self._blocks
+        layer = self.layer
+        for given in (reads, writes, made_here):
+            for key, (tensor, num_bytes) in given.items():
+                block = blocks.get(key)
+                if block is None:
+                    if given is not made_here:
+                        self._malloc(key, tensor, num_bytes, "", now, "other")
+                elif block.num_bytes != num_bytes:  # the storage was resized
+                    self._free(blocks.pop(key), now)
+                    self._malloc(key, tensor, num_bytes, op, now)
+        new = [key for key in made_here if key not in blocks]
+        if not new and not writes and made:
+            return  # a view
+        for key in new:
+            self._malloc(key, *made_here[key], op, now)
+        if scratch:
+            for what in (
+                What.MALLOC,
+                What.WRITE,
+                What.READ,
+                What.FREE,
+            ):  # a block that only this operator has
+                self._events.append((what, self._next, scratch, op, now, layer, ""))
+            self._next += 1
+        note = self._events.append
+        for key in reads:
+            block = blocks[key]
+            note((What.READ, block.number, block.num_bytes, op, now, layer, ""))
+        for key in [*writes, *(() if fresh else new)]:
+            block = blocks[key]
+            note((What.WRITE, block.number, block.num_bytes, op, now, layer, ""))
+
+    def _move(self, old: Tensor, new: Tensor) -> None:
+        """`new` has the block of `old` from now on."""
+        key = id(_owner(old))
+        other = id(_owner(new))
+        if key not in self._blocks:
+            self._malloc(key, old, _num_bytes(old), "", self._now(), "other")
+        if key != other:
+            block = self._blocks.pop(key)
+            self._watch(block.number, block.num_bytes, other, new)
+
+    def _malloc(
+        self, key: int, tensor: Tensor, num_bytes: int, op: str, now: Any, name: str = ""
+    ) -> None:
+        self._watch(self._next, num_bytes, key, tensor)
+        self._events.append((What.MALLOC, self._next, num_bytes, op, now, self.layer, name))
+        self._next += 1
+
+    def _free(self, block: _Block, now: Any) -> None:
+        self._events.append((What.FREE, block.number, block.num_bytes, "", now, self.layer, ""))
+
+    def _watch(self, number: int, num_bytes: int, key: int, tensor: Tensor) -> None:
+        block = self._blocks[key] = _Block(_owner(tensor), self._gone)
+        block.key = key
+        block.number = number
+        block.num_bytes = num_bytes
+
+    def _gone(self, block: _Block) -> None:
+        if self._blocks.get(block.key) is not block:
+            return
+        del self._blocks[block.key]
+        if get_ident() == self._thread:
+            self._note_freed()
+            self._free(block, self._now())
+        else:
+            self._freed.append(block)
+
+    def _note_freed(self) -> None:
+        """Tells what other threads gave back since."""
+        while self._freed:
+            self._free(self._freed.popleft(), self._now())
+
+
+def _read(events: list[_Raw], since: Callable[[Any], float]) -> list[MemoryEvent]:
+    stamp = None
+    seconds = 0.0
+    found = []
+    for what, block, num_bytes, op, time, layer, name in events:
+        if time is not stamp:
+            stamp = time
+            seconds = since(time)
+        found.append(MemoryEvent(what, block, num_bytes, op, seconds, layer, name))
+    return found
+
+
+def _owner(tensor: Tensor) -> Any:
+    """The object that lives as long as the tensor's memory."""
+    return tensor.block if isinstance(tensor, Ghost) else tensor.untyped_storage()
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return (
+        tensor.block.num_bytes if isinstance(tensor, Ghost) else tensor.untyped_storage().nbytes()
+    )
+
+
+def _owned(tensors: Iterable[Tensor]) -> dict[int, tuple[Tensor, int]]:
+    """A tensor for each block that takes memory, in order, by the block's owner, and its bytes."""
+    found: dict[int, tuple[Tensor, int]] = {}
+    for tensor in tensors:
+        if isinstance(tensor, Ghost):
+            if tensor.block.num_bytes:
+                found[id(tensor.block)] = tensor, tensor.block.num_bytes
+        elif tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if (num_bytes := storage.nbytes()) and not tensor.is_meta:
+                found[id(storage)] = tensor, num_bytes
+        elif tensor.layout is torch.sparse_coo:
+            found |= _owned([tensor._indices(), tensor._values()])
+    return found
+
+
+def _is_on_cpu(args: Any) -> bool:
+    """Whether an operator makes copies for its arithmetic as a CPU does."""
+    first = args[0]
+    return (
+        not first.block.tracker.is_cuda if isinstance(first, Ghost) else first.device.type == "cpu"
+    )

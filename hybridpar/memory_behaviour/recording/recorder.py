@@ -1,0 +1,234 @@
+"""Records what every operator does to every block of memory, of real tensors as of ghosts.
+
+    recorder = Recorder(write)
+    with recorder:
+        loss = model(x).sum()
+        loss.backward()
+    recorder.close()                     # write() got Spans: mallocs, frees, reads and writes, in
+                                         order
+
+An observer stands between autograd and the operators, so it sees those of a backward, fused ones,
+torch's lists of tensors (foreach), and our own in C++ and Triton, whose schemas say what they
+write. Views are no access. Scratch space inside an operator is not seen. An asynchronous message
+reads and writes when it is started.
+
+There are two observers, with the same events: one in C++ (csrc/recorder), for tensors on CPUs; and
+a dispatch mode in Python (mode_observer.py), for ghosts and tensors on GPUs, or where the other is
+not built.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridpar import native
+from hybridpar.memory_behaviour.events import Span, WrittenEvents
+from hybridpar.memory_behaviour.recording.mode_observer import ModeObserver, Reading
+from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action
+from hybridpar.pipeline.run import recording
+from hybridpar.prediction.operators import described
+
+
+class Clock(Protocol):
+    """Says what time it is; what `now` returns may be read off, as seconds since another one, once
+    it `is_over`."""
+
+    def now(self) -> Any: ...
+    def since(self, begun: Any, stamp: Any) -> float: ...
+    def is_over(self, stamp: Any) -> bool: ...
+
+
+class _HostClock:
+    now = staticmethod(time.perf_counter_ns)
+
+    def since(self, begun: int, stamp: int) -> float:
+        return (stamp - begun) / 1_000_000_000
+
+    def is_over(self, stamp: int) -> bool:
+        return True
+
+
+class DeviceClock:
+    """The clock of the current CUDA stream."""
+
+    def __init__(self) -> None:
+        self._clock = recording.DeviceClock()
+
+    def now(self) -> torch.cuda.Event:
+        return self._clock.now()
+
+    def since(self, begun: torch.cuda.Event, stamp: torch.cuda.Event) -> float:
+        return self._clock.read(stamp)[0] - self._clock.read(begun)[0]
+
+    def is_over(self, stamp: torch.cuda.Event) -> bool:
+        return stamp.query()
+
+
+HOST_CLOCK: Clock = _HostClock()
+
+
+class Observer(Protocol):
+    """Sees what happens to blocks while it is entered, and when they are given back until it is
+    closed."""
+
+    layer: int
+    paused: bool
+
+    def enter(self) -> None: ...
+    def exit(self) -> None: ...
+    def adopt(self, name: str, tensors: list[Tensor]) -> None: ...
+    def resized(self, name: str, tensor: Tensor) -> None: ...
+    def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None: ...
+    def take(self) -> Reading | None:
+        """What happened since the last call, to be read when the time is over; None: nothing."""
+
+    def close(self) -> None: ...
+
+
+def _passed_on(to: str, name: str) -> Any:
+    """A property that is another one's, of the object that the attribute `to` holds."""
+    return property(
+        lambda self: getattr(getattr(self, to), name),
+        lambda self, value: setattr(getattr(self, to), name, value),
+    )
+
+
+class _NativeObserver:
+    """The observer in C++. It keeps events as text, and times of the host's clock."""
+
+    def __init__(self, begun: int):
+        self._inner = native.recorder().Observer(described, begun)
+        self.enter = self._inner.enter
+        self.exit = self._inner.exit
+        self.close = self._inner.close
+
+    layer, paused = _passed_on("_inner", "layer"), _passed_on("_inner", "paused")
+
+    def adopt(self, name: str, tensors: list[Tensor]) -> None:
+        self._inner.adopt(json.dumps(name), tensors)
+
+    def resized(self, name: str, tensor: Tensor) -> None:
+        self._inner.resized(json.dumps(name), tensor)
+
+    def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        raise AssertionError(f"{op}: dispatch sees all messages of real tensors")
+
+    def take(self) -> Reading | None:
+        count, text = self._inner.take()
+        return (lambda since: WrittenEvents(count, text)) if count else None
+
+
+def observer_for(clock: Clock, begun: Any) -> Observer:
+    """The observer in C++ where it can be: the host tells the time, and no other mode is active, as
+    that of ghosts."""
+    is_native = (
+        clock is HOST_CLOCK
+        and not torch._C._len_torch_dispatch_stack()
+        and not native.missing_recorder()
+    )
+    return _NativeObserver(begun) if is_native else ModeObserver(clock.now)
+
+
+class Recorder:
+    """Hands spans of memory events to `write`, one when the next begins, while it is entered.
+
+    `num_microbatches`: of a step; an action tells its step by it. `clock`: a device's tells when an
+    operator's turn came; its spans are handed over once that is known, as nobody waits for it.
+
+    Operators of the thread that enters it, and of the backwards that this one starts, are recorded.
+    """
+
+    def __init__(
+        self, write: Callable[[Span], object], num_microbatches: int = 1, clock: Clock = HOST_CLOCK
+    ):
+        self.is_active = False
+        """Whether it is entered."""
+        self._write = write
+        self._num_microbatches = num_microbatches
+        self._clock = clock
+        self._begun = self._start = clock.now()
+        self._observer = observer_for(clock, self._begun)
+        self._step = 1
+        self._running: Action | None = None
+        self._spans: deque[tuple[int, str, Any, Any, Reading]] = deque()
+
+    def __enter__(self) -> Recorder:
+        self.is_active = True
+        self._observer.enter()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.is_active = False
+        self._observer.exit()
+
+    layer = _passed_on("_observer", "layer")
+    """Number of the model's block that runs, as the owner sets it; -1: none."""
+    paused = _passed_on("_observer", "paused")
+    """Whether operators are let pass."""
+
+    def adopt(self, name: str, tensors: Iterable[Tensor]) -> None:
+        """Names blocks: from now on in the trace those that were there, from their birth those made
+        in this span."""
+        self._observer.adopt(name, list(tensors))
+
+    def resized(self, name: str, tensor: Tensor) -> None:
+        """A tensor's storage was emptied, or has memory again, which is a block of this name: no
+        operator does so.
+
+        What is made while nothing is recorded is seen when it is first used.
+        """
+        if self.is_active:
+            self._observer.resized(name, tensor)
+
+    def communicate(self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """An operator on tensors that dispatch does not see."""
+        self._observer.communicate(op, reads, writes)
+
+    def begin(self, action: Action | None) -> None:
+        """Ends a span: `action` runs from now on; None: nothing that has a name, and `step` says in
+        which step."""
+        self._end_span()
+        self._running = action
+        if action is not None and action.kind not in PER_ITEM:
+            number = action.microbatch
+            self._step = 1 + (
+                number if action.kind in PER_BATCH else number // self._num_microbatches
+            )
+
+    @property
+    def step(self) -> int:
+        """Number of the step that runs, from 1. Setting it ends a span."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._end_span()
+        self._step = step
+
+    def close(self) -> None:
+        """Hands over what is left. Blocks are not watched any more."""
+        self._observer.close()
+        self._end_span(finish=True)
+
+    def _end_span(self, *, finish: bool = False) -> None:
+        """Hands over the spans whose times are known; with `finish` waits for them."""
+        start = self._start
+        self._start = self._clock.now()
+        if (reading := self._observer.take()) is not None:
+            action = "" if self._running is None else str(self._running)
+            self._spans.append((self._step, action, start, self._start, reading))
+        while self._spans and (finish or self._clock.is_over(self._spans[0][3])):
+            step, action, start, end, reading = self._spans.popleft()
+            self._write(
+                Span(step, action, self._since(start), self._since(end), reading(self._since))
+            )
+
+    def _since(self, stamp: Any) -> float:
+        return self._clock.since(self._begun, stamp)

@@ -1,0 +1,388 @@
+"""`place`: one call for every solver of the largest load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hybridpar.errors import ConfigError, config_error
+from hybridpar.placement.classes import ClassGraph, class_graph
+from hybridpar.placement.ideals import MAX_IDEALS, Ideals, OutOfTime, enumerate_ideals
+from hybridpar.placement.result import Assignment, make_assignment
+from hybridpar.placement.scoring import score
+from hybridpar.placement.solvers.baselines import one_accelerator, packed_evenly, pipedream_groups
+from hybridpar.placement.solvers.bound import check_possible, work_bound
+from hybridpar.placement.solvers.exact import best_loads, trace
+from hybridpar.placement.solvers.highs import OUT_OF_TIME, Highs
+from hybridpar.placement.solvers.latency_milp import minimise_latency
+from hybridpar.placement.solvers.linear import MAX_TABLE, solve_linear, solve_orders
+from hybridpar.placement.solvers.local_search import MAX_NUMBERS, LocalSearch, local_search
+from hybridpar.placement.solvers.milp import solve_max_load
+from hybridpar.placement.workload import Floats, Ints, Workload
+
+SOON = 5_000
+"""Ideals whose dynamic program is worth a try before integer programming."""
+LONG = 0.9
+"""Share of the time limit after which dp gives way to splits of some orders."""
+ONE_MORE = 1.0
+"""Seconds after the time limit that the split of one order may still take."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of solvers. Each takes those that concern it."""
+
+    time_limit: float = 60.0
+    """Seconds; then the best that was found counts. What packs in order (greedy, latency-greedy)
+    needs hardly any."""
+    max_ideals: int = MAX_IDEALS
+    """Limit of dp, whose memory and time grow with it."""
+    restarts: int = 10
+    seed: int = 0
+    """Seed of the random starts of local-search."""
+    slots: int = 1
+    """latency-milp: how many times each accelerator may be called."""
+    split: Ints | None = None
+    """expert: a device for each node, from `read_split`."""
+
+    def check(self) -> None:
+        """Raises: ConfigError."""
+        for name, least in (("max_ideals", 2), ("restarts", 0), ("seed", 0), ("slots", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise config_error(
+                    name, value, f"must be an integer of {least} or more", str(least)
+                )
+        if not 0 < self.time_limit < 1e9:  # false for NaN
+            raise config_error(
+                "time_limit", self.time_limit, "must be above 0 seconds, and finite", "60"
+            )
+
+
+def place(workload: Workload, solver: str = "dpl", options: Options | None = None) -> Assignment:
+    """Places the operators so that the largest load is small: the time per sample of a pipeline
+    that is kept full.
+
+        dp               the best pipeline: exact, over all ideals
+        dpl              the best split of one order of the operators; nearly always as good, and
+                         fast
+        milp             the best placement, contiguous or not, by integer programming
+        milp-contiguous  the same among contiguous ones
+        pipedream, greedy, local-search, one-accelerator, expert    baselines
+        latency-milp, latency-greedy    the least time of one sample instead; CPUs are one pool
+                                        without limit
+
+    What a solver cannot finish (in time, or within `max_ideals`) it says in the placement's `note`,
+    and gives the best that it has, with a bound.
+
+    Raises: ConfigError if nothing can be placed.
+    """
+    options = options or Options()
+    options.check()
+    if solver not in SOLVERS:
+        raise config_error("solver", solver, f"must be one of {', '.join(SOLVERS)}", "dpl")
+    if solver == "expert":
+        return SOLVERS[solver](workload, options)
+    return _renumbered(SOLVERS[solver](_with_devices_in_use(workload), options), workload)
+
+
+def _with_devices_in_use(w: Workload) -> Workload:
+    """With no more devices of a kind than there are colour classes: others would stay empty."""
+    count = len(np.unique(w.colour))
+    return replace(
+        w, num_accelerators=min(w.num_accelerators, count), num_cpus=min(w.num_cpus, count)
+    )
+
+
+def _renumbered(placement: Assignment, w: Workload) -> Assignment:
+    """A result on all devices of a workload, whose CPUs come after more accelerators."""
+    more = w.num_accelerators - placement.workload.num_accelerators
+    devices = placement.devices + more * (placement.devices >= placement.workload.num_accelerators)
+    return replace(
+        placement,
+        workload=w,
+        devices=devices,
+        score=replace(score(w, devices), objective=placement.objective),
+    )
+
+
+@dataclass
+class _Clock:
+    limit: float
+
+    def __post_init__(self) -> None:
+        self.start = time.monotonic()
+        self.deadline = self.start + self.limit
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.start
+
+
+def _no_fit(workload: Workload, what: str) -> Exception:
+    return config_error(
+        "maxSizePerFPGA",
+        workload.memory,
+        f"{what} fits {workload.num_accelerators} accelerators of "
+        f"that and {workload.num_cpus} CPUs",
+        "maxCPUs = 1, which has no limit, or more memory",
+    )
+
+
+class _Unfinished(Exception):
+    """Why there is no exact answer; split: that of one order of the operators, where there was time
+    for it."""
+
+    def __init__(self, reason: str, split: Ints | None = None):
+        super().__init__(reason)
+        self.split = split
+
+
+def _linear(w: Workload, graph: ClassGraph, solver: str, clock: _Clock) -> Assignment:
+    check_possible(graph)
+    try:
+        value, device = solve_linear(graph, clock.deadline + ONE_MORE)
+    except OutOfTime:
+        return _packed(w, graph, solver, clock, OUT_OF_TIME)
+    if not np.isfinite(value):
+        raise _no_fit(w, "no split of the order of operators")
+    return make_assignment(
+        w, solver, graph.devices(device), work_bound(class_graph(w)), clock.seconds
+    )
+
+
+def _packed(w: Workload, graph: ClassGraph, solver: str, clock: _Clock, reason: str) -> Assignment:
+    """Fallback of a solver that had not even time for one split."""
+    device = packed_evenly(graph)
+    if device is None:
+        raise config_error(
+            "time_limit",
+            clock.limit,
+            f"{reason} before any placement was found",
+            f"{10 * clock.limit:g}",
+        )
+    return make_assignment(
+        w,
+        solver,
+        graph.devices(device),
+        work_bound(class_graph(w)),
+        clock.seconds,
+        note=f"{reason}: this is packed greedily, in order",
+    )
+
+
+def _dpl(w: Workload, options: Options) -> Assignment:
+    clock = _Clock(options.time_limit)
+    return _linear(w, class_graph(w), "dpl", clock)
+
+
+def _pipedream(w: Workload, options: Options) -> Assignment:
+    clock = _Clock(options.time_limit)
+    return _linear(w, class_graph(w, merge=pipedream_groups(w)), "pipedream", clock)
+
+
+def _table(graph: ClassGraph, max_ideals: int, deadline: float) -> tuple[Ideals, Floats]:
+    """All ideals, and the exact program's table over them. Raises: _Unfinished."""
+    w = graph.workload
+    split = None
+    try:
+        known, found = solve_linear(graph, deadline)  # no placement of more load need be looked at
+        split = found if np.isfinite(known) else None
+        ideals = enumerate_ideals(graph.predecessors, max_ideals, deadline)
+        if len(ideals) * (w.num_accelerators + 1) * (w.num_cpus + 1) <= MAX_TABLE:
+            return ideals, best_loads(graph, ideals, known, deadline)
+        reason = (
+            f"the exact program's table for {len(ideals)} ideals and so many devices is too large"
+        )
+    except OutOfTime:
+        reason = OUT_OF_TIME
+    except ConfigError:
+        reason = f"the graph has more than {max_ideals} ideals, too many for the exact program"
+    raise _Unfinished(reason, split)
+
+
+def _dp(w: Workload, options: Options) -> Assignment:
+    clock = _Clock(options.time_limit)
+    graph = class_graph(w)
+    check_possible(graph)
+    try:
+        ideals, best = _table(graph, options.max_ideals, clock.start + LONG * options.time_limit)
+    except _Unfinished as reason:
+        return _of_orders(w, graph, clock, reason)
+    if not np.isfinite(best[-1, -1, -1]):
+        raise _no_fit(w, "no pipeline")
+    return make_assignment(
+        w,
+        "dp",
+        graph.devices(trace(graph, ideals, best)),
+        0.0,
+        clock.seconds,
+        exact=True,
+        stats={"classes": graph.num_classes, "ideals": len(ideals)},
+    )
+
+
+def _of_orders(w: Workload, graph: ClassGraph, clock: _Clock, reason: _Unfinished) -> Assignment:
+    """Fallback of dp where it cannot finish, for that reason."""
+    try:
+        value, device, tried = solve_orders(graph, clock.deadline, clock.deadline + ONE_MORE)
+    except OutOfTime:
+        if reason.split is None:
+            return _packed(w, graph, "dp", clock, str(reason))
+        value = 0.0
+        device = reason.split
+        tried = 1
+    if not np.isfinite(value):
+        raise config_error(
+            "solver",
+            "dp",
+            f"{reason}, and no split of {tried} orders of the operators fits",
+            "milp-contiguous",
+        )
+    return make_assignment(
+        w,
+        "dp",
+        graph.devices(device),
+        work_bound(graph),
+        clock.seconds,
+        note=f"{reason}: this is the best split of {tried} order{'s' * (tried > 1)}",
+        stats={"classes": graph.num_classes},
+    )
+
+
+def _pipeline(w: Workload, deadline: float, last: float) -> Ints | None:
+    """The best pipeline, a device for each node, if it is found until `deadline`; else that of some
+    orders, of which the first may take until `last`; or what is packed in order; None if nothing
+    fits."""
+    graph = class_graph(w)
+    device: Ints | None = None
+    try:
+        ideals, best = _table(graph, SOON, deadline)
+        device = trace(graph, ideals, best) if np.isfinite(best[-1, -1, -1]) else None
+    except _Unfinished as reason:
+        device = reason.split
+        with suppress(OutOfTime, ConfigError):
+            value, split, _ = solve_orders(graph, deadline, last)
+            device = split if np.isfinite(value) else device
+    if device is None:
+        device = packed_evenly(graph)
+    return None if device is None else graph.devices(device)
+
+
+def _start(
+    w: Workload, graph: ClassGraph, options: Options, clock: _Clock, contiguous: bool
+) -> list[Ints]:
+    """Placements to begin integer programming with, a device for each node: none, one or two."""
+    deadline = clock.start + options.time_limit / 4
+    found = _pipeline(w, deadline, clock.deadline)
+    starts = [] if found is None else [found]
+    if not contiguous and LocalSearch.size(graph) <= MAX_NUMBERS:
+        of_class = tuple(graph.of_classes(x) for x in starts)
+        value, moved = local_search(
+            graph, restarts=options.restarts, seed=options.seed, starts=of_class, deadline=deadline
+        )
+        if np.isfinite(value):
+            starts.append(graph.devices(moved))
+    return [x for x in starts if np.array_equal(graph.devices(graph.of_classes(x)), x)]
+
+
+def _milp(w: Workload, options: Options, contiguous: bool) -> Assignment:
+    clock = _Clock(options.time_limit)
+    graph = class_graph(w, pipeline=False)
+    check_possible(graph)
+    with Highs() as highs:
+        candidates = _start(w, graph, options, clock, contiguous)
+        best = min(candidates, key=lambda x: score(w, x).objective, default=None)
+        start = np.empty(0, np.int64) if best is None else graph.of_classes(best)
+        solution = solve_max_load(
+            graph, highs, start, contiguous=contiguous, deadline=clock.deadline
+        )
+    if not len(solution.device) and solution.proven:
+        raise _no_fit(w, f"no {'contiguous ' * contiguous}placement")
+    if not len(solution.device):
+        raise config_error(
+            "time_limit",
+            options.time_limit,
+            f"{solution.note} before any placement was found",
+            f"{10 * options.time_limit:g}",
+        )
+    return make_assignment(
+        w,
+        "milp-contiguous" if contiguous else "milp",
+        graph.devices(solution.device),
+        solution.bound,
+        clock.seconds,
+        exact=solution.proven,
+        note=solution.note,
+    )
+
+
+def _greedy(w: Workload, options: Options) -> Assignment:
+    clock = _Clock(options.time_limit)
+    graph = class_graph(w)
+    check_possible(graph)
+    device = packed_evenly(graph)
+    if device is None:
+        raise _no_fit(w, "what is greedily packed in order never")
+    return make_assignment(w, "greedy", graph.devices(device), work_bound(graph), clock.seconds)
+
+
+def _local_search(w: Workload, options: Options) -> Assignment:
+    clock = _Clock(options.time_limit)
+    graph = class_graph(w, pipeline=False)
+    check_possible(graph)
+    if LocalSearch.size(graph) > MAX_NUMBERS:
+        raise config_error(
+            "solver", "local-search", "the graph is too large for it on so many devices", "dpl"
+        )
+    value, device = local_search(
+        graph, restarts=max(options.restarts, 1), seed=options.seed, deadline=clock.deadline
+    )
+    if not np.isfinite(value):
+        raise config_error(
+            "restarts",
+            options.restarts,
+            "no local optimum fits the memory of the accelerators",
+            "solver = 'dpl', or more restarts",
+        )
+    note = OUT_OF_TIME if time.monotonic() > clock.deadline else ""
+    return make_assignment(
+        w, "local-search", graph.devices(device), work_bound(graph), clock.seconds, note=note
+    )
+
+
+def _one_accelerator(w: Workload, options: Options) -> Assignment:
+    clock = _Clock(options.time_limit)
+    devices = one_accelerator(w)
+    bound = work_bound(class_graph(w, pipeline=False))
+    return make_assignment(w, "one-accelerator", devices, bound, clock.seconds)
+
+
+def _expert(w: Workload, options: Options) -> Assignment:
+    clock = _Clock(options.time_limit)
+    if options.split is None:
+        raise config_error(
+            "split", None, "the expert's placement must be given", "read_split(workload, path)"
+        )
+    return make_assignment(
+        w, "expert", options.split, work_bound(class_graph(w, pipeline=False)), clock.seconds
+    )
+
+
+SOLVERS: dict[str, Callable[[Workload, Options], Assignment]] = {
+    "dp": _dp,
+    "dpl": _dpl,
+    "milp": lambda w, options: _milp(w, options, False),
+    "milp-contiguous": lambda w, options: _milp(w, options, True),
+    "pipedream": _pipedream,
+    "greedy": _greedy,
+    "local-search": _local_search,
+    "one-accelerator": _one_accelerator,
+    "expert": _expert,
+    "latency-milp": lambda w, options: minimise_latency(w, options.slots, options.time_limit),
+    "latency-greedy": lambda w, options: minimise_latency(w, 1, options.time_limit, search=False),
+}

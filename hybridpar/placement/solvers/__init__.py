@@ -1,0 +1,1 @@
+"""Solvers of operator placement: exact and heuristic ones, mixed-integer programs, and bounds."""

@@ -1,0 +1,359 @@
+"""The memory of one pipeline stage, found by running its own code on ghosts: no formula here knows
+what a layer does.
+
+built       weights, master, gradients, optimizer                      there from start to end
+forward     [ input ][ kept by autograd ........ ][ more at its peak ]
+backward    [ input ][ kept, ever less ][ its own ][ gradient out ]
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hybridpar.autograd import backward_from
+from hybridpar.config import Config, ModelConfig
+from hybridpar.data.mapped import rehearsal
+from hybridpar.models.blocks import LABELLED
+from hybridpar.models.build import Recomputation, build_blocks
+from hybridpar.pipeline.run.codecs import with_coded_sums
+from hybridpar.pipeline.run.lane import Lane, Packed
+from hybridpar.pipeline.run.stage import Stage
+from hybridpar.pipeline.run.stash import Notes
+from hybridpar.prediction.fake_neighbours import silent_grid
+from hybridpar.prediction.ghost import Tracker
+from hybridpar.prediction.ghost_chunks import GHOSTS
+from hybridpar.random import RandomKey
+from hybridpar.state import RankState, StatePolicy
+from hybridpar.state.policy import cut_into_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that a stage takes. Units: bytes.
+
+    weights: all working versions. gradients: all buffers. optimizer: its state, and kinds of state
+    without a column of their own. kept: a micro-batch's tensors between its forward and its
+    backward, besides its input. input: what it keeps of its input. output: the part of its output
+    that is sent and not kept anyway. message: an activation that it sends. received, returned,
+    returning: what a rank receives of an activation, receives of the gradient of its output, and
+    sends of the gradient of its input. forward, first_backward (of a batch), backward, norm,
+    update: the most that each takes beyond what was there at its start.
+
+    With a split backward, first_backward and backward are I's, weight_gradients is W's,
+    whole_backward is that of one that stays whole, and waiting is what a micro-batch keeps between
+    the two. early, late: 1 if the first (second) part leaves gradients in chunks that replicas
+    share, else 0.
+
+    factors: what a micro-batch's weight gradients are computed from, if that waits until its batch
+    is reduced. whole_weights, whole_gradients: chunks that replicas share (ZeRO-2 and 3), at most.
+    moved: the part of `kept` and the input that leaves if activations are offloaded.
+    """
+
+    weights: int
+    master: int
+    gradients: int
+    optimizer: int
+    kept: int
+    input: int
+    output: int
+    message: int
+    received: int
+    returned: int
+    returning: int
+    forward: int
+    first_backward: int
+    backward: int
+    norm: int
+    update: int
+    waiting: int = 0
+    weight_gradients: int = 0
+    whole_backward: int = 0
+    factors: int = 0
+    whole_weights: int = 0
+    whole_gradients: int = 0
+    moved: int = 0
+    early: int = 0
+    late: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Number of weight versions and of gradient buffers that the schedule needs. offloads: whether
+    activations leave, for which autograd keeps them in another way. handed: whether input and
+    output are what the rank hands to itself, as from part to part of a stage. anew: whether
+    gradients that replicas share are made anew for every backward."""
+
+    versions: int
+    gradients: int
+    offloads: bool = False
+    handed: tuple[bool, bool] = (False, False)
+    anew: bool = False
+
+
+def trace_stage(
+    config: Config,
+    blocks: range,
+    recompute: Recomputation,
+    buffers: Buffers,
+    device: torch.device,
+    results: dict[Any, Any] | None = None,
+) -> Footprint:
+    """Builds the stage of `blocks`, runs two micro-batches and one update; takes and computes
+    nothing.
+
+    It is that of the first tp rank and the first replica, whose share is the largest where a split
+    is uneven. `device`: may be a kind of device that this machine does not have. `results`: as the
+    tracker has them.
+    """
+    batch = sample_microbatch(config)
+    with Tracker(device, results) as tracker:
+        traced = TracedStage(config, blocks, recompute, buffers, tracker)
+        batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
+        tracker.ghost_integers = True  # a forward looks into the micro-batch only
+        kept, output, forward = traced.forward(batch)
+        first_backward, waiting = traced.backward(first=True)
+        missing = traced.missing()
+        weight_gradients, factors = traced.apply()
+        filled = missing < traced.shared, traced.missing() < missing
+        traced.forward(batch)
+        backward, _ = traced.backward(first=False)
+        weight_gradients = max(weight_gradients, traced.apply()[0])
+        whole_backward = 0
+        if config.pipeline.split_backward:
+            traced.forward(batch)
+            whole_backward, _ = traced.backward(first=False, split=False)
+        tracker.ghost_integers = False
+        whole_weights, whole_gradients = traced.state.whole_bytes()
+        return Footprint(
+            **traced.static(),
+            kept=kept,
+            output=output,
+            **traced.messages(),
+            forward=forward,
+            first_backward=first_backward,
+            backward=backward,
+            norm=traced.norm(),
+            update=traced.update(),
+            waiting=waiting,
+            weight_gradients=weight_gradients,
+            whole_backward=whole_backward,
+            factors=factors,
+            whole_weights=whole_weights,
+            whole_gradients=whole_gradients,
+            moved=traced.moved,
+            early=int(filled[0]),
+            late=int(filled[1]),
+        )
+
+
+class TracedStage:
+    """A stage of ghosts with its state, and the passes of an executor over it."""
+
+    def __init__(
+        self,
+        config: Config,
+        blocks: range,
+        recompute: Recomputation,
+        buffers: Buffers,
+        tracker: Tracker,
+    ):
+        model = config.model
+        device = tracker.device
+        self.config = config
+        self.tracker = tracker
+        self._buffers = buffers
+        grid = silent_grid(config)
+        self.axis = grid.tp
+        policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
+        sequence = config.parallel.sequence
+        self.stage = Stage(
+            with_coded_sums(
+                build_blocks(
+                    model,
+                    grid.tp,
+                    blocks,
+                    kernels=config.kernels,
+                    sequence=sequence,
+                    dtype=policy.dtype,
+                    groups=config.optim.groups,
+                ),
+                config,
+            ),
+            recompute,
+            model,
+        )
+        parts = cut_into_parts(config, blocks) if policy.moves else ()
+        self.state = RankState(self.stage, grid, policy, device, parts=parts)
+        self.state.allocate()
+        self.shared = frozenset(
+            name
+            for name in self.state.gradients.layout.names
+            if not self.state.is_kept(self.state.uses(name))
+        )
+        """Parameters whose gradients come and go."""
+        ends = blocks, range(min(blocks.stop, model.num_blocks - 1), model.num_blocks)
+        lane = Lane.of(config, grid, policy.dtype, device, ends)
+        self.lane, self.next = lane.into(0), lane.into(1)
+        into, out = (
+            _no_codec if handed else partial(lane.codecs.on, first=first)
+            for handed, first in zip(buffers.handed, (blocks.start, blocks.stop), strict=True)
+        )
+        self._codecs = {
+            "received": into(1),
+            "sent": out(1),
+            "returned": out(-1),
+            "returning": into(-1),
+        }
+        self.receives = 0 not in blocks
+        self.sends = model.num_blocks - 1 not in blocks
+        self.moved = 0  # in the newest forward
+        self._input: Tensor | Packed | None
+        self._places: list[Tensor | None]  # of messages received and sent
+        self._empty: int
+        self._input_bytes: int
+        self._edge: GradientEdge | None  # None: nothing here needs a gradient
+        self._loss_dtype: torch.dtype
+
+    def static(self) -> dict[str, int]:
+        """The bytes that are there all the time, by name."""
+        return self.state.num_bytes()
+
+    def messages(self) -> dict[str, int]:
+        """The bytes of what travels, by name; of an activation; and what a micro-batch keeps of its
+        input."""
+        lanes = {"received": self.lane, "returned": self.next, "returning": self.lane}
+        parts = {name: lane.room(self._codecs[name]).nbytes for name, lane in lanes.items()}
+        return {"message": self.next.whole().nbytes, "input": self._input_bytes, **parts}
+
+    def _received(self) -> Tensor | Packed | None:
+        if not self.receives:
+            return None
+        codec = self._codecs["received"]
+        if codec is not None and self.stage.recompute.whole:
+            return Packed(self.lane, self.lane.message(codec), codec)
+        return self.lane.whole().requires_grad_()
+
+    def _places_of(self, forth: str, back: str) -> Tensor | None:
+        """What an executor keeps of a message of the codec `forth` for the gradient's codec,
+        `back`."""
+        codec = self._codecs[forth]
+        gradients = self._codecs[back]
+        if codec is None or gradients is None or not gradients.follows:
+            return None
+        return codec.places(self.lane.room(codec), self.lane.shape[-1])
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[int, int, int]:
+        """An executor's forward: bytes kept after it, bytes of the output besides, and the most
+        that it took."""
+        self._empty = self.tracker.read().current
+        self._input = self._received()
+        self._places = [self._places_of("received", "returning")] if self.receives else []
+        before = self._start()
+        self._input_bytes = before - self._empty
+        batch = {name: tensor.clone() for name, tensor in batch.items()}
+        key = RandomKey.of(self.config.train.seed, 0, 0, device=self.tracker.device)
+        notes = Notes(GHOSTS)
+        leaf = self._input.leaf if isinstance(self._input, Packed) else self._input
+        with notes.noting(leaf) if self._buffers.offloads else nullcontext():
+            out: Any = self.stage(self._input, batch, key)
+        if isinstance(out, dict):
+            out = sum(out.values())
+            self._loss_dtype = out.dtype
+        sent = out.detach()
+        if not self._buffers.handed[1]:
+            sent = self.next.cut(sent, self._codecs["sent"] if self.sends else None)
+        self._places += [self._places_of("sent", "returned")] if self.sends else []
+        self._edge = None if leaf is None and self.stage.is_frozen else get_gradient_edge(out)
+        peak = self.tracker.read().peak - before
+        del out, batch, key
+        with_output = self.tracker.read().current
+        self.moved = notes.num_bytes()
+        notes.forget()
+        del sent
+        kept = self.tracker.read().current
+        return kept - before, with_output - kept, peak
+
+    def backward(self, first: bool, *, split: bool = True) -> tuple[int, int]:
+        """An executor's backward: the most that it took, and what waits after it. `first`: of a
+        batch. `split`: the first part alone, where there are two."""
+        gradient = self.next.whole() if self.sends else None
+        if first:
+            self.state.begin(0)
+        elif self._buffers.anew:
+            self.state.gradients.renew(0, self.shared)
+        before = self._start()
+        if gradient is None:
+            gradient = torch.full((), 1.0, dtype=self._loss_dtype, device=self.tracker.device)
+        self.state.bind(0, (0,))
+        if split and self.config.pipeline.split_backward:
+            self.state.collect(None)
+        if self._edge is not None:
+            backward_from(self._edge, gradient)
+        del self._edge, self._input, self._places, gradient
+        left = self.tracker.read()
+        return left.peak - before, left.current - self._empty
+
+    def missing(self) -> frozenset[str]:
+        """Those of `shared` that have no gradient yet."""
+        return self.shared & self.state.gradients.missing(0)
+
+    def apply(self) -> tuple[int, int]:
+        """Executor's second part of a split backward: the most that it took, and what is left of
+        the micro-batch."""
+        before = self._start()
+        if self.config.pipeline.split_backward:
+            self.state.apply(None)
+        left = self.tracker.read()
+        return (
+            left.peak - before,
+            left.current - self._empty if self.state.gradients.factored else 0,
+        )
+
+    def norm(self) -> int:
+        """The most that the norm of the gradients took."""
+        before = self._start()
+        self.state.square_norm(0)
+        return self.tracker.read().peak - before
+
+    def update(self) -> int:
+        """The most that an update took."""
+        before = self._start()
+        self.state.update(0, lr=1.0, factor=0.5)
+        return self.tracker.read().peak - before
+
+    def _start(self) -> int:
+        """Bytes now; the peak is taken from here on."""
+        self.tracker.restart_peak()
+        return self.tracker.read().current
+
+
+def _no_codec(flow: int) -> None:
+    """What is handed over is whole."""
+
+
+def sample_microbatch(config: Config) -> dict[str, Tensor]:
+    """A micro-batch of full sequences; of BERT's positions, the usual share is labelled."""
+    model = config.model
+    b = config.train.micro_batch_size
+    if not isinstance(model, ModelConfig):
+        return rehearsal(model, b)
+    shape = (b, model.seq_length)
+    batch = {
+        "tokens": torch.zeros(shape, dtype=torch.int64),
+        "labels": torch.zeros(shape, dtype=torch.int64),
+    }
+    for name in ("num_targets", "num_samples"):
+        batch[name] = torch.ones((), dtype=torch.float64)
+    if model.kind == "bert":
+        batch["labels"][:, round(LABELLED[model.kind] * model.seq_length) :] = -100
+        batch["token_types"] = torch.zeros(shape, dtype=torch.int64)
+        batch["padding_mask"] = torch.ones(shape, dtype=torch.bool)
+        batch["sentence_labels"] = torch.zeros(b, dtype=torch.int64)
+    return batch

@@ -1,0 +1,379 @@
+"""Ghosts: tensors without memory, on which code runs while the memory that they would take is
+counted.
+
+    with Tracker(torch.device("cpu")) as tracker:
+        x = torch.zeros(1 << 40)          # takes nothing
+        y = (x * 2).sum()                 # computes nothing
+        tracker.read().peak               # 8 TiB and 4 bytes
+
+A ghost says of itself that it is on the tracker's device, so that code takes the path it would take
+there (fused attention, compiled dropout), while the operation itself runs on the meta device.
+Autograd is the real one: what it saves for the backward stays alive as it would. Scratch space
+inside a kernel is not seen.
+
+Where a GPU is asked for and this machine has none, ghosts are on the CPU, whose fused operators
+keep what those of GPUs do, and are counted as a GPU's allocator would.
+
+Tensors of integers and booleans are real, as code looks into them (which positions have a label);
+they are counted too. With `ghost_integers`, only those are real that come from outside, and what is
+computed from these alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hybridpar.autograd import QuietMode, backward_from
+from hybridpar.prediction.meter import Usage
+
+_META = torch.device("meta")
+ARITHMETIC = frozenset({"add", "sub", "mul", "div"})
+_CUDA_ROUNDING = 512  # the caching allocator hands out multiples of this many bytes
+
+
+class _Block:
+    """The bytes of one storage, given back when the last tensor on it is gone. key: tells storages
+    apart."""
+
+    __slots__ = ("__weakref__", "key", "num_bytes", "tracker")
+
+    def __init__(self, tracker: Tracker, key: int, num_bytes: int):
+        self.tracker = tracker
+        self.key = key
+        self.num_bytes = num_bytes
+        tracker.current += num_bytes
+
+    def resize(self, num_bytes: int) -> None:
+        """Takes memory anew, or with 0 gives it back."""
+        self.tracker.current -= self.num_bytes
+        self.num_bytes = self.tracker.rounded(num_bytes)
+        self.tracker.current += self.num_bytes
+
+    def __del__(self) -> None:
+        self.tracker.current -= self.num_bytes
+
+
+class Ghost(Tensor):
+    """A tensor on the tracker's device without values: shape and type are those of `meta`, the
+    memory is `block`."""
+
+    meta: Tensor
+    block: _Block
+    __slots__ = ("block", "meta")
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type[Ghost], meta: Tensor, block: _Block) -> Ghost:
+        ghost = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=block.tracker.device,
+        )
+        ghost.meta = meta
+        ghost.block = block
+        return ghost
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise AssertionError(f"{func} on a ghost outside of its tracker")
+
+    @property
+    def stands_for_cuda(self) -> bool:
+        """Whether it is a GPU's, wherever it says that it is."""
+        return self.block.tracker.is_cuda
+
+    def tolist(self) -> Any:
+        """Returns zeros."""
+        return _zeros(tuple(self.shape))
+
+
+class Tracker(QuietMode):
+    """Makes new floating-point tensors ghosts on `device` while it is active, and counts the bytes
+    of all tensors.
+
+    Values read from a ghost are zeros, so it is not for code whose course depends on them. results:
+    forms of what operators made, by their arguments' forms, which may be those of other trackers.
+    """
+
+    def __init__(self, device: torch.device, results: dict[Any, Any] | None = None):
+        super().__init__()
+        self.device = _present(device)
+        self.is_cuda = device.type == "cuda"
+        self.ghost_integers = False
+        self.current = self.peak = 0
+        self._real: list[tuple[StorageWeakRef, _Block]] = []
+        self._results = (
+            {} if results is None else results
+        )  # layers repeat each other; meta forms in Python are slow
+
+    def read(self) -> Usage:
+        """The bytes that tensors made since the start would hold; the peak since it was last
+        restarted."""
+        self._forget_dead()
+        return Usage(self.current, self.peak)
+
+    def restart_peak(self) -> None:
+        """Lets the peak be that of what follows."""
+        self.peak = self.read().current
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        in_place = is_in_place_without_a_mode(func, args)
+        found = tensors_in((args, tuple(kwargs.values())))
+        ghosts = [t for t in found if isinstance(t, Ghost)]
+        if ghosts:
+            out = self._run_on_ghosts(func, args, kwargs, ghosts, found)
+        elif (
+            not found
+            and _is_factory(kwargs)
+            and (self.ghost_integers or _makes_floats(func, kwargs))
+        ):
+            out = self._wrap(func(*args, **{**kwargs, "device": _META}), [])
+        else:
+            out = func(*args, **kwargs)
+            self._note_real(out, [] if _is_fresh(func, out) else found)
+        if not in_place:
+            self._forget_dead()
+            scratch = 0 if self.is_cuda else cast_bytes(func, ghosts)
+            self.peak = max(self.peak, self.current + scratch)
+        return out
+
+    def _run_on_ghosts(
+        self, func: Any, args: Any, kwargs: Any, ghosts: list[Ghost], found: list[Tensor]
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0.0
+        if len(found) > len(ghosts) and any(t.layout is not torch.strided for t in found):
+            return _add_nothing(func, ghosts[0])
+        if _is_fused_in_place(func):  # has no meta form, and takes no memory
+            return None
+        key = (
+            (func, _signature(args), _signature(tuple(kwargs.items())))
+            if _makes_new_tensors(func)
+            else None
+        )
+        out = None if key is None else self._results.get(key)
+        if out is None:
+            metas = _map(args, _to_meta)
+            meta_kwargs = {name: _map(value, _to_meta) for name, value in kwargs.items()}
+            if "device" in meta_kwargs:
+                meta_kwargs["device"] = _META
+            out = func(*metas, **meta_kwargs)
+            if args and out is metas[0] and not isinstance(args[0], Ghost):
+                return args[0]  # which is real, and was written
+            if key is not None:
+                self._results[key] = _map(
+                    out, _alike
+                )  # apart from this one, which may be changed in place
+        elif isinstance(out, Tensor):
+            return self._wrap(_alike(out), ())
+        else:
+            out = _map(out, _alike)
+        sources = ghosts if key is None else ()  # whose memory it may be
+        return _map(out, lambda x: self._wrap(x, sources))
+
+    def _wrap(self, out: Any, ghosts: Sequence[Ghost]) -> Any:
+        """Wraps the result of an operation on meta tensors: an argument itself, a view of one, or
+        something new."""
+        if not isinstance(out, Tensor):
+            return out
+        storage = out.untyped_storage()
+        for ghost in ghosts:
+            if ghost.meta is out:
+                return ghost
+            if ghost.block.key == storage._cdata:
+                return Ghost(out, ghost.block)
+        return Ghost(out, _Block(self, storage._cdata, self.rounded(storage.nbytes())))
+
+    def rounded(self, num_bytes: int) -> int:
+        """Bytes that the device's allocator takes for so many."""
+        return -(-num_bytes // _CUDA_ROUNDING) * _CUDA_ROUNDING if self.is_cuda else num_bytes
+
+    def _note_real(self, out: Any, arguments: list[Tensor]) -> None:
+        made = tensors_in(out)
+        known = {t.untyped_storage()._cdata for t in arguments if t.layout is torch.strided}
+        for tensor in made:
+            if (
+                tensor.layout is torch.strided
+                and (storage := tensor.untyped_storage())._cdata not in known
+            ):
+                block = _Block(self, storage._cdata, self.rounded(storage.nbytes()))
+                self._real.append((StorageWeakRef(storage), block))
+
+    def _forget_dead(self) -> None:
+        for storage, _ in self._real:
+            if storage.expired():
+                self._real = [entry for entry in self._real if not entry[0].expired()]
+                break
+
+
+def _present(device: torch.device) -> torch.device:
+    """The device with a number, as autograd has a queue for each; the CPU where there is no such
+    device."""
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _zeros(shape: tuple[int, ...]) -> Any:
+    return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0.0
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples and lists."""
+    found: list[Tensor] = []
+    _visit((value,), found)
+    return found
+
+
+def _visit(values: Sequence[Any], found: list[Tensor]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            _visit(value, found)
+
+
+def cast_bytes(func: Any, tensors: Sequence[Tensor]) -> int:
+    """Bytes of the copies that CPUs make of tensors of the narrower type for arithmetic on two of
+    them."""
+    if _operation(func) not in ARITHMETIC:
+        return 0
+    tensors = [t for t in tensors if t.is_floating_point()]
+    common = max((t.dtype.itemsize for t in tensors), default=0)
+    return sum(t.numel() * common for t in tensors if t.dim() and t.dtype.itemsize < common)
+
+
+def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(
+            [
+                _map(item, function) if isinstance(item, (tuple, list)) else function(item)
+                for item in value
+            ]
+        )
+    return function(value)
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, Ghost):
+        return value.meta
+    return value.to(_META) if isinstance(value, Tensor) else value
+
+
+def _signature(value: Any) -> Any:
+    """A key of all that the shape and type of a result may depend on."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple(_signature(item) for item in value)
+    return type(value), value
+
+
+def _alike(value: Any) -> Any:
+    """A meta tensor of its own storage with the shape, strides and type of another one."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+
+
+@cache
+def _makes_new_tensors(func: Any) -> bool:
+    """Whether results are neither arguments nor views of them."""
+    if func is torch.ops.aten._unsafe_view.default:  # a view whose schema does not say so
+        return False
+    return not func._schema.is_mutable and all(
+        out.alias_info is None for out in func._schema.returns
+    )
+
+
+def _is_factory(kwargs: Any) -> bool:
+    """Whether an operation that has no tensor among its arguments makes a dense one."""
+    return "device" in kwargs and kwargs.get("layout") in (None, torch.strided)
+
+
+def _makes_floats(func: Any, kwargs: Any) -> bool:
+    dtype = kwargs.get("dtype")
+    return _operation(func) != "arange" if dtype is None else dtype.is_floating_point
+
+
+@cache
+def _operation(func: Any) -> str:
+    """The name of an operation, such as 'add' for aten.add_.Tensor."""
+    return func.name().removeprefix("aten::").partition(".")[0].rstrip("_")
+
+
+@cache
+def _is_fused_in_place(func: Any) -> bool:
+    return "::_fused_" in func.name() and not func._schema.returns
+
+
+def _is_fresh(func: Any, out: Any) -> bool:
+    """Whether it is the last step of torch.tensor, which takes memory of torch's, and not of
+    torch.from_numpy."""
+    return func is torch.ops.aten.lift_fresh.default and bool(out.untyped_storage().resizable())
+
+
+def is_in_place_without_a_mode(func: Any, args: Any) -> bool:
+    """Whether autograd makes this sum of a backward in place of its first argument, but not while a
+    mode is active.
+
+    These are the sums of two dense gradients of one tensor, and of index_select. Autograd makes
+    them where no Python is between it and the operator, neither a Function's backward nor a hook,
+    and where nothing shares the memory of the argument, which is dropped right after.
+    """
+    return (
+        func in _SUMS_OF_AUTOGRAD
+        and torch._C._current_graph_task_id() != -1
+        and all(t.layout is torch.strided for t in tensors_in(args))
+        and _is_alone(args[0])
+        and _is_called_by_autograd()
+    )
+
+
+_SUMS_OF_AUTOGRAD = (torch.ops.aten.add.Tensor, torch.ops.aten.index_add.default)
+_RUN_BACKWARD = (_engine_run_backward.__code__, backward_from.__code__)
+_CALL_OPERATOR = torch._ops.OpOverload.__call__.__code__
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether no other tensor shares its memory, nor elements of it each other's."""
+    if isinstance(tensor, Ghost):
+        holders = sys.getrefcount(tensor.block)
+        num_bytes = tensor.block.num_bytes
+    else:
+        storage = tensor.untyped_storage()
+        holders, num_bytes = torch._C._storage_Use_Count(storage._cdata), storage.nbytes()  # type: ignore[attr-defined]
+    return holders <= 2 and tensor.numel() * tensor.element_size() <= num_bytes  # it, and what asks
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether what called the operator, before modes got it, is what runs the backward."""
+    frame = sys._getframe(2).f_back  # of the mode that asks
+    while frame is not None and (
+        frame.f_code is _CALL_OPERATOR or frame.f_code.co_name == "__torch_dispatch__"
+    ):
+        frame = frame.f_back
+    return frame is not None and frame.f_code in _RUN_BACKWARD
+
+
+def _add_nothing(func: Any, ghost: Ghost) -> Ghost:
+    """Returns a dense gradient, to which the empty sparse one of nn.matmul.weight_gradient is
+    added."""
+    assert _operation(func) == "add", f"{func} on a sparse tensor"
+    return ghost if func is torch.ops.aten.add_.Tensor else Ghost(ghost.meta, ghost.block)

@@ -1,0 +1,163 @@
+"""The state of a rank on ghosts, as the engine would build it: its bytes, its items, and what an
+update takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from hybridpar.config import Config
+from hybridpar.models.build import build_blocks
+from hybridpar.pipeline.plan.parts import WHOLE, Division
+from hybridpar.pipeline.plan.shared import SharedItems
+from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.pipeline.run.codecs import with_coded_sums
+from hybridpar.pipeline.run.stage import Stage
+from hybridpar.prediction.fake_neighbours import silent_grid
+from hybridpar.prediction.ghost import Tracker
+from hybridpar.prediction.ghost_chunks import GhostChunks
+from hybridpar.state import RankState, StatePolicy
+from hybridpar.state.parts import Parts
+from hybridpar.state.shared_touches import SharedTouches
+from hybridpar.state.tiered import ItemMemory
+from hybridpar.state.touches import Touches
+
+
+@dataclass(frozen=True)
+class GhostState:
+    """A rank's state, its parts, and its memory where items of it come and go."""
+
+    parts: Parts
+    state: RankState
+    memory: ItemMemory | GhostChunks | None
+
+    @staticmethod
+    def of(
+        config: Config, rank: int, held: Mapping[int, range], policy: StatePolicy, tracker: Tracker
+    ) -> GhostState:
+        """That of rank `rank` of the grid. held: blocks of its stages. `tracker`: is active."""
+        grid = silent_grid(config, rank)
+        parts = Parts.of(config, held)
+        whole = GhostChunks(tracker.device, policy) if policy.moves else None
+        memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
+        stage = Stage(
+            with_coded_sums(
+                build_blocks(
+                    config.model,
+                    grid.tp,
+                    [number for blocks in held.values() for number in blocks],
+                    kernels=config.kernels,
+                    sequence=config.parallel.sequence,
+                    dtype=policy.dtype,
+                    groups=config.optim.groups,
+                ),
+                config,
+            )
+        )
+        return GhostState(
+            parts,
+            RankState(stage, grid, policy, tracker.device, parts=parts.ranges, memory=memory),
+            memory,
+        )
+
+    @property
+    def division(self) -> Division:
+        """How the rank's plan is cut into parts."""
+        return self.parts.division(self.state)
+
+    def touches(self, sizes: Sizes) -> Touches | None:
+        """What its actions touch of the items of its state; None: it has no budget."""
+        return (
+            None
+            if not isinstance(self.memory, ItemMemory)
+            else Touches(self.memory, self.state, self.parts, sizes, norms=self.division.norms)
+        )
+
+    def shared_items(self, sizes: Sizes, budget: int = 0) -> SharedItems | None:
+        """What it shares with replicas (ZeRO-2 and 3), with its tiers where the budget is enough;
+        None: nothing."""
+        whole, first = (
+            (self.memory.whole, len(self.memory.items))
+            if isinstance(self.memory, ItemMemory)
+            else (self.memory, 0)
+        )
+        if whole is None:
+            return None
+        items = SharedTouches(whole, self.state, self.parts, sizes, first).items()
+        touches = self.touches(sizes)
+        if touches is None or touches.least_budget() > budget:
+            return items
+        return replace(items, tiers=touches.residency(budget), shares=touches.shares)
+
+
+@dataclass(frozen=True)
+class StateFootprint:
+    """Bytes that a rank's state takes all the time; the most that a norm takes, and an update, by
+    its part.
+
+    division: how the rank's plan is cut. items: what it shares with replicas, of which so much is
+    whole at once. hosted: of master and optimizer, what a host that updates has.
+    Units: bytes.
+    """
+
+    weights: int
+    master: int
+    gradients: int
+    optimizer: int
+    norm: int
+    updates: tuple[int, ...]
+    division: Division = WHOLE
+    items: SharedItems | None = None
+    whole: int = 0
+    hosted: tuple[int, int] = (0, 0)
+
+
+def trace_state(
+    config: Config,
+    rank: int,
+    held: Mapping[int, range],
+    policy: StatePolicy,
+    sizes: Sizes,
+    device: torch.device,
+) -> StateFootprint:
+    """Builds the state of rank `rank`, or that of its replicas which has most, and makes an update;
+    takes and computes nothing. held: blocks of its stages. rank: the first of its replicas."""
+    dp = config.parallel.dp
+    tp = config.parallel.tp
+    with Tracker(device) as tracker:
+        ghost = GhostState.of(config, rank, held, policy, tracker)
+        most = ghost.state.partition.most_whole(range(rank, rank + dp * tp, tp))
+        if most != rank:
+            ghost = GhostState.of(config, most, held, policy, tracker)
+        state = ghost.state
+        state.allocate()
+        state.begin(0)
+
+        def taken(start: int) -> int:
+            return tracker.read().peak - start
+
+        def now() -> int:
+            tracker.restart_peak()
+            return tracker.read().current
+
+        start = now()
+        state.square_norm(0)
+        norm = taken(start)
+        updates = []
+        for group in range(state.num_groups):
+            start = now()
+            state.update(0, lr=1.0, factor=0.5, group=group)
+            updates.append(taken(start))
+        whole = ghost.memory.whole_bytes if isinstance(ghost.memory, ItemMemory) else 0
+        hosted = (0, 0) if state.host is None else state.host.held()
+        return StateFootprint(
+            **state.num_bytes(),
+            norm=norm,
+            updates=tuple(updates),
+            division=ghost.division,
+            items=ghost.shared_items(sizes, config.memory.budget),
+            whole=whole,
+            hosted=hosted,
+        )

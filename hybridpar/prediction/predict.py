@@ -1,0 +1,274 @@
+"""Predicts the peak memory of every stage before anything runs: its footprint is walked along its
+list of actions.
+
+    static          weights (all versions), fp32 master, gradient buffers, optimizer state; on CPUs
+                    also the copy of the state that a checkpoint is written from during training (a
+                    GPU's copy is in host memory)
+    activations     inputs and kept tensors of the micro-batches in flight, and gradients of earlier
+                    ones that are kept as factors until the batch is reduced
+    communication   posted receives, waiting outputs and unfinished sends, each a tp rank's slice;
+                    the message received last, whole
+    transient       what the action at the peak needs besides: a forward, a backward, the norm, the
+                    update; with ZeRO-2 and 3 also whole gradients and weights of parts of the stage
+
+The plan says what is in flight when, so schedules need no rules here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from hybridpar.config import Config
+from hybridpar.errors import config_error
+from hybridpar.models.build import Recomputation, recomputed_blocks
+from hybridpar.optim import divides_all
+from hybridpar.pipeline.plan.offload import num_away
+from hybridpar.pipeline.plan.passes import lower
+from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.prove import send_window
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
+from hybridpar.pipeline.run.graphs import unsupported
+from hybridpar.pipeline.run.stage_split import stage_split
+from hybridpar.prediction.footprint import Buffers, Footprint, trace_stage
+from hybridpar.prediction.ghost_state import StateFootprint, trace_state
+from hybridpar.prediction.walk import StageMemory, together, walk
+from hybridpar.state import StatePolicy
+from hybridpar.state.parts import Parts
+
+_MOST_BLOCKS = 2**11
+_MOST_TOKENS = 2**22
+_MOST_MICROBATCHES = 2**16
+_MOST_RANKS = 2**17
+Tracer = Callable[[Config, range, Recomputation, Buffers, torch.device], Footprint]
+
+
+def predict(
+    config: Config,
+    *,
+    device: torch.device | None = None,
+    trace: Tracer = trace_stage,
+    ranks: Iterable[int] | None = None,
+) -> list[StageMemory]:
+    """The peak memory of one process of each pipeline rank (or of `ranks`), as the allocator of
+    `device` counts it: of the replica that has most, if whole parameters lie on one each.
+
+    `config`: resolved. `device`: need not be on this machine; None: the configuration's
+    (`default_device`). Memory inside CPU kernels is left out: up to some megabytes a thread.
+    `trace`: for many configurations, one that remembers (layers.Footprints).
+    """
+    pipeline = _Pipeline(config, device or default_device(config), trace)
+    return [
+        pipeline.memory(rank) for rank in (range(config.parallel.pp) if ranks is None else ranks)
+    ]
+
+
+def check_size(config: Config) -> None:
+    """Refuse a configuration whose prediction would take very long or much memory, as a crafted one
+    may.
+
+    Raises: ConfigError.
+    """
+    parallel = config.parallel
+    train = config.train
+    stages = parallel.pp * config.pipeline.num_chunks
+    sizes = {
+        "model": ("blocks", config.model.num_blocks, _MOST_BLOCKS),
+        "train.micro_batch_size": (
+            "tokens in a micro-batch",
+            train.micro_batch_size * config.model.tokens_per_sample,
+            _MOST_TOKENS,
+        ),
+        "pipeline.num_microbatches": (
+            "micro-batches on all stages",
+            config.pipeline.num_microbatches * stages,
+            _MOST_MICROBATCHES,
+        ),
+        "parallel": ("ranks", parallel.num_ranks, _MOST_RANKS),
+    }
+    for field, (what, number, most) in sizes.items():
+        if number > most:
+            raise config_error(
+                field,
+                number,
+                f"there are {number} {what}, and memory is predicted for at most {most}",
+                str(most),
+            )
+
+
+class _Pipeline:
+    """The ranks of a pipeline; parts of equal blocks are traced once."""
+
+    def __init__(self, config: Config, device: torch.device, trace: Tracer):
+        self._config = config
+        self._device = device
+        self._trace = trace
+        self._schedule = schedule = schedule_of(config.pipeline)
+        self._sizes = sizes = Sizes.of(config)
+        self._split = stage_split(config)
+        self._recompute = recomputed_blocks(config.pipeline.recompute, config.model, self._split)
+        self._walked = sizes if config.compression.takes_factors else _enough(schedule, sizes)
+        self._traced: dict[object, Footprint] = {}
+        self._states: dict[object, StateFootprint] = {}
+
+    def memory(self, rank: int) -> StageMemory:
+        """The peak memory of a rank."""
+        config = self._config
+        schedule = self._schedule
+        buffers = Buffers(
+            schedule.max_live_versions(self._sizes, rank),
+            schedule.num_gradient_buffers,
+            num_away(config.memory.num_away, schedule, self._sizes, rank) > 0,
+        )
+        held = {stage: self._split[stage] for stage in self._sizes.stages_of(rank)}
+        parts = Parts.of(config, held)
+        footprints = self._footprints(parts, buffers)
+        each = [fp for of_stage in footprints.values() for fp in of_stage]
+        # stages of a rank have a tied weight in common, and what replicas share is cut where all of
+        # them end
+        common = config.parallel.zero > 0 or (
+            rank == 0 and self._sizes.is_v and config.model.tie_embeddings
+        )
+        uneven = config.parallel.zero > 0 and not divides_all(
+            config.optim
+        )  # whole parameters lie on one replica each
+        if parts.is_divided or (len(held) > 1 and common) or uneven or config.memory.host_optimizer:
+            states = StatePolicy.of(config, buffers.versions, buffers.gradients)
+            first = rank * config.parallel.dp * config.parallel.tp  # of its replicas and tp ranks
+            # equal layers have equal state; parts have numbers
+            alone = parts.is_divided or states.moves or not config.has_equal_layers
+            alike = (
+                rank
+                if alone
+                else tuple(
+                    (len(blocks), 0 in blocks, config.model.num_blocks - 1 in blocks)
+                    for blocks in held.values()
+                )
+            )
+            if (key := (alike, buffers)) not in self._states:
+                self._states[key] = trace_state(
+                    config, first, held, states, self._walked, self._device
+                )
+            state = self._states[key]
+        else:
+            state = together(each)
+        actions = lower(
+            schedule,
+            self._walked,
+            rank,
+            schedule.sync_steps,
+            batches_to_peak(config),
+            **Ordering.of(config).options,
+            parts=state.division,
+        )
+        anew = None
+        if state.items is not None:
+            actions = state.items.moved(actions)
+            anew = self._footprints(parts, replace(buffers, anew=True))
+        found = walk(actions, footprints, self._walked, state, anew, send_window(config))
+        if (
+            self._device.type != "cuda"
+            or not config.train.cuda_graphs
+            or parts.is_divided
+            or unsupported(config, rank)
+        ):
+            found = replace(found, graphs=0)
+        return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)), state)
+
+    def _footprints(self, parts: Parts, buffers: Buffers) -> dict[int, list[Footprint]]:
+        """The footprints of the parts of a rank's stages."""
+        stages = parts.of_stage
+
+        def of_part(stage: int, number: int, blocks: range) -> Footprint:
+            handed = (
+                number > 0 or stage - 1 in stages,
+                number + 1 < len(stages[stage]) or stage + 1 in stages,
+            )
+            return self._footprint(blocks, self._recompute[stage], replace(buffers, handed=handed))
+
+        return {
+            stage: [of_part(stage, number, blocks) for number, blocks in enumerate(cut)]
+            for stage, cut in stages.items()
+        }
+
+    def _footprint(self, blocks: range, again: Recomputation, buffers: Buffers) -> Footprint:
+        model = self._config.model
+        ends = (0 in blocks, model.num_blocks - 1 in blocks)
+        pattern = (
+            len(blocks) if self._config.has_equal_layers else blocks,
+            ends,
+            tuple((number in again.blocks, number in again.selective) for number in blocks),
+            again.whole,
+            buffers,
+            blocks.stop == model.num_blocks - 1,
+        )  # what a head alone receives is exact
+        if pattern not in self._traced:
+            self._traced[pattern] = self._trace(self._config, blocks, again, buffers, self._device)
+        return self._traced[pattern]
+
+    def _placed(self, memory: StageMemory, state: StateFootprint) -> StageMemory:
+        """The same with state moved to host memory or a file, and with the copy for checkpoints."""
+        config = self._config
+        on_gpu = self._device.type == "cuda"
+        if config.saves_beside_training:
+            copy = memory.weights + memory.master + memory.optimizer
+            memory = replace(memory, host=copy) if on_gpu else replace(memory, checkpoint=copy)
+        if config.memory.host_optimizer and on_gpu:
+            master, optimizer = state.hosted
+            memory = replace(
+                memory,
+                host=memory.host + master + optimizer,
+                master=memory.master - master,
+                optimizer=memory.optimizer - optimizer,
+            )
+        if config.memory.budget:
+            memory = replace(memory, file=max(memory.state + state.whole - config.memory.budget, 0))
+        return memory
+
+
+def kept_by_stage(
+    config: Config, device: torch.device, trace: Tracer = trace_stage
+) -> tuple[int, ...]:
+    """What a micro-batch keeps on each stage from forward to backward. Units: bytes."""
+    pipeline = config.pipeline
+    model = config.model
+    split = stage_split(config)
+    held = [
+        trace(config, blocks, again, Buffers(1, 1), device)
+        for blocks, again in zip(
+            split, recomputed_blocks(pipeline.recompute, model, split), strict=True
+        )
+    ]
+    return tuple(each.kept + each.input for each in held)
+
+
+def default_device(config: Config) -> torch.device:
+    """The kind of device of the configuration; with train.device = "auto", what this machine
+    has."""
+    if config.train.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.train.device)
+
+
+def batches_to_peak(config: Config) -> int:
+    """Number of batches after which a run has been in its steady state, unfinished sends
+    included."""
+    needed = 3 + -(-2 * send_window(config) // config.pipeline.num_microbatches)
+    return min(needed, config.train.num_steps)
+
+
+def _enough(schedule: Schedule, sizes: Sizes) -> Sizes:
+    """Sizes with only as many micro-batches as can change the peak: more would repeat these."""
+    if not schedule.repeats(sizes):
+        return sizes
+    least = sizes.num_ranks - 1 + (schedule.early_switch or 0)  # those on older weights
+    few = replace(
+        sizes, num_microbatches=min(sizes.num_microbatches, max(4 * sizes.num_ranks + 4, least))
+    )
+    same = all(
+        schedule.warmup(few, rank) == schedule.warmup(sizes, rank)
+        for rank in range(sizes.num_ranks)
+    )
+    return few if same else sizes

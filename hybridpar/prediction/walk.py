@@ -1,0 +1,295 @@
+"""Walks a pipeline rank's list of actions, and finds where it holds the most memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hybridpar.pipeline.plan.action import Action
+from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS, Kind
+from hybridpar.pipeline.plan.send_window import min_send_window
+from hybridpar.pipeline.plan.shared import SharedTiers
+from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.pipeline.run.graphs import num_places
+from hybridpar.prediction.footprint import Footprint
+from hybridpar.prediction.ghost_state import StateFootprint
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Peak memory of one rank of the pipeline, by what it holds. Units: bytes.
+
+    in_flight: micro-batches between forward and backward at the peak, counted on each stage of the
+    rank. during: the action at the peak. host: host memory beside a GPU's, for the copy that
+    checkpoints are written from and for an optimizer there. file: state in the slow tier. moved:
+    offloaded activations of a micro-batch, averaged over the rank's stages. graphs: what CUDA
+    graphs keep of micro-batches and the allocator counts as free; a GPU needs it besides `total`.
+    """
+
+    weights: int
+    master: int
+    gradients: int
+    optimizer: int
+    checkpoint: int
+    activations: int
+    communication: int
+    transient: int
+    in_flight: int
+    during: str
+    host: int = 0
+    file: int = 0
+    moved: int = 0
+    graphs: int = 0
+
+    @property
+    def state(self) -> int:
+        """Bytes of the training state."""
+        return self.weights + self.master + self.gradients + self.optimizer
+
+    @property
+    def static(self) -> int:
+        """Bytes that are always taken."""
+        return self.state - self.file + self.checkpoint
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return self.static + self.activations + self.communication + self.transient
+
+    @property
+    def needed(self) -> int:
+        """Bytes that a device must have."""
+        return self.total + self.graphs
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return asdict(self) | {"total": self.total}
+
+
+def walk(
+    actions: Iterable[Action],
+    footprints: Mapping[int, Sequence[Footprint]],
+    sizes: Sizes,
+    state: StateFootprint | None = None,
+    anew: Mapping[int, Sequence[Footprint]] | None = None,
+    send_window: int = 0,
+) -> StageMemory:
+    """The peak memory of a rank that runs these actions as pipeline.run.executor does.
+
+    `footprints`: of each stage's parts, by stage. `state`: the rank's; None: its stages' together.
+    `anew`: footprints of backwards that make gradients, where replicas share them. `send_window`:
+    number of sends that may be unfinished; 0: `min_send_window`.
+    """
+    found = _Walk(
+        footprints,
+        sizes,
+        state or together(fp for parts in footprints.values() for fp in parts),
+        anew or footprints,
+        send_window or min_send_window(sizes.num_ranks),
+    )
+    for action in actions:
+        found.follow(action)
+    pools = sum(min(at_once, found.num_places) for at_once in found.at_once.values()) * found.pool
+    return replace(found.most, graphs=max(0, pools + found.beside - found.num_bytes))
+
+
+def together(footprints: Iterable[Footprint]) -> StateFootprint:
+    """The state of stages that share nothing."""
+    held = list(footprints)
+    weights, master, gradients, optimizer, norm, update = (
+        sum(getattr(fp, name) for fp in held)
+        for name in ("weights", "master", "gradients", "optimizer", "norm", "update")
+    )
+    return StateFootprint(weights, master, gradients, optimizer, norm, (update,))
+
+
+class _Walk:
+    """What a rank holds, action by action, and what it held at the peak."""
+
+    def __init__(
+        self,
+        footprints: Mapping[int, Sequence[Footprint]],
+        sizes: Sizes,
+        state: StateFootprint,
+        anew: Mapping[int, Sequence[Footprint]],
+        send_window: int,
+    ):
+        self._footprints = footprints
+        self._state = state
+        self._m = sizes.num_microbatches
+        # what an I has made gradients for
+        self._anew = anew
+        self._made = set[tuple[int, int, int]]()
+        self._filled = set[int]()  # items that have gradients
+        self._last = sizes.num_stages - 1
+        self.num_places = num_places(sizes.num_ranks, sizes.chunks)
+        self._shared = None if state.items is None else SharedTiers(state.items)
+        self._in_flight = self._kept = self._inputs = self._posted = 0
+        self._sent = 0  # of sends that have not been waited for
+        self._handed = 0  # to a part or a stage of this rank, which has not taken it yet
+        self._factors: dict[int, int] = defaultdict(int)  # by batch, until it is reduced
+        self._waiting: dict[Kind, int] = {}  # outputs to be sent
+        self._sends: deque[int] = deque(maxlen=send_window)
+        self.num_bytes = 0  # of the most
+        self.pool = self.beside = (
+            0  # of one micro-batch that is recorded, and of all that none of them is
+        )
+        self.at_once = defaultdict[int, int](int)  # most micro-batches in flight, by stage
+        self._in_flight_on = defaultdict[int, int](int)
+        self.most = StageMemory(
+            state.weights, state.master, state.gradients, state.optimizer, 0, 0, 0, 0, 0, ""
+        )
+
+    def follow(self, action: Action) -> None:
+        """Follows an action."""
+        kind = action.kind
+        row = ROWS[action.kind]
+        parts = self._footprints[action.stage]
+        if self._shared is not None:
+            self._follow_shared(self._shared, action)
+            if self._is_anew(self._shared, action):
+                parts = self._anew[action.stage]
+        fp = parts[action.part] if kind in COMPUTE else parts[0 if row.flow > 0 else -1]
+        if row.met_by:
+            if len(self._sends) == self._sends.maxlen:
+                self._sent -= self._sends[0]
+            self._sends.append(self._waiting.pop(kind))
+            self._sent += self._sends[-1]
+        elif row.side:
+            self._posted += fp.received if row.flow > 0 else fp.returned
+        taken = self._take(action, fp) if row.receive else 0
+        self._compare(action, fp, taken)
+        if action.part == 0:
+            self._in_flight += row.holds
+            self._in_flight_on[action.stage] += row.holds
+        if kind in (Kind.B, Kind.W):
+            self._factors[action.microbatch // self._m] += fp.factors
+        elif kind in (Kind.NORM, Kind.UPDATE):
+            self._factors.pop(action.microbatch, None)
+        if row.of_stash:
+            self._kept += self._moved(action) * ((kind is Kind.RELOAD) - (kind is Kind.EVICT))
+        elif kind is Kind.W:
+            self._kept -= fp.waiting
+        elif row.receive:
+            self._give(action, fp)
+
+    def _follow_shared(self, shared: SharedTiers, action: Action) -> None:
+        """Moves the chunks that replicas share; one to which nothing was added is not summed."""
+        if action.kind is Kind.RELEASE and action.microbatch not in self._filled:
+            fault = shared.follow(action, None)
+        else:
+            fault = shared.follow(action)
+        assert not fault, fault
+        if action.kind is Kind.RELEASE:
+            self._filled.discard(action.microbatch)
+        elif ROWS[action.kind].adds:
+            fp = self._footprints[action.stage][action.part]
+            if {Kind.I: fp.early, Kind.W: fp.late}.get(action.kind, 1):
+                self._filled.update(shared.added(action))
+
+    def _is_anew(self, shared: SharedTiers, action: Action) -> bool:
+        """Whether all gradients that a backward adds to are made for it."""
+        key = (action.stage, action.part, action.microbatch)
+        anew = set(shared.made) >= set(shared.added(action))
+        if anew and action.kind is Kind.I:
+            self._made.add(key)
+        return anew or (action.kind is Kind.W and key in self._made)
+
+    def _beside(self, action: Action, step: int) -> tuple[bool, Footprint | None]:
+        """Whether the model has a part before (after) the action's; its footprint, if it is on this
+        rank."""
+        part = action.part + step
+        parts = self._footprints[action.stage]
+        if 0 <= part < len(parts):
+            return True, parts[part]
+        there = 0 <= action.stage + step <= self._last
+        other = self._footprints.get(action.stage + step)
+        return there, other[0 if step > 0 else -1] if other else None
+
+    def _take(self, action: Action, fp: Footprint) -> int:
+        """Takes the input of an action, and returns its bytes."""
+        forth = ROWS[action.kind].flow > 0
+        there, own = self._beside(action, -1 if forth else 1)
+        if own is not None:
+            self._handed -= own.message if forth else fp.message
+        elif there:
+            self._posted -= fp.received if forth else fp.returned
+        return (fp.input if action.kind is Kind.F else fp.message) if there else 0
+
+    def _compare(self, action: Action, fp: Footprint, taken: int) -> None:
+        """Notes what is held while an action runs, if it is the most so far."""
+        shared = self._shared
+        activations = self._kept + self._inputs + sum(self._factors.values())
+        if action.kind is Kind.RELOAD:
+            activations += self._moved(action)
+        communication = (
+            self._posted + taken + self._handed + sum(self._waiting.values()) + self._sent
+        )
+        transient = self._transient(action, fp) + (0 if shared is None else shared.num_bytes())
+        self._compare_recorded(action, communication, transient)
+        if activations + communication + transient > self.num_bytes:
+            self.num_bytes = activations + communication + transient
+            self.most = replace(
+                self.most,
+                activations=activations,
+                communication=communication,
+                transient=transient,
+                in_flight=self._in_flight,
+                during=str(action),
+            )
+
+    def _compare_recorded(self, action: Action, communication: int, transient: int) -> None:
+        """The same with CUDA graphs: micro-batches have memory of their own, one for each place."""
+        kept = (self._kept + self._inputs) // max(1, self._in_flight)
+        others = sum(max(0, number - self.num_places) for number in self._in_flight_on.values())
+        if action.kind is Kind.F:
+            others += self._in_flight_on[action.stage] >= self.num_places
+        if action.kind in COMPUTE:
+            self.at_once[action.stage] = max(
+                self.at_once[action.stage],
+                self._in_flight_on[action.stage] + (action.kind is Kind.F),
+            )
+            self.pool = max(self.pool, transient + (action.kind is not Kind.F) * kept)
+        self.beside = max(
+            self.beside,
+            others * kept
+            + communication
+            + (transient if others or action.kind not in COMPUTE else 0),
+        )
+
+    def _transient(self, action: Action, fp: Footprint) -> int:
+        """Bytes that an action needs besides."""
+        kind = action.kind
+        if kind is Kind.F or kind is Kind.W:
+            return fp.forward if kind is Kind.F else fp.weight_gradients
+        if kind is Kind.B or kind is Kind.I:
+            backward = fp.backward if action.microbatch % self._m else fp.first_backward
+            return (fp.whole_backward if kind is Kind.B else 0) or backward
+        if kind is Kind.UPDATE:
+            return self._state.updates[action.part]
+        return self._state.norm if kind is Kind.NORM else 0
+
+    def _moved(self, action: Action) -> int:
+        """Bytes of a micro-batch that leave."""
+        return sum(part.moved for part in self._footprints[action.stage])
+
+    def _give(self, action: Action, fp: Footprint) -> None:
+        """Keeps what a forward leaves, or frees it after a backward; hands on the output or the
+        input's gradient."""
+        (has_input, before), (has_output, after) = self._beside(action, -1), self._beside(action, 1)
+        if action.kind is Kind.F:
+            self._kept = self._kept + fp.kept
+            self._inputs = self._inputs + has_input * fp.input
+            if after is not None:
+                self._handed += fp.message
+            elif has_output:
+                self._waiting[Kind.SEND_F] = fp.output
+            return
+        self._kept += fp.waiting * (action.kind is Kind.I) - fp.kept
+        self._inputs -= has_input * fp.input
+        if before is not None:
+            self._handed += before.message
+        elif has_input:
+            self._waiting[Kind.SEND_B] = fp.returning

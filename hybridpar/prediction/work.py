@@ -1,0 +1,241 @@
+"""The operators of a block, by running its own code on ghosts: how much work a pass is, and which
+blocks are alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridpar.autograd import QuietMode
+from hybridpar.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ModelSpec,
+    ParallelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from hybridpar.grid import Axis
+from hybridpar.models.build import Recomputation
+from hybridpar.prediction.footprint import Buffers, TracedStage, sample_microbatch
+from hybridpar.prediction.ghost import Ghost, Tracker, tensors_in
+from hybridpar.prediction.operators import Operator
+
+KINDS = ("embedding", "layer", "head")
+"""Kinds of the blocks of GPT and BERT."""
+
+
+class Op(NamedTuple):
+    """One call of an operator. shapes: of the tensors it is given. num_bytes: what it reads and
+    writes.
+
+    flops: of products alone, two for a multiplication and an addition; of others 0.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    num_bytes: int
+    flops: int
+
+
+class _Noting(QuietMode):
+    """Notes the operators on ghosts; must be entered after their tracker."""
+
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # imports Triton, which takes 0.3 s
+
+        super().__init__()
+        self.ops: list[Op] = []
+        self._operators: dict[int, Operator] = {}
+        self._formulas = flop_registry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        operator = self._operators.setdefault(id(func), Operator(func))
+        given, made = tensors_in((args, tuple(kwargs.values()))), tensors_in(out)
+        is_none = operator.is_view or operator.is_fresh or operator.operation == "_unsafe_view"
+        if is_none or not any(isinstance(x, Ghost) for x in (*given, *made)):
+            return out
+        use = operator.use(args, kwargs)
+        touched = [
+            *use.reads,
+            *use.writes,
+            *(x for x in made if not any(x is one for one in use.writes)),
+        ]
+        shapes = tuple(tuple(x.shape) for x in given)
+        counted = self._formulas.get(func.overloadpacket)
+        flops = (
+            counted(*args, **kwargs, out_val=out)
+            if counted
+            else _attention_flops(operator.operation, shapes)
+        )
+        self.ops.append(Op(operator.name, shapes, sum(map(_num_bytes, touched)), int(flops)))
+        return out
+
+
+def _num_bytes(x: Tensor) -> int:
+    return 0 if x.layout is not torch.strided else x.numel() * x.element_size()
+
+
+def _attention_flops(operation: str, shapes: tuple[tuple[int, ...], ...]) -> float:
+    """Of our own operator, whose first tensors are [b, n, s, d]: two products forward, five
+    backward."""
+    if operation not in ("attention", "attention_backward"):
+        return 0
+    q, k = shapes[:2]
+    return 2 * prod(q) * k[-2] * (2 if operation == "attention" else 5)
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """Operators of a forward and a backward of one block on the first of its tp ranks.
+
+    parameters: number of those that are trained.
+    forward_messages, backward_messages: its collectives over tp, each as bytes of an all-reduce
+    that moves as much.
+    """
+
+    forward: tuple[Op, ...]
+    backward: tuple[Op, ...]
+    forward_messages: tuple[int, ...]
+    backward_messages: tuple[int, ...]
+    parameters: int
+    kept: int
+
+
+def block_work(config: Config, number: int, device: torch.device) -> BlockWork:
+    """Work of block `number` on a kind of device, which need not be on this machine. Nothing is
+    computed.
+
+    `config`: its tp size, micro-batch size and type count.
+    """
+    with _one_block(config, number, device) as (traced, batch):
+        with _Noting() as noted:
+            kept, *_ = traced.forward(batch)
+        messages = _messages(traced.axis)
+        with _Noting() as noted_back:
+            traced.backward(first=False)
+        parameters = sum(p.numel() for p in traced.stage.parameters() if p.requires_grad)
+        return BlockWork(
+            tuple(noted.ops),
+            tuple(noted_back.ops),
+            messages,
+            _messages(traced.axis),
+            parameters,
+            kept,
+        )
+
+
+def block_messages(
+    config: Config, number: int, device: torch.device
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The messages of `block_work` alone, forward and backward."""
+    with _one_block(config, number, device) as (traced, batch):
+        traced.forward(batch)
+        messages = _messages(traced.axis)
+        traced.backward(first=False)
+        return messages, _messages(traced.axis)
+
+
+@lru_cache(maxsize=64)
+def messages_by_kind(
+    model: ModelConfig, tp: int, sequence: bool = False
+) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The messages of GPT's or BERT's blocks, forward and backward, by kind: of one sample, in half
+    precision."""
+    config = Config(
+        model=model,
+        parallel=ParallelConfig(tp, 1, 1, sequence=sequence),
+        pipeline=PipelineConfig(num_microbatches=1),
+        data=DataConfig(),
+        train=TrainConfig(micro_batch_size=1, device="cpu", dtype="bf16"),
+    )
+    kinds = block_kinds(model)
+    return {kind: block_messages(config, kinds.index(kind), torch.device("cpu")) for kind in KINDS}
+
+
+@contextmanager
+def _one_block(
+    config: Config, number: int, device: torch.device
+) -> Iterator[tuple[TracedStage, dict[str, Tensor]]]:
+    """A block as a stage of ghosts, and a micro-batch for it."""
+    batch = sample_microbatch(config)
+    with Tracker(device) as tracker:
+        traced = TracedStage(
+            config, range(number, number + 1), Recomputation(), Buffers(1, 1), tracker
+        )
+        batch = {name: tensor.to(tracker.device) for name, tensor in batch.items()}
+        tracker.ghost_integers = True
+        traced.axis.traffic.clear()
+        yield traced, batch
+
+
+def _messages(axis: Axis) -> tuple[int, ...]:
+    found = as_all_reduces(axis.traffic, axis.size)
+    axis.traffic.clear()
+    return found
+
+
+def as_all_reduces(traffic: Any, size: int) -> tuple[int, ...]:
+    """An axis's collectives since its traffic was cleared, each as the bytes of an all-reduce that
+    moves as much.
+
+    Evenly shared: half of what is reduced to its owners, or of what a gather makes.
+    """
+    sizes: tuple[int, ...] = ()
+    for op, share in (("all_reduce", 1.0), ("reduce", 0.5), ("all_gather", size / 2)):
+        if calls := traffic.calls[op]:
+            sizes += (int(traffic.num_bytes[op] * share) // calls,) * calls
+    return sizes
+
+
+@lru_cache(maxsize=64)
+def block_kinds(model: ModelSpec) -> tuple[str, ...]:
+    """The kind of each block; those of one kind run equal operators on equal shapes.
+
+    Of GPT and BERT: embedding, layers, head. Of other models a kind has the name of its first
+    block: blocks.1.
+    """
+    if isinstance(model, ModelConfig):
+        return (KINDS[0], *[KINDS[1]] * model.num_layers, KINDS[2])
+    found: dict[object, str] = {}
+    return tuple(
+        found.setdefault(form, f"blocks.{number}") for number, form in enumerate(block_forms(model))
+    )
+
+
+@lru_cache(maxsize=64)
+def block_forms(model: ModelSpec) -> tuple[object, ...]:
+    """What tells kinds of blocks apart: whether it is an end, its operators, and its number of
+    parameters."""
+    config = Config(
+        model=model,
+        parallel=ParallelConfig(dp=1),
+        pipeline=PipelineConfig(num_microbatches=1),
+        data=DataConfig(),
+        train=TrainConfig(micro_batch_size=1, device="cpu"),
+    )
+    forms = []
+    for number in range(model.num_blocks):
+        work = block_work(config, number, torch.device("cpu"))
+        forms.append(
+            (
+                number == 0,
+                number == model.num_blocks - 1,
+                work.parameters,
+                tuple(
+                    Counter((op.name, op.shapes) for op in (*work.forward, *work.backward)).items()
+                ),
+            )
+        )
+    return tuple(forms)

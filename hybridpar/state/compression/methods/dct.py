@@ -1,0 +1,206 @@
+"""DCT-DP: elements above a threshold of the tensor are sent, with their places; the others wait in
+the feedback.
+
+    threshold   set every `gradients_period` batches to the k-th largest size, k = gradients_kept of
+                the elements
+    wire        header: int32, elements of each compressed tensor; then tensors that are sent whole,
+                values, places (ops/sparse.py has the form of places)
+    limit       if an old threshold lets more than gradients_limit k through, this batch takes a
+                higher one
+
+Settings: gradients_kept, gradients_limit, gradients_period, gradients_values; messages_kept,
+messages_values.
+
+Messages between stages (`TopK`, `FixedIndices`) have the largest features of each token.
+
+Source: arXiv 2010.08899, algorithm 1, with a limit: without it kept elements pile up, and 10 times
+    as many as intended
+pass a new threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm import Works
+from hybridpar.config import CompressionConfig, Config
+from hybridpar.ops import sparse
+from hybridpar.ops.largest import largest, places_bytes
+from hybridpar.ops.sparse import most_place_bytes, place_bytes
+from hybridpar.state.compression.codec import Codec, KeptShare, kept_share
+from hybridpar.state.compression.method import Entry, Method
+from hybridpar.state.compression.wire import Reader
+
+_THRESHOLD = "threshold"
+_COUNT = torch.int32
+
+
+class Thresholds(Method):
+    """Messages of the elements above a threshold, of which each replica has its own."""
+
+    name = "dct"
+    rounds = 2
+    scaled = frozenset({_THRESHOLD})
+
+    @classmethod
+    def learned(
+        cls, shape: Sequence[int], settings: CompressionConfig
+    ) -> dict[str, tuple[int, ...]]:
+        return {_THRESHOLD: (1,)}
+
+    def most_bytes(self) -> tuple[int, int]:
+        return sum(
+            self._most(entry) * self._values.itemsize
+            + most_place_bytes(entry.numel, self._most(entry))
+            for entry in self.packed
+        ), _COUNT.itemsize * len(self.packed)
+
+    @classmethod
+    def element_bytes(cls, config: Config, item: int) -> float:
+        """See Method. In the mean over a period, in which it sends up to gradients_limit times what
+        it is to keep."""
+        settings = config.compression
+        kept = min(1.0, settings.gradients_kept * (1 + settings.gradients_limit) / 2)
+        size = 2 if settings.gradients_values == "bf16" else item
+        return kept * size + min(1 / 8, 1 / 255 + kept)
+
+    @property
+    def _values(self) -> torch.dtype:
+        return torch.bfloat16 if self.settings.gradients_values == "bf16" else self.dtype
+
+    def _wanted(self, entry: Entry) -> int:
+        return ceil(self.settings.gradients_kept * entry.numel)
+
+    def _most(self, entry: Entry) -> int:
+        return min(entry.numel, ceil(self.settings.gradients_limit * self._wanted(entry)))
+
+    def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
+        """See Method. Collectives: a broadcast for each rank of its header, then one of its
+        message."""
+        thresholds = [self._threshold(entry, batch) for entry in self.packed]
+        counts = self.other.own.take(len(self.packed), _COUNT)
+        counts.copy_(torch.tensor([count for _, count in thresholds], dtype=_COUNT))
+        self._pack(thresholds, message)
+        self.sent.elements += sum(count for _, count in thresholds)
+        self.sent.num_bytes += counts.nbytes + message.num_bytes
+        yield self.other.gather([counts.nbytes] * self.axis.size)
+        of_all = [reader.take(len(self.packed), _COUNT).tolist() for reader in self.other.readers()]
+        yield self.wire.gather([self._num_bytes(own) for own in of_all])
+        messages = [
+            (reader, iter([reader.take(count, self._values) for count in own]))
+            for reader, own in zip(self.messages(), of_all, strict=True)
+        ]
+        for total in self.totals(gradients):
+            for rank, (reader, values) in enumerate(messages):
+                value = next(values)
+                places = reader.take(place_bytes(total.numel(), len(value)), torch.uint8)
+                sparse(total, self.kernels.sparse).add_(total, value, places, rank == 0)
+
+    def _threshold(self, entry: Entry, batch: int) -> tuple[Tensor, int]:
+        """The threshold of this batch, and how many elements it sends."""
+        key = f"{entry.name}.{_THRESHOLD}"
+        x = self.feedback.next_kept[entry.name]
+        passes = sparse(x, self.kernels.sparse)
+        threshold = self.feedback.next_learned[key]
+        threshold.copy_(self.feedback.learned[key])
+        if batch % self.settings.gradients_period == 0 or not threshold > 0:  # 0: it was never set
+            threshold.copy_(passes.threshold(x, self._wanted(entry)))
+        count = passes.count(x, threshold)
+        most = self._most(entry)
+        if count <= most:
+            return threshold, count
+        higher = passes.threshold(x, most)
+        return higher, min(passes.count(x, higher), most)
+
+    def _pack(self, thresholds: Sequence[tuple[Tensor, int]], message: Reader) -> None:
+        """Writes the values and the places of this rank's message."""
+        values = [message.take(count, self._values) for _, count in thresholds]
+        for entry, value, (threshold, _) in zip(self.packed, values, thresholds, strict=True):
+            x = self.feedback.next_kept[entry.name]
+            places = message.take(place_bytes(entry.numel, len(value)), torch.uint8)
+            sparse(x, self.kernels.sparse).pack_(x, threshold, value, places)
+
+    def _num_bytes(self, counts: Sequence[int]) -> int:
+        """Bytes of a message with so many elements of each tensor."""
+        of_each = (
+            count * self._values.itemsize + place_bytes(entry.numel, count)
+            for entry, count in zip(self.packed, counts, strict=True)
+        )
+        return self._dense_numel * self.dtype.itemsize + sum(of_each)
+
+
+@dataclass(frozen=True)
+class TopK(KeptShare):
+    """Sends the k numbers of each row that are farthest from zero, and their places (ops.largest);
+    the others become 0.
+
+    Bytes of a row: those of k values, and ceil(cols / 8); k is share * cols, rounded. This is
+    DCT-MP (arXiv 2010.08899, algorithm 2), but each token has its own threshold, its k-th largest
+    feature; there a tensor has one, which is set anew every L iterations. So the ends of a link
+    share no state that could differ, messages have one length, and which features pass depends
+    neither on micro-batches nor on the grid. What is left out is not added later: its sample does
+    not come again.
+    """
+
+    backend: str = "auto"
+
+    def row_bytes(self, cols: int) -> int:
+        return self.values(cols) + places_bytes(cols)
+
+    def encode(self, x: Tensor) -> Tensor:
+        message: Tensor = largest(x, self.backend).largest(
+            x.contiguous(), self.kept(x.shape[1]), self.rounded
+        )
+        return message
+
+    def decode_(self, x: Tensor, message: Tensor) -> None:
+        values, places = message.split((self.values(x.shape[1]), places_bytes(x.shape[1])), 1)
+        largest(x, self.backend).spread_(x, values, places, self.rounded)
+
+    def for_gradients(self) -> FixedIndices:
+        return FixedIndices(self)
+
+    def places(self, message: Tensor, cols: int) -> Tensor:
+        """The places of a message's numbers: a copy. Shapes: uint8 [rows, `places_bytes`]."""
+        return message[:, self.values(cols) :].clone()
+
+
+@dataclass(frozen=True, eq=False)
+class FixedIndices(Codec):
+    """Sends the numbers of each row at `where`, which both ends of the link know; the others become
+    0."""
+
+    follows = True
+
+    of: TopK
+    where: Tensor | None = None
+
+    def at(self, places: Tensor | None) -> FixedIndices:
+        """The codec of one message."""
+        return replace(self, where=places)
+
+    def row_bytes(self, cols: int) -> int:
+        return self.of.values(cols)
+
+    def encode(self, x: Tensor) -> Tensor:
+        passes = largest(x, self.of.backend)
+        k = self.of.kept(x.shape[1])
+        message: Tensor = passes.pick(x.contiguous(), self.where, k, self.of.rounded)
+        return message
+
+    def decode_(self, x: Tensor, message: Tensor) -> None:
+        largest(x, self.of.backend).spread_(x, message, self.where, self.of.rounded)
+
+
+def make_codec(config: Config) -> TopK:
+    """Create the codec of messages."""
+    return TopK(*kept_share(config), backend=config.kernels.largest)
+
+
+GRADIENTS = Thresholds
+MESSAGES = make_codec

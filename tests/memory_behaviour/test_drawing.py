@@ -1,0 +1,212 @@
+"""Pictures of memory: they parse, say what is on their axes, no text lies on another, and shapes
+are bounded."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from itertools import combinations
+
+import pytest
+from memory_behaviour.pipeline_trace import HEADER, KIB, trace
+
+from hybridpar.memory_behaviour.analysis.account import Account, examine
+from hybridpar.memory_behaviour.analysis.behaviour import analyse
+from hybridpar.memory_behaviour.analysis.swap import LINKS, swappable
+from hybridpar.memory_behaviour.events import Category, Span
+from hybridpar.memory_behaviour.pictures.drawing import (
+    COLOURS,
+    draw_blocks,
+    draw_intervals,
+    draw_strip,
+    pictures,
+    stacked,
+)
+from hybridpar.memory_behaviour.pictures.page import html_page, perfetto
+from hybridpar.memory_behaviour.pictures.sections import Section, as_text
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def account_of(spans: list[Span], *, timed: bool = True) -> Account:
+    return examine(HEADER, analyse(spans), lambda: spans, timed=timed)
+
+
+@pytest.fixture(scope="module")
+def account() -> Account:
+    return account_of(trace(3))
+
+
+def texts(svg: str) -> list[str]:
+    return [
+        "".join(element.itertext()) for element in ElementTree.fromstring(svg).iter(f"{SVG}text")
+    ]
+
+
+def boxes(svg: str) -> list[tuple[float, float, float, float, str]]:
+    """About where horizontal texts are: left, top, right, bottom."""
+    found = []
+
+    def walk(element: ElementTree.Element, down: float) -> None:
+        if move := re.fullmatch(r"translate\(0 (\d+)\)", element.get("transform", "")):
+            down += float(move[1])
+        if element.tag == f"{SVG}text" and "transform" not in element.attrib:
+            css = element.get("class", "")
+            text = element.text or ""
+            width = len(text) * (8.6 if "title" in css else 6.0)
+            x = float(element.get("x", 0))
+            y = down + float(element.get("y", 0))
+            left = x - width * (0.5 if "mid" in css else 1.0 if "end" in css else 0.0)
+            found.append((left, y - 10, left + width, y + 2, text))
+        for child in element:
+            walk(child, down)
+
+    walk(ElementTree.fromstring(svg), 0.0)
+    return found
+
+
+@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_texts_lie_in_the_page_and_not_on_each_other(schedule: str, timed: bool) -> None:
+    svg = stacked(pictures(account_of(trace(3, schedule=schedule), timed=timed)))
+    height = float(ElementTree.fromstring(svg).get("height", 0))
+    placed = boxes(svg)
+    for left, top, right, bottom, text in placed:
+        assert left >= 0, text
+        assert right <= 1200, text
+        assert 0 <= top <= bottom <= height, text
+    for a, b in combinations(placed, 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (a, b)
+
+
+def test_every_picture_has_a_title_axes_with_units_and_a_legend(account: Account) -> None:
+    said = {draw: texts(draw(account).svg()) for draw in (draw_blocks, draw_strip, draw_intervals)}
+    for found in said.values():
+        assert found[0].startswith("rank 1 (pp=1 dp=0 tp=0): ")
+        assert any(text.startswith("activations") for text in found)
+    for draw in (draw_blocks, draw_strip):
+        assert "time in milliseconds, from the beginning of step 2" in said[draw]
+    assert "offset in the planned arena in MiB" in said[draw_blocks]
+    assert "bytes in MiB" in said[draw_strip]
+    assert {"time between two accesses of a block", "bytes of the block"} <= set(
+        said[draw_intervals]
+    )
+    counted = texts(draw_strip(account_of(trace(3), timed=False)).svg())
+    assert any("forwards of one micro-batch" in text for text in counted)
+
+
+def test_the_strip_marks_the_peak_and_says_who_owns_it(account: Account) -> None:
+    svg = draw_strip(account).svg()
+    peak = account.behaviour.peak
+    assert f"peak: {peak.num_bytes / 2**20:.3g} MiB in {peak.action}, step {peak.step}" in texts(
+        svg
+    )
+    owners = [re.fullmatch(r"(.*): ([\d.]+) (MiB|KiB) at the peak", text) for text in texts(svg)]
+    total = sum(float(m[2]) * {"MiB": 2**20, "KiB": KIB}[m[3]] for m in owners if m)
+    assert total == pytest.approx(peak.num_bytes, rel=0.01)  # three digits each
+    paths = [
+        p
+        for p in ElementTree.fromstring(svg).iter(f"{SVG}path")
+        if p.find(f"{SVG}title") is not None
+    ]
+    top = min(float(y) for p in paths for y in re.findall(r"V([\d.]+)", p.get("d", "")))
+    circle = next(ElementTree.fromstring(svg).iter(f"{SVG}circle"))
+    assert top == pytest.approx(float(circle.get("cy", 0)), abs=0.1)
+
+
+def test_blocks_are_drawn_at_their_offsets_and_none_overlap(account: Account) -> None:
+    root = ElementTree.fromstring(draw_blocks(account).svg())
+    drawn = [e for e in root.iter(f"{SVG}rect") if e.get("fill-opacity")]
+    assert len(drawn) == sum(life.num_bytes > 64 * KIB for life in account.lives)
+    places = [[float(e.get(name, 0)) for name in ("x", "y", "width", "height")] for e in drawn]
+    for (x, y, w, h), (x2, y2, w2, h2) in combinations(places, 2):
+        apart = x + w <= x2 + 0.2 or x2 + w2 <= x + 0.2 or y + h <= y2 + 0.1 or y2 + h2 <= y + 0.1
+        assert apart, "up to the rounding of pixels"
+    tips = [e.findtext(f"{SVG}title", "") for e in drawn]
+    assert any(
+        re.match(
+            r"activations, 512 KiB: aten::gelu in F4@1v1, until B4@1v1, block 2 of the model; 1 "
+            r"reads, "
+            r"1 writes",
+            tip,
+        )
+        for tip in tips
+    )
+
+
+@pytest.mark.parametrize("unit", [64, 256 * KIB])
+def test_shapes_are_bounded_however_many_blocks_there_are(unit: int) -> None:
+    account = account_of(trace(4, layers=150, unit=unit))
+    assert len(account.lives) > 3600
+    svg = stacked(pictures(account))
+    assert sum(1 for _ in ElementTree.fromstring(svg).iter()) < 12_000
+    assert len(svg) < 2_000_000
+
+
+def test_intervals_above_and_below_the_line_of_a_link_are_all(account: Account) -> None:
+    said = "\n".join(texts(draw_intervals(account).svg()))
+    gaps = [gap for gap in account.gaps if gap.seconds > 0]
+    for name, link in LINKS.items():
+        fit = sum(gap.num_bytes <= swappable(gap.seconds, link) for gap in gaps)
+        assert f"{name}: in {fit:,} intervals, below its line" in said
+        assert f"in {len(gaps) - fit:,}, above it, not" in said
+    untimed = "\n".join(texts(draw_intervals(account_of(trace(2), timed=False)).svg()))
+    assert "pcie" not in untimed
+
+
+def test_every_category_has_a_colour_of_its_own() -> None:
+    assert set(COLOURS) == set(Category)
+    assert len(set(COLOURS.values())) == len(Category)
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = []
+        self.seen = set()
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.seen.add(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: object) -> None:
+        self.seen.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_needs_no_other_file(account: Account) -> None:
+    page = html_page(
+        account, [Section("a < b & c", [["x", "MiB"], ["<i>", "1"]], notes=["so & so"])]
+    )
+    parser = _Page()
+    parser.feed(page)
+    parser.close()
+    assert not parser.open
+    assert {"svg", "table", "h1", "h2", "title"} <= parser.seen
+    assert not parser.seen & {"script", "link", "img", "i"}
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "<td class='text'>&lt;i&gt;</td><td>1</td>" in page
+    assert (
+        as_text([Section("title", [["x", "MiB"], ["long name", "1"]])])
+        == "title\nx          MiB\nlong name    1"
+    )
+
+
+def test_perfetto_shows_actions_and_a_counter_of_all_categories(account: Account) -> None:
+    entries = json.loads(perfetto(account))["traceEvents"]
+    counters = [e for e in entries if e["ph"] == "C"]
+    assert {e["name"] for e in counters} == {"memory"}
+    assert {e["pid"] for e in entries} == {1}
+    peak = account.behaviour.peak
+    assert max(sum(e["args"].values()) for e in counters) == peak.num_bytes
+    assert all(set(e["args"]) == {c.value for c in account.behaviour.breakdown} for e in counters)
+    slices = [e for e in entries if e["ph"] == "X"]
+    assert [e["name"] for e in slices] == [span.action for span in account.spans if span.action]
+    at_peak = next(e for e in counters if sum(e["args"].values()) == peak.num_bytes)
+    inside = next(e for e in slices if e["name"] == peak.action)
+    assert inside["ts"] <= at_peak["ts"] <= inside["ts"] + inside["dur"]
