@@ -28,7 +28,7 @@ from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
 from hybridpar.optim.own import find_rule
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
-from hybridpar.pipeline.run.codecs import Codecs, PartialSums
+from hybridpar.pipeline.run.codecs import Codecs
 from hybridpar.pipeline.run.stage_split import stage_split
 
 
@@ -189,7 +189,6 @@ def _refused(config: Config) -> Iterator[Problem]:
         ),
         lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
         lambda: Codecs.of(config),
-        lambda: PartialSums.of(config),
         *(
             [partial(find_rule, config.optim)]
             if config.optim.name == "own" and config.optim.spec

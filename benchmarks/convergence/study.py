@@ -229,7 +229,5 @@ def config_of(base: Config, variant: Variant, seed: int) -> Config:
 
 def comparable(config: Config) -> Config:
     """`config` without what has no influence on the numbers: equal ones train the same run."""
-    train = replace(
-        config.train, threads=0, save_interval=0, log_interval=1, timeout_s=60.0, keep_memory=True
-    )
+    train = replace(config.train, threads=0, save_interval=0, log_interval=1, timeout_s=60.0)
     return replace(config, train=train, run=RunConfig(), data=replace(config.data, cache=""))

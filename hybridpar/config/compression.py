@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """Codecs of what ranks send to each other. Evaluation, generation and export use none, except
-    with a subspace.
+    """Codecs of what ranks send to each other. Evaluation, generation and export use none.
 
     What replicas do not send of a batch's gradients is added to the next one's (error feedback),
     except with sbpca. It is as large as the gradients, on every replica and with any parallel.zero.
@@ -35,23 +34,16 @@ class CompressionConfig:
     """Activations between stages in training. bf16. int8, int4: 8 or 4 bits a feature, and a
     bfloat16 scale for each 64 features of a token; 4 bits after a Hadamard rotation. fp32 takes 2,
     3.9 or 7.5 times the bytes. dct: each token's features farthest from zero, and a bit for each
-    feature; the others are zeros behind the link (after arXiv 2010.08899). subspace: a token's
-    coordinates along fixed random directions; the projection becomes a part of the model, also in
-    evaluations, needs the same stages from then on, and is not exported. In small studies int4
-    learned more than either for the same bytes. Exact are messages into a head that is a stage of
-    its own, and what a rank of a V hands to itself."""
+    feature; the others are zeros behind the link (after arXiv 2010.08899). In small studies int4
+    learned more for the same bytes. Exact are messages into a head that is a stage of its own, and
+    what a rank of a V hands to itself."""
     messages_backward: BackwardName = "same"
     """Gradients between stages. same: as `messages`; with dct, those of the features that were
     sent."""
     messages_kept: Annotated[float, Within(above=0, most=1)] = 0.1
-    """dct: share of a token's features that is sent, of `tensor`, too. subspace: directions, as a
-    share of features."""
+    """dct: share of a token's features that is sent."""
     messages_values: Literal["full", "bf16"] = "full"
-    """dct, subspace: type of the numbers that are sent, both ways; full: train.dtype."""
-    tensor: Literal["none", "bf16", "int8", "int4", "dct"] = "none"
-    """What tp ranks send of their parts of a layer's sums, four times a layer and micro-batch, in
-    training. Every rank gets the parts of all others, so more ranks save less. dct: the largest
-    features of each part; only these have a gradient (messages_kept)."""
+    """dct: type of the numbers that are sent, both ways; full: train.dtype."""
     gradients: GradientsName = "none"
     """What replicas send. bf16, int8, int4: rounded gradients; every replica gets those of all
     others, so with 4, 8 and 16 replicas they take as many bytes as whole ones. dct: elements above
@@ -61,10 +53,8 @@ class CompressionConfig:
     (streaming batch PCA, doi 10.1145/3577214). Layers of torch, such as nn.Linear, send theirs
     whole."""
     gradients_kept: Annotated[float, Within(above=0, most=1)] = 0.01
-    """dct: share of a tensor's elements above a threshold that has just been set."""
-    gradients_limit: Annotated[float, Within(1, most=1e6)] = 2.0
-    """dct: most elements that a batch sends of a tensor, in multiples of gradients_kept; the rest
-    waits."""
+    """dct: share of a tensor's elements above a threshold that has just been set. A batch sends at
+    most twice that; the rest waits."""
     gradients_period: AtLeastOne = 100
     """dct: batches from one setting of the thresholds to the next."""
     gradients_values: Literal["full", "bf16", "int8", "int4"] = "full"
@@ -136,14 +126,6 @@ class CompressionConfig:
                 self.gradients_values,
                 f'not supported with compression.gradients = "{self.gradients}", only with {others}',
                 known[0],
-            )
-        if self.tensor != "none" and config.parallel.sequence:
-            yield Problem(
-                "compression.tensor",
-                self.tensor,
-                "does not go with parallel.sequence, with which a rank "
-                "gets its part of a sum alone",
-                "none",
             )
 
     @staticmethod

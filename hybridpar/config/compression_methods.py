@@ -89,7 +89,6 @@ METHODS: Mapping[str, CompressionMethod] = MappingProxyType(
             ),
             MessageCompression(loss_percent=19.0),
         ),
-        "subspace": CompressionMethod(f"{_METHODS}.subspace", messages=MessageCompression()),
         "powersgd": CompressionMethod(
             f"{_METHODS}.powersgd",
             GradientCompression(value_types=("full", "bf16", "int8", "int4")),

@@ -35,10 +35,19 @@ REMOVED = {
     "parallel.tp_pieces": Removed(
         1, "it was faster across slow links alone, where parallel.pp and parallel.dp are faster yet"
     ),
+    "compression.gradients_limit": Removed(
+        2.0, "a batch sends at most twice compression.gradients_kept"
+    ),
+    "compression.tensor": Removed(
+        "none", "keep ranks of tp on fast links, and compress what other ranks send"
+    ),
+    "train.keep_memory": Removed(True, "giving memory back takes time in every step"),
     "train.planned_memory": Removed(False, "losses and weights are the same without it"),
 }
 """Keys that were removed."""
-REMOVED_VALUES: dict[tuple[str, Any], Removed] = {}
+REMOVED_VALUES = {
+    ("compression.messages", "subspace"): Removed("int4", "int4 learns more for the same bytes"),
+}
 """Values that were removed, of keys that are still there."""
 
 

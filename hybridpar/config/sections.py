@@ -330,12 +330,6 @@ class Config:
         return self.parallel.zero > 1 + self.feeds_back and self.parallel.dp > 1
 
     @property
-    def projects(self) -> bool:
-        """Whether messages between stages are projections, which then are a part of what was
-        trained."""
-        return self.compression.messages == "subspace" and self.parallel.pp > 1
-
-    @property
     def replicas_differ(self) -> bool:
         """Whether every replica has state of its own to save."""
         return self.parallel.zero > 0 or (self.compression.replicas_differ and self.parallel.dp > 1)

@@ -49,9 +49,6 @@ class TrainConfig:
     record_memory: Count = 0
     """Number of steps in which each rank records every malloc, free, read and write of a block of
     memory, in memory/ of the run folder, for `hybridpar memory --run`. Without CUDA graphs."""
-    keep_memory: bool = True
-    """On CPUs with glibc: freed memory is kept for what comes next, not given back to the system
-    and taken anew."""
     cuda_graphs: bool = True
     """On a GPU: capture micro-batches as CUDA graphs and replay them. Micro-batches of other
     shapes, and models whose forward cannot be captured, run kernel by kernel."""

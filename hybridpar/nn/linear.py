@@ -7,7 +7,6 @@ With sequence parallelism (`sizes`) x before column and y after row are this ran
 sequence, dimension 1, of these extents on each rank. Column gathers x, and again in its backward,
 as only the part is kept; row's sum is reduce-scattered.
 
-With a `codec` parts of these sums travel as bytes, if there is a graph; evaluation is exact.
 Sources: Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: arXiv 2205.05198, section
     4.2.2.
 """
@@ -35,7 +34,6 @@ from hybridpar.comm import (
 )
 from hybridpar.grid import Axis
 from hybridpar.nn import fp8, matmul
-from hybridpar.nn.coded import SumCodec, start_coded_sum
 from hybridpar.nn.placement import Init, Matrices, ParallelModule, Placement, Shard
 from hybridpar.nn.remake import recipe
 
@@ -59,7 +57,6 @@ class ColumnParallelLinear(ParallelModule):
 
     weight: Tensor
     bias: Tensor | None
-    codec: SumCodec | None = None
 
     def __init__(
         self,
@@ -101,19 +98,19 @@ class ColumnParallelLinear(ParallelModule):
             )
 
     def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        y = column_linear(x, self.weight, self.bias, self.axis, sizes, self.codec)
+        y = column_linear(x, self.weight, self.bias, self.axis, sizes)
         return y if self.gather_sizes is None else gather_from(y, self.axis, -1, self.gather_sizes)
 
     def with_detached_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """x W^T + b, for a caller whose next operator sums the gradient of b. Shapes: [..,
         in_features] -> [.., out_local]."""
         bias = None if self.bias is None else self.bias.detach()
-        return column_linear(x, self.weight, bias, self.axis, sizes, self.codec)
+        return column_linear(x, self.weight, bias, self.axis, sizes)
 
     def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """x W^T, for a caller that adds the bias in another operator. Shapes: [.., in_features] ->
         [.., out_local]."""
-        return column_linear(x, self.weight, None, self.axis, sizes, self.codec)
+        return column_linear(x, self.weight, None, self.axis, sizes)
 
 
 class RowParallelLinear(ParallelModule):
@@ -132,7 +129,6 @@ class RowParallelLinear(ParallelModule):
 
     weight: Tensor
     bias: Tensor | None
-    codec: SumCodec | None = None
 
     def __init__(
         self,
@@ -173,12 +169,12 @@ class RowParallelLinear(ParallelModule):
             )
 
     def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        return row_linear(self._local(x), self.weight, self.bias, self.axis, sizes, self.codec)
+        return row_linear(self._local(x), self.weight, self.bias, self.axis, sizes)
 
     def without_bias(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """x W^T, summed over the axis, for a caller that adds the bias in another operator. Shapes:
         as for forward."""
-        return row_linear(self._local(x), self.weight, None, self.axis, sizes, self.codec)
+        return row_linear(self._local(x), self.weight, None, self.axis, sizes)
 
     def _local(self, x: Tensor) -> Tensor:
         return x if self.scatter_sizes is None else scatter_to(x, self.axis, -1, self.scatter_sizes)
@@ -190,7 +186,6 @@ def column_linear(
     bias: Tensor | None,
     axis: Axis,
     sizes: Sequence[int] | None = None,
-    codec: SumCodec | None = None,
 ) -> Tensor:
     """x W^T + b for a replicated `x` and this rank's rows of W and b; see ColumnParallelLinear.
 
@@ -198,14 +193,13 @@ def column_linear(
         sizes[rank], i].
     Collectives: forward none, backward one all-reduce if x requires a gradient. With `sizes`:
         forward one all-gather;
-    backward another one, and one reduce_scatter. With a codec: an all-gather in place of the
-    all-reduce.
+    backward another one, and one reduce_scatter.
     """
     if not torch.is_grad_enabled():  # autograd's call takes 9 us, a product of one row some 20
         return matmul.linear(_gathered(x, axis, sizes), weight, bias)
     make = recipe(x)
     if _is_ours(weight) or make or (axis.size > 1 and (x.requires_grad or sizes is not None)):
-        return _Linear.apply(x, weight, bias, axis, None, sizes, make, codec)
+        return _Linear.apply(x, weight, bias, axis, None, sizes, make)
     return F.linear(x, weight, bias)
 
 
@@ -215,7 +209,6 @@ def row_linear(
     bias: Tensor | None,
     axis: Axis,
     sizes: Sequence[int] | None = None,
-    codec: SumCodec | None = None,
 ) -> Tensor:
     """x W^T + b, summed over the axis, for this rank's features of `x` and columns of W; see
     RowParallelLinear.
@@ -224,13 +217,13 @@ def row_linear(
         sizes[rank], o].
     Collectives: forward one all-reduce, backward none. With `sizes`: forward one reduce_scatter,
         backward one
-    all-gather. With a codec: an all-gather in place of the all-reduce.
+    all-gather.
     """
     if not torch.is_grad_enabled():
         return _row_linear(x, weight, bias, axis, sizes)
     make = recipe(x)
     if _is_ours(weight) or make or axis.size > 1:
-        return _Linear.apply(x, weight, bias, None, axis, sizes, make, codec)
+        return _Linear.apply(x, weight, bias, None, axis, sizes, make)
     return F.linear(x, weight, bias)
 
 
@@ -250,13 +243,9 @@ def _gathered(x: Tensor, axis: Axis, sizes: Sequence[int] | None) -> Tensor:
     return x if sizes is None else all_gather(x, axis, 1, sizes)
 
 
-def _start_sum(
-    dx: Tensor, axis: Axis, sizes: Sequence[int] | None, codec: SumCodec | None
-) -> Callable[[], Tensor]:
+def _start_sum(dx: Tensor, axis: Axis, sizes: Sequence[int] | None) -> Callable[[], Tensor]:
     """Starts the sum of `dx` over ranks; the function that it returns waits for it, or for this
     rank's part of it."""
-    if codec is not None and axis.size > 1:
-        return start_coded_sum(dx, axis, codec)[0]
     if sizes is not None:
         return start_reduce_scatter(dx, axis, 1, sizes)
     work = all_reduce_async(dx, axis)
@@ -292,7 +281,7 @@ class _Linear(Function):
     The rest of a split x arrives while dx is computed.
 
     `dx_axis`: what dx is summed over (None: it is whole). `y_axis`: the same for y, to which b is
-    added afterwards. `make`: makes x again (None: it is kept). `codec`: of parts of both sums.
+    added afterwards. `make`: makes x again (None: it is kept).
     """
 
     @staticmethod
@@ -305,7 +294,6 @@ class _Linear(Function):
         y_axis: Axis | None,
         sizes: Sequence[int] | None,
         make: Callable[[], Tensor] | None,
-        codec: SumCodec | None,
     ) -> Tensor:
         ctx.save_for_backward(None if make else x, weight)
         # the leaf itself: recomputation would bring back a copy, without its .grad
@@ -313,11 +301,6 @@ class _Linear(Function):
         ctx.sizes = sizes
         ctx.leaf = weight
         ctx.make = make
-        ctx.codec = codec
-        ctx.marks = None
-        if y_axis is not None and codec is not None and y_axis.size > 1:
-            finish, ctx.marks = start_coded_sum(matmul.linear(x, weight), y_axis, codec)
-            return finish() if bias is None else finish().add_(bias)
         if y_axis is not None:
             return _row_linear(x, weight, bias, y_axis, sizes)
         assert dx_axis is not None
@@ -333,8 +316,6 @@ class _Linear(Function):
         ctx.make = None
         own = dy
         dy = dy if y_axis is None else _gathered(dy, y_axis, sizes)
-        if ctx.marks is not None:
-            dy = ctx.codec.gradient(dy, ctx.marks)
         factor = matmul.factor(_rows(dy))
         gather = None
         if wants_weight and dx_axis is not None and sizes is not None:
@@ -348,7 +329,7 @@ class _Linear(Function):
                 dx = fp8.input_gradient(_rows(dy), quantized)
             dx = dx.view(*dy.shape[:-1], weight.shape[1])
             if dx_axis is not None:
-                finish = _start_sum(dx, dx_axis, sizes, ctx.codec)
+                finish = _start_sum(dx, dx_axis, sizes)
                 dx = None
         if wants_weight:
             if gather is not None:
@@ -363,4 +344,4 @@ class _Linear(Function):
             db = _rows(own).sum(0)
         if finish is not None:
             dx = finish()
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None

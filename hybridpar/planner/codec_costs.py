@@ -22,7 +22,7 @@ from hybridpar.config.compression_methods import MESSAGES
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
 from hybridpar.models.build import DTYPES
-from hybridpar.pipeline.run.codecs import Codecs, PartialSums
+from hybridpar.pipeline.run.codecs import Codecs
 from hybridpar.planner.profile import CodecSpeeds, Profile
 from hybridpar.state.compression.codec import Codec
 
@@ -94,26 +94,9 @@ class CodecCosts:
         self._item = DTYPES[config.train.dtype].itemsize
         self._num_blocks = config.model.num_blocks
         self._rows = config.train.micro_batch_size * prod(rows)
-        self._sums = PartialSums.of(config)
-        self._of_sums = profile.codecs.get(config.compression.tensor, CodecSpeeds())
         self._speeds = [
             profile.codecs.get(name, CodecSpeeds()) for name in config.compression.both_ways
         ]
-
-    @property
-    def codes_sums(self) -> bool:
-        """Whether layers' sums over tp are coded."""
-        return self._sums is not None
-
-    def sums(self, num_bytes: float) -> tuple[float, float]:
-        """Of a part of such a sum, of so many bytes: those that it is sent as, and seconds of
-        coding with all parts."""
-        assert self._sums is not None
-        share = self._sums.codec.row_bytes(self._hidden) / (self._hidden * self._item)
-        coding = _seconds(num_bytes, self._of_sums.encoded) + self._tp * _seconds(
-            num_bytes, self._of_sums.decoded
-        )
-        return share * num_bytes, coding
 
     @property
     def message_bytes(self) -> int:

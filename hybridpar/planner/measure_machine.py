@@ -116,7 +116,7 @@ def measure_here(
     config: Config, degrees: Sequence[int], sizes: Sequence[int], quick: bool, device: torch.device
 ) -> Profile:
     """Collectives: on all ranks of the job."""
-    if config.train.keep_memory and device.type == "cpu":
+    if device.type == "cpu":
         keep_freed_memory()
     world = world_axis(device)
     effort = QUICK if quick else FULL

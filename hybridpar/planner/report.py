@@ -211,7 +211,6 @@ def _how(config: Config, recompute: str) -> list[str]:
         f"{what} {name}"
         for what, name in (
             ("messages", config.compression.messages),
-            ("tensor", config.compression.tensor),
             ("gradients", config.compression.gradients),
         )
         if name != "none"
@@ -331,7 +330,6 @@ def _choice(config: Config) -> dict[str, Any]:
         "host_optimizer": config.memory.host_optimizer,
         "budget": config.memory.budget,
         "messages": config.compression.messages,
-        "tensor": config.compression.tensor,
         "gradients": config.compression.gradients,
     }
 

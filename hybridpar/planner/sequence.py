@@ -109,7 +109,6 @@ def may_split_rows(config: Config) -> bool:
         config.parallel.tp > 1
         and not config.parallel.sequence
         and isinstance(config.model, ModelConfig)
-        and config.compression.tensor == "none"
     )
 
 

@@ -168,15 +168,11 @@ class StageCosts:
     @cached_property
     def waits(self) -> dict[str, tuple[float, float]]:
         """Time of a block's collectives over tp, forward and backward, by its kind."""
-        return {kind: self._waits(kind, cost) for kind, cost in self.kinds.items()}
+        return {kind: self._waits(cost) for kind, cost in self.kinds.items()}
 
-    def _waits(self, kind: str, cost: BlockCost) -> tuple[float, float]:
+    def _waits(self, cost: BlockCost) -> tuple[float, float]:
         if self.tp == 1:
             return 0.0, 0.0
-        if kind == "layer" and self.codecs.codes_sums:
-            return sum(map(self._coded_sum, cost.forward_messages)), sum(
-                map(self._coded_sum, cost.backward_messages)
-            )
         group = range(self.tp)
         machine = self.machine
         was_measured = cost.forward_wait + cost.backward_wait > 0
@@ -198,15 +194,6 @@ class StageCosts:
         return (
             on_this_machine(cost.forward_wait, cost.forward_messages),
             on_this_machine(cost.backward_wait, cost.backward_messages),
-        )
-
-    def _coded_sum(self, num_bytes: float) -> float:
-        """Time of a sum over tp of parts of so many bytes, which are encoded, gathered and all
-        decoded."""
-        coded, coding = self.codecs.sums(num_bytes)
-        return (
-            coding
-            + self.machine.half_ring("gather", coded * self.tp, range(self.tp), self._groups)[0]
         )
 
     @property

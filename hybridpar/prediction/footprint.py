@@ -22,7 +22,6 @@ from hybridpar.config import Config, ModelConfig
 from hybridpar.data.mapped import rehearsal
 from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import Recomputation, build_blocks
-from hybridpar.pipeline.run.codecs import with_coded_sums
 from hybridpar.pipeline.run.lane import Lane, Packed
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.pipeline.run.stash import Notes
@@ -174,17 +173,14 @@ class TracedStage:
         policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
         sequence = config.parallel.sequence
         self.stage = Stage(
-            with_coded_sums(
-                build_blocks(
-                    model,
-                    grid.tp,
-                    blocks,
-                    kernels=config.kernels,
-                    sequence=sequence,
-                    dtype=policy.dtype,
-                    groups=config.optim.groups,
-                ),
-                config,
+            build_blocks(
+                model,
+                grid.tp,
+                blocks,
+                kernels=config.kernels,
+                sequence=sequence,
+                dtype=policy.dtype,
+                groups=config.optim.groups,
             ),
             recompute,
             model,

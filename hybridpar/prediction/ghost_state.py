@@ -13,7 +13,6 @@ from hybridpar.models.build import build_blocks
 from hybridpar.pipeline.plan.parts import WHOLE, Division
 from hybridpar.pipeline.plan.shared import SharedItems
 from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.pipeline.run.codecs import with_coded_sums
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.prediction.ghost import Tracker
@@ -43,17 +42,14 @@ class GhostState:
         whole = GhostChunks(tracker.device, policy) if policy.moves else None
         memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
         stage = Stage(
-            with_coded_sums(
-                build_blocks(
-                    config.model,
-                    grid.tp,
-                    [number for blocks in held.values() for number in blocks],
-                    kernels=config.kernels,
-                    sequence=config.parallel.sequence,
-                    dtype=policy.dtype,
-                    groups=config.optim.groups,
-                ),
-                config,
+            build_blocks(
+                config.model,
+                grid.tp,
+                [number for blocks in held.values() for number in blocks],
+                kernels=config.kernels,
+                sequence=config.parallel.sequence,
+                dtype=policy.dtype,
+                groups=config.optim.groups,
             )
         )
         return GhostState(

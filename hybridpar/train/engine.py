@@ -31,7 +31,6 @@ from hybridpar.pipeline.plan.passes import forward_actions, lower
 from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.schedules import Sizes, drained, schedule_of
 from hybridpar.pipeline.run import graphs
-from hybridpar.pipeline.run.codecs import with_coded_sums
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.slow_tier import FileTier, HostTier, in_host_memory
@@ -106,17 +105,14 @@ class Engine:
         )
         numbers = [number for stage in self._held for number in self.split[stage]]
         sequence = config.parallel.sequence
-        blocks = with_coded_sums(
-            build_blocks(
-                model,
-                grid.tp,
-                numbers,
-                kernels=config.kernels,
-                sequence=sequence,
-                dtype=states.dtype,
-                groups=config.optim.groups,
-            ),
-            config,
+        blocks = build_blocks(
+            model,
+            grid.tp,
+            numbers,
+            kernels=config.kernels,
+            sequence=sequence,
+            dtype=states.dtype,
+            groups=config.optim.groups,
         )
         again = recomputed_blocks(pipeline.recompute, model, self.split)
         self.parts = Parts.of(config, {stage: self.split[stage] for stage in self._held})

@@ -92,13 +92,6 @@ class Generator:
     def _load(folder: Path, named: str, grid: ProcessGrid) -> Generator:
         trained = read_manifest(folder).config
         model = trained.model
-        if trained.projects:
-            raise config_error(
-                "compression.messages",
-                "subspace",
-                f"is a part of the model that {folder} holds, and text is generated without it",
-                "int4, from the start of a run",
-            )
         if not isinstance(model, ModelConfig) or model.kind != "gpt":
             raise config_error(
                 "checkpoint", named, f"holds a {model.kind}; only a gpt generates text"

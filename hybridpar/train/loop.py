@@ -112,7 +112,7 @@ def train(
         examine_triton(
             warn=launch.local_rank == 0
         )  # now, and not where the first micro-batch finds no compiler
-    if config.train.keep_memory and device.type == "cpu":
+    if device.type == "cpu":
         keep_freed_memory()
     folder = config.run.folder
     num_steps = config.train.num_steps

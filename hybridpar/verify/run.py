@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybridpar import checkpoint
 from hybridpar.comm.ranks import run_on_ranks
-from hybridpar.config import Config, ModelConfig
+from hybridpar.config import Config
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.grid import ProcessGrid, sizes_of
@@ -168,22 +168,6 @@ def verify(
             "compression.gradients",
             config.compression.gradients,
             "sends a part of the gradients, and the oracle has all of them",
-            "none",
-        )
-    model = config.model
-    if (
-        config.compression.tensor != "none"
-        and isinstance(model, ModelConfig)
-        and model.kv_heads < model.num_heads
-        and model.kv_heads % config.parallel.tp
-    ):
-        raise config_error(
-            "compression.tensor",
-            config.compression.tensor,
-            "has no oracle where tensor-parallel ranks "
-            f"share heads of keys and values: model.num_kv_heads = {model.kv_heads} is no multiple "
-            "of "
-            f"tp = {config.parallel.tp}",
             "none",
         )
     train = replace(config.train, dtype="fp64", fp8=False, device="cpu")

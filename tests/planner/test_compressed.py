@@ -27,8 +27,8 @@ def with_codecs(config: Config, **compression: object) -> Config:
         ({"gradients": "int8"}, 66 / 64 / 4),
         ({"gradients": "bf16"}, 1 / 2),
         (
-            {"gradients": "dct", "gradients_kept": 0.01, "gradients_limit": 1.0},
-            (0.04 + 0.01 + 1 / 255) / 4,
+            {"gradients": "dct", "gradients_kept": 0.01},
+            1.5 * 0.04 / 4 + (1.5 * 0.01 + 1 / 255) / 4,
         ),
         (
             {"gradients": "powersgd", "gradients_rank": 1, "gradients_values": "int4"},

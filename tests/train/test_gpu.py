@@ -327,8 +327,7 @@ def on_both(cases: list[Case], device: str) -> list[tuple[Steps, Steps]]:
     ("sizes", "what", "names"),
     [
         ({"dp": 2}, "gradients", ("bf16", "int8", "int4", "dct", "powersgd", "sbpca")),
-        ({"pp": 2}, "messages", ("bf16", "int8", "int4", "dct", "subspace")),
-        ({"tp": 2}, "tensor", ("int8", "dct")),
+        ({"pp": 2}, "messages", ("bf16", "int8", "int4", "dct")),
     ],
     ids=str,
 )

@@ -3,7 +3,6 @@ save in memory."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,20 +10,15 @@ import torch
 from prediction.test_predict import agree, small
 from prediction.test_predict import make as large
 from ranks import run_ranks
-from train.runs import run_job, write_config
 
-from hybridpar.checkpoint.huggingface.export import export_folder
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
-from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
 from hybridpar.nn.placement import split_sizes
 from hybridpar.prediction.predict import predict
 from hybridpar.state.audit import bit_hash
 from hybridpar.train.engine import Engine
-from hybridpar.train.generate import Generator
 from hybridpar.validate import problems
-from hybridpar.verify.boundaries import add_boundaries
 
 STEPS = 2
 M = 3
@@ -79,15 +73,14 @@ def train_each(configs: list[Config]) -> list[dict[str, Any]]:
 @pytest.mark.ranks
 def test_bytes_are_those_of_the_formula_and_evaluation_is_exact() -> None:
     """14 rows on three tp ranks: 5, 5 and 4. int4: two tiles of 32 bytes and a scale; int8: of 64.
-    dct: a tenth of the 70 features, and forth 70 bits. subspace: of seven directions."""
+    dct: a tenth of the 70 features, and forth 70 bits."""
     cases = (
         ({"messages": "int4", "messages_backward": "int8"}, 2 * (32 + 2), 2 * (64 + 2)),
         ({"messages": "dct"}, 7 * 4 + 9, 7 * 4),
-        ({"messages": "subspace", "messages_values": "bf16"}, 7 * 2, 7 * 2),
     )
     configs = [make(compression) for compression in ({}, *(case[0] for case in cases))]
     exact, *coded = zip(*run_ranks(train_each, 6, configs), strict=True)
-    for (compression, forth, back), of_ranks in zip(cases, coded, strict=True):
+    for (_, forth, back), of_ranks in zip(cases, coded, strict=True):
         for rank, (found, plain) in enumerate(zip(of_ranks, exact, strict=True)):
             rows = split_sizes(B * SEQ, 3)[rank % 3]
             op, other = ("send", "recv") if rank < 3 else ("recv", "send")
@@ -95,65 +88,9 @@ def test_bytes_are_those_of_the_formula_and_evaluation_is_exact() -> None:
                 "pp": {op: STEPS * M * rows * forth},
                 "pp_reverse": {other: STEPS * M * rows * back},
             }
-            if compression["messages"] == "subspace":
-                assert found["evaluated"]["pp"] == {op: M * rows * forth}
-                assert rank < 3 or found["first"] != plain["first"]
-            else:
-                assert found["evaluated"] == plain["evaluated"]
-                assert found["first"] == plain["first"]
+            assert found["evaluated"] == plain["evaluated"]
+            assert found["first"] == plain["first"]
             assert found["bits"] != plain["bits"]
-
-
-@pytest.mark.ranks
-def test_a_projection_is_there_in_evaluations() -> None:
-    """Equal to those of one process with the same layer, and not to those without."""
-    config = make({"messages": "subspace"}, parallel={"tp": 1}, train={"dtype": "fp64"})
-    found, (alone, without) = (
-        run_ranks(evaluation, 2, config)[1],
-        run_ranks(evaluation_alone, 1, config)[0],
-    )
-    assert found == pytest.approx(alone, rel=1e-12)
-    assert found != pytest.approx(without, rel=1e-6)
-
-
-def evaluation(config: Config) -> float:
-    engine = Engine(config, ProcessGrid(pp=config.parallel.pp), torch.device("cpu"))
-    return engine.evaluate(SyntheticLoader(config.model, B, M, 0, 1), 1)["lm"]
-
-
-def evaluation_alone(config: Config) -> tuple[float, float]:
-    alone = from_mapping({"parallel": {"pp": 1}}, config)
-    engine = Engine(alone, ProcessGrid(), torch.device("cpu"))
-    loader = SyntheticLoader(config.model, B, M, 0, 1)
-    exact = engine.evaluate(loader, 1)["lm"]
-    add_boundaries({int(number): block for number, block in engine.stage.blocks.items()}, config)
-    return engine.evaluate(loader, 1)["lm"], exact
-
-
-@pytest.mark.ranks
-def test_text_and_exports_without_a_projection_are_refused(tmp_path: Path) -> None:
-    run_job(
-        2,
-        "train",
-        write_config(tmp_path),
-        "--parallel.pp",
-        "2",
-        "--train.num_steps",
-        "2",
-        "--compression.messages",
-        "subspace",
-        "--compression.messages_kept",
-        "0.5",
-    )
-    run = tmp_path / "runs" / "run"
-    with pytest.raises(
-        ConfigError, match=r"compression\.messages = 'subspace': is a part of the model .* no class"
-    ):
-        export_folder(run, tmp_path / "out")
-    with pytest.raises(
-        ConfigError, match=r"compression\.messages = 'subspace': .* text is generated without it"
-    ):
-        Generator.load(run, print)
 
 
 @pytest.mark.ranks
@@ -169,7 +106,6 @@ def test_a_codec_without_a_link_changes_no_bit() -> None:
     ("compression", "tp", "pipeline"),
     [
         ({"messages": "dct"}, 2, {"schedule": "2bw", "recompute": "stage"}),
-        ({"messages": "subspace"}, 1, {"schedule": "2bw", "recompute": "stage"}),
         ({"messages": "int4"}, 1, {"placement": "v", "split_backward": True, "recompute": "stage"}),
         (
             {"messages": "dct", "messages_kept": 0.5, "messages_values": "bf16"},
@@ -219,20 +155,6 @@ def test_a_recomputed_stage_keeps_its_input_as_it_came() -> None:
             "compression.messages_backward = 'bf16': takes 140 bytes for the 70 features of a "
             "token (model.hidden_size), "
             "which are 140 bytes in fp16; try none",
-        ),
-        (
-            {"tensor": "int8"},
-            {"parallel": {"sequence": True}},
-            "compression.tensor = 'int8': does not go with parallel.sequence, with which a rank "
-            "gets its part of a sum alone; "
-            "try none",
-        ),
-        (
-            {"tensor": "dct", "messages_kept": 1.0},
-            {},
-            "compression.tensor = 'dct': takes 289 bytes for the 70 features of a token "
-            "(model.hidden_size), which are 280 "
-            "bytes in fp32; try none",
         ),
         (
             {"messages": "dct", "messages_kept": 1.0},

@@ -3,7 +3,6 @@ each stage."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from engines import gpt
 from train.runs import run_job, write_config
 
 from hybridpar.config import Config
-from hybridpar.errors import ConfigError
 from hybridpar.verify import oracle as oracle_module
 from hybridpar.verify import replay as replay_module
 from hybridpar.verify.replay import replay
@@ -21,7 +19,6 @@ from hybridpar.verify.run import Disturbance, verify
 INT4 = {"messages": "int4"}
 INT8 = {"messages": "int8"}
 DCT = {"messages": "dct"}
-SUBSPACE = {"messages": "subspace", "messages_kept": 0.2}
 
 
 def make(
@@ -45,7 +42,6 @@ def make(
     [
         INT4,
         DCT,
-        SUBSPACE,
         INT8 | {"messages_backward": "int4"},
         DCT | {"messages_values": "bf16", "messages_kept": 0.3},
         {"messages": "bf16", "messages_backward": "none"},
@@ -80,28 +76,6 @@ def test_every_grid_and_schedule_equals_one_process(grid, pipeline, parallel, co
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("grid", "compression", "pipeline", "parallel"),
-    [
-        ({"tp": 3}, {"tensor": "dct", "messages_kept": 0.4}, {"recompute": "selective"}, {}),
-        (
-            {"tp": 2, "pp": 2},
-            {"tensor": "int8"} | INT4,
-            {"schedule": "2bw", "recompute": "stage"},
-            {},
-        ),
-        ({"tp": 2, "dp": 2}, {"tensor": "dct"}, {"split_backward": True}, {"zero": 1}),
-    ],
-    ids=str,
-)
-def test_coded_sums_over_tp_equal_those_of_coded_products_in_one_process(
-    grid, compression, pipeline, parallel
-):
-    report = verify(make(compression, pipeline=pipeline, parallel=parallel), grid, 2)
-    assert report.ok, report.first_divergence
-
-
-@pytest.mark.ranks
 def test_a_step_that_is_not_finite_is_one_behind_a_codec_too():
     report = verify(
         make(DCT, pipeline={"schedule": "2bw"}), {"pp": 2}, 4, Disturbance(frozenset({1}), 3)
@@ -116,16 +90,6 @@ def test_what_messages_lose_is_seen(monkeypatch: pytest.MonkeyPatch):
     report = verify(make(INT8), {"pp": 2}, 1)
     assert report.first_divergence is not None
     assert report.worst["loss"].error > 1e-9
-    assert verify(make({"tensor": "int8"}), {"tp": 2}, 1).worst["loss"].error > 1e-9
-
-
-def test_sums_of_shared_heads_have_no_oracle() -> None:
-    config = make({"tensor": "int8"})
-    config = replace(config, model=replace(config.transformer, num_kv_heads=1))
-    with pytest.raises(
-        ConfigError, match=r"compression.tensor = 'int8': .*num_kv_heads = 1 .* tp = 2; try none"
-    ):
-        verify(config, {"tp": 2}, 1)
     alone = verify(make(INT8, pipeline={"split": (5, 1)}), {"pp": 2}, 1)
     assert alone.ok, "a head that is a stage of its own gets exact activations"
 

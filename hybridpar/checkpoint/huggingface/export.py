@@ -55,7 +55,7 @@ def export_folder(
     at a time.
     Raises: CheckpointError for a missing or damaged checkpoint, or one with weights that are not
         finite; ConfigError
-    for a model that transformers has no class for, trained behind a subspace, with a weight beyond
+    for a model that transformers has no class for, with a weight beyond
     the range of `dtype`, or where `output` is there already; DataError for a damaged tokenizer.
     """
     return read_held(path, say, lambda folder: _export(folder, Path(output), dtype, max_file_bytes))
@@ -64,13 +64,6 @@ def export_folder(
 def _export(folder: Path, output: Path, dtype: str, max_file_bytes: int) -> Exported:
     full = FullWeights(folder)
     config = full.manifest.config
-    if config.projects:
-        raise config_error(
-            "compression.messages",
-            "subspace",
-            f"is a part of the model that {folder} holds, for which transformers has no class",
-            "int4, from the start of a run",
-        )
     model = config.transformer
     dtype = config.train.dtype if dtype == "keep" else dtype
     family = choose_family(model)

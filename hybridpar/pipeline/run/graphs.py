@@ -114,7 +114,7 @@ def unsupported(config: Config, rank: int | None = None) -> str | None:
     parallel = config.parallel
     if parallel.pp * parallel.tp > 1 and not config.train.graph_grids:
         return "with pp or tp they have not run on a GPU (train.graph_grids = true tries it)"
-    if parallel.tp > 1 and (config.train.share_gpus or config.compression.tensor != "none"):
+    if parallel.tp > 1 and config.train.share_gpus:
         return "what tensor parallelism sends goes through the host's hands"
     if config.memory.budget or _offloads(config, rank):
         return "memory that leaves comes back elsewhere"

@@ -19,12 +19,10 @@ class Codec(ABC):
     """Turns rows of numbers into bytes, and back. Both ways depend only on their arguments.
 
     Attributes:
-        is_in_model: What it does to an activation is a part of the model, in evaluations, too.
         follows: It sends a gradient's numbers at the places of those that were sent of the
             activation, which both ends of the link know: see `at`.
     """
 
-    is_in_model: ClassVar[bool] = False
     follows: ClassVar[bool] = False
 
     @abstractmethod

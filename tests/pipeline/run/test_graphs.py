@@ -455,8 +455,7 @@ def test_a_capture_that_synchronizes_the_device_stands_still(schedule: str) -> N
         (
             {
                 "parallel": {"tp": 2},
-                "train": {"graph_grids": True},
-                "compression": {"tensor": "int8"},
+                "train": {"graph_grids": True, "share_gpus": True},
             },
             "the host's hands",
         ),

@@ -5,10 +5,9 @@ the feedback.
                 the elements
     wire        header: int32, elements of each compressed tensor; then tensors that are sent whole,
                 values, places (ops/sparse.py has the form of places)
-    limit       if an old threshold lets more than gradients_limit k through, this batch takes a
-                higher one
+    limit       if an old threshold lets more than LIMIT k through, this batch takes a higher one
 
-Settings: gradients_kept, gradients_limit, gradients_period, gradients_values; messages_kept,
+Settings: gradients_kept, gradients_period, gradients_values; messages_kept,
 messages_values.
 
 Messages between stages (`TopK`, `FixedIndices`) have the largest features of each token.
@@ -36,6 +35,8 @@ from hybridpar.state.compression.codec import Codec, KeptShare, kept_share
 from hybridpar.state.compression.method import Entry, Method
 from hybridpar.state.compression.wire import Reader
 
+LIMIT = 2.0
+"""Most elements that a batch sends of a tensor, in multiples of gradients_kept."""
 _THRESHOLD = "threshold"
 _COUNT = torch.int32
 
@@ -62,10 +63,10 @@ class Thresholds(Method):
 
     @classmethod
     def element_bytes(cls, config: Config, item: int) -> float:
-        """See Method. In the mean over a period, in which it sends up to gradients_limit times what
-        it is to keep."""
+        """See Method. In the mean over a period, in which it sends up to LIMIT times what it is
+        to keep."""
         settings = config.compression
-        kept = min(1.0, settings.gradients_kept * (1 + settings.gradients_limit) / 2)
+        kept = min(1.0, settings.gradients_kept * (1 + LIMIT) / 2)
         size = 2 if settings.gradients_values == "bf16" else item
         return kept * size + min(1 / 8, 1 / 255 + kept)
 
@@ -77,7 +78,7 @@ class Thresholds(Method):
         return ceil(self.settings.gradients_kept * entry.numel)
 
     def _most(self, entry: Entry) -> int:
-        return min(entry.numel, ceil(self.settings.gradients_limit * self._wanted(entry)))
+        return min(entry.numel, ceil(LIMIT * self._wanted(entry)))
 
     def exchange(self, gradients: list[Tensor], batch: int, message: Reader) -> Iterator[Works]:
         """See Method. Collectives: a broadcast for each rank of its header, then one of its
