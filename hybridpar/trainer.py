@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from hybridpar.config import (
     Config,
     Launch,
-    ModelConfig,
     ModelSpec,
     UpdateRule,
     as_typed,
@@ -289,7 +288,8 @@ class Trainer:
     def _lend_samples(self) -> None:
         """Lets a model without a method `sample` have those of the training set."""
         kind = type(self.config.model)
-        lacks_samples = kind is not ModelConfig and kind.sample is ModelSpec.sample
+        reads_text = self.config.model.text_format is not None
+        lacks_samples = not reads_text and kind.sample is ModelSpec.sample
         if lacks_samples and self.datasets.get("train") is not None:
             from hybridpar.models.sequential import forget_shapes
 
@@ -334,13 +334,11 @@ class Trainer:
 
 
 def _is_modules(model: object) -> bool:
-    """Whether it is what is given in place of a ModelSpec: modules. torch is imported if it may
-    be."""
-    if model is None or isinstance(model, ModelSpec | Config | str | Path):
-        return False
-    import torch
-
-    return isinstance(model, torch.nn.Module | list | tuple)
+    """Whether the model is given as modules, which stand in for a ModelSpec."""
+    torch = sys.modules.get("torch")  # whoever has a module of torch has imported it
+    return isinstance(model, list | tuple) or (
+        torch is not None and isinstance(model, torch.nn.Module)
+    )
 
 
 def _checked_datasets(datasets: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from math import isfinite
 from pathlib import Path
 
 from hybridpar.checkpoint.compatible import CONTINUABLE
-from hybridpar.config import Config, ModelConfig, ParameterGroup, UnloadedModel, broken_rules
+from hybridpar.config import Config, ParameterGroup, UnloadedModel, broken_rules
 from hybridpar.errors import ConfigError, Problem, not_utf8
 from hybridpar.models.build import (
     recomputed_blocks,
@@ -24,7 +24,6 @@ from hybridpar.models.build import (
     require_trainable,
 )
 from hybridpar.models.metrics import require_names
-from hybridpar.nn.attention import rotary_features
 from hybridpar.ops.registry import select
 from hybridpar.optim.own import find_rule
 from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
@@ -176,7 +175,7 @@ def _refused(config: Config) -> Iterator[Problem]:
     )  # their names are those of a model that can be built
     attempts: list[Callable[[], object]] = [
         lambda: stage_split(config),
-        lambda: require_trainable(model, groups),
+        *([] if said else [partial(require_trainable, model, groups)]),
         lambda: require_tied_ends(model, pp),
         lambda: require_names(model),
         *(
@@ -196,14 +195,6 @@ def _refused(config: Config) -> Iterator[Problem]:
         ),
         *(partial(select, op, choice, device) for op, choice in asdict(config.kernels).items()),
     ]
-    if (
-        isinstance(model, ModelConfig)
-        and model.position == "rotary"
-        and said.isdisjoint(("model.num_heads", "model.position"))
-    ):
-        attempts.append(
-            lambda: rotary_features(model.hidden_size // model.num_heads, model.rotary_fraction)
-        )
     found: list[Problem] = []
     for attempt in attempts:
         try:

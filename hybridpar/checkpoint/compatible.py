@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from hybridpar.config import Config, DataConfig, ModelConfig, to_mapping
+from hybridpar.config import Config, DataConfig, to_mapping
 from hybridpar.errors import CheckpointError, shown
 
 FREE = ("dropout", "attention_dropout", "init_std", "label_smoothing", "logits_chunk")
@@ -82,8 +82,8 @@ def _different(saved: Config, wanted: Config) -> Iterator[str]:
 
 def _fixed(saved: Config, wanted: Config) -> Iterator[tuple[str, list[str]]]:
     """Reasons why some keys cannot change, each with those of its keys that have."""
-    saved = _with_positions(saved)
-    wanted = _with_positions(wanted)
+    saved = replace(saved, model=saved.model.canonical())
+    wanted = replace(wanted, model=wanted.model.canonical())
     model = [f"model.{key}" for key in to_mapping(wanted)["model"] if key not in FREE]
     for why, names in (
         ("its weights are those of that model", model),
@@ -123,16 +123,6 @@ def _reasons(saved: Config, wanted: Config, corpora: Corpora, refused: list[str]
             "fingerprint in "
             "another way"
         )
-
-
-def _with_positions(config: Config) -> Config:
-    """`config` with max_positions as the size of a learned table (0 stands for seq_length), and 0
-    without one."""
-    model = config.model
-    if not isinstance(model, ModelConfig):
-        return config
-    rows = model.num_positions if model.position == "learned" else 0
-    return replace(config, model=replace(model, max_positions=rows))
 
 
 def _batch(config: Config) -> str:

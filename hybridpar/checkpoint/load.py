@@ -18,7 +18,7 @@ from hybridpar.checkpoint.restate import Restated
 from hybridpar.checkpoint.saved import Saved
 from hybridpar.checkpoint.shards import SavedShard
 from hybridpar.comm import gather_objects
-from hybridpar.config import Config, ModelConfig
+from hybridpar.config import Config
 from hybridpar.data import DataStart
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.flight import NO_FLIGHT, Flight
@@ -189,8 +189,8 @@ class FullWeights:
         files is built."""
         model = self.manifest.config.model
         largest = max(max(place.shape, default=1) for place in self.placements.values())
-        for name in ("hidden_size", "num_heads", "kv_heads", "ffn_size", "vocab_size"):
-            if isinstance(model, ModelConfig) and (size := getattr(model, name)) > largest:
+        for name, size in model.tensor_sizes.items():
+            if size > largest:
                 raise CheckpointError(
                     f"{self.folder}: its model has {name} {size}, its largest tensor {largest}"
                 )

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from hybridpar.checkpoint.manifest import ShardFile
 from hybridpar.checkpoint.tensorfile import TensorFile, TensorInfo
-from hybridpar.config import Config, ModelConfig, Whole, Within, from_plain, span
+from hybridpar.config import Config, Whole, Within, from_plain, span
 from hybridpar.errors import CheckpointError, shown
 from hybridpar.grid import AxisSizes, sizes_of
 from hybridpar.nn.placement import Init, Placement, Range, Shard
@@ -46,7 +46,7 @@ class SavedShard:
                 name: span(value, f"the part of {name}", self._numel(name))
                 for name, value in parts.items()
             }
-            self._check_blocks(all_have_parameters=isinstance(config.model, ModelConfig))
+            self._check_blocks(all_have_parameters=config.model.every_block_has_parameters)
             for name, info in self.file.tensors.items():
                 self._check_tensor(name, info)
 

@@ -14,7 +14,7 @@ from hybridpar.checkpoint.folders import Hold
 from hybridpar.checkpoint.load import FullWeights, failures_together
 from hybridpar.checkpoint.manifest import read_manifest
 from hybridpar.checkpoint.part import Trainee
-from hybridpar.config import ModelConfig, ModelSpec, model_settings, spec_name
+from hybridpar.config import ModelSpec, spec_name
 from hybridpar.data import Tokenizer
 from hybridpar.errors import CheckpointError, ConfigError, Problem, config_error
 
@@ -42,14 +42,10 @@ def _check_model(folder: Path, path: str | Path, model: ModelSpec) -> None:
     saved = read_manifest(folder).config.model
     if type(saved) is not type(model):
         rule = f"is another model than train.start_from = {str(path)!r} has"
-        works = (
-            f"kind = {saved.kind!r}"
-            if isinstance(saved, ModelConfig)
-            else f"spec = {spec_name(type(saved))!r}"
-        )
+        works = f"kind = {saved.kind!r}" if not saved.spec else f"spec = {saved.spec!r}"
         raise config_error("model", spec_name(type(model)), rule, works)
-    there = model_settings(saved)
-    here = model_settings(model)
+    there = saved.settings_table()
+    here = model.settings_table()
     free = (*FREE, "seq_length", "max_positions")  # the size of a position table is compared apart
     wrong = [
         Problem(
@@ -61,16 +57,10 @@ def _check_model(folder: Path, path: str | Path, model: ModelSpec) -> None:
         for key, value in there.items()
         if key not in free and here[key] != value
     ]
-    if (
-        isinstance(saved, ModelConfig)
-        and isinstance(model, ModelConfig)
-        and saved.position == model.position == "learned"
-        and saved.num_positions != model.num_positions
-    ):
-        rule = f"train.start_from = {str(path)!r} has a table of {saved.num_positions} positions"
-        wrong.append(
-            Problem("model.max_positions", model.max_positions, rule, str(saved.num_positions))
-        )
+    rows = saved.position_rows
+    if rows and model.position_rows and rows != model.position_rows:
+        rule = f"train.start_from = {str(path)!r} has a table of {rows} positions"
+        wrong.append(Problem("model.max_positions", here.get("max_positions"), rule, str(rows)))
     if wrong:
         raise ConfigError(*wrong)
 

@@ -18,6 +18,10 @@ class ModelConfig(ModelSpec):
     """GPT or BERT, whose blocks are built in models/."""
 
     counts: ClassVar[str] = "tokens"  # type: ignore[misc]  # which others say for themselves
+    sequence_parallel: ClassVar[bool] = True  # type: ignore[misc]
+    cuda_graph_safe: ClassVar[bool] = True  # type: ignore[misc]
+    layers_field: ClassVar[str] = "num_layers"  # type: ignore[misc]
+    every_block_has_parameters: ClassVar[bool] = True  # type: ignore[misc]
     kind: Literal["gpt", "bert"] = "gpt"
     """Model family: a GPT (causal, predicts the next token) or a BERT (bidirectional, predicts
     masked tokens)."""
@@ -97,6 +101,43 @@ class ModelConfig(ModelSpec):
         return super().__new__(cls)
 
     @property
+    def spec(self) -> str:
+        """Empty: `kind` names the model."""
+        return ""
+
+    @property
+    def cost_model(self) -> ModelConfig:
+        return self
+
+    @property
+    def text_format(self) -> ModelConfig:
+        return self
+
+    @property
+    def shown_as(self) -> tuple[str, str]:
+        return "model.kind", self.kind
+
+    def as_transformer(self) -> ModelConfig:
+        return self
+
+    @property
+    def can_generate(self) -> bool:  # type: ignore[override]
+        return self.kind == "gpt"
+
+    @property
+    def position_rows(self) -> int:  # type: ignore[override]
+        return self.num_positions if self.position == "learned" else 0
+
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        names = ("hidden_size", "num_heads", "kv_heads", "ffn_size", "vocab_size")
+        return {name: getattr(self, name) for name in names}
+
+    def canonical(self) -> ModelConfig:
+        """An equal model whose max_positions is the size of its position table."""
+        return dataclasses.replace(self, max_positions=self.position_rows)
+
+    @property
     def kv_heads(self) -> int:
         return self.num_kv_heads or self.num_heads
 
@@ -152,6 +193,30 @@ class ModelConfig(ModelSpec):
     def num_targets(self, sample: dict[str, Any]) -> int:
         """Labels that are not -100."""
         return int((sample["labels"] != -100).sum())
+
+    def sample(self, number: int, seed: int, *, padding: bool = True) -> dict[str, Any]:
+        """Return a random sample; with `padding` it ends early, at random.
+
+        Shapes: tokens, labels, token_types, padding_mask [s]; sentence_labels [].
+        """
+        import numpy as np  # here, so that reading a configuration needs none
+
+        random = np.random.default_rng([seed, number])
+        s = self.seq_length
+        tokens = random.integers(0, self.vocab_size, s + 1)
+        length = int(random.integers(max(1, s // 2), s + 1)) if padding else s
+        real = np.arange(s) < length
+        if self.kind == "gpt":
+            return {"tokens": tokens[:-1], "labels": np.where(real, tokens[1:], -100)}
+        masked = real & (random.random(s) < 0.15)
+        masked[0] = True
+        return {
+            "tokens": np.where(real, tokens[:-1], 0),
+            "labels": np.where(masked, tokens[1:], -100),
+            "token_types": (np.arange(s) >= length // 2).astype(np.int64),
+            "padding_mask": real,
+            "sentence_labels": np.asarray(random.integers(0, 2)),
+        }
 
     def conflicts(self) -> Iterator[Problem]:
         """Settings that do not go together."""

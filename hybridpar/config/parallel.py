@@ -54,8 +54,9 @@ class ParallelConfig:
             yield Problem(
                 "parallel.tp", self.tp, f"must be at most {config.model.max_tp_rule}", str(most)
             )
-        if self.sequence and not isinstance(config.model, ModelConfig):
-            yield Problem("parallel.sequence", True, "works with GPT and BERT only", "false")
+        if self.sequence and not config.model.sequence_parallel:
+            rule = f"requires blocks that support it ({config.model.kind}.sequence_parallel = True)"
+            yield Problem("parallel.sequence", True, rule, "false")
         if self.zero > 1 and config.memory.host_optimizer:
             yield Problem(
                 "parallel.zero", self.zero, "does not go with memory.host_optimizer = true", "1"

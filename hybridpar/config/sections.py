@@ -18,11 +18,11 @@ from hybridpar.config.model import ModelConfig
 from hybridpar.config.outer import OuterConfig
 from hybridpar.config.parallel import ParallelConfig
 from hybridpar.config.pipeline import PipelineConfig
-from hybridpar.config.spec import ModelSpec, spec_name
+from hybridpar.config.spec import ModelSpec
 from hybridpar.config.train import TrainConfig
 from hybridpar.config.typed import AtLeastOne, Count, NotNegative, Positive, Within, broken_rules
 from hybridpar.config.unused import schedules_with_staleness
-from hybridpar.errors import Problem, config_error
+from hybridpar.errors import Problem
 
 
 @dataclass(frozen=True)
@@ -350,11 +350,9 @@ class Config:
 
     @property
     def has_equal_layers(self) -> bool:
-        """Whether all layers are alike, so that one shows what each takes: those of a GPT or BERT
-        without a frozen one."""
-        return isinstance(self.model, ModelConfig) and not any(
-            group.frozen for group in self.optim.groups
-        )
+        """Whether all layers are alike and trained alike, so that one shows what each takes."""
+        has_frozen = any(group.frozen for group in self.optim.groups)
+        return bool(self.model.layers_field) and not has_frozen
 
     @property
     def cache_folder(self) -> Path:
@@ -367,15 +365,8 @@ class Config:
 
     @property
     def transformer(self) -> ModelConfig:
-        """The model, where that is a GPT or a BERT. Raises: ConfigError."""
-        if isinstance(self.model, ModelConfig):
-            return self.model
-        raise config_error(
-            "model.spec",
-            spec_name(type(self.model)),
-            "works with GPT and BERT only",
-            'model.kind = "gpt"',
-        )
+        """The model, if it is a GPT or a BERT. Raises: ConfigError otherwise."""
+        return self.model.as_transformer()
 
     def conflicts(self) -> Iterator[Problem]:
         """Settings that do not go together, whatever the job; each value alone is allowed."""

@@ -1,4 +1,4 @@
-"""What the engine knows of a model, and the base class of models that are not GPT or BERT.
+"""The protocol between a model and everything that trains it, and the base class of all models.
 
     @dataclass(frozen=True)
     class Classifier(ModelSpec):             [model]
@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -27,6 +27,8 @@ from hybridpar.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from torch import nn
 
+    from hybridpar.config.model import ModelConfig
+
 T = TypeVar("T")
 
 
@@ -34,13 +36,17 @@ class ModelSpec:
     """A model as a frozen dataclass: its fields are the keys of [model]; methods say how it is
     built.
 
-    To be defined: `num_blocks`, `block`, `activation_shape`; to be trained on data, `dataset` or
-    Trainer's `datasets`; without either, `sample`. The defaults of the others are those of a model
+    A subclass must define `num_blocks`, `block` and `activation_shape`; to be trained on data,
+    `dataset` or Trainer's `datasets`; without either, `sample`. The other defaults suit a model
     whose blocks no axis divides and whose losses are means over samples.
+
+    Nothing outside the models asks for the class of a model. A capability is asked of the model
+    itself: `sequence_parallel`, `cuda_graph_safe`, `layers_field`, `cost_model`, `text_format`,
+    `logits_chunk`, `can_generate`. A custom model may provide all of them but the last.
     """
 
     kind: str = ""
-    """Name in messages; by default that of the class."""
+    """Name in messages; by default the name of the class."""
     losses: ClassVar[Sequence[str]] = ("loss",)
     """Names of the partial losses that the last block returns. Their sum is trained."""
     metric_names: ClassVar[Sequence[str]] = ()
@@ -55,6 +61,23 @@ class ModelSpec:
     """What a sample counts in speeds and totals."""
     counts: str = "samples"
     """What these count, for people."""
+    sequence_parallel: bool = False
+    """Whether blocks support `Build.sequence` (parallel.sequence): the x between them then holds
+    this rank's rows of each sample."""
+    cuda_graph_safe: bool = False
+    """Whether a forward reads nothing that changes but its arguments and parameters. If False,
+    replayed CUDA graphs are compared with runs kernel by kernel from time to time."""
+    layers_field: str = ""
+    """Name of the field that holds the number of inner blocks, if these are all alike and there is
+    one more at either end. Memory is then predicted from a few layers."""
+    logits_chunk: int | None = None
+    """Tokens whose logits exist at a time (0: all), if the head can compute them in chunks."""
+    can_generate: bool = False
+    """Whether `generate` can continue text with it."""
+    every_block_has_parameters: bool = False
+    """Whether a checkpoint without parameters of one of the blocks must be damaged."""
+    position_rows: int = 0
+    """Rows of a learned position table; 0 without one."""
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
@@ -84,12 +107,14 @@ class ModelSpec:
         arguments.
 
         `verify`, profiles and predicted memory use it. By default it is one of the training set's
-        samples.
+        samples, or random text in the model's `text_format`.
         """
         source = _lent.get(spec_name(type(self))) or _own_samples(self)
-        if source is None:
+        if source is not None:
+            return source.sample(number, seed)
+        if self.text_format is None:
             raise self._undefined("def sample(self, number, seed): ...")
-        return source.sample(number, seed)
+        return self.text_format.sample(number, seed)
 
     @classmethod
     def lend(cls, source: SampleSource) -> None:
@@ -118,6 +143,44 @@ class ModelSpec:
         return type(self).num_targets is not ModelSpec.num_targets
 
     @property
+    def spec(self) -> str:
+        """The name "module:class" under which a configuration finds the class; empty for the
+        models that `model.kind` names."""
+        return spec_name(type(self))
+
+    @property
+    def cost_model(self) -> ModelConfig | None:
+        """The GPT or BERT whose formulas and kernels stand for this model's costs.
+
+        It has the same number of blocks and the same `tokens_per_sample`. None: operations are
+        counted and times estimated by running the blocks on the meta device.
+        """
+        return None
+
+    @property
+    def text_format(self) -> ModelConfig | None:
+        """The GPT or BERT whose samples the model takes: corpora of text then become its training
+        data. None: `dataset` has the samples."""
+        return None
+
+    def as_transformer(self) -> ModelConfig:
+        """Return the model itself, for tools that read and write GPT and BERT alone.
+
+        Raises:
+            ConfigError: The model is another one.
+        """
+        problem = Problem(*self.shown_as, "works with GPT and BERT only", 'model.kind = "gpt"')
+        raise ConfigError(problem)
+
+    @property
+    def tensor_sizes(self) -> Mapping[str, int]:
+        """Sizes, by name, none of which is larger than the largest dimension of a parameter.
+
+        A checkpoint whose tensors are all smaller is damaged, and no block is built for it.
+        """
+        return {}
+
+    @property
     def max_tp_rule(self) -> str:
         """The largest number of tp ranks, in words."""
         return f"{self.max_tp}, as {self.kind}.max_tp says"
@@ -140,7 +203,19 @@ class ModelSpec:
     @property
     def shown_as(self) -> tuple[str, str]:
         """The field and the value that name the model in errors."""
-        return "model.spec", spec_name(type(self))
+        return "model.spec", self.spec
+
+    def settings_table(self) -> dict[str, Any]:
+        """The keys of [model] with their values."""
+        return asdict(self)  # type: ignore[call-overload]  # every ModelSpec that is made is a dataclass
+
+    def canonical(self) -> ModelSpec:
+        """An equal model in which no field at a special value stands for another field's value."""
+        return self
+
+    def with_layers(self, number: int) -> ModelSpec:
+        """This model with another number of layers (see `layers_field`)."""
+        return replace(self, **{self.layers_field: number})  # type: ignore[type-var]
 
     def forward_flops(self, number: int) -> int | None:
         """Operations of the forward pass of block `number` for a sample. None: they are counted as
@@ -175,10 +250,11 @@ def spec_error(model: ModelSpec, rule: str, works: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class UnloadedModel(ModelSpec):
-    """A custom model of a run folder whose code was not imported: its name and its settings, and
-    nothing else.
+    """A custom model of a run folder whose code was not imported.
 
-    name: "module:class". settings: the keys of [model] with their values.
+    Args:
+        name: "module:class".
+        settings: The keys of [model] with their values.
     """
 
     name: str = ""
@@ -190,8 +266,15 @@ class UnloadedModel(ModelSpec):
         return self.name.partition(":")[2] or self.name
 
     @property
+    def spec(self) -> str:
+        return self.name
+
+    @property
     def num_blocks(self) -> int:
         raise self.error()
+
+    def settings_table(self) -> dict[str, Any]:
+        return dict(self.settings)
 
     def _undefined(self, works: str) -> ConfigError:
         return self.error()
@@ -221,13 +304,6 @@ def message_shape(model: ModelSpec, number: int) -> tuple[int, ...]:
         return (0,)
     shape = model.activation_shape(number)
     return (sum(map(prod, shape.values())),) if isinstance(shape, dict) else tuple(shape)
-
-
-def model_settings(model: ModelSpec) -> dict[str, Any]:
-    """The keys of [model] with their values."""
-    if isinstance(model, UnloadedModel):
-        return dict(model.settings)
-    return asdict(model)  # type: ignore[call-overload]  # every ModelSpec that is made is a dataclass
 
 
 def spec_name(kind: type) -> str:

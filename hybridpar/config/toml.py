@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar.config.elsewhere import MEGATRON, PAGE
-from hybridpar.config.model import ModelConfig
 from hybridpar.config.names import as_list, meant
 from hybridpar.config.old_keys import translate
 from hybridpar.config.sections import Config
@@ -262,10 +261,8 @@ def to_toml(config: Config) -> str:
 def to_mapping(config: Config) -> dict[str, Any]:
     """The configuration as plain dicts, lists and scalars."""
     plain = dataclasses.asdict(config)
-    if isinstance(config.model, UnloadedModel):
-        plain["model"] = {"spec": config.model.name, **dict(config.model.settings)}
-    elif not isinstance(config.model, ModelConfig):
-        plain["model"] = {"spec": spec_name(type(config.model)), **plain["model"]}
+    model = config.model
+    plain["model"] = ({"spec": model.spec} if model.spec else {}) | model.settings_table()
     return {name: _plain(table) for name, table in plain.items()}
 
 

@@ -73,13 +73,13 @@ def open_data(
         corpus is too small
     for a sample; DataError for files that are damaged or unreadable.
     """
-    if datasets or not isinstance(model, ModelConfig):
+    if datasets or (text := model.text_format) is None:
         return replace(
             _own_data(model, seed, datasets, kept),
             tokenizer=Tokenizer.load(data.tokenizer) if data.tokenizer else None,
         )
     options: Any = {
-        "kind": model.kind,
+        "kind": text.kind,
         "text_key": data.text_key,
         "quiet": quiet,
         "on_bad_record": data.on_bad_record,
@@ -102,14 +102,14 @@ def open_data(
     if data.weights:
         shared = path
         if path is None and len(texts) > 1:
-            shared = prepare_tokenizer(texts, folder, model.vocab_size, **options)
+            shared = prepare_tokenizer(texts, folder, text.vocab_size, **options)
         made = {
-            text: prepare(text, folder, model.vocab_size, tokenizer=shared, **options)
-            for text in texts
+            name: prepare(name, folder, text.vocab_size, tokenizer=shared, **options)
+            for name in texts
         }
     elif texts:
         made = dict.fromkeys(
-            texts, prepare(texts, folder, model.vocab_size, tokenizer=path, **options)
+            texts, prepare(texts, folder, text.vocab_size, tokenizer=path, **options)
         )
     prepared = [tokenized[name] if name in tokenized else made[name] for name in data.corpus]
     prepared = prepared if data.weights else list(dict.fromkeys(prepared))
@@ -121,9 +121,9 @@ def open_data(
             used = path or prepared[0].tokenizer_path
             if used is None:
                 raise _tokenizer_needed(texts[0], "data.corpus")
-            sets[name].append(prepare(texts, folder, model.vocab_size, tokenizer=used, **options))
-    _check(model, [*prepared, *chain(*sets.values())], tokenizer, path)
-    return _blend(model, data, prepared, sets, tokenizer, seed, evaluates=evaluates)
+            sets[name].append(prepare(texts, folder, text.vocab_size, tokenizer=used, **options))
+    _check(text, [*prepared, *chain(*sets.values())], tokenizer, path)
+    return _blend(text, data, prepared, sets, tokenizer, seed, evaluates=evaluates)
 
 
 def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any], kept: int) -> Data:
@@ -148,7 +148,7 @@ def _own_data(model: ModelSpec, seed: int, datasets: Mapping[str, Any], kept: in
             valid[name] = _own_samples(
                 model, dataset, f"valid/{name}" if name else "valid", seed, kept
             )
-    if train is None and isinstance(model, ModelConfig):
+    if train is None and model.text_format is not None:
         raise config_error(
             "datasets",
             sorted(datasets),

@@ -76,9 +76,7 @@ class TokenRules(SampleRules):
                 is_required=model.sentence_head != "none",
             )
         self._entries["padding_mask"] = _Entry(each, None, is_required=False)
-        most = (
-            model.num_positions if model.position == "learned" else 2**31
-        )  # rotary positions need no table
+        most = model.position_rows or 2**31  # rotary positions need no table
         self._entries["positions"] = _Entry(
             each, most, "the number of positions", is_required=False
         )
@@ -109,7 +107,7 @@ class TokenRules(SampleRules):
 
 def rules_of(model: ModelSpec) -> SampleRules:
     """The rules for the samples of a model."""
-    return TokenRules(model) if isinstance(model, ModelConfig) else SampleRules()
+    return SampleRules() if model.text_format is None else TokenRules(model.text_format)
 
 
 def _flaw(name: str, array: NDArray[Any], entry: _Entry) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridpar.config import ModelConfig, ModelSpec
+from hybridpar.config import ModelSpec
 from hybridpar.data.loader import BatchLoader
 from hybridpar.data.mapped import as_arrays
 
@@ -52,7 +52,7 @@ class _Samples:
         return {name: np.stack([s[name] for s in samples]) for name in samples[0]}
 
     def num_targets(self, counter: NDArray[np.int64]) -> int:
-        if not isinstance(self.model, ModelConfig):
+        if self.model.text_format is None:
             return sum(self.model.num_targets(self._sample(n)) for n in counter.tolist())
         return sum(int((self._sample(n)["labels"] != -100).sum()) for n in counter.tolist())
 
@@ -60,22 +60,6 @@ class _Samples:
         return 0
 
     def _sample(self, number: int) -> dict[str, np.ndarray]:
-        if not isinstance(self.model, ModelConfig):
+        if (text := self.model.text_format) is None:
             return as_arrays(self.model.sample(number, self.seed), "sample")
-        random = np.random.default_rng([self.seed, number])
-        s = self.model.seq_length
-        v = self.model.vocab_size
-        tokens = random.integers(0, v, s + 1)
-        length = int(random.integers(max(1, s // 2), s + 1)) if self.padding else s
-        real = np.arange(s) < length
-        if self.model.kind == "gpt":
-            return {"tokens": tokens[:-1], "labels": np.where(real, tokens[1:], -100)}
-        masked = real & (random.random(s) < 0.15)
-        masked[0] = True
-        return {
-            "tokens": np.where(real, tokens[:-1], 0),
-            "labels": np.where(masked, tokens[1:], -100),
-            "token_types": (np.arange(s) >= length // 2).astype(np.int64),
-            "padding_mask": real,
-            "sentence_labels": np.asarray(random.integers(0, 2)),
-        }
+        return text.sample(number, self.seed, padding=self.padding)

@@ -41,8 +41,10 @@ def balanced_split(
         return state[stop] + in_flight * kept[stop]
 
     def reach(stages: int, most: int, room: int, stop: int) -> int:
-        """Number of the first `stop` blocks that so many stages can hold, none costlier than
-        `most`, fuller than `room` or empty; -1: there is no way."""
+        """Return how many of the first `stop` blocks so many stages can hold; -1 if they cannot.
+
+        No stage may be costlier than `most`, fuller than `room`, or empty.
+        """
         at = 0
         for stage in range(stages):
             if at == stop:
@@ -75,7 +77,7 @@ def balanced_split(
 
 
 def _smallest(low: int, high: int, enough: Callable[[int], bool]) -> int:
-    """The smallest of low .. high that is enough, as `high` is."""
+    """Return the smallest of low .. high that is enough; `high` is known to be."""
     if low < high and not enough(high - 1):
         return high
     while low < high:
@@ -88,13 +90,13 @@ def _smallest(low: int, high: int, enough: Callable[[int], bool]) -> int:
 def even_out(
     costs: tuple[float, ...], sizes: tuple[int, ...], num_ranks: int, placement: str = "loop"
 ) -> tuple[int, ...]:
-    """Improves a split into chunks: its costliest ranks become cheaper where there is such a split
-    near `sizes`.
+    """Improve a split into virtual stages: make the costliest ranks cheaper, if a split near
+    `sizes` does.
 
-    Of equal ones it takes that where ranks wait less for each other: the costliest stages of all
-    rounds of the ranks take less together. `balanced_split` looks at stages alone, not at what else
-    a rank has. One block of the costliest rank at a time goes to another stage, and those between
-    them move up.
+    `balanced_split` looks at stages alone, and not at the other stages of their rank. Here one
+    block of the costliest rank at a time goes to another stage, and the blocks between them move
+    up. Among equal splits the one wins whose ranks wait less for each other: the costliest stages
+    of all rounds of the ranks take less together.
     """
     if len(sizes) == num_ranks:
         return sizes
@@ -111,8 +113,10 @@ def even_out(
     )
 
     def worth(splits: NDArray[np.int64]) -> tuple[NDArray[np.float64], list[list[float]]]:
-        """Of splits, a row each: costs of the ranks; and these, the largest first, with the sum of
-        the rounds'."""
+        """Return the costs of the ranks for each split (a row), and what splits are compared by.
+
+        The latter are the costs from the largest to the smallest, then the total of the rounds.
+        """
         ends = prefix[np.cumsum(splits, axis=1)]
         stages = np.diff(ends, axis=1, prepend=0.0)
         ranks = stages[:, held].sum(axis=2)

@@ -2,12 +2,12 @@
 
 Every block is called as `block(x, batch, key)`: x [b, s, h] (None for the embedding), batch the
 tensors of a micro-batch, key the RandomKey of its dropout (None: no dropout). A model of any depth
-is a list of blocks, so splitting it into stages is slicing the list. For text that grows, a layer
-also takes a KeyValueCache; x is of new tokens then, and batch["positions"] ([s] or [b, s] int64)
-says where in their texts they stand.
+is a list of blocks, so splitting it into stages is slicing the list. To generate text, a layer also
+takes a KeyValueCache; x then has new tokens alone, and batch["positions"] ([s] or [b, s] int64)
+holds their positions in their texts.
 
-With `sequence` (over tp) the x between blocks is this rank's part of every sample's rows, [b,
-s_local, h]; batch is whole. Where tp is 1 that is all of them.
+With `sequence` (over tp) the x between blocks holds this rank's rows of every sample, [b, s_local,
+h]; batch has all rows. At tp 1 that is the same.
 
 Legend: b samples, s sequence, h hidden, v vocabulary.
 """
@@ -55,7 +55,7 @@ IGNORE_INDEX = -100
 def make_norm(
     model: ModelConfig, axis: Axis, kernels: KernelsConfig, **options: Any
 ) -> LayerNorm | RMSNorm:
-    """The norm over hidden_size that a configuration names."""
+    """Build the norm over hidden_size that a configuration names."""
     norms: dict[str, type[LayerNorm | RMSNorm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
     return norms[model.norm](
         model.hidden_size, axis, eps=model.norm_epsilon, kernels=kernels, **options
@@ -63,19 +63,19 @@ def make_norm(
 
 
 def part_of(batch: MicroBatch, axis: Axis, sequence: bool) -> SequencePart:
-    """The rows of each sample that this rank holds between blocks."""
+    """Return the rows of each sample that this rank holds between blocks."""
     return SequencePart.of(batch["tokens"].shape[1], axis, sequence)
 
 
 class Embedding(nn.Module):
-    """Token, position (learned) and segment (BERT) embeddings; BERT normalises their sum (arXiv
-    1810.04805, A.2).
+    """Token, position (learned) and segment (BERT) embeddings.
 
+    BERT normalises their sum (arXiv 1810.04805, A.2).
     Shapes: tokens, token_types [b, s] -> [b, s, h], replicated.
     Collectives: forward one all-reduce over tp, backward none. With `sequence`: one reduce_scatter,
-        one all-gather.
+    one all-gather.
     Raises: DataError for an id outside the vocabulary, on the CPU; ConfigError for more positions
-        than the table has.
+    than the table has.
     """
 
     def __init__(
@@ -149,13 +149,12 @@ class SegmentEmbedding(ParallelModule):
 class TransformerLayer(nn.Module):
     """Attention and MLP, each with a residual connection.
 
-    Pre-norm normalises what enters them (GPT-2), post-norm the sum they leave (BERT, arXiv
+    Pre-norm normalises the input of either (GPT-2), post-norm the sum after it (BERT, arXiv
     1810.04805). With `parallel_residual` both read the layer's input, each through its own norm
     (pre-norm; GPT-NeoX, arXiv 2204.06745).
     Shapes: x [b, s, h], padding_mask [b, s] bool (True = real) -> [b, s, h], both replicated.
-    Collectives: two all-reduces over tp forward, two backward. With `sequence`: two all-gathers and
-        two reduce_scatters
-    forward, four and two backward.
+    Collectives: two all-reduces over tp forward, two backward. With `sequence`: forward two all-
+    gathers and two reduce_scatters, backward four and two.
     """
 
     def __init__(
@@ -213,8 +212,7 @@ class TransformerLayer(nn.Module):
         self.mlp_dropout = Dropout(model.dropout, f"{name}.mlp_dropout", kernels)
 
     def remake(self) -> None:
-        """From now on outputs of its norms and of its activation are made again in the backward
-        pass, not kept."""
+        """From now on recompute outputs of norms and of the activation in the backward pass."""
         self.attention_norm.remakes = self.mlp_norm.remakes = self.mlp.remakes = True
 
     def forward(
@@ -247,8 +245,7 @@ class LanguageModelHead(nn.Module):
     """Projection to the vocabulary and its cross-entropy, split by vocabulary rows.
 
     Collectives: forward three small all-reduces over tp (see vocab_parallel_cross_entropy),
-        backward one of the
-    gradient of x. With `sizes`: those of column_linear instead of that one.
+    backward one of the gradient of x. With `sizes` column_linear's collectives replace the latter.
     """
 
     def __init__(
@@ -278,11 +275,12 @@ class LanguageModelHead(nn.Module):
         key: RandomKey | None,
         sizes: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """Sums the loss of the labels that count, over their number in all; without label smoothing
-        in evaluations.
+        """Return the summed loss of the labels that count, divided by their number in the whole
+        batch.
 
+        Evaluations have no label smoothing.
         Shapes: x [.., h], labels [..] -> 0-d; with `sizes` x is this rank's part of the sequence,
-            [b, sizes[rank], h].
+        [b, sizes[rank], h].
         """
         smoothing = 0.0 if key is None else self.label_smoothing
         options: dict[str, Any] = {
@@ -312,7 +310,8 @@ class LanguageModelHead(nn.Module):
         return loss.sum() / batch["num_targets"].to(loss.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits of the words. Shapes: x [.., h] -> [.., v], gathered from all tp ranks."""
+        """Return the logits of the words, gathered from all tp ranks. Shapes: x [.., h] -> [..,
+        v]."""
         return gather_from(
             self.projection(x), self.axis, -1, split_sizes(self.vocab_size, self.axis.size)
         )
@@ -321,7 +320,7 @@ class LanguageModelHead(nn.Module):
 class GPTHead(nn.Module):
     """Final norm (pre-norm models), projection, loss of the next token.
 
-    Shapes: x [b, s, h], labels [b, s] -> {"lm": 0-d}. Collectives: as LanguageModelHead.
+    Shapes: x [b, s, h], labels [b, s] -> {"lm": 0-d}. Collectives: see LanguageModelHead.
     """
 
     def __init__(
@@ -349,12 +348,13 @@ class GPTHead(nn.Module):
         return {"lm": self.language_model(self.norm(x), batch, key, sizes)}
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits of the words. Shapes: x [b, s, h] -> [b, s, v], gathered from all tp ranks."""
+        """Return the logits of the words, gathered from all tp ranks. Shapes: x [b, s, h] -> [b,
+        s, v]."""
         return self.language_model.logits(self.norm(x))
 
 
 class ReplicatedLinear(ParallelModule):
-    """A linear layer that every tp rank holds whole. Shapes: [.., in] -> [.., out]."""
+    """A linear layer that every tp rank holds unsharded. Shapes: [.., in] -> [.., out]."""
 
     weight: Tensor
     bias: Tensor
@@ -374,21 +374,21 @@ class ReplicatedLinear(ParallelModule):
         return nn.functional.linear(x, self.weight, self.bias)
 
     def without_bias(self, x: Tensor) -> Tensor:
-        """Computes x W^T, for callers that add the bias with something else. Shapes: as for
-        forward."""
+        """Return x W^T, for a caller that adds the bias in another operator. Shapes: [.., in] ->
+        [.., out]."""
         return nn.functional.linear(x, self.weight)
 
 
 def labelled_rows(labels: Tensor) -> Tensor:
-    """Places of the labels that count, ascending. Shapes: labels [r] -> [n]."""
+    """Return the indices of the labels that count, ascending. Shapes: [r] -> [n]."""
     return (labels != IGNORE_INDEX).nonzero().squeeze(1)
 
 
 def padded_labelled_rows(labels: Tensor) -> Tensor:
-    """The same, made longer where it is less than LABELLED of the rows by one that does not count,
-    again and again.
+    """Return the indices of the labels that count, padded to at least LABELLED of the rows.
 
-    So that micro-batches have one shape. Shapes: labels [b, s] -> [max(n, b * ceil(LABELLED * s))].
+    The padding repeats a row that does not count, so that micro-batches have one shape.
+    Shapes: labels [b, s] -> [max(n, b * ceil(LABELLED * s))].
     """
     rows, (b, s) = labelled_rows(labels.flatten()), labels.shape
     usual = b * math.ceil(LABELLED["bert"] * s)
@@ -401,10 +401,10 @@ def padded_labelled_rows(labels: Tensor) -> Tensor:
 class BertHead(nn.Module):
     """Masked-language-model transform and loss; next-sentence or sentence-order loss on [CLS].
 
-    Only positions that have a label are transformed and projected, about 15 % of them: those of
-    `labelled`, where the batch has that, with some that have none.
+    Only positions that have a label are transformed and projected, about 15 %. If the batch has
+    `labelled`, its rows are used, some of which have no label.
     Shapes: x [b, s, h], labels [b, s], sentence_labels [b] -> {"mlm": 0-d, "nsp" or "sop": 0-d}.
-    Collectives: as LanguageModelHead. With `sequence`: one all-gather more, forward.
+    Collectives: see LanguageModelHead. With `sequence`: one all-gather more, forward.
     Source: arXiv 1810.04805 (MLM, NSP), arXiv 1909.11942 (SOP).
     """
 
@@ -456,17 +456,19 @@ class BertHead(nn.Module):
         return losses
 
     def transformed(self, x: Tensor) -> Tensor:
-        """The hidden states that are projected to the vocabulary. Shapes: [.., h] -> same."""
+        """Return the hidden states that are projected to the vocabulary. Shapes: [.., h] ->
+        same."""
         return self.norm(self.activation(self.transform.without_bias(x), self.transform.bias))
 
     def _scores(self, first: Tensor) -> Tensor:
         return self.classifier(torch.tanh(self.pooler(first)))
 
     def logits(self, x: Tensor) -> Tensor:
-        """Logits of the words. Shapes: x [b, s, h] -> [b, s, v], gathered from all tp ranks."""
+        """Return the logits of the words, gathered from all tp ranks. Shapes: x [b, s, h] -> [b,
+        s, v]."""
         return self.language_model.logits(self.transformed(self.final_norm(x)))
 
     def sentence_logits(self, x: Tensor) -> Tensor:
-        """Logits of the sentence label, where there is such a head. Shapes: x [b, s, h] -> [b,
-        2]."""
+        """Return the logits of the sentence label, for a model with such a head. Shapes: x [b,
+        s, h] -> [b, 2]."""
         return self._scores(self.final_norm(x[:, 0]))

@@ -1,4 +1,4 @@
-"""Builds the blocks of a model that one stage holds."""
+"""Build the blocks of a model that one stage holds, and check what a configuration asks of them."""
 
 from __future__ import annotations
 
@@ -41,15 +41,24 @@ def build_blocks(
     dtype: torch.dtype = torch.float32,
     groups: tuple[ParameterGroup, ...] = (),
 ) -> dict[int, nn.Module]:
-    """The blocks with these numbers of `model`: of GPT and BERT, 0 is the embedding, the last one
-    the head.
+    """Build blocks of `model`, without values, by number.
 
-    `sequence`: between the layers' split parts, each rank holds part of every sample's rows
-    (parallel.sequence). `groups`: of optim.groups; they are written into the placements of
-    parameters. Built on the meta device unless told otherwise: nothing is allocated for blocks that
-    live elsewhere. Where the first and the last are both here and tied, they share one parameter.
+    Block 0 of GPT and BERT is the embedding, the last one the head. If the first and the last block
+    are both built and tied, they share one parameter.
 
-    Raises: ConfigError where heads do not fit the hidden size or the axis (see nn.HeadLayout).
+    Args:
+        model: The model.
+        axis: The tp axis that layers are split over.
+        numbers: Numbers of the blocks.
+        kernels: Backends of operators.
+        sequence: Whether each rank holds its rows of every sample between the split layers
+            (parallel.sequence).
+        device: The meta device by default, on which nothing is allocated.
+        dtype: Type of the parameters.
+        groups: `optim.groups`, which are written into the placements of parameters.
+
+    Raises:
+        ConfigError: Heads do not fit the hidden size or the axis (see nn.HeadLayout).
     """
     blocks = {}
     for number in numbers:
@@ -58,19 +67,32 @@ def build_blocks(
             blocks[number] = _transformer_block(model, number, build)
         else:
             blocks[number] = construct(model, number, build)
-            adopt(blocks[number], model, number, dtype, kernels)
+            adopt(blocks[number], model, number, build)
     _tie(blocks.values())
     if groups:
         apply_groups(blocks, groups, _groups_by_name(model, groups))
     return blocks
 
 
-@lru_cache(maxsize=16)
 def global_placements(model: ModelSpec) -> Mapping[str, Placement]:
-    """Return the placements of all parameters on one rank, by global name; a tied one has several
-    names."""
+    """Return the placements of all parameters on one rank, by global name.
+
+    A tied parameter has several names.
+    """
+    return _placements(model, range(model.num_blocks))
+
+
+def distinct_blocks(model: ModelSpec) -> Sequence[int]:
+    """Return the numbers of blocks among which every block finds its like."""
+    last = model.num_blocks - 1
+    return (0, 1, last) if model.layers_field and last > 2 else range(last + 1)
+
+
+@lru_cache(maxsize=16)
+def _placements(model: ModelSpec, numbers: Sequence[int]) -> Mapping[str, Placement]:
+    """Return the placements of the parameters of some blocks, by global name."""
     found: dict[str, Placement] = {}
-    for number in range(model.num_blocks):
+    for number in numbers:
         (block,) = build_blocks(model, Axis("tp"), [number]).values()
         found |= {
             f"blocks.{number}.{name}": placement for name, _, placement in named_placements(block)
@@ -84,7 +106,7 @@ def _groups_by_name(model: ModelSpec, groups: tuple[ParameterGroup, ...]) -> Map
 
 
 def _transformer_block(model: ModelConfig, number: int, build: Build) -> nn.Module:
-    """Block `number` of GPT or BERT."""
+    """Build block `number` of GPT or BERT."""
     if number == 0:
         kind: type[nn.Module] = Embedding
     elif number <= model.num_layers:
@@ -97,8 +119,10 @@ def _transformer_block(model: ModelConfig, number: int, build: Build) -> nn.Modu
 
 
 def _tie(blocks: Iterable[nn.Module]) -> None:
-    """Makes one parameter of those of one `Placement.tied` name (across stages their gradients are
-    summed instead)."""
+    """Replace parameters of one `Placement.tied` name by a single one.
+
+    If they are on different stages, their gradients are summed instead.
+    """
     held: dict[str, nn.Parameter] = {}
     for module in (module for block in blocks for module in block.modules()):
         placements: dict[str, Placement] = getattr(
@@ -110,11 +134,13 @@ def _tie(blocks: Iterable[nn.Module]) -> None:
 
 
 def require_trainable(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ()) -> None:
-    """Raises: ConfigError if all parameters are frozen, or one that is tied is frozen in one of its
-    two blocks of a custom model, or a group decides on no parameter."""
-    if isinstance(model, ModelConfig) and not groups:
-        return
-    placed = global_placements(model)
+    """Require that a parameter is trained, and that each group decides on one.
+
+    Raises:
+        ConfigError: All parameters are frozen, or a tied one is frozen in one of its two blocks, or
+            a group matches no parameter.
+    """
+    placed = _placements_before(model, groups)
     tied = dict[str, bool]()
     require_matches(groups, placed)
     for name, placement in placed.items():
@@ -144,12 +170,15 @@ def require_trainable(model: ModelSpec, groups: tuple[ParameterGroup, ...] = ())
 
 @lru_cache(maxsize=16)
 def require_tied_ends(model: ModelSpec, pp: int) -> None:
-    """Require that modules which share a parameter are the first and the last, or that there is one
-    stage.
+    """Require that a parameter that several modules share belongs to the first and the last
+    block alone.
 
-    Raises: ConfigError.
+    With one stage any modules may share it.
+
+    Raises:
+        ConfigError: Other modules share one.
     """
-    if isinstance(model, ModelConfig) or pp == 1:
+    if pp == 1:
         return
     last = model.num_blocks - 1
     for number in range(model.num_blocks):
@@ -166,19 +195,31 @@ def require_tied_ends(model: ModelSpec, pp: int) -> None:
                 raise config_error("parallel.pp", pp, rule, "1")
 
 
+def _placements_before(
+    model: ModelSpec, groups: tuple[ParameterGroup, ...]
+) -> Mapping[str, Placement]:
+    """Return the placements that groups have not changed yet.
+
+    With groups these are the placements of all blocks, as groups go by name; without, of distinct
+    blocks.
+    """
+    return global_placements(model) if groups else _placements(model, distinct_blocks(model))
+
+
 def _trained(model: ModelSpec, groups: tuple[ParameterGroup, ...]) -> Iterator[Placement]:
     """Yield the placements of the parameters that neither the model nor a group freezes."""
-    found = _groups_by_name(model, groups)
-    for name, placement in global_placements(model).items():
+    found = _groups_by_name(model, groups) if groups else {}
+    for name, placement in _placements_before(model, groups).items():
         if placement.trainable and not (name in found and groups[found[name]].frozen):
             yield placement
 
 
 def require_factors(model: ModelSpec, method: str, groups: tuple[ParameterGroup, ...] = ()) -> None:
-    """Raises: ConfigError if a model has no weight whose gradient `method`, a value of
-    compression.gradients, takes as factors."""
-    if isinstance(model, ModelConfig) and not groups:
-        return
+    """Require a weight whose gradient `method`, a value of compression.gradients, takes as factors.
+
+    Raises:
+        ConfigError: The model trains none.
+    """
     if any(place.factored and place.matrices for place in _trained(model, groups)):
         return
     rule = (
@@ -193,10 +234,12 @@ def require_factors(model: ModelSpec, method: str, groups: tuple[ParameterGroup,
 
 @dataclass(frozen=True)
 class Recomputation:
-    """The blocks that a stage runs again in its backward, each from its own input; whole: all from
-    the stage's.
+    """The blocks of a stage that run a second time in its backward pass, each from its own input.
 
-    selective: blocks that make outputs of norms and activations again, and keep the rest.
+    Attributes:
+        blocks: Blocks that run again as a whole.
+        whole: Whether the stage runs again as a whole, from its own input.
+        selective: Blocks that recompute outputs of norms and activations, and keep the rest.
     """
 
     blocks: frozenset[int] = frozenset()
@@ -207,64 +250,89 @@ class Recomputation:
 def recomputed_blocks(
     text: str, model: ModelSpec, split: Sequence[range]
 ) -> tuple[Recomputation, ...]:
-    """The recomputation of each stage, by `pipeline.recompute`. split: the blocks of each stage.
+    """Return the recomputation of each stage.
 
-    Raises: ConfigError as parse_recompute, and where blocks of one's own cannot be recomputed
-        selectively.
+    Args:
+        text: `pipeline.recompute`.
+        model: The model.
+        split: The blocks of each stage.
+
+    Raises:
+        ConfigError: See `parse_recompute`; or a block cannot recompute selectively.
     """
-    again = parse_recompute(text, max(0, model.num_blocks - 2), len(split))
-    if again.what == "stage":
+    spec = parse_recompute(text, max(0, model.num_blocks - 2), len(split))
+    if spec.what == "stage":
         return tuple(
             Recomputation(frozenset(blocks), whole=True)
-            if stage in again.numbers
+            if stage in spec.numbers
             else Recomputation()
             for stage, blocks in enumerate(split)
         )
-    layers = frozenset(layer + 1 for layer in again.numbers)
-    if again.what == "selective":
+    layers = frozenset(layer + 1 for layer in spec.numbers)
+    if spec.what == "selective":
         _require_remake(model, layers)
         return tuple(Recomputation(selective=layers.intersection(blocks)) for blocks in split)
     return tuple(Recomputation(layers.intersection(blocks)) for blocks in split)
 
 
-def _require_remake(model: ModelSpec, numbers: Iterable[int]) -> None:
-    """Raises: ConfigError where a block cannot make anything again."""
-    if isinstance(model, ModelConfig):
-        return
-    blocks = build_blocks(model, Axis("tp"), numbers).values()
-    if odd := next((type(block).__name__ for block in blocks if not hasattr(block, "remake")), ""):
+def has_selective_recompute(model: ModelSpec) -> bool:
+    """Whether all blocks but the first and the last can recompute selectively."""
+    return not _without_remake(model, frozenset(range(1, model.num_blocks - 1)))
+
+
+def _require_remake(model: ModelSpec, numbers: frozenset[int]) -> None:
+    """Require blocks that can recompute selectively. Raises: ConfigError."""
+    if name := _without_remake(model, numbers):
         raise config_error(
             "pipeline.recompute",
             "selective",
-            "needs blocks with a method remake(), which has outputs "
-            f"made again that are cheap to make; {odd} has none",
+            "requires blocks with a method remake(), after which they recompute what is cheap; "
+            f"{name} has none",
             "all",
         )
 
 
-class Again(NamedTuple):
-    """The layers ('') or stages ('stage') that are recomputed, or the layers of which what is cheap
-    ('selective')."""
+@lru_cache(maxsize=16)
+def _without_remake(model: ModelSpec, numbers: frozenset[int]) -> str:
+    """Return the class of a block without a method `remake`; empty if all have one."""
+    alike = numbers.intersection(distinct_blocks(model)) if model.layers_field else numbers
+    for number in sorted(alike or numbers):
+        (block,) = build_blocks(model, Axis("tp"), [number]).values()
+        if not hasattr(block, "remake"):
+            return type(block).__name__
+    return ""
+
+
+class RecomputeSpec(NamedTuple):
+    """`pipeline.recompute`, parsed.
+
+    Attributes:
+        what: '' for layers, 'stage' for stages, 'selective' for what is cheap in layers.
+        numbers: Numbers of the layers or stages.
+    """
 
     what: str
     numbers: frozenset[int]
 
 
-def parse_recompute(text: str, num_layers: int, num_stages: int) -> Again:
-    """Reads `pipeline.recompute`: 'none', 'all', 'selective', 'stage', or a list of layers or
-    stages, counted from 0, such as '0,2-5', 'selective:0,2-5' or 'stage:0,2-3'.
+def parse_recompute(text: str, num_layers: int, num_stages: int) -> RecomputeSpec:
+    """Parse `pipeline.recompute`.
 
-    Raises: ConfigError where the text is something else or names what is not there.
+    It is 'none', 'all', 'selective', 'stage', or a list of layers or stages, counted from 0, such
+    as '0,2-5', 'selective:0,2-5' or 'stage:0,2-3'.
+
+    Raises:
+        ConfigError: The text is something else, or names a layer or stage that does not exist.
     """
     counts = {"": num_layers, "selective": num_layers, "stage": num_stages}
     if text in ("none", "all"):
-        return Again("", frozenset(range(num_layers if text == "all" else 0)))
+        return RecomputeSpec("", frozenset(range(num_layers if text == "all" else 0)))
     if text and text in counts:
-        return Again(text, frozenset(range(counts[text])))
+        return RecomputeSpec(text, frozenset(range(counts[text])))
     what, _, numbers = text.rpartition(":")
     found = _parse_numbers(numbers, counts.get(what, 0))
     if found is not None:
-        return Again(what, found)
+        return RecomputeSpec(what, found)
     if what == "stage":
         rule = (
             f"must name stages from 0 to {num_stages - 1} (parallel.pp, times pipeline.chunks = "
@@ -281,7 +349,7 @@ def parse_recompute(text: str, num_layers: int, num_stages: int) -> Again:
 
 
 def _parse_numbers(text: str, count: int) -> frozenset[int] | None:
-    """Reads '0,2-5' as numbers below `count`; None where it is something else."""
+    """Parse '0,2-5' as numbers below `count`; return None for any other text."""
     parts = [re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in text.split(",")]
     ranges = [range(int(part[1]), int(part[2] or part[1]) + 1) for part in parts if part]
     if not all(parts) or not all(ranges) or max(r.stop for r in ranges) > count:

@@ -11,13 +11,14 @@ from math import prod
 from hybridpar.config import ModelConfig, ModelSpec, ParameterGroup
 from hybridpar.grid import Axis
 from hybridpar.models.blocks import LABELLED
-from hybridpar.models.build import build_blocks
+from hybridpar.models.build import build_blocks, distinct_blocks
 from hybridpar.models.flops import BlockFlops, count_flops
 from hybridpar.nn.placement import Placement, named_placements
 
 
 def layer_matmul_parameters(model: ModelConfig) -> int:
-    """Weights of one transformer layer that take part in a matrix product with every token."""
+    """Return how many weights of a transformer layer take part in a matrix product with every
+    token."""
     h = model.hidden_size
     head_dim = h // model.num_heads
     qkv = h * (h + 2 * model.kv_heads * head_dim)
@@ -26,67 +27,69 @@ def layer_matmul_parameters(model: ModelConfig) -> int:
 
 
 def head_matmul_parameters(model: ModelConfig) -> int:
-    """Weights of the output head that take part in a matrix product with every token."""
+    """Return how many weights of the output head take part in a matrix product with every token."""
     h = model.hidden_size
     return h * model.vocab_size + (h * h if model.kind == "bert" else 0)
 
 
 def forward_flops_per_token(model: ModelSpec) -> tuple[int, ...]:
-    """Forward operations of each block for one token: of GPT and BERT, embedding, layers, head.
+    """Return the forward operations of each block for one token.
 
-    Of other models what they say (`ModelSpec.forward_flops`), else what their own code computes
-    (models/flops.py). A layer of GPT and BERT: 2 per weight, and 4 s h for the attention scores and
-    their product with the values; of a causal matrix these are twice what counts
-    (`training_flops_per_token`).
+    A model with formulas (`ModelSpec.cost_model`) has embedding, layers and head. A layer takes 2
+    per weight, and 4 s h for the attention scores and their product with the values; for a causal
+    matrix that is twice what counts (`training_flops_per_token`). Another model says its operations
+    (`ModelSpec.forward_flops`), or they are counted in its code (models/flops.py).
     """
-    if not isinstance(model, ModelConfig):
-        return _own_flops(model)
-    layer = 2 * layer_matmul_parameters(model) + 4 * model.seq_length * model.hidden_size
-    return (
-        0,
-        *[layer] * model.num_layers,
-        round(2 * LABELLED[model.kind] * head_matmul_parameters(model)),
-    )
+    if (formulas := model.cost_model) is None:
+        return tuple(block.forward // model.tokens_per_sample for block in block_flops(model))
+    weights = layer_matmul_parameters(formulas)
+    layer = 2 * weights + 4 * formulas.seq_length * formulas.hidden_size
+    head = round(2 * LABELLED[formulas.kind] * head_matmul_parameters(formulas))
+    return (0, *[layer] * formulas.num_layers, head)
 
 
 @lru_cache(maxsize=256)
 def block_placements(
     model: ModelSpec, groups: tuple[ParameterGroup, ...] = ()
 ) -> tuple[tuple[Placement, ...], ...]:
-    """Return the placements of the parameters of each block. groups: `optim.groups`, which may
-    freeze some."""
-    return tuple(
-        tuple(placement for _, _, placement in named_placements(block))
-        for n in range(model.num_blocks)
-        for block in build_blocks(model, Axis("tp"), [n], groups=groups).values()
-    )
+    """Return the placements of the parameters of each block; equal layers share one layer's.
+
+    Args:
+        model: The model.
+        groups: `optim.groups`, which may freeze some.
+    """
+    numbers = range(model.num_blocks) if groups else distinct_blocks(model)
+    found = []
+    for number in numbers:
+        (block,) = build_blocks(model, Axis("tp"), [number], groups=groups).values()
+        found.append(tuple(placement for _, _, placement in named_placements(block)))
+    if len(found) == model.num_blocks:
+        return tuple(found)
+    first, layer, last = found
+    return (first, *[layer] * (model.num_blocks - 2), last)
 
 
 @lru_cache(maxsize=256)
 def untied_parameters(model: ModelSpec) -> int:
     """Return the number of trained parameters of the first block that the last one does not
     share."""
-    if isinstance(model, ModelConfig):
-        return model.num_positions * model.hidden_size if model.position == "learned" else 0
+    if (formulas := model.cost_model) is not None:
+        return formulas.position_rows * formulas.hidden_size
     return sum(
         prod(placement.shape)
-        for block in build_blocks(model, Axis("tp"), [0]).values()
-        for _, _, placement in named_placements(block)
+        for placement in block_placements(model)[0]
         if placement.trainable and not placement.tied
     )
-
-
-def _own_flops(model: ModelSpec) -> tuple[int, ...]:
-    return tuple(block.forward // model.tokens_per_sample for block in block_flops(model))
 
 
 @lru_cache(maxsize=256)
 def block_flops(model: ModelSpec) -> tuple[BlockFlops, ...]:
     """Return the operations of each block of a custom model for one sample.
 
-    A block's `forward_flops` come first, then what its code computes; the backward of what a block
-    says of itself is twice its forward. Where a block cannot run without values all count 2 for
-    each weight of a matrix and each row of features that comes in, or goes out of the first block.
+    `forward_flops` of the model comes first, then the operations of the block's code. For the
+    former a backward counts twice the forward. If a block cannot run without values, all blocks
+    count 2 for each weight of a matrix and each row of features that comes in (goes out, for the
+    first block).
     """
     said = [model.forward_flops(number) for number in range(model.num_blocks)]
     counted = count_flops(model) if None in said else None
@@ -122,19 +125,19 @@ def training_flops_per_token(model: ModelSpec) -> int:
     half of its matrix is masked, and no operation on that half is needed. Custom models:
     `block_flops`, forward and backward, for each of the `tokens_per_sample`.
     """
-    if not isinstance(model, ModelConfig):
+    if (formulas := model.cost_model) is None:
         return sum(map(sum, block_flops(model))) // model.tokens_per_sample
-    masked = (
-        2 * model.num_layers * model.seq_length * model.hidden_size if model.kind == "gpt" else 0
-    )
+    masked = 0
+    if formulas.kind == "gpt":
+        masked = 2 * formulas.num_layers * formulas.seq_length * formulas.hidden_size
     return 3 * (sum(forward_flops_per_token(model)) - masked)
 
 
 def training_flops_rule(model: ModelSpec) -> str:
-    """The rule of `training_flops_per_token`, for people."""
-    if not isinstance(model, ModelConfig):
+    """Return the rule of `training_flops_per_token`, for people."""
+    if (formulas := model.cost_model) is None:
         return "products, convolutions and attention, forward and backward"
-    return "6 N + 6 L h s, causal attention once" if model.kind == "gpt" else "6 N + 12 L h s"
+    return "6 N + 6 L h s, causal attention once" if formulas.kind == "gpt" else "6 N + 12 L h s"
 
 
 KEPT_BYTES = 34

@@ -1,14 +1,14 @@
-"""torch's dropout in custom blocks, drawn by the key of the micro-batch instead of torch's global
-generator.
+"""Dropout of torch in custom blocks, drawn by the key of the micro-batch.
 
-    nn.Dropout(0.1) named layer.drop in block 3      mask of "blocks.3.layer.drop", its second call in a forward
-                                                     that of "blocks.3.layer.drop.1"
+    nn.Dropout(0.1) named layer.drop in block 3      mask of "blocks.3.layer.drop"; its second call
+                                                     in a forward, "blocks.3.layer.drop.1"
     functional.dropout(x, 0.1)                       mask of "blocks.3.dropout",
                                                      "blocks.3.dropout.1", ..
 
-So a mask depends on the seed, the step, the sample and the element, and not on the grid, the size
-of micro-batches, or whether a block is recomputed. The first dimension of x must be the samples of
-the micro-batch, or begin with them, as (samples x positions) does.
+torch's global generator would give another mask on another grid. This mask depends on the seed, the
+step, the sample and the element, and not on the grid, the size of micro-batches, or whether a block
+is recomputed. The first dimension of x must be the samples of the micro-batch, or begin with them,
+such as (samples x positions).
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _site = lru_cache(maxsize=4096)(site)
 
 
 class DropoutCalls(TorchFunctionMode):
-    """A mode in which torch's dropout functions call `drop(x, p, by_channel)` instead; `num_calls`
-    counts them.
+    """A mode in which torch's dropout functions call `drop(x, p, by_channel)`.
 
-    Attention with dropout is refused: ConfigError, which names `where`.
+    Attention with dropout is refused by a ConfigError that names `where`. `num_calls` counts the
+    calls.
     """
 
     def __init__(self, drop: Drop, model: ModelSpec, where: str):
@@ -91,8 +91,10 @@ class DropoutCalls(TorchFunctionMode):
 
 
 def _is_in_checkpoint() -> bool:
-    """Whether a caller is torch.utils.checkpoint, which runs a function in the forward, and again
-    in the backward."""
+    """Whether a caller is torch.utils.checkpoint.
+
+    It runs a function in the forward pass, and a second time in the backward pass.
+    """
     if "torch.utils.checkpoint" not in sys.modules:
         return False
     frame = sys._getframe(1)
@@ -108,12 +110,13 @@ def _in_place_of(x: Tensor, dropped: Tensor, *, inplace: bool) -> Tensor:
 
 
 class KeyedDropouts:
-    """Hooks around the forward of one custom block that have its dropout draw by the key that the
-    block is called with.
+    """Hooks around the forward of a custom block that make its dropout draw by the block's key.
 
-    Its modules of KEYED get another `forward`. Calls of torch's functions are found in a mode,
-    which costs each function of torch about a microsecond, so blocks whose first forward in
-    training has none go without it.
+    Modules of KEYED get another `forward`. Calls of torch's functions are found in a mode, which
+    costs
+    each function of torch about a microsecond, so blocks whose first forward in training has no
+    such
+    call run without it.
     """
 
     def __init__(self, block: nn.Module, model: ModelSpec, number: int, kernels: KernelsConfig):

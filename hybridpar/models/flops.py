@@ -1,15 +1,15 @@
-"""Operations of a custom model's blocks, counted as their own code runs on tensors without values.
+"""Count the operations of a custom model's blocks by running their code on tensors without values.
 
-Counted are products: matrix products, convolutions, attention, and whatever else torch's own
+Only products count: matrix products, convolutions, attention, and whatever else torch's own
 counter (torch.utils.flop_counter) has a formula for; a multiplication and the addition that follows
-are two operations. Norms, activations, losses and other work on single elements are not counted.
+are two operations. Norms, activations, losses and other work on single elements do not count.
 
     product, convolution    forward 2 for each multiplication; backward as much again for each of
                             the two gradients that is needed: the input of the first layer and
                             frozen weights need none
-    attention               two products forward, four backward; half of that where is_causal =
-                            True, as a query sees half of the keys on average. Scores that a
-                            backward computes again are not counted
+    attention               two products forward, four backward; half of that if is_causal = True,
+                            as a query sees half of the keys on average. Scores that a backward
+                            computes a second time do not count
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class BlockFlops(NamedTuple):
 
 @lru_cache(maxsize=256)
 def count_flops(model: ModelSpec) -> tuple[BlockFlops, ...] | None:
-    """Return the operations of each block, or None if a block cannot run without values (it reads a
-    tensor).
+    """Return the operations of each block, or None if a block reads values and so cannot run.
 
-    Raises: ConfigError for a block that is refused wherever it runs.
+    Raises:
+        ConfigError: A block is refused wherever it runs.
     """
     x: Any = None
     has_trained = False
@@ -90,7 +90,7 @@ def _backward(out: Any) -> None:
 
 
 def _cut(out: Any, needs_gradient: bool) -> Any:
-    """What the next block is given: the same shapes, apart from this block's graph."""
+    """Return the next block's input: the same shapes, outside of this block's graph."""
     if isinstance(out, dict):
         return {name: _cut(one, needs_gradient) for name, one in out.items()}
     return out.detach().requires_grad_(needs_gradient and out.is_floating_point())
@@ -132,8 +132,10 @@ def convolution_backward_flops(gradient: Tensor, x: Tensor, weight: Tensor, *opt
 
 
 class _Attentions(TorchFunctionMode):
-    """Counts scaled_dot_product_attention by its arguments, as its operators do not show whether it
-    is causal."""
+    """Count scaled_dot_product_attention by its arguments.
+
+    The operators below it do not show whether it is causal.
+    """
 
     def __init__(self, counter: _Counter):
         super().__init__()

@@ -1,7 +1,7 @@
-"""A row of modules that a program has made and gives to Trainer, as a model.
+"""A model whose modules a program has made and gives to Trainer.
 
-Where training starts is where the modules are: their parameters are copied into the stages that
-hold them. The modules themselves are not trained; `Trainer.state_dict` has the weights that are.
+Training starts from the values that the modules have: their parameters are copied into the stages.
+The modules themselves are not trained; `Trainer.state_dict` returns the trained weights.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ _WORKS = "nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 1))"
 
 @dataclass(eq=False)
 class GivenRow:
-    """The modules, in their order, with the names that nn.Sequential has for them, and what is done
-    with them.
+    """Modules in a row, under the names that nn.Sequential gives them, with their loss and data.
 
-    loss, metrics: as in SequentialSpec. num_targets: as in ModelSpec; None: each sample is one
-    target. datasets: by part. samples: of the training set.
+    Attributes:
+        loss, metrics: See SequentialSpec.
+        num_targets: See ModelSpec; None: each sample is one target.
+        datasets: Data sets by part.
+        samples: Samples of the training set.
     """
 
     modules: Mapping[str, nn.Module]
@@ -42,7 +44,7 @@ class GivenRow:
     samples: SampleSource
     row: list[nn.Module] = field(init=False)
     serial: int = field(init=False, default_factory=count().__next__)
-    """Tells it from all other rows of this process, also from those that are no more."""
+    """A number that no other row of this process ever has."""
 
     def __post_init__(self) -> None:
         self.row = list(self.modules.values())
@@ -59,13 +61,16 @@ class GivenRow:
 
     @cached_property
     def inputs(self) -> str:
-        """The name of the array that the first module takes: "x", or a sample's first one. Raises:
-        ConfigError."""
+        """The name of the array that the first module takes: "x", or a sample's first one.
+
+        Raises:
+            ConfigError: Samples are no dicts.
+        """
         sample = self.sample(0, 0)
         return "x" if "x" in sample else str(next(iter(sample)))
 
     def sample(self, number: int, seed: int) -> dict[str, Any]:
-        """A sample of the training set. Raises: ConfigError, if it is no dict."""
+        """Return a sample of the training set. Raises: ConfigError if it is no dict."""
         sample = self.samples.sample(number, seed)
         if not isinstance(sample, Mapping) or not sample:
             rule = (
@@ -76,7 +81,7 @@ class GivenRow:
         return dict(sample)
 
     def checksum(self, *, buffers_only: bool) -> str:
-        """Checksum of the values of all parameters and buffers, or of the buffers."""
+        """Return the checksum of the values of parameters and buffers, or of buffers alone."""
         digest = hashlib.sha256()
         for module in self.row:
             tensors = [] if buffers_only else list(module.parameters())
@@ -87,26 +92,30 @@ class GivenRow:
         return digest.hexdigest()
 
     def register(self) -> None:
-        """Make these the modules that models of this structure have in this process from now on."""
+        """Make models of this structure use these modules in this process from now on."""
         _rows[self.structure] = self
         constructed.cache_clear()
 
 
 _rows: dict[str, GivenRow] = {}
-"""The modules of this process by their structure, as a configuration and a checkpoint can only name
-them."""
+"""The rows of this process by structure. A configuration or checkpoint can hold only the
+structure."""
 
 
 @dataclass(frozen=True, eq=False)
 class GivenModules(SequentialSpec):
-    """The modules of this process that have this structure. structure: as GivenRow has it."""
+    """The modules of this process that have a certain structure.
+
+    Attributes:
+        structure: See `GivenRow.structure`.
+    """
 
     structure: str = ""
     kind = "modules"
 
     @property
     def given(self) -> GivenRow:
-        """The modules. Raises: ConfigError, if this process has none of this structure."""
+        """The modules. Raises: ConfigError if this process has none of this structure."""
         if (row := _rows.get(self.structure)) is None:
             rule = (
                 "are objects of the program that trained them, which is another one; open this run "
@@ -181,15 +190,18 @@ class GivenModules(SequentialSpec):
 
     @property
     def _identity(self) -> tuple[str, int]:
-        """Modules of one structure are equal if they are the same objects: others have other
-        weights, and a loss."""
+        """What equality compares. Modules of one structure are equal only if they are the same
+        objects, as others have other weights and another loss."""
         row = _rows.get(self.structure)
         return self.structure, -1 if row is None else row.serial
 
 
 def _copied(module: nn.Module, memo: dict[int, Any], number: int) -> nn.Module:
-    """A copy of a module whose floats have the default type, on the default device. memo: as
-    deepcopy has it."""
+    """Return a copy of a module on the default device, with floats in the default type.
+
+    Args:
+        memo: The `memo` of deepcopy.
+    """
     device, dtype = torch.get_default_device(), torch.get_default_dtype()
 
     def moved(tensor: Tensor, kind: torch.dtype) -> Tensor:
@@ -224,9 +236,10 @@ def _is_tensor(value: object) -> bool:
 
 
 def named_modules(modules: object) -> dict[str, nn.Module]:
-    """The modules of a row by the names that nn.Sequential has for them.
+    """Return the modules of a row under the names that nn.Sequential gives them.
 
-    Raises: ConfigError for whatever is neither an nn.Sequential nor a list of modules.
+    Raises:
+        ConfigError: It is neither an nn.Sequential nor a list of modules.
     """
     if isinstance(modules, nn.Sequential) and type(modules).forward is nn.Sequential.forward:
         named = dict(modules._modules)  # a module that comes twice is there twice
@@ -254,7 +267,7 @@ def named_modules(modules: object) -> dict[str, nn.Module]:
 def make_row(
     modules: object, loss: Any, metrics: Any, num_targets: Any, datasets: Mapping[str, Any]
 ) -> GivenRow:
-    """The row that the arguments of Trainer describe. Raises: ConfigError."""
+    """Make the row that the arguments of Trainer describe. Raises: ConfigError."""
     named = named_modules(modules)
     if not callable(loss):
         rule = (

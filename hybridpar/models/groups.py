@@ -1,5 +1,4 @@
-"""Parameter groups: which entry of `optim.groups` decides on each parameter, found once, by its
-global name.
+"""Parameter groups: which entry of `optim.groups` decides on each parameter, by its global name.
 
 [[optim.groups]]                  blocks.0.words.weight            frozen
 pattern = "blocks.0.*"            blocks.1.attention.qkv.weight    lr 0.1
@@ -27,15 +26,14 @@ from hybridpar.errors import ConfigError, Problem
 from hybridpar.nn.placement import Placement, named_placements
 
 Placed = Mapping[str, Placement]
-"""Placements by global name; of tied parameters every name has one."""
+"""Placements by global name; a tied parameter has several names."""
 
 
 def find_groups(groups: Sequence[ParameterGroup], placed: Placed) -> dict[str, int]:
-    """Return the number of the first group that matches each parameter, by name; those that none
-    matches are absent.
+    """Return the number of the first group that matches each parameter, by name.
 
-    A tied parameter is one parameter with several names: the first group that matches any of them
-    decides.
+    Parameters that no group matches are absent. A tied parameter is one parameter with several
+    names: the first group that matches any of them decides.
     """
     found: dict[str, int] = {}
     of_tied: dict[str, int] = {}
@@ -56,8 +54,13 @@ def find_groups(groups: Sequence[ParameterGroup], placed: Placed) -> dict[str, i
 def apply_groups(
     blocks: Mapping[int, nn.Module], groups: Sequence[ParameterGroup], found: Mapping[str, int]
 ) -> None:
-    """Write the groups into the placements of blocks, which have them by number. `found`: of
-    `find_groups`."""
+    """Write the groups into the placements of blocks.
+
+    Args:
+        blocks: Blocks by number.
+        groups: `optim.groups`.
+        found: The result of `find_groups`.
+    """
     for number, block in blocks.items():
         for name, parameter, placement in list(named_placements(block)):
             if (index := found.get(f"blocks.{number}.{name}")) is None:
@@ -79,7 +82,7 @@ def _in_group(placement: Placement, group: ParameterGroup) -> Placement:
 
 
 def require_matches(groups: Sequence[ParameterGroup], placed: Placed) -> None:
-    """Raises: ConfigError for every group that decides on no parameter."""
+    """Require that every group decides on a parameter. Raises: ConfigError."""
     found = find_groups(groups, placed)
     problems = [
         _without_effect(i, groups, placed) for i in range(len(groups)) if i not in found.values()
@@ -113,11 +116,13 @@ def _without_effect(number: int, groups: Sequence[ParameterGroup], placed: Place
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """What a group comes to.
+    """The effect of a parameter group.
 
-    pattern: empty for the parameters that no group matches. parameters: number of their elements,
-    without those that the model freezes itself. lr: the highest learning rate. weight_decay: of the
-    parameters that decay at all, 0 if none does. Both are 0 for frozen parameters.
+    Attributes:
+        pattern: The pattern; empty for the parameters that no group matches.
+        parameters: Number of their elements, without parameters that the model itself freezes.
+        lr: The highest learning rate; 0 if frozen.
+        weight_decay: The decay of the parameters that decay at all; 0 if frozen or if none does.
     """
 
     pattern: str
@@ -128,7 +133,7 @@ class GroupSummary:
 
 
 def summarize(optim: OptimConfig, placed: Placed) -> list[GroupSummary]:
-    """Return what each group comes to, and last the parameters that no group matches."""
+    """Return the effect of each group, and last of the parameters that no group matches."""
     found = find_groups(optim.groups, placed)
     rest = ParameterGroup("")
     sizes = [0] * (len(optim.groups) + 1)
@@ -157,7 +162,7 @@ def summarize(optim: OptimConfig, placed: Placed) -> list[GroupSummary]:
 
 
 def table(summaries: Sequence[GroupSummary]) -> str:
-    """The summaries as lines for people."""
+    """Return the summaries as lines for people."""
     rows = [("pattern", "parameters", "learning rate", "weight decay")]
     for one in summaries:
         values = ("frozen", "") if one.frozen else (f"{one.lr:.4g}", f"{one.weight_decay:.4g}")

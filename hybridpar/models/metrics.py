@@ -13,8 +13,10 @@ from hybridpar.errors import ConfigError, Problem, config_error
 
 
 class LossesAndMetrics(dict[str, Tensor]):
-    """The partial losses of a micro-batch by name, and its metrics: in float64, apart from
-    autograd's graph."""
+    """The partial losses of a micro-batch by name, with its metrics.
+
+    Metrics are in float64 and outside of autograd's graph.
+    """
 
     def __init__(self, losses: Mapping[str, Tensor], metrics: Mapping[str, Tensor]):
         super().__init__(losses)
@@ -53,10 +55,16 @@ def require_names(model: ModelSpec) -> None:
 
 
 def require_metrics(model: ModelSpec, metrics: Any, where: str) -> None:
-    """Check the metrics of a micro-batch. `where`: what has returned them, for the error.
+    """Check the metrics of a micro-batch.
 
-    Raises: ConfigError where they are not a dict of numbers (0-d tensors), or have other names than
-        the model says.
+    Args:
+        model: The model.
+        metrics: The metrics.
+        where: Names the code that returned them in the error.
+
+    Raises:
+        ConfigError: They are not a dict of numbers (0-d tensors), or have other names than the
+            model says.
     """
     require_values(model, metrics, where)
     if set(metrics) != set(model.metric_names):
@@ -73,7 +81,7 @@ def require_metrics(model: ModelSpec, metrics: Any, where: str) -> None:
 
 
 def require_values(model: ModelSpec, metrics: Any, where: str) -> None:
-    """Check that metrics are numbers; arguments as for `require_metrics`. Raises: ConfigError."""
+    """Check that metrics are numbers. Arguments and errors: see `require_metrics`."""
     if not isinstance(metrics, Mapping):
         raise _wrong(
             model,
@@ -99,7 +107,7 @@ def require_values(model: ModelSpec, metrics: Any, where: str) -> None:
 
 
 def is_ghost(x: object) -> bool:
-    """Whether a tensor stands for one of a prediction (prediction/ghost.py), and so has no values."""
+    """Whether a tensor belongs to a prediction (prediction/ghost.py), and so has no values."""
     return hasattr(x, "stands_for_cuda")
 
 

@@ -1,8 +1,8 @@
-"""Blocks of a model of one's own, which may hold ordinary modules of torch.
+"""Blocks of a custom model, which may hold ordinary modules of torch.
 
 Every tp rank holds all parameters of an ordinary module, which start as its constructor leaves
 them. A constructor draws from torch's global generator, in the order of its code, so a block is
-constructed as a whole, from a seed of its own, wherever one of its parameters is needed.
+always constructed as a whole, from a seed of its own, even if only one of its parameters is needed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import random
-from hybridpar.config import AUTO, KernelsConfig, ModelSpec, spec_error
+from hybridpar.config import AUTO, KernelsConfig, ModelSpec, message_shape, spec_error
 from hybridpar.errors import ConfigError, config_error, described
 from hybridpar.grid import Axis
 from hybridpar.models.dropout import KEYED, KeyedDropouts
 from hybridpar.models.metrics import LossesAndMetrics, require_metrics
 from hybridpar.models.watched import BlockWatch
 from hybridpar.nn.placement import Init, ParallelModule, Placement
+from hybridpar.nn.sequence import SequencePart
 
 _DRAWS = "draws its mask from torch's generator, so another grid drops other values"
 _CONVOLUTIONS = nn.modules.conv._ConvNd
@@ -36,11 +37,16 @@ _NO_LAYERS = ("torch.nn.modules.module", "torch.nn.modules.container")
 
 @dataclass(frozen=True)
 class Build:
-    """How a block is built: parallel over `axis` (tp), its dropout named after `name`, with the
-    backends of `kernels`.
+    """How a block is built.
 
-    `sequence`: between the blocks' split parts, each rank holds part of every sample's rows
-    (parallel.sequence).
+    Attributes:
+        axis: The tp axis that its layers are split over.
+        name: The block's global name, after which its dropout is named.
+        kernels: Backends of operators.
+        sequence: Whether each rank holds its rows of every sample between the split layers
+            (parallel.sequence).
+        device: Device of its parameters.
+        dtype: Type of its parameters.
     """
 
     axis: Axis
@@ -58,8 +64,8 @@ class Build:
 
 @contextmanager
 def making(device: str | torch.device, dtype: torch.dtype) -> Any:
-    """Modules and tensors that name neither a device nor a type are made on this device, floats of
-    this type."""
+    """Make modules and tensors on this device, and floats of this type, unless their code says
+    otherwise."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -71,21 +77,27 @@ def making(device: str | torch.device, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True)
 class Constructed:
-    """The value of parameter `name` of block `number` as its constructor leaves it, drawn from a
-    seed."""
+    """The starting value of a parameter as the block's constructor leaves it, drawn from a seed.
+
+    Attributes:
+        model: The model.
+        number: Number of the block.
+        name: Name of the parameter in the block.
+    """
 
     model: ModelSpec
     number: int
     name: str
 
     def __call__(self, seed: int) -> Tensor:
-        """Shapes: the parameter's. In float32, on the CPU."""
+        """Return the value in float32, on the CPU. Shapes: the parameter's."""
         return constructed(self.model, self.number, seed)[self.name]
 
 
 @lru_cache(maxsize=1)  # a block at a time: its parameters are asked for one after the other
 def constructed(model: ModelSpec, number: int, seed: int) -> dict[str, Tensor]:
-    """Parameters and buffers of a block as its constructor leaves them, whole, by name."""
+    """Return a block's parameters and buffers, unsharded, as its constructor leaves them, by
+    name."""
     build = Build(Axis("tp"), f"blocks.{number}", AUTO, False, "cpu", torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(random.site(f"{seed}.blocks.{number}"))
@@ -97,10 +109,10 @@ def constructed(model: ModelSpec, number: int, seed: int) -> dict[str, Tensor]:
 
 
 def construct(model: ModelSpec, number: int, build: Build) -> nn.Module:
-    """Block `number` of a model of one's own; what it makes without saying where is on the device
-    of `build`.
+    """Construct block `number` of a custom model on the device of `build`.
 
-    Raises: ConfigError where it is no module.
+    Raises:
+        ConfigError: The model returns something that is no module.
     """
     with making(build.device, build.dtype), torch.random.fork_rng(devices=[]):
         block = model.block(number, build)
@@ -110,29 +122,58 @@ def construct(model: ModelSpec, number: int, build: Build) -> nn.Module:
     return block
 
 
-def adopt(
-    block: nn.Module,
-    model: ModelSpec,
-    number: int,
-    dtype: torch.dtype,
-    kernels: KernelsConfig = AUTO,
-) -> None:
-    """Gives what ordinary modules of the block hold a placement; their buffers, which nobody
-    trains, values.
+Shape = tuple[int, ...] | dict[str, tuple[int, ...]]
+"""The shape of one sample of a block's output: one tensor, or several by name."""
 
-    From now on floats of micro-batches come to it as `dtype`, what it returns is compared with what
-    the model says, and its forward is watched (watched.BlockWatch). Dropout of torch draws by the
-    key (dropout.KeyedDropouts).
-    Raises: ConfigError for a module that does not do the same on every grid, or has a tensor
-        without values.
+
+def local_message_shape(
+    model: ModelSpec, number: int, axis: Axis, sequence: bool
+) -> tuple[int, ...]:
+    """Return the shape of one sample of what this rank of tp sends on from block `number`."""
+    if not sequence or model.num_blocks == 1:
+        return message_shape(model, number)
+    shape = local_shape(model, number, axis, sequence)
+    assert not isinstance(shape, dict), "rows of several tensors are not split"
+    return shape
+
+
+def local_shape(model: ModelSpec, number: int, axis: Axis, sequence: bool) -> Shape:
+    """Return the shape of one sample of block `number`'s output on this rank of tp.
+
+    With `sequence` a rank has its own rows, the first dimension of the sample.
+
+    Raises:
+        ConfigError: Rows are split, and the block returns several tensors.
+    """
+    shape = model.activation_shape(number)
+    if not sequence:
+        return shape
+    if isinstance(shape, dict):
+        rule = f"returns several tensors from block {number}, whose rows cannot be split"
+        raise spec_error(model, rule, "parallel.sequence = false")
+    return (SequencePart.of(shape[0], axis, sequence).length, *shape[1:])
+
+
+def adopt(block: nn.Module, model: ModelSpec, number: int, build: Build) -> None:
+    """Make a custom block train alike on every grid.
+
+    Parameters of its ordinary modules get a placement, and buffers, which nobody trains, values.
+    From now on floats of micro-batches come to it as `build.dtype`, its output is compared with
+    what the model says, and its forward is watched (watched.BlockWatch). Dropout of torch draws by
+    the key (dropout.KeyedDropouts).
+
+    Raises:
+        ConfigError: A module does not do the same on every grid, or has a tensor without values.
     """
     require_same_everywhere(block, model, number)
     _require_registered(block, model, number)
-    wanted = model.activation_shape(number) if number < model.num_blocks - 1 else None
+    wanted = None
+    if number < model.num_blocks - 1:
+        wanted = local_shape(model, number, build.axis, build.sequence)
     if model.max_tp == 1:
-        KeyedDropouts(block, model, number, kernels)
+        KeyedDropouts(block, model, number, build.kernels)
     BlockWatch(block, model, number)
-    block.register_forward_pre_hook(partial(_given, wanted is None, dtype))
+    block.register_forward_pre_hook(partial(_given, wanted is None, build.dtype))
     block.register_forward_hook(partial(_check_output, model, number, wanted))
     inner = 0 < number < model.num_blocks - 1
     shared = model.shared_parameters(number)
@@ -159,7 +200,7 @@ def adopt(
 
 
 class _Noting(dict[str, Tensor]):
-    """A micro-batch that notes what is asked of it."""
+    """A micro-batch that notes which of its tensors are read."""
 
     asked: frozenset[str] = frozenset()
 
@@ -178,8 +219,10 @@ class _Noting(dict[str, Tensor]):
 def _given(
     is_last: bool, dtype: torch.dtype, block: nn.Module, args: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:
-    """What a block is called with: floats of samples in the working precision. The last one's are
-    not made narrower, as losses compare with them, unless it is the first as well."""
+    """Convert a block's arguments: floats of samples come in the working precision.
+
+    The last block, unless it is the first as well, keeps wider floats, as losses compare with them.
+    """
     x, batch, *rest = args
     keeps = is_last and x is not None
     kinds = {
@@ -195,10 +238,12 @@ def _given(
 def _check_output(
     model: ModelSpec, number: int, wanted: Any, block: nn.Module, args: Any, out: Any
 ) -> Any:
-    """Check what a block returns; of a last block with metrics, return the losses with these.
+    """Check a block's output; return the losses together with the metrics of a last block that
+    has some.
 
-    Raises: ConfigError where the block returns something else than the model's `activation_shape`,
-        `losses` and `metric_names`, or losses that cannot be parts of a mean over the whole batch.
+    Raises:
+        ConfigError: The block returns something else than the model's `activation_shape`, `losses`
+            and `metric_names`, or losses that cannot be parts of a mean over the whole batch.
     """
     if isinstance(out, Tensor) and wanted == out.shape[1:]:
         return None  # at once, as it is asked at every micro-batch
@@ -267,7 +312,7 @@ def _check_output(
 
 
 def _shape_of(x: Any) -> Any:
-    """The shape of a sample, or what `x` is instead of a tensor."""
+    """Return the shape of a sample; for `x` that is no tensor, say its type."""
     return tuple(x.shape[1:]) if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
@@ -285,9 +330,11 @@ def _placement(
 
 
 def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies to a parameter of an ordinary module: to the weights of torch's
-    layers, but neither to their biases nor to anything of a norm. A bare parameter decays if two of
-    its dimensions are above 1."""
+    """Whether weight decay applies to a parameter of an ordinary module.
+
+    It applies to the weights of torch's layers, but neither to their biases nor to any parameter of
+    a norm. A bare parameter decays if two of its dimensions are above 1.
+    """
     if isinstance(module, _NORMS):
         return False
     if _is_layer_of_torch(module):
@@ -299,8 +346,7 @@ def _decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
 
 
 def _is_layer_of_torch(module: nn.Module) -> bool:
-    """Whether its class is one of torch's layers, or made of one. Containers hold what their users
-    put there."""
+    """Whether the class is one of torch's layers or inherits from one. Containers hold anything."""
     return any(
         kind.__module__.startswith("torch.nn.modules.") and kind.__module__ not in _NO_LAYERS
         for kind in type(module).__mro__
@@ -308,8 +354,11 @@ def _is_layer_of_torch(module: nn.Module) -> bool:
 
 
 def require_same_everywhere(block: nn.Module, model: ModelSpec, number: int) -> None:
-    """Raises: ConfigError for a module whose numbers depend on micro-batches, or on the place of
-    the process."""
+    """Require that no module's numbers depend on micro-batches or on the place of the process.
+
+    Raises:
+        ConfigError: One of them does; it names a module that works.
+    """
     has_convolutions = any(isinstance(module, _CONVOLUTIONS) for module in block.modules())
     for name, module in block.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -347,8 +396,8 @@ def _instead_of_batch_norm(norm: nn.modules.batchnorm._BatchNorm, has_convolutio
 
 
 def _require_registered(block: nn.Module, model: ModelSpec, number: int) -> None:
-    """Raises: ConfigError for a tensor that is neither a parameter nor a buffer and was made on the
-    meta device."""
+    """Require that each tensor made on the meta device is a parameter or a buffer. Raises:
+    ConfigError."""
     for prefix, module in block.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:

@@ -1,4 +1,4 @@
-"""Models that are a row of ordinary modules, each of which takes what the one before returns."""
+"""Models that are a row of ordinary modules, each of which takes the output of the one before."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from hybridpar.config import ModelSpec, spec_error
 from hybridpar.errors import ConfigError, described, first_line, raised_at
 from hybridpar.models.dropout import DropoutCalls
 from hybridpar.models.metrics import is_ghost, require_metrics, require_values
-from hybridpar.models.own import Build, making, require_same_everywhere
+from hybridpar.models.own import Build, Shape, making, require_same_everywhere
 from hybridpar.models.watched import RefuseDraws
-
-Shape = tuple[int, ...] | dict[str, tuple[int, ...]]
 
 
 class SequentialSpec(ModelSpec):
@@ -74,7 +72,7 @@ class SequentialSpec(ModelSpec):
 
     @property
     def metric_names(self) -> tuple[str, ...]:  # type: ignore[override]  # found, where a ModelSpec says them
-        """The names of what `metrics` returns."""
+        """The names of the numbers that `metrics` returns."""
         return () if type(self).metrics is SequentialSpec.metrics else _metric_names(self)
 
     @property
@@ -83,7 +81,7 @@ class SequentialSpec(ModelSpec):
         return len(_shapes(self)[0]) + 1
 
     def activation_shape(self, number: int) -> Shape:
-        """The shape of one sample of what module `number` returns."""
+        """Return the shape of one sample of module `number`'s output."""
         return _shapes(self)[0][number]
 
     @property
@@ -92,15 +90,17 @@ class SequentialSpec(ModelSpec):
         return any(first == 0 for first, _ in self.shared_parameters(self.num_blocks - 1).values())
 
     def shared_parameters(self, number: int) -> Mapping[str, tuple[int, str]]:
-        """The parameters that several modules of the row hold: a module that comes twice, or a tied
-        weight."""
+        """Return the parameters that several modules of the row hold.
+
+        That is a module that comes twice, or a tied weight.
+        """
         return _shared(self)[number]
 
     def block(self, number: int, build: Build) -> nn.Module:
-        """Module `number`; those before it are made without memory, where `layers` makes one after
-        the other.
+        """Return module `number`.
 
-        Where a generator makes it before it yields an earlier one, all modules up to it are made in
+        If `layers` makes one module after the other, the earlier ones are made without memory. A
+        generator that makes a module before it yields an earlier one makes all modules up to it in
         full.
         """
         module = self._module(number, torch.device("meta"))
@@ -110,7 +110,7 @@ class SequentialSpec(ModelSpec):
         return _Layer(module, self, number)
 
     def _module(self, number: int, earlier: torch.device) -> nn.Module:
-        """Module `number`, after the earlier ones have been made on the device `earlier`."""
+        """Make module `number`, after making the earlier ones on the device `earlier`."""
         row = iter(self.layers())
         for _ in range(number):
             with earlier:
@@ -119,8 +119,10 @@ class SequentialSpec(ModelSpec):
 
 
 class _Layer(nn.Module):
-    """A module as a block: the first takes its input from the batch, the last returns the loss and
-    metrics."""
+    """A module as a block.
+
+    The first takes its input from the batch, the last returns the loss and metrics.
+    """
 
     NAME = "layer"
     """Name of the module in names of parameters."""
@@ -161,10 +163,15 @@ class _Layer(nn.Module):
     def _metrics(
         self, out: Any, batch: dict[str, Tensor], *, has_values: bool
     ) -> dict[str, Tensor]:
-        """The metrics of a micro-batch. `has_values`: whether tensors have any; if not, what
-        depends on them is 0.
+        """Return the metrics of a micro-batch.
 
-        Raises: ConfigError where these are not numbers, or have other names than before.
+        Args:
+            out: The last module's output.
+            batch: The micro-batch.
+            has_values: Whether tensors have values. If not, metrics that depend on them are 0.
+
+        Raises:
+            ConfigError: They are not numbers, or have other names than before.
         """
         try:
             found = self._model.metrics(out, batch)
@@ -179,7 +186,7 @@ class _Layer(nn.Module):
 
 
 def forget_shapes() -> None:
-    """Forget what is known of all models: they may have other samples."""
+    """Forget the shapes of all models, whose samples may have changed."""
     _shapes.cache_clear()
 
 
@@ -199,7 +206,7 @@ def _wrong(model: SequentialSpec, rule: str, works: str) -> ConfigError:
 
 @lru_cache(maxsize=16)
 def _shared(model: SequentialSpec) -> tuple[dict[str, tuple[int, str]], ...]:
-    """For each block, the parameters that other blocks hold, too, and the first holder of each."""
+    """Return, for each block, the parameters that it shares with others and their first holder."""
     with making("meta", torch.float32):
         row = list(model.layers() or ())
     first: dict[int, tuple[int, str]] = {}
@@ -214,9 +221,10 @@ def _shared(model: SequentialSpec) -> tuple[dict[str, tuple[int, str]], ...]:
 
 @lru_cache(maxsize=16)
 def _metric_names(model: SequentialSpec) -> tuple[str, ...]:
-    """The names of a model's metrics, found with a sample and an output of 0.5 everywhere.
+    """Find the names of a model's metrics with a sample and an output of 0.5 everywhere.
 
-    Raises: ConfigError where the metrics are no numbers, or need a gradient.
+    Raises:
+        ConfigError: The metrics are no numbers, or need a gradient.
     """
     with (
         _disable_current_modes(),
@@ -255,7 +263,7 @@ def _half(x: Tensor) -> Tensor:
 
 
 def _each_tensor(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return what a module returns, with `function` of each tensor in it."""
+    """Return a module's output with `function` applied to each tensor in it."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, dict):
@@ -269,10 +277,14 @@ def _identity(x: Tensor, p: float, by_channel: bool) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _shapes(model: SequentialSpec) -> tuple[tuple[Shape, ...], Any]:
-    """The shapes of one sample of what each module but the last returns, and what that returns, on
-    the meta device.
+    """Find the shapes of the modules' outputs by running one sample on the meta device.
 
-    Raises: ConfigError where there is none.
+    Returns:
+        For each module but the last, the shape of one sample of its output; and the last module's
+            output.
+
+    Raises:
+        ConfigError: There is no module, or one does not take the output of the module before.
     """
     with making("meta", torch.float32):
         row = list(model.layers() or ())

@@ -1,5 +1,4 @@
-"""What is watched in the forward of a custom block: its mode, its buffers, and torch's
-generator."""
+"""Checks in the forward of a custom block: its mode, its buffers, and torch's generator."""
 
 from __future__ import annotations
 
@@ -19,8 +18,11 @@ _DRAWS = torch.Tag.nondeterministic_seeded
 class RefuseDraws(QuietMode):
     """A mode in which an operator that draws from torch's global generator raises ConfigError.
 
-    `where`: the block, for the error. Operators with a generator of their own are allowed, and
-    attention and RReLU where they draw nothing.
+    Operators with a generator of their own are allowed, and so are attention and RReLU if they draw
+    nothing.
+
+    Args:
+        where: Names the block in the error.
     """
 
     def __init__(self, model: ModelSpec, where: str):
@@ -38,8 +40,11 @@ class RefuseDraws(QuietMode):
 def refused_draw(
     model: ModelSpec, where: str, what: str = "", *, in_attention: bool = False
 ) -> ConfigError:
-    """Return the error for a draw from torch's global generator. what: the operator, in
-    brackets."""
+    """Return the error for a draw from torch's global generator.
+
+    Args:
+        what: The operator, in brackets.
+    """
     rule = (
         f"draws from torch's global generator{what} in {where}, so another grid or a resumed run "
         "draws other values"
@@ -57,7 +62,7 @@ def refused_draw(
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of an operator that may draw does so, and from the global generator."""
+    """Whether this call of an operator draws from the global generator."""
     given = {argument.name: argument.default_value for argument in func._schema.arguments}
     given.update(zip(given, args, strict=False))
     given.update(kwargs)
@@ -70,13 +75,18 @@ class BlockWatch:
     """Hooks around the forward of one custom block.
 
     A block called with a key is in training mode, and without one in evaluation mode. Modules that
-    the constructor has put into evaluation mode stay there. Refused are draws from torch's global
-    generator and changes of persistent buffers: neither would be the same on another grid. Both are
-    looked for in every forward, by the generator's state (some 5 us) and counters of changes. The
-    first forward in each mode names the operator that draws, and compares buffers by value, as
-    changes of `buffer.data` are not counted. A buffer may be filled where it was None, or be
-    replaced by one that begins with the same values, as caches are; a buffer that is not persistent
-    is a cache by declaration.
+    the constructor has put into evaluation mode stay there.
+
+    Draws from torch's global generator and changes of persistent buffers are refused: neither would
+    be
+    the same on another grid. Both are looked for in every forward, by the generator's state (some 5
+    us)
+    and counters of changes. The first forward in each mode names the operator that draws, and
+    compares
+    buffers by value, as changes of `buffer.data` are not counted. A buffer may be filled if it was
+    None,
+    or be replaced by one that begins with the same values, as caches are; a buffer that is not
+    persistent is a cache by declaration.
     """
 
     def __init__(self, block: nn.Module, model: ModelSpec, number: int):
@@ -121,8 +131,8 @@ class BlockWatch:
             self._refuse_draws = None
 
     def _compare(self, block: nn.Module, args: Any, out: Any) -> None:
-        """Raises: ConfigError for a persistent buffer that this forward has changed, or a draw in
-        it."""
+        """Require that this forward changed no persistent buffer and drew nothing. Raises:
+        ConfigError."""
         if any(_state(generator) != before for generator, before in self._generators):
             raise refused_draw(self._model, self._where)
         for number, (full, module, name) in enumerate(self._buffers):
@@ -161,8 +171,7 @@ def _state_of(buffer: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def _begins_with(now: Tensor | None, before: Tensor, version: int) -> bool:
-    """Whether a buffer was replaced by another one that has the same values, or these first, as a
-    cache that grows."""
+    """Whether a buffer was replaced by one that begins with the same values."""
     if now is None or now is before or before._version != version:
         return False
     if type(now) is not Tensor or now.is_meta:

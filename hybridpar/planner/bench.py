@@ -26,10 +26,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
 from hybridpar.comm import barrier, gather_objects
-from hybridpar.config import Config, ModelConfig, message_shape
+from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid
 from hybridpar.models.blocks import TransformerLayer
 from hybridpar.models.build import Recomputation, build_blocks
+from hybridpar.models.own import local_message_shape
 from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.pipeline.run.recording import Clock, make_clock
 from hybridpar.pipeline.run.stage import KEEP_ALL, Stage
@@ -88,20 +89,20 @@ class Unit:
             KEEP_ALL,
             config.model,
         )
+        self._dtype = policy.dtype
+        self._device = device
         self.state = RankState(self.stage, ProcessGrid.of(tp), policy, device)
         self.state.initialize(0)
         self.state.allocate()
         self.num_parameters = sum(p.numel() for p in self.stage.parameters() if p.requires_grad)
         self.state.begin(0)
         self.key = RandomKey.of(config.train.seed, 0, 0, config.train.micro_batch_size, device)
-        self._usual: Tensor | None = (
-            None  # what it takes, where blocks measured one after the other may not fit
-        )
-        if number and not isinstance(config.model, ModelConfig):
-            shape = config.train.micro_batch_size, *message_shape(config.model, number - 1)
-            self._usual = torch.randn(
-                shape, dtype=policy.dtype, device=device, generator=torch.Generator(device)
-            )
+        self._input_shape: tuple[int, ...] | None = None
+        if number:
+            sequence = config.parallel.sequence
+            sample = local_message_shape(config.model, number - 1, tp, sequence)
+            self._input_shape = (config.train.micro_batch_size, *sample)
+        self._usual: Tensor | None = None  # an input, if the measured block before does not fit
         self._edge: GradientEdge | None  # None: nothing here needs a gradient
         self._sent: Tensor
         self._input: Tensor | None = None
@@ -110,7 +111,12 @@ class Unit:
         """An executor's forward of `x`, where that is of the form it takes; returns what it would
         send on."""
         self.state.weights.bind(self.state.weights.newest)
-        if self._usual is not None and (x is None or x.shape != self._usual.shape):
+        if self._input_shape is not None and (x is None or x.shape != self._input_shape):
+            if self._usual is None:
+                generator = torch.Generator(self._device)
+                self._usual = torch.randn(
+                    self._input_shape, dtype=self._dtype, device=self._device, generator=generator
+                )
             x = self._usual
         self._input = None if x is None else x.detach().requires_grad_()
         out: Any = self.stage(self._input, batch, self.key)

@@ -8,14 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import islice, product
 
-from hybridpar.config import (
-    Config,
-    MemoryConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    PipelineConfig,
-)
+from hybridpar.config import Config, MemoryConfig, OptimConfig, ParallelConfig, PipelineConfig
 from hybridpar.errors import ConfigError, config_error
 from hybridpar.models.balance import even_out
 from hybridpar.models.cost import KEPT_BYTES
@@ -240,7 +233,7 @@ def _schedules(
             continue
         # without a drain they gain balance alone, and equal layers divide as well into one stage on
         # each rank
-        looped = several if name == "2bw" and not isinstance(config.model, ModelConfig) else []
+        looped = several if name == "2bw" and not config.model.layers_field else []
         warmups = tuple(WARMUPS) if name == "2bw" and pp > 1 else (base.warmup,)
         for chunks, warmup in product((0, *looped), warmups):
             switch = base.early_switch

@@ -447,8 +447,10 @@ def estimate(
     degrees = [
         t for t in (1, 2, 4, 8, 16, 32) if t <= min(config.model.max_tp, cluster.num_devices)
     ]
-    of_model = _transformer_costs if isinstance(config.model, ModelConfig) else _own_costs
-    blocks = of_model(config, device, degrees, sizes, kernels)
+    if (formulas := config.model.cost_model) is None:
+        blocks = _counted_costs(config, device, degrees, sizes, kernels)
+    else:
+        blocks = _transformer_costs(formulas, device, degrees, sizes, kernels)
     hardware = Hardware(
         device.name, cluster.devices_per_server, device.memory_bytes, hosts=cluster.num_servers
     )
@@ -458,10 +460,10 @@ def estimate(
     )
 
 
-def _own_costs(
+def _counted_costs(
     config: Config, device: Device, degrees: Sequence[int], sizes: Sequence[int], kernels: Kernels
 ) -> dict[Key, BlockCost]:
-    """Blocks of a model of one's own: each kind's operators, run on ghosts."""
+    """Estimate each kind of block from its operators, run on ghosts."""
     kinds = block_kinds(config.model)
     blocks = dict[Key, BlockCost]()
     for tp, b in product(degrees, sizes):
@@ -492,9 +494,13 @@ def _own_costs(
 
 
 def _transformer_costs(
-    config: Config, device: Device, degrees: Sequence[int], sizes: Sequence[int], kernels: Kernels
+    model: ModelConfig,
+    device: Device,
+    degrees: Sequence[int],
+    sizes: Sequence[int],
+    kernels: Kernels,
 ) -> dict[Key, BlockCost]:
-    model = config.transformer
+    """Estimate embedding, layer and head of a GPT or BERT by formulas."""
     blocks = dict[Key, BlockCost]()
     for tp in degrees:
         parameters = count_parameters(model, tp)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hybridpar import __version__
 from hybridpar.comm import gather_objects
 from hybridpar.comm.ranks import run_on_ranks
-from hybridpar.config import Config, Launch, ModelConfig
+from hybridpar.config import Config, Launch
 from hybridpar.cores import available_cores
 from hybridpar.cpu import cpu_name
 from hybridpar.errors import config_error
@@ -86,8 +86,9 @@ def measure_machine(
 
 def identity(config: Config) -> dict[str, Any]:
     """Identity of this machine and configuration: a profile of another one does not serve."""
-    own = not isinstance(config.model, ModelConfig)  # whose code may change
-    forms = hashlib.sha256(repr(block_forms(config.model)).encode()).hexdigest() if own else ""
+    forms = ""
+    if config.model.spec:  # the user's code, which may change
+        forms = hashlib.sha256(repr(block_forms(config.model)).encode()).hexdigest()
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if _has_gpus(config)

@@ -180,7 +180,7 @@ class Fitting:
         """The most layers with which what `change` makes of the configuration fits; by halving."""
 
         def fits(number: int) -> bool:
-            sized = replace(config, model=replace(config.transformer, num_layers=number))
+            sized = replace(config, model=config.model.with_layers(number))
             changed = None if problems(sized, sized.parallel.num_ranks) else change(sized)
             return (
                 changed is not None

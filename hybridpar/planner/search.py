@@ -26,7 +26,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from hybridpar.config import Config, ModelConfig
+from hybridpar.config import Config
+from hybridpar.models.build import has_selective_recompute
 from hybridpar.planner.candidates import Candidate, Request, balanced, candidates, on_v
 from hybridpar.planner.compressed import loss_of_codecs, with_codecs
 from hybridpar.planner.cost import StepCost
@@ -223,9 +224,9 @@ class _Search:
             self._too_large[kind] = b
             return False
         self._push(again)
-        if isinstance(
-            candidate.config.model, ModelConfig
-        ):  # of other blocks it is not known what that takes
+        model = candidate.config.model
+        # what that takes is known by formulas alone
+        if model.cost_model is not None and has_selective_recompute(model):
             selective = replace(candidate.config, pipeline=replace(pipeline, recompute="selective"))
             cheap = Candidate(
                 selective, StepCost(selective, candidate.cost.machine), tried_recomputation=True

@@ -31,7 +31,8 @@ def split_rows(costs: Mapping[str, BlockCost], config: Config) -> dict[str, Bloc
     whole = max(layer.forward_messages)
     sent = sum(layer.forward_messages) + sum(layer.backward_messages)
     per_byte = (layer.forward_wait + layer.backward_wait) / sent
-    changes = _changes(config.transformer, next(t for t in count(2) if config.parallel.tp % t == 0))
+    model = _formulas(config)
+    changes = _changes(model, next(t for t in count(2) if config.parallel.tp % t == 0))
     return {
         kind: _split(
             cost,
@@ -43,6 +44,11 @@ def split_rows(costs: Mapping[str, BlockCost], config: Config) -> dict[str, Bloc
         )
         for kind, cost in costs.items()
     }
+
+
+def _formulas(config: Config) -> ModelConfig:
+    """The GPT or BERT whose costs those of the blocks are. Raises: ConfigError without one."""
+    return config.model.cost_model or config.transformer
 
 
 def _changes(model: ModelConfig, tp: int) -> dict[str, list[tuple[int, int]]]:
@@ -62,7 +68,7 @@ def _changes(model: ModelConfig, tp: int) -> dict[str, list[tuple[int, int]]]:
 def _norms(config: Config) -> float:
     """Share of a layer's `remake` that its norms are; the rest is the activation, which tp ranks
     split."""
-    model = config.transformer
+    model = _formulas(config)
     activation = (3 if model.activation == "swiglu" else 2) * model.ffn_size / config.parallel.tp
     return 4 * model.hidden_size / (4 * model.hidden_size + activation)
 
@@ -108,7 +114,8 @@ def may_split_rows(config: Config) -> bool:
     return (
         config.parallel.tp > 1
         and not config.parallel.sequence
-        and isinstance(config.model, ModelConfig)
+        and config.model.sequence_parallel
+        and config.model.cost_model is not None
     )
 
 

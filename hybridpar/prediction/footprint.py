@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
-from hybridpar.config import Config, ModelConfig
+from hybridpar.config import Config
 from hybridpar.data.mapped import rehearsal
 from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import Recomputation, build_blocks
@@ -335,11 +335,10 @@ def _no_codec(flow: int) -> None:
 
 
 def sample_microbatch(config: Config) -> dict[str, Tensor]:
-    """A micro-batch of full sequences; of BERT's positions, the usual share is labelled."""
-    model = config.model
+    """A micro-batch of full sequences; the usual share of BERT's positions is labelled."""
     b = config.train.micro_batch_size
-    if not isinstance(model, ModelConfig):
-        return rehearsal(model, b)
+    if (model := config.model.text_format) is None:
+        return rehearsal(config.model, b)
     shape = (b, model.seq_length)
     batch = {
         "tokens": torch.zeros(shape, dtype=torch.int64),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybridpar.config import Config, ModelConfig, from_mapping
+from hybridpar.config import Config, from_mapping
 from hybridpar.pipeline.plan.action import COMPUTE, parse_action
 from hybridpar.prediction.predict import predict
 from hybridpar.prediction.walk import StageMemory
@@ -96,11 +96,8 @@ def _all(config: Config, rank: int, memory: StageMemory) -> Iterator[Knob]:
     model = config.model
     tokens = train.micro_batch_size * config.model.tokens_per_sample
     chunk = min(_CHUNK, tokens // 4)
-    if (
-        isinstance(model, ModelConfig)
-        and rank == parallel.pp - 1
-        and 0 < chunk < (model.logits_chunk or tokens)
-    ):
+    can_chunk = model.logits_chunk is not None and rank == parallel.pp - 1
+    if can_chunk and 0 < chunk < (model.logits_chunk or tokens):
         yield Knob({"model": {"logits_chunk": chunk}}, computing)
     if parallel.tp > 1:
         yield Knob({"parallel": {"sequence": True}}, moving - moving // parallel.tp)

@@ -271,7 +271,7 @@ def _what_counts(config: Config, shape: _Shape) -> Config:
     has_dp = config.replicas_differ or config.feeds_back
     return replace(
         config,
-        model=replace(config.transformer, num_layers=max(1, len(shape.again)) + (not shape.head)),
+        model=config.model.with_layers(max(1, len(shape.again)) + (not shape.head)),
         parallel=replace(parallel, pp=min(parallel.pp, 2), dp=parallel.dp if has_dp else 1),
         pipeline=PipelineConfig(split_backward=config.pipeline.split_backward),
         data=DataConfig(),

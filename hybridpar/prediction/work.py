@@ -201,13 +201,13 @@ def as_all_reduces(traffic: Any, size: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def block_kinds(model: ModelSpec) -> tuple[str, ...]:
-    """The kind of each block; those of one kind run equal operators on equal shapes.
+    """The kind of each block; blocks of one kind run equal operators on equal shapes.
 
-    Of GPT and BERT: embedding, layers, head. Of other models a kind has the name of its first
-    block: blocks.1.
+    A model with formulas (`ModelSpec.cost_model`) has embedding, layers and head. In other models a
+    kind has the name of its first block: blocks.1.
     """
-    if isinstance(model, ModelConfig):
-        return (KINDS[0], *[KINDS[1]] * model.num_layers, KINDS[2])
+    if model.cost_model is not None:
+        return (KINDS[0], *[KINDS[1]] * (model.num_blocks - 2), KINDS[2])
     found: dict[object, str] = {}
     return tuple(
         found.setdefault(form, f"blocks.{number}") for number, form in enumerate(block_forms(model))

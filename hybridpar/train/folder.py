@@ -45,7 +45,6 @@ from hybridpar.config import (
     MODEL_FOLDER,
     Config,
     Launch,
-    ModelConfig,
     import_rule,
     read_run_config,
     spec_folder,
@@ -238,7 +237,7 @@ def begin(config: Config, tokenizer: Tokenizer | None) -> None:
     files = tokenizer.files() if tokenizer is not None else {}
     _remove_left_files(folder, (CONFIG, MODEL_FOLDER, CHANGES, "kernels.json", *files))
     write_changed(folder / CONFIG, to_toml(config))
-    own: list[type] = [] if isinstance(config.model, ModelConfig) else [type(config.model)]
+    own: list[type] = [type(config.model)] if config.model.spec else []
     own += [import_rule(config.optim.spec)] if config.optim.spec else []
     if own:
         write_changed(

@@ -18,7 +18,7 @@ from hybridpar.checkpoint.finding import MOST_TRIES
 from hybridpar.checkpoint.folders import Hold
 from hybridpar.checkpoint.stages import load_stage
 from hybridpar.comm import broadcast
-from hybridpar.config import Launch, ModelConfig, TrainConfig
+from hybridpar.config import Launch, TrainConfig
 from hybridpar.data.tokenizer import Tokenizer, check_vocab_fits
 from hybridpar.errors import CheckpointError, HybridparError, config_error, not_utf8
 from hybridpar.grid import ProcessGrid
@@ -91,11 +91,10 @@ class Generator:
     @staticmethod
     def _load(folder: Path, named: str, grid: ProcessGrid) -> Generator:
         trained = read_manifest(folder).config
-        model = trained.model
-        if not isinstance(model, ModelConfig) or model.kind != "gpt":
-            raise config_error(
-                "checkpoint", named, f"holds a {model.kind}; only a gpt generates text"
-            )
+        if not trained.model.can_generate:
+            rule = f"holds a {trained.model.kind}; only a gpt generates text"
+            raise config_error("checkpoint", named, rule)
+        model = trained.transformer
         tokenizer = folder.parent.parent / "tokenizer.json"
         if not os.path.lexists(tokenizer):
             raise CheckpointError(

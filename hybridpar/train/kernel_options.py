@@ -239,8 +239,8 @@ def _kind(device: torch.device) -> str:
 def _attend(config: Config, device: torch.device) -> None:
     """Run attention as the first tp rank will: forward and backward with dropout, and forward as in
     an evaluation."""
-    if isinstance(config.model, ModelConfig):
-        attend(config, config.model, device)
+    if (layers := config.model.cost_model) is not None:
+        attend(config, layers, device)
 
 
 def attend(config: Config, model: ModelConfig, device: torch.device) -> None:

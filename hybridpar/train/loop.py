@@ -161,7 +161,7 @@ def train(
         outcome = _train_on_grid(config, data, place, reporter, _Start(start, held))
         if (
             first
-            and config.model.kind == "gpt"
+            and config.model.can_generate
             and data.tokenizer is not None
             and not outcome.stopped_by
         ):

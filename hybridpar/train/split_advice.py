@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hybridpar.comm.objects import from_bytes, to_bytes
-from hybridpar.config import Config, ModelConfig
+from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
 from hybridpar.models.balance import balanced_split
 from hybridpar.models.build import recomputed_blocks
@@ -187,7 +187,7 @@ def _estimate(config: Config, run: RunCosts, split: Sequence[range]) -> _Blocks:
 
 
 def _flops(config: Config) -> list[int]:
-    if isinstance(config.model, ModelConfig):
+    if config.model.cost_model is not None:
         return list(forward_flops_per_token(config.model))
     return [block.forward for block in block_flops(config.model)]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.config import Config, ModelConfig, ModelSpec
+from hybridpar.config import Config, ModelSpec
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import HybridparError, first_line
 from hybridpar.grid import Axis
@@ -51,7 +51,7 @@ def likely_causes(config: Config, what: str) -> list[str]:
     """Return the reasons that speak for a first difference of kind `what`: of blocks if one is at
     fault, else of the kind."""
     found = []
-    if not isinstance(config.model, ModelConfig):
+    if config.model.spec:  # blocks of the user's
         try:
             found = list(_at_fault(config.model, config.train.seed))
         except HybridparError as error:

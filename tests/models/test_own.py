@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import ModelSpec
-from hybridpar.config import Config, from_mapping, import_spec, spec_name, to_mapping
+from hybridpar.config import AUTO, Config, from_mapping, import_spec, spec_name, to_mapping
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
 from hybridpar.models.build import build_blocks, recomputed_blocks
 from hybridpar.models.cost import forward_flops_per_token
-from hybridpar.models.own import adopt
+from hybridpar.models.own import Build, adopt
 from hybridpar.nn.init import initialize
 from hybridpar.nn.placement import named_placements
 from hybridpar.validate import problems
@@ -359,7 +359,7 @@ class Scales(nn.Module):
 def test_the_owner_of_a_parameter_decides_whether_it_decays(
     module: nn.Module, decaying: set[str]
 ) -> None:
-    adopt(module, Small(), 1, torch.float32)
+    adopt(module, Small(), 1, Build(Axis("tp"), "blocks.1", AUTO, False, "meta", torch.float32))
     assert {
         name for name, _, placement in named_placements(module) if placement.weight_decay
     } == decaying

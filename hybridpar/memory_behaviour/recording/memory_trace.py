@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar import native
-from hybridpar.config import Config, ModelConfig
+from hybridpar.config import Config
 from hybridpar.config.compression_methods import other_gradients
 from hybridpar.data.loader import Loader
 from hybridpar.errors import config_error
@@ -260,11 +260,10 @@ class SampleLoader:
         self._samples = config.train.micro_batch_size * config.parallel.replicas
         model = config.model
         b = config.train.micro_batch_size
-        targets = (
-            int((self._sample["labels"] >= 0).sum())
-            if isinstance(model, ModelConfig)
-            else sum(model.num_targets(model.sample(n, 0)) for n in range(b))
-        )
+        if model.text_format is not None:
+            targets = int((self._sample["labels"] >= 0).sum())
+        else:
+            targets = sum(model.num_targets(model.sample(n, 0)) for n in range(b))
         self._targets = max(1, targets) * config.pipeline.num_microbatches
         self._num_microbatches = config.pipeline.num_microbatches
 

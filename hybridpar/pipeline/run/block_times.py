@@ -16,18 +16,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from hybridpar.config import (
-    Config,
-    ModelConfig,
-    ModelSpec,
-    OptimConfig,
-    ParameterGroup,
-    message_shape,
-)
-from hybridpar.grid import Axis
-from hybridpar.models.build import DTYPES, build_blocks, parse_recompute
+from hybridpar.config import Config, ModelSpec, OptimConfig, ParameterGroup, message_shape
+from hybridpar.models.build import DTYPES, parse_recompute
 from hybridpar.models.cost import block_placements, forward_flops_per_token
-from hybridpar.nn.placement import Placement, named_placements
+from hybridpar.nn.placement import Placement
 from hybridpar.optim.work import update_work
 
 
@@ -108,15 +100,14 @@ def _trained_share(placements: Sequence[Placement]) -> float:
 def _elements(model: ModelSpec, number: int) -> float:
     """Elements of one sample that operators of a block other than products read and write, forward
     and backward."""
-    if not isinstance(model, ModelConfig):
+    if (formulas := model.cost_model) is None:
         return _BLOCK_ELEMENTS * prod(
             message_shape(model, max(0, min(number, model.num_blocks - 2)))
         )
     if number == model.num_blocks - 1:  # an exponential for each logit
-        return model.seq_length * model.vocab_size
-    return (
-        model.seq_length * model.hidden_size * (_LAYER_ELEMENTS if number else _EMBEDDING_ELEMENTS)
-    )
+        return formulas.seq_length * formulas.vocab_size
+    elements = _LAYER_ELEMENTS if number else _EMBEDDING_ELEMENTS
+    return formulas.seq_length * formulas.hidden_size * elements
 
 
 def _update_times(config: Config, rates: _Rates) -> list[float]:
@@ -155,18 +146,5 @@ def _placements(
     model: ModelSpec, groups: tuple[ParameterGroup, ...]
 ) -> tuple[tuple[Placement, ...], ...]:
     """The placements of each block's parameters."""
-    alike = isinstance(model, ModelConfig) and not any(group.frozen for group in groups)
-    return _transformer_placements(model) if alike else block_placements(model, groups)
-
-
-@lru_cache(maxsize=256)
-def _transformer_placements(model: ModelSpec) -> tuple[tuple[Placement, ...], ...]:
-    """The placements of each block of a GPT or BERT, whose layers are alike: one of them is
-    built."""
-    ends = [0, 1, model.num_blocks - 1]
-    embedding, layer, head = (
-        tuple(placement for _, _, placement in named_placements(block))
-        for number in ends
-        for block in build_blocks(model, Axis("tp"), [number]).values()
-    )
-    return embedding, *[layer] * (model.num_blocks - 2), head
+    alike = not any(group.frozen for group in groups)
+    return block_placements(model, () if alike else groups)

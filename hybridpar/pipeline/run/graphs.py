@@ -37,7 +37,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
 from hybridpar.comm import all_reduce
-from hybridpar.config import Config, ModelConfig
+from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid, Traffic
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.models.metrics import each, metrics_of
@@ -91,7 +91,7 @@ def recorder(
         buckets,
         num_places(config.parallel.pp, len(stages)),
         grid.tp,
-        distrusts=not isinstance(config.model, ModelConfig),
+        distrusts=not config.model.cuda_graph_safe,
     )
 
 

@@ -22,10 +22,10 @@ from torch.autograd.function import Function
 from hybridpar.autograd import once_differentiable
 from hybridpar.comm import all_gather
 from hybridpar.comm.p2p import connect
-from hybridpar.config import Config, ModelConfig, message_shape
+from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.models.own import local_message_shape
 from hybridpar.nn.placement import Range, split_ranges, split_sizes
-from hybridpar.nn.sequence import SequencePart
 from hybridpar.pipeline.plan.prove import send_window
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.pipeline.run.codecs import Codecs
@@ -78,10 +78,11 @@ class Lane:
         sequence = config.parallel.sequence
         model = config.model
         b = config.train.micro_batch_size
-        shape = (b, *message_shape(model, 0))
-        if sequence:
-            shape = (b, SequencePart.of(shape[1], grid.tp, sequence).length, *shape[2:])
-        shapes = tuple((b, *message_shape(model, max(0, blocks.start - 1))) for blocks in split)
+        shape, *each = (
+            (b, *local_message_shape(model, number, grid.tp, sequence))
+            for number in (0, *(max(0, blocks.start - 1) for blocks in split))
+        )
+        shapes = tuple(each) if len({shape, *each}) > 1 else ()
         slicing = None if sequence else grid.tp
         turns = (
             tuple(
@@ -96,7 +97,7 @@ class Lane:
             for turn, pair in enumerate(((grid.pp, grid.pp_reverse), *turns)):
                 for axis, flow in zip(pair, (1, -1), strict=True):
                     connect(axis, links_of(sizes, turn, flow), device)
-        lane = cls(
+        return cls(
             grid.pp,
             grid.pp_reverse,
             shape,
@@ -105,13 +106,9 @@ class Lane:
             slicing,
             Codecs.of(config),
             split,
-            turns=turns,
-            send_window=send_window(config) if grid.pp.size > 1 else 0,
-        )
-        return (
-            lane
-            if isinstance(model, ModelConfig) or len({*shapes, shape}) == 1
-            else replace(lane, shapes=shapes)
+            shapes,
+            turns,
+            send_window(config) if grid.pp.size > 1 else 0,
         )
 
     def into(self, stage: int) -> Lane:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hybridpar.autograd import recomputed
-from hybridpar.config import ModelConfig, ModelSpec
+from hybridpar.config import ModelSpec
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.models.build import Recomputation
 from hybridpar.pipeline.run.packing import Packing
@@ -39,7 +39,7 @@ class Stage(nn.Module):
     ):
         super().__init__()
         self._into = self._out = None
-        if model is not None and not isinstance(model, ModelConfig):
+        if model is not None:
             first = min(blocks)
             last = max(blocks)
             self._into = Packing.after(model, first - 1) if first else None

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate
 from math import prod
 
-from hybridpar.config import Config, ModelConfig, ModelSpec, message_shape
+from hybridpar.config import Config, ModelSpec, message_shape
 from hybridpar.errors import config_error
 from hybridpar.models.balance import balanced_split, even_out
 from hybridpar.models.cost import (
@@ -107,8 +107,8 @@ def _balanced(config: Config) -> tuple[int, ...]:
 
 def _named(model: ModelSpec) -> str:
     """The blocks, for people."""
-    if isinstance(model, ModelConfig):
-        return f"embedding, {model.num_layers} layers, head"
+    if model.cost_model is not None:
+        return f"embedding, {model.num_blocks - 2} layers, head"
     return f"blocks of {model.kind}"
 
 
@@ -116,7 +116,7 @@ def _named(model: ModelSpec) -> str:
 def _held(model: ModelSpec) -> tuple[tuple[int, int], ...]:
     """Bytes of each block, to compare splits by: its state, and what it keeps of a micro-batch of
     one sequence."""
-    if not isinstance(model, ModelConfig):
+    if (formulas := model.cost_model) is None:
         return tuple(
             (
                 sum(
@@ -127,8 +127,9 @@ def _held(model: ModelSpec) -> tuple[tuple[int, int], ...]:
             )
             for number, placements in enumerate(block_placements(model))
         )
-    token = model.seq_length * model.hidden_size
-    layer = (_STATE_BYTES * layer_matmul_parameters(model), KEPT_BYTES * token)
-    words = model.vocab_size * model.hidden_size
-    embedding = words + (token if model.position == "learned" else 0)
-    return ((_STATE_BYTES * embedding, 0), *[layer] * model.num_layers, (_STATE_BYTES * words, 0))
+    token = formulas.seq_length * formulas.hidden_size
+    layer = (_STATE_BYTES * layer_matmul_parameters(formulas), KEPT_BYTES * token)
+    words = formulas.vocab_size * formulas.hidden_size
+    embedding = words + (token if formulas.position == "learned" else 0)
+    layers = [layer] * formulas.num_layers
+    return ((_STATE_BYTES * embedding, 0), *layers, (_STATE_BYTES * words, 0))
