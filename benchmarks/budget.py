@@ -39,6 +39,7 @@ from benchmarks.common import FixedLoader, Shape, arguments, engine_config, pars
 from benchmarks.files import write_svg
 from hybridpar.config import Config, MemoryConfig, from_mapping
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.state.store import DiskStore
 from hybridpar.state.tiered import TieredMemory
 from hybridpar.state.tiers import Traffic
@@ -129,7 +130,7 @@ class Run:
 def train(shape: Shape, config: Config, steps: int) -> Run:
     """One training, as a run is: nothing drains between the steps, of which the last one counts for
     nothing."""
-    engine = Engine(config, ProcessGrid(), torch.device("cpu"))
+    engine = Engine(JobPlan(config), ProcessGrid(), torch.device("cpu"))
     memory = engine.state.memory
     traffic = memory.tiers.traffic if isinstance(memory, TieredMemory) else Traffic()
     losses: list[float] = []
@@ -272,7 +273,9 @@ def curve(bench: Bench) -> Iterator[dict[str, Any]]:
     for schedule in args.schedules:
         plain = bench.run(shape, config_of(shape, schedule, 0, ""))
         compute = statistics.median(plain.wall)
-        all_of_it: TierForecast = forecast(config_of(shape, schedule, 1 << 50, args.folder))
+        all_of_it: TierForecast = forecast(
+            JobPlan(config_of(shape, schedule, 1 << 50, args.folder))
+        )
         for share in args.shares:
             budget = round(all_of_it.least + share * (all_of_it.state - all_of_it.least))
             config = config_of(shape, schedule, budget, args.folder)

@@ -49,6 +49,7 @@ from benchmarks.common import SHAPES, OurStep, over_ranks, run_ranks, summary
 from hybridpar import checkpoint
 from hybridpar.config import Config, from_mapping
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine
 
 CPU = torch.device("cpu")
@@ -250,10 +251,10 @@ def _timed(load: Callable[[], object]) -> float:
 
 def load_ours(shape: str, folder: Path) -> dict[str, Any]:
     grid = ProcessGrid(tp=2)
-    Engine(config_of("tiny", tp=2), grid, CPU)  # code that is loaded on first use
+    Engine(JobPlan(config_of("tiny", tp=2)), grid, CPU)  # code that is loaded on first use
     forget_peak()
     before = resident()
-    engine = Engine(config_of(shape, tp=2), grid, CPU)
+    engine = Engine(JobPlan(config_of(shape, tp=2)), grid, CPU)
     flat = [tensor for buffer in engine.state.gradients.buffers for tensor in buffer.tensors]
     for tensor in flat:
         tensor.fill_(0)  # else not resident yet

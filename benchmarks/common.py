@@ -47,6 +47,7 @@ from hybridpar.config import (
 from hybridpar.cpu import cpu_name
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.train import trace
 from hybridpar.train.costs import RunCosts, run_costs
 from hybridpar.train.engine import Engine
@@ -205,7 +206,7 @@ class OurStep:
 
     def __init__(self, config: Config, shape: Shape, grid: ProcessGrid):
         device = config.train.device
-        self.engine = Engine(config, grid, torch.device(device))
+        self.engine = Engine(JobPlan(config), grid, torch.device(device))
         self.loader = FixedLoader(
             shape, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size, device
         )
@@ -222,11 +223,11 @@ class OurStep:
 def record_costs(config: Config, grid: ProcessGrid, loader: FixedLoader, batches: int) -> RunCosts:
     """Trains some batches, the first ones uncounted: what their actions cost. Collectives: called
     on all ranks."""
-    engine = Engine(config, grid, torch.device("cpu"))
+    engine = Engine(JobPlan(config), grid, torch.device("cpu"))
     recorder = trace.Recorder(engine.executor, 0, batches + trace.WARMUP)
     engine.train(loader, batches + trace.WARMUP, lambda result: recorder.after_step(result.step))
     recorder.close()
-    costs = run_costs(config, trace.gather(recorder, grid))
+    costs = run_costs(JobPlan(config), trace.gather(recorder, grid))
     assert costs is not None, f"{batches} batches are too few"
     engine.state.memory.close()
     return costs

@@ -43,6 +43,7 @@ from benchmarks.messages import over_seeds
 from hybridpar.config import CompressionConfig, Config, from_mapping
 from hybridpar.data import BatchLoader, open_data
 from hybridpar.grid import ProcessGrid, sizes_of
+from hybridpar.job import JobPlan
 from hybridpar.nn.matmul import Product
 from hybridpar.nn.placement import Init, Placement
 from hybridpar.state import GradientReducer, Partition, Route
@@ -313,7 +314,7 @@ def losses(
     )
     grid = ProcessGrid(sizes_of(config.parallel))
     data = open_data(config.model, config.data, folder, seed=config.train.seed, quiet=True)
-    engine = Engine(config, grid, torch.device("cpu"))
+    engine = Engine(JobPlan(config), grid, torch.device("cpu"))
     options = {
         "micro_batch_size": 2,
         "num_microbatches": 4,

@@ -45,6 +45,7 @@ from benchmarks.common import (
     summary,
 )
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.state.rank import RankState
 from hybridpar.train.engine import Engine
 from hybridpar.train.launch import keep_freed_memory
@@ -75,7 +76,7 @@ class Side:
 def state_of(shape: str, dtype: str, schedule: str) -> RankState:
     """A rank's state as the engine builds it, with made up gradients of norm CLIP."""
     config = engine_config(SHAPES[shape], dtype=dtype, schedule=schedule)
-    state = Engine(config, ProcessGrid(), torch.device("cpu")).state
+    state = Engine(JobPlan(config), ProcessGrid(), torch.device("cpu")).state
     state.allocate()
     draw = torch.Generator().manual_seed(SEED)
     for gradient in state.gradients.views(0).values():

@@ -44,12 +44,14 @@ from benchmarks.common import (
 )
 from benchmarks.link_sides import pace
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.copies import HostEngines
 from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.predict import Ordering, exposed_on_host
+from hybridpar.pipeline.plan.predict import exposed_on_host
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.state.host import HostWork
 from hybridpar.train.engine import Engine
-from hybridpar.train.policy import StepResult
+from hybridpar.train.step_result import StepResult
 
 SHAPES = {"waits": Shape(6, 64, 2, 64, 64, 2)}
 STAGES = 2
@@ -104,7 +106,7 @@ class Side:
         self.work = EmulatedHost(0.0, 0.0)
         self.seconds = (0.0, 0.0)
         self.engine = Engine(
-            config, ProcessGrid(pp=STAGES), torch.device("cpu"), host_work=self.work
+            JobPlan(config), ProcessGrid(pp=STAGES), torch.device("cpu"), host_work=self.work
         )
         host = self.engine.state.host
         self.groups = [] if host is None else list(map(float, host.sizes))
@@ -157,7 +159,7 @@ class Side:
             host_shares=everyone,
         )
         return exposed_on_host(
-            Ordering.of(self.engine.config), self.engine.sizes, costs, len(self.groups)
+            ScheduleOptions.of(self.engine.config), self.engine.sizes, costs, len(self.groups)
         )[1]
 
 

@@ -59,6 +59,7 @@ from hybridpar.checkpoint.manifest import MANIFEST, read_manifest
 from hybridpar.cli import main as hybridpar
 from hybridpar.config import Config, ParallelConfig, from_mapping, to_toml
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine
 from hybridpar.train.metrics import read_metrics
 
@@ -218,7 +219,10 @@ def examine(config: Config) -> dict[str, Any]:
     alone = replace(config, parallel=ParallelConfig(dp=1), train=one)
     said: list[str] = []
     loaded = checkpoint.resume(
-        root, Engine(alone, ProcessGrid(), torch.device("cpu")), manifest.corpus, said.append
+        root,
+        Engine(JobPlan(alone), ProcessGrid(), torch.device("cpu")),
+        manifest.corpus,
+        said.append,
     )
     wrong += [
         *said,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from benchmarks.common import FixedLoader, Shape, engine_config, over_ranks, summary
 from hybridpar.config import from_mapping
 from hybridpar.grid import AxisSizes, ProcessGrid, sizes_of
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import COMPUTE, Action, Kind
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.simulate import Costs, simulate
@@ -210,7 +211,7 @@ class Side:
             m,
             grid_on(link, sizes_of(config.parallel)),
         )
-        self.engine = Engine(config, self.grid, torch.device("cpu"))
+        self.engine = Engine(JobPlan(config), self.grid, torch.device("cpu"))
         if not method.slices:
             self.engine.executor.lane = replace(self.engine.executor.lane, slicing=None)
         if method.pace:
@@ -292,7 +293,11 @@ class Side:
         )
         return simulate(
             make_plan(
-                self.engine.schedule, self.engine.sizes, num_batches=16, split=self.method.split
+                self.engine.schedule.with_options(
+                    split=self.method.split, clip=True, gather=False, feedback=False
+                ),
+                self.engine.sizes,
+                num_batches=16,
             ),
             costs,
         ).step_time(self.m)

@@ -28,6 +28,7 @@ from hybridpar.comm import gather_objects
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.schedules import SCHEDULES
 from hybridpar.prediction import measure, predict
 from hybridpar.prediction.predict import batches_to_peak
@@ -118,8 +119,8 @@ def run(config: Config) -> Run:
     loader = SyntheticLoader(config.model, config.train.micro_batch_size, m, padding=False)
     gc.collect()
     with measure(CPU) as meter:
-        engine = Engine(config, grid, CPU)
-        engine.train(loader, batches_to_peak(config), lambda step: None)
+        engine = Engine(JobPlan(config), grid, CPU)
+        engine.train(loader, batches_to_peak(JobPlan(config)), lambda step: None)
         engine.executor.losses.clear()
         usage = meter.read()
     return Run(
@@ -143,7 +144,7 @@ def runs(configs: Sequence[Config]) -> list[list[Run]]:
 def compare(settings: dict[str, Any], measured: Sequence[Run]) -> dict[str, Any]:
     """One entry of the result file."""
     stages = []
-    for stage, predicted in enumerate(predict(config_of(settings))):
+    for stage, predicted in enumerate(predict(JobPlan(config_of(settings)))):
         peak = max(run.peak for run in measured if run.stage == stage)
         stages.append(
             {

@@ -24,6 +24,7 @@ from benchmarks.common import Shape, arguments, parse, report
 from hybridpar.config import Config, from_mapping
 from hybridpar.data import BatchLoader, open_data
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.validate import resolve
 from hybridpar.verify.boundaries import add_boundaries
@@ -99,13 +100,15 @@ def alone(config: Config) -> tuple[Engine, BatchLoader, BatchLoader]:
         BatchLoader(of, micro_batch_size=whole, num_microbatches=1)
         for of in (data.train, data.valid)
     )
-    return Engine(one, ProcessGrid(), torch.device("cpu")), train, valid
+    return Engine(JobPlan(one), ProcessGrid(), torch.device("cpu")), train, valid
 
 
 def train(config: Config) -> dict[str, Any]:
     """Trains in this process; losses by step, and the validation loss at the end."""
     engine, loader, held_out = alone(config)
-    add_boundaries({int(number): block for number, block in engine.stage.blocks.items()}, config)
+    add_boundaries(
+        {int(number): block for number, block in engine.stage.blocks.items()}, JobPlan(config)
+    )
     losses: list[float] = []
 
     def note(result: StepResult) -> None:

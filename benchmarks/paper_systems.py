@@ -35,7 +35,8 @@ from functools import cached_property
 from hybridpar.config import ModelConfig
 from hybridpar.models.cost import layer_matmul_parameters
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import Costs, simulate
 from hybridpar.planner.hardware import DEVICES, GIB, GIGABIT, LINKS, Cluster, Link
 from hybridpar.planner.kernels import (
@@ -311,13 +312,12 @@ def _simulated(
         setting.servers, machine.exchange_gbit, half_duplex=machine.half_duplex
     ).network(setting.devices(), activation_bytes(setting.model, setting.micro_batch))
     num_batches = 4 if schedule == "2bw" else 1
+    theirs = make_schedule(ScheduleOptions(schedule, clip=system != "2bw"))
     plan = make_plan(
-        schedule,
+        replace(theirs, receive_ahead=1 if ours else 0),
         Sizes(setting.depth, num_microbatches),
         0,
         num_batches,
-        clip=system != "2bw",
-        ahead=1 if ours else 0,
     )
     costs = pipeline_costs(setting, machine, system)
     if not update:

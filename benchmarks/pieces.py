@@ -20,11 +20,11 @@ import torch
 
 from benchmarks.common import SHAPES, arguments, engine_config, parse, report
 from hybridpar.config import from_mapping
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.simulate import Costs, simulate
 from hybridpar.state.compression.codec import BlockQuantized, Codec
 from hybridpar.state.compression.methods.dct import TopK
-from hybridpar.train.engine import Sizes, schedule_of
 
 CODECS: dict[str, Codec] = {
     "int8": BlockQuantized(8),
@@ -56,7 +56,8 @@ def gain(shape: str, schedule: str, p: int, link: str, num_bytes: int, seconds: 
         {"pipeline": {"warmup": SCHEDULES[schedule]}},
         engine_config(SHAPES[shape], pp=p, num_microbatches=m, schedule=schedule),
     )
-    plan = make_plan(schedule_of(config.pipeline), Sizes.of(config), num_batches=12)
+    job = JobPlan(config)
+    plan = make_plan(job.schedule, job.shape, num_batches=12)
     with_it, without = (
         simulate(
             plan,

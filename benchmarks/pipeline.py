@@ -57,10 +57,11 @@ from benchmarks.common import (
 )
 from benchmarks.plain import PlainGPT, adamw, clip, cross_entropy
 from hybridpar.grid import ProcessGrid
+from hybridpar.job.stage_split import stage_split
 from hybridpar.ops.update import Weights
-from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.predict import predict_timeline
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.pipeline.plan.schedules import WARMUPS
-from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.train import trace
 from hybridpar.train.measure import Measured
 from hybridpar.train.measure import measure as measure_parts
@@ -212,7 +213,9 @@ def measure_drains(
         for name, step in steps.items():
             recorded = record(step, max(_FEWEST, RECORDED // max(m // 2, 1))).costs
             predictions[name].append(
-                Ordering.of(step.engine.config).timeline(sizes[name], recorded).step_time(m)
+                predict_timeline(
+                    ScheduleOptions.of(step.engine.config), sizes[name], recorded
+                ).step_time(m)
             )
     simulated = {name: statistics.median(seconds) for name, seconds in predictions.items()}
     entry = case(

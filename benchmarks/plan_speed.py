@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS, report
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
+from hybridpar.job import JobPlan
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cluster import estimated
 from hybridpar.planner.cost import StepCost
@@ -62,7 +63,7 @@ def simulate() -> str:
     config = configuration(256, tp=8, pp=256, dp=2, m=512)
     on = cluster(512)
     cost = StepCost(config, estimated(config, on))
-    return f"{preview(config, 2, cost.costs).step_time:.6g} s a step"
+    return f"{preview(JobPlan(config), 2, cost.costs).step_time:.6g} s a step"
 
 
 def measured(what: Callable[[], str]) -> dict[str, Any]:

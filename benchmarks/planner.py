@@ -46,6 +46,7 @@ from benchmarks.hosts import ROOT, name_of, on_two_hosts
 from hybridpar.config import Config, Launch, ModelSpec, import_spec
 from hybridpar.config.compression_methods import MESSAGES
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cluster import measured_machine
 from hybridpar.planner.cost import StepCost
@@ -178,8 +179,8 @@ def _step_time(config: Config, shape: Shape | OwnShape, batches: int) -> float:
 def _memory(config: Config, shape: Shape | OwnShape) -> tuple[int, int]:
     grid, loader = _place(config, shape)
     device = torch.device("cpu")
-    watch = MemoryWatch(config, device)
-    engine = Engine(config, grid, device)
+    watch = MemoryWatch(JobPlan(config), device)
+    engine = Engine(JobPlan(config), grid, device)
     engine.train(watch.loader(loader), 5, lambda result: None)
     compared = watch.compare(grid, engine.tiers.peak if engine.tiers else 0)
     if engine.tiers is not None:
@@ -254,7 +255,9 @@ def moving_cases(base: Config, profile: Profile, batch: int, folder: str) -> lis
             memory=replace(base.memory, host_optimizer=host),
         )
         if share:
-            state = min(stage.state for stage in predict(config, device=torch.device("cpu")))
+            state = min(
+                stage.state for stage in predict(JobPlan(config), device=torch.device("cpu"))
+            )
             config = replace(
                 config, memory=replace(config.memory, budget=int(share * state), folder=folder)
             )

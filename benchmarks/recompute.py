@@ -38,6 +38,7 @@ from benchmarks.common import (
 )
 from hybridpar.config import Config, MemoryConfig
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.prediction import predict
 from hybridpar.train.settle import settle
 
@@ -52,7 +53,7 @@ PER_STAGE = 4
 
 def kept(config: Config) -> int:
     """Bytes of activations in flight."""
-    return predict(config, device=torch.device("cpu"))[0].activations
+    return predict(JobPlan(config), device=torch.device("cpu"))[0].activations
 
 
 def recomputing(name: str, dtype: str, rounds: int) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def offloading(shape_name: str, schedule: str, p: int, rounds: int, folder: str)
     sides = {name: OurStep(config, shape, ProcessGrid(pp=p)) for name, config in configs.items()}
     result = race(sides, rounds, tolerance=0.0)
     peaks = {
-        name: predict(config, device=torch.device("cpu"), ranks=[0])[0].total
+        name: predict(JobPlan(config), device=torch.device("cpu"), ranks=[0])[0].total
         for name, config in configs.items()
     }
     stash = sides[IN_FILE].engine.executor.stash

@@ -28,7 +28,8 @@ from benchmarks import common
 from benchmarks.common import SHAPES, FixedLoader, engine_config, record_costs, run_ranks, summary
 from hybridpar.config import PipelineConfig
 from hybridpar.grid import ProcessGrid
-from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.predict import predict_timeline
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
 from hybridpar.train.costs import RunCosts
 
@@ -57,11 +58,8 @@ class Case:
     def simulated(self, source: RunCosts) -> float:
         """This case's step time with the costs of another run."""
         sizes = Sizes(self.stages, self.microbatches, self.chunks)
-        return (
-            Ordering(self.schedule)
-            .timeline(sizes, source.measured.costs)
-            .step_time(self.microbatches)
-        )
+        timeline = predict_timeline(ScheduleOptions(self.schedule), sizes, source.measured.costs)
+        return timeline.step_time(self.microbatches)
 
     def ratios(self, source: Case) -> list[float]:
         """Simulated from the costs of `source`, over measured: in each round."""

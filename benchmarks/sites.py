@@ -54,6 +54,7 @@ from benchmarks.hosts import FREE, on_two_hosts
 from benchmarks.link_sides import Link, grid_on, pace, ratio
 from hybridpar.config import OuterConfig
 from hybridpar.grid import sizes_of
+from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine
 
 EVERY = 30
@@ -89,7 +90,7 @@ class Side:
                 config, outer=self.outer, parallel=replace(config.parallel, sites=ranks)
             )
         self.grid = grid_on(self.link, sizes_of(config.parallel))
-        self.engine = Engine(config, self.grid, torch.device("cpu"))
+        self.engine = Engine(JobPlan(config), self.grid, torch.device("cpu"))
         if self.pace:
             pace(self.engine, self.pace)
         self.loader = FixedLoader(self.shape, self.m, self.grid.replica, self.grid.num_replicas)

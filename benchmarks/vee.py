@@ -36,6 +36,7 @@ from benchmarks.common import (
 from benchmarks.link_sides import pace
 from hybridpar.config import Config, from_mapping
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.prediction import measure, predict
 from hybridpar.train.engine import Engine
 
@@ -77,7 +78,7 @@ def measure_sides(
     for name, pipeline in SIDES.items():
         gc.collect()
         with measure(CPU) as meter:
-            engine = Engine(config_of(shape, size, m, pipeline), ProcessGrid(pp=size), CPU)
+            engine = Engine(JobPlan(config_of(shape, size, m, pipeline)), ProcessGrid(pp=size), CPU)
             losses[name] = list[float]()
             engine.train(loader, 4, lambda result, name=name: losses[name].append(result.loss))
             usage = meter.read()
@@ -100,7 +101,8 @@ def measure_sides(
             times[name].append((ends[batches] - ends[0]) / batches)
     wall = {name: over_ranks(each, "max") for name, each in times.items()}
     stages = {
-        name: predict(config_of(shape, size, m, pipeline)) for name, pipeline in SIDES.items()
+        name: predict(JobPlan(config_of(shape, size, m, pipeline)))
+        for name, pipeline in SIDES.items()
     }
     predicted = {
         name: max(stage.total - stage.static for stage in each) for name, each in stages.items()

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from hybridpar.models.given import GivenRow
     from hybridpar.prediction import StageMemory
-    from hybridpar.train.policy import StepResult
     from hybridpar.train.run import Outcome
+    from hybridpar.train.step_result import StepResult
     from hybridpar.verify.run import Report
 
 
@@ -270,10 +270,11 @@ class Trainer:
         Raises:
             ConfigError: The configuration cannot work.
         """
+        from hybridpar.job import JobPlan
         from hybridpar.prediction import predict
 
         with self._prepared():
-            return predict(resolve(self.config, self.config.parallel.num_ranks))
+            return predict(JobPlan(resolve(self.config, self.config.parallel.num_ranks)))
 
     def _row(
         self, modules: Any, loss: Any, metrics: Any, num_targets: Any

@@ -1,7 +1,7 @@
 """`hybridpar check`: everything wrong with a configuration at once, for any world size, without a
 process group.
 
-Rules of the settings themselves stand beside them (hybridpar.config). Here are those that need the
+Rules of the settings themselves are in hybridpar.config.rules. Here are those that need the
 job, and those of the parts of the program that know what they can run.
 """
 
@@ -16,9 +16,11 @@ from pathlib import Path
 
 from hybridpar.checkpoint.compatible import CONTINUABLE
 from hybridpar.config import Config, ParameterGroup, UnloadedModel, broken_rules
+from hybridpar.config.rules import conflicts
 from hybridpar.errors import ConfigError, Problem, not_utf8
+from hybridpar.job import JobPlan
 from hybridpar.models.build import (
-    recomputed_blocks,
+    requested_recomputation,
     require_factors,
     require_tied_ends,
     require_trainable,
@@ -26,9 +28,7 @@ from hybridpar.models.build import (
 from hybridpar.models.metrics import require_names
 from hybridpar.ops.registry import select
 from hybridpar.optim.own import find_rule
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.run.codecs import Codecs
-from hybridpar.pipeline.run.stage_split import stage_split
 
 
 def resolve(config: Config, world_size: int) -> Config:
@@ -46,7 +46,7 @@ def problems(config: Config, world_size: int) -> list[Problem]:
     it can run."""
     return [*value_problems(config)] or [  # what follows divides by these numbers
         *_grid(config, world_size),
-        *config.conflicts(),
+        *conflicts(config),
         *_refused(config),
         *_continued(config),
     ]
@@ -173,8 +173,9 @@ def _refused(config: Config) -> Iterator[Problem]:
     groups = (
         () if said else config.optim.groups
     )  # their names are those of a model that can be built
+    job = JobPlan(config)
     attempts: list[Callable[[], object]] = [
-        lambda: stage_split(config),
+        lambda: job.split,
         *([] if said else [partial(require_trainable, model, groups)]),
         lambda: require_tied_ends(model, pp),
         lambda: require_names(model),
@@ -183,11 +184,11 @@ def _refused(config: Config) -> Iterator[Problem]:
             if config.compression.takes_factors
             else []
         ),
-        lambda: recomputed_blocks(
-            pipeline.recompute, model, [range(0)] * min(pp * chunks, model.num_blocks)
+        lambda: requested_recomputation(
+            pipeline.recompute, model, min(pp * chunks, model.num_blocks)
         ),
-        lambda: schedule_of(pipeline).check_sizes(Sizes.of(config)),
-        lambda: Codecs.of(config),
+        lambda: job.schedule.check_sizes(job.shape),
+        lambda: Codecs.of(job),
         *(
             [partial(find_rule, config.optim)]
             if config.optim.name == "own" and config.optim.spec

@@ -15,6 +15,7 @@ from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.draw import draw
 from hybridpar.pipeline.plan.kinds import ROWS
 from hybridpar.pipeline.plan.passes import make_plan
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
 
@@ -68,14 +69,10 @@ def sizes_for(options: dict[str, Any], schedule: str, p: int, m: int) -> Sizes:
 
 
 def plan_for(schedule: Schedule, sizes: Sizes, num_batches: int) -> Any:
-    return make_plan(
-        schedule,
-        sizes,
-        0,
-        num_batches,
-        split=sizes.is_v or schedule.zero_bubble,
-        clip=schedule.name != "pipedream",
+    lowered = schedule.with_options(
+        split=sizes.is_v or schedule.options.zero_bubble, clip=schedule.name != "pipedream"
     )
+    return make_plan(lowered, sizes, 0, num_batches)
 
 
 def costs_for(sizes: Sizes) -> Costs:
@@ -84,7 +81,10 @@ def costs_for(sizes: Sizes) -> Costs:
 
 def numbers(name: str, options: dict[str, Any], p: int, m: int) -> tuple[float, float, int, float]:
     """Idle share, activations, versions, messages."""
-    schedule, sizes = make_schedule(name, **options), sizes_for(options, name, p, m)
+    schedule, sizes = (
+        make_schedule(ScheduleOptions(name, **options)),
+        sizes_for(options, name, p, m),
+    )
     costs = costs_for(sizes)
     work = 3.0 * m
     report = check(plan_for(schedule, sizes, 3), sizes, schedule)
@@ -130,7 +130,7 @@ def settings(name: str, options: dict[str, Any]) -> str:
 
 def picture(name: str, options: dict[str, Any]) -> str:
     """The first batches, or one that drains, as far as the axis goes."""
-    schedule = make_schedule(name, **options)
+    schedule = make_schedule(ScheduleOptions(name, **options))
     sizes = sizes_for(options, name, *DRAWN)
     timeline = simulate(plan_for(schedule, sizes, 1 if schedule.flush else 4), costs_for(sizes))
     lines = draw(timeline, unit=0.5, width=_COLUMNS).splitlines()

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid, sizes_of
+from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine, StepResult
 
 Sections = Mapping[str, dict[str, Any]]
@@ -64,7 +65,7 @@ def start(
 ) -> tuple[Engine, SyntheticLoader]:
     """This rank's engine and its samples."""
     engine = Engine(
-        config,
+        JobPlan(config),
         ProcessGrid(sizes_of(config.parallel), device_type=device_type),
         torch.device("cpu"),
         **of_engine,

@@ -33,10 +33,10 @@ from hybridpar.data import train_tokenizer
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import HybridparError
 from hybridpar.grid import sizes_of
-from hybridpar.pipeline.plan.prove import prove
+from hybridpar.job import JobPlan
 from hybridpar.prediction import MemoryWatch
 from hybridpar.train.engine import Engine
-from hybridpar.train.policy import StepResult
+from hybridpar.train.step_result import StepResult
 from hybridpar.validate import problems, resolve
 from hybridpar.watch import Board
 
@@ -121,7 +121,7 @@ def test_a_program_verifies_trains_evaluates_and_has_its_weights(
 def test_a_configuration_is_right_and_its_plan_proven(path: Path) -> None:
     config = resolve(load_toml(path), load_toml(path).parallel.num_ranks)
     assert not problems(config, config.parallel.num_ranks)
-    prove(config)
+    JobPlan(config).prove()
 
 
 @pytest.mark.ranks
@@ -180,8 +180,8 @@ def train_watched(config: Config) -> Any:
     """Peaks that were measured and predicted, and the bytes that each stage has sent to its
     neighbours."""
     grid, cpu = ProcessGrid(sizes_of(config.parallel)), torch.device("cpu")
-    watch = MemoryWatch(config, cpu)
-    engine = Engine(config, grid, cpu)
+    watch = MemoryWatch(JobPlan(config), cpu)
+    engine = Engine(JobPlan(config), grid, cpu)
     loader = SyntheticLoader(
         config.model, config.train.micro_batch_size, config.pipeline.num_microbatches
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from hybridpar.config.compression_methods import GRADIENTS
@@ -26,6 +27,7 @@ LAYERS = (
     ("models", "pipeline.plan"),
     ("optim",),
     ("state",),
+    ("job",),
     ("pipeline.run",),
     ("data",),
     ("checkpoint",),
@@ -104,6 +106,16 @@ def test_imports_point_down() -> None:
         if not any(importer == who and _is_in(imported, what) for who, what in ON_DEMAND)
     ]
     assert not upward, "\n".join(upward)
+
+
+def test_nothing_is_imported_in_a_circle() -> None:
+    """Also not within functions, or for types alone."""
+    graph: dict[str, set[str]] = {}
+    for importer, imported in edges():
+        if imported != "hybridpar":  # which imports what it offers when that is first used
+            graph.setdefault(importer, set()).add(imported)
+    graph.pop("hybridpar", None)
+    TopologicalSorter(graph).prepare()
 
 
 def test_nothing_imports_a_source_system_at_its_start() -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from hybridpar.config import from_mapping
 from hybridpar.grid import Axis
+from hybridpar.job.stage_split import stage_split
 from hybridpar.models.build import build_blocks
-from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.verify.run import verify
 
 BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {

@@ -18,21 +18,18 @@ from hybridpar.checkpoint.tensorfile import TensorFile, write_tensors
 from hybridpar.config import Config
 from hybridpar.flight import NO_FLIGHT, Flight
 from hybridpar.grid import Place, ProcessGrid
-from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.job import JobPlan
 from hybridpar.state import RankState
 from hybridpar.state.kind import StateKind
 
 
 class Trainee(Protocol):
-    """A rank in training, whose state is saved and loaded: train.engine.Engine.
+    """A rank in training, whose state is saved and loaded: train.engine.Engine."""
 
-    `split`: the blocks of each stage, which pipeline.placement gives to ranks.
-    """
-
+    job: JobPlan
     config: Config
     grid: ProcessGrid
     state: RankState
-    split: tuple[range, ...]
 
     def state_meta(self) -> dict[str, Any]: ...
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None: ...
@@ -56,11 +53,11 @@ class Part:
         replica has, too."""
         grid = engine.grid
         state = engine.state
-        held = [engine.split[stage] for stage in Sizes.of(engine.config).stages_of(grid.pp.rank)]
+        held = engine.job.held(grid.pp.rank)
         tensors = {key: tensor for kind in writes(engine) for key, tensor in kind.tensors().items()}
         return Part(
             saved_place(engine.config, grid.place),
-            tuple(edge for blocks in held for edge in (blocks.start, blocks.stop)),
+            tuple(edge for blocks in held.values() for edge in (blocks.start, blocks.stop)),
             TrainingState.of(engine.state_meta()).versions,
             tensors,
             header_of(state.placements, state.parts),

@@ -41,7 +41,6 @@ from hybridpar.config import Config
 from hybridpar.errors import CheckpointError, NotFiniteError
 from hybridpar.flight import NO_FLIGHT, Flight, Waiting
 from hybridpar.nn.placement import Placement
-from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.state.kinds import WeightVersions
 
 _TURN_S = (
@@ -135,7 +134,7 @@ class Saver:
 
     def _who(self) -> str:
         grid = self._engine.grid
-        return grid.describe(Sizes.of(self._engine.config).stages_of(grid.pp.rank))
+        return grid.describe(self._engine.job.shape.stages_of(grid.pp.rank))
 
     def _begin(self, step: int) -> Path:
         """The folder to write into: the first rank's, as this rank's own run.dir names it."""

@@ -46,13 +46,12 @@ class Check:
         from torch.nn import ModuleList
 
         from hybridpar.grid import Axis
+        from hybridpar.job import JobPlan
         from hybridpar.models.build import build_blocks, global_placements
         from hybridpar.models.cost import training_flops_per_token
         from hybridpar.models.groups import summarize
         from hybridpar.models.groups import table as group_table
         from hybridpar.optim.schedule import describe_points
-        from hybridpar.pipeline.plan.sizes import Sizes
-        from hybridpar.pipeline.run.stage_split import stage_split
         from hybridpar.planner.links_report import link_lines, link_needs, step_line
         from hybridpar.prediction import predict, table
         from hybridpar.prediction.knobs import knobs, savings
@@ -65,11 +64,12 @@ class Check:
         from hybridpar.train.site_traffic import site_traffic
 
         config, device = from_mapping(measured(config), config), default_device(config)
-        offload = forecast_offload(config) if device.type == "cpu" else None
+        job = JobPlan(config)
+        offload = forecast_offload(job) if device.type == "cpu" else None
         if offload is not None and config.memory.offload_activations == "auto":
             config = from_mapping({"memory": {"offload_activations": offload.away}}, config)
-        memory = predict(config, device=device)
-        stages = stage_split(config)
+            job = JobPlan(config)
+        memory = predict(job, device=device)
         model = ModuleList(
             build_blocks(config.model, Axis("tp"), range(config.model.num_blocks)).values()
         )
@@ -79,7 +79,7 @@ class Check:
         plain = {
             "ok": True,
             "grid": {"tp": grid.tp, "pp": grid.pp, "dp": grid.dp, **several},
-            "stages": [[b.start, b.stop] for b in stages],
+            "stages": [[b.start, b.stop] for b in job.split],
             "parameters": parameters,
             "batch_samples": config.global_batch_size,
             "batch_tokens": config.batch_tokens,
@@ -88,10 +88,10 @@ class Check:
             "peak_memory": [stage.as_json() for stage in memory],
             "absent": absent,
         }
-        tiers = forecasts(config)
-        host = forecast_host(config)
+        tiers = forecasts(job)
+        host = forecast_host(job)
         sites = site_traffic(config)
-        name = Sizes.of(config).rank_name
+        name = job.shape.rank_name
         fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
         fit, fit_lines = fit_report(config, memory, room, name, largest=self.largest)
         groups = (
@@ -112,7 +112,7 @@ class Check:
             return 0
         likeliest = knobs(config, fullest, memory[fullest])[:1]
         saving = next(iter(savings(config, fullest, memory[fullest], likeliest, device)), None)
-        blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in stages)
+        blocks = ", ".join(f"{b.start}-{b.stop - 1}" for b in job.split)
         if (chunks := config.pipeline.num_chunks) > 1:
             blocks += (
                 f"; rank r holds r and {2 * grid.pp - 1} - r"

@@ -65,6 +65,7 @@ def saves_most(config: Config) -> str:
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
+    from hybridpar.job import JobPlan
     from hybridpar.planner.remedies import Fitting
     from hybridpar.prediction.predict import default_device, predict
 
@@ -81,7 +82,7 @@ def saves_most(config: Config) -> str:
                 "less of the host's memory: "
                 f"{names[0] if names else 'fewer ranks on this host (--ranks)'}"
             )
-        peak = max(stage.needed for stage in predict(config, device=device))
+        peak = max(stage.needed for stage in predict(JobPlan(config), device=device))
         best = Fitting(peak / 2, device).smallest(config)
     except SignalException:  # torch's agent makes an exception of a request to stop
         raise

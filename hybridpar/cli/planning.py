@@ -21,6 +21,7 @@ from hybridpar.cli.values import (
 )
 from hybridpar.config import Config, Launch, PipelineConfig, read_run_config, to_toml
 from hybridpar.errors import config_error
+from hybridpar.pipeline.plan.predict import predict_timeline
 
 if TYPE_CHECKING:
     from hybridpar.planner.candidates import Candidate, Request
@@ -269,7 +270,7 @@ class Plan:
         from hybridpar.pipeline.plan.svg import draw_svg
         from hybridpar.planner.report import describe
 
-        timeline = best.cost.ordering.timeline(best.cost.sizes, best.cost.costs, 2)
+        timeline = predict_timeline(best.cost.ordering, best.cost.sizes, best.cost.costs, 2)
         write_output(
             "svg",
             self.svg,

@@ -52,7 +52,7 @@ class Simulate:
     """Print the result as one JSON object on stdout."""
 
     def run(self, launch: Launch) -> int:
-        from hybridpar.pipeline.plan.sizes import Sizes
+        from hybridpar.job import JobPlan
         from hybridpar.planner.stragglers import spread
         from hybridpar.prediction import check_size
         from hybridpar.train.preview import costs_of_run, preview
@@ -75,8 +75,9 @@ class Simulate:
             late = spread(cost)
         elif run:
             costs = run.measured.costs
-        shown = preview(config, self.batches, costs)
-        rank_name = Sizes.of(config).rank_name
+        job = JobPlan(config)
+        shown = preview(job, self.batches, costs)
+        rank_name = job.shape.rank_name
         self._draw(config, shown, rank_name, timed=costs is not None)
         time = f"{shown.step_time:.2f} times the forward of the costliest {rank_name}"
         if run:

@@ -3,9 +3,8 @@ lost made up for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from hybridpar.config.compression_methods import (
     GRADIENTS,
@@ -15,10 +14,6 @@ from hybridpar.config.compression_methods import (
     MessagesName,
 )
 from hybridpar.config.typed import AtLeastOne, Count, Within
-from hybridpar.errors import Problem
-
-if TYPE_CHECKING:
-    from hybridpar.config.sections import Config
 
 
 @dataclass(frozen=True)
@@ -89,6 +84,11 @@ class CompressionConfig:
         return self._row is not None and self._row.depends_on_values
 
     @property
+    def value_types(self) -> tuple[str, ...]:
+        """The values of gradients_values that the method of `gradients` supports; empty: all."""
+        return () if self._row is None else self._row.value_types
+
+    @property
     def _row(self) -> GradientCompression | None:
         return GRADIENTS.get(self.gradients)
 
@@ -98,50 +98,6 @@ class CompressionConfig:
         forward = self.messages
         backward = self.messages_backward
         return forward, forward if backward == "same" else backward
-
-    def conflicts(self, config: Config) -> Iterator[Problem]:
-        """Settings that do not go with those of other sections."""
-        for reason in self._against_gradients(config) if self.gradients != "none" else ():
-            yield Problem("compression.gradients", self.gradients, reason, "none")
-        shapes = [config.model.activation_shape(n) for n in range(config.model.num_blocks - 1)]
-        if self.both_ways != ("none", "none") and any(
-            isinstance(s, dict) or s != shapes[0] for s in shapes
-        ):
-            yield Problem(
-                "compression.messages",
-                self.messages,
-                "needs one tensor of one shape between all blocks, "
-                f"and {config.model.kind} has others",
-                "none",
-            )
-        known = () if self._row is None else self._row.value_types
-        if known and self.gradients_values not in known:
-            others = " or ".join(
-                f'"{name}"'
-                for name, row in GRADIENTS.items()
-                if self.gradients_values in row.value_types
-            )
-            yield Problem(
-                "compression.gradients_values",
-                self.gradients_values,
-                f'not supported with compression.gradients = "{self.gradients}", only with {others}',
-                known[0],
-            )
-
-    @staticmethod
-    def _against_gradients(config: Config) -> Iterator[str]:
-        if config.parallel.sites > 1:
-            yield (
-                f"does not go with parallel.sites = {config.parallel.sites}, within which links "
-                "are fast: "
-                "outer.precision is for what sites send"
-            )
-        if config.memory.budget:
-            yield (
-                f"does not go with memory.budget = {config.memory.budget}: what a replica has not "
-                "sent is needed "
-                "whole, once a batch"
-            )
 
 
 UNCOMPRESSED = CompressionConfig()

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from hybridpar.config.typed import Count, NotNegative, Positive, Within
-from hybridpar.errors import Problem
-
-if TYPE_CHECKING:
-    from hybridpar.config.sections import Config
 
 
 @dataclass(frozen=True)
@@ -82,25 +77,3 @@ class AnomaliesConfig:
             self.norm_spike and self.on_norm_spike,
             self.audit_interval and self.on_divergence,
         )
-
-    def conflicts(self, config: Config) -> Iterator[Problem]:
-        """Settings that do not go together, or not with those of other sections."""
-        if self.window < 8 and (self.loss_spike or self.norm_spike):
-            yield Problem(
-                "anomalies.window", self.window, "is too short to tell a spike from noise", "64"
-            )
-        for name, found in (
-            ("on_non_finite", True),
-            ("on_loss_spike", self.loss_spike > 0),
-            ("on_norm_spike", self.norm_spike > 0),
-        ):
-            if found and getattr(self, name) == "skip" and not config.norms_first:
-                rule = (
-                    "pipedream without clipping updates before the norm is known, so no update can "
-                    "be skipped; set "
-                    "optim.clip_grad, or"
-                )
-                yield Problem(f"anomalies.{name}", "skip", rule, '"stop"')
-        if self.rolls_back and not config.train.save_interval:
-            rule = "must be positive: anomalies are to be rolled back to a checkpoint"
-            yield Problem("train.save_interval", 0, rule, "100")

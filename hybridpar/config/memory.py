@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from hybridpar.config.typed import Count
-from hybridpar.errors import Problem
-
-if TYPE_CHECKING:
-    from hybridpar.config.sections import Config
 
 
 @dataclass(frozen=True)
@@ -54,61 +49,3 @@ class MemoryConfig:
         if not isinstance(self.offload_activations, tuple):
             return self
         return replace(self, offload_activations=0 if self.budget else "auto")
-
-    def conflicts(self, config: Config) -> Iterator[Problem]:
-        away = self.offload_activations
-        for reason in self._against_offload(config) if away != 0 else ():
-            yield Problem(
-                "memory.offload_activations",
-                list(away) if isinstance(away, tuple) else away,
-                reason,
-                "0",
-            )
-        if self.budget and config.optim.staleness == "prediction":
-            yield Problem(
-                "memory.budget",
-                self.budget,
-                "does not go with optim.staleness = prediction, which keeps a "
-                "second copy of all weights for evaluations",
-                "0",
-            )
-        if self.host_optimizer:
-            yield from self._host_conflicts(config)
-
-    def _against_offload(self, config: Config) -> Iterator[str]:
-        """What is wrong with activations in a file: their number, and settings that they do not go
-        with."""
-        numbers = (self.num_away,) if isinstance(self.num_away, int) else self.num_away
-        pp = config.parallel.pp
-        if min(numbers, default=0) < 0:
-            yield "must not be negative"
-        if self.num_away == numbers and len(numbers) != pp:
-            yield f"must have a number for each of the {pp} ranks of a pipeline"
-        if self.budget and self.offload_activations == "auto":
-            yield f"does not go with memory.budget = {self.budget}, whose moves take the time of the same disk or link"
-
-    def _host_conflicts(self, config: Config) -> Iterator[Problem]:
-        optim = config.optim
-        if self.budget:
-            yield Problem(
-                "memory.budget",
-                self.budget,
-                "does not go with memory.host_optimizer, which keeps in memory all that it updates",
-                "0",
-            )
-        if optim.name == "lamb":
-            yield Problem(
-                "optim.name",
-                "lamb",
-                "does not go with memory.host_optimizer: it takes norms of whole "
-                "parameters, over ranks",
-                "adamw",
-            )
-        if not config.norms_first:
-            yield Problem(
-                "optim.clip_grad",
-                optim.clip_grad,
-                "must be above 0 with memory.host_optimizer and schedule "
-                "pipedream: the host waits for the norm",
-                "1.0",
-            )

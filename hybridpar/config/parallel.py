@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-from hybridpar.config.model import ModelConfig
 from hybridpar.config.typed import Within
-from hybridpar.errors import Problem
-
-if TYPE_CHECKING:
-    from hybridpar.config.sections import Config
 
 
 @dataclass(frozen=True)
@@ -47,17 +41,3 @@ class ParallelConfig:
     def replicas(self) -> int:
         """Replicas at all sites."""
         return self.sites * self.dp
-
-    def conflicts(self, config: Config) -> Iterator[Problem]:
-        """Settings that do not go with those of other sections; the same in every section."""
-        if self.tp > (most := config.model.max_tp):
-            yield Problem(
-                "parallel.tp", self.tp, f"must be at most {config.model.max_tp_rule}", str(most)
-            )
-        if self.sequence and not config.model.sequence_parallel:
-            rule = f"requires blocks that support it ({config.model.kind}.sequence_parallel = True)"
-            yield Problem("parallel.sequence", True, rule, "false")
-        if self.zero > 1 and config.memory.host_optimizer:
-            yield Problem(
-                "parallel.zero", self.zero, "does not go with memory.host_optimizer = true", "1"
-            )

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from hybridpar.config.typed import Count, Within
-from hybridpar.errors import Problem
-
-if TYPE_CHECKING:
-    from hybridpar.config.sections import Config
 
 
 def rank_of_stage(stage: int, num_ranks: int, placement: str) -> int:
@@ -96,49 +90,3 @@ class PipelineConfig:
         if self.schedule in ("naive", "gpipe", "1f1b", "pipedream"):
             return 1
         return self.chunks or (2 if self.schedule == "interleaved" else 1)
-
-    def conflicts(self, config: Config) -> Iterator[Problem]:
-        if self.schedule == "auto":
-            rule = 'must be left out with pipeline.schedule = "auto", which finds it'
-            yield from (
-                Problem(f"pipeline.{f.name}", getattr(self, f.name), rule, json.dumps(f.default))
-                for f in fields(self)
-                if f.name in FOUND and getattr(self, f.name) != f.default
-            )
-            return
-        if self.early_switch == "auto" and self.schedule != "2bw":
-            rule = f"schedule {self.schedule} has no such option, only 2bw"
-            yield Problem("pipeline.early_switch", "auto", rule, "off")
-        if self.zero_bubble and not self.split_backward:
-            yield Problem(
-                "pipeline.split_backward",
-                "false",
-                "must be true with pipeline.zero_bubble, which moves the second part of a backward",
-                "true",
-            )
-        if self.placement == "v" and not self.split_backward:
-            yield Problem(
-                "pipeline.split_backward",
-                "false",
-                "must be true with pipeline.placement = v, whose order "
-                "is of both parts of a backward",
-                "true",
-            )
-        if not self.split_backward and any(
-            word[0] in "IW" for line in self.order for word in line.split()
-        ):
-            yield Problem(
-                "pipeline.split_backward",
-                "false",
-                "must be true where pipeline.order has I and W",
-                "true",
-            )
-        if self.num_chunks > 1 and self.early_switch == "auto":
-            rule = (
-                f"is of one stage on each rank, and each has {self.num_chunks} "
-                "(pipeline.placement, pipeline.chunks)"
-            )
-            yield Problem("pipeline.early_switch", "auto", rule, "off")
-        if self.activations != "full" and (self.placement != "v" or self.schedule == "own"):
-            rule = "needs pipeline.placement = v and schedule 1f1b or 2bw"
-            yield Problem("pipeline.activations", self.activations, rule, "full")

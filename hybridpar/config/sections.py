@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,9 +16,7 @@ from hybridpar.config.parallel import ParallelConfig
 from hybridpar.config.pipeline import PipelineConfig
 from hybridpar.config.spec import ModelSpec
 from hybridpar.config.train import TrainConfig
-from hybridpar.config.typed import AtLeastOne, Count, NotNegative, Positive, Within, broken_rules
-from hybridpar.config.unused import schedules_with_staleness
-from hybridpar.errors import Problem
+from hybridpar.config.typed import AtLeastOne, Count, NotNegative, Positive, Within
 
 
 @dataclass(frozen=True)
@@ -95,53 +89,6 @@ class OptimConfig:
         """The highest rate of the schedule."""
         return max((rate for _, rate in self.lr_points), default=self.lr)
 
-    def conflicts(self, config: Config) -> Iterator[Problem]:
-        if any(step <= before for (before, _), (step, _) in pairwise(self.lr_points)):
-            ordered = [list(point) for point in sorted(dict(self.lr_points).items())]
-            given = [list(point) for point in self.lr_points]
-            yield Problem(
-                "optim.lr_points",
-                given,
-                "must be points [update, learning rate], each of a later update "
-                "than the one before",
-                str(ordered),
-            )
-        for number, group in enumerate(self.groups):
-            for name, value, broken in broken_rules(group):
-                yield Problem(f"optim.groups[{number}].{name}", value, broken.rule, "1.0")
-        schedule = config.pipeline.schedule
-        works = schedules_with_staleness(self.staleness)
-        if works and schedule not in works:
-            yield Problem(
-                "optim.staleness",
-                self.staleness,
-                "makes up for old gradients as pipeline.schedule = "
-                f"{' or '.join(works)} has them, not {schedule}",
-                '"none"',
-            )
-        if self.staleness == "nesterov" and self.name in ("lamb", "own"):
-            yield Problem(
-                "optim.staleness",
-                "nesterov",
-                f"{self.name} has no Nesterov form",
-                '"extrapolation"' if schedule == "2bw" else '"none"',
-            )
-        if (self.name == "own") != bool(self.spec):
-            yield Problem(
-                "optim.spec",
-                self.spec,
-                f"goes with optim.name = own, and optim.name is {self.name}",
-                '"my_package.my_module:MyRule", or optim.name = "adamw"'
-                if self.name == "own"
-                else 'optim.name = "own"',
-            )
-        if (
-            self.name in ("sgd", "muon")
-            and (self.nesterov or self.staleness == "nesterov")
-            and self.momentum <= 0
-        ):
-            yield Problem("optim.momentum", self.momentum, "Nesterov needs momentum above 0", "0.9")
-
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -164,27 +111,6 @@ class CheckpointConfig:
     read_back: bool = False
     """Every file is read again, from the disk where the system can be told so, and compared with
     its checksums before the checkpoint is published."""
-
-    def conflicts(self, config: Config) -> Iterator[Problem]:
-        train = config.train
-        sets = config.data.valid_sets
-        if self.best_by and sets and self.best_by not in sets:
-            rule = (
-                f"must be the name of a validation set, and data.valid_sets has {', '.join(sets)}"
-            )
-            yield Problem("checkpoint.best_by", self.best_by, rule, f'"{next(iter(sets))}"')
-        if self.keep_best and not train.eval_interval:
-            rule = "needs validation losses, and train.eval_interval is 0"
-            yield Problem("checkpoint.keep_best", self.keep_best, rule, "0")
-        elif self.keep_best and train.save_interval % train.eval_interval:
-            yield Problem(
-                "train.save_interval",
-                train.save_interval,
-                "must be a multiple of train.eval_interval = "
-                f"{train.eval_interval}, so that checkpoint.keep_best can tell which checkpoint is "
-                "best",
-                str(-(-train.save_interval // train.eval_interval) * train.eval_interval),
-            )
 
 
 @dataclass(frozen=True)
@@ -244,26 +170,6 @@ class RunConfig:
     @property
     def folder(self) -> Path:
         return Path(self.dir) / self.name
-
-    def conflicts(self, config: Config) -> Iterator[Problem]:
-        parts = Path(self.name).parts
-        if (
-            not parts
-            or Path(self.name).is_absolute()
-            or ".." in parts
-            or not self.name.isprintable()
-        ):
-            yield Problem("run.name", self.name, "must be the name of a folder in run.dir", "run")
-        elif os.path.abspath(self.folder) == os.path.abspath(config.cache_folder):
-            yield Problem(
-                "run.name",
-                self.name,
-                "must not name the folder of prepared corpora (data.cache)",
-                "run",
-            )
-        for name in self.trackers:
-            if importlib.util.find_spec(name) is None:
-                yield Problem("run.trackers", name, "is not installed", f"pip install {name}")
 
 
 @dataclass(frozen=True)
@@ -367,21 +273,3 @@ class Config:
     def transformer(self) -> ModelConfig:
         """The model, if it is a GPT or a BERT. Raises: ConfigError otherwise."""
         return self.model.as_transformer()
-
-    def conflicts(self) -> Iterator[Problem]:
-        """Settings that do not go together, whatever the job; each value alone is allowed."""
-        yield from self.model.conflicts()
-        for section in (
-            self.parallel,
-            self.pipeline,
-            self.optim,
-            self.train,
-            self.data,
-            self.memory,
-            self.run,
-            self.checkpoint,
-            self.anomalies,
-            self.outer,
-            self.compression,
-        ):
-            yield from section.conflicts(self)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from hybridpar.config.typed import AtLeastOne, Count, OneOf, Within
-from hybridpar.errors import Problem
-
-if TYPE_CHECKING:
-    from hybridpar.config.sections import Config
 
 STOP_SIGNALS = ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "XCPU")
 """What train.stop_signals may name: other signals cannot be caught, or mean something else."""
@@ -77,37 +72,3 @@ class TrainConfig:
     """Settings that may differ from those of the run's checkpoints, such as "data.corpus",
     "train.micro_batch_size" or "model.dropout". Weights, optimizer and step stay. The data go on
     where they were; other data begin anew."""
-
-    def conflicts(self, config: Config) -> Iterator[Problem]:
-        if self.fp8 and self.dtype != "bf16":
-            yield Problem(
-                "train.fp8", "true", f'requires train.dtype = "bf16", not "{self.dtype}"', "false"
-            )
-        if self.fp8 and config.parallel.tp > 1:
-            yield Problem(
-                "train.fp8",
-                "true",
-                f"not supported with parallel.tp = {config.parallel.tp}: each "
-                "scale is of a full row, and tensor parallelism splits rows",
-                "false, or parallel.tp = 1",
-            )
-        if self.fp8 and config.parallel.zero == 3 and config.parallel.dp > 1:
-            yield Problem(
-                "train.fp8",
-                "true",
-                "not supported with parallel.zero = 3, which releases the weights that "
-                "are quantized once a version",
-                "false, or parallel.zero = 2",
-            )
-        if self.fp8 and config.memory.budget:
-            yield Problem(
-                "train.fp8",
-                "true",
-                "not supported with memory.budget, which moves the weights that are "
-                "quantized once a version",
-                "false, or memory.budget = 0",
-            )
-        if self.share_gpus and self.device == "cpu":
-            yield Problem(
-                "train.share_gpus", "true", "needs GPUs, and train.device is cpu", "false"
-            )

@@ -2,19 +2,17 @@
 
 A configuration file that was written for one schedule can so be run with another one by a single
 flag. Settings that change which model or grid is trained are never left out; the rules beside the
-sections refuse those.
+sections (rules.py) refuse those.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridpar.config.pipeline import PipelineConfig
-
-if TYPE_CHECKING:
-    from hybridpar.config.sections import Config
+from hybridpar.config.sections import Config
 
 _STALENESS = {"extrapolation": ("2bw",), "prediction": ("2bw",), "lr_rescale": ("2bw", "pipedream")}
 """Schedules whose gradients are as old as each remedy assumes. Other remedies work with every

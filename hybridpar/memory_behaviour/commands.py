@@ -17,6 +17,7 @@ from hybridpar.cli.planning import cost_on_machine, resolved
 from hybridpar.config import Config, Launch
 from hybridpar.errors import DataError, config_error
 from hybridpar.grid import lines_of, place_of, sizes_of
+from hybridpar.job import JobPlan
 from hybridpar.memory_behaviour.analysis.account import Account, examine
 from hybridpar.memory_behaviour.analysis.behaviour import Behaviour, analyse
 from hybridpar.memory_behaviour.analysis.excerpt import retimed, simulated_times
@@ -82,11 +83,12 @@ def _predicted(flags: Memory, config: Config, costs: Costs | None) -> _Trace:
             "rank", flags.rank, f"the grid has {number} ranks, from 0 on", str(number - 1)
         )
     rank = flags.rank
+    job = JobPlan(config)
     if rank < 0:
-        peaks = [stage.total for stage in predict(config)]
+        peaks = [stage.total for stage in predict(job)]
         rank = lines_of(sizes_of(config.parallel))["pp"][0][peaks.index(max(peaks))]
     header, spans = predict_trace(config, rank, steps=flags.batches)
-    timeline = preview(config, flags.batches, costs).timeline
+    timeline = preview(job, flags.batches, costs).timeline
     spans = list(retimed(spans, simulated_times(timeline, header.place["pp"])))
     return _Trace(header, analyse(spans), lambda: spans, costs is not None)
 
@@ -174,5 +176,5 @@ def _savings(config: Config, header: Header) -> tuple[StageMemory, list[Saving]]
     """The predicted peak of a rank, and the savings of all knobs."""
     rank = header.place["pp"]
     device = torch.device("cuda" if header.device.startswith("cuda") else "cpu")
-    memory = predict(config, device=device, ranks=[rank])[0]
+    memory = predict(JobPlan(config), device=device, ranks=[rank])[0]
     return memory, savings(config, rank, memory, knobs(config, rank, memory), device)

@@ -252,15 +252,10 @@ def recomputed_blocks(
 ) -> tuple[Recomputation, ...]:
     """Return the recomputation of each stage.
 
-    Args:
-        text: `pipeline.recompute`.
-        model: The model.
-        split: The blocks of each stage.
-
     Raises:
-        ConfigError: See `parse_recompute`; or a block cannot recompute selectively.
+        ConfigError: See `requested_recomputation`.
     """
-    spec = parse_recompute(text, max(0, model.num_blocks - 2), len(split))
+    spec = requested_recomputation(text, model, len(split))
     if spec.what == "stage":
         return tuple(
             Recomputation(frozenset(blocks), whole=True)
@@ -270,9 +265,20 @@ def recomputed_blocks(
         )
     layers = frozenset(layer + 1 for layer in spec.numbers)
     if spec.what == "selective":
-        _require_remake(model, layers)
         return tuple(Recomputation(selective=layers.intersection(blocks)) for blocks in split)
     return tuple(Recomputation(layers.intersection(blocks)) for blocks in split)
+
+
+def requested_recomputation(text: str, model: ModelSpec, num_stages: int) -> RecomputeSpec:
+    """Return the layers or stages that `pipeline.recompute` names.
+
+    Raises:
+        ConfigError: See `parse_recompute`; or a block cannot recompute selectively.
+    """
+    spec = parse_recompute(text, max(0, model.num_blocks - 2), num_stages)
+    if spec.what == "selective":
+        _require_remake(model, frozenset(layer + 1 for layer in spec.numbers))
+    return spec
 
 
 def has_selective_recompute(model: ModelSpec) -> bool:

@@ -31,8 +31,9 @@ import torch
 
 from hybridpar.config import Config, ParallelConfig
 from hybridpar.errors import config_error
+from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES, Recomputation
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.placement.operators import INPUT, block_operators
 from hybridpar.planner.hardware import DEVICES, Device
 from hybridpar.planner.machine import Machine
@@ -199,7 +200,7 @@ def _of_block(
     of_output = _shares([op.output for op in operators])
     of_parameters = _shares([op.parameters for op in operators])
     if training:
-        schedule = schedule_of(config.pipeline)
+        schedule = JobPlan(config).schedule
         sizes = Sizes(machine.num_devices, config.pipeline.num_microbatches)
         buffers = Buffers(schedule.max_live_versions(sizes, 0), schedule.num_gradient_buffers)
         blocks = range(number, number + 1)

@@ -28,10 +28,10 @@ from hybridpar.autograd import backward_from
 from hybridpar.comm import barrier, gather_objects
 from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.models.blocks import TransformerLayer
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.models.own import local_message_shape
-from hybridpar.pipeline.plan.schedules import schedule_of
 from hybridpar.pipeline.run.recording import Clock, make_clock
 from hybridpar.pipeline.run.stage import KEEP_ALL, Stage
 from hybridpar.planner.profile import BlockCost, Key
@@ -39,7 +39,7 @@ from hybridpar.prediction.fake_neighbours import silent_axis
 from hybridpar.prediction.footprint import Buffers, sample_microbatch, trace_stage
 from hybridpar.prediction.work import as_all_reduces, block_kinds
 from hybridpar.random import RandomKey
-from hybridpar.state import RankState, StatePolicy
+from hybridpar.state import RankState
 
 _MOST_ALIKE = 6
 _UPDATES = 3
@@ -74,9 +74,8 @@ class Unit:
     """One block as a stage of its own, with the state of one."""
 
     def __init__(self, config: Config, number: int, tp: Axis, device: torch.device):
-        policy = replace(
-            StatePolicy.of(config, 1 if schedule_of(config.pipeline).flush else 2, 1), on_host=False
-        )
+        job = JobPlan(config)
+        policy = replace(job.state_policy(1 if job.schedule.flush else 2, 1), on_host=False)
         self.stage = Stage(
             build_blocks(
                 config.model,

@@ -32,10 +32,11 @@ from hybridpar.comm import Works, barrier, gather_objects
 from hybridpar.config import UNCOMPRESSED, Config, OuterConfig, ParallelConfig
 from hybridpar.errors import HybridparError
 from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.planner.bench import Bench, Beside
-from hybridpar.state import Partition, StatePolicy
+from hybridpar.state import Partition
 from hybridpar.state.chunks import Buffer, cut
 from hybridpar.state.pages import Region, SparePages
 from hybridpar.state.parameters import StageParameters
@@ -66,16 +67,13 @@ class Shared(Moving):
     """Chunks of some blocks, one of 'weights' or 'gradients', that the replicas of `grid` share."""
 
     def __init__(self, config: Config, numbers: Sequence[int], grid: ProcessGrid, kind: str):
-        policy = StatePolicy.of(
-            replace(
-                config,
-                parallel=ParallelConfig(dp=grid.dp.size, zero=3),
-                compression=UNCOMPRESSED,
-                outer=OuterConfig(),
-            ),
-            1,
-            1,
+        sharing = replace(
+            config,
+            parallel=ParallelConfig(dp=grid.dp.size, zero=3),
+            compression=UNCOMPRESSED,
+            outer=OuterConfig(),
         )
+        policy = JobPlan(sharing).state_policy(1, 1)
         parameters = StageParameters(
             Stage(
                 build_blocks(

@@ -8,7 +8,7 @@ from math import inf
 
 from hybridpar.pipeline.plan import vee
 from hybridpar.pipeline.plan.costs import Costs, expand
-from hybridpar.pipeline.plan.schedules import Schedule
+from hybridpar.pipeline.plan.schedules import Schedule, make_schedule
 from hybridpar.planner.cost import StepCost
 
 _MEASURED = 0.99
@@ -19,7 +19,7 @@ def least_time(cost: StepCost) -> float:
     cannot overlap."""
     m = cost.sizes.num_microbatches
     chunks = cost.sizes.chunks
-    schedule = cost.ordering.make() if cost.config.pipeline.early_switch != "auto" else None
+    schedule = make_schedule(cost.ordering) if cost.config.pipeline.early_switch != "auto" else None
     flush = schedule is not None and schedule.flush
     # a micro-batch takes a link once for each chunk of the rank before it, but for the model's end;
     # on a V once

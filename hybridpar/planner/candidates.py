@@ -10,10 +10,11 @@ from itertools import islice, product
 
 from hybridpar.config import Config, MemoryConfig, OptimConfig, ParallelConfig, PipelineConfig
 from hybridpar.errors import ConfigError, config_error
+from hybridpar.job import JobPlan
 from hybridpar.models.balance import even_out
 from hybridpar.models.cost import KEPT_BYTES
 from hybridpar.pipeline.plan import vee
-from hybridpar.pipeline.plan.schedules import WARMUPS, Sizes, find_schedule, schedule_of
+from hybridpar.pipeline.plan.schedules import WARMUPS, find_schedule
 from hybridpar.planner.bound import least_time
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
@@ -256,9 +257,7 @@ def _schedules(
                 if factor > 1 and base.gradient_buffers == 1
                 else base.gradient_buffers,
             )
-            try:
-                schedule_of(pipeline).check_sizes(Sizes(pp, m, chunks or 1))
-            except ConfigError:
+            if not _can_run(config, pipeline, pp):
                 continue
             yield pipeline, optim
             if request.split_backward and pp > 1 and name == "1f1b" and pipeline.warmup == "depth":
@@ -277,20 +276,30 @@ def _schedules(
                 gradient_buffers=0,
                 num_microbatches=m,
             )
-            yield from ((pipeline, optim) for pipeline in islice(on_v(made, pp), 1))
+            yield from (
+                (pipeline, optim)
+                for pipeline in islice(on_v(replace(config, pipeline=made), pp), 1)
+            )
 
 
-def on_v(pipeline: PipelineConfig, pp: int, than: str = "") -> Iterator[PipelineConfig]:
+def _can_run(config: Config, pipeline: PipelineConfig, pp: int) -> bool:
+    """Whether the schedule runs on so many ranks."""
+    job = JobPlan(replace(config, pipeline=pipeline, parallel=replace(config.parallel, pp=pp)))
+    try:
+        job.schedule.check_sizes(job.shape)
+    except ConfigError:
+        return False
+    return True
+
+
+def on_v(config: Config, pp: int, than: str = "") -> Iterator[PipelineConfig]:
     """V schedules with every amount of activations that a rank may keep, or those below `than`; the
     largest, which has the fewest gaps, first."""
     sizes = ("full", "half", "min")
     for activations in sizes[sizes.index(than) + 1 if than else 0 :]:
-        made = replace(pipeline, activations=activations, split=())  # type: ignore[arg-type]
-        try:
-            schedule_of(made).check_sizes(Sizes(pp, made.num_microbatches, 2, "v"))
-        except ConfigError:
-            continue
-        yield made
+        made = replace(config.pipeline, activations=activations, split=())  # type: ignore[arg-type]
+        if _can_run(config, made, pp):
+            yield made
 
 
 def balanced(config: Config, machine: Machine) -> Candidate:

@@ -21,6 +21,7 @@ from hybridpar.config import Config, message_shape
 from hybridpar.config.compression_methods import MESSAGES
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
+from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES
 from hybridpar.pipeline.run.codecs import Codecs
 from hybridpar.planner.profile import CodecSpeeds, Profile
@@ -42,7 +43,7 @@ def measure_codecs(config: Config, world: Axis) -> dict[str, CodecSpeeds]:
     for name in MESSAGES:
         settings = replace(config.compression, messages=name, messages_backward="same")
         try:
-            codecs = Codecs.of(replace(config, compression=settings))
+            codecs = Codecs.of(JobPlan(replace(config, compression=settings)))
         except ConfigError:
             continue
         if codecs.forward is not None and codecs.backward is not None:
@@ -77,16 +78,17 @@ def _speed(call: Callable[[], object], num_bytes: int) -> float:
 
 
 class CodecCosts:
-    """Bytes and times of the messages of a configuration; links are named by the first block of the
+    """Bytes and times of the messages of a job; links are named by the first block of the
     stage behind them.
 
     flow: 1 for activations, -1 for their gradients. A profile that has no speeds of a codec, such
     as an estimated one, counts it as taking no time.
     """
 
-    def __init__(self, config: Config, profile: Profile):
+    def __init__(self, job: JobPlan, profile: Profile):
+        config = job.config
         *rows, self._hidden = message_shape(config.model, 0)
-        self._codecs = Codecs.of(config)
+        self._codecs = Codecs.of(job)
         self._tp = config.parallel.tp
         self.exact = self._codecs.exact
         """First blocks behind links that have no codec."""

@@ -27,7 +27,9 @@ from hybridpar.config.compression_methods import GRADIENTS
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.network import Network, Route
-from hybridpar.pipeline.plan.predict import Ordering, extended, smallest_early_switch
+from hybridpar.pipeline.plan.predict import extended, predict_step_time, smallest_early_switch
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import make_schedule
 from hybridpar.planner.compressed import gradient_share
 from hybridpar.planner.machine import AnyLink
 from hybridpar.planner.moves import with_activations
@@ -184,9 +186,9 @@ class StepCost(StageCosts):
     # -- together
 
     @cached_property
-    def ordering(self) -> Ordering:
+    def ordering(self) -> ScheduleOptions:
         """The order of the plan's actions, with early_switch = "auto" settled."""
-        ordering = Ordering.of(self.config)
+        ordering = self.job.options
         if self.config.pipeline.early_switch == "auto":
             return replace(
                 ordering, early_switch=smallest_early_switch(self.costs, self.sizes, ordering)
@@ -272,7 +274,7 @@ class StepCost(StageCosts):
         )
         if self.moves:
             costs = self.moves.added_to(costs, [self.ranks_of(r) for r in range(p)], self.tp)
-        return with_activations(costs, self.config, machine)
+        return with_activations(costs, self.job, machine)
 
     @property
     def _half_duplex(self) -> bool:
@@ -327,8 +329,8 @@ class StepCost(StageCosts):
         moves = self.moves
         sizes = self.sizes
         if moves is None:
-            return ordering.step_time(sizes, costs)
-        few = max(2 * self.pp, ordering.make().warmup(sizes, 0)) + _FEWEST_MOVED
+            return predict_step_time(ordering, sizes, costs)
+        few = max(2 * self.pp, make_schedule(ordering).warmup(sizes, 0)) + _FEWEST_MOVED
         few += (sizes.num_microbatches - few) % self.pp if sizes.is_ring else 0
 
         def takes(m: int) -> float:

@@ -21,6 +21,7 @@ from typing import Any
 
 from hybridpar.config.compression_methods import MESSAGES
 from hybridpar.errors import ConfigError
+from hybridpar.pipeline.plan.schedules import make_schedule
 from hybridpar.planner.compressed import gradient_share
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.report import parts_of
@@ -146,7 +147,7 @@ def _hidden(cost: StepCost) -> Iterator[str]:
         )
         then = StepCost(replace(cost.config, pipeline=pipeline), cost.machine)
         try:
-            then.ordering.make().check_sizes(then.sizes)
+            make_schedule(then.ordering).check_sizes(then.sizes)
             seconds = then.step_time
         except ConfigError:  # too few micro-batches for that many in flight
             return

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from hybridpar.config import Config, ParallelConfig
-from hybridpar.models.build import Recomputation, recomputed_blocks
-from hybridpar.pipeline.plan.schedules import Sizes
-from hybridpar.pipeline.run.stage_split import stage_split
+from hybridpar.job import JobPlan
+from hybridpar.models.build import Recomputation
 from hybridpar.planner.candidates import Candidate, block_costs
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.split import Matrix, best_split
@@ -49,17 +48,14 @@ def largest_budget(
     )  # so all that is taken is beside it
     if device.type != "cpu" or problems(nothing, config.parallel.num_ranks):
         return 0
-    stages = predict(nothing, device=device, trace=trace)
+    stages = predict(JobPlan(nothing), device=device, trace=trace)
     budget = int(TIGHT * limit - max(stage.total for stage in stages)) // _MIB * _MIB
     if budget <= 0:
         return 0
-    cpu = replace(nothing, train=replace(config.train, device="cpu"))
+    cpu = JobPlan(replace(nothing, train=replace(config.train, device="cpu")))
     ghosts = GhostRank.pipeline(cpu)
-    return (
-        budget
-        if all(ghost.touches(Sizes.of(cpu)).least_budget() <= budget for ghost in ghosts)
-        else 0
-    )
+    fits = all(ghost.touches(cpu.shape).least_budget() <= budget for ghost in ghosts)
+    return budget if fits else 0
 
 
 def host_shortage(candidate: Candidate) -> str:
@@ -99,7 +95,7 @@ class MemoryCheck:
     def measure(self, candidate: Candidate) -> None:
         """Predicts its memory exactly."""
         candidate.memory = predict(
-            candidate.config, device=candidate.cost.machine.device, trace=self._footprints
+            candidate.cost.job, device=candidate.cost.machine.device, trace=self._footprints
         )
 
     def fits(self, cost: StepCost) -> bool:
@@ -108,14 +104,10 @@ class MemoryCheck:
             return False
         if self._most(cost) < _SURELY * min(cost.limits):
             return True
-        config = cost.config
-        sizes = cost.sizes
-        split = stage_split(config)
-        again = recomputed_blocks(config.pipeline.recompute, config.model, split)
         return all(
             sum(
-                self._peak(cost, stage, split[stage], again[stage])
-                for stage in sizes.stages_of(rank)
+                self._peak(cost, stage, blocks, cost.job.recomputed[stage])
+                for stage, blocks in cost.job.held(rank).items()
             )
             <= limit
             for rank, limit in enumerate(cost.limits)
@@ -126,7 +118,7 @@ class MemoryCheck:
         evenly."""
         whole = self._whole(cost)
         schedule = cost.schedule
-        versions = min(schedule.max_live_versions(cost.sizes, rank) for rank in range(cost.pp))
+        versions = min(map(cost.job.num_versions, range(cost.pp)))
         of_gradients = cost.dp if cost.splits > 1 and not cost.config.feeds_back else 1
         of_weights = cost.dp if cost.splits > 2 else 1
         return _in_memory(
@@ -146,7 +138,7 @@ class MemoryCheck:
         schedule = cost.schedule
         ranks = range(cost.pp)
         whole = self._whole(cost)
-        versions = max(schedule.max_live_versions(cost.sizes, rank) for rank in ranks)
+        versions = max(map(cost.job.num_versions, ranks))
         in_flight = max(schedule.max_live_activations(cost.sizes, rank) for rank in ranks)
         one = max(whole.kept, whole.waiting) + whole.message
         activations = in_flight * one + 2 * cost.sizes.chunks * whole.message
@@ -390,7 +382,7 @@ class MemoryCheck:
 def _buffers(cost: StepCost, stage: int) -> Buffers:
     schedule = cost.schedule
     return Buffers(
-        schedule.max_live_versions(cost.sizes, cost.sizes.rank_of(stage)),
+        cost.job.num_versions(cost.sizes.rank_of(stage)),
         schedule.num_gradient_buffers,
     )
 

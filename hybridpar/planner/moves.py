@@ -24,10 +24,11 @@ from statistics import fmean
 
 from hybridpar.config import Config
 from hybridpar.errors import ConfigError, Problem
+from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.shared import MIB, SharedItems
 from hybridpar.pipeline.plan.simulate import simulate
@@ -47,22 +48,24 @@ HOSTED = ("adamw", "sgd", "own")
 
 
 class Moves:
-    """The moves of a resolved configuration, and their costs on a machine."""
+    """The moves of a job, and their costs on a machine."""
 
-    def __init__(self, config: Config, machine: Machine):
+    def __init__(self, job: JobPlan, machine: Machine):
+        config = job.config
+        self.job = job
         self.config = config
         self.machine = machine
         if wrong := next(_without_costs(config, machine), None):
             raise ConfigError(wrong)
-        self._plans: dict[tuple[Ordering, Sizes], dict[int, tuple[Action, ...]]] = {}
+        self._plans: dict[tuple[ScheduleOptions, Sizes], dict[int, tuple[Action, ...]]] = {}
 
     @staticmethod
-    def of(config: Config, machine: Machine) -> Moves | None:
+    def of(job: JobPlan, machine: Machine) -> Moves | None:
         """None where nothing moves. Raises: ConfigError where it is not known what moving costs."""
-        memory = config.memory
+        memory = job.config.memory
         return (
-            Moves(config, machine)
-            if config.state_moves or memory.host_optimizer or memory.budget
+            Moves(job, machine)
+            if job.config.state_moves or memory.host_optimizer or memory.budget
             else None
         )
 
@@ -83,7 +86,7 @@ class Moves:
         """The ranks of a pipeline."""
         device = self.machine.device.type
         train = replace(self.config.train, device=device)  # type: ignore[arg-type]
-        return GhostRank.pipeline(replace(self.config, train=train))
+        return GhostRank.pipeline(JobPlan(replace(self.config, train=train)))
 
     def added_to(self, costs: Costs, replicas: Sequence[Sequence[int]], rings: int) -> Costs:
         """The costs of the plan's actions, with those of its moves.
@@ -150,7 +153,7 @@ class Moves:
         self, op: str, rank: int, replicas: Sequence[int], rings: int
     ) -> tuple[float, float]:
         """Seconds that a MiB takes, of items of the usual size, and of these the rank's own."""
-        items = self.ghosts[rank].residency(Sizes.of(self.config))
+        items = self.ghosts[rank].residency(self.job.shape)
         assert isinstance(items, SharedItems)
         sizes = [
             num_bytes
@@ -169,7 +172,7 @@ class Moves:
             beside *= (1 - 1 / number) / (1 - 1 / measured)
         return seconds * MIB / usual, max(min(work, seconds) * MIB / usual, beside)
 
-    def step_time(self, ordering: Ordering, sizes: Sizes, costs: Costs) -> float:
+    def step_time(self, ordering: ScheduleOptions, sizes: Sizes, costs: Costs) -> float:
         """Time of a batch in the steady state, simulated."""
         number = _SETTLING + _COUNTED + (_AHEAD if self.config.memory.budget else 1)
         ranks = self.ghosts
@@ -187,13 +190,13 @@ class Moves:
         return (starts[_SETTLING + _COUNTED] - starts[_SETTLING]) / _COUNTED
 
 
-def with_activations(costs: Costs, config: Config, machine: Machine) -> Costs:
+def with_activations(costs: Costs, job: JobPlan, machine: Machine) -> Costs:
     """The costs with those of activations that wait in a file, which is as fast as that of a
     budget; unchanged where none do, or no speeds are known."""
     speeds = machine.profile.state
-    if not config.memory.num_away or not (speeds.read and speeds.written):
+    if not job.config.memory.num_away or not (speeds.read and speeds.written):
         return costs
-    moved = [stage.moved for stage in predict(config, device=machine.device)]
+    moved = [stage.moved for stage in predict(job, device=machine.device)]
     times = [[size / speed for size in moved] for speed in (speeds.written, speeds.read)]
     work = [[0.0] * len(moved)] * 2
     if costs.cores is not None and costs.cores < 2 * len(moved):

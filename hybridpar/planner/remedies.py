@@ -17,6 +17,7 @@ import torch
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
 from hybridpar.planner.cost import StepCost
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.memory import largest_budget
@@ -62,7 +63,8 @@ class Fitting:
     def peak(self, config: Config) -> int:
         """Bytes of the fullest process."""
         return max(
-            stage.needed for stage in predict(config, device=self._device, trace=self._trace)
+            stage.needed
+            for stage in predict(JobPlan(config), device=self._device, trace=self._trace)
         )
 
     def remedies(self, config: Config) -> list[Remedy]:
@@ -111,7 +113,7 @@ class Fitting:
 
     def _changes(self, config: Config) -> Iterator[tuple[Knob, Config]]:
         """Settings to try, and the configuration with them."""
-        stages = predict(config, device=self._device, trace=self._trace)
+        stages = predict(JobPlan(config), device=self._device, trace=self._trace)
         fullest = max(range(len(stages)), key=lambda rank: stages[rank].needed)
         more: list[dict[str, dict[str, Any]]] = []
         if config.train.dtype == "fp32":

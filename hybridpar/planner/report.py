@@ -157,7 +157,7 @@ def bound_by(candidate: Candidate, limit: float) -> str:
     parts = parts_of(candidate.cost)
     text = parts.bound_by
     if parts.launches > _WORTH_SAYING * candidate.cost.step_time:
-        why = unsupported(candidate.config) or "train.cuda_graphs = false"
+        why = unsupported(candidate.cost.job) or "train.cuda_graphs = false"
         text += f"; larger micro-batches hide launches, CUDA graphs do not run here ({why})"
     if candidate.memory is not None and candidate.peak > TIGHT * limit:
         text += f"; memory {candidate.peak / limit:.0%} full"

@@ -239,9 +239,7 @@ class _Search:
         """Also tries a V schedule that keeps less, if there is one."""
         config = candidate.config
         if config.pipeline.placement == "v" and not candidate.tried_recomputation:
-            for pipeline in islice(
-                on_v(config.pipeline, candidate.cost.pp, config.pipeline.activations), 1
-            ):
+            for pipeline in islice(on_v(config, candidate.cost.pp, config.pipeline.activations), 1):
                 self._consider_later(replace(config, pipeline=pipeline), candidate.cost.machine)
 
     def host_updates(self) -> None:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hybridpar.config import Config
-from hybridpar.models.build import DTYPES, Recomputation, recomputed_blocks
+from hybridpar.job import JobPlan
+from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.models.cost import untied_parameters
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
+from hybridpar.pipeline.plan.schedules import Schedule
 from hybridpar.pipeline.run.graphs import unsupported
-from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.planner.codec_costs import CodecCosts
 from hybridpar.planner.machine import Machine
 from hybridpar.planner.moves import Moves
@@ -67,24 +67,25 @@ class StageCosts:
     """
 
     def __init__(self, config: Config, machine: Machine):
+        self.job = JobPlan(config)
         self.config = config
         self.machine = machine
         parallel = config.parallel
         self.tp = parallel.tp
         self.pp = parallel.pp
         self.dp = max(parallel.dp, 1)
-        self.moves = Moves.of(config, machine)
+        self.moves = Moves.of(self.job, machine)
         self.zero_share = self.dp if parallel.zero else 1
         self.splits = parallel.zero if self.dp > 1 else 0
         """State that replicas split: 2: gradients, too; 3: weights, too. These come and go block by
         block, but for gradients that are compressed."""
         self.updates_here = not config.memory.host_optimizer
         """Whether ranks update on their own time."""
-        self.sizes = Sizes.of(config)
+        self.sizes = self.job.shape
         profile = machine.profile
         self.is_cpu = profile.hardware.cores > 0
         self.launches_ahead = (
-            not self.is_cpu and config.train.cuda_graphs and unsupported(config) is None
+            not self.is_cpu and config.train.cuda_graphs and unsupported(self.job) is None
         )
         """Whether CUDA graphs save what a device waits for launches of kernels."""
         self._kind_of = block_kinds(config.model)
@@ -94,7 +95,7 @@ class StageCosts:
         self.kinds = self.kinds_on[0]
         self.item = DTYPES[config.train.dtype].itemsize
         self.gradient_bytes = GRADIENT_BYTES[config.train.dtype]
-        self.codecs = CodecCosts(config, profile)
+        self.codecs = CodecCosts(self.job, profile)
         self.message_bytes = self.codecs.message_bytes
         """Bytes of an activation."""
 
@@ -143,7 +144,7 @@ class StageCosts:
     @cached_property
     def schedule(self) -> Schedule:
         """That of the configuration."""
-        return schedule_of(self.config.pipeline)
+        return self.job.schedule
 
     @cached_property
     def slowness(self) -> list[float]:
@@ -234,18 +235,17 @@ class StageCosts:
     @cached_property
     def stages(self) -> list[StageCost]:
         """Cost of every stage."""
-        config = self.config
-        split = stage_split(config)
-        again = recomputed_blocks(config.pipeline.recompute, config.model, split)
         found = []
         known = dict[object, StageCost]()
-        for stage, (blocks, one) in enumerate(zip(split, again, strict=True)):
+        for stage, (blocks, one) in enumerate(
+            zip(self.job.split, self.job.recomputed, strict=True)
+        ):
             rank = self.sizes.rank_of(stage)
             ends = (blocks.start, blocks.stop)
             key = (
                 self._kind_of[blocks.start : blocks.stop],
                 0 in ends,
-                config.model.num_blocks in ends,
+                self.config.model.num_blocks in ends,
                 one.whole,
                 tuple((n in one.blocks, n in one.selective) for n in blocks),
                 tuple(n in self.codecs.exact for n in ends),

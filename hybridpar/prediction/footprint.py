@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from hybridpar.autograd import backward_from
 from hybridpar.config import Config
 from hybridpar.data.mapped import rehearsal
+from hybridpar.job import JobPlan
 from hybridpar.models.blocks import LABELLED
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.pipeline.run.lane import Lane, Packed
@@ -29,7 +30,7 @@ from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GHOSTS
 from hybridpar.random import RandomKey
-from hybridpar.state import RankState, StatePolicy
+from hybridpar.state import RankState
 from hybridpar.state.policy import cut_into_parts
 
 
@@ -170,7 +171,8 @@ class TracedStage:
         self._buffers = buffers
         grid = silent_grid(config)
         self.axis = grid.tp
-        policy = StatePolicy.of(config, buffers.versions, buffers.gradients)
+        job = JobPlan(config)
+        policy = job.state_policy(buffers.versions, buffers.gradients)
         sequence = config.parallel.sequence
         self.stage = Stage(
             build_blocks(
@@ -195,7 +197,7 @@ class TracedStage:
         )
         """Parameters whose gradients come and go."""
         ends = blocks, range(min(blocks.stop, model.num_blocks - 1), model.num_blocks)
-        lane = Lane.of(config, grid, policy.dtype, device, ends)
+        lane = Lane.of(job, grid, policy.dtype, device, ends)
         self.lane, self.next = lane.into(0), lane.into(1)
         into, out = (
             _no_codec if handed else partial(lane.codecs.on, first=first)

@@ -3,12 +3,11 @@ update takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from hybridpar.config import Config
+from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks
 from hybridpar.pipeline.plan.parts import WHOLE, Division
 from hybridpar.pipeline.plan.shared import SharedItems
@@ -33,12 +32,12 @@ class GhostState:
     memory: ItemMemory | GhostChunks | None
 
     @staticmethod
-    def of(
-        config: Config, rank: int, held: Mapping[int, range], policy: StatePolicy, tracker: Tracker
-    ) -> GhostState:
-        """That of rank `rank` of the grid. held: blocks of its stages. `tracker`: is active."""
+    def of(job: JobPlan, rank: int, policy: StatePolicy, tracker: Tracker) -> GhostState:
+        """The state of rank `rank` of the job's grid. `tracker`: is active."""
+        config = job.config
         grid = silent_grid(config, rank)
-        parts = Parts.of(config, held)
+        held = job.held(grid.pp.rank)
+        parts = job.segments(grid.pp.rank)
         whole = GhostChunks(tracker.device, policy) if policy.moves else None
         memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
         stage = Stage(
@@ -111,22 +110,17 @@ class StateFootprint:
 
 
 def trace_state(
-    config: Config,
-    rank: int,
-    held: Mapping[int, range],
-    policy: StatePolicy,
-    sizes: Sizes,
-    device: torch.device,
+    job: JobPlan, rank: int, policy: StatePolicy, sizes: Sizes, device: torch.device
 ) -> StateFootprint:
     """Builds the state of rank `rank`, or that of its replicas which has most, and makes an update;
-    takes and computes nothing. held: blocks of its stages. rank: the first of its replicas."""
-    dp = config.parallel.dp
-    tp = config.parallel.tp
+    takes and computes nothing. rank: the first of its replicas."""
+    dp = job.config.parallel.dp
+    tp = job.config.parallel.tp
     with Tracker(device) as tracker:
-        ghost = GhostState.of(config, rank, held, policy, tracker)
+        ghost = GhostState.of(job, rank, policy, tracker)
         most = ghost.state.partition.most_whole(range(rank, rank + dp * tp, tp))
         if most != rank:
-            ghost = GhostState.of(config, most, held, policy, tracker)
+            ghost = GhostState.of(job, most, policy, tracker)
         state = ghost.state
         state.allocate()
         state.begin(0)
@@ -153,7 +147,7 @@ def trace_state(
             norm=norm,
             updates=tuple(updates),
             division=ghost.division,
-            items=ghost.shared_items(sizes, config.memory.budget),
+            items=ghost.shared_items(sizes, job.config.memory.budget),
             whole=whole,
             hosted=hosted,
         )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hybridpar.config import Config, from_mapping
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import COMPUTE, parse_action
 from hybridpar.prediction.predict import predict
 from hybridpar.prediction.walk import StageMemory
@@ -126,9 +127,8 @@ def savings(
         if knob.changes.keys() == {"checkpoint"}:  # a column of its own, whatever runs
             after = memory.total - memory.checkpoint
         else:
-            after = predict(from_mapping(knob.changes, config), device=device, ranks=[rank])[
-                0
-            ].total
+            job = JobPlan(from_mapping(knob.changes, config))
+            after = predict(job, device=device, ranks=[rank])[0].total
         found.append(Saving(str(knob), memory.total - after, after))
     return sorted_savings(found)
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import gather_objects
-from hybridpar.config import Config
 from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
-from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.job import JobPlan
 from hybridpar.prediction.knobs import Saving
 from hybridpar.prediction.meter import CpuMeter, CudaMeter
 from hybridpar.prediction.predict import batches_to_peak, predict
@@ -142,17 +141,17 @@ class MemoryWatch:
     On a GPU to the end, at no cost. On a CPU over the batches until the peak must have been
     reached, as listening there takes time: some microseconds an operation.
 
-        watch = MemoryWatch(config, device)
+        watch = MemoryWatch(job, device)
         engine = Engine(...)
         engine.train(watch.loader(loader), ...)
         comparison = watch.compare(grid)
     """
 
-    def __init__(self, config: Config, device: torch.device):
-        self._config = config
+    def __init__(self, job: JobPlan, device: torch.device):
+        self._job = job
         self._device = device
         self._meter = CudaMeter(device) if device.type == "cuda" else CpuMeter()
-        self._batches_left = batches_to_peak(config)
+        self._batches_left = batches_to_peak(job)
         self._batch = -1
 
     def loader(self, loader: Loader) -> Loader:
@@ -187,12 +186,12 @@ class MemoryWatch:
         peaks = [0] * grid.pp.size
         for stage, peak in gather_objects(mine, grid.world):
             peaks[stage] = max(peaks[stage], peak)
-        planned = self._config.plan.memory_mib
+        planned = self._job.config.plan.memory_mib
         if len(planned) == grid.pp.size:
             predicted = tuple(round(_MIB * mib) for mib in planned)
         else:
-            predicted = tuple(s.total for s in predict(self._config, device=self._device))
-        return Comparison(tuple(peaks), predicted, Sizes.of(self._config).rank_name)
+            predicted = tuple(s.total for s in predict(self._job, device=self._device))
+        return Comparison(tuple(peaks), predicted, self._job.shape.rank_name)
 
 
 @dataclass(frozen=True)

@@ -23,19 +23,15 @@ import torch
 
 from hybridpar.config import Config
 from hybridpar.errors import config_error
-from hybridpar.models.build import Recomputation, recomputed_blocks
+from hybridpar.job import JobPlan
+from hybridpar.models.build import Recomputation
 from hybridpar.optim import divides_all
-from hybridpar.pipeline.plan.offload import num_away
 from hybridpar.pipeline.plan.passes import lower
-from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.prove import send_window
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes
 from hybridpar.pipeline.run.graphs import unsupported
-from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.prediction.footprint import Buffers, Footprint, trace_stage
 from hybridpar.prediction.ghost_state import StateFootprint, trace_state
 from hybridpar.prediction.walk import StageMemory, together, walk
-from hybridpar.state import StatePolicy
 from hybridpar.state.parts import Parts
 
 _MOST_BLOCKS = 2**11
@@ -46,7 +42,7 @@ Tracer = Callable[[Config, range, Recomputation, Buffers, torch.device], Footpri
 
 
 def predict(
-    config: Config,
+    job: JobPlan,
     *,
     device: torch.device | None = None,
     trace: Tracer = trace_stage,
@@ -55,14 +51,13 @@ def predict(
     """The peak memory of one process of each pipeline rank (or of `ranks`), as the allocator of
     `device` counts it: of the replica that has most, if whole parameters lie on one each.
 
-    `config`: resolved. `device`: need not be on this machine; None: the configuration's
+    `device`: need not be on this machine; None: the configuration's
     (`default_device`). Memory inside CPU kernels is left out: up to some megabytes a thread.
     `trace`: for many configurations, one that remembers (layers.Footprints).
     """
-    pipeline = _Pipeline(config, device or default_device(config), trace)
-    return [
-        pipeline.memory(rank) for rank in (range(config.parallel.pp) if ranks is None else ranks)
-    ]
+    pipeline = _Pipeline(job, device or default_device(job.config), trace)
+    everyone = range(job.shape.num_ranks)
+    return [pipeline.memory(rank) for rank in (everyone if ranks is None else ranks)]
 
 
 def check_size(config: Config) -> None:
@@ -101,41 +96,39 @@ def check_size(config: Config) -> None:
 class _Pipeline:
     """The ranks of a pipeline; parts of equal blocks are traced once."""
 
-    def __init__(self, config: Config, device: torch.device, trace: Tracer):
-        self._config = config
+    def __init__(self, job: JobPlan, device: torch.device, trace: Tracer):
+        self._job = job
+        self._config = job.config
         self._device = device
         self._trace = trace
-        self._schedule = schedule = schedule_of(config.pipeline)
-        self._sizes = sizes = Sizes.of(config)
-        self._split = stage_split(config)
-        self._recompute = recomputed_blocks(config.pipeline.recompute, config.model, self._split)
-        self._walked = sizes if config.compression.takes_factors else _enough(schedule, sizes)
+        self._walked = (
+            job.shape if job.config.compression.takes_factors else _enough(job.schedule, job.shape)
+        )
         self._traced: dict[object, Footprint] = {}
         self._states: dict[object, StateFootprint] = {}
 
     def memory(self, rank: int) -> StageMemory:
         """The peak memory of a rank."""
+        job = self._job
         config = self._config
-        schedule = self._schedule
+        schedule = job.schedule
         buffers = Buffers(
-            schedule.max_live_versions(self._sizes, rank),
-            schedule.num_gradient_buffers,
-            num_away(config.memory.num_away, schedule, self._sizes, rank) > 0,
+            job.num_versions(rank), schedule.num_gradient_buffers, job.num_away(rank) > 0
         )
-        held = {stage: self._split[stage] for stage in self._sizes.stages_of(rank)}
-        parts = Parts.of(config, held)
+        held = job.held(rank)
+        parts = job.segments(rank)
         footprints = self._footprints(parts, buffers)
         each = [fp for of_stage in footprints.values() for fp in of_stage]
         # stages of a rank have a tied weight in common, and what replicas share is cut where all of
         # them end
         common = config.parallel.zero > 0 or (
-            rank == 0 and self._sizes.is_v and config.model.tie_embeddings
+            rank == 0 and job.shape.is_v and config.model.tie_embeddings
         )
         uneven = config.parallel.zero > 0 and not divides_all(
             config.optim
         )  # whole parameters lie on one replica each
         if parts.is_divided or (len(held) > 1 and common) or uneven or config.memory.host_optimizer:
-            states = StatePolicy.of(config, buffers.versions, buffers.gradients)
+            states = job.state_policy(buffers.versions, buffers.gradients)
             first = rank * config.parallel.dp * config.parallel.tp  # of its replicas and tp ranks
             # equal layers have equal state; parts have numbers
             alone = parts.is_divided or states.moves or not config.has_equal_layers
@@ -148,9 +141,7 @@ class _Pipeline:
                 )
             )
             if (key := (alike, buffers)) not in self._states:
-                self._states[key] = trace_state(
-                    config, first, held, states, self._walked, self._device
-                )
+                self._states[key] = trace_state(job, first, states, self._walked, self._device)
             state = self._states[key]
         else:
             state = together(each)
@@ -158,21 +149,20 @@ class _Pipeline:
             schedule,
             self._walked,
             rank,
-            schedule.sync_steps,
-            batches_to_peak(config),
-            **Ordering.of(config).options,
+            schedule.options.sync_steps,
+            batches_to_peak(job),
             parts=state.division,
         )
         anew = None
         if state.items is not None:
             actions = state.items.moved(actions)
             anew = self._footprints(parts, replace(buffers, anew=True))
-        found = walk(actions, footprints, self._walked, state, anew, send_window(config))
+        found = walk(actions, footprints, self._walked, state, anew, job.send_window)
         if (
             self._device.type != "cuda"
             or not config.train.cuda_graphs
             or parts.is_divided
-            or unsupported(config, rank)
+            or unsupported(job, rank)
         ):
             found = replace(found, graphs=0)
         return self._placed(replace(found, moved=sum(fp.moved for fp in each) // len(held)), state)
@@ -180,13 +170,14 @@ class _Pipeline:
     def _footprints(self, parts: Parts, buffers: Buffers) -> dict[int, list[Footprint]]:
         """The footprints of the parts of a rank's stages."""
         stages = parts.of_stage
+        recomputed = self._job.recomputed
 
         def of_part(stage: int, number: int, blocks: range) -> Footprint:
             handed = (
                 number > 0 or stage - 1 in stages,
                 number + 1 < len(stages[stage]) or stage + 1 in stages,
             )
-            return self._footprint(blocks, self._recompute[stage], replace(buffers, handed=handed))
+            return self._footprint(blocks, recomputed[stage], replace(buffers, handed=handed))
 
         return {
             stage: [of_part(stage, number, blocks) for number, blocks in enumerate(cut)]
@@ -229,17 +220,12 @@ class _Pipeline:
 
 
 def kept_by_stage(
-    config: Config, device: torch.device, trace: Tracer = trace_stage
+    job: JobPlan, device: torch.device, trace: Tracer = trace_stage
 ) -> tuple[int, ...]:
     """What a micro-batch keeps on each stage from forward to backward. Units: bytes."""
-    pipeline = config.pipeline
-    model = config.model
-    split = stage_split(config)
     held = [
-        trace(config, blocks, again, Buffers(1, 1), device)
-        for blocks, again in zip(
-            split, recomputed_blocks(pipeline.recompute, model, split), strict=True
-        )
+        trace(job.config, blocks, again, Buffers(1, 1), device)
+        for blocks, again in zip(job.split, job.recomputed, strict=True)
     ]
     return tuple(each.kept + each.input for each in held)
 
@@ -252,18 +238,18 @@ def default_device(config: Config) -> torch.device:
     return torch.device(config.train.device)
 
 
-def batches_to_peak(config: Config) -> int:
+def batches_to_peak(job: JobPlan) -> int:
     """Number of batches after which a run has been in its steady state, unfinished sends
     included."""
-    needed = 3 + -(-2 * send_window(config) // config.pipeline.num_microbatches)
-    return min(needed, config.train.num_steps)
+    needed = 3 + -(-2 * job.send_window // job.shape.num_microbatches)
+    return min(needed, job.config.train.num_steps)
 
 
 def _enough(schedule: Schedule, sizes: Sizes) -> Sizes:
     """Sizes with only as many micro-batches as can change the peak: more would repeat these."""
     if not schedule.repeats(sizes):
         return sizes
-    least = sizes.num_ranks - 1 + (schedule.early_switch or 0)  # those on older weights
+    least = sizes.num_ranks - 1 + (schedule.options.early_switch or 0)  # those on older weights
     few = replace(
         sizes, num_microbatches=min(sizes.num_microbatches, max(4 * sizes.num_ranks + 4, least))
     )

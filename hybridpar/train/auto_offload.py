@@ -22,11 +22,13 @@ import torch
 from hybridpar.comm import gather_objects
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.kinds import Kind
 from hybridpar.pipeline.plan.offload import most_away
-from hybridpar.pipeline.plan.predict import Ordering, free_to_leave, time_with_away
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.plan.predict import free_to_leave, time_with_away
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.run.slow_tier import in_host_memory
 from hybridpar.prediction.limit import limit_here
 from hybridpar.prediction.predict import predict
@@ -43,33 +45,32 @@ Away = tuple[int, ...]
 
 
 def find_numbers_for(
-    config: Config, grid: ProcessGrid, device: torch.device, try_out: TryOut
+    job: JobPlan, grid: ProcessGrid, device: torch.device, try_out: TryOut
 ) -> tuple[Away, str]:
     """Return what "auto" stands for, and a line that says so. Collectives: on all ranks of the
     grid."""
     if in_host_memory(device):
-        away, why = _beside_a_gpu(config, grid, device, try_out)
+        away, why = _beside_a_gpu(job, grid, device, try_out)
     else:
-        away = _in_a_file(config, grid, try_out)
+        away = _in_a_file(job, grid, try_out)
         why = "as many as may leave at no cost in time here"
     return away, f"memory.offload_activations: {list(away)}, by rank of a pipeline: {why}"
 
 
-def require_room(config: Config, grid: ProcessGrid, device: torch.device) -> None:
-    """Raise SetupError on all ranks alike where a host has no memory for the numbers that `config`
+def require_room(job: JobPlan, grid: ProcessGrid, device: torch.device) -> None:
+    """Raise SetupError on all ranks alike where a host has no memory for the numbers that `job`
     gives.
 
     Collectives: on all ranks of the grid.
     """
-    numbers = config.memory.num_away
+    numbers = job.config.memory.num_away
     if numbers != 0 and in_host_memory(device):
-        OffloadRoom(config, grid).require(numbers)
+        OffloadRoom(job, grid).require(numbers)
 
 
-def _in_a_file(config: Config, grid: ProcessGrid, try_out: TryOut) -> Away:
+def _in_a_file(job: JobPlan, grid: ProcessGrid, try_out: TryOut) -> Away:
     """Where ranks and their moves are more than the cores, moves take time of the ranks."""
-    sizes = Sizes.of(config)
-    trial = try_out(with_away(config, everything(config)), 0)
+    trial = try_out(with_away(job.config, everything(job)), 0)
     costs = trial.costs
     moves = _slowest(trial.moves, grid)
     if costs.cores is not None and costs.cores < 2 * grid.pp.size:
@@ -82,7 +83,7 @@ def _in_a_file(config: Config, grid: ProcessGrid, try_out: TryOut) -> Away:
             },
         )
     return of_first_rank(
-        partial(free_to_leave, _with_moves(costs, moves), sizes, trial.ordering), grid.world
+        partial(free_to_leave, _with_moves(costs, moves), job.shape, trial.ordering), grid.world
     )
 
 
@@ -123,22 +124,23 @@ class _Found:
 
 
 def _beside_a_gpu(
-    config: Config, grid: ProcessGrid, device: torch.device, try_out: TryOut
+    job: JobPlan, grid: ProcessGrid, device: torch.device, try_out: TryOut
 ) -> tuple[Away, str]:
-    sizes, schedule = Sizes.of(config), schedule_of(config.pipeline)
-    bounds = tuple(most_away(schedule, sizes, rank) for rank in range(sizes.num_ranks))
+    sizes = job.shape
+    bounds = tuple(most_away(job.schedule, sizes, rank) for rank in range(sizes.num_ranks))
     if not any(bounds):
         return bounds, "no rank has more than two in flight, and two stay"
-    most = OffloadRoom(config, grid).most()
+    most = OffloadRoom(job, grid).most()
     if not any(most):
         return most, "the hosts of this run have no memory for more"
-    trial = try_out(with_away(config, most), 0)
+    trial = try_out(with_away(job.config, most), 0)
     costs = _with_moves(trial.costs, _slowest(trial.moves, grid))
     resident: Trial | None = None
-    if _fits(with_away(config, 0), grid, device):
+    none_away = with_away(job.config, 0)
+    if _fits(JobPlan(none_away), grid, device):
         # a graph is made for each of two buffers of weights and each place of a micro-batch, at its
         # second use
-        resident = try_out(with_away(config, 0), 2 * sizes.num_ranks + 2)
+        resident = try_out(none_away, 2 * sizes.num_ranks + 2)
     resident_costs = None if resident is None else resident.costs
     found = of_first_rank(
         partial(_choose, costs, resident_costs, sizes, trial.ordering, most), grid.world
@@ -149,19 +151,19 @@ def _beside_a_gpu(
     )
 
 
-def _fits(config: Config, grid: ProcessGrid, device: torch.device) -> bool:
-    """Return whether the GPUs of all ranks have memory for this configuration, as predicted.
+def _fits(job: JobPlan, grid: ProcessGrid, device: torch.device) -> bool:
+    """Return whether the GPUs of all ranks have memory for this job, as predicted.
 
     Collectives: on all ranks of the grid.
     """
-    (memory,) = predict(config, device=torch.device("cuda"), ranks=[grid.pp.rank])
+    (memory,) = predict(job, device=torch.device("cuda"), ranks=[grid.pp.rank])
     names = gather_objects(platform.node(), grid.world)
     here = memory.needed <= limit_here(device.type, names.count(platform.node()))
     return all(gather_objects(here, grid.world))
 
 
 def _choose(
-    costs: Costs, resident: Costs | None, sizes: Sizes, ordering: Ordering, most: Away
+    costs: Costs, resident: Costs | None, sizes: Sizes, ordering: ScheduleOptions, most: Away
 ) -> _Found:
     def takes(away: Sequence[int]) -> float:
         return time_with_away(costs, sizes, ordering, away, resident=resident)

@@ -27,15 +27,14 @@ from hybridpar.comm import gather_objects
 from hybridpar.config import FOUND, Config, PipelineConfig
 from hybridpar.errors import HybridparError
 from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.fill import Room, fill
 from hybridpar.pipeline.plan.kinds import COMPUTE, ROWS
 from hybridpar.pipeline.plan.order import format_order
 from hybridpar.pipeline.plan.passes import lower
-from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.prove import prove
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.plan.predict import predict_timeline
 from hybridpar.prediction import predict
 from hybridpar.prediction.layers import Footprints
 from hybridpar.prediction.limit import limit_here
@@ -128,7 +127,7 @@ def shapes(config: Config) -> Iterator[list[Config]]:
 def _simulated_here(
     shape: list[Config], costs: Costs, device: torch.device, trace: Tracer
 ) -> list[Found]:
-    return simulated(shape, costs, kept_by_stage(shape[0], device, trace))
+    return simulated(shape, costs, kept_by_stage(JobPlan(shape[0]), device, trace))
 
 
 def simulated(shape: list[Config], costs: Costs, kept: Sequence[float]) -> list[Found]:
@@ -138,37 +137,29 @@ def simulated(shape: list[Config], costs: Costs, kept: Sequence[float]) -> list[
     for config in shape:
         if problems(config, config.parallel.num_ranks):
             continue
-        found.append(_simulated(config, costs))
-        if config.pipeline.split_backward:
-            sizes = Sizes.of(config)
-            if sizes.num_microbatches * sizes.chunks <= _MOST_FILLED:
-                found.append(
-                    _simulated(
-                        replace(config, pipeline=filled(config.pipeline, sizes, costs, kept)), costs
-                    )
-                )
+        job = JobPlan(config)
+        found.append(_simulated(job, costs))
+        num_filled = job.shape.num_microbatches * job.shape.chunks
+        if config.pipeline.split_backward and num_filled <= _MOST_FILLED:
+            pipeline = filled(job, costs, kept)
+            found.append(_simulated(JobPlan(replace(config, pipeline=pipeline)), costs))
     return found
 
 
-def _simulated(config: Config, costs: Costs) -> Found:
-    sizes = Sizes.of(config)
-    return Found(
-        config.pipeline,
-        Ordering.of(config).timeline(sizes, costs).step_time(sizes.num_microbatches),
-    )
+def _simulated(job: JobPlan, costs: Costs) -> Found:
+    timeline = predict_timeline(job.options, job.shape, costs)
+    return Found(job.config.pipeline, timeline.step_time(job.shape.num_microbatches))
 
 
-def filled(
-    pipeline: PipelineConfig, sizes: Sizes, costs: Costs, kept: Sequence[float]
-) -> PipelineConfig:
+def filled(job: JobPlan, costs: Costs, kept: Sequence[float]) -> PipelineConfig:
     """The order of a schedule that drains with W's where these costs leave gaps, as one's own: no
     rank keeps more than the fullest does. kept: by a micro-batch, by stage."""
-    schedule = schedule_of(pipeline)
+    sizes = job.shape
     ranks = range(sizes.num_ranks)
     orders = [
         [
             (a.kind, a.stage, a.microbatch)
-            for a in lower(schedule, sizes, rank, 0, 1, split=True)
+            for a in lower(job.schedule, sizes, rank, 0, 1)
             if a.kind in COMPUTE
         ]
         for rank in ranks
@@ -180,7 +171,7 @@ def filled(
     room = Room(kept, (most,) * sizes.num_ranks)
     steps = fill(orders, sizes, costs, room, swaps=not sizes.is_ring)
     return replace(
-        pipeline,
+        job.config.pipeline,
         schedule="own",
         zero_bubble=False,
         warmup="depth",
@@ -198,9 +189,9 @@ def choose(
 
     @cache
     def can_run(one: Found) -> bool:
-        made = replace(config, pipeline=one.pipeline)
+        made = JobPlan(replace(config, pipeline=one.pipeline))
         try:
-            prove(made)
+            made.prove()
         except PlanError:
             return False
         return max(stage.needed for stage in predict(made, device=device, trace=trace)) <= limit

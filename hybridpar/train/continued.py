@@ -22,8 +22,8 @@ from hybridpar.checkpoint.folders import folder_of
 from hybridpar.config import Config, from_plain, read_run_config
 from hybridpar.data import DataStart
 from hybridpar.errors import config_error
+from hybridpar.job import JobPlan
 from hybridpar.optim import learning_rate
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.train import folder as run_folder
 from hybridpar.train.metrics import read_metrics
 
@@ -97,8 +97,8 @@ def _rate_changes(before: Config, now: Config, step: int, num_updates: int) -> l
 
 
 def _rate(config: Config, step: int, num_updates: int) -> float:
-    schedule = schedule_of(config.pipeline)
-    delay = schedule.mean_delay(Sizes.of(config), 0) if step >= schedule.sync_steps else 0.0
+    job = JobPlan(config)
+    delay = job.schedule.mean_delay(job.shape, 0) if step >= job.options.sync_steps else 0.0
     return learning_rate(num_updates, config.optim, config.train.num_steps, delay)
 
 

@@ -17,11 +17,13 @@ from typing import Annotated, Any
 import torch
 
 from hybridpar.checkpoint.files import write_text
-from hybridpar.config import Config, Within, from_plain
+from hybridpar.config import Within, from_plain
 from hybridpar.errors import ConfigError, DataError, config_error, shown
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.costs import Costs, expand
-from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.plan.predict import predict_timeline
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import Sizes, make_schedule
 from hybridpar.pipeline.plan.timeline import Timeline
 from hybridpar.reading import errors_as, read_json, runs_near
 from hybridpar.train.measure import CALLS, VARYING, Measured, Parts, measure
@@ -55,27 +57,29 @@ _OF_LINKS = ("transfer", _OF_WAY, "latency", "transfer_work")
 class RunCosts:
     """Content of costs.json."""
 
-    ordering: Ordering
+    ordering: ScheduleOptions
     sizes: Sizes
     measured: Measured
     hardware: Mapping[str, Any] = field(default_factory=dict)
 
     def timeline(self) -> Timeline:
         """The steady state that the costs imply."""
-        return self.ordering.timeline(self.sizes, self.measured.costs)
+        return predict_timeline(self.ordering, self.sizes, self.measured.costs)
 
 
-def run_costs(config: Config, ranks: Sequence[RankEvents]) -> RunCosts | None:
+def run_costs(job: JobPlan, ranks: Sequence[RankEvents]) -> RunCosts | None:
     """Costs of the recorded actions of a run; None where they are too few."""
-    sizes = Sizes.of(config)
+    sizes = job.shape
     measured = measure(
-        ranks, sizes, tied=config.model.tie_embeddings and sizes.num_ranks > 1 and not sizes.is_v
+        ranks,
+        sizes,
+        tied=job.config.model.tie_embeddings and sizes.num_ranks > 1 and not sizes.is_v,
     )
     if measured is None:
         return None
     host = ranks[0].host
     return RunCosts(
-        Ordering.of(config),
+        job.options,
         sizes,
         measured,
         {
@@ -161,7 +165,7 @@ class _Document:
     """costs.json as it is written."""
 
     format: str
-    schedule: Ordering
+    schedule: ScheduleOptions
     sizes: Sizes
     costs_s: Costs
     measured: _Measured
@@ -178,7 +182,7 @@ def _run_costs(document: Any) -> RunCosts:
     sizes = read.sizes
     measured = read.measured
     p = read.sizes.num_ranks
-    read.schedule.make().check_sizes(sizes)
+    make_schedule(read.schedule).check_sizes(sizes)
     optional = {_OF_SPLIT, _OF_WAY, *_OF_TIERS, *_OF_PLANS}
     if missing := {f.name for f in fields(Costs)} - optional - document["costs_s"].keys():
         raise ValueError(f"costs_s.{min(missing)} is missing")

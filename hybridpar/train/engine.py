@@ -20,36 +20,33 @@ import torch
 from torch import Tensor
 
 from hybridpar.comm import Work, all_reduce, all_reduce_async
-from hybridpar.config import Config
 from hybridpar.data import DataStart
 from hybridpar.data.loader import Loader
 from hybridpar.grid import ProcessGrid
-from hybridpar.models.build import build_blocks, recomputed_blocks
+from hybridpar.job import JobPlan
+from hybridpar.models.build import build_blocks
 from hybridpar.pipeline.plan.action import PER_BATCH, PER_ITEM, Action, Kind
-from hybridpar.pipeline.plan.offload import num_away
 from hybridpar.pipeline.plan.passes import forward_actions, lower
-from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.schedules import Sizes, drained, schedule_of
+from hybridpar.pipeline.plan.schedules import drained
 from hybridpar.pipeline.run import graphs
 from hybridpar.pipeline.run.executor import NO_HOOKS, BatchHooks, Executor
 from hybridpar.pipeline.run.lane import Lane
 from hybridpar.pipeline.run.slow_tier import FileTier, HostTier, in_host_memory
 from hybridpar.pipeline.run.stage import Stage
-from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.pipeline.run.stash import Stash
-from hybridpar.state import RankState, StatePolicy
+from hybridpar.state import RankState
 from hybridpar.state.device_tier import state_memory
 from hybridpar.state.fp8 import unquantized_layers
 from hybridpar.state.host import HostWork
-from hybridpar.state.parts import Parts
 from hybridpar.state.shares import WholeChunks
 from hybridpar.state.tiered import ItemMemory, TieredMemory, slow_folder
 from hybridpar.state.touches import Touches
 from hybridpar.train.offload_room import reserved_bytes
-from hybridpar.train.policy import BatchPolicy, StepResult
+from hybridpar.train.policy import BatchPolicy
 from hybridpar.train.replicas import SharedChunks
 from hybridpar.train.sites import SiteTalk
 from hybridpar.train.source import LoaderSource
+from hybridpar.train.step_result import StepResult
 from hybridpar.train.tiers import RankTiers
 
 __all__ = ["Engine", "StepResult"]
@@ -64,7 +61,7 @@ def as_planned(actions: Actions) -> Actions:
 
 
 class Engine:
-    """Builds this rank's part of the model of `config` on `grid` and trains it.
+    """Builds this rank's part of the model of `job` on `grid` and trains it.
 
     `policy`: decides on each batch (None: as the configuration says). `tamper`: takes the plan of
     `train` and yields the same actions; it may do something between two. `memory`: for its state
@@ -77,7 +74,7 @@ class Engine:
 
     def __init__(
         self,
-        config: Config,
+        job: JobPlan,
         grid: ProcessGrid,
         device: torch.device,
         *,
@@ -86,24 +83,24 @@ class Engine:
         memory: ItemMemory | WholeChunks | None = None,
         host_work: HostWork | None = None,
     ):
+        config = job.config
+        self.job = job
         self.config = config
         self.grid = grid
         self.device = device
-        self.policy = policy or BatchPolicy(config)
+        self.policy = policy or BatchPolicy(job)
         self._tamper = tamper
         model = config.model
-        pipeline = config.pipeline
-        self.sizes = Sizes.of(config)
-        self.schedule = schedule_of(pipeline)
-        self.split = stage_split(config)
-        self._held = self.sizes.stages_of(grid.pp.rank)
+        self.sizes = job.shape
+        self.schedule = job.schedule
+        held = job.held(grid.pp.rank)
         self.loss_names = model.losses
         self.number_names = (*model.losses, *model.metric_names)
         """Names of the losses and metrics of a batch, all of which are summed over the grid."""
-        states = StatePolicy.of(
-            config, self.policy.num_versions(grid.pp.rank), self.schedule.num_gradient_buffers
+        states = job.state_policy(
+            self.policy.num_versions(grid.pp.rank), job.schedule.num_gradient_buffers
         )
-        numbers = [number for stage in self._held for number in self.split[stage]]
+        numbers = [number for blocks in held.values() for number in blocks]
         sequence = config.parallel.sequence
         blocks = build_blocks(
             model,
@@ -114,11 +111,11 @@ class Engine:
             dtype=states.dtype,
             groups=config.optim.groups,
         )
-        again = recomputed_blocks(pipeline.recompute, model, self.split)
-        self.parts = Parts.of(config, {stage: self.split[stage] for stage in self._held})
+        self.parts = job.segments(grid.pp.rank)
         stages = {
             stage: [
-                Stage({n: blocks[n] for n in numbers}, again[stage], model) for numbers in parts
+                Stage({n: blocks[n] for n in numbers}, job.recomputed[stage], model)
+                for numbers in parts
             ]
             for stage, parts in self.parts.of_stage.items()
         }
@@ -162,7 +159,7 @@ class Engine:
         self.executor = Executor(
             stages,
             self.state.weights,
-            Lane.of(config, grid, states.dtype, device, self.split),
+            Lane.of(job, grid, states.dtype, device),
             self.sizes,
             self.replicas or self.tiers,
             self._stash(),
@@ -174,7 +171,7 @@ class Engine:
             and not self.parts.is_divided
         ):
             self.executor.graphs = graphs.recorder(
-                config,
+                job,
                 {stage: whole for stage, (whole,) in stages.items()},
                 self.state.gradients,
                 device,
@@ -191,14 +188,13 @@ class Engine:
 
     def _stash(self) -> Stash | None:
         """Of what this rank's micro-batches keep; none where nothing leaves."""
-        memory = self.config.memory
-        if not num_away(memory.num_away, self.schedule, self.sizes, self.grid.pp.rank):
+        if not self.job.num_away(self.grid.pp.rank):
             return None
         return self._make_stash()
 
     def _make_stash(self) -> Stash:
         if in_host_memory(self.device):
-            return Stash(HostTier(self.device, reserved_bytes(self.config, self.grid.pp.rank)))
+            return Stash(HostTier(self.device, reserved_bytes(self.job, self.grid.pp.rank)))
         return Stash(FileTier(slow_folder(self.config)))
 
     def train(
@@ -253,7 +249,7 @@ class Engine:
         """This rank's actions for the next batches; the synchronous ones among them come first."""
         first = self.policy.first
         stop = self.policy.first + num_batches
-        switch = min(max(self.schedule.sync_steps, first), stop)
+        switch = min(max(self.schedule.options.sync_steps, first), stop)
         for schedule, start, end in (
             (drained(self.schedule), first, switch),
             (self.schedule, switch, stop),
@@ -265,7 +261,6 @@ class Engine:
                     self.grid.pp.rank,
                     start,
                     end - start,
-                    **Ordering.of(self.config).options,
                     parts=self._division,
                 )
 

@@ -15,6 +15,7 @@ from hybridpar.data import Data
 from hybridpar.errors import HybridparError, config_error
 from hybridpar.flight import FAILED, LOST, Flight
 from hybridpar.grid import ProcessGrid, sizes_of
+from hybridpar.job import JobPlan
 from hybridpar.train import folder as run_folder
 from hybridpar.train import watchdog
 from hybridpar.train.engine import Engine
@@ -73,7 +74,7 @@ def evaluate(config: Config, launch: Launch, datasets: Mapping[str, Any]) -> dic
         grid = ProcessGrid(sizes_of(config.parallel), device_type=device.type, flight=flight)
         try:
             config = settle(config, grid, device, lambda text: None, lambda build: build())
-            engine = Engine(config, grid, device)
+            engine = Engine(JobPlan(config), grid, device)
             flight.phase("loading", config.faults.start_timeout_s)
             if saved:
                 checkpoint.start_from(Path(saved), engine)

@@ -55,7 +55,7 @@ from hybridpar.data import Tokenizer
 from hybridpar.errors import FULL_DISK, CheckpointError, ConfigError, config_error
 from hybridpar.flight import Flight
 from hybridpar.grid import describe, lines_of, place_of, sizes_of
-from hybridpar.pipeline.plan.sizes import Sizes
+from hybridpar.job import JobPlan
 from hybridpar.train.launch import Job
 from hybridpar.train.metrics import last_step
 from hybridpar.train.watchdog import ORPHAN_S, record_name
@@ -283,18 +283,19 @@ def flight_path(folder: Path, rank: int, thread: str = "") -> Path:
     return folder / FLIGHT / record_name(rank, thread)
 
 
-def open_flight(config: Config, rank: int, flight: Flight, thread: str = "") -> None:
+def open_flight(job: JobPlan, rank: int, flight: Flight, thread: str = "") -> None:
     """Moves the flight recorder of a rank of the resolved grid, or of a thread of it, into the run
     folder.
 
     On a full disk the recorder has no file; processes of this machine can read it all the same.
     """
+    config = job.config
     sizes = sizes_of(config.parallel)
     place = place_of(rank, sizes)
     axes = {name: line for name, lines in lines_of(sizes).items() for line in lines if rank in line}
     path = flight_path(config.run.folder, rank, thread)
     path.parent.mkdir(exist_ok=True)
-    stages = Sizes.of(config).stages_of(place["pp"])
+    stages = job.shape.stages_of(place["pp"])
     who = {
         "rank": rank,
         "name": describe(rank, stages, place),

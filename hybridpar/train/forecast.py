@@ -6,12 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
-from hybridpar.config import Config
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import Kind
-from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.residency import FastTier, add_residency
-from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.state.touches import Touches
 from hybridpar.train.ghost_rank import GhostRank
 
@@ -41,28 +39,29 @@ class TierForecast:
         )
 
 
-def forecasts(config: Config) -> list[TierForecast]:
+def forecasts(job: JobPlan) -> list[TierForecast]:
     """The tiers of the first replica's ranks, in the order of the pipeline; none without
     memory.budget."""
-    ranks = range(0, config.parallel.num_ranks, config.parallel.num_ranks // config.parallel.pp)
-    return [forecast(config, rank) for rank in ranks] if config.memory.budget else []
+    parallel = job.config.parallel
+    ranks = range(0, parallel.num_ranks, parallel.num_ranks // parallel.pp)
+    return [forecast(job, rank) for rank in ranks] if job.config.memory.budget else []
 
 
-def forecast(config: Config, rank: int = 0) -> TierForecast:
-    """The tiers of a rank of the configuration's grid, in a steady step. Nothing is taken, moved or
-    computed.
+def forecast(job: JobPlan, rank: int = 0) -> TierForecast:
+    """The tiers of a rank of the job's grid, in a steady step. Nothing is taken, moved or computed.
 
-    `config`: resolved, with memory.budget.
+    `job`: has memory.budget.
     Raises: ConfigError where the budget is smaller than the least.
     """
-    ghost = GhostRank.of(config, rank)
-    sizes = Sizes.of(config)
-    touches = ghost.touches(sizes)
-    touches.require(config.memory.budget)
-    actions: Iterable[Action] = ghost.actions(Ordering.of(config), sizes, _BEGUN + _STEPS + _LEFT)
-    if (shared := ghost.ghost.shared_items(sizes)) is not None:
+    ghost = GhostRank.of(job, rank)
+    budget = job.config.memory.budget
+    touches = ghost.touches(job.shape)
+    touches.require(budget)
+    num_batches = _BEGUN + _STEPS + _LEFT
+    actions: Iterable[Action] = ghost.actions(job.options, job.shape, num_batches)
+    if (shared := ghost.ghost.shared_items(job.shape)) is not None:
         actions = shared.moved(actions)
-    read, written = moved(actions, touches, config.memory.budget, range(_BEGUN, _BEGUN + _STEPS))
+    read, written = moved(actions, touches, budget, range(_BEGUN, _BEGUN + _STEPS))
     return TierForecast(
         touches.most_bytes, touches.least_budget(), read // _STEPS, written // _STEPS
     )

@@ -22,7 +22,7 @@ from hybridpar.config import Launch, TrainConfig
 from hybridpar.data.tokenizer import Tokenizer, check_vocab_fits
 from hybridpar.errors import CheckpointError, HybridparError, config_error, not_utf8
 from hybridpar.grid import ProcessGrid
-from hybridpar.pipeline.run.stage_split import inference_split
+from hybridpar.job.stage_split import inference_split
 from hybridpar.random import random_bits, site
 from hybridpar.train.decoder import Decoder
 from hybridpar.train.errors import describe_failure

@@ -6,61 +6,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hybridpar.config import Config
 from hybridpar.grid import place_of, sizes_of
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.passes import lower
-from hybridpar.pipeline.plan.predict import Ordering
 from hybridpar.pipeline.plan.residency import Residency, add_residency
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import Sizes, make_schedule
 from hybridpar.pipeline.plan.shared import SharedItems
-from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_state import GhostState
 from hybridpar.prediction.predict import default_device
-from hybridpar.state import StatePolicy
 from hybridpar.state.touches import Touches
-from hybridpar.train.policy import BatchPolicy
 
 
 @dataclass(frozen=True)
 class GhostRank:
-    """A rank of a configuration's grid, as the engine would have it. rank: of the pipeline."""
+    """A rank of a job's grid, as the engine would have it. rank: of the pipeline."""
 
-    config: Config
+    job: JobPlan
     rank: int
     ghost: GhostState
 
     @staticmethod
-    def of(config: Config, rank: int) -> GhostRank:
-        """A rank of the job, by its number. `config`: resolved."""
-        with Tracker(default_device(config)) as tracker:
-            place = place_of(rank, sizes_of(config.parallel))["pp"]
-            sizes = Sizes.of(config)
-            split = stage_split(config)
-            policy = StatePolicy.of(
-                config,
-                BatchPolicy(config).num_versions(place),
-                schedule_of(config.pipeline).num_gradient_buffers,
-            )
-            return GhostRank(
-                config,
-                place,
-                GhostState.of(
-                    config,
-                    rank,
-                    {stage: split[stage] for stage in sizes.stages_of(place)},
-                    policy,
-                    tracker,
-                ),
-            )
+    def of(job: JobPlan, rank: int) -> GhostRank:
+        """A rank of the job, by its number."""
+        with Tracker(default_device(job.config)) as tracker:
+            place = place_of(rank, sizes_of(job.config.parallel))["pp"]
+            policy = job.state_policy(job.num_versions(place), job.schedule.num_gradient_buffers)
+            return GhostRank(job, place, GhostState.of(job, rank, policy, tracker))
 
     @staticmethod
-    def pipeline(config: Config) -> list[GhostRank]:
+    def pipeline(job: JobPlan) -> list[GhostRank]:
         """The ranks of the first pipeline, in its order."""
-        number = config.parallel.num_ranks
-        pp = config.parallel.pp
-        return [GhostRank.of(config, rank) for rank in range(0, number, number // pp)]
+        number = job.config.parallel.num_ranks
+        pp = job.config.parallel.pp
+        return [GhostRank.of(job, rank) for rank in range(0, number, number // pp)]
 
     @property
     def hosted(self) -> list[float]:
@@ -80,27 +61,28 @@ class GhostRank:
         Raises: ConfigError where the budget is too small for any plan.
         """
         tiers = None
-        budget = self.config.memory.budget
+        budget = self.job.config.memory.budget
         if budget:
             touches = self.touches(sizes)
             touches.require(budget)
             tiers = touches.residency(budget)
         return self.ghost.shared_items(sizes, budget) or tiers
 
-    def actions(self, ordering: Ordering, sizes: Sizes, num_batches: int) -> Iterator[Action]:
+    def actions(
+        self, ordering: ScheduleOptions, sizes: Sizes, num_batches: int
+    ) -> Iterator[Action]:
         """Its list for so many batches, without what it moves. `sizes`: their micro-batches may be
         fewer or more."""
         return lower(
-            ordering.make(),
+            make_schedule(ordering.steady),
             sizes,
             self.rank,
             0,
             num_batches,
-            **ordering.options,
             parts=self.ghost.division,
         )
 
-    def moved(self, ordering: Ordering, sizes: Sizes, num_batches: int) -> Iterator[Action]:
+    def moved(self, ordering: ScheduleOptions, sizes: Sizes, num_batches: int) -> Iterator[Action]:
         """Its list with what it moves. Raises: ConfigError."""
         actions = self.actions(ordering, sizes, num_batches)
         items = self.residency(sizes)

@@ -20,6 +20,8 @@ import torch
 
 from hybridpar.config import Config
 from hybridpar.grid import Axis
+from hybridpar.job import JobPlan
+from hybridpar.models.build import DTYPES
 from hybridpar.models.cost import training_flops_per_token
 from hybridpar.nn.placement import Init, Placement
 from hybridpar.ops.update import Weights
@@ -27,10 +29,8 @@ from hybridpar.optim import ParameterSlot, build_optimizer
 from hybridpar.pipeline.plan.copies import HostEngines
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.parts import Division
-from hybridpar.pipeline.plan.predict import Ordering, exposed_on_host
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.plan.predict import exposed_on_host
 from hybridpar.state.parameters import LOW_PRECISION
-from hybridpar.state.policy import StatePolicy
 from hybridpar.train.ghost_rank import GhostRank
 from hybridpar.train.peak import peak_flops
 
@@ -85,15 +85,17 @@ class HostForecast:
         )
 
 
-def forecast_host(config: Config, speeds: Speeds | None = None) -> HostForecast | None:
-    """The forecast for a resolved configuration; None without memory.host_optimizer. speeds: None,
-    measured here."""
+def forecast_host(job: JobPlan, speeds: Speeds | None = None) -> HostForecast | None:
+    """The forecast for a job; None without memory.host_optimizer. speeds: None, measured here."""
+    config = job.config
     if not config.memory.host_optimizer:
         return None
-    speeds, sizes, parallel = speeds or measure_speeds(config), Sizes.of(config), config.parallel
-    groups, parts = _groups(config)
-    schedule = schedule_of(config.pipeline)
-    weight_bytes = 2 if StatePolicy.of(config, 1, 1).dtype in LOW_PRECISION else 4
+    speeds = speeds or measure_speeds(config)
+    sizes = job.shape
+    parallel = config.parallel
+    groups, parts = _groups(job)
+    schedule = job.schedule
+    weight_bytes = 2 if DTYPES[config.train.dtype] in LOW_PRECISION else 4
     totals = [sum(of_rank) for of_rank in groups]
     update, there, back = (
         [total * each for total in totals]
@@ -108,7 +110,7 @@ def forecast_host(config: Config, speeds: Speeds | None = None) -> HostForecast 
     costs = Costs(
         pair / 3, pair * 2 / 3, to_host=there, host=update, from_host=back, host_shares=groups
     )
-    step, exposed = exposed_on_host(Ordering.of(config), sizes, costs, parts)
+    step, exposed = exposed_on_host(job.options, sizes, costs, parts)
     largest = totals.index(max(totals))
     host = HostEngines(there[largest], update[largest], back[largest], groups[largest])
     slack = schedule.slack(sizes)
@@ -126,10 +128,10 @@ def forecast_host(config: Config, speeds: Speeds | None = None) -> HostForecast 
     )
 
 
-def _groups(config: Config) -> tuple[list[list[float]], Division]:
+def _groups(job: JobPlan) -> tuple[list[list[float]], Division]:
     """Number of parameters that each host of a pipeline updates, by group; and the parts of all
     stages."""
-    ranks = GhostRank.pipeline(config)
+    ranks = GhostRank.pipeline(job)
     parts = {
         stage: len(of_stage)
         for rank in ranks
@@ -147,11 +149,11 @@ def measure_speeds(config: Config) -> Speeds:
 def host_speeds(config: Config) -> tuple[float, float]:
     """Parameters that a host with torch's threads updates, and bytes that it copies, in a
     second."""
-    policy = StatePolicy.of(config, 1, 1)
+    dtype = DTYPES[config.train.dtype]
     master, gradient, target = (torch.zeros(_SAMPLE) for _ in range(3))
-    working = (torch.zeros(_SAMPLE, dtype=policy.dtype),) if policy.dtype in LOW_PRECISION else ()
+    working = (torch.zeros(_SAMPLE, dtype=dtype),) if dtype in LOW_PRECISION else ()
     slot = ParameterSlot("sample", Placement((_SAMPLE,), Init("zeros")))
-    optimizer = build_optimizer(config.optim, [slot], Axis("tp"), policy.backend)
+    optimizer = build_optimizer(config.optim, [slot], Axis("tp"), config.kernels.optimizer)
     update = _seconds(
         lambda: optimizer.step(Weights([master], [master], working), [gradient], lr=1e-3)
     )

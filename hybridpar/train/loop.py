@@ -25,10 +25,9 @@ from hybridpar.data import NO_DATASETS, Data, open_data
 from hybridpar.errors import CheckpointError, HybridparError, config_error, in_a_line
 from hybridpar.flight import FAILED, LOST, REFUSED, RENDEZVOUS, Flight, Waiting
 from hybridpar.grid import ProcessGrid, sizes_of
+from hybridpar.job import JobPlan
 from hybridpar.ops.libraries import examine_triton
 from hybridpar.pipeline.plan.check import PlanError
-from hybridpar.pipeline.plan.prove import prove
-from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.prediction import MemoryWatch
 from hybridpar.train import continued, kernel_options, warm_up, watchdog
 from hybridpar.train import folder as run_folder
@@ -294,24 +293,26 @@ def _train_on_grid(
     who = f"rank {rank}"
     flight = place.job.flight
     started = False
-    run_folder.open_flight(config, rank, flight)
+    job_plan = JobPlan(config)
+    run_folder.open_flight(job_plan, rank, flight)
     injector = Injector(place.faults, config.run.folder, rank, flight)
     links: LinkWatch | None = None
     try:
         grid = place.connect(config, flight)
         links = place.watch_links(config, flight, reporter)
         flight.phase("setting up", config.faults.start_timeout_s)
-        who = grid.describe(Sizes.of(config).stages_of(grid.pp.rank))
+        who = grid.describe(job_plan.shape.stages_of(grid.pp.rank))
         options = kernel_options.prepare(
             config, place.job, place.device, reporter.say
         )  # before anything is measured
         if warm_up.is_needed(grid, place.device):
             warm_up.warm_up(config, grid, place.device, place.build)
         config = settle(config, grid, place.device, reporter.say, place.build)
-        prove(config)
+        job_plan = JobPlan(config)
+        job_plan.prove()
         watched = config.train.measure_memory or bool(config.plan.memory_mib)
-        watch = MemoryWatch(config, place.device) if watched else None
-        engine = place.build(lambda: Engine(config, grid, place.device, tamper=injector.tamper))
+        watch = MemoryWatch(job_plan, place.device) if watched else None
+        engine = place.build(lambda: Engine(job_plan, grid, place.device, tamper=injector.tamper))
         require_equal_plans(engine)
         resumed = _load(engine, data, reporter, start)
         if rank == 0:

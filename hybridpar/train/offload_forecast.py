@@ -13,11 +13,10 @@ import torch
 
 from hybridpar.config import Config
 from hybridpar.grid import Axis
+from hybridpar.job import JobPlan
 from hybridpar.models.cost import training_flops_per_token
 from hybridpar.pipeline.plan.costs import Costs, expand
-from hybridpar.pipeline.plan.offload import num_away
-from hybridpar.pipeline.plan.predict import Ordering, free_to_leave
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
+from hybridpar.pipeline.plan.predict import free_to_leave, predict_timeline
 from hybridpar.pipeline.run.slow_tier import FileTier
 from hybridpar.prediction.predict import predict
 from hybridpar.state.tiered import folder_to_measure
@@ -74,17 +73,19 @@ class OffloadSpeeds:
     flops: float
 
 
-def forecast_offload(config: Config, speeds: OffloadSpeeds | None = None) -> OffloadForecast | None:
-    """The forecast for a resolved configuration; None where no activations are to leave.
+def forecast_offload(job: JobPlan, speeds: OffloadSpeeds | None = None) -> OffloadForecast | None:
+    """The forecast for a job; None where no activations are to leave.
 
     speeds: None, measured here. Raises: HybridparError where the file has no room.
     """
+    config = job.config
     given = config.memory.offload_activations
     if not given:
         return None
-    sizes, speeds = Sizes.of(config), speeds or measure_speeds(config)
+    sizes = job.shape
+    speeds = speeds or measure_speeds(config)
     moved = [stage.moved for stage in predict(_with(config, sizes.num_microbatches * sizes.chunks))]
-    counted = stage_costs(config)
+    counted = stage_costs(job)
     tokens = config.train.micro_batch_size * config.model.tokens_per_sample
     forward, backward = (
         expand(cost, sizes.num_stages) for cost in (counted.forward, counted.backward)
@@ -97,18 +98,17 @@ def forecast_offload(config: Config, speeds: OffloadSpeeds | None = None) -> Off
         offload=[one / speeds.write for one in moved],
         reload=[one / speeds.read for one in moved],
     )
-    ordering = replace(Ordering.of(config), host=0.0)
+    ordering = replace(job.options, host=0.0)
     away = (
         free_to_leave(costs, sizes, ordering)
         if given == "auto"
-        else tuple(
-            num_away(config.memory.num_away, schedule_of(config.pipeline), sizes, rank)
-            for rank in range(sizes.num_ranks)
-        )
+        else tuple(map(job.num_away, range(sizes.num_ranks)))
     )
     after, plain = (predict(_with(config, number)) for number in (away, 0))
     step, alone = (
-        replace(ordering, offload=number).timeline(sizes, costs).step_time(sizes.num_microbatches)
+        predict_timeline(replace(ordering, offload=number), sizes, costs).step_time(
+            sizes.num_microbatches
+        )
         for number in (away, 0)
     )
     return OffloadForecast(
@@ -121,8 +121,8 @@ def forecast_offload(config: Config, speeds: OffloadSpeeds | None = None) -> Off
     )
 
 
-def _with(config: Config, away: int | tuple[int, ...]) -> Config:
-    return replace(config, memory=replace(config.memory, offload_activations=away))
+def _with(config: Config, away: int | tuple[int, ...]) -> JobPlan:
+    return JobPlan(replace(config, memory=replace(config.memory, offload_activations=away)))
 
 
 def measure_speeds(config: Config) -> OffloadSpeeds:

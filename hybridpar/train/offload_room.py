@@ -18,12 +18,11 @@ from hybridpar.config import Config
 from hybridpar.cpu import host_room
 from hybridpar.errors import Problem
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import INPUTS, Kind
 from hybridpar.pipeline.plan.offload import most_away
 from hybridpar.pipeline.plan.passes import lower
-from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.run.slow_tier import HostTier
 from hybridpar.prediction.predict import batches_to_peak, predict
 from hybridpar.train.errors import SetupError
@@ -36,9 +35,9 @@ def with_away(config: Config, away: int | tuple[int, ...]) -> Config:
     return replace(config, memory=replace(config.memory, offload_activations=away))
 
 
-def everything(config: Config) -> int:
+def everything(job: JobPlan) -> int:
     """Return a number of micro-batches that is at least what any rank can have away."""
-    return config.pipeline.num_microbatches * config.pipeline.num_chunks
+    return job.shape.num_microbatches * job.shape.chunks
 
 
 def most_places(actions: Iterable[Action]) -> int:
@@ -60,29 +59,26 @@ def most_places(actions: Iterable[Action]) -> int:
     return most
 
 
-def host_bytes(config: Config, rank: int, moved: int) -> int:
+def host_bytes(job: JobPlan, rank: int, moved: int) -> int:
     """Return how much of the host's memory the activations of a rank of the pipeline take, at most.
     Units: bytes.
 
     moved: what leaves of one micro-batch on one stage.
     """
-    schedule = schedule_of(config.pipeline)
-    sizes = Sizes.of(config)
     actions = lower(
-        schedule,
-        sizes,
+        job.schedule,
+        job.shape,
         rank,
-        schedule.sync_steps,
-        batches_to_peak(config),
-        **Ordering.of(config).options,
+        job.options.sync_steps,
+        batches_to_peak(job),
     )
     return most_places(actions) * HostTier.rounded(moved)
 
 
-def reserved_bytes(config: Config, rank: int) -> int:
+def reserved_bytes(job: JobPlan, rank: int) -> int:
     """Return what a rank of the pipeline takes of its host before training. Units: bytes."""
-    (memory,) = predict(config, device=_CUDA, ranks=[rank])
-    return host_bytes(config, rank, memory.moved)
+    (memory,) = predict(job, device=_CUDA, ranks=[rank])
+    return host_bytes(job, rank, memory.moved)
 
 
 @dataclass(frozen=True)
@@ -106,29 +102,28 @@ class OffloadRoom:
     Collectives: the constructor, on all ranks of the grid. All ranks then have the same answers.
     """
 
-    def __init__(self, config: Config, grid: ProcessGrid):
-        self._config, self._sizes = config, Sizes.of(config)
-        (memory,) = predict(
-            with_away(config, everything(config)), device=_CUDA, ranks=[grid.pp.rank]
-        )
+    def __init__(self, job: JobPlan, grid: ProcessGrid):
+        self._job = job
+        most = JobPlan(with_away(job.config, everything(job)))
+        (memory,) = predict(most, device=_CUDA, ranks=[grid.pp.rank])
         needs = _RankNeeds(grid.pp.rank, platform.node(), memory.moved, memory.host, host_room())
         self._ranks: list[_RankNeeds] = gather_objects(needs, grid.world)
 
     def holds(self, away: int | tuple[int, ...]) -> bool:
         """Return whether every host has memory for so many micro-batches of its ranks."""
-        config = with_away(self._config, away)
+        job = JobPlan(with_away(self._job.config, away))
         needed = dict[str, int]()
         for one in self._ranks:
             needed[one.host] = (
-                needed.get(one.host, 0) + one.others + host_bytes(config, one.rank, one.moved)
+                needed.get(one.host, 0) + one.others + host_bytes(job, one.rank, one.moved)
             )
         return all(needed[one.host] <= one.room for one in self._ranks)
 
     def most(self) -> tuple[int, ...]:
         """Return the largest numbers that the hosts have memory for, by rank: equal where more
         could be away."""
-        schedule = schedule_of(self._config.pipeline)
-        bounds = [most_away(schedule, self._sizes, rank) for rank in range(self._sizes.num_ranks)]
+        job = self._job
+        bounds = [most_away(job.schedule, job.shape, rank) for rank in range(job.shape.num_ranks)]
         least = 0
         bound = max(bounds)
         while least < bound:

@@ -8,69 +8,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from hybridpar.config import Config
+from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES
 from hybridpar.optim.loss_scale import MIN_SCALE, LossScaler
 from hybridpar.optim.norm import clip_scale
 from hybridpar.optim.schedule import learning_rate
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
-from hybridpar.train.anomalies import Anomaly, Judge, RunningJudge
-from hybridpar.train.sites import SiteNews
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Outcome of one optimizer step, equal on all ranks of a site. `grad_norm` is before clipping.
-
-    `skipped`: its update was not made. `stage_norms`: of the gradients of each stage, tied ones
-    with the first. `news`: of the other sites, where any came with this step; losses are those of
-    this site. `num_targets`: labels that count in the batch, over all replicas and sites; where
-    there are none, the losses that divide by them are 0. `metrics`: those of the model, means like
-    the losses.
-    """
-
-    step: int
-    losses: dict[str, float]
-    grad_norm: float
-    lr: float
-    loss_scale: float
-    skipped: bool
-    stage_norms: tuple[float, ...] = ()
-    anomaly: Anomaly | None = None
-    news: SiteNews | None = None
-    num_targets: int = 1
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def loss(self) -> float:
-        return sum(self.losses.values())
+from hybridpar.train.anomalies import Judge, RunningJudge
+from hybridpar.train.step_result import StepResult
 
 
 class BatchPolicy:
-    """The decisions of a run with this configuration.
+    """The decisions of a run.
 
     `judge`: says which steps are anomalies (None: the one that the configuration describes).
-    `schedule`, `sizes`: those whose versions count (None: of the configuration). `first`: the batch
-    before which the pipeline was last drained.
+    `original`: the job whose schedule says which weight versions count (None: this job).
+    `first`: the batch before which the pipeline was last drained.
     """
 
     def __init__(
         self,
-        config: Config,
+        job: JobPlan,
         judge: Judge | None = None,
         *,
-        schedule: Schedule | None = None,
-        sizes: Sizes | None = None,
+        original: JobPlan | None = None,
     ):
-        self.config, self.judge = config, judge or RunningJudge(config)
-        self.schedule, self.sizes = (
-            schedule or schedule_of(config.pipeline),
-            sizes or Sizes.of(config),
-        )
+        config = job.config
+        self.config = config
+        self.judge = judge or RunningJudge(config)
+        self.original = original or job
+        self.schedule = self.original.schedule
+        self.sizes = self.original.shape
         self.scaler = LossScaler.for_dtype(DTYPES[config.train.dtype], config.optim.loss_scale)
         self.first = 0
         self._loss_names = config.model.losses
@@ -84,7 +54,7 @@ class BatchPolicy:
 
     def num_versions(self, rank: int) -> int:
         """Number of weight versions alive at once on a rank of the pipeline."""
-        return self.schedule.max_live_versions(self.sizes, rank)
+        return self.original.num_versions(rank)
 
     def versions_of(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """Weight version per stage and micro-batch of a batch of the stretch that is being
@@ -101,10 +71,10 @@ class BatchPolicy:
 
     def loss_scale(self, batch: int) -> float:
         """The loss scale that came with the version that the loss of a batch is computed on."""
-        if batch < self.schedule.sync_steps:
+        if batch < self.schedule.options.sync_steps:
             return self._scales[batch]
         last = self.sizes.num_stages - 1
-        first = max(self.first, self.schedule.sync_steps)
+        first = max(self.first, self.schedule.options.sync_steps)
         return self._scales[
             self.schedule.version(self.sizes, last, batch * self.sizes.num_microbatches, first)
         ]
@@ -117,7 +87,9 @@ class BatchPolicy:
         warm-up. If batches can be skipped, call `updated` for all batches before this one first.
         """
         delay = (
-            self.schedule.mean_delay(self.sizes, 0) if batch >= self.schedule.sync_steps else 0.0
+            self.schedule.mean_delay(self.sizes, 0)
+            if batch >= self.schedule.options.sync_steps
+            else 0.0
         )
         return learning_rate(
             batch - self._num_skipped, self.config.optim, self.config.train.num_steps, delay
@@ -168,7 +140,7 @@ class BatchPolicy:
 
     def predicts(self, batch: int) -> bool:
         """Whether the weights that a batch makes are predicted, where weights are at all."""
-        return batch >= self.schedule.sync_steps
+        return batch >= self.schedule.options.sync_steps
 
     def updated(self, batch: int, result: StepResult | None) -> None:
         """After the update of a batch, made or not."""

@@ -14,15 +14,14 @@ from pathlib import Path
 
 from hybridpar.config import Config, read_run_config, to_mapping
 from hybridpar.errors import config_error
-from hybridpar.models.build import recomputed_blocks
+from hybridpar.job import JobPlan
 from hybridpar.models.cost import forward_flops_per_token
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.liveness import peak_live
-from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
-from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.plan.predict import predict_timeline, smallest_early_switch
+from hybridpar.pipeline.plan.schedules import make_schedule
 from hybridpar.pipeline.plan.timeline import Timeline
-from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.train.costs import RunCosts, in_ms, percent, read_costs
 from hybridpar.train.folder import CONFIG, COSTS
 
@@ -79,45 +78,45 @@ class Preview:
     peak_versions: tuple[int, ...]
 
 
-def stage_costs(config: Config) -> Costs:
+def stage_costs(job: JobPlan) -> Costs:
     """Forward operations of each stage over those of the costliest rank; backward twice that, and
     recomputation."""
-    flops = forward_flops_per_token(config.model)
-    pp = config.parallel.pp
-    stages = stage_split(config)
-    again = recomputed_blocks(config.pipeline.recompute, config.model, stages)
+    flops = forward_flops_per_token(job.config.model)
     if not any(flops):  # of operators that are not counted alone
         flops = (1,) * len(flops)
-    forward = [sum(flops[b] for b in blocks) for blocks in stages]
+    forward = [sum(flops[b] for b in blocks) for blocks in job.split]
     backward = [
-        2 * f + sum(flops[b] for b in stage.blocks) for f, stage in zip(forward, again, strict=True)
+        2 * f + sum(flops[b] for b in stage.blocks)
+        for f, stage in zip(forward, job.recomputed, strict=True)
     ]
-    sizes = Sizes.of(config)
-    largest = max(sum(forward[stage] for stage in sizes.stages_of(rank)) for rank in range(pp))
+    shape = job.shape
+    largest = max(
+        sum(forward[stage] for stage in shape.stages_of(rank)) for rank in range(shape.num_ranks)
+    )
     return Costs([f / largest for f in forward], [b / largest for b in backward])
 
 
-def preview(config: Config, num_batches: int, costs: Costs | None = None) -> Preview:
+def preview(job: JobPlan, num_batches: int, costs: Costs | None = None) -> Preview:
     """Simulates `num_batches` batches to draw, and enough to know the steady state. Raises:
     ConfigError.
 
     costs: measured ones; left out: `stage_costs`. early_switch = "auto" is what they imply.
     """
-    sizes = Sizes.of(config)
-    costs = costs or stage_costs(config)
-    ordering = Ordering.of(config)
-    if config.pipeline.early_switch == "auto":
+    sizes = job.shape
+    costs = costs or stage_costs(job)
+    ordering = job.options
+    if job.config.pipeline.early_switch == "auto":
         ordering = replace(ordering, early_switch=smallest_early_switch(costs, sizes, ordering))
-    steady = ordering.timeline(sizes, costs)
+    steady = predict_timeline(ordering, sizes, costs)
     m = sizes.num_microbatches
-    drains = ordering.make().flush
+    drains = make_schedule(ordering).flush
     live = [
         peak_live(_first_batch(actions) if drains else actions, m)
         for _, actions in sorted(steady.plan.items())
     ]
     is_drawn = len(steady.batch_starts(m)) == num_batches
     return Preview(
-        steady if is_drawn else ordering.timeline(sizes, costs, num_batches),
+        steady if is_drawn else predict_timeline(ordering, sizes, costs, num_batches),
         *steady.steady_step(m),
         tuple(one.activations for one in live),
         tuple(one.versions for one in live),
@@ -161,10 +160,10 @@ def costs_of_run(folder: Path, config: Config) -> RunCosts:
     return run
 
 
-def differences(config: Config, run: RunCosts) -> list[str]:
+def differences(job: JobPlan, run: RunCosts) -> list[str]:
     """A line that says how a step differs from the counted one, and by which costs; nothing where
     it does not."""
-    costs = _counted(config, run)
+    costs = _counted(job, run)
     measured = run.measured
     counted, counted_idle = step, idle = _steady_step(run, costs)
     apart = max(abs(a - b) for a, b in zip(measured.idle, counted_idle, strict=True))
@@ -196,13 +195,13 @@ def differences(config: Config, run: RunCosts) -> list[str]:
 
 
 def _steady_step(run: RunCosts, costs: Costs) -> tuple[float, tuple[float, ...]]:
-    return run.ordering.timeline(run.sizes, costs).steady_step(run.sizes.num_microbatches)
+    return predict_timeline(run.ordering, run.sizes, costs).steady_step(run.sizes.num_microbatches)
 
 
-def _counted(config: Config, run: RunCosts) -> Costs:
+def _counted(job: JobPlan, run: RunCosts) -> Costs:
     """The costs that plan.svg is drawn from, in seconds: as many for forward and backward of all
     stages as measured."""
-    counted = stage_costs(config)
+    counted = stage_costs(job)
     measured = run.measured.costs
     stages = run.sizes.num_stages
     took, units = (

@@ -65,7 +65,7 @@ class RunReport:
         self._step_seconds: list[float] = []
         self._recorder: trace.Recorder | None = None
         self._traced = False
-        self._exchange = EarlyAdvice(config, engine.grid)
+        self._exchange = EarlyAdvice(engine.job, engine.grid)
         self._advised = config.parallel.pp == 1
         self._costs: RunCosts | None = None
         self._num_unlabelled = 0
@@ -94,7 +94,7 @@ class RunReport:
         """
         engine = self.engine
         num_batches = stop - engine.batches_done
-        skip = max(engine.schedule.sync_steps - engine.batches_done, 0)
+        skip = max(engine.schedule.options.sync_steps - engine.batches_done, 0)
         least = _TRACED_STEPS if stop < self.config.train.num_steps else 1
         if not self._traced and num_batches - skip >= least:
             self._recorder = trace.Recorder(
@@ -230,7 +230,10 @@ class RunReport:
                 if config.memory.budget and self.engine.device.type == "cpu"
                 else None
             )
-            for line in [*describe(self._costs, folder), *differences(config, self._costs)]:
+            for line in [
+                *describe(self._costs, folder),
+                *differences(self.engine.job, self._costs),
+            ]:
                 detail(line)
         elif self._traced:
             detail(
@@ -294,14 +297,13 @@ class RunReport:
     def _draw_plan(self) -> None:
         schedule = self.config.pipeline.schedule
         m = self.config.pipeline.num_microbatches
-        title = (
-            f"{schedule}, {len(self.engine.split)} stages, {m} micro-batches a batch (simulated)"
-        )
+        title = f"{schedule}, {len(self.engine.job.split)} stages, {m} micro-batches a batch (simulated)"
         num_batches = ceil(_DRAWN_MICROBATCHES / m)
-        if _DRAWN_BATCHES * m * len(self.engine.split) <= _MOST_BOXES:
+        if _DRAWN_BATCHES * m * len(self.engine.job.split) <= _MOST_BOXES:
             num_batches = max(num_batches, _DRAWN_BATCHES)
         self.log.draw(
-            "plan.svg", lambda: draw_svg(preview(self.config, num_batches).timeline, title=title)
+            "plan.svg",
+            lambda: draw_svg(preview(self.engine.job, num_batches).timeline, title=title),
         )
 
     def _write_trace(self, recorder: trace.Recorder) -> None:
@@ -313,10 +315,10 @@ class RunReport:
         self.log.put("trace.json", lambda path: trace.write_trace(shown, path, gathers=gathers))
         title = f"{self.config.pipeline.schedule} as it ran"
         self.log.draw("executed.svg", lambda: trace.draw_executed(shown, title))
-        self._costs = costs = run_costs(self.config, ranks)
+        self._costs = costs = run_costs(self.engine.job, ranks)
         if costs is not None:
             self.log.put(run_folder.COSTS, lambda path: write_costs(costs, path))
-            if not self._advised and (advice := better_split(self.config, costs)):
+            if not self._advised and (advice := better_split(self.engine.job, costs)):
                 self.reporter.say(advice)
             self._advised = True
 

@@ -149,7 +149,7 @@ class Run:
         self.evaluator = Evaluator(engine, data.valid)
         self.anomalies = AnomalyHandler(engine, data.train, self.report.log, reporter.say)
         self.saving = Flight()
-        run_folder.open_flight(config, self.grid.rank, self.saving, SAVING)
+        run_folder.open_flight(engine.job, self.grid.rank, self.saving, SAVING)
         self.saver = checkpoint.Saver(
             config.run.folder / run_folder.CHECKPOINTS,
             engine,

@@ -16,8 +16,8 @@ import torch
 
 from hybridpar.config import FOUND, Config, PipelineConfig
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.predict import smallest_early_switch
-from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.train.auto_offload import find_numbers_for, require_room
 from hybridpar.train.auto_schedule import find_schedule_for, of_first_rank
 from hybridpar.train.offload_room import with_away
@@ -63,15 +63,16 @@ def settle(
     if config.pipeline.early_switch == "auto":
         trial = tried(replace(config, pipeline=replace(config.pipeline, early_switch="off")))
         switch = of_first_rank(
-            partial(smallest_early_switch, trial.costs, Sizes.of(config), trial.ordering),
+            partial(smallest_early_switch, trial.costs, JobPlan(config).shape, trial.ordering),
             grid.world,
         )
         config = replace(config, pipeline=replace(config.pipeline, early_switch=switch))
         say(f"pipeline.early_switch: {switch}, the smallest that costs no time here")
+    job = JobPlan(config)
     if config.memory.offload_activations == "auto":
-        away, line = find_numbers_for(config, grid, device, tried)
+        away, line = find_numbers_for(job, grid, device, tried)
         config = with_away(config, away)
         say(line)
     else:
-        require_room(config, grid, device)
+        require_room(job, grid, device)
     return config

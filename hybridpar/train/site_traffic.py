@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hybridpar.config import Config
+from hybridpar.job import JobPlan
 from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.predict import default_device
@@ -77,10 +78,11 @@ def site_traffic(config: Config) -> SiteTraffic | None:
     if config.parallel.sites == 1:
         return None
     one = replace(config, parallel=replace(config.parallel, dp=1))
+    job = JobPlan(one)
     totals = [0] * config.outer.fragments
     for rank in range(one.parallel.num_ranks // one.parallel.sites):
         with Tracker(default_device(config)) as tracker:
-            outer = Engine(one, silent_grid(one, rank), tracker.device).state.outer
+            outer = Engine(job, silent_grid(one, rank), tracker.device).state.outer
             assert outer is not None
             totals = [total + outer.message_bytes(f) for f, total in enumerate(totals)]
     return SiteTraffic(

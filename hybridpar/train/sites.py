@@ -7,28 +7,10 @@ message; all end with the same batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING
 
 from hybridpar.state.outer import OuterStep
-
-if TYPE_CHECKING:
-    from hybridpar.train.policy import StepResult
-
-
-@dataclass(frozen=True)
-class SiteNews:
-    """What all sites have told. ending: whether any wishes to end. loss: mean over sites and over
-    their steps since the message before. skipped: steps that sites have left out since then."""
-
-    ending: bool
-    loss: float | None
-    skipped: int
-
-    def notes(self) -> dict[str, float]:
-        """Values for metrics.jsonl."""
-        return {} if self.loss is None else {"sites_loss": self.loss, "sites_skipped": self.skipped}
+from hybridpar.train.step_result import SiteNews, StepResult
 
 
 class SiteTalk:

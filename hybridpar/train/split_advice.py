@@ -24,11 +24,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 from hybridpar.comm.objects import from_bytes, to_bytes
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.models.balance import balanced_split
-from hybridpar.models.build import recomputed_blocks
 from hybridpar.models.cost import block_flops, block_placements, forward_flops_per_token
 from hybridpar.pipeline.plan.costs import expand
-from hybridpar.pipeline.run.stage_split import stage_split
+from hybridpar.pipeline.plan.predict import predict_timeline
 from hybridpar.train.costs import RunCosts, run_costs
 from hybridpar.train.trace import RankEvents, Recorder, events_of
 
@@ -55,7 +55,7 @@ class _Blocks:
     update: _Array
 
 
-def better_split(config: Config, run: RunCosts) -> str:
+def better_split(job: JobPlan, run: RunCosts) -> str:
     """Return a line that names the idle stage and the better split; empty if no stage idles, or no
     split is better."""
     sizes = run.sizes
@@ -64,11 +64,11 @@ def better_split(config: Config, run: RunCosts) -> str:
         sizes.num_stages != sizes.num_ranks
         or sizes.num_ranks < 2
         or idle <= _IDLE
-        or config.memory.budget
+        or job.config.memory.budget
     ):
         return ""
-    split = stage_split(config)
-    blocks = _estimate(config, run, split)
+    split = job.split
+    blocks = _estimate(job, run)
     works = sizes.num_microbatches * (blocks.forward + blocks.backward) + blocks.update
     best = balanced_split(tuple(round(_NANOSECONDS * work) for work in works), sizes.num_ranks)
     if not _explain(blocks, run, split):
@@ -95,8 +95,8 @@ class EarlyAdvice:
     train apart, so there is no early advice for them.
     """
 
-    def __init__(self, config: Config, grid: ProcessGrid):
-        self._config = config
+    def __init__(self, job: JobPlan, grid: ProcessGrid):
+        self._job = job
         self._is_first = grid.rank == 0
         self._grid = grid
         self._takes_part = all(index == 0 for axis, index in grid.place.items() if axis != "pp")
@@ -133,9 +133,9 @@ class EarlyAdvice:
         for key in keys:
             store.delete_key(key)
         costs = (
-            run_costs(self._config, ranks) if len({rank.host.name for rank in ranks}) == 1 else None
+            run_costs(self._job, ranks) if len({rank.host.name for rank in ranks}) == 1 else None
         )
-        if costs is not None and (advice := better_split(self._config, costs)):
+        if costs is not None and (advice := better_split(self._job, costs)):
             say(advice)
         return True
 
@@ -153,15 +153,15 @@ def _explain(blocks: _Blocks, run: RunCosts, split: Sequence[range]) -> bool:
     )
 
 
-def _estimate(config: Config, run: RunCosts, split: Sequence[range]) -> _Blocks:
+def _estimate(job: JobPlan, run: RunCosts) -> _Blocks:
+    config = job.config
     model = config.model
+    split = job.split
     costs = run.measured.costs
     sizes = run.sizes
     recomputed = {
         number
-        for stage, again in zip(
-            split, recomputed_blocks(config.pipeline.recompute, model, split), strict=True
-        )
+        for stage, again in zip(split, job.recomputed, strict=True)
         for number in (stage if again.whole else again.blocks)
     }
     flops = _flops(config)
@@ -251,4 +251,4 @@ def _step_time(run: RunCosts, blocks: _Blocks, split: Sequence[int]) -> float:
     costs = replace(
         measured, forward=forward, backward=backward, update=update, backward_input=inputs
     )
-    return run.ordering.timeline(run.sizes, costs).step_time(run.sizes.num_microbatches)
+    return predict_timeline(run.ordering, run.sizes, costs).step_time(run.sizes.num_microbatches)

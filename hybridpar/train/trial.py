@@ -12,8 +12,9 @@ import torch
 from hybridpar.config import Config, OuterConfig
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.train import trace
 from hybridpar.train.costs import run_costs
 from hybridpar.train.engine import Engine, StepResult
@@ -41,7 +42,7 @@ class Trial:
     this rank."""
 
     costs: Costs
-    ordering: Ordering
+    ordering: ScheduleOptions
     moves: Moves
     replays: bool
 
@@ -69,7 +70,8 @@ def _train(
         pipeline=replace(config.pipeline, sync_steps=0),
         outer=OuterConfig(every=num_batches + 1),
     )
-    engine = build(lambda: Engine(config, grid, device))
+    job = JobPlan(config)
+    engine = build(lambda: Engine(job, grid, device))
     loader = SyntheticLoader(
         config.model,
         config.train.micro_batch_size,
@@ -95,7 +97,7 @@ def _train(
         if stash is None
         else Moves(*stash.tier.seconds_per_move(), *stash.tier.work_per_move())
     )
-    run = run_costs(config, trace.gather(recorder, grid))
+    run = run_costs(job, trace.gather(recorder, grid))
     assert run is not None, "too few batches were recorded"
     return Trial(
         run.measured.costs, run.ordering, moves, graphs is not None and graphs.num_replayed > 0

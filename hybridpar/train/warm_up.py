@@ -22,6 +22,7 @@ from torch import Tensor
 from hybridpar.config import Config, OuterConfig
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.train.engine import Actions, Engine
@@ -63,7 +64,7 @@ def warm_up(
             yield action
 
     alone = silent_grid(config, grid.world.rank, _send_zeros)
-    engine = build(lambda: Engine(config, alone, device, tamper=watched))
+    engine = build(lambda: Engine(JobPlan(config), alone, device, tamper=watched))
     loader = SyntheticLoader(
         config.model,
         config.train.micro_batch_size,

@@ -15,18 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 
-from hybridpar.config import Config
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.run.codecs import Codecs, through
-from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.state.compression.codec import Codec
 
 
-def add_boundaries(blocks: Mapping[int, nn.Module], config: Config) -> None:
-    """Put the links of `config` behind a whole model's blocks, by number. They are exact in an
+def add_boundaries(blocks: Mapping[int, nn.Module], job: JobPlan) -> None:
+    """Put the links of `job` behind a whole model's blocks, by number. They are exact in an
     evaluation, without gradients."""
-    codecs = Codecs.of(config)
-    split = stage_split(config)
-    for before, after in pairwise(split):
+    codecs = Codecs.of(job)
+    for before, after in pairwise(job.split):
         forward, backward = (codecs.on(flow, after.start) for flow in (1, -1))
         if forward is None and backward is None:
             continue

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hybridpar.config import Config
 from hybridpar.data.loader import Loader
 from hybridpar.grid import Axis
+from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks
 from hybridpar.models.metrics import metrics_of
 from hybridpar.nn.init import initialize
@@ -62,13 +63,17 @@ class Oracle:
     have been.
     """
 
-    config: Config
+    job: JobPlan
     version: Callable[[int, int, int], int]
     num_microbatches: int
     history: list[Tensors] = field(default_factory=list)
     delay: Callable[[int], float] = lambda batch: 0.0
     poisoned: frozenset[int] = frozenset()
     num_updates: int = 0
+
+    @property
+    def config(self) -> Config:
+        return self.job.config
 
     def __post_init__(self) -> None:
         model = self.config.model
@@ -107,7 +112,7 @@ class Oracle:
                 for key, parameter in module._parameters.items()
                 if parameter is not None
             ]
-        add_boundaries(self.blocks, self.config)
+        add_boundaries(self.blocks, self.job)
         initialize([(n, t, self.placements[n]) for n, t in start.items()], self.config.train.seed)
         self.history = [{n: t.clone() for n, t in start.items()}]
         self.rule = build_rule(self.config.optim, self.placements)

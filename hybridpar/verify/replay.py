@@ -35,8 +35,7 @@ from hybridpar.config import (
 from hybridpar.data import BatchLoader, Data, open_data
 from hybridpar.errors import CheckpointError, DataError, config_error
 from hybridpar.grid import ProcessGrid
-from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.pipeline.run.stage_split import stage_split
+from hybridpar.job import JobPlan
 from hybridpar.state.chunks import block_of
 from hybridpar.train import folder as run_folder
 from hybridpar.train.anomalies import DIVERGENCE, KnownJudge
@@ -118,7 +117,7 @@ class Report:
             ("loss", bundle.loss, result.loss),
             ("gradient norm", bundle.grad_norm, result.grad_norm),
         ]
-        part = Sizes.of(bundle.config).rank_name
+        part = JobPlan(bundle.config).shape.rank_name
         rows += [
             (f"  of {part} {i}", recorded, replayed)
             for i, (recorded, replayed) in enumerate(
@@ -245,21 +244,16 @@ def _prepare(bundle: Bundle, folder: Path, say: Say) -> tuple[Engine, BatchLoade
     )
     _check_data(bundle, data)
     judge = KnownJudge(bundle.skipped)
-    was = bundle.config
-    staged = (
-        StagedPolicy(config, was, judge)
-        if was.pipeline.schedule == "pipedream" and was.parallel.pp > 1
-        else None
-    )
-    if staged is not None:
-        engine = staged_engine(config, bundle.config, staged)
+    job = JobPlan(config)
+    original = JobPlan(bundle.config)
+    staged = None
+    if bundle.config.pipeline.schedule == "pipedream" and bundle.config.parallel.pp > 1:
+        staged = StagedPolicy(job, original, judge)
+        engine = staged_engine(job, original, staged)
     else:
-        engine = Engine(
-            config, ProcessGrid(), torch.device("cpu"), policy=BatchPolicy(config, judge)
-        )
-    add_boundaries(
-        {int(number): block for number, block in engine.stage.blocks.items()}, bundle.config
-    )
+        policy = BatchPolicy(job, judge)
+        engine = Engine(job, ProcessGrid(), torch.device("cpu"), policy=policy)
+    add_boundaries({int(number): block for number, block in engine.stage.blocks.items()}, original)
     _load(engine, bundle, folder, data, say)
     if staged is not None:
         staged.start = engine.batches_done
@@ -487,11 +481,10 @@ def _probe(engine: Engine, loader: BatchLoader, bundle: Bundle) -> Report:
     }
     backward = sorted(gradients, key=block_of, reverse=True)
     wrong = next((name for name in backward if not gradients[name].isfinite().all()), "")
-    pp = bundle.config.parallel.pp
-    stages = stage_split(bundle.config)
-    sizes = Sizes.of(bundle.config)
+    job = JobPlan(bundle.config)
     held = [
-        {block for stage in sizes.stages_of(rank) for block in stages[stage]} for rank in range(pp)
+        {block for blocks in job.held(rank).values() for block in blocks}
+        for rank in range(job.shape.num_ranks)
     ]
     norms = tuple(
         math.sqrt(sum(square for name, square in squares.items() if block_of(name) in mine))

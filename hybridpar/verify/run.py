@@ -25,10 +25,9 @@ from hybridpar.config import Config
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.grid import ProcessGrid, sizes_of
+from hybridpar.job import JobPlan
 from hybridpar.nn.placement import Placement
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
-from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.scratch import scratch_folder
 from hybridpar.train.engine import Engine, StepResult
 from hybridpar.train.policy import BatchPolicy
@@ -222,8 +221,8 @@ def run_grid(config: Config, num_batches: int, disturbance: Disturbance = CALM) 
 class _Disturbed(BatchPolicy):
     """A policy whose loss gradient is NaN in some batches."""
 
-    def __init__(self, config: Config, nan_batches: frozenset[int]):
-        super().__init__(config)
+    def __init__(self, job: JobPlan, nan_batches: frozenset[int]):
+        super().__init__(job)
         self._nan_batches = nan_batches
 
     def loss_gradient(self, action: Action) -> float:
@@ -235,10 +234,11 @@ class _Disturbed(BatchPolicy):
 
 def _train(config: Config, num_batches: int, disturbance: Disturbance, folder: Path) -> _Part:
     grid = ProcessGrid(sizes_of(config.parallel))
+    job = JobPlan(config)
 
     def make_engine() -> Engine:
-        policy = _Disturbed(config, disturbance.nan_batches if grid.dp.is_last else frozenset())
-        return Engine(config, grid, torch.device("cpu"), policy=policy)
+        policy = _Disturbed(job, disturbance.nan_batches if grid.dp.is_last else frozenset())
+        return Engine(job, grid, torch.device("cpu"), policy=policy)
 
     engine = make_engine()
     loader = SyntheticLoader(
@@ -335,25 +335,25 @@ def compare(
 ) -> Report:
     """Trains the oracle on the same batches and compares everything with what the grid computed."""
     parallel = config.parallel
-    m = config.pipeline.num_microbatches
-    sizes = Sizes.of(config)
-    schedule = schedule_of(config.pipeline)
-    split = stage_split(config)
-    stage_of = {block: stage for stage, blocks in enumerate(split) for block in blocks}
+    job = JobPlan(config)
+    sizes = job.shape
+    m = sizes.num_microbatches
+    schedule = job.schedule
+    stage_of = {block: stage for stage, blocks in enumerate(job.split) for block in blocks}
 
     def version(block: int, t: int, j: int) -> int:
-        if t < schedule.sync_steps:
+        if t < schedule.options.sync_steps:
             return t
         drained = disturbance.resume_at if t >= disturbance.resume_at else 0
         return schedule.version(
-            sizes, stage_of[block], t * m + j, max(drained, schedule.sync_steps)
+            sizes, stage_of[block], t * m + j, max(drained, schedule.options.sync_steps)
         )
 
     def delay(t: int) -> float:
-        return schedule.mean_delay(sizes, 0) if t >= schedule.sync_steps else 0.0
+        return schedule.mean_delay(sizes, 0) if t >= schedule.options.sync_steps else 0.0
 
     oracles = SiteOracles(
-        config, lambda: Oracle(config, version, m, delay=delay, poisoned=disturbance.nan_batches)
+        config, lambda: Oracle(job, version, m, delay=delay, poisoned=disturbance.nan_batches)
     )
     loader = SyntheticLoader(
         config.model, config.train.micro_batch_size, m * parallel.replicas, 0, 1, config.train.seed

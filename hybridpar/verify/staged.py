@@ -19,12 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import Action
-from hybridpar.pipeline.plan.schedules import schedule_of
-from hybridpar.pipeline.plan.sizes import Sizes
-from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.train.anomalies import Judge
 from hybridpar.train.engine import Engine
 from hybridpar.train.policy import BatchPolicy
@@ -32,18 +29,15 @@ from hybridpar.train.run import mark_intervals
 
 
 class StagedPolicy(BatchPolicy):
-    """The decisions of the run `original`, for training with `config`, which is the same on one
-    process.
+    """The decisions of the run `original`, for training with `job`, which is the same on one process.
 
     `start`: the batch before which training went on from a checkpoint, to be set once that is
     loaded.
     """
 
-    def __init__(self, config: Config, original: Config, judge: Judge):
-        super().__init__(
-            config, judge, schedule=schedule_of(original.pipeline), sizes=Sizes.of(original)
-        )
-        self._marks = mark_intervals(original)
+    def __init__(self, job: JobPlan, original: JobPlan, judge: Judge):
+        super().__init__(job, judge, original=original)
+        self._marks = mark_intervals(original.config)
         self.start = 0
 
     def versions_of(self, batch: int) -> tuple[tuple[int, ...], ...]:
@@ -61,9 +55,9 @@ class StagedPolicy(BatchPolicy):
         return (action.version, *({*self.versions_by_stage(action)} - {action.version}))
 
 
-def staged_engine(config: Config, original: Config, policy: StagedPolicy) -> Engine:
-    """An engine that trains as the stages of `original` did; `config`: the same on one process."""
-    engine = Engine(config, ProcessGrid(), torch.device("cpu"), policy=policy)
+def staged_engine(job: JobPlan, original: JobPlan, policy: StagedPolicy) -> Engine:
+    """An engine that trains as the stages of `original` did; `job`: the same on one process."""
+    engine = Engine(job, ProcessGrid(), torch.device("cpu"), policy=policy)
     weights = engine.state.weights
 
     def binding(stage: int, places: list[tuple[dict[str, Any], str, str]]) -> Callable[..., None]:
@@ -77,10 +71,8 @@ def staged_engine(config: Config, original: Config, policy: StagedPolicy) -> Eng
 
         return bind
 
-    split = stage_split(original)
-    for stage, number in (
-        (stage, number) for stage, numbers in enumerate(split) for number in numbers
-    ):
+    numbered = enumerate(original.split)
+    for stage, number in ((stage, number) for stage, numbers in numbered for number in numbers):
         block = engine.stage.blocks[str(number)]
         tables = {id(module._parameters) for module in block.modules()}
         block.register_forward_pre_hook(

@@ -270,11 +270,12 @@ class Board:
     def _predicted(config: Config) -> list[dict[str, Any]]:
         """The prediction for each rank of a pipeline. Raises: ConfigError for what cannot run or is
         very large."""
+        from hybridpar.job import JobPlan
         from hybridpar.prediction import check_size, predict
 
         config = resolve(config, config.parallel.num_ranks)
         check_size(config)
-        return [stage.as_json() for stage in predict(config)]
+        return [stage.as_json() for stage in predict(JobPlan(config))]
 
 
 def _summary(config: Config) -> str:

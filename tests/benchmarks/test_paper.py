@@ -33,7 +33,7 @@ from benchmarks.paper_systems import (
 )
 from hybridpar.models.cost import forward_flops_per_token
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.plan.schedules import Sizes, find_schedule
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.planner.kernels import MEGATRON_2020, BlockTime, activation_bytes, block_times
 
@@ -102,7 +102,10 @@ def test_on_one_server_the_plain_simulator_says_the_same(system: str, schedule: 
     )
     num_batches = 4 if schedule == "2bw" else 1
     plan = make_plan(
-        schedule, Sizes(setting.depth, m), 0, num_batches, clip=system != "2bw", ahead=0
+        replace(find_schedule(schedule).with_options(clip=system != "2bw"), receive_ahead=0),
+        Sizes(setting.depth, m),
+        0,
+        num_batches,
     )
     timeline = simulate(plan, costs)
     step = timeline.step_time(m) if num_batches > 1 else timeline.makespan

@@ -19,6 +19,7 @@ from hybridpar import checkpoint
 from hybridpar.checkpoint.huggingface import export_folder
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig
 from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.placement import named_placements
 from hybridpar.pipeline.run.stage import Stage
@@ -110,7 +111,7 @@ def start_engine(start: Path, tp: int, pp: int, dp: int = 1, **train: Any) -> En
     """An engine of this job that has started from a checkpoint."""
     model = checkpoint.read_manifest(start).config.model
     config = Config(model, ParallelConfig(tp, pp, dp), PipelineConfig("1f1b", 2))
-    engine = Engine(config, ProcessGrid(tp=tp, pp=pp, dp=dp), torch.device("cpu"))
+    engine = Engine(JobPlan(config), ProcessGrid(tp=tp, pp=pp, dp=dp), torch.device("cpu"))
     checkpoint.start_from(start, engine)
     return engine
 

@@ -20,6 +20,7 @@ from hybridpar.checkpoint.save import make_manifest
 from hybridpar.checkpoint.saved import Saved
 from hybridpar.config import Config
 from hybridpar.grid import AxisSizes, ProcessGrid, sizes_of
+from hybridpar.job import JobPlan
 from hybridpar.nn.placement import Placement
 from hybridpar.state.kinds import parse_key
 from hybridpar.train.engine import Engine
@@ -33,7 +34,9 @@ def engines(config: Config, sizes: AxisSizes | None = None) -> Iterator[Engine]:
     sizes = sizes or sizes_of(config.parallel)
     for rank in range(prod(sizes.values())):
         yield Engine(
-            config, ProcessGrid.imagined(sizes, rank, lambda *_: object()), torch.device("cpu")
+            JobPlan(config),
+            ProcessGrid.imagined(sizes, rank, lambda *_: object()),
+            torch.device("cpu"),
         )
 
 

@@ -24,6 +24,7 @@ from hybridpar import checkpoint
 from hybridpar.checkpoint import folders
 from hybridpar.config import CheckpointConfig, Config
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine
 
 CONFIG = make({})
@@ -258,7 +259,7 @@ PAIR = make({"pp": 2}, pipeline={"schedule": "2bw"})
 def save_beside(root: Path, newest: int) -> None:
     """One rank of two: the state goes on to be that of the next step as soon as it may."""
     Path(f"{root}-{os.getpid()}").touch()
-    engine = Engine(PAIR, ProcessGrid(pp=2), torch.device("cpu"))
+    engine = Engine(JobPlan(PAIR), ProcessGrid(pp=2), torch.device("cpu"))
     saver = checkpoint.Saver(root, engine, "corpus")
     for step in count(newest + 1):
         fill(engine, step)

@@ -26,6 +26,7 @@ from hybridpar.config import (
 )
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine
 from hybridpar.train.generate import Generator, Sampling
 from hybridpar.train.loop import train
@@ -80,7 +81,7 @@ def steps_of(start: Path, tp: int, pp: int) -> list[tuple[float, float]]:
         OptimConfig(lr=1e-2),
         TrainConfig(3, 2, "fp64"),
     )
-    engine = Engine(config, grid := ProcessGrid(tp=tp, pp=pp), torch.device("cpu"))
+    engine = Engine(JobPlan(config), grid := ProcessGrid(tp=tp, pp=pp), torch.device("cpu"))
     checkpoint.start_from(start, engine)
     found: list[tuple[float, float]] = []
     loader = SyntheticLoader(model, 2, 4, grid.dp.rank, grid.dp.size)

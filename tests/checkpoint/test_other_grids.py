@@ -17,6 +17,7 @@ from hybridpar import checkpoint
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import CheckpointError
+from hybridpar.job import JobPlan
 from hybridpar.train.engine import StepResult
 from hybridpar.verify.oracle import Oracle
 
@@ -163,7 +164,9 @@ def test_one_version_of_two(tmp_path: Path) -> None:
     )
     config = make({})
     oracle = Oracle(
-        config, lambda block, batch, index: max(batch - 1, 0) if batch < SAVED_AT else batch, BATCH
+        JobPlan(config),
+        lambda block, batch, index: max(batch - 1, 0) if batch < SAVED_AT else batch,
+        BATCH,
     )
     loader = SyntheticLoader(config.model, 1, BATCH)
     for batch, step in enumerate(steps):

@@ -24,6 +24,7 @@ from hybridpar.config import (
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import CheckpointError, ConfigError
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine
 
 
@@ -53,13 +54,13 @@ def grid_to_grid(root: Path, dtype: str, zero: int) -> None:
     config = Config(
         OURS["gpt2"], ParallelConfig(2, 1, 2, zero), PipelineConfig("1f1b", 2), train=train
     )  # type: ignore[arg-type]
-    engine = Engine(config, grid := ProcessGrid(tp=2, dp=2), torch.device("cpu"))
+    engine = Engine(JobPlan(config), grid := ProcessGrid(tp=2, dp=2), torch.device("cpu"))
     loader = SyntheticLoader(config.model, 2, 2, grid.dp.rank, grid.dp.size)
     engine.train(loader, 2, lambda step: None)
     folder = checkpoint.save(root, engine, "corpus")
     _, full = checkpoint.load_full(folder)
     other = replace(config, parallel=ParallelConfig(1, 4, 1))
-    taken = Engine(other, ProcessGrid(pp=4), torch.device("cpu"))
+    taken = Engine(JobPlan(other), ProcessGrid(pp=4), torch.device("cpu"))
     checkpoint.start_from(folder, taken)
     assert taken.batches_done == 0
     for name, tensor in taken.state.weights.full_weights().items():

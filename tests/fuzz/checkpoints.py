@@ -23,6 +23,7 @@ from hybridpar.checkpoint.tensorfile import CHUNK, TensorFile
 from hybridpar.config import from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine
 
 from .mutate import mutate_json, mutate_tensors
@@ -43,13 +44,13 @@ def _engine(schedule: str = "2bw") -> Engine:
         },
         TINY,
     )
-    return Engine(config, ProcessGrid(), torch.device("cpu"))
+    return Engine(JobPlan(config), ProcessGrid(), torch.device("cpu"))
 
 
 def make_checkpoints(folder: Path) -> list[Path]:
     made = []
     for schedule in ("2bw", "1f1b"):
-        engine = Engine(_engine(schedule).config, ProcessGrid(), torch.device("cpu"))
+        engine = Engine(JobPlan(_engine(schedule).config), ProcessGrid(), torch.device("cpu"))
         engine.train(SyntheticLoader(TINY.model, 1, 2), 3, lambda step: None)
         made.append(checkpoint.save(folder / schedule, engine, "corpus", 2.5))
     return made

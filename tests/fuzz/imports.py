@@ -20,6 +20,7 @@ from hybridpar.checkpoint.huggingface.export import export_folder
 from hybridpar.checkpoint.huggingface.import_model import import_folder
 from hybridpar.checkpoint.megatron import import_megatron
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.train.engine import Engine
 
 from .mutate import mutate_bytes, mutate_json, mutate_tensors
@@ -44,7 +45,7 @@ def make_theirs(folder: Path) -> list[Path]:
         ("gpt_neox", neox, 10**9),
     ):
         model = replace(TINY.model, **changes)  # type: ignore[arg-type]
-        engine = Engine(replace(TINY, model=model), ProcessGrid(), torch.device("cpu"))
+        engine = Engine(JobPlan(replace(TINY, model=model)), ProcessGrid(), torch.device("cpu"))
         saved = checkpoint.save(folder / "ours" / name, engine, "")
         export_folder(saved, folder / name, max_file_bytes=bytes_a_file)
         made.append(folder / name)

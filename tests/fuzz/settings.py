@@ -13,6 +13,7 @@ from hybridpar.config import Config, load_toml, to_toml
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.memory_behaviour.trace_file import read_trace
 from hybridpar.placement import make_workload, read_document, read_split
 from hybridpar.placement.piper import is_instance, make_instance
@@ -119,13 +120,13 @@ def _grid() -> Config:
 
 
 def make_costs(folder: Path) -> list[Path]:
-    engine = Engine(TINY, ProcessGrid(), torch.device("cpu"))
+    engine = Engine(JobPlan(TINY), ProcessGrid(), torch.device("cpu"))
     recorder = trace.Recorder(engine.executor, 0, 8)
     engine.train(
         SyntheticLoader(TINY.model, 1, 2), 8, lambda result: recorder.after_step(result.step)
     )
     recorder.close()
-    costs = run_costs(TINY, trace.gather(recorder, engine.grid))
+    costs = run_costs(JobPlan(TINY), trace.gather(recorder, engine.grid))
     assert costs is not None
     write_costs(costs, folder_with(folder / "costs") / "costs.json")
     return [folder / "costs"]

@@ -14,6 +14,7 @@ from train.runs import write_config
 
 from hybridpar.cli import main
 from hybridpar.config import from_mapping, load_toml, to_toml
+from hybridpar.job import JobPlan
 from hybridpar.memory_behaviour.events import Header, Span
 from hybridpar.memory_behaviour.trace_file import header_line, read_trace, span_line
 from hybridpar.prediction import predict
@@ -50,9 +51,11 @@ def test_the_peak_before_a_run_is_the_predicted_one(
 ) -> None:
     flags = ["--parallel.pp", "2", "--parallel.dp", "1", "--checkpoint.asynchronous", "False"]
     memory = predict(
-        from_mapping(
-            {"parallel": {"pp": 2, "dp": 1}, "checkpoint": {"asynchronous": False}},
-            load_toml(config),
+        JobPlan(
+            from_mapping(
+                {"parallel": {"pp": 2, "dp": 1}, "checkpoint": {"asynchronous": False}},
+                load_toml(config),
+            )
         )
     )
     fullest = max(range(2), key=lambda rank: memory[rank].total)

@@ -18,6 +18,7 @@ from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid, sizes_of
+from hybridpar.job import JobPlan
 from hybridpar.memory_behaviour.analysis.behaviour import analyse
 from hybridpar.memory_behaviour.events import Category, Span, What, lives
 from hybridpar.memory_behaviour.recording.memory_trace import (
@@ -140,7 +141,7 @@ def record(config: Config, steps: int) -> list[Span]:
     """The events of the first steps on this rank."""
     torch.set_num_threads(1)
     spans: list[Span] = []
-    engine = Engine(config, ProcessGrid(sizes_of(config.parallel)), CPU)
+    engine = Engine(JobPlan(config), ProcessGrid(sizes_of(config.parallel)), CPU)
     loader = SampleLoader(config)
     recorder = EngineRecorder(engine, spans.append)
     with recorder.active():
@@ -200,11 +201,11 @@ def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_
     monkeypatch.chdir(tmp_path)  # where activations go
     config = config_of(case, 3)
     num_ranks = config.parallel.num_ranks
-    steps = max(3, batches_to_peak(config))
+    steps = max(3, batches_to_peak(JobPlan(config)))
     measured = run_on_ranks(record, num_ranks, config, steps)
     each = num_ranks // config.parallel.pp
     peaks = dict(
-        zip(range(0, num_ranks, each), predict(config), strict=True)
+        zip(range(0, num_ranks, each), predict(JobPlan(config)), strict=True)
     )  # of the first rank of each stage
     for rank in sorted({*peaks, num_ranks - 1}):
         _, predicted = predict_trace(config, rank, steps=steps)
@@ -232,9 +233,10 @@ def test_what_is_predicted_is_what_a_run_records_and_its_peak_that_of_predicted_
 def test_what_replicas_share_peaks_where_it_is_predicted(case: tuple[dict[str, Any], ...]) -> None:
     config = config_of(case, 3)
     each = config.parallel.num_ranks // config.parallel.pp
-    for rank, stage in enumerate(predict(config)):
+    for rank, stage in enumerate(predict(JobPlan(config))):
         assert_peak(
-            predict_trace(config, rank * each, steps=max(3, batches_to_peak(config)))[1], stage
+            predict_trace(config, rank * each, steps=max(3, batches_to_peak(JobPlan(config))))[1],
+            stage,
         )
 
 
@@ -282,7 +284,7 @@ def test_models_of_users_repeat_from_iteration_1_on_and_are_predicted(
 def test_recording_changes_no_number(dtype: str) -> None:
     config = config_of(({}, {"recompute": "1"}, DROPOUT, {"dtype": dtype}))
     loader = SampleLoader(config)
-    plain, recorded = (Engine(config, ProcessGrid(), CPU) for _ in range(2))
+    plain, recorded = (Engine(JobPlan(config), ProcessGrid(), CPU) for _ in range(2))
     plain.train(loader, 4, lambda result: None)
     recorder = EngineRecorder(recorded, lambda span: None)
     with recorder.active():
@@ -303,7 +305,7 @@ def stand_at_dispatch() -> tuple[bool, bool]:
 
 def test_off_leaves_nothing_behind() -> None:
     config = config_of(({}, {}, {}, {}))
-    engine = Engine(config, ProcessGrid(), CPU)
+    engine = Engine(JobPlan(config), ProcessGrid(), CPU)
     recorder = EngineRecorder(engine, lambda span: None)
     with recorder.active():
         engine.train(recorder.loader(SampleLoader(config)), 1, lambda result: None)

@@ -12,6 +12,7 @@ from hybridpar.memory_behaviour.recording.recorder import Recorder
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import PER_BATCH, Kind
 from hybridpar.pipeline.plan.passes import lower
+from hybridpar.pipeline.plan.schedules import find_schedule
 from hybridpar.pipeline.plan.sizes import Sizes
 
 KEPT = {
@@ -83,7 +84,11 @@ class Rank:
         }
         yield self._span(1, "", 0.0)
         for action in lower(
-            self.schedule, self.sizes, self.rank, 0, self.num_batches, split=self.split
+            find_schedule(self.schedule).with_options(split=self.split),
+            self.sizes,
+            self.rank,
+            0,
+            self.num_batches,
         ):
             start = self.clock
             self.act(action)

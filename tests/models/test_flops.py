@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from hybridpar import SequentialSpec
 from hybridpar.config import Config, ParallelConfig
+from hybridpar.job.stage_split import stage_split
 from hybridpar.models.cost import block_flops, training_flops_per_token
 from hybridpar.models.flops import BlockFlops, count_flops
-from hybridpar.pipeline.run.stage_split import stage_split
 
 
 class Row(SequentialSpec):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hybridpar import SequentialSpec, Trainer
 from hybridpar.errors import ConfigError
 from hybridpar.grid import Axis
+from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.placement import named_placements
 from hybridpar.state.parameters import move_buffers
@@ -174,7 +175,7 @@ def test_a_model_without_products_is_simulated_and_verified() -> None:
         train={"micro_batch_size": 1},
         pipeline={"num_microbatches": 2},
     )
-    assert stage_costs(trainer.config).forward == [1.0, 1.0]
+    assert stage_costs(JobPlan(trainer.config)).forward == [1.0, 1.0]
     assert trainer.verify(num_batches=1).ok
 
 

@@ -16,6 +16,7 @@ from hybridpar.config import Config, TrainConfig, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks
 from hybridpar.nn import fp8
 from hybridpar.nn.fp8 import Fp8Weight
@@ -116,7 +117,7 @@ def make(**sections: dict[str, Any]) -> Config:
 
 def trained(config: Config) -> tuple[list[float], int]:
     """Losses of eight steps, and the number of products in fp8."""
-    engine = Engine(config, ProcessGrid(), CPU)
+    engine = Engine(JobPlan(config), ProcessGrid(), CPU)
     losses = list[float]()
     train = config.train
     loader = SyntheticLoader(config.model, train.micro_batch_size, config.pipeline.num_microbatches)
@@ -233,7 +234,7 @@ def life(
         refreshed += 1
         refresh(weight)
 
-    engine = Engine(config, ProcessGrid(dp=parallel.dp, pp=parallel.pp), CPU)
+    engine = Engine(JobPlan(config), ProcessGrid(dp=parallel.dp, pp=parallel.pp), CPU)
     assert engine.state.weights.fp8 is not None
     owners: dict[int, Fp8Weight] = {}
     for weight in chain.from_iterable(engine.state.weights.fp8._weights):
@@ -326,9 +327,9 @@ def test_frozen_weights_are_quantized_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_layers_that_stay_in_bf16_are_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     """Sizes that are no multiples of 16; and modules of torch."""
-    Engine(make(), ProcessGrid(), CPU)
+    Engine(JobPlan(make()), ProcessGrid(), CPU)
     assert "train.fp8" not in caplog.text
-    Engine(make(model={"hidden_size": 24}), ProcessGrid(), CPU)
+    Engine(JobPlan(make(model={"hidden_size": 24})), ProcessGrid(), CPU)
     (message,) = [
         record.getMessage() for record in caplog.records if "train.fp8" in record.getMessage()
     ]
@@ -340,10 +341,10 @@ def test_layers_that_stay_in_bf16_are_named_at_the_start(caplog: pytest.LogCaptu
 def test_its_memory_is_predicted() -> None:
     config = make(model={"hidden_size": 256, "seq_length": 128, "num_layers": 4})
     with measure(CPU) as meter:
-        engine = Engine(config, ProcessGrid(), CPU)
+        engine = Engine(JobPlan(config), ProcessGrid(), CPU)
         engine.train(SyntheticLoader(config.model, 4, 2), 3, lambda step: None)
         peak = meter.read().peak
-    assert peak == pytest.approx(predict(config, device=CPU)[0].total, rel=0.05)
+    assert peak == pytest.approx(predict(JobPlan(config), device=CPU)[0].total, rel=0.05)
 
 
 @pytest.mark.parametrize(("schedule", "versions"), [("1f1b", 1), ("2bw", 2)])
@@ -357,7 +358,7 @@ def test_memory_of_the_quantized_weights(schedule: str, versions: int) -> None:
             train={"fp8": on},
             model={"num_layers": 4, "hidden_size": 256},
         )
-        return sum(Engine(config, ProcessGrid(), CPU).state.num_bytes().values())
+        return sum(Engine(JobPlan(config), ProcessGrid(), CPU).state.num_bytes().values())
 
     h = 256
     assert total(True) - total(False) == versions * 4 * (2 * 12 * h * h + 4 * (4 + 2 + 5 + 5) * h)

@@ -14,6 +14,7 @@ from planner import made
 
 from hybridpar.config import Launch, from_mapping
 from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.optim import Optimizer
 from hybridpar.planner import local_profile
 from hybridpar.planner.bench import Bench, Effort, _timed
@@ -44,7 +45,7 @@ def test_the_optimizer_is_that_of_a_run(staleness: str) -> None:
         made.config(dp=1),
     )
     bench = Bench(config, 2, Axis("tp"), CPU)
-    run = parts_of(Engine(config, ProcessGrid(), CPU).state.optimizer.groups[0])
+    run = parts_of(Engine(JobPlan(config), ProcessGrid(), CPU).state.optimizer.groups[0])
     measured = [parts_of(unit.state.optimizer.groups[0]) for unit in bench.units]
     for kind, parts in enumerate(zip(*measured, strict=True)):
         assert {part[:2] for part in parts} == {run[kind][:2]}

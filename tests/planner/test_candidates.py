@@ -10,7 +10,8 @@ import torch
 from planner import made
 
 from hybridpar.config import OptimConfig, load_toml
-from hybridpar.pipeline.run.stage_split import stage_split
+from hybridpar.job import JobPlan
+from hybridpar.job.stage_split import stage_split
 from hybridpar.planner.candidates import Request, balanced, candidates
 from hybridpar.planner.cluster import estimate, machine_of
 from hybridpar.planner.cost import StepCost
@@ -187,7 +188,9 @@ def test_equal_stages_leave_room_where_most_micro_batches_are_in_flight() -> Non
     peaks = []
     times = []
     for one in (first, chosen, by_default):
-        peaks.append(max(stage.total for stage in predict(one, device=torch.device("cuda"))))
+        peaks.append(
+            max(stage.total for stage in predict(JobPlan(one), device=torch.device("cuda")))
+        )
         times.append(StepCost(one, on).step_time)
     assert max(peaks[1:]) < 0.86 * peaks[0]
     assert max(times[1:]) <= times[0] * (1 + 1e-9)

@@ -9,6 +9,7 @@ from planner import made
 
 from hybridpar.config import ParallelConfig, load_toml
 from hybridpar.grid import lines_of
+from hybridpar.pipeline.plan.predict import predict_timeline
 from hybridpar.planner.bound import least_time
 from hybridpar.planner.cluster import estimate, machine_of
 from hybridpar.planner.cost import StepCost
@@ -146,7 +147,7 @@ def test_a_reduction_that_more_micro_batches_hide(latency: float) -> None:
     model = StepCost(
         config, made.machine(config, 4, made=made.profile(config, head=0.0), inner=inner)
     )
-    exact = model.ordering.timeline(model.sizes, model.costs).step_time(100)
+    exact = predict_timeline(model.ordering, model.sizes, model.costs).step_time(100)
     assert model.step_time == pytest.approx(exact, rel=1e-6)
     assert least_time(model) <= model.step_time * (1 + 1e-9)
 
@@ -155,7 +156,7 @@ def test_a_reduction_that_more_micro_batches_hide(latency: float) -> None:
 def test_many_micro_batches_take_what_their_simulation_takes(schedule: str) -> None:
     config = made.config(pp=3, m=200, b=1, schedule=schedule)
     model = StepCost(config, made.machine(config, 3))
-    exact = model.ordering.timeline(model.sizes, model.costs).step_time(200)
+    exact = predict_timeline(model.ordering, model.sizes, model.costs).step_time(200)
     assert model.step_time == pytest.approx(exact, rel=1e-6)
 
 

@@ -9,10 +9,11 @@ from planner import made
 
 from hybridpar.config import Config, OptimConfig
 from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.check import PlanError, check
 from hybridpar.pipeline.plan.copies import MIB
-from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.planner import report
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cost import StepCost
@@ -50,7 +51,7 @@ TRACED = Footprints()
 
 
 def peak(config: Config) -> int:
-    return max(stage.total for stage in predict(config, trace=TRACED))
+    return max(stage.total for stage in predict(JobPlan(config), trace=TRACED))
 
 
 # -- costs
@@ -106,7 +107,7 @@ def test_a_fast_link_hides_what_replicas_share() -> None:
 
 def test_a_budget_costs_what_does_not_hide_behind_compute() -> None:
     base = made.config(m=4, b=1, schedule="gpipe", **LARGE)
-    state = predict(base)[0].state
+    state = predict(JobPlan(base))[0].state
     times = []
     for share in (2.0, 0.7, 0.5):
         config = replace(base, memory=replace(base.memory, budget=int(share * state)))
@@ -124,7 +125,7 @@ def test_a_budget_costs_what_does_not_hide_behind_compute() -> None:
 def test_shares_in_a_file_cost_both_kinds_of_moves(zero: int) -> None:
     base = made.config(dp=2, m=4, b=1, zero=zero, schedule="gpipe", **LARGE)
     on = machine(base, bandwidth=1e6)
-    least = forecast(replace(base, memory=replace(base.memory, budget=1 << 30))).least
+    least = forecast(JobPlan(replace(base, memory=replace(base.memory, budget=1 << 30)))).least
     roomy, tight = (
         StepCost(replace(base, memory=replace(base.memory, budget=budget)), on)
         for budget in (1 << 30, least)
@@ -134,7 +135,7 @@ def test_shares_in_a_file_cost_both_kinds_of_moves(zero: int) -> None:
     )  # updated in parts
     assert tight.step_time > 1.1 * roomy.step_time
     assert tight.moves is not None
-    (ghost,), ordering = tight.moves.ghosts, Ordering.of(base)
+    (ghost,), ordering = tight.moves.ghosts, ScheduleOptions.of(base)
     items = {0: ghost.residency(tight.sizes)}
     of_tiers = items[0].weights.num_bytes[: len(items[0].tiers.num_bytes)]  # type: ignore[union-attr]
     assert not any(of_tiers)
@@ -150,7 +151,9 @@ def test_shares_in_a_file_cost_both_kinds_of_moves(zero: int) -> None:
 @pytest.mark.parametrize(("cores", "hides"), [(8, True), (1, False)])
 def test_cpu_time_of_a_file_is_the_ranks_own_where_cores_are_few(cores: int, hides: bool) -> None:
     base = made.config(m=4, b=1, schedule="gpipe", **LARGE)
-    config = replace(base, memory=replace(base.memory, budget=int(0.7 * predict(base)[0].state)))
+    config = replace(
+        base, memory=replace(base.memory, budget=int(0.7 * predict(JobPlan(base))[0].state))
+    )
     on = machine(base, 1, bandwidth=1e6, cores=cores)
     times = []
     for work in (
@@ -293,7 +296,7 @@ def test_with_a_slow_link_blocks_go_one_by_one() -> None:
 
 def test_state_goes_to_a_file_only_where_nothing_fits() -> None:
     base = made.config(m=4, b=1, **LARGE)
-    state = predict(base)[0].state
+    state = predict(JobPlan(base))[0].state
     assert not found(base, machine(base, 1), {}).ranked[0].config.memory.budget
     on = machine(base, 1, memory=0.9 * state / 0.9)
     result = found(base, on, {})
@@ -315,7 +318,7 @@ def test_shares_go_to_a_file_where_it_is_slower_than_links() -> None:
     best = result.ranked[0]
     assert best.config.parallel.zero == 3
     assert best.peak <= on.memory_limit
-    assert forecast(best.config).least <= best.config.memory.budget
+    assert forecast(JobPlan(best.config)).least <= best.config.memory.budget
     assert "with state in a file" in report.reasons(result)[0]
     assert len({one.config for one in result.ranked}) == len(result.ranked)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from planner import made
 
+from hybridpar.job import JobPlan
 from hybridpar.planner.candidates import Candidate, Request
 from hybridpar.planner.profile import StateSpeeds
 from hybridpar.planner.report import describe
@@ -46,7 +47,9 @@ def test_activations_leave_rather_than_being_computed_twice(speed: float) -> Non
     assert plenty.config.pipeline.recompute == "none"
     assert plenty.config.memory.num_away == 0
     away = replace(plenty.config, memory=replace(plenty.config.memory, offload_activations=6))
-    least, most = (max(stage.total for stage in predict(one)) for one in (away, plenty.config))
+    least, most = (
+        max(stage.total for stage in predict(JobPlan(one))) for one in (away, plenty.config)
+    )
     assert least < 0.8 * most
     tight = best(speed, 1.2 * least)
     assert tight.peak <= tight.cost.machine.memory_limit

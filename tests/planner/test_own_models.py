@@ -24,6 +24,7 @@ from hybridpar.config import (
     TrainConfig,
 )
 from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks, recomputed_blocks
 from hybridpar.planner.candidates import Request
 from hybridpar.planner.cluster import estimate, measured_machine
@@ -208,7 +209,7 @@ def test_what_does_not_fit_is_recomputed_or_divided() -> None:
         max(
             stage.total
             for stage in predict(
-                replace(base, pipeline=replace(base.pipeline, recompute=again)),
+                JobPlan(replace(base, pipeline=replace(base.pipeline, recompute=again))),
                 device=CPU,
                 trace=footprints,
             )
@@ -236,7 +237,7 @@ def test_estimated_peaks_are_near_those_of_the_stages(model: ModelSpec) -> None:
         base, measured_machine(profile(base, dict.fromkeys(block_kinds(model), 1.0)), 2)
     )
     check = MemoryCheck(1e9)
-    exact = predict(base, device=CPU)
+    exact = predict(JobPlan(base), device=CPU)
     layers = recomputed_blocks("all", model, split := (range(3), range(3, model.num_blocks)))
     for stage, blocks in enumerate(split):
         rough = check._peaks(cost, False)(stage, False)[blocks.start, blocks.stop]

@@ -14,6 +14,8 @@ from rich.console import Console
 
 from hybridpar.config import Config, load_toml
 from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
+from hybridpar.pipeline.plan.predict import predict_timeline
 from hybridpar.planner import bound, report
 from hybridpar.planner import search as searching
 from hybridpar.planner.candidates import Candidate, Request, balanced, candidates, grids
@@ -93,7 +95,7 @@ def test_deep_pipelines_with_a_long_warm_up_are_simulated_in_part() -> None:
     config = made.config(pp=7, m=400, b=1, schedule="2bw")
     config = replace(config, pipeline=replace(config.pipeline, warmup="bandwidth"))
     cost = balanced(config, made.any_grid(config, 7)).cost
-    walked = cost.ordering.timeline(cost.sizes, cost.costs).step_time(400)
+    walked = predict_timeline(cost.ordering, cost.sizes, cost.costs).step_time(400)
     assert cost.simulated(cost.costs) == pytest.approx(walked, rel=1e-3)
 
 
@@ -136,15 +138,15 @@ def test_recomputes_and_splits_by_memory() -> None:
         parallel=made.ParallelConfig(1, 2, 1),
         pipeline=replace(config.pipeline, split=(6, 6)),
     )
-    most = max(stage.total for stage in predict(plain))
+    most = max(stage.total for stage in predict(JobPlan(plain)))
     tight = made.any_grid(config, 2, memory=0.6 * most / 0.96 + 1.5 * 2**30)
     request = Request(keep={"tp": 1, "pp": 2}, micro_batches=(2,), top=2)
     result = search(config, tight, request)
     chosen = result.ranked[0]
     assert chosen.config.pipeline.recompute != "none"
-    assert max(stage.total for stage in predict(chosen.config)) <= tight.memory_limit
+    assert max(stage.total for stage in predict(JobPlan(chosen.config))) <= tight.memory_limit
     assert [stage.total for stage in chosen.memory or []] == pytest.approx(
-        [stage.total for stage in predict(chosen.config)], rel=0.01
+        [stage.total for stage in predict(JobPlan(chosen.config))], rel=0.01
     )
     assert not MemoryCheck(tight.memory_limit).fits(StepCost(plain, tight))
 
@@ -152,7 +154,7 @@ def test_recomputes_and_splits_by_memory() -> None:
 def test_stages_are_recomputed_whole_where_layers_keep_too_much() -> None:
     config = made.config(pp=2, m=64, b=1, schedule="gpipe", num_layers=4)
     whole = replace(config, pipeline=replace(config.pipeline, recompute="stage"))
-    most = max(stage.total for stage in predict(whole))
+    most = max(stage.total for stage in predict(JobPlan(whole)))
     tight = made.machine(config, 2, memory=1.2 * most / 0.96 + 1.5 * 2**30)
     found = MemoryCheck(tight.memory_limit).recomputed(Candidate(config, StepCost(config, tight)))
     assert found is not None
@@ -167,7 +169,9 @@ def test_what_is_cheap_is_recomputed_where_that_is_enough() -> None:
     most, selective = (
         max(
             stage.total
-            for stage in predict(replace(config, pipeline=replace(config.pipeline, recompute=text)))
+            for stage in predict(
+                JobPlan(replace(config, pipeline=replace(config.pipeline, recompute=text)))
+            )
         )
         for text in ("none", "selective")
     )
@@ -186,10 +190,12 @@ def test_says_what_does_not_fit_and_what_would() -> None:
         max(
             s.total
             for s in predict(
-                replace(
-                    config,
-                    parallel=made.ParallelConfig(1, pp, 1),
-                    pipeline=replace(config.pipeline, recompute="all"),
+                JobPlan(
+                    replace(
+                        config,
+                        parallel=made.ParallelConfig(1, pp, 1),
+                        pipeline=replace(config.pipeline, recompute="all"),
+                    )
                 )
             )
         )
@@ -309,7 +315,7 @@ def test_chunks_count_with_what_they_hold_in_memory() -> None:
     assert tight.memory_limit == pytest.approx(limit)
     found = search(config, tight, PIPELINE)
     for one in found.ranked:
-        assert max(stage.total for stage in predict(one.config)) <= limit
+        assert max(stage.total for stage in predict(JobPlan(one.config))) <= limit
         assert one.config.pipeline.num_chunks == 1 or one.config.pipeline.recompute != "none"
     assert any(one.config.pipeline.num_chunks == 1 for one in found.ranked)
 

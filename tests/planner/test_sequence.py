@@ -9,6 +9,7 @@ import torch
 from planner import made
 
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, TrainConfig
+from hybridpar.job import JobPlan
 from hybridpar.planner.bench import Bench
 from hybridpar.planner.candidates import Request, candidates
 from hybridpar.planner.cluster import estimated
@@ -93,7 +94,8 @@ def test_it_is_tried_before_layers_are_computed_twice() -> None:
     without."""
     config = made.config(tp=2, m=8, b=2, num_layers=4, hidden_size=96, seq_length=256)
     plain, split = (
-        max(stage.total for stage in predict(one)) for one in (config, with_split_rows(config))
+        max(stage.total for stage in predict(JobPlan(one)))
+        for one in (config, with_split_rows(config))
     )
     profile, request = (
         made.profile(config, wait=0.7, remake=0.3, sizes=(2,)),

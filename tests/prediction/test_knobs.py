@@ -13,6 +13,7 @@ import torch
 from memory_behaviour.pipeline_trace import HEADER, KIB, trace
 
 from hybridpar.config import Config, from_mapping
+from hybridpar.job import JobPlan
 from hybridpar.memory_behaviour.analysis.account import Account, examine, offloading
 from hybridpar.memory_behaviour.analysis.behaviour import analyse
 from hybridpar.memory_behaviour.events import Category
@@ -146,15 +147,15 @@ def test_savings_are_differences_of_predicted_peaks_on_that_rank(
     rank: int, sections: dict[str, Any]
 ) -> None:
     config = make(**sections)
-    memory = predict(config, device=CPU)[rank]
-    assert predict(config, device=CPU, ranks=[rank]) == [memory]
+    memory = predict(JobPlan(config), device=CPU)[rank]
+    assert predict(JobPlan(config), device=CPU, ranks=[rank]) == [memory]
     offered = knobs(config, rank, memory)
     found = {saving.knob: saving for saving in savings(config, rank, memory, offered, CPU)}
     assert HALVED in found
     assert "parallel.zero = 1" in found
     assert ("model.logits_chunk = 64" in found) == (rank == 1), "the head is on the last stage"
     for knob in offered:
-        after = predict(from_mapping(knob.changes, config), device=CPU)[rank].total
+        after = predict(JobPlan(from_mapping(knob.changes, config)), device=CPU)[rank].total
         saved = memory.total - after
         assert (str(knob) in found) == (saved > 0)
         if saved > 0:

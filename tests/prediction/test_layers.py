@@ -15,6 +15,7 @@ from hybridpar.config import (
     PipelineConfig,
     TrainConfig,
 )
+from hybridpar.job import JobPlan
 from hybridpar.models.build import Recomputation
 from hybridpar.prediction import Footprints, layers, predict
 from hybridpar.prediction.footprint import Buffers, trace_stage
@@ -70,8 +71,10 @@ def test_predictions_are_those_without(zero: int, recompute: str) -> None:
     )
     footprints = Footprints()
     for _ in range(2):
-        totals = [stage.total for stage in predict(config, trace=footprints)]
-        assert totals == pytest.approx([stage.total for stage in predict(config)], rel=0.002)
+        totals = [stage.total for stage in predict(JobPlan(config), trace=footprints)]
+        assert totals == pytest.approx(
+            [stage.total for stage in predict(JobPlan(config))], rel=0.002
+        )
 
 
 def test_rough_footprints_are_near() -> None:

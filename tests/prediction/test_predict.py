@@ -23,6 +23,7 @@ from hybridpar.config import (
 )
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES, Recomputation
 from hybridpar.nn import matmul
 from hybridpar.pipeline.plan.passes import lower
@@ -143,21 +144,22 @@ def test_recorded_micro_batches_keep_their_memory_from_the_update() -> None:
         2 * 25 + 30 - 40,
     ]
     on, off = (make(train={"device": "cuda", "cuda_graphs": on}) for on in (True, False))
-    recorded = predict(on)[0]
-    plain = predict(off)[0]
+    recorded = predict(JobPlan(on))[0]
+    plain = predict(JobPlan(off))[0]
     assert recorded == replace(plain, graphs=recorded.graphs)
     assert recorded.needed == plain.needed + recorded.graphs > plain.needed == plain.total
     assert {
-        predict(config)[0].graphs for config in (off, make(), make(pp=2, train={"device": "cuda"}))
+        predict(JobPlan(config))[0].graphs
+        for config in (off, make(), make(pp=2, train={"device": "cuda"}))
     } == {0}
     grid = make(pp=2, train={"device": "cuda", "graph_grids": True})
-    assert (two := predict(grid)[0]).in_flight == 2
+    assert (two := predict(JobPlan(grid))[0]).in_flight == 2
     assert two.graphs == two.transient > 0, "which each place has of its own"
     assert "more for CUDA graphs" in table([recorded])
     virtual = make(
         pp=2, train={"device": "cuda", "graph_grids": True}, pipeline={"schedule": "interleaved"}
     )
-    assert predict(virtual)[0].graphs > 0
+    assert predict(JobPlan(virtual))[0].graphs > 0
 
 
 def test_messages() -> None:
@@ -205,17 +207,17 @@ def test_a_stage_of_tensor_parallel_ranks_sends_a_part_of_its_output() -> None:
 
 
 def parameters(config: Config) -> int:
-    return sum(p.numel() for p in Engine(config, ProcessGrid(), CPU).stage.parameters())
+    return sum(p.numel() for p in Engine(JobPlan(config), ProcessGrid(), CPU).stage.parameters())
 
 
 def test_static_bytes_by_kind() -> None:
     """fp32: 4 bytes a parameter each; bf16: 2 for each version, 4 for the rest. Parameters align to
     64 bytes."""
     n = parameters(make())
-    (fp32,) = predict(make())
+    (fp32,) = predict(JobPlan(make()))
     assert (fp32.weights, fp32.master, fp32.gradients, fp32.optimizer) == (4 * n, 0, 4 * n, 8 * n)
     (bf16,) = predict(
-        make(train={"dtype": "bf16"}, pipeline={"schedule": "2bw"}, optim={"name": "sgd"})
+        JobPlan(make(train={"dtype": "bf16"}, pipeline={"schedule": "2bw"}, optim={"name": "sgd"}))
     )
     assert (bf16.weights, bf16.master, bf16.gradients, bf16.optimizer) == (
         4 * n,
@@ -223,15 +225,15 @@ def test_static_bytes_by_kind() -> None:
         8 * n,
         4 * n,
     )
-    assert predict(make(optim={"name": "lamb"}))[0].optimizer == 8 * n
-    assert predict(make(optim={"name": "sgd", "momentum": 0.0}))[0].optimizer == 0
+    assert predict(JobPlan(make(optim={"name": "lamb"})))[0].optimizer == 8 * n
+    assert predict(JobPlan(make(optim={"name": "sgd", "momentum": 0.0})))[0].optimizer == 0
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_2bw_adds_a_copy_of_the_weights_and_a_gradient_buffer(dtype: str) -> None:
     for flush, double in zip(
         *(
-            predict(make(pp=4, train={"dtype": dtype}, pipeline={"schedule": schedule}))
+            predict(JobPlan(make(pp=4, train={"dtype": dtype}, pipeline={"schedule": schedule})))
             for schedule in ("1f1b", "2bw")
         ),
         strict=True,
@@ -244,8 +246,8 @@ def test_2bw_adds_a_copy_of_the_weights_and_a_gradient_buffer(dtype: str) -> Non
 def test_zero_splits_optimizer_and_master_over_the_ranks_that_sum_the_gradient() -> None:
     """Tied embeddings lie on two stages, whose replicas together are four."""
     settings = {"train": {"dtype": "bf16"}}
-    whole = predict(make(pp=2, dp=2, **settings))
-    split = predict(make(pp=2, dp=2, parallel={"zero": 1}, **settings))
+    whole = predict(JobPlan(make(pp=2, dp=2, **settings)))
+    split = predict(JobPlan(make(pp=2, dp=2, parallel={"zero": 1}, **settings)))
     tied = 4096 * 256
     for stage, (a, b) in enumerate(zip(whole, split, strict=True)):
         assert (a.weights, a.gradients) == (b.weights, b.gradients)
@@ -256,7 +258,9 @@ def test_zero_splits_optimizer_and_master_over_the_ranks_that_sum_the_gradient()
 
 def test_recomputation_trades_what_is_kept_for_what_comes_on_top() -> None:
     none, layers, stage = (
-        predict(make(pp=2, model=DROPOUT, pipeline={"schedule": "gpipe", "recompute": text}))
+        predict(
+            JobPlan(make(pp=2, model=DROPOUT, pipeline={"schedule": "gpipe", "recompute": text}))
+        )
         for text in ("none", "all", "stage")
     )
     # tokens and labels
@@ -274,7 +278,10 @@ def test_recomputation_trades_what_is_kept_for_what_comes_on_top() -> None:
     assert stage[0].activations == pytest.approx(stage[0].in_flight * ids, rel=0.01), (
         "which are ids on the first"
     )
-    assert predict(make(pp=2, pipeline={"recompute": "stage:0"}))[1] == predict(make(pp=2))[1]
+    assert (
+        predict(JobPlan(make(pp=2, pipeline={"recompute": "stage:0"})))[1]
+        == predict(JobPlan(make(pp=2)))[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -289,7 +296,11 @@ def test_selective_recomputation_keeps_all_but_outputs_of_norms_and_activations(
 ) -> None:
     config = {"pp": 2, "model": {"num_layers": 4, **DROPOUT, **model}}
     plain, selective = (
-        predict(make(**config, pipeline={"schedule": "gpipe", "split": [3, 3], "recompute": text}))
+        predict(
+            JobPlan(
+                make(**config, pipeline={"schedule": "gpipe", "split": [3, 3], "recompute": text})
+            )
+        )
         for text in ("none", "selective")
     )
     tokens = 4 * 128
@@ -302,7 +313,7 @@ def test_selective_recomputation_keeps_all_but_outputs_of_norms_and_activations(
 
 def test_equal_stages_of_which_one_recomputes_differ() -> None:
     plain, one = (
-        predict(make(pp=6, pipeline={"split": [1] * 6, "recompute": text}))
+        predict(JobPlan(make(pp=6, pipeline={"split": [1] * 6, "recompute": text})))
         for text in ("none", "selective:2")
     )
     assert [a == b for a, b in zip(plain, one, strict=True)] == [
@@ -317,7 +328,7 @@ def test_equal_stages_of_which_one_recomputes_differ() -> None:
 
 def test_stages_that_are_equal_but_for_their_place_differ_by_what_is_in_flight() -> None:
     first, *middle, last = predict(
-        make(pp=6, pipeline={"num_microbatches": 8, "split": [1, 1, 1, 1, 1, 1]})
+        JobPlan(make(pp=6, pipeline={"num_microbatches": 8, "split": [1, 1, 1, 1, 1, 1]}))
     )
     assert len({stage.static for stage in middle}) == 1
     flights = [stage.in_flight for stage in middle]
@@ -340,7 +351,7 @@ def test_many_micro_batches_and_large_models_take_no_longer() -> None:
         train={"dtype": "bf16"},
     )
     with measure(CPU) as meter:
-        stages = predict(config)
+        stages = predict(JobPlan(config))
         assert meter.read().peak < 2**20
     assert sum(stage.master for stage in stages) > 4 * 100e9
 
@@ -349,11 +360,13 @@ def test_an_early_switch_among_many_micro_batches_is_predicted() -> None:
     """Fewer micro-batches stand for many; those on older weights are among them."""
     late = make(pp=2, pipeline={"num_microbatches": 64, "schedule": "2bw", "early_switch": 60})
     off = make(pp=2, pipeline={"num_microbatches": 64, "schedule": "2bw"})
-    assert [stage.total for stage in predict(late)] == [stage.total for stage in predict(off)]
+    assert [stage.total for stage in predict(JobPlan(late))] == [
+        stage.total for stage in predict(JobPlan(off))
+    ]
 
 
 def test_the_table_has_a_row_for_each_stage() -> None:
-    lines = table(predict(make(pp=3))).splitlines()
+    lines = table(predict(JobPlan(make(pp=3)))).splitlines()
     assert [line.split()[0] for line in lines] == ["stage", "0", "1", "2"]
     assert len({len(line) for line in lines}) == 1
 
@@ -385,10 +398,10 @@ def test_the_copy_for_checkpoints_is_not_in_a_gpus_memory() -> None:
         parallel=replace(config.parallel, pp=8, dp=1),
         pipeline=replace(config.pipeline, split=(6, 5, 5, 5, 5, 5, 2, 1)),
     )
-    first = predict(replace(config, train=replace(config.train, device="cuda")))[0]
+    first = predict(JobPlan(replace(config, train=replace(config.train, device="cuda"))))[0]
     assert first.total / 2**20 == pytest.approx(11_418, rel=0.02)
     assert (first.checkpoint, first.host) == (0, first.weights + first.master + first.optimizer)
-    on_cpu = predict(replace(config, train=replace(config.train, device="cpu")))[0]
+    on_cpu = predict(JobPlan(replace(config, train=replace(config.train, device="cpu"))))[0]
     assert on_cpu.total / 2**20 == pytest.approx(18_067, rel=0.02)
     assert (on_cpu.checkpoint, on_cpu.host) == (first.host, 0)
 
@@ -420,7 +433,7 @@ def test_our_configurations_fit_where_they_say(
     config = from_mapping(
         {"parallel": {"tp": tp, "pp": pp, "dp": dp}, "train": {"device": "cuda"}}, load_toml(path)
     )
-    assert max(stage.total for stage in predict(config, trace=footprints)) < 14e9
+    assert max(stage.total for stage in predict(JobPlan(config), trace=footprints)) < 14e9
 
 
 @pytest.mark.usefixtures("fast_products")
@@ -438,7 +451,7 @@ def test_a_gpu_takes_what_was_measured_on_one() -> None:
         pipeline={"num_microbatches": 1},
         train={"dtype": "bf16", "device": "cuda", "save_interval": 2},
     )
-    (stage,) = predict(config)
+    (stage,) = predict(JobPlan(config))
     assert stage.total / GIB == pytest.approx(36.73, rel=0.02)
     assert stage.host / GIB == pytest.approx(18.5, rel=0.02)
 
@@ -479,7 +492,7 @@ def peak_of_run(config: Config) -> tuple[int, int]:
         padding=False,
     )
     with measure(CPU) as meter:
-        engine = Engine(config, grid, CPU)
+        engine = Engine(JobPlan(config), grid, CPU)
         engine.train(loader, config.train.num_steps, lambda step: None)
     memory = engine.state.memory
     peak = meter.read().peak
@@ -490,7 +503,7 @@ def peak_of_run(config: Config) -> tuple[int, int]:
 
 
 def agree(config: Config, tolerance: float = 0.05) -> None:
-    predicted = predict(config)
+    predicted = predict(JobPlan(config))
     parallel = config.parallel
     for rank, (stage, peak) in enumerate(run_ranks(peak_of_run, parallel.num_ranks, config)):
         assert predicted[stage].total == pytest.approx(peak, rel=tolerance), (
@@ -546,15 +559,17 @@ def test_activations_of_a_v_are_even_over_ranks() -> None:
         return [
             rank.activations
             for rank in predict(
-                make(
-                    pp=8,
-                    model=model,
-                    pipeline={
-                        "schedule": "2bw",
-                        "split_backward": True,
-                        "num_microbatches": 9,
-                        **pipeline,
-                    },
+                JobPlan(
+                    make(
+                        pp=8,
+                        model=model,
+                        pipeline={
+                            "schedule": "2bw",
+                            "split_backward": True,
+                            "num_microbatches": 9,
+                            **pipeline,
+                        },
+                    )
                 )
             )
         ]
@@ -570,7 +585,9 @@ def test_with_sequence_parallelism() -> None:
     sections: dict[str, Any] = {"model": {"kind": "bert"} | DROPOUT, "pipeline": DOUBLE}
     split = small(tp=2, pp=2, parallel={"sequence": True}, **sections)
     agree(split)
-    for less, more in zip(predict(split), predict(small(tp=2, pp=2, **sections)), strict=True):
+    for less, more in zip(
+        predict(JobPlan(split)), predict(JobPlan(small(tp=2, pp=2, **sections))), strict=True
+    ):
         assert less.activations < more.activations
         assert less.total < more.total
 
@@ -621,10 +638,10 @@ def test_with_gradients_that_wait_as_factors() -> None:
         compression={"gradients": "sbpca", "gradients_smallest": 100},
     )
     agree(config)
-    plain = predict(replace(config, compression=UNCOMPRESSED))
+    plain = predict(JobPlan(replace(config, compression=UNCOMPRESSED)))
     assert all(
         more.activations > less.activations
-        for more, less in zip(predict(config), plain, strict=True)
+        for more, less in zip(predict(JobPlan(config)), plain, strict=True)
     )
 
 
@@ -640,7 +657,8 @@ def test_with_shares_of_compressed_gradients(gradients: str, most: float) -> Non
     )
     agree(config)
     less, more = (
-        predict(replace(config, parallel=replace(config.parallel, zero=n)))[0] for n in (2, 1)
+        predict(JobPlan(replace(config, parallel=replace(config.parallel, zero=n))))[0]
+        for n in (2, 1)
     )
     assert less.gradients < most * more.gradients
 
@@ -664,7 +682,9 @@ def test_with_shared_gradients_and_weights(
     split = small(pp=pp, dp=2, parallel={"zero": zero}, **sections)
     agree(split)
     for less, more in zip(
-        predict(split), predict(small(pp=pp, dp=2, parallel={"zero": 1}, **sections)), strict=True
+        predict(JobPlan(split)),
+        predict(JobPlan(small(pp=pp, dp=2, parallel={"zero": 1}, **sections))),
+        strict=True,
     ):
         assert less.total < more.total or (pp > 1 and less.total == more.total)
         assert less.gradients == pytest.approx(more.gradients / 2, rel=0.001)
@@ -683,7 +703,7 @@ def test_the_replica_that_has_most(zero: int, tied: bool) -> None:
         model={"num_layers": 2, "vocab_size": 4096, "tie_embeddings": tied},
     )
     peaks = [peak for _, peak in run_ranks(peak_of_run, 3, config)]
-    assert predict(config)[0].total == pytest.approx(peaks[2], rel=0.02)
+    assert predict(JobPlan(config))[0].total == pytest.approx(peaks[2], rel=0.02)
     assert max(peaks[:2]) < 0.95 * peaks[2], peaks
 
 
@@ -693,16 +713,16 @@ def test_with_shares_in_a_file(tmp_path: Path) -> None:
     are new, others not."""
     split = small(dp=2, parallel={"zero": 3}, pipeline={"schedule": "1f1b"}, **BF16)
     config = replace(split, memory=MemoryConfig(7 << 20, str(tmp_path)))
-    assert predict(config)[0].total < predict(split)[0].total - (4 << 20)
+    assert predict(JobPlan(config))[0].total < predict(JobPlan(split))[0].total - (4 << 20)
     agree(config, tolerance=0.02)
 
 
 def watched(config: Config) -> Any:
     parallel = config.parallel
     grid = ProcessGrid(pp=parallel.pp, dp=parallel.dp)
-    watch = MemoryWatch(config, CPU)
+    watch = MemoryWatch(JobPlan(config), CPU)
     loader = SyntheticLoader(config.model, 4, 4, grid.dp.rank, grid.dp.size, padding=False)
-    engine = Engine(config, grid, CPU)
+    engine = Engine(JobPlan(config), grid, CPU)
     engine.train(watch.loader(loader), config.train.num_steps, lambda step: None)
     return watch.compare(grid)
 
@@ -712,7 +732,7 @@ def test_a_run_is_watched_until_its_peak() -> None:
     config = small(pp=2, dp=2, pipeline={"schedule": "2bw"}, train={"num_steps": 9})
     first, *others = run_ranks(watched, 4, config)
     assert all(comparison == first for comparison in others)
-    assert first.predicted == tuple(stage.total for stage in predict(config))
+    assert first.predicted == tuple(stage.total for stage in predict(JobPlan(config)))
     assert first.measured == pytest.approx(first.predicted, rel=0.05)
     assert str(first).startswith("peak memory of a process on stage ")
     assert first.as_json()["measured"] == list(first.measured)
@@ -725,6 +745,6 @@ def test_every_dtype_of_the_configuration_has_a_prediction(monkeypatch: pytest.M
     monkeypatch.setattr(
         matmul, "_onednn", lambda: matmul._OneDNN(math.inf, math.inf)
     )  # else float32 needs more
-    totals = {dtype: predict(make(train={"dtype": dtype}))[0].total for dtype in DTYPES}
+    totals = {dtype: predict(JobPlan(make(train={"dtype": dtype})))[0].total for dtype in DTYPES}
     assert totals["fp64"] == pytest.approx(2 * totals["fp32"], rel=0.01)
     assert totals["fp16"] == pytest.approx(totals["bf16"], rel=0.01)

@@ -11,6 +11,7 @@ from train.runs import write_config
 
 from hybridpar.cli import main
 from hybridpar.config import Launch, from_mapping, load_toml, to_toml
+from hybridpar.job import JobPlan
 from hybridpar.prediction import Comparison, predict, table
 from hybridpar.train import loop
 from hybridpar.validate import resolve
@@ -33,7 +34,9 @@ def test_a_run_ends_with_measured_beside_predicted(
         capsys.readouterr().err,
     )
     measured, predicted, error = map(float, line)
-    assert predicted == pytest.approx(predict(resolve(config, 1))[0].total / 2**20, abs=0.05)
+    assert predicted == pytest.approx(
+        predict(JobPlan(resolve(config, 1)))[0].total / 2**20, abs=0.05
+    )
     assert measured == pytest.approx(predicted, rel=0.05)
     assert error == pytest.approx(100 * (measured / predicted - 1), abs=0.5)
 
@@ -58,7 +61,7 @@ def test_check_tells_the_peak_of_each_stage(
     path.write_text(to_toml(config))
     assert main(["check", str(path), "--json"]) == 0
     stages = json.loads(capsys.readouterr().out)["peak_memory"]
-    expected = predict(resolve(config, 2))
+    expected = predict(JobPlan(resolve(config, 2)))
     assert stages == [stage.as_json() for stage in expected]
     for stage in stages:
         parts = (
@@ -77,7 +80,7 @@ def test_check_tells_the_peak_of_each_stage(
         )
     for waits in ({"checkpoint": {"asynchronous": False}}, {"train": {"save_interval": 0}}):
         assert not any(
-            stage.checkpoint for stage in predict(resolve(from_mapping(waits, config), 2))
+            stage.checkpoint for stage in predict(JobPlan(resolve(from_mapping(waits, config), 2)))
         )
     assert main(["check", str(path)]) == 0
     out = capsys.readouterr().out

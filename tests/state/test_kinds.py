@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.models.build import Recomputation
 from hybridpar.prediction.footprint import Buffers, trace_stage
 from hybridpar.state import find_divergence, kinds
@@ -113,7 +114,9 @@ def test_a_new_kind_is_verified_through_a_resume() -> None:
 
 def spoiled(config: Config) -> str:
     parallel = config.parallel
-    engine = Engine(config, ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp), CPU)
+    engine = Engine(
+        JobPlan(config), ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp), CPU
+    )
     assert find_divergence(engine.state.placed(), engine.grid) == ""
     if engine.grid.rank == 1:
         next(

@@ -7,6 +7,7 @@ import torch
 
 from hybridpar.config import OuterConfig, from_mapping
 from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
 from hybridpar.nn.placement import Init, Placement, Shard
 from hybridpar.ops.update import Weights
 from hybridpar.optim import ParameterSlot
@@ -136,8 +137,8 @@ def test_check_counts_what_an_outer_step_keeps() -> None:
     }
     one = resolve(from_mapping(document), 1)
     two = resolve(from_mapping({"parallel": {"sites": 2}}, one), 2)
-    kept = predict(two)[0].state - predict(one)[0].state
-    parameters = predict(one)[0].weights // 4
+    kept = predict(JobPlan(two))[0].state - predict(JobPlan(one))[0].state
+    parameters = predict(JobPlan(one))[0].weights // 4
     largest = (12 * 64 * 64 + 13 * 64) + (
         128 + 16
     ) * 64  # a layer and the embedding: more than a layer and the head

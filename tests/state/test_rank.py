@@ -12,6 +12,7 @@ from ranks import run_ranks
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.models.build import Recomputation
 from hybridpar.planner.bench import Unit
 from hybridpar.prediction.footprint import Buffers, trace_stage
@@ -41,7 +42,7 @@ def make(parallel: dict[str, int] | None = None, **sections: dict[str, Any]) -> 
 def trained(config: Config) -> Engine:
     parallel = config.parallel
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
-    engine = Engine(config, grid, CPU)
+    engine = Engine(JobPlan(config), grid, CPU)
     engine.train(
         SyntheticLoader(config.model, 2, 3, grid.dp.rank, grid.dp.size), 2, lambda step: None
     )

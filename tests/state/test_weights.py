@@ -14,6 +14,7 @@ from ranks import run_ranks
 from hybridpar.config import Config, OptimConfig, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.models.build import build_blocks
 from hybridpar.nn.init import initialize
 from hybridpar.optim import ParameterSlot, build_optimizer
@@ -52,7 +53,7 @@ def static_bytes(config: Config) -> tuple[int, int, int, int]:
     from the engine's own buffers, bytes of a working copy and of a gradient buffer, and how many of
     the latter there are."""
     with measure(CPU) as meter:
-        engine = Engine(config, ProcessGrid(pp=config.parallel.pp), CPU)
+        engine = Engine(JobPlan(config), ProcessGrid(pp=config.parallel.pp), CPU)
         engine.train(SyntheticLoader(config.model, 2, 4), 3, lambda step: None)
         engine.executor.losses.clear()
         current = meter.read().current

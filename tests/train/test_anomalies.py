@@ -17,6 +17,7 @@ from hybridpar import checkpoint
 from hybridpar.config import Config, Launch, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.state import find_divergence
 from hybridpar.train.anomalies import RunningJudge
@@ -142,7 +143,7 @@ def build(config: Config, *, poisoned: bool = False) -> tuple[Engine, Later]:
     parallel = config.parallel
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
     policy = Poisoned(config) if poisoned and grid.dp.is_last else None
-    return Engine(config, grid, CPU, policy=policy), Later(
+    return Engine(JobPlan(config), grid, CPU, policy=policy), Later(
         config.model, 2, 3, grid.dp.rank, grid.dp.size
     )
 

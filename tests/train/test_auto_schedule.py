@@ -13,11 +13,11 @@ from ranks import run_ranks
 from train.runs import TOML, run_job, write_corpus
 
 from hybridpar.config import Config, PipelineConfig, from_mapping, load_toml
+from hybridpar.config.rules import conflicts
 from hybridpar.errors import HybridparError
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.prove import prove
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.prediction import Footprints, predict
 from hybridpar.prediction.predict import kept_by_stage
 from hybridpar.train.auto_schedule import choose, filled, of_first_rank, shapes, simulated
@@ -47,7 +47,7 @@ def make(pp: int, m: int, num_layers: int = 4, **pipeline: Any) -> Config:
 
 def costs_for(config: Config) -> Costs:
     """A stage of each rank takes 1, 1.2 and 0.8."""
-    v = Sizes.of(config).chunks
+    v = JobPlan(config).shape.chunks
     return Costs(1 / v, 2 / v, backward_input=1.2 / v)
 
 
@@ -58,7 +58,7 @@ def test_the_simplest_of_the_fastest_that_fit() -> None:
     found = [
         one
         for shape in shapes(config)
-        for one in simulated(shape, costs_for(shape[0]), (1,) * Sizes.of(shape[0]).num_stages)
+        for one in simulated(shape, costs_for(shape[0]), (1,) * JobPlan(shape[0]).shape.num_stages)
     ]
     assert {
         (one.pipeline.schedule, one.pipeline.placement, one.pipeline.num_chunks) for one in found
@@ -73,7 +73,9 @@ def test_the_simplest_of_the_fastest_that_fit() -> None:
     peaks = [
         max(
             stage.total
-            for stage in predict(replace(config, pipeline=one.pipeline), device=CPU, trace=trace)
+            for stage in predict(
+                JobPlan(replace(config, pipeline=one.pipeline)), device=CPU, trace=trace
+            )
         )
         for one in found
     ]
@@ -94,14 +96,16 @@ def test_a_filled_order_keeps_no_more_bytes_than_the_fullest_rank() -> None:
     """Of as many micro-batches on each stage the last would keep twice as much, where each of its
     own takes twice."""
     config = make(3, 8, split_backward=True, schedule="1f1b")
-    sizes, costs, kept = Sizes.of(config), Costs(1, 2, backward_input=1), (1.0, 1.0, 2.0)
+    job = JobPlan(config)
+    costs = Costs(1, 2, backward_input=1)
+    kept = (1.0, 1.0, 2.0)
 
     def most(unit: tuple[float, ...]) -> float:
-        made = schedule_of(filled(config.pipeline, sizes, costs, unit))
-        return max(made.max_live_activations(sizes, rank) * kept[rank] for rank in range(3))
+        made = JobPlan(replace(config, pipeline=filled(job, costs, unit))).schedule
+        return max(made.max_live_activations(job.shape, rank) * kept[rank] for rank in range(3))
 
     assert (most(kept), most((1.0,) * 3)) == (3.0, 6.0)
-    first, _, last = kept_by_stage(config, CPU, Footprints())
+    first, _, last = kept_by_stage(job, CPU, Footprints())
     assert last > first > 0, "the head keeps logits"
 
 
@@ -146,16 +150,16 @@ def test_a_run_keeps_what_it_has_found(tmp_path: Path) -> None:
 def test_orders_that_are_filled_train_the_same(pipeline: dict[str, Any]) -> None:
     """Loss, gradients and weights are those of one process, to 1e-9 in float64."""
     config = make(2, 5, split_backward=True, **pipeline)
+    job = JobPlan(config)
     found = filled(
-        config.pipeline,
-        Sizes.of(config),
+        job,
         Costs(
             [1.0, 1.4, 0.7] * 2 if "chunks" in pipeline else [1.0, 1.3, 0.8, 1.9], 2.0, latency=0.3
         ),
-        (1,) * Sizes.of(config).num_stages,
+        (1,) * job.shape.num_stages,
     )
     config = replace(config, pipeline=found)
-    prove(config)
+    JobPlan(config).prove()
     report = verify(config, {"pp": 2}, 3)
     assert report.ok, report.first_divergence
 
@@ -182,6 +186,6 @@ def test_a_single_stage_has_nothing_to_choose() -> None:
 
 
 def test_what_it_finds_is_not_given() -> None:
-    wrong = make(2, 4, chunks=2, zero_bubble=True).conflicts()
+    wrong = conflicts(make(2, 4, chunks=2, zero_bubble=True))
     assert {problem.field for problem in wrong} == {"pipeline.chunks", "pipeline.zero_bubble"}
-    assert not [*make(2, 4, num_microbatches=7, recompute="all").conflicts()]
+    assert not [*conflicts(make(2, 4, num_microbatches=7, recompute="all"))]

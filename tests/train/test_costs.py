@@ -14,9 +14,10 @@ from train.timelines import recorded
 from hybridpar.cli import main
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig, to_toml
 from hybridpar.errors import ConfigError, DataError
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.train.costs import RunCosts, describe, read_costs, run_costs, write_costs
 from hybridpar.train.trace import Host
@@ -30,7 +31,9 @@ COSTS = Costs((0.01, 0.02), (0.02, 0.04), 0.005, {Kind.NORM: 0.001}, norm=0.001,
 
 
 def measured() -> RunCosts:
-    run = run_costs(CONFIG, recorded("2bw", Sizes(2, 4), COSTS, 10, host=Host("here", "cpu", 2)))
+    run = run_costs(
+        JobPlan(CONFIG), recorded("2bw", Sizes(2, 4), COSTS, 10, host=Host("here", "cpu", 2))
+    )
     assert run is not None
     return run
 
@@ -145,7 +148,7 @@ def test_ranks_that_hold_several_stages_are_not_called_stages() -> None:
     )
     chunks = replace(
         run,
-        ordering=Ordering("interleaved"),
+        ordering=ScheduleOptions("interleaved"),
         sizes=Sizes(2, 4, 2),
         measured=replace(run.measured, costs=costs),
     )

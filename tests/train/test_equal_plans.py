@@ -15,6 +15,7 @@ from hybridpar.config import Config, from_mapping
 from hybridpar.data import Data
 from hybridpar.errors import HybridparError
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.prediction.fake_neighbours import silent_grid
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.train.engine import Engine
@@ -50,7 +51,7 @@ def compare(changed: int, config: Config, other: Config) -> str:
     """What a job says in which one rank has another configuration. Collectives: those of the
     comparison."""
     grid = ProcessGrid(pp=2, dp=2)
-    engine = Engine(other if grid.rank == changed else config, grid, torch.device("cpu"))
+    engine = Engine(JobPlan(other if grid.rank == changed else config), grid, torch.device("cpu"))
     try:
         require_equal_plans(engine)
     except SetupError as error:
@@ -114,7 +115,7 @@ def test_all_ranks_are_told_which_replicas_differ() -> None:
 def test_a_digest_is_of_the_plan_and_its_moves() -> None:
     def digest(config: Config, rank: int = 0) -> str:
         with Tracker(torch.device("cpu")) as tracker:
-            return plan_digest(Engine(config, silent_grid(config, rank), tracker.device))
+            return plan_digest(Engine(JobPlan(config), silent_grid(config, rank), tracker.device))
 
     plain = make(zero=1)
     assert (

@@ -14,6 +14,7 @@ from hybridpar.config import Config, MemoryConfig, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.prediction import predict
 from hybridpar.state.tiered import TieredMemory
 from hybridpar.train.engine import Engine
@@ -46,7 +47,7 @@ def moved_by_a_run(
     config: Config, num_batches: int, folder: Path, grid: ProcessGrid
 ) -> tuple[int, int]:
     memory = MemoryConfig(config.memory.budget, str(folder))
-    engine = Engine(replace(config, memory=memory), grid, torch.device("cpu"))
+    engine = Engine(JobPlan(replace(config, memory=memory)), grid, torch.device("cpu"))
     loader = SyntheticLoader(config.model, 2, 4, grid.dp.rank, grid.dp.size)
     engine.train(loader, num_batches, lambda result: None)
     assert isinstance(engine.state.memory, TieredMemory)
@@ -64,10 +65,10 @@ def moved_by_a_run(
 def test_bytes_of_a_step_are_those_of_a_run(
     schedule: str, dtype: str, share: float, tmp_path: Path
 ) -> None:
-    plenty = forecast(make(1 << 30, schedule, dtype))
+    plenty = forecast(JobPlan(make(1 << 30, schedule, dtype)))
     assert (plenty.read, plenty.written) == (0, 0)
     config = make(int(plenty.least + share * (plenty.state - plenty.least)), schedule, dtype)
-    found = forecast(config)
+    found = forecast(JobPlan(config))
     few, many = (moved_by_a_run(config, n, tmp_path, ProcessGrid()) for n in (6, 8))
     assert (found.read, found.written) == tuple(
         (b - a) // 2 for a, b in zip(few, many, strict=True)
@@ -78,7 +79,7 @@ def test_bytes_of_a_step_are_those_of_a_run(
 def forecast_and_moved(config: Config, folder: Path) -> tuple[tuple[int, int], ...]:
     """Bytes of a step on this rank, that are forecast, and that a run moves."""
     grid = ProcessGrid(dp=2)
-    found = forecast(config, grid.rank)
+    found = forecast(JobPlan(config), grid.rank)
     few, many = (moved_by_a_run(config, n, folder, grid) for n in (8, 10))
     return (found.read, found.written), ((many[0] - few[0]) // 2, (many[1] - few[1]) // 2)
 
@@ -86,7 +87,7 @@ def forecast_and_moved(config: Config, folder: Path) -> tuple[tuple[int, int], .
 @pytest.mark.ranks
 def test_shares_of_replicas(tmp_path: Path) -> None:
     config = make(1 << 30, "1f1b", "fp32", parallel={"dp": 2, "zero": 3})
-    plenty = forecast(config)
+    plenty = forecast(JobPlan(config))
     config = replace(config, memory=MemoryConfig(int(0.7 * plenty.least + 0.3 * plenty.state)))
     for forecast_bytes, moved_bytes in run_ranks(forecast_and_moved, 2, config, tmp_path):
         assert forecast_bytes == moved_bytes
@@ -96,10 +97,10 @@ def test_shares_of_replicas(tmp_path: Path) -> None:
 def test_every_stage_is_told_and_the_prediction_leaves_out_what_is_in_the_file() -> None:
     config = replace(make(0, "2bw", "fp32"), memory=MemoryConfig(budget=600_000))
     config = resolve(replace(config, parallel=replace(config.parallel, pp=2, tp=2, dp=2)), 8)
-    stages = forecasts(config)
-    whole = predict(replace(config, memory=MemoryConfig()))
+    stages = forecasts(JobPlan(config))
+    whole = predict(JobPlan(replace(config, memory=MemoryConfig())))
     assert len(stages) == 2
-    for stage, without, found in zip(predict(config), whole, stages, strict=True):
+    for stage, without, found in zip(predict(JobPlan(config)), whole, stages, strict=True):
         assert stage.file == without.state - 600_000
         assert without.total - stage.total == pytest.approx(
             stage.file, rel=0.001
@@ -109,4 +110,4 @@ def test_every_stage_is_told_and_the_prediction_leaves_out_what_is_in_the_file()
 
 def test_a_budget_below_the_least_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"memory\.budget = 4096"):
-        forecast(make(4096, "1f1b", "fp32"))
+        forecast(JobPlan(make(4096, "1f1b", "fp32")))

@@ -18,7 +18,8 @@ from hybridpar import checkpoint
 from hybridpar.config import Config, ParallelConfig
 from hybridpar.errors import ConfigError
 from hybridpar.grid import ProcessGrid, sizes_of
-from hybridpar.pipeline.run.stage_split import stage_split
+from hybridpar.job import JobPlan
+from hybridpar.job.stage_split import stage_split
 from hybridpar.prediction.predict import predict
 from hybridpar.prediction.work import block_work
 from hybridpar.train.engine import Engine
@@ -69,7 +70,7 @@ def make(frozen: tuple[int, ...], **sections: Any) -> Config:
 
 
 def engine_of(config: Config) -> Engine:
-    return Engine(config, ProcessGrid(sizes_of(config.parallel)), torch.device("cpu"))
+    return Engine(JobPlan(config), ProcessGrid(sizes_of(config.parallel)), torch.device("cpu"))
 
 
 def weights_of(engine: Engine) -> dict[str, Tensor]:
@@ -236,7 +237,7 @@ def test_predicted_memory_of_the_state_is_what_it_takes() -> None:
     config = make((0, 2), train={"num_steps": 4, "micro_batch_size": 2, "dtype": "bf16"})
     state = engine_of(config).state
     state.allocate()
-    (predicted,) = predict(config, device=torch.device("cpu"))
+    (predicted,) = predict(JobPlan(config), device=torch.device("cpu"))
     for column, num_bytes in state.num_bytes().items():
         assert getattr(predicted, column) == num_bytes, column
 

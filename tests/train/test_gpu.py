@@ -27,6 +27,7 @@ from train.runs import metrics, write_config
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.prediction import measure, predict
 from hybridpar.state.audit import audit_replicas
 from hybridpar.train.engine import Engine, StepResult
@@ -91,7 +92,7 @@ def make(grid: dict[str, int], sections: Sections) -> Config:
 def trained(config: Config, grid: ProcessGrid, device: str) -> Steps:
     """Loss, gradient norm and whether it was skipped, by step. Replicas must be equal to the bit
     after the last."""
-    engine = Engine(config, grid, torch.device(device))
+    engine = Engine(JobPlan(config), grid, torch.device(device))
     loader = SyntheticLoader(
         config.model, 2, config.pipeline.num_microbatches, grid.dp.rank, grid.dp.size
     )
@@ -290,7 +291,7 @@ def replicas(device: str, cuda_graphs: bool) -> tuple[Steps, int]:
         },
     )
     grid = ProcessGrid(dp=2, device_type=device.partition(":")[0])
-    engine = Engine(config, grid, torch.device(device))
+    engine = Engine(JobPlan(config), grid, torch.device(device))
     steps = list[StepResult]()
     engine.train(SyntheticLoader(config.model, 2, 4, grid.dp.rank, 2), 20, steps.append)
     graphs = engine.executor.graphs
@@ -367,7 +368,7 @@ def test_an_optimizer_on_the_host(sections: Sections) -> None:
     )
     assert repr(with_it) == repr(again)  # a norm may be NaN
     compare(with_it, on_gpu, TOLERANCE[config.train.dtype])
-    state = Engine(config, ProcessGrid(), torch.device("cuda:0")).state
+    state = Engine(JobPlan(config), ProcessGrid(), torch.device("cuda:0")).state
     assert state.host is not None
     for room in (state.host.staging, state.weights.master):
         for chunk, tensor in zip(room.chunks, room.tensors, strict=True):
@@ -380,7 +381,7 @@ def test_a_budget(sections: Sections) -> None:
     """To the bit as with all of the state there, of which the allocator counts as much less."""
     config = make({}, sections)
     whole = replace(config, memory=replace(config.memory, parts=config.model.num_blocks))
-    state = predict(whole, device=torch.device("cuda"))[0].state
+    state = predict(JobPlan(whole), device=torch.device("cuda"))[0].state
     tight = replace(config, memory=replace(config.memory, budget=int(0.7 * state)))
     peaks = []
     found = []

@@ -16,6 +16,7 @@ from hybridpar import checkpoint
 from hybridpar.cli.entry import main, parse
 from hybridpar.config import Config, from_mapping, load_toml, to_toml
 from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
 from hybridpar.prediction.predict import predict
 
 SIZES = (3, 16, 4, 8, 24)
@@ -114,7 +115,7 @@ def test_predicted_state_of_frozen_groups_is_what_it_takes(dtype: str) -> None:
         config = config_of(sections, {"optim": {"groups": groups}})
         engine, _ = start(config)
         engine.state.allocate()
-        (predicted,) = predict(config, device=torch.device("cpu"))
+        (predicted,) = predict(JobPlan(config), device=torch.device("cpu"))
         for column, num_bytes in engine.state.num_bytes().items():
             assert getattr(predicted, column) == num_bytes, column
 
@@ -127,7 +128,7 @@ def test_predicted_memory_tells_stages_with_frozen_layers_apart() -> None:
     }
     groups = [{"pattern": "blocks.2.*", "frozen": True}]
     stages = [
-        predict(config_of(sections, {"optim": {"groups": of}}), device=torch.device("cpu"))
+        predict(JobPlan(config_of(sections, {"optim": {"groups": of}})), device=torch.device("cpu"))
         for of in ([], groups)
     ]
     optimizer, grouped = ([stage.optimizer for stage in of] for of in stages)

@@ -25,7 +25,9 @@ from train.runs import must_be_killed, poison_gradients
 
 from hybridpar import checkpoint
 from hybridpar.config import Config
+from hybridpar.config.rules import conflicts
 from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
 from hybridpar.models.cost import training_flops_per_token
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.run.recording import HostClock, Recording
@@ -240,7 +242,8 @@ def test_what_is_on_the_host_of_a_gpu(optimizer: str) -> None:
     """Master copy, moments, and room for gradients and weights; nothing of Muon's matrices."""
     config = resolve(make(train={"dtype": "bf16"}, optim={"name": optimizer}), 1)
     without, there = (
-        predict(hosted(config, host), device=torch.device("cuda"))[0] for host in (False, True)
+        predict(JobPlan(hosted(config, host)), device=torch.device("cuda"))[0]
+        for host in (False, True)
     )
     engine = build(hosted(config))
     engine.state.allocate()
@@ -336,40 +339,40 @@ def test_what_is_told_before_a_run() -> None:
     config = resolve(
         hosted(make(pipeline={"num_microbatches": 4, "schedule": "2bw"}, parallel={"pp": 2})), 2
     )
-    assert forecast_host(hosted(config, False)) is None
+    assert forecast_host(JobPlan(hosted(config, False))) is None
     flops = training_flops_per_token(config.model)
     speeds = Speeds(
         parameters=1e6, num_bytes=1e12, flops=flops * 112 / 2
     )  # a batch of 112 tokens takes a second
-    hidden = forecast_host(config, speeds)
+    hidden = forecast_host(JobPlan(config), speeds)
     assert hidden is not None
     assert (hidden.tokens, hidden.step_ms, hidden.exposed_ms) == (112, pytest.approx(1000), 0)
     assert hidden.update_ms == pytest.approx(hidden.parameters / 1e3)
     seconds = 0.3
     hidden = forecast_host(
-        config, speeds := replace(speeds, parameters=hidden.parameters / seconds)
+        JobPlan(config), speeds := replace(speeds, parameters=hidden.parameters / seconds)
     )
     assert hidden is not None
     assert hidden.exposed_ms == 0
     assert hidden.needed_tokens == round(seconds * 112 * 4 / 3), "copies take no time"
     assert f"from about {hidden.needed_tokens:,} tokens" in str(hidden)
-    short = forecast_host(config, replace(speeds, parameters=hidden.parameters / 2.0))
+    short = forecast_host(JobPlan(config), replace(speeds, parameters=hidden.parameters / 2.0))
     assert short is not None
     # two seconds a batch, of which three of four pairs hide 0.75, less half of one: NORM and HOST
     # are an action apart
     assert short.exposed_ms == pytest.approx(2000 - 750, abs=125)
     synchronous = forecast_host(
-        replace(config, pipeline=replace(config.pipeline, schedule="1f1b")), speeds
+        JobPlan(replace(config, pipeline=replace(config.pipeline, schedule="1f1b"))), speeds
     )
     assert synchronous is not None
     assert 0.5 * seconds < 1e-3 * synchronous.exposed_ms < 1.01 * seconds
     assert "no slack" in str(synchronous)
     alone = resolve(hosted(make(train={"dtype": "bf16"})), 1)
     (engine := build(alone)).state.allocate()
-    assert predict(alone)[0].state == sum(engine.state.num_bytes().values()), (
+    assert predict(JobPlan(alone))[0].state == sum(engine.state.num_bytes().values()), (
         "with the room on the host"
     )
-    measured = forecast_host(config)
+    measured = forecast_host(JobPlan(config))
     assert measured is not None
     assert measured.update_ms > 0
 
@@ -394,4 +397,4 @@ def test_what_is_told_before_a_run() -> None:
 )
 def test_what_does_not_go_with_it(sections: dict[str, dict[str, Any]], message: str) -> None:
     config = make(**sections | {"memory": {"host_optimizer": True} | sections.get("memory", {})})
-    assert re.search(message, str(ConfigError(*config.conflicts())))
+    assert re.search(message, str(ConfigError(*conflicts(config))))

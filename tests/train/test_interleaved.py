@@ -18,6 +18,7 @@ from hybridpar import checkpoint
 from hybridpar.checkpoint.manifest import read_manifest
 from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.train.costs import read_costs
 from hybridpar.train.engine import StepResult
@@ -173,7 +174,9 @@ def test_a_job_leaves_what_any_job_leaves(tmp_path: Path) -> None:
         load_toml(folder / "config.toml"),
     )
     assert costs_of_run(folder, now) == costs
-    assert preview(now, 2, costs.measured.costs).step_time > 1.5 * costs.timeline().step_time(3)
+    assert preview(
+        JobPlan(now), 2, costs.measured.costs
+    ).step_time > 1.5 * costs.timeline().step_time(3)
     with pytest.raises(
         ConfigError,
         match=r"has measured 2 on each rank.*try 2, with pipeline.schedule = interleaved",

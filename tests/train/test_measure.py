@@ -9,7 +9,8 @@ from train.timelines import recorded
 
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.costs import Costs, expand
-from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.predict import predict_timeline
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.run.recording import Event, Usage
 from hybridpar.train.measure import _cores as cores_of
@@ -82,7 +83,10 @@ def numbers(costs: Costs) -> dict[str, object]:
 def test_the_costs_that_actions_were_made_with_are_found_again(schedule: str) -> None:
     found = measured_costs(recorded(schedule, SIZES, COSTS, 8))
     assert numbers(found) == close(replace(COSTS, gather=(0.0,) * 3))
-    step, own = (Ordering(schedule).timeline(SIZES, costs).step_time(4) for costs in (found, COSTS))
+    step, own = (
+        predict_timeline(ScheduleOptions(schedule), SIZES, costs).step_time(4)
+        for costs in (found, COSTS)
+    )
     assert step == pytest.approx(own)
 
 
@@ -121,7 +125,7 @@ def test_costs_of_chunks_are_found_stage_by_stage_and_those_of_ranks_rank_by_ran
     assert found.costs.calls[Kind.SEND_F] == pytest.approx((0.02, 0.03))
     assert found.costs.calls[Kind.RECV_F] == (0.0, 0.0)
     assert found.step_time == pytest.approx(
-        Ordering("interleaved").timeline(sizes, found.costs).step_time(4)
+        predict_timeline(ScheduleOptions("interleaved"), sizes, found.costs).step_time(4)
     )
 
 
@@ -196,7 +200,8 @@ def test_times_that_vary_are_found_in_the_order_of_micro_batches(schedule: str) 
             assert batches >= 3
             assert factors == pytest.approx(row * batches)
     step, own, steady = (
-        Ordering(schedule).timeline(SIZES, c).step_time(4) for c in (found, costs, COSTS)
+        predict_timeline(ScheduleOptions(schedule), SIZES, c).step_time(4)
+        for c in (found, costs, COSTS)
     )
     assert step == pytest.approx(own)
     assert own > 1.01 * steady  # they wait for each other
@@ -257,7 +262,9 @@ def test_the_parts_of_a_step_add_up() -> None:
     measured = measure(recorded("1f1b", SIZES, COSTS, 10), SIZES, tied=False)
     assert measured is not None
     step = measured.step_time
-    assert step == pytest.approx(Ordering("1f1b").timeline(SIZES, COSTS).step_time(4))
+    assert step == pytest.approx(
+        predict_timeline(ScheduleOptions("1f1b"), SIZES, COSTS).step_time(4)
+    )
     for stage, parts in enumerate(measured.parts):
         assert parts.compute == pytest.approx(4 * (COSTS.forward[stage] + COSTS.backward[stage]))
         assert parts.optimizer == pytest.approx(COSTS.update[stage] + CALLS[Kind.NORM][stage])

@@ -14,6 +14,7 @@ from ranks import run_ranks
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.nn.placement import split_sizes
 from hybridpar.prediction.predict import predict
 from hybridpar.state.audit import bit_hash
@@ -50,7 +51,7 @@ def train(config: Config) -> dict[str, Any]:
     """Bytes by axis and operation of training and of an evaluation, and the evaluation of the first
     weights."""
     grid = ProcessGrid(tp=config.parallel.tp, pp=config.parallel.pp)
-    engine = Engine(config, grid, torch.device("cpu"))
+    engine = Engine(JobPlan(config), grid, torch.device("cpu"))
     loader = SyntheticLoader(config.model, B, M, 0, 1)
     traffic = {name: grid.axis(name).traffic for name in ("pp", "pp_reverse")}
     found: dict[str, Any] = {"first": engine.evaluate(loader, 1)}
@@ -125,7 +126,7 @@ def test_predicted_memory_is_the_allocators(
 def test_a_recomputed_stage_keeps_its_input_as_it_came() -> None:
     plain = large(pp=2, pipeline={"schedule": "gpipe", "recompute": "stage"})
     found = {
-        name: predict(from_mapping({"compression": {"messages": name}}, plain))[1]
+        name: predict(JobPlan(from_mapping({"compression": {"messages": name}}, plain)))[1]
         for name in ("none", "int4")
     }
     rows = 4 * 128
@@ -134,8 +135,8 @@ def test_a_recomputed_stage_keeps_its_input_as_it_came() -> None:
         "but for a leaf of one number"
     )
     assert (
-        predict(from_mapping({"compression": {"messages": "int4"}}, large(pp=1)))[0]
-        == predict(large(pp=1))[0]
+        predict(JobPlan(from_mapping({"compression": {"messages": "int4"}}, large(pp=1))))[0]
+        == predict(JobPlan(large(pp=1)))[0]
     )
 
 

@@ -19,6 +19,7 @@ from train.runs import metrics
 from hybridpar import Build, ModelSpec, SequentialSpec, Trainer
 from hybridpar.config import Config, from_mapping
 from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
 from hybridpar.prediction import predict
 from hybridpar.train.progress import Status, valid_numbers
 from hybridpar.validate import resolve
@@ -252,7 +253,7 @@ def test_every_micro_batch_has_the_same_metrics(model: ModelSpec) -> None:
 
 def test_metrics_that_look_at_values_have_predicted_memory() -> None:
     """A ghost has no values, so what is selected by them has no shape."""
-    assert predict(resolve(make(Net()), 1))[0].total > 0
+    assert predict(JobPlan(resolve(make(Net()), 1)))[0].total > 0
 
 
 @pytest.mark.ranks

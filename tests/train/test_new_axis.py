@@ -13,6 +13,7 @@ from hybridpar import checkpoint
 from hybridpar.config import from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.state import find_divergence
 from hybridpar.train.engine import Engine, StepResult
 
@@ -41,7 +42,7 @@ def train(
     )
     grid = ProcessGrid(sizes)
     steps = []
-    engine = Engine(config, grid, torch.device("cpu"))
+    engine = Engine(JobPlan(config), grid, torch.device("cpu"))
     checkpoint.resume(root, engine, "corpus", print)
     engine.train(
         SyntheticLoader(

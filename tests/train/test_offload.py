@@ -20,8 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hybridpar import checkpoint
 from hybridpar.config import Config, from_mapping
+from hybridpar.config.rules import conflicts
 from hybridpar.errors import HybridparError
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.run import slow_tier
 from hybridpar.pipeline.run.slow_tier import FileTier, HostTier
 from hybridpar.pipeline.run.stash import STORAGES, Notes
@@ -166,9 +168,9 @@ def test_the_allocator_counts_what_is_predicted(
         pipeline=pipeline,
         train={"dtype": dtype, "micro_batch_size": 4, "num_steps": 4},
     )
-    plain = predict(replace(config, memory=replace(config.memory, offload_activations=0)))
+    plain = predict(JobPlan(replace(config, memory=replace(config.memory, offload_activations=0))))
     runs = run_ranks(run, pp, config, 2, 2)  # the optimizer's state is there when the second begins
-    for (outcome, peak), stage, before in zip(runs, predict(config), plain, strict=True):
+    for (outcome, peak), stage, before in zip(runs, predict(JobPlan(config)), plain, strict=True):
         assert stage.total == pytest.approx(peak, rel=0.02)
         assert (stage.total < before.total) == (outcome.moved > 0)
 
@@ -193,7 +195,7 @@ def test_beside_what_else_moves(sections: dict[str, dict[str, Any]], tmp_path: P
     ranks = whole.parallel.num_ranks
     grid = whole.parallel
     before, after = (run_ranks(run, ranks, config, 1, 2) for config in (whole, away))
-    predicted = list(zip(predict(whole), predict(away), strict=True))
+    predicted = list(zip(predict(JobPlan(whole)), predict(JobPlan(away)), strict=True))
     for rank, ((outcome, peak), (less, smaller_peak)) in enumerate(zip(before, after, strict=True)):
         less.check(outcome)
         plain, smaller = predicted[rank // (ranks // grid.pp)]
@@ -266,9 +268,10 @@ def test_a_forecast(tmp_path: Path) -> None:
     predictions differ by."""
     config, given = (make(tmp_path, away, parallel={"pp": 2}) for away in ("auto", 4))
     fast, slow = (
-        forecast_offload(config, OffloadSpeeds(speed, speed, 1e10)) for speed in (1e15, 1e3)
+        forecast_offload(JobPlan(config), OffloadSpeeds(speed, speed, 1e10))
+        for speed in (1e15, 1e3)
     )
-    asked = forecast_offload(given, OffloadSpeeds(1e3, 1e3, 1e10))
+    asked = forecast_offload(JobPlan(given), OffloadSpeeds(1e3, 1e3, 1e10))
     assert fast is not None and slow is not None and asked is not None  # noqa: PT018
     assert (fast.away, slow.away) == ((4, 4), (0, 0))
     assert fast.exposed_ms < 0.01 * fast.step_ms
@@ -276,7 +279,7 @@ def test_a_forecast(tmp_path: Path) -> None:
     assert slow.saved == (0, 0)
     assert asked.saved == fast.saved
     assert asked.exposed_ms > fast.exposed_ms
-    assert forecast_offload(make(tmp_path, 0)) is None
+    assert forecast_offload(JobPlan(make(tmp_path, 0))) is None
 
 
 def test_saved_and_stopped(tmp_path: Path) -> None:
@@ -336,7 +339,7 @@ def test_a_disk_that_fails_ends_training_with_its_name(
     ids=str,
 )
 def test_what_it_does_not_go_with(sections: dict[str, Any], message: str) -> None:
-    problems = [str(problem) for problem in from_mapping(sections).conflicts()]
+    problems = [str(problem) for problem in conflicts(from_mapping(sections))]
     assert any(re.search(r"memory\.offload_activations = " + message, text) for text in problems), (
         problems
     )

@@ -21,10 +21,11 @@ from train.test_offload import CPU, M, make
 
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import parse_actions
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.pipeline.run import slow_tier
@@ -68,7 +69,7 @@ def with_costs(monkeypatch: pytest.MonkeyPatch, costs_of: Callable[[Config], Cos
 
 def moved_bytes(config: Config) -> int:
     """What leaves of a micro-batch, as predicted."""
-    return predict(with_away(config, 99), device=CUDA)[0].moved
+    return predict(JobPlan(with_away(config, 99)), device=CUDA)[0].moved
 
 
 def test_the_same_bits_where_copies_run_as_late_as_they_may(
@@ -95,7 +96,7 @@ def test_the_same_bits_where_copies_run_as_late_as_they_may(
     whole = outcome(0)
     away = outcome(99)
     away[0].check(whole[0])
-    assert away[1] == [reserved_bytes(make(tmp_path, 99), 0)]
+    assert away[1] == [reserved_bytes(JobPlan(make(tmp_path, 99)), 0)]
 
 
 @pytest.mark.parametrize(("share", "slower"), [(0.01, 1.0), (0.7, 1.0), (0.01, 1.1)])
@@ -148,7 +149,9 @@ def test_as_many_as_a_modelled_link_lets_go(
     def step(away: int) -> float:
         factor = slower if away else 1.0
         costs = Costs(factor * forward, factor * 2 * forward, offload=seconds, reload=seconds)
-        return simulate(make_plan("gpipe", Sizes(1, M), 0, 12, offload=away), costs).step_time(M)
+        return simulate(
+            make_plan(ScheduleOptions("gpipe", offload=away), Sizes(1, M), 0, 12), costs
+        ).step_time(M)
 
     expected = max(number for number in range(M - 1) if step(number) <= 1.02 * step(0))
     assert found == with_away(config, (expected,))
@@ -177,12 +180,12 @@ def found_with(
         factor = slower if away != 0 else 1.0
         return Trial(
             Costs(0.01 * factor, 0.02 * factor),
-            Ordering.of(one),
+            ScheduleOptions.of(one),
             Moves(takes, takes),
             replays and not away,
         )
 
-    return (*find_numbers_for(config, ProcessGrid(), CPU, try_out), tried)
+    return (*find_numbers_for(JobPlan(config), ProcessGrid(), CPU, try_out), tried)
 
 
 def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +227,7 @@ def test_places_at_once() -> None:
     )
     assert most_places(actions) == 2
     for away in range(7):
-        plan = make_plan("gpipe", Sizes(1, 8), 0, 2, offload=away)[0]
+        plan = make_plan(ScheduleOptions("gpipe", offload=away), Sizes(1, 8), 0, 2)[0]
         assert away <= most_places(plan) <= away + 2
         assert (most_places(plan) == 0) == (away == 0)
 
@@ -238,7 +241,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch, config: Config, *rooms: int) -> Itera
         for rank, host in enumerate("aab")
     ]
     monkeypatch.setattr(offload_room, "gather_objects", lambda mine, axis: ranks)
-    yield OffloadRoom(config, ProcessGrid())
+    yield OffloadRoom(JobPlan(config), ProcessGrid())
 
 
 @pytest.mark.parametrize(
@@ -280,8 +283,8 @@ def test_a_trial_takes_no_more_than_the_host_has(
     """Neither does a run whose number is given."""
     config = make(tmp_path, "auto")
     need = (
-        offload_room.host_bytes(with_away(config, 2), 0, moved_bytes(config))
-        + predict(config, device=CUDA)[0].host
+        offload_room.host_bytes(JobPlan(with_away(config, 2)), 0, moved_bytes(config))
+        + predict(JobPlan(config), device=CUDA)[0].host
     )
     monkeypatch.setattr(offload_room, "host_room", lambda: need)
     away, line, tried = found_with(config, monkeypatch)

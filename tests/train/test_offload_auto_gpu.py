@@ -12,6 +12,7 @@ from train.test_gpu import make, trained
 
 from hybridpar.config import Config
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.run.slow_tier import HostTier
 from hybridpar.train.engine import Engine
 from hybridpar.train.offload_room import reserved_bytes, with_away
@@ -54,13 +55,13 @@ def test_pinned_memory_is_taken_before_training_and_is_enough() -> None:
     config = with_away(
         make({}, {"pipeline": {"schedule": "gpipe", "num_microbatches": MICROBATCHES}}), MOST
     )
-    engine = Engine(config, ProcessGrid(), GPU)
+    engine = Engine(JobPlan(config), ProcessGrid(), GPU)
     assert engine.executor.stash is not None
     tier = engine.executor.stash.tier
     assert isinstance(tier, HostTier)
     assert len(tier._stores) == 1
     assert tier._stores[0].item(0).is_pinned()
-    assert len(tier._free) * tier._piece == reserved_bytes(config, 0)
+    assert len(tier._free) * tier._piece == reserved_bytes(JobPlan(config), 0)
     trained(config, ProcessGrid(), "cuda:0")
     engine.close()
 

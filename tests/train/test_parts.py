@@ -20,6 +20,7 @@ from hybridpar.config import Config
 from hybridpar.errors import DataError
 from hybridpar.flight import Record
 from hybridpar.grid import Axis
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.run.recording import Event, Recording
 from hybridpar.train import peak as peak_module
@@ -371,13 +372,17 @@ def test_recomputed_layers_cost_their_stage_a_forward() -> None:
     from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig
 
     parts = {"model": ModelConfig(num_layers=2), "parallel": ParallelConfig(pp=2)}
-    plain = stage_costs(Config(**parts, pipeline=PipelineConfig(split=(2, 2))))
-    again = stage_costs(Config(**parts, pipeline=PipelineConfig(split=(2, 2), recompute="0")))
+    plain = stage_costs(JobPlan(Config(**parts, pipeline=PipelineConfig(split=(2, 2)))))
+    again = stage_costs(
+        JobPlan(Config(**parts, pipeline=PipelineConfig(split=(2, 2), recompute="0")))
+    )
     assert max(plain.forward) == 1
     assert [a - b for a, b in zip(again.backward, plain.backward, strict=True)] == pytest.approx(
         [plain.forward[0], 0]
     )
-    whole = stage_costs(Config(**parts, pipeline=PipelineConfig(split=(2, 2), recompute="stage:1")))
+    whole = stage_costs(
+        JobPlan(Config(**parts, pipeline=PipelineConfig(split=(2, 2), recompute="stage:1")))
+    )
     assert [a - b for a, b in zip(whole.backward, plain.backward, strict=True)] == pytest.approx(
         [0, plain.forward[1]]
     )

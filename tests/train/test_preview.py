@@ -8,6 +8,7 @@ import pytest
 from train.timelines import recorded
 
 from hybridpar.config import Config, ModelConfig, ParallelConfig, PipelineConfig
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.train.costs import RunCosts, run_costs
@@ -19,11 +20,13 @@ CONFIG = Config(
     parallel=ParallelConfig(pp=2, dp=1),
     pipeline=PipelineConfig("1f1b", 4),
 )
-COUNTED = stage_costs(CONFIG)
+COUNTED = stage_costs(JobPlan(CONFIG))
 
 
 def measured(costs: Costs) -> RunCosts:
-    run = run_costs(CONFIG, recorded("1f1b", Sizes(2, 4), costs, 10, host=Host("here", "cpu", 2)))
+    run = run_costs(
+        JobPlan(CONFIG), recorded("1f1b", Sizes(2, 4), costs, 10, host=Host("here", "cpu", 2))
+    )
     assert run is not None
     return run
 
@@ -35,8 +38,8 @@ def as_counted(**other: object) -> Costs:
 
 
 def test_what_ran_as_counted_is_no_news() -> None:
-    assert differences(CONFIG, measured(as_counted())) == []
-    assert differences(CONFIG, measured(as_counted(update=0.001, latency=0.0005))) == []
+    assert differences(JobPlan(CONFIG), measured(as_counted())) == []
+    assert differences(JobPlan(CONFIG), measured(as_counted(update=0.001, latency=0.0005))) == []
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,7 @@ def test_what_ran_as_counted_is_no_news() -> None:
 )
 def test_the_cost_that_makes_the_difference_comes_first(costs: Costs, why: str) -> None:
     run = measured(costs)
-    (line,) = differences(CONFIG, run)
+    (line,) = differences(JobPlan(CONFIG), run)
     assert line.startswith(
         f"executed.svg and plan.svg differ: a step took {1e3 * run.measured.step_time:.0f} ms, "
     )
@@ -69,6 +72,6 @@ def test_shared_cores_are_a_reason() -> None:
             step_time=3 * run.measured.step_time,
         ),
     )
-    (line,) = differences(CONFIG, run)
+    (line,) = differences(JobPlan(CONFIG), run)
     assert "Why: cores are shared (+" in line
     assert "; other programs, or what no cost explains (+" in line

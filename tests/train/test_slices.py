@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridpar.config import Config
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid, Traffic
+from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES
 from hybridpar.nn.placement import split_sizes
 from hybridpar.pipeline.plan.kinds import Kind
@@ -58,7 +59,7 @@ def train(config: Config) -> list[tuple[Any, dict[str, Traffic], list[int]]]:
     grid = ProcessGrid(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp)
     found = []
     for sliced in (True, False):
-        engine = Engine(config, grid, torch.device("cpu"))
+        engine = Engine(JobPlan(config), grid, torch.device("cpu"))
         lane = engine.executor.lane
         sent = []
         if not sliced:
@@ -208,7 +209,7 @@ def test_gathering_is_the_actions_own_time_and_no_transfer() -> None:
 def _recorded(config: Config) -> dict[Kind, list[tuple[float, float]]]:
     """Own time and waits of each action by kind."""
     grid = ProcessGrid(pp=2)
-    engine = Engine(config, grid, torch.device("cpu"))
+    engine = Engine(JobPlan(config), grid, torch.device("cpu"))
     lane = engine.executor.lane
     clock = Counted()
     engine.executor.lane = Slow(

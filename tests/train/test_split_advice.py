@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from hybridpar import SequentialSpec
 from hybridpar.comm.ranks import run_on_ranks
 from hybridpar.config import Config, ModelConfig, ModelSpec, from_mapping
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.costs import Costs
-from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.plan.predict import predict_timeline
 from hybridpar.train import split_advice
 from hybridpar.train.costs import RunCosts
 from hybridpar.train.engine import StepResult
@@ -47,7 +47,7 @@ def measured_by(
     *,
     update: list[float] | None = None,
     **pipeline: Any,
-) -> tuple[Config, RunCosts]:
+) -> tuple[JobPlan, RunCosts]:
     """A run of a pipeline whose blocks take these seconds forward, and twice as long backward."""
     config = from_mapping(
         {
@@ -59,16 +59,15 @@ def measured_by(
     ends = np.cumsum(split)
     stages = [sum(blocks[end - size : end]) for end, size in zip(ends, split, strict=True)]
     costs = Costs(stages, [2 * seconds for seconds in stages], update or 0.0)
-    sizes = Sizes.of(config)
-    ordering = Ordering.of(config)
-    step, idle = ordering.timeline(sizes, costs).steady_step(4)
-    return config, RunCosts(ordering, sizes, Measured(costs, 5, step, tuple(idle), ()))
+    job = JobPlan(config)
+    step, idle = predict_timeline(job.options, job.shape, costs).steady_step(4)
+    return job, RunCosts(job.options, job.shape, Measured(costs, 5, step, tuple(idle), ()))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw", "gpipe"])
 def test_an_uneven_split_of_equal_layers_is_noticed(schedule: str) -> None:
-    config, run = measured_by(Row(), [6, 2], [1.0] * 8, schedule=schedule)
-    line = better_split(config, run)
+    job, run = measured_by(Row(), [6, 2], [1.0] * 8, schedule=schedule)
+    line = better_split(job, run)
     assert line.startswith("stage 1 idles ")
     assert "pipeline.split = [4, 4] instead of [6, 2]" in line
     found, best = (
@@ -90,33 +89,32 @@ def test_an_even_split_and_one_that_nothing_improves_are_not_mentioned() -> None
 
 def test_an_embedding_without_products_counts_by_what_was_measured() -> None:
     model = ModelConfig(num_layers=6, hidden_size=32, num_heads=4, seq_length=32, vocab_size=300)
-    config, run = measured_by(model, [5, 3], [4.0, *[1.0] * 6, 0.7], schedule="2bw")
-    assert "pipeline.split = [2, 6]" in better_split(config, run)
+    job, run = measured_by(model, [5, 3], [4.0, *[1.0] * 6, 0.7], schedule="2bw")
+    assert "pipeline.split = [2, 6]" in better_split(job, run)
 
 
 def test_the_update_counts() -> None:
     """What a stage takes once a batch goes with its parameters."""
-    config, run = measured_by(Row(), [5, 3], [1.0] * 8, update=[40.0, 24.0], schedule="2bw")
-    assert "pipeline.split = [4, 4]" in better_split(config, run)
+    job, run = measured_by(Row(), [5, 3], [1.0] * 8, update=[40.0, 24.0], schedule="2bw")
+    assert "pipeline.split = [4, 4]" in better_split(job, run)
 
 
 def test_steps_that_equal_layers_do_not_explain_are_no_basis() -> None:
-    config, run = measured_by(
-        Row(), [3, 3, 2], [*[1.0] * 3, *[6.0] * 3, *[1.0] * 2], schedule="2bw"
-    )
-    assert better_split(config, run) == ""
+    job, run = measured_by(Row(), [3, 3, 2], [*[1.0] * 3, *[6.0] * 3, *[1.0] * 2], schedule="2bw")
+    assert better_split(job, run) == ""
 
 
 def test_four_stages() -> None:
-    config, run = measured_by(Row(), [2, 4, 1, 1], [1.0] * 8, schedule="1f1b")
-    assert "pipeline.split = [2, 2, 2, 2]" in better_split(config, run)
-    assert better_split(replace(config, memory=replace(config.memory, budget=1 << 30)), run) == ""
+    job, run = measured_by(Row(), [2, 4, 1, 1], [1.0] * 8, schedule="1f1b")
+    assert "pipeline.split = [2, 2, 2, 2]" in better_split(job, run)
+    memory = replace(job.config.memory, budget=1 << 30)
+    assert better_split(JobPlan(replace(job.config, memory=memory)), run) == ""
 
 
 def _steps_with_advice(config: Config) -> list[tuple[int, str]]:
     """Train without a drain; return the advice that this rank gives, with the step."""
     engine, loader = start(config)
-    recorder, early = Recorder(engine.executor, 0, 14), EarlyAdvice(config, engine.grid)
+    recorder, early = Recorder(engine.executor, 0, 14), EarlyAdvice(engine.job, engine.grid)
     said: list[tuple[int, str]] = []
     has_ended = False
 
@@ -133,7 +131,7 @@ def _steps_with_advice(config: Config) -> list[tuple[int, str]]:
 @pytest.mark.ranks
 def test_the_advice_comes_while_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        split_advice, "better_split", lambda config, run: f"costs of {run.sizes.num_ranks} ranks"
+        split_advice, "better_split", lambda job, run: f"costs of {run.sizes.num_ranks} ranks"
     )
     config = from_mapping(
         {

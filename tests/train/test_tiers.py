@@ -24,6 +24,7 @@ from hybridpar import checkpoint
 from hybridpar.config import Config, MemoryConfig
 from hybridpar.errors import ConfigError, HybridparError
 from hybridpar.grid import ProcessGrid, sizes_of
+from hybridpar.job import JobPlan
 from hybridpar.state import StatePolicy, device_tier
 from hybridpar.state.device_tier import DeviceTieredMemory
 from hybridpar.state.pages import Region
@@ -57,9 +58,9 @@ def build(config: Config, folder: Path, share: float | None, *, on_host: bool = 
     grid = ProcessGrid(sizes_of(config.parallel))
     if share is None:
         return Engine(
-            replace(config, memory=MemoryConfig(parts=config.model.num_blocks)), grid, CPU
+            JobPlan(replace(config, memory=MemoryConfig(parts=config.model.num_blocks))), grid, CPU
         )
-    probe = Engine(replace(config, memory=MemoryConfig(PLENTY, str(folder))), grid, CPU)
+    probe = Engine(JobPlan(replace(config, memory=MemoryConfig(PLENTY, str(folder)))), grid, CPU)
     assert probe.touches is not None
     least = probe.touches.least_budget()
     most = probe.touches.most_bytes
@@ -67,7 +68,7 @@ def build(config: Config, folder: Path, share: float | None, *, on_host: bool = 
     budget = int(least + share * (most - least))
     whole = WholeChunks(CPU, StatePolicy.of(config, 1, 1)) if probe.whole else None
     return Engine(
-        replace(config, memory=MemoryConfig(budget, str(folder))),
+        JobPlan(replace(config, memory=MemoryConfig(budget, str(folder)))),
         grid,
         CPU,
         memory=DeviceTieredMemory(budget, CPU, whole) if on_host else None,
@@ -171,7 +172,7 @@ def test_parts_change_nothing(parts: int, dtype: str) -> None:
         train={"dtype": dtype, "micro_batch_size": 1},
     )
     one, other = (
-        train(Engine(replace(config, memory=MemoryConfig(parts=n)), ProcessGrid(), CPU), 2)
+        train(Engine(JobPlan(replace(config, memory=MemoryConfig(parts=n))), ProcessGrid(), CPU), 2)
         for n in (0, parts)
     )
     one.check(other)
@@ -333,7 +334,7 @@ def test_a_budget_that_is_too_small_names_the_least(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"memory\.budget = 1000: must hold what one part .* at a time: \d+ bytes"
     ):
-        Engine(config, ProcessGrid(), CPU)
+        Engine(JobPlan(config), ProcessGrid(), CPU)
 
 
 def test_a_disk_that_fails_ends_training_with_its_name(
@@ -368,7 +369,7 @@ def test_a_slow_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     recorder = trace.Recorder(engine.executor, 0, 6)
     engine.train(samples(engine), 6, lambda result: recorder.after_step(result.step))
     recorder.close()
-    costs = run_costs(config, trace.gather(recorder, grid))
+    costs = run_costs(JobPlan(config), trace.gather(recorder, grid))
     assert costs is not None
     (parts,) = costs.measured.parts
     assert parts.state > 0.005 > parts.waiting

@@ -15,6 +15,7 @@ from ranks import run_ranks
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import COMPUTE, Kind
 from hybridpar.pipeline.plan.sizes import Sizes
@@ -135,7 +136,7 @@ def losses(warm: bool) -> list[float]:
     grid = ProcessGrid(pp=2)
     if warm:
         warm_up(config, grid, CPU, lambda make: make())
-    engine = Engine(config, grid, CPU)
+    engine = Engine(JobPlan(config), grid, CPU)
     found = list[float]()
     engine.train(SyntheticLoader(config.model, 1, 8), 3, lambda step: found.append(step.loss))
     return [*found, *(float(x.double().sum()) for x in engine.state.tensors().values())]

@@ -6,7 +6,7 @@ from hybridpar.pipeline.plan.action import COMPUTE, PER_BATCH, Kind
 from hybridpar.pipeline.plan.costs import Costs, expand
 from hybridpar.pipeline.plan.kinds import ROWS
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.predict import Ordering
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.pipeline.plan.timeline import Timeline
@@ -31,12 +31,10 @@ def recorded(
 
     parts: of each stage.
     """
-    ordering = Ordering(
+    ordering = ScheduleOptions(
         schedule, gather=bool(costs.gather), split=split, host=float(bool(costs.host))
     )
-    timeline = simulate(
-        make_plan(ordering.make(), sizes, 0, num_batches, **ordering.options, parts=parts), costs
-    )
+    timeline = simulate(make_plan(ordering, sizes, 0, num_batches, parts=parts), costs)
     return [
         RankEvents(
             stage,

@@ -12,6 +12,7 @@ import torch
 
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
+from hybridpar.job import JobPlan
 from hybridpar.verify.oracle import Oracle
 from hybridpar.verify.run import verify
 
@@ -46,20 +47,20 @@ def loader(config: Config) -> SyntheticLoader:
 
 def test_prediction_runs_on_the_last_update_once_more_and_updates_the_weights_themselves() -> None:
     config = make(staleness="prediction")
-    oracle = Oracle(config, delayed, M)
+    oracle = Oracle(JobPlan(config), delayed, M)
     plain = replace(config, optim=replace(config.optim, staleness="none"))
     for t in range(4):
         version = delayed(0, t, 0)
         at = oracle.history[version]
         before = oracle.history[max(version - 1, 0)]
-        other = Oracle(plain, lambda *_: 0, M, [])
+        other = Oracle(JobPlan(plain), lambda *_: 0, M, [])
         other.history = [{n: 2 * at[n] - before[n] for n in at}]
         expected = other.step(t, loader(config), 1)
         step = oracle.step(t, loader(config), 1)
         assert step.loss == pytest.approx(expected.loss, rel=1e-12)
         for name, gradient in step.gradients.items():
             torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-9, atol=1e-12)
-    first = Oracle(plain, delayed, M)
+    first = Oracle(JobPlan(plain), delayed, M)
     for t in range(2):  # before W(1) is used, prediction changes nothing
         first.step(t, loader(config), 1)
     for name, weight in first.history[2].items():
@@ -70,7 +71,7 @@ def test_prediction_runs_on_the_last_update_once_more_and_updates_the_weights_th
 def test_a_poisoned_batch_changes_nothing(staleness: str) -> None:
     """Neither weights nor the optimizer's state: the run goes on as if the batch had not been."""
     config = make(staleness=staleness)
-    oracle = Oracle(config, lambda block, t, j: t, M, poisoned=frozenset([1]))
+    oracle = Oracle(JobPlan(config), lambda block, t, j: t, M, poisoned=frozenset([1]))
     oracle.step(0, loader(config), 1)
     skipped = oracle.step(1, loader(config), 1)
     assert math.isnan(skipped.grad_norm)
@@ -86,9 +87,9 @@ def test_nothing_is_predicted_after_a_skipped_update() -> None:
     config = make(staleness="prediction")
     losses = []
     for poisoned in ({0}, {0, 1}):
-        oracle = Oracle(config, lambda block, t, j: t, M, poisoned=frozenset(poisoned))
+        oracle = Oracle(JobPlan(config), lambda block, t, j: t, M, poisoned=frozenset(poisoned))
         losses.append([oracle.step(t, loader(config), 1).loss for t in range(3)])
-    fresh = Oracle(make(), lambda block, t, j: 0, M)
+    fresh = Oracle(JobPlan(make()), lambda block, t, j: 0, M)
     assert losses[1] == [fresh.step(t, loader(config), 1).loss for t in range(3)]
     assert losses[0][:2] == losses[1][:2]
     assert losses[0][2] != losses[1][2]
@@ -103,7 +104,7 @@ def test_the_rate_depends_on_the_delay() -> None:
         decay="constant",
         clip_grad=0.0,
     )
-    oracle = Oracle(config, delayed, M, delay=lambda batch: 1.0)
+    oracle = Oracle(JobPlan(config), delayed, M, delay=lambda batch: 1.0)
     step = oracle.step(0, loader(config), 1)
     for name, gradient in step.gradients.items():
         torch.testing.assert_close(

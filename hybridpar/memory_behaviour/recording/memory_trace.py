@@ -22,6 +22,7 @@ from hybridpar.config import Config
 from hybridpar.config.compression_methods import other_gradients
 from hybridpar.data.loader import Loader
 from hybridpar.errors import config_error
+from hybridpar.job import JobPlan
 from hybridpar.memory_behaviour.events import Header, Span
 from hybridpar.memory_behaviour.recording.allocator_history import compare
 from hybridpar.memory_behaviour.recording.recorder import HOST_CLOCK, DeviceClock, Recorder
@@ -34,7 +35,6 @@ from hybridpar.prediction.footprint import sample_microbatch
 from hybridpar.prediction.ghost import Tracker
 from hybridpar.prediction.ghost_chunks import GHOSTS, GhostChunks
 from hybridpar.prediction.predict import default_device
-from hybridpar.state import StatePolicy
 from hybridpar.state.shares import WholeChunk
 from hybridpar.state.tiered import ItemMemory
 from hybridpar.train.engine import Actions, Engine
@@ -341,10 +341,11 @@ def predict_trace(config: Config, rank: int = 0, *, steps: int = 2) -> tuple[Hea
                 )  # which look into the micro-batch only
                 yield action
 
-        states = StatePolicy.of(config, 1, 1)
+        job = JobPlan(config)
+        states = job.state_policy(1, 1)
         whole = GhostChunks(tracker.device, states) if states.moves else None
         memory = ItemMemory(tracker.device, whole) if config.memory.budget else whole
-        engine = _GhostEngine(config, grid, tracker.device, tamper=watched, memory=memory)
+        engine = _GhostEngine(job, grid, tracker.device, tamper=watched, memory=memory)
         recorder = EngineRecorder(engine, spans.append)
         with recorder.active():
             engine.train(recorder.loader(loader), steps, lambda result: None)

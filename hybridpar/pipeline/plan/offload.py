@@ -16,7 +16,7 @@ never more in memory than those that are not to be away.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from hybridpar.pipeline.plan.action import Action
 from hybridpar.pipeline.plan.kinds import COMPUTE, INPUTS, ROWS, Kind
@@ -35,12 +35,12 @@ def most_away(schedule: Schedule, sizes: Sizes, rank: int) -> int:
     return max(schedule.max_live_activations(sizes, rank) - _LEAST, 0)
 
 
-def num_away(offload: int | Sequence[int], schedule: Schedule, sizes: Sizes, rank: int) -> int:
-    """How many of a rank are away at once. offload: as many as are to be, of all ranks or of
-    each."""
-    return min(
-        offload if isinstance(offload, int) else offload[rank], most_away(schedule, sizes, rank)
-    )
+def num_away(schedule: Schedule, sizes: Sizes, rank: int) -> int:
+    """Return how many micro-batches of a rank are away at once: as many as the schedule's options
+    ask for, or as can be."""
+    offload = schedule.options.offload
+    asked = offload if isinstance(offload, int) else offload[rank]
+    return min(asked, most_away(schedule, sizes, rank))
 
 
 def add_offload(actions: Iterable[Action], away: int, in_flight: int) -> Iterator[Action]:

@@ -19,10 +19,9 @@ last: F7v0 F7.1v0 in the place of F7v0. A rank sees only its own list, so a plan
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 from hybridpar.pipeline.plan.action import NO_VERSION, Action
 from hybridpar.pipeline.plan.interleaved import Receives, forward_order
@@ -30,7 +29,7 @@ from hybridpar.pipeline.plan.kinds import INPUTS, ROWS, Kind
 from hybridpar.pipeline.plan.offload import add_offload, num_away
 from hybridpar.pipeline.plan.parts import WHOLE, Division
 from hybridpar.pipeline.plan.parts import divide as divide
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule
+from hybridpar.pipeline.plan.schedules import Schedule, ScheduleOptions, Sizes, find_schedule
 
 
 def split_backward(actions: Iterable[Action]) -> Iterator[Action]:
@@ -80,11 +79,6 @@ def add_updates(
     schedule: Schedule,
     sizes: Sizes,
     first_batch: int = 0,
-    *,
-    clip: bool = True,
-    gather: bool = False,
-    host: float = 0.0,
-    feedback: bool = False,
 ) -> Iterator[Action]:
     """Adds REDUCE, NORM, HOST and UPDATE of each batch to the compute actions of one rank.
 
@@ -94,24 +88,26 @@ def add_updates(
     between, `schedule.norm_delay` after REDUCE(t) or at UPDATE(t), whichever is first, so at most
     one NORM is pending. All three come in the order of t.
 
-    `clip=False` leaves NORM out: UPDATE waits for its own stage's gradients only (pipedream's
-    stages then never wait for each other). `gather`: UPDATE(t) also starts to gather W(t+1) from
-    the replicas, for which the first use waits; so it comes `schedule.update_delay` after REDUCE(t)
-    if that is earlier.
+    Options of the schedule decide about the rest. Without `clip` there is no NORM: UPDATE waits for
+    its own stage's gradients only (pipedream's stages then never wait for each other). With
+    `gather` UPDATE(t) also starts to gather W(t+1) from the replicas, for which the first use
+    waits; so it comes `schedule.update_delay` after REDUCE(t) if that is earlier.
 
-    `host`: the share of the slack that the host has to make the new weights; 0: it makes none.
+    `host` is the share of the slack that the host has to make the new weights; 0: it makes none.
     HOST(t) has it begin: `schedule.host_delay` after REDUCE(t), once W(t) is made, or at UPDATE(t),
     which then waits for the host.
 
-    `feedback`: UPDATE(t) settles what REDUCE(t+1) adds to its gradients, so it comes before the
-    last backward of batch t+1; of a host, HOST(t) does.
+    With `feedback` UPDATE(t) completes what REDUCE(t+1) adds to its gradients, so it comes before
+    the last backward of batch t+1; with a host, HOST(t) does.
     """
-    assert clip or not host, "the host waits for the norm"
+    options = schedule.options
+    host = options.host
+    assert options.clip or not host, "the host waits for the norm"
     m = sizes.num_microbatches
     of_batch = 2 * schedule.pairs(sizes)
     # of a stage they are always the same, and are asked for with every action
     update_delay = cache(partial(schedule.update_delay, sizes))
-    norm_delay = cache(partial(schedule.norm_delay, sizes, gather=gather, host=host))
+    norm_delay = cache(partial(schedule.norm_delay, sizes, gather=options.gather, host=host))
     host_delay = cache(partial(schedule.host_delay, sizes, host=host))
     reduced = normed = hosted = updated = first_batch  # the first batch that has not got there yet
     # the first one of the rank
@@ -133,19 +129,19 @@ def add_updates(
             if schedule.flush
             else _needed_version(action, schedule, sizes, first_batch)
         )
-        settled = action.microbatch // m if feedback and is_last else first_batch
+        settled = action.microbatch // m if options.feedback and is_last else first_batch
         if not host:
             needed = max(needed, settled)
         # where the pipeline drains all updates come first thing
         position = 0 if schedule.flush else schedule.position(sizes, action)
-        early = gather and not schedule.flush and updated < reduced
+        early = options.gather and not schedule.flush and updated < reduced
         if early and position - of_batch * (updated + 1) >= update_delay(stage):
             needed = max(needed, updated + 1)
         for batch in range(updated, needed):
             yield from _update(
                 stage,
                 batch,
-                with_norm=clip and batch >= normed,
+                with_norm=options.clip and batch >= normed,
                 with_host=host > 0 and batch >= hosted,
             )
         updated = max(updated, needed)
@@ -157,7 +153,7 @@ def add_updates(
                 normed += 1
             yield Action(Kind.HOST, stage, hosted, hosted + 1)
             hosted += 1
-        if clip and normed < reduced and position - of_batch * reduced >= norm_delay(stage):
+        if options.clip and normed < reduced and position - of_batch * reduced >= norm_delay(stage):
             yield Action(Kind.NORM, stage, normed)
             normed += 1
         if (
@@ -173,7 +169,10 @@ def add_updates(
             reduced += 1
     for batch in range(updated, reduced):
         yield from _update(
-            stage, batch, with_norm=clip and batch >= normed, with_host=host > 0 and batch >= hosted
+            stage,
+            batch,
+            with_norm=options.clip and batch >= normed,
+            with_host=host > 0 and batch >= hosted,
         )
 
 
@@ -290,29 +289,19 @@ def merge_backward(actions: Iterable[Action], sizes: Sizes) -> Iterator[Action]:
 
 
 def lower(
-    schedule: str | Schedule,
+    schedule: str | ScheduleOptions | Schedule,
     sizes: Sizes,
     rank: int,
     first_batch: int = 0,
     num_batches: int | None = None,
-    *,
-    clip: bool = True,
-    gather: bool = False,
-    host: float = 0.0,
-    feedback: bool = False,
-    split: bool = False,
-    ahead: int | None = None,
-    offload: int | Sequence[int] = 0,
     parts: int | Division = 1,
 ) -> Iterator[Action]:
     """Yields everything that one rank does for batches [first_batch, first_batch + num_batches),
     lazily.
 
     The pipeline is drained and all updates are applied at both ends of the range; None means
-    without end. `clip`, `gather`, `host` and `feedback`: see `add_updates`. `split`: whether to
-    `split_backward` where it matters. `ahead`: see `add_communication`; None: what the schedule can
-    bear on every transport. `offload`: micro-batches that are away at once, of all ranks or of
-    each, see `add_offload`. `parts`: of each stage; a Division says more.
+    without end. The schedule's options say which passes run. `parts`: of each stage; a Division
+    says more.
 
     Raises: ConfigError, at once, if the schedule is unknown or cannot run on these sizes, or not so
         divided.
@@ -320,35 +309,25 @@ def lower(
     schedule = find_schedule(schedule)
     division = _division(parts, sizes, rank)
     compute = schedule.compute_actions(sizes, rank, first_batch, num_batches)
-    ahead = schedule.receive_ahead if ahead is None else ahead
-    split = split or schedule.zero_bubble
+    split = schedule.options.split or schedule.options.zero_bubble
     if split:
         compute = split_backward(compute)
     if delay := schedule.weight_delay(sizes, rank):
         compute = delay_weight_gradients(compute, delay, sizes.num_microbatches * sizes.chunks)
-    actions = add_updates(
-        compute,
-        schedule,
-        sizes,
-        first_batch,
-        clip=clip,
-        gather=gather,
-        host=host,
-        feedback=feedback,
-    )
+    actions = add_updates(compute, schedule, sizes, first_batch)
     apart = schedule.warmup(sizes, 0) - schedule.warmup(sizes, sizes.num_ranks - 1)
     actions = add_communication(
         actions,
         sizes,
-        ahead=ahead,
+        ahead=schedule.receive_ahead,
         lean=bool(schedule.order) or apart < sizes.num_ranks,
         endless=not schedule.flush,
     )
     if split:
         actions = merge_backward(actions, sizes)
-    if away := num_away(offload, schedule, sizes, rank):
+    if away := num_away(schedule, sizes, rank):
         actions = add_offload(actions, away, schedule.max_live_activations(sizes, rank))
-    if host and division != WHOLE:
+    if schedule.options.host and division != WHOLE:
         division = replace(division, late=True)
     return actions if division == WHOLE else divide(actions, division)
 
@@ -359,16 +338,16 @@ def _division(parts: int | Division, sizes: Sizes, rank: int) -> Division:
 
 
 def make_plan(
-    schedule: str | Schedule,
+    schedule: str | ScheduleOptions | Schedule,
     sizes: Sizes,
     first_batch: int = 0,
     num_batches: int = 1,
-    **options: Any,
+    parts: int | Division = 1,
 ) -> dict[int, tuple[Action, ...]]:
-    """Lists of all ranks, for check, simulate and draw; a rank that runs needs its own `lower`,
-    with these options."""
+    """Return the lists of all ranks, for check, simulate and draw; a rank that runs needs its own
+    `lower`."""
     return {
-        rank: tuple(lower(schedule, sizes, rank, first_batch, num_batches, **options))
+        rank: tuple(lower(schedule, sizes, rank, first_batch, num_batches, parts))
         for rank in range(sizes.num_ranks)
     }
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
 
-from hybridpar.config import Config
 from hybridpar.errors import ConfigError
 from hybridpar.pipeline.plan.action import Plan
 from hybridpar.pipeline.plan.costs import Costs, expand
@@ -15,7 +13,7 @@ from hybridpar.pipeline.plan.kinds import Kind
 from hybridpar.pipeline.plan.offload import most_away
 from hybridpar.pipeline.plan.parts import Division
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
+from hybridpar.pipeline.plan.schedules import ScheduleOptions, Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.pipeline.plan.steady import fewer, repeats, time_of_more
 from hybridpar.pipeline.plan.timeline import Timeline
@@ -28,8 +26,6 @@ _STEADY = 0.999
 _KEPT = 32
 """Number of plans in memory; one of 32 stages and 100 micro-batches takes 20 MB, and of as few as
 show a step 5."""
-_BESIDE_REDUCTION = 2 / 3
-"""The host's share of the slack where gradients are reduced over replicas before."""
 _WORTH = 1.01
 """Step time that counts as the same: of a smaller early switch over the paper's, with activations
 away over without."""
@@ -39,164 +35,93 @@ _WORTH_OF_TWO = 1.02
 """The same where the costs are those of two trials."""
 
 
-@dataclass(frozen=True)
-class Ordering:
-    """A schedule, its options, and the passes over it: with the sizes they decide the order of all
-    actions.
+def predict_timeline(
+    options: ScheduleOptions, sizes: Sizes, costs: Costs, num_batches: int = 0
+) -> Timeline:
+    """Simulates so many batches (0: enough for a steady state, in which all that varies has its
+    turn).
 
-    clip: there is a NORM. gather: replicas share the update. host: the host's share of the slack.
-    feedback: replicas keep what they have not sent. All as in `passes.add_updates`. split:
-    backwards are I and W. zero_bubble: Ws fill the drain. offload: micro-batches that are away at
-    once, of all ranks or of each.
+    Raises: ConfigError.
     """
+    varying = max((len(row) for rows in costs.variation.values() for row in rows), default=0)
+    # which micro-batches leave differs from batch to batch
+    if not num_batches and not varying and not options.offload and make_schedule(options).flush:
+        receives = any(costs.calls.get(kind) for kind in (Kind.RECV_F, Kind.RECV_B))
+        timeline = simulate(_plan(options, sizes, 2 + receives), costs)
+        if timeline.drained(sizes.num_microbatches):
+            return timeline
+    enough = _STEADY_BATCHES + 4 * -(-sizes.num_ranks // sizes.num_microbatches)
+    enough += -(-2 * varying // sizes.num_microbatches)
+    return simulate(_plan(options, sizes, num_batches or enough), costs)
 
-    schedule: str
-    warmup: str = "depth"
-    early_switch: int | None = None
-    gradient_buffers: int = 0
-    clip: bool = True
-    gather: bool = False
-    split: bool = False
-    host: float = 0.0
-    zero_bubble: bool = False
-    placement: str = "loop"
-    activations: str = "full"
-    order: tuple[str, ...] = ()
-    feedback: bool = False
-    offload: int | tuple[int, ...] = 0
 
-    @staticmethod
-    def of(config: Config) -> Ordering:
-        """The ordering of a run with this configuration; "auto" counts as off."""
-        pipeline = config.pipeline
-        early_switch = pipeline.early_switch if isinstance(pipeline.early_switch, int) else None
-        return Ordering(
-            pipeline.schedule,
-            pipeline.warmup,
-            early_switch,
-            pipeline.gradient_buffers,
-            config.norms_first,
-            gather=config.parallel.zero > 0,
-            split=pipeline.split_backward,
-            host=_host_share(config),
-            zero_bubble=pipeline.zero_bubble,
-            placement=pipeline.placement,
-            activations=pipeline.activations,
-            order=pipeline.order,
-            feedback=config.feeds_back,
-            offload=config.memory.num_away,
-        )
+def predict_step_time(options: ScheduleOptions, sizes: Sizes, costs: Costs) -> float:
+    """Steady-state time of a batch, from as few micro-batches and batches as show it.
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Those of `passes.lower`."""
-        return {
-            "clip": self.clip,
-            "gather": self.gather,
-            "split": self.split,
-            "host": self.host,
-            "feedback": self.feedback,
-            "offload": self.offload,
-        }
-
-    def make(self) -> Schedule:
-        """Raises: ConfigError."""
-        return make_schedule(
-            self.schedule,
-            warmup=self.warmup,
-            early_switch=self.early_switch,
-            gradient_buffers=self.gradient_buffers,
-            zero_bubble=self.zero_bubble,
-            placement=self.placement,
-            activations=self.activations,
-            order=self.order,
-        )
-
-    def timeline(self, sizes: Sizes, costs: Costs, num_batches: int = 0) -> Timeline:
-        """Simulates so many batches (0: enough for a steady state, in which all that varies has its
-        turn).
-
-        Raises: ConfigError.
-        """
-        varying = max((len(row) for rows in costs.variation.values() for row in rows), default=0)
-        # which micro-batches leave differs from batch to batch
-        if not num_batches and not varying and not self.offload and self.make().flush:
-            receives = any(costs.calls.get(kind) for kind in (Kind.RECV_F, Kind.RECV_B))
-            timeline = simulate(_plan(self, sizes, 2 + receives), costs)
-            if timeline.drained(sizes.num_microbatches):
-                return timeline
-        enough = _STEADY_BATCHES + 4 * -(-sizes.num_ranks // sizes.num_microbatches)
-        enough += -(-2 * varying // sizes.num_microbatches)
-        return simulate(_plan(self, sizes, num_batches or enough), costs)
-
-    def step_time(self, sizes: Sizes, costs: Costs) -> float:
-        """Steady-state time of a batch, from as few micro-batches and batches as show it.
-
-        Where the pipeline never drains, each micro-batch more than fill it takes what the one
-        before took; where few of them wait for a reduction that more would hide, all are simulated.
-        Raises: ConfigError.
-        """
-        m = sizes.num_microbatches
-        schedule = self.make()
-        if not schedule.flush:
-            few = max(2 * sizes.num_ranks, schedule.warmup(sizes, 0)) + 2 * _FEWEST
-            least = max(
-                map(
-                    sum,
-                    zip(
-                        *(
-                            expand(each, sizes.num_stages)
-                            for each in (costs.forward, costs.backward)
-                        ),
-                        strict=True,
-                    ),
-                )
+    Where the pipeline never drains, each micro-batch more than fill it takes what the one
+    before took; where few of them wait for a reduction that more would hide, all are simulated.
+    Raises: ConfigError.
+    """
+    m = sizes.num_microbatches
+    schedule = make_schedule(options)
+    if not schedule.flush:
+        few = max(2 * sizes.num_ranks, schedule.warmup(sizes, 0)) + 2 * _FEWEST
+        least = max(
+            map(
+                sum,
+                zip(
+                    *(expand(each, sizes.num_stages) for each in (costs.forward, costs.backward)),
+                    strict=True,
+                ),
             )
-            whole = m <= 2 * few or self.early_switch is not None
-            return extended(
-                partial(self._endless, sizes, costs), sizes, few if not whole else m, least
-            )
-        for few in fewer(schedule, sizes) if not costs.variation and not self.offload else ():
-            small = replace(sizes, num_microbatches=few)
-            timeline, takes = self._batch(small, costs)
-            if (each := time_of_more(timeline, schedule, small)) is not None:
-                return takes + (m - few) * each
-        return self._batch(sizes, costs)[1]
-
-    def _batch(self, sizes: Sizes, costs: Costs) -> tuple[Timeline, float]:
-        """A timeline of a schedule that drains, and what a batch takes of it.
-
-        With a NORM all ranks begin their updates at once, and nothing else is under way then: what
-        follows until the next ones is a batch. Where work shares cores with an update, or receives
-        that are posted before it take time, or word of them longer than a forward, more are
-        simulated.
-        """
-        calls = any(costs.calls.get(kind) for kind in (Kind.RECV_F, Kind.RECV_B))
-        far = max(expand(costs.latency, sizes.num_links), default=0.0) > min(
-            expand(costs.forward, sizes.num_stages)
         )
-        others = (
-            costs.cores
-            or costs.network
-            or costs.blocking
-            or costs.variation
-            or self.offload
-            or self.host
+        whole = m <= 2 * few or options.early_switch is not None
+        return extended(
+            partial(_endless, options, sizes, costs), sizes, few if not whole else m, least
         )
-        if not self.clip or calls or far or others:
-            timeline = self.timeline(sizes, costs)
-            return timeline, timeline.step_time(sizes.num_microbatches)
-        update, gather = (expand(each, sizes.num_ranks) for each in (costs.update, costs.gather))
-        timeline = simulate(
-            _plan(self, sizes, 1), costs, ready=[u + g for u, g in zip(update, gather, strict=True)]
-        )
-        return timeline, timeline.starts[0][-1]
+    for few in fewer(schedule, sizes) if not costs.variation and not options.offload else ():
+        small = replace(sizes, num_microbatches=few)
+        timeline, takes = _batch(options, small, costs)
+        if (each := time_of_more(timeline, schedule, small)) is not None:
+            return takes + (m - few) * each
+    return _batch(options, sizes, costs)[1]
 
-    def _endless(self, sizes: Sizes, costs: Costs, m: int) -> float:
-        sizes = replace(sizes, num_microbatches=m)
-        return repeats(self.timeline(sizes, costs, _BATCHES_TO_SETTLE), m) or self.timeline(
-            sizes, costs
-        ).step_time(m)
+
+def _batch(options: ScheduleOptions, sizes: Sizes, costs: Costs) -> tuple[Timeline, float]:
+    """A timeline of a schedule that drains, and what a batch takes of it.
+
+    With a NORM all ranks begin their updates at once, and nothing else is under way then: what
+    follows until the next ones is a batch. Where work shares cores with an update, or receives
+    that are posted before it take time, or word of them longer than a forward, more are
+    simulated.
+    """
+    calls = any(costs.calls.get(kind) for kind in (Kind.RECV_F, Kind.RECV_B))
+    far = max(expand(costs.latency, sizes.num_links), default=0.0) > min(
+        expand(costs.forward, sizes.num_stages)
+    )
+    others = (
+        costs.cores
+        or costs.network
+        or costs.blocking
+        or costs.variation
+        or options.offload
+        or options.host
+    )
+    if not options.clip or calls or far or others:
+        timeline = predict_timeline(options, sizes, costs)
+        return timeline, timeline.step_time(sizes.num_microbatches)
+    update, gather = (expand(each, sizes.num_ranks) for each in (costs.update, costs.gather))
+    timeline = simulate(
+        _plan(options, sizes, 1), costs, ready=[u + g for u, g in zip(update, gather, strict=True)]
+    )
+    return timeline, timeline.starts[0][-1]
+
+
+def _endless(options: ScheduleOptions, sizes: Sizes, costs: Costs, m: int) -> float:
+    sizes = replace(sizes, num_microbatches=m)
+    return repeats(
+        predict_timeline(options, sizes, costs, _BATCHES_TO_SETTLE), m
+    ) or predict_timeline(options, sizes, costs).step_time(m)
 
 
 def extended(takes: Callable[[int], float], sizes: Sizes, few: int, least: float) -> float:
@@ -214,32 +139,26 @@ def extended(takes: Callable[[int], float], sizes: Sizes, few: int, least: float
     return first + (m - few) * each if each >= _STEADY * least else takes(m)
 
 
-def _host_share(config: Config) -> float:
-    """The host's share of the slack. Replicas take some for the reduction, which comes first."""
-    return (1.0 if config.parallel.dp == 1 else _BESIDE_REDUCTION) * config.memory.host_optimizer
-
-
-def _plan(ordering: Ordering, sizes: Sizes, num_batches: int) -> Plan:
-    """The plan, kept: a planner asks for it again with other costs, and making it takes as long as
-    simulating it."""
-    if (
-        ordering.gather and ordering.make().flush
-    ):  # each batch ends before it matters when an update comes
-        ordering = replace(ordering, gather=False)
-    return _kept_plan(ordering, sizes, num_batches)
+def _plan(options: ScheduleOptions, sizes: Sizes, num_batches: int) -> Plan:
+    """Return the plan, kept: a planner asks for it again with other costs, and making it takes as
+    long as simulating it."""
+    if options.gather and make_schedule(options).flush:
+        # each batch ends before it matters when an update comes
+        options = replace(options, gather=False)
+    return _kept_plan(options.steady, sizes, num_batches)
 
 
 @lru_cache(maxsize=_KEPT)
-def _kept_plan(ordering: Ordering, sizes: Sizes, num_batches: int) -> Plan:
-    return make_plan(ordering.make(), sizes, 0, num_batches, **ordering.options)
+def _kept_plan(options: ScheduleOptions, sizes: Sizes, num_batches: int) -> Plan:
+    return make_plan(options, sizes, 0, num_batches)
 
 
 def exposed_on_host(
-    ordering: Ordering, sizes: Sizes, costs: Costs, parts: int | Division
+    options: ScheduleOptions, sizes: Sizes, costs: Costs, parts: int | Division
 ) -> tuple[float, float]:
     """Steady-state time of a step whose weights the host makes, and how much longer that is than
     with a host that takes no time. Raises: ConfigError."""
-    plan = make_plan(ordering.make(), sizes, 0, _STEADY_BATCHES, **ordering.options, parts=parts)
+    plan = make_plan(options.steady, sizes, 0, _STEADY_BATCHES, parts)
     times = [
         simulate(plan, one).step_time(sizes.num_microbatches)
         for one in (costs, replace(costs, to_host=0.0, host=0.0, from_host=0.0))
@@ -247,23 +166,23 @@ def exposed_on_host(
     return times[0], times[0] - times[1]
 
 
-def smallest_early_switch(costs: Costs, sizes: Sizes, ordering: Ordering) -> int:
+def smallest_early_switch(costs: Costs, sizes: Sizes, options: ScheduleOptions) -> int:
     """The smallest L of 2bw's early switch that costs no time: its simulated step takes within 1 %
     of the paper's rule.
 
-    ordering: of 2bw; its own early switch does not count. Raises: ConfigError where it cannot run
+    options: of 2bw; its own early switch does not count. Raises: ConfigError where it cannot run
     on these sizes.
     """
-    rule = replace(ordering, early_switch=None)
+    rule = replace(options, early_switch=None)
     m = sizes.num_microbatches
-    paper = rule.timeline(sizes, costs).step_time(m)
+    paper = predict_timeline(rule, sizes, costs).step_time(m)
     for switch in range(m):
         early = replace(rule, early_switch=switch)
         try:
-            early.make().check_sizes(sizes)
+            make_schedule(early).check_sizes(sizes)
         except ConfigError:
             continue
-        if early.timeline(sizes, costs).step_time(m) <= _WORTH * paper:
+        if predict_timeline(early, sizes, costs).step_time(m) <= _WORTH * paper:
             return switch
     raise AssertionError("the paper's rule is one of them")
 
@@ -271,7 +190,7 @@ def smallest_early_switch(costs: Costs, sizes: Sizes, ordering: Ordering) -> int
 def free_to_leave(
     costs: Costs,
     sizes: Sizes,
-    ordering: Ordering,
+    options: ScheduleOptions,
     *,
     resident: Costs | None = None,
     at_most: Sequence[int] | None = None,
@@ -291,10 +210,10 @@ def free_to_leave(
         at_most: Numbers that the slow tier has room for, by rank.
     Raises: ConfigError.
     """
-    schedule = ordering.make()
+    schedule = make_schedule(options)
 
     def takes(away: Sequence[int]) -> float:
-        return time_with_away(costs, sizes, ordering, away, resident=resident)
+        return time_with_away(costs, sizes, options, away, resident=resident)
 
     most = [most_away(schedule, sizes, rank) for rank in range(sizes.num_ranks)]
     if at_most is not None:
@@ -330,7 +249,7 @@ def _largest(holds: Callable[[int], bool], bound: int) -> int:
 def time_with_away(
     costs: Costs,
     sizes: Sizes,
-    ordering: Ordering,
+    options: ScheduleOptions,
     away: Sequence[int],
     *,
     resident: Costs | None = None,
@@ -342,8 +261,5 @@ def time_with_away(
     if resident is not None:
         homes = [sizes.rank_of(stage) for stage in range(sizes.num_stages)]
         costs = costs.with_ranks_of(resident, [number == 0 for number in away], homes)
-    return (
-        replace(ordering, offload=tuple(away))
-        .timeline(sizes, costs)
-        .step_time(sizes.num_microbatches)
-    )
+    timeline = predict_timeline(replace(options, offload=tuple(away)), sizes, costs)
+    return timeline.step_time(sizes.num_microbatches)

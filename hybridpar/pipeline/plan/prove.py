@@ -6,11 +6,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from hybridpar.config import Config, PipelineConfig
 from hybridpar.pipeline.plan.check import CheckReport, PlanError, check
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes, drained, schedule_of
+from hybridpar.pipeline.plan.schedules import (
+    Schedule,
+    ScheduleOptions,
+    Sizes,
+    drained,
+    make_schedule,
+)
 from hybridpar.pipeline.plan.send_window import min_send_window
 
 _MOST = 6000
@@ -24,52 +28,39 @@ _STEADY = 8
 """The largest plan that stands for those with more: ranks, chunks, pairs in each steady stretch."""
 
 
-def prove(config: Config) -> list[CheckReport]:
-    """Proves the plan of a run with this resolved configuration, for any number of steps: that of
-    the synchronous steps before, where there are some, and that of the schedule.
+def prove(schedule: Schedule, sizes: Sizes) -> list[CheckReport]:
+    """Prove the plan of a run of any number of steps: the plan of its first, synchronous steps, if
+    there are some, and the plan of the schedule.
 
     Raises: PlanError; ConfigError if the schedule cannot run on these sizes.
     """
-    return _reports(config.pipeline, Sizes.of(config), Ordering.of(config))
+    first = schedule.options.sync_steps
+    parts = [(drained(schedule), 0)] * (first > 0) + [(schedule, first)]
+    return [_prove(*enough(part, sizes), start) for part, start in parts]
 
 
-def send_window(config: Config) -> int:
-    """Return the number of sends of a rank that may be unfinished in a run with this resolved
-    configuration.
+def send_window(schedule: Schedule, sizes: Sizes) -> int:
+    """Return the number of sends of a rank that may be unfinished in a run.
 
     The executor waits for its oldest send when it has more, and the memory prediction counts as
     many.
 
     Raises: PlanError if the plan cannot run with any number.
     """
-    sizes = Sizes.of(config)
-    if not schedule_of(config.pipeline).outruns_sends(sizes):
+    if not schedule.outruns_sends(sizes):
         return min_send_window(sizes.num_ranks)
-    return _widest(config.pipeline, sizes, Ordering.of(config))
+    return _widest(schedule.options, sizes)
 
 
 @lru_cache(maxsize=64)
-def _widest(pipeline: PipelineConfig, sizes: Sizes, ordering: Ordering) -> int:
-    return max(report.send_window for report in _reports(pipeline, sizes, ordering))
+def _widest(options: ScheduleOptions, sizes: Sizes) -> int:
+    return max(report.send_window for report in prove(make_schedule(options), sizes))
 
 
-def _reports(pipeline: PipelineConfig, sizes: Sizes, ordering: Ordering) -> list[CheckReport]:
-    schedule = schedule_of(pipeline)
-    first = schedule.sync_steps
-    parts = [(drained(schedule), 0)] * (first > 0) + [(schedule, first)]
-    return [_prove(*enough(part, sizes), start, ordering) for part, start in parts]
-
-
-def _prove(schedule: Schedule, sizes: Sizes, start: int, ordering: Ordering) -> CheckReport:
+def _prove(schedule: Schedule, sizes: Sizes, start: int) -> CheckReport:
     num_batches = _num_batches(schedule, sizes)
-    plan = make_plan(
-        schedule,
-        sizes,
-        start,
-        num_batches,
-        **ordering.options,
-        parts=_PARTS if ordering.host else 1,
-    )
+    parts = _PARTS if schedule.options.host else 1
+    plan = make_plan(schedule, sizes, start, num_batches, parts)
     report = check(plan, sizes, schedule, start, num_batches)
     allowed = min_send_window(sizes.num_ranks)
     if report.send_window > allowed and not schedule.outruns_sends(sizes):
@@ -109,11 +100,12 @@ def enough(schedule: Schedule, sizes: Sizes) -> tuple[Schedule, Sizes]:
     steady = few.num_ranks + _STEADY
     ahead = schedule.warmup(few, 0) if schedule.needs_full_pipeline else 0
     needed = schedule.warmup(sizes, 0) if schedule.needs_full_pipeline else 0
-    if schedule.early_switch is not None:  # two stretches: on the older weights, and on the newer
-        older = schedule.early_switch - (needed - (p - 1))
-        newer = m - (p - 1) - schedule.early_switch
+    early_switch = schedule.options.early_switch
+    if early_switch is not None:  # two stretches: on the older weights, and on the newer
+        older = early_switch - (needed - (p - 1))
+        newer = m - (p - 1) - early_switch
         switch = ahead - (ranks - 1) + min(older, steady)
-        return replace(schedule, early_switch=switch), replace(
+        return schedule.with_options(early_switch=switch), replace(
             few, num_microbatches=switch + ranks - 1 + min(newer, steady)
         )
     if (m < p and not needed) or (

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
 from hybridpar.errors import config_error
 from hybridpar.pipeline.plan import interleaved, vee
@@ -20,6 +21,7 @@ from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.interleaved import SizeOf
 from hybridpar.pipeline.plan.kinds import Step
 from hybridpar.pipeline.plan.liveness import most_held
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.pipeline.plan.sizes import Sizes
 
 VersionRule = Callable[
@@ -29,16 +31,14 @@ VersionRule = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A pipeline schedule, as pure functions of sizes. `make_schedule` sets its options.
+    """A pipeline schedule, as pure functions of sizes. `make_schedule` makes one with options.
 
     `warmup(sizes, rank)` is how many forwards run ahead, counted on each chunk; on a V
-    micro-batches. `early_switch`: L, where only the first p-1+L micro-batches of a batch use older
-    weights; None: all. `sync_steps`: how many batches have run before, as 1f1b.
-    `num_gradient_buffers`: batches whose gradients are alive at once. `options`: those that not
-    every schedule has.
+    micro-batches. `num_gradient_buffers`: batches whose gradients are alive at once. `accepts`:
+    names of the options that not every schedule has.
     """
 
-    name: str
+    options: ScheduleOptions
     source: str
     flush: bool  # drains the pipeline and updates the weights between any two batches
     warmup: SizeOf
@@ -51,14 +51,27 @@ class Schedule:
     needs_full_pipeline: bool = (
         False  # m >= warmup of stage 0: two versions then serve all that is in flight
     )
-    options: frozenset[str] = frozenset()
-    early_switch: int | None = None
-    sync_steps: int = 0
-    zero_bubble: bool = False  # gradients of weights fill the drain (passes.delay_weight_gradients)
-    activations: str = ""  # on a V: how much a rank may keep (vee.py)
-    order: tuple[
-        tuple[Step, ...], ...
-    ] = ()  # one's own: what each rank computes of a batch (order.py)
+    accepts: frozenset[str] = frozenset()
+    order: tuple[tuple[Step, ...], ...] = ()
+    """A custom schedule: what each rank computes of a batch (order.py)."""
+
+    @property
+    def name(self) -> str:
+        """The schedule's name, as in `pipeline.schedule`."""
+        return self.options.schedule
+
+    @property
+    def activations(self) -> str:
+        """On a V, how much a rank may keep (vee.py); else empty."""
+        return self.options.activations if self.options.placement == "v" and not self.order else ""
+
+    def with_options(self, **changes: Any) -> Schedule:
+        """Return the schedule with other options of its passes.
+
+        Options that decide about a schedule's other fields (warmup, gradient_buffers, order,
+        chunks) take `make_schedule`.
+        """
+        return replace(self, options=replace(self.options, **changes))
 
     def repeats(self, sizes: Sizes) -> bool:
         """Whether a longer batch only has more of what is in a shorter one."""
@@ -120,8 +133,8 @@ class Schedule:
         """The same for all micro-batches of a batch, by stage; the first sync_steps batches run as
         1f1b."""
         m = sizes.num_microbatches
-        first = max(first_batch, self.sync_steps)
-        if batch < self.sync_steps:
+        first = max(first_batch, self.options.sync_steps)
+        if batch < self.options.sync_steps:
             return ((batch,) * m,) * sizes.num_stages
         return tuple(
             tuple(self.version(sizes, stage, batch * m + k, first) for k in range(m))
@@ -152,7 +165,7 @@ class Schedule:
     def _steady_batch(self, sizes: Sizes) -> tuple[int, int]:
         """A batch on which the start of its range no longer bears (no weights are p updates old),
         and that start."""
-        return self.sync_steps + sizes.num_stages + 1, self.sync_steps
+        return self.options.sync_steps + sizes.num_stages + 1, self.options.sync_steps
 
     def slack(self, sizes: Sizes) -> int:
         """Forward-backward pairs on rank 0 between the last backward of batch t and the first use
@@ -224,11 +237,11 @@ class Schedule:
     def weight_delay(self, sizes: Sizes, rank: int) -> int:
         """Backwards to the input that may run before the W of an earlier one: as many as let the
         rank hold no more micro-batches than rank 0 does."""
-        return self.warmup(sizes, 0) - self.warmup(sizes, rank) if self.zero_bubble else 0
+        return self.warmup(sizes, 0) - self.warmup(sizes, rank) if self.options.zero_bubble else 0
 
     def check_sizes(self, sizes: Sizes) -> None:
         """Raises: ConfigError if this schedule cannot run on these sizes."""
-        if "order" in self.options:
+        if "order" in self.accepts:
             own_order.check_order(self.order, sizes)
         elif bool(self.activations) != sizes.is_v:
             raise config_error(
@@ -239,14 +252,14 @@ class Schedule:
             )
         p, m, warmup = sizes.num_stages, sizes.num_microbatches, self._most_ahead(sizes)
         fits = (n for n in count(m) if self._most_ahead(replace(sizes, num_microbatches=n)) <= n)
-        if sizes.is_ring and self.early_switch is not None:
+        if sizes.is_ring and self.options.early_switch is not None:
             raise config_error(
                 "pipeline.early_switch",
-                self.early_switch,
+                self.options.early_switch,
                 f"is of one stage on each rank, and each has {sizes.chunks} (pipeline.chunks)",
                 "off",
             )
-        if sizes.is_ring and "chunks" not in self.options:
+        if sizes.is_ring and "chunks" not in self.accepts:
             raise config_error(
                 "pipeline.chunks",
                 sizes.chunks,
@@ -262,17 +275,17 @@ class Schedule:
                 f"{sizes.num_ranks})",
                 str(next(fits)),
             )
-        if self.early_switch is None:
+        if self.options.early_switch is None:
             return
         # W(t+1) is made after the last backward of batch t, and stage 0 runs `warmup` forwards of
         # batch t+1 before that backward. Did one of them need W(t+1), each would wait for the
         # other.
         lowest = warmup - (p - 1)
         highest = m - (p - 1)
-        if not lowest <= self.early_switch <= highest:
+        if not lowest <= self.options.early_switch <= highest:
             raise config_error(
                 "pipeline.early_switch",
-                self.early_switch,
+                self.options.early_switch,
                 f"must be {lowest} to {highest} here: the {warmup} "
                 "micro-batches that stage 0 runs ahead need the older weights, and parallel.pp - 1 "
                 "+ early_switch of "
@@ -292,8 +305,8 @@ class Schedule:
         """
         self.check_sizes(sizes)
         assert 0 <= rank < sizes.num_ranks, f"rank {rank} of {sizes.num_ranks}"
-        assert first_batch >= self.sync_steps, (
-            f"batch {first_batch} runs as 1f1b, before {self.sync_steps} sync_steps"
+        assert first_batch >= self.options.sync_steps, (
+            f"batch {first_batch} runs as 1f1b, before {self.options.sync_steps} sync_steps"
         )
         return (
             Action(kind, stage, k, self.version(sizes, stage, k, first_batch))

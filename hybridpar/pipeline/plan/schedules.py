@@ -52,16 +52,17 @@ orders.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from hybridpar.config import PipelineConfig
+from hybridpar.config import Config
 from hybridpar.errors import ConfigError, Problem, config_error
 from hybridpar.pipeline.plan import interleaved, vee
 from hybridpar.pipeline.plan import order as own_order
 from hybridpar.pipeline.plan.interleaved import SizeOf
 from hybridpar.pipeline.plan.schedule import Schedule as Schedule
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions as ScheduleOptions
 from hybridpar.pipeline.plan.sizes import Sizes as Sizes
 
 
@@ -82,8 +83,9 @@ def _double_buffered_version(
     update; the others of batch t use W(t).
     """
     batch, index = divmod(microbatch, sizes.num_microbatches)
-    stale = schedule.early_switch is None or index < sizes.num_stages - 1 + schedule.early_switch
-    return batch - 1 if stale and batch > schedule.sync_steps else batch
+    early_switch = schedule.options.early_switch
+    stale = early_switch is None or index < sizes.num_stages - 1 + early_switch
+    return batch - 1 if stale and batch > schedule.options.sync_steps else batch
 
 
 def _latest_version(
@@ -108,9 +110,15 @@ def _constant(value: int) -> SizeOf:
     return lambda sizes, stage: value
 
 
-def _synchronous(name: str, source: str, warmup: SizeOf, *options: str) -> Schedule:
+def _synchronous(name: str, source: str, warmup: SizeOf, *accepts: str) -> Schedule:
     return Schedule(
-        name, source, True, warmup, _synchronous_version, _constant(1), options=frozenset(options)
+        ScheduleOptions(name),
+        source,
+        True,
+        warmup,
+        _synchronous_version,
+        _constant(1),
+        accepts=frozenset(accepts),
     )
 
 
@@ -139,7 +147,7 @@ SCHEDULES: dict[str, Schedule] = {
             "zero_bubble",
         ),
         Schedule(
-            "2bw",
+            ScheduleOptions("2bw"),
             "PipeDream-2BW, arXiv 2006.09503, section 3.1",
             False,
             interleaved.runs_ahead(1),
@@ -147,16 +155,16 @@ SCHEDULES: dict[str, Schedule] = {
             _constant(2),
             num_gradient_buffers=2,
             needs_full_pipeline=True,
-            options=frozenset({"warmup", "early_switch", "sync_steps", "placement", "chunks"}),
+            accepts=frozenset({"warmup", "early_switch", "sync_steps", "placement", "chunks"}),
         ),
         Schedule(
-            "pipedream",
+            ScheduleOptions("pipedream"),
             "PipeDream with weight stashing, arXiv 1806.03377",
             False,
             _depth_below,
             _latest_version,
             _stashed_versions,
-            options=frozenset({"sync_steps"}),
+            accepts=frozenset({"sync_steps"}),
             # Receives posted early may stand before a send that another stage needs for its update,
             # which this one waits for: check finds that deadlock where an axis has one
             # communicator.
@@ -172,146 +180,147 @@ WARMUPS = {"depth": 1, "latency": 2, "bandwidth": 3}
 is worth while."""
 
 
-def make_schedule(
-    name: str,
-    *,
-    warmup: str = "depth",
-    early_switch: int | None = None,
-    gradient_buffers: int = 0,
-    sync_steps: int = 0,
-    chunks: int = 0,
-    zero_bubble: bool = False,
-    placement: str = "loop",
-    activations: str = "full",
-    order: Sequence[str] = (),
-) -> Schedule:
-    """The schedule of that name with its options: the keys of the configuration's section
-    `pipeline`. (How many chunks a rank holds is then one of the sizes.)
+def make_schedule(options: ScheduleOptions) -> Schedule:
+    """Return the schedule with these options. (How many chunks a rank holds is one of the sizes.)
 
-    Raises: ConfigError with every option that it does not know or that has no such value.
+    Raises: ConfigError with every option that the schedule does not know or that has no such value.
     """
-    schedule = find_schedule(name)
-    factor = WARMUPS.get(warmup, 0)
-    most = schedule.num_gradient_buffers
-    # With fewer than it can use all stages stop at the same backward. What a longer warm-up has in
-    # flight cannot pass those that have stopped where the transfers of a rank on an axis queue:
-    # check finds deadlocks from 4 stages on. Nor can what the next batch has in flight where a rank
-    # holds several stages.
-    buffers = (0, most) if factor > 1 or chunks > 1 else range(most + 1)
-    # nor can it pass a drain, or what goes round, where it is long
-    warmups = [name for name, k in WARMUPS.items() if k < 3 or not (schedule.flush or chunks > 1)]
-    options = {  # value, the one that changes nothing, whether it is allowed, the rule
-        "warmup": (
-            warmup,
-            "depth",
-            warmup in warmups,
-            f"must be {' or '.join(warmups)} with schedule {name}",
-        ),
-        "early_switch": (early_switch, None, (early_switch or 0) >= 0, "must be off or at least 0"),
-        "gradient_buffers": (
-            gradient_buffers,
-            gradient_buffers,
-            gradient_buffers in buffers,
-            f"must be {' or '.join(map(str, buffers))} with schedule {name} and pipeline.warmup = "
-            f"{warmup!r}",
-        ),
-        "sync_steps": (sync_steps, 0, sync_steps >= 0, "must not be negative"),
-        "zero_bubble": (
-            zero_bubble,
-            False,
-            not zero_bubble or placement != "v",
-            "is what the order of a V does of itself",
-        ),
-        "placement": (placement, "loop", True, ""),
-        "activations": (
-            activations,
-            activations,
-            placement != "v" or schedule.flush or activations in vee.ENDLESS,
-            f"must be {' or '.join(vee.ENDLESS)} with schedule {name}, which never drains",
-        ),
-        "order": (
-            tuple(order),
-            (),
-            bool(order) == (name == "own"),
-            "must name what each rank computes with schedule own",
-        ),
-        "chunks": (
-            chunks,
-            0,
-            chunks != 1 and (placement == "loop" or chunks % 2 == 0),
-            "must be at least 2, or 0 for the default, and even with pipeline.placement = v",
-        ),
-    }
-    problems = []
-    for option, (value, default, allowed, rule) in options.items():
-        known = schedule.options | ({"chunks"} if placement == "v" and schedule.flush else set())
-        if value != default and option not in known:
-            knowing = [
-                other.name for other in (*SCHEDULES.values(), OWN) if option in other.options
-            ]
-            allowed = False
-            rule = f"schedule {name} has no such option, only {' and '.join(knowing)}"
-        if not allowed:
-            works = {
-                "warmup": "depth",
-                "early_switch": "off",
-                "zero_bubble": "false",
-                "placement": "loop",
-                "activations": "half",
-                "order": own_order.EXAMPLE if name == "own" else "[]",
-            }.get(option, "0")
-            problems.append(Problem(f"pipeline.{option}", value, rule, works))
-    if problems:
+    schedule = find_schedule(options.schedule)
+    options = replace(options, schedule=schedule.name)
+    if problems := _problems(schedule, options):
         raise ConfigError(*problems)
-    if order:
-        steps = tuple(own_order.parse_order(line, rank) for rank, line in enumerate(order))
+    if options.order:
+        steps = tuple(own_order.parse_order(line, rank) for rank, line in enumerate(options.order))
         return replace(
-            schedule, order=steps, warmup=lambda sizes, rank: own_order.runs_ahead(steps[rank])
+            schedule,
+            options=options,
+            order=steps,
+            warmup=lambda sizes, rank: own_order.runs_ahead(steps[rank]),
         )
+    factor = WARMUPS[options.warmup]
+    schedule = replace(
+        schedule,
+        options=options,
+        num_gradient_buffers=options.gradient_buffers or schedule.num_gradient_buffers,
+    )
+    if options.placement == "v":
+        return _on_v(schedule)
     ahead = interleaved.runs_ahead(factor) if factor > 1 else schedule.warmup
-    if (
-        zero_bubble and "chunks" in schedule.options
-    ):  # where a backward to the input comes back in half of the time
+    if options.zero_bubble and "chunks" in schedule.accepts:
+        # where a backward to the input comes back in half of the time
         ahead = interleaved.runs_ahead(1)
-    if placement == "v":
-        buffered = replace(
-            schedule, num_gradient_buffers=gradient_buffers or most, sync_steps=sync_steps
-        )
-        return _on_v(buffered, activations, chunks, warmup=warmup, early_switch=early_switch)
     return replace(
         schedule,
         warmup=ahead,
-        zero_bubble=zero_bubble,
         # Transfers that take nobody's time may last (k-1)/2 forwards and backwards: receives are
         # posted early enough, with word of them on its way before (of latencies alone, up to two
         # forwards). With the longer warm-up that cannot deadlock on any transport, if no stage
         # waits for a drain; earlier ones could.
         receive_ahead=factor if factor > 1 and not schedule.flush else schedule.receive_ahead,
-        early_switch=early_switch,
-        num_gradient_buffers=gradient_buffers or most,
-        sync_steps=sync_steps,
     )
 
 
-def _on_v(
-    schedule: Schedule, activations: str, chunks: int, *, warmup: str, early_switch: int | None
-) -> Schedule:
-    """The schedule on a V. Raises: ConfigError with every option that has no meaning there."""
+@dataclass(frozen=True)
+class _Rule:
+    """A rule about the value of one option: the value that changes nothing, whether this one is
+    allowed, the rule in words, and a value that works."""
+
+    default: Any
+    allowed: bool
+    text: str
+    works: str = "0"
+
+
+def _problems(schedule: Schedule, options: ScheduleOptions) -> list[Problem]:
+    """Return what is wrong with the options of a schedule."""
+    known = set(schedule.accepts)
+    if options.placement == "v" and schedule.flush:
+        known.add("chunks")
+    problems = []
+    for name, rule in _rules(schedule, options).items():
+        value = getattr(options, name)
+        if value != rule.default and name not in known:
+            knowing = [other.name for other in (*SCHEDULES.values(), OWN) if name in other.accepts]
+            text = f"schedule {schedule.name} has no such option, only {' and '.join(knowing)}"
+            problems.append(Problem(f"pipeline.{name}", value, text, rule.works))
+        elif not rule.allowed:
+            problems.append(Problem(f"pipeline.{name}", value, rule.text, rule.works))
+    return problems
+
+
+def _rules(schedule: Schedule, options: ScheduleOptions) -> dict[str, _Rule]:
+    """Return the rules about options of `pipeline`, by name."""
+    name = schedule.name
+    factor = WARMUPS.get(options.warmup, 0)
+    is_v = options.placement == "v"
+    most = schedule.num_gradient_buffers
+    # With fewer than it can use all stages stop at the same backward. What a longer warm-up has in
+    # flight cannot pass those that have stopped where the transfers of a rank on an axis queue:
+    # check finds deadlocks from 4 stages on. Nor can what the next batch has in flight where a rank
+    # holds several stages.
+    buffers = (0, most) if factor > 1 or options.chunks > 1 else range(most + 1)
+    # nor can it pass a drain, or what goes round, where it is long
+    drains_or_rings = schedule.flush or options.chunks > 1
+    warmups = [warmup for warmup, k in WARMUPS.items() if k < 3 or not drains_or_rings]
+    return {
+        "warmup": _Rule(
+            "depth",
+            options.warmup in warmups,
+            f"must be {' or '.join(warmups)} with schedule {name}",
+            "depth",
+        ),
+        "early_switch": _Rule(
+            None, (options.early_switch or 0) >= 0, "must be off or at least 0", "off"
+        ),
+        "gradient_buffers": _Rule(
+            options.gradient_buffers,
+            options.gradient_buffers in buffers,
+            f"must be {' or '.join(map(str, buffers))} with schedule {name} and pipeline.warmup = "
+            f"{options.warmup!r}",
+        ),
+        "sync_steps": _Rule(0, options.sync_steps >= 0, "must not be negative"),
+        "zero_bubble": _Rule(
+            False,
+            not options.zero_bubble or not is_v,
+            "is what the order of a V does of itself",
+            "false",
+        ),
+        "placement": _Rule("loop", True, "", "loop"),
+        "activations": _Rule(
+            options.activations,
+            not is_v or schedule.flush or options.activations in vee.ENDLESS,
+            f"must be {' or '.join(vee.ENDLESS)} with schedule {name}, which never drains",
+            "half",
+        ),
+        "order": _Rule(
+            (),
+            bool(options.order) == (name == "own"),
+            "must name what each rank computes with schedule own",
+            own_order.EXAMPLE if name == "own" else "[]",
+        ),
+        "chunks": _Rule(
+            0,
+            options.chunks != 1 and (not is_v or options.chunks % 2 == 0),
+            "must be at least 2, or 0 for the default, and even with pipeline.placement = v",
+        ),
+    }
+
+
+def _on_v(schedule: Schedule) -> Schedule:
+    """Return the schedule on a V.
+
+    Raises: ConfigError with every option that has no meaning there.
+    """
+    options = schedule.options
     rule = "is the order of a V's own: pipeline.placement = v has no such option"
-    problems = [
-        Problem(f"pipeline.{name}", value, rule, off)
-        for name, value, off in (
-            ("warmup", warmup, "depth"),
-            ("early_switch", "off" if early_switch is None else early_switch, "off"),
-        )
-        if value != off
-    ]
-    if activations in vee.ENDLESS and chunks > 2:
-        problems.append(
-            Problem(
-                "pipeline.chunks", chunks, f"is 2 with pipeline.activations = {activations}", "0"
-            )
-        )
+    problems = []
+    if options.warmup != "depth":
+        problems.append(Problem("pipeline.warmup", options.warmup, rule, "depth"))
+    if options.early_switch is not None:
+        problems.append(Problem("pipeline.early_switch", options.early_switch, rule, "off"))
+    if options.activations in vee.ENDLESS and options.chunks > 2:
+        rule = f"is 2 with pipeline.activations = {options.activations}"
+        problems.append(Problem("pipeline.chunks", options.chunks, rule, "0"))
     if not schedule.flush and schedule.num_gradient_buffers == 1:
         problems.append(
             Problem(
@@ -324,43 +333,44 @@ def _on_v(
         )
     if problems:
         raise ConfigError(*problems)
-    ahead = schedule.warmup if schedule.flush else partial(vee.warmup, activations=activations)
-    return replace(schedule, activations=activations, warmup=ahead)
+    if schedule.flush:
+        return schedule
+    return replace(schedule, warmup=partial(vee.warmup, activations=options.activations))
 
 
-def schedule_of(pipeline: PipelineConfig) -> Schedule:
-    """The schedule of a configuration; early_switch = "auto" counts as "off" until it is measured.
+def schedule_of(config: Config) -> Schedule:
+    """Return the schedule of a configuration; early_switch = "auto" counts as "off" until it is
+    measured.
 
     Raises: ConfigError.
     """
-    early_switch = pipeline.early_switch
-    return make_schedule(
-        pipeline.schedule,
-        warmup=pipeline.warmup,
-        early_switch=early_switch if isinstance(early_switch, int) else None,
-        gradient_buffers=pipeline.gradient_buffers,
-        sync_steps=pipeline.sync_steps,
-        chunks=pipeline.chunks,
-        zero_bubble=pipeline.zero_bubble,
-        placement=pipeline.placement,
-        activations=pipeline.activations,
-        order=pipeline.order,
-    )
+    return make_schedule(ScheduleOptions.of(config))
 
 
 def drained(schedule: Schedule) -> Schedule:
-    """The schedule of the first sync_steps batches."""
-    return replace(SCHEDULES["1f1b"], activations=schedule.activations, options=schedule.options)
+    """Return the schedule of the first sync_steps batches: 1f1b on the same layout."""
+    options = replace(
+        schedule.options,
+        schedule="1f1b",
+        warmup="depth",
+        early_switch=None,
+        gradient_buffers=0,
+        zero_bubble=False,
+        sync_steps=0,
+    )
+    return replace(SCHEDULES["1f1b"], options=options, accepts=schedule.accepts)
 
 
-def find_schedule(schedule: str | Schedule) -> Schedule:
-    """The schedule of that name; a Schedule is returned as it is, and "auto" counts as 1f1b until
-    it is found.
+def find_schedule(schedule: str | ScheduleOptions | Schedule) -> Schedule:
+    """Return the schedule of that name or with these options; a Schedule is returned unchanged, and
+    "auto" counts as 1f1b until it is found.
 
     Raises: ConfigError if there is none.
     """
     if isinstance(schedule, Schedule):
         return schedule
+    if isinstance(schedule, ScheduleOptions):
+        return make_schedule(schedule)
     if schedule == OWN.name:
         return OWN
     schedule = "1f1b" if schedule == "auto" else schedule

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hybridpar.config import Config, message_shape
 from hybridpar.errors import config_error
+from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES
-from hybridpar.pipeline.run.stage_split import stage_split
 from hybridpar.state.compression.codec import Codec
 from hybridpar.state.compression.registry import message_codec
 
@@ -34,8 +34,9 @@ class Codecs:
     exact: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, config: Config) -> Codecs:
-        """The codecs of a configuration. Raises: ConfigError where one saves no bytes."""
+    def of(cls, job: JobPlan) -> Codecs:
+        """The codecs of a job. Raises: ConfigError where one saves no bytes."""
+        config = job.config
         names = config.compression.both_ways
         forward, backward = (message_codec(name, config) for name in names)
         if backward is not None:
@@ -48,8 +49,7 @@ class Codecs:
         exact = {config.model.num_blocks - 1}
         if config.pipeline.placement == "v" and names != ("none", "none"):
             pp = config.parallel.pp
-            split = stage_split(config)
-            exact |= {split[turn].start for turn in range(pp, len(split), pp)}
+            exact |= {job.split[turn].start for turn in range(pp, len(job.split), pp)}
         return cls(forward, backward, frozenset(exact))
 
     def on(self, flow: int, first: int, *, training: bool = True) -> Codec | None:

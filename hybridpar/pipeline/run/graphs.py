@@ -37,12 +37,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hybridpar.autograd import backward_from
 from hybridpar.comm import all_reduce
-from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid, Traffic
+from hybridpar.job import JobPlan
 from hybridpar.models.blocks import Losses, MicroBatch
 from hybridpar.models.metrics import each, metrics_of
-from hybridpar.pipeline.plan.offload import num_away
-from hybridpar.pipeline.plan.schedules import Sizes, schedule_of
 from hybridpar.pipeline.run.capture import capture, first_cause
 from hybridpar.pipeline.run.stage import Stage
 from hybridpar.random import RandomKey
@@ -71,7 +69,7 @@ Buckets = Sequence[Collection[str]]
 
 
 def recorder(
-    config: Config,
+    job: JobPlan,
     stages: Mapping[int, Stage],
     gradients: Gradients,
     device: torch.device,
@@ -80,7 +78,8 @@ def recorder(
 ) -> MicroBatchGraphs | None:
     """Return the recorder of a rank's micro-batches on a GPU; None, and a line in the log, if it
     cannot record them."""
-    if reason := unsupported(config, grid.pp.rank):
+    config = job.config
+    if reason := unsupported(job, grid.pp.rank):
         _log.info("micro-batches run without CUDA graphs: %s", reason)
         return None
     return MicroBatchGraphs(
@@ -105,18 +104,19 @@ def num_places(num_ranks: int, num_stages: int) -> int:
     return num_ranks if num_stages == 1 else 2 * num_ranks
 
 
-def unsupported(config: Config, rank: int | None = None) -> str | None:
+def unsupported(job: JobPlan, rank: int | None = None) -> str | None:
     """Why micro-batches of such a job cannot be recorded on a rank of its pipeline; None if they
     can.
 
     rank: None: of any rank, where activations leave on one of them.
     """
+    config = job.config
     parallel = config.parallel
     if parallel.pp * parallel.tp > 1 and not config.train.graph_grids:
         return "with pp or tp they have not run on a GPU (train.graph_grids = true tries it)"
     if parallel.tp > 1 and config.train.share_gpus:
         return "what tensor parallelism sends goes through the host's hands"
-    if config.memory.budget or _offloads(config, rank):
+    if config.memory.budget or _offloads(job, rank):
         return "memory that leaves comes back elsewhere"
     if config.compression.takes_factors:
         return (
@@ -126,13 +126,12 @@ def unsupported(config: Config, rank: int | None = None) -> str | None:
     return None
 
 
-def _offloads(config: Config, rank: int | None) -> bool:
+def _offloads(job: JobPlan, rank: int | None) -> bool:
     """Return whether activations of this rank of the pipeline, or of any, leave."""
-    if config.memory.num_away == 0:
+    if job.config.memory.num_away == 0:
         return False
-    schedule, sizes = schedule_of(config.pipeline), Sizes.of(config)
-    ranks = range(sizes.num_ranks) if rank is None else [rank]
-    return any(num_away(config.memory.num_away, schedule, sizes, one) for one in ranks)
+    ranks = range(job.shape.num_ranks) if rank is None else [rank]
+    return any(map(job.num_away, ranks))
 
 
 @dataclass

@@ -22,11 +22,10 @@ from torch.autograd.function import Function
 from hybridpar.autograd import once_differentiable
 from hybridpar.comm import all_gather
 from hybridpar.comm.p2p import connect
-from hybridpar.config import Config
 from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.models.own import local_message_shape
 from hybridpar.nn.placement import Range, split_ranges, split_sizes
-from hybridpar.pipeline.plan.prove import send_window
 from hybridpar.pipeline.plan.sizes import Sizes
 from hybridpar.pipeline.run.codecs import Codecs
 from hybridpar.state.compression.codec import Codec
@@ -60,21 +59,23 @@ class Lane:
     @classmethod
     def of(
         cls,
-        config: Config,
+        job: JobPlan,
         grid: ProcessGrid,
         dtype: torch.dtype,
         device: torch.device,
         split: Sequence[range] = (),
     ) -> Lane:
-        """The lane of a rank of `grid`, between the stages of `split`.
+        """The lane of a rank of `grid`, between the stages of `split` (none: of the job).
 
         Shapes: an activation is [b, s, h] (`ModelSpec.activation_shape`), equal on all ranks of tp;
             with
         parallel.sequence each has its own rows.
         Collectives: those of `ProcessGrid.again`, on a V; with NCCL a byte over each link
             (`connect`).
-        Raises: PlanError as `send_window`.
+        Raises: PlanError as `JobPlan.send_window`.
         """
+        config = job.config
+        split = split or job.split
         sequence = config.parallel.sequence
         model = config.model
         b = config.train.micro_batch_size
@@ -93,10 +94,9 @@ class Lane:
             else ()
         )
         if has_connections(grid):
-            sizes = Sizes.of(config)
             for turn, pair in enumerate(((grid.pp, grid.pp_reverse), *turns)):
                 for axis, flow in zip(pair, (1, -1), strict=True):
-                    connect(axis, links_of(sizes, turn, flow), device)
+                    connect(axis, links_of(job.shape, turn, flow), device)
         return cls(
             grid.pp,
             grid.pp_reverse,
@@ -104,11 +104,11 @@ class Lane:
             dtype,
             device,
             slicing,
-            Codecs.of(config),
+            Codecs.of(job),
             split,
             shapes,
             turns,
-            send_window(config) if grid.pp.size > 1 else 0,
+            job.send_window if grid.pp.size > 1 else 0,
         )
 
     def into(self, stage: int) -> Lane:

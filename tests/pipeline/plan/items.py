@@ -116,7 +116,11 @@ def plans(draw, spare=SPARE):
     ahead = draw(st.integers(0, 8))
     major = sizes.num_ranks == 1 and draw(st.booleans())
     whole = make_plan(
-        name, sizes, 0, 3, split=split, parts=Division(parts, norms=norms, part_major=major)
+        find_schedule(name).with_options(split=split),
+        sizes,
+        0,
+        3,
+        parts=Division(parts, norms=norms, part_major=major),
     )
     room = draw(spare)
     residency = {}

@@ -10,7 +10,8 @@ from hybridpar.pipeline.plan.check import PlanError, check
 from hybridpar.pipeline.plan.draw import draw_steps
 from hybridpar.pipeline.plan.liveness import Live
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, make_schedule
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, find_schedule, make_schedule
 
 
 @st.composite
@@ -32,7 +33,12 @@ def settings_of_plans(draw, max_stages=16, max_microbatches=64):
 def test_every_plan_is_right(setting, first_batch, clip, ahead, split):
     name, sizes = setting
     schedule = SCHEDULES[name]
-    plan = make_plan(name, sizes, first_batch, 3, clip=clip, ahead=ahead, split=split)
+    plan = make_plan(
+        replace(find_schedule(name).with_options(clip=clip, split=split), receive_ahead=ahead),
+        sizes,
+        first_batch,
+        3,
+    )
     report = check(plan, sizes, name, serial_links=ahead in (None, 0))
     assert (report.first_batch, report.num_batches) == (first_batch, 3)
     long_enough = 3 * sizes.num_microbatches > sizes.num_stages
@@ -145,7 +151,7 @@ def schedules_and_sizes(draw):
             },
         )
     )
-    return make_schedule(name, **options), sizes
+    return make_schedule(ScheduleOptions(name, **options)), sizes
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -155,8 +161,8 @@ def schedules_and_sizes(draw):
 )
 def test_any_fault_is_found(fault, setting, skipped, split, data):
     schedule, sizes = setting
-    first_batch = schedule.sync_steps + skipped
-    plan = make_plan(schedule, sizes, first_batch, 3, split=split)
+    first_batch = schedule.options.sync_steps + skipped
+    plan = make_plan(find_schedule(schedule).with_options(split=split), sizes, first_batch, 3)
     rank = data.draw(st.integers(0, sizes.num_stages - 1))
     i = data.draw(st.integers(0, len(plan[rank]) - 1))
     faulty = fault(plan[rank], i, data)
@@ -252,7 +258,7 @@ def test_deadlock_of_a_shared_queue():
     """Stage 1 posts RECV_F1 before SEND_F0, and one queue serves both; naive has no F1 before F0 is
     through."""
     sizes = Sizes(3, 2)
-    plan = make_plan("naive", sizes, ahead=2)
+    plan = make_plan(replace(find_schedule("naive"), receive_ahead=2), sizes)
     assert check(plan, sizes, "naive", serial_links=False)
     assert "deadlock: rank 0" in fault_of(plan, sizes, "naive")
 

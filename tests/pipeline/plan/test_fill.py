@@ -14,7 +14,8 @@ from hybridpar.pipeline.plan.draw import draw
 from hybridpar.pipeline.plan.fill import Room, fill
 from hybridpar.pipeline.plan.order import format_order
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
 
 
@@ -31,19 +32,25 @@ def filled(schedule: Schedule, sizes: Sizes, costs: Costs, most: float = 0) -> S
         orders, sizes, costs, Room([1] * sizes.num_stages, [most] * p), swaps=not sizes.is_ring
     )
     return make_schedule(
-        "own",
-        placement=sizes.placement,
-        chunks=0 if sizes.is_v or sizes.chunks == 1 else sizes.chunks,
-        order=[format_order(line, sizes, rank) for rank, line in enumerate(steps)],
+        ScheduleOptions(
+            "own",
+            placement=sizes.placement,
+            chunks=0 if sizes.is_v or sizes.chunks == 1 else sizes.chunks,
+            order=tuple(format_order(line, sizes, rank) for rank, line in enumerate(steps)),
+        )
     )
 
 
 def makespan(schedule: Schedule, sizes: Sizes, costs: Costs) -> float:
-    return simulate(make_plan(schedule, sizes, split=True), costs).makespan
+    return simulate(
+        make_plan(find_schedule(schedule).with_options(split=True), sizes), costs
+    ).makespan
 
 
 def proven(schedule: Schedule, sizes: Sizes) -> CheckReport:
-    return check(make_plan(schedule, sizes, 0, 2, split=True), sizes, schedule)
+    return check(
+        make_plan(find_schedule(schedule).with_options(split=True), sizes, 0, 2), sizes, schedule
+    )
 
 
 @pytest.mark.parametrize("costs", COSTS, ids=str)
@@ -65,8 +72,8 @@ def test_more_room_shortens_the_drain() -> None:
     """From ZB-H1's to ZB-H2's, one micro-batch at a time."""
     sizes = Sizes(4, 12)
     costs = costs_of(1, 1, 1)
-    longer = make_schedule("1f1b", warmup="latency", zero_bubble=True)
-    h1 = makespan(make_schedule("1f1b", zero_bubble=True), sizes, costs)
+    longer = make_schedule(ScheduleOptions("1f1b", warmup="latency", zero_bubble=True))
+    h1 = makespan(make_schedule(ScheduleOptions("1f1b", zero_bubble=True)), sizes, costs)
     times = [makespan(filled(longer, sizes, costs, most), sizes, costs) for most in (7, 6, 5, 4)]
     assert times == sorted(times)
     assert times[0] == makespan(longer, sizes, costs)
@@ -76,7 +83,7 @@ def test_more_room_shortens_the_drain() -> None:
 def test_measured_costs_beat_a_rule_for_equal_ones() -> None:
     """ZB-V's order is made for F = I = W; where a stage is slower, or a link is, another one is
     faster."""
-    sizes, schedule = Sizes(4, 8, 2, "v"), make_schedule("1f1b", placement="v")
+    sizes, schedule = Sizes(4, 8, 2, "v"), make_schedule(ScheduleOptions("1f1b", placement="v"))
     for costs in (
         costs_of(1, 1.5, 0.5, 2),
         costs_of(1, 1, 1, 2, 0.4),
@@ -98,11 +105,13 @@ def test_every_order_is_right(p: int, m: int, kind: str, times: list[float]) -> 
     f, i, w, latency = times
     if kind in ("1f1b", "loop"):
         sizes = Sizes(p, m, 1 + (kind == "loop"))
-        schedule = make_schedule("1f1b" if kind == "1f1b" else "interleaved", zero_bubble=True)
+        schedule = make_schedule(
+            ScheduleOptions("1f1b" if kind == "1f1b" else "interleaved", zero_bubble=True)
+        )
     else:
         sizes, schedule = (
             Sizes(p, m, 2, "v"),
-            make_schedule("1f1b", placement="v", activations=kind),
+            make_schedule(ScheduleOptions("1f1b", placement="v", activations=kind)),
         )
     report = proven(filled(schedule, sizes, costs_of(f, i, w, sizes.chunks, latency)), sizes)
     most = max(schedule.max_live_activations(sizes, rank) for rank in range(p))
@@ -112,8 +121,10 @@ def test_every_order_is_right(p: int, m: int, kind: str, times: list[float]) -> 
 def test_picture() -> None:
     sizes = Sizes(2, 3)
     costs = Costs(2, 3, backward_input=2)
-    found = filled(make_schedule("1f1b"), sizes, costs)
-    assert draw(simulate(make_plan(found, sizes, split=True), costs)) == "\n".join(
+    found = filled(make_schedule(ScheduleOptions("1f1b")), sizes, costs)
+    assert draw(
+        simulate(make_plan(find_schedule(found).with_options(split=True), sizes), costs)
+    ) == "\n".join(
         (
             "stage 0  F0--- F1---       B0------ F2--- B1------    B2------*",
             "stage 1        F0--- I0--- F1--- I1--- W0 F2--- I2--- W1 W2   *",

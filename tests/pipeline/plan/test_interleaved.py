@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from inspect import cleandoc
 from itertools import accumulate
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from hybridpar.config import from_mapping
 from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
 from hybridpar.models.balance import balanced_split, even_out
 from hybridpar.pipeline.plan import interleaved
 from hybridpar.pipeline.plan.action import Action, Kind
@@ -19,8 +21,14 @@ from hybridpar.pipeline.plan.check import PlanError, check
 from hybridpar.pipeline.plan.draw import draw
 from hybridpar.pipeline.plan.passes import forward_actions, make_plan
 from hybridpar.pipeline.plan.perfetto import trace_entries
-from hybridpar.pipeline.plan.prove import prove
-from hybridpar.pipeline.plan.schedules import SCHEDULES, Schedule, Sizes, make_schedule
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import (
+    SCHEDULES,
+    Schedule,
+    Sizes,
+    find_schedule,
+    make_schedule,
+)
 from hybridpar.pipeline.plan.send_window import min_send_window
 from hybridpar.pipeline.plan.simulate import Costs, simulate
 from hybridpar.pipeline.plan.svg import draw_svg
@@ -77,7 +85,16 @@ def test_every_plan_is_right(sizes: Sizes) -> None:
     bounds = [SCHEDULES[NAME].max_live_activations(sizes, rank) for rank in range(sizes.num_ranks)]
     assert [live.activations for live in report.peaks] == bounds
     if sizes.num_ranks <= 4:
-        check(make_plan(NAME, sizes, 3, 2, clip=False, gather=True, ahead=0), sizes, NAME)
+        check(
+            make_plan(
+                replace(find_schedule(NAME).with_options(clip=False, gather=True), receive_ahead=0),
+                sizes,
+                3,
+                2,
+            ),
+            sizes,
+            NAME,
+        )
     simulate(
         {
             rank: tuple(forward_actions(sizes, rank, sizes.num_microbatches))
@@ -107,7 +124,9 @@ def test_bubble(sizes: Sizes, forward: float, backward: float) -> None:
 @st.composite
 def endless(draw: st.DrawFn) -> tuple[Schedule, Sizes]:
     """2bw with several stages on each rank, and sizes it can run on."""
-    schedule = make_schedule("2bw", chunks=2, warmup=draw(st.sampled_from(["depth", "latency"])))
+    schedule = make_schedule(
+        ScheduleOptions("2bw", chunks=2, warmup=draw(st.sampled_from(["depth", "latency"])))
+    )
     p = draw(st.integers(2, 7))
     v = draw(st.integers(2, 4))
     ahead = schedule.warmup(Sizes(p, 1, v), 0) - (v - 1)
@@ -127,7 +146,11 @@ def test_2bw_of_several_stages_on_each_rank(
     """Two versions are enough from as many micro-batches on as without chunks, on whatever
     transport."""
     schedule, sizes = made
-    report = check(make_plan(schedule, sizes, 0, 3, split=split, **options), sizes, schedule)
+    report = check(
+        make_plan(find_schedule(schedule).with_options(split=split, **options), sizes, 0, 3),
+        sizes,
+        schedule,
+    )
     for rank, live in enumerate(report.peaks):
         assert live.versions == 2
         assert live.gradients <= 2
@@ -148,9 +171,11 @@ def test_2bw_of_several_stages_on_each_rank(
 def test_2bw_of_several_stages_in_deep_pipelines(p: int, m: int, gather: bool) -> None:
     """Where few orders of receives fit: just enough micro-batches, and transfers of a rank
     queue."""
-    schedule = make_schedule("2bw", chunks=2)
+    schedule = make_schedule(ScheduleOptions("2bw", chunks=2))
     sizes = Sizes(p, m, 2)
-    check(make_plan(schedule, sizes, 0, 3, gather=gather), sizes, schedule)
+    check(
+        make_plan(find_schedule(schedule).with_options(gather=gather), sizes, 0, 3), sizes, schedule
+    )
 
 
 @settings(deadline=None, max_examples=30)
@@ -199,7 +224,7 @@ def test_2bw_of_several_stages_has_a_bubble_with_short_backwards(
     every batch."""
     m = sizes.num_microbatches
     v = sizes.chunks
-    plan = make_plan(make_schedule("2bw", chunks=2), sizes, 0, 8)
+    plan = make_plan(make_schedule(ScheduleOptions("2bw", chunks=2)), sizes, 0, 8)
     assert simulate(plan, Costs(1 / v, times / v)).step_time(m) - m * (1 + times) == pytest.approx(
         bubble
     )
@@ -209,9 +234,9 @@ def test_2bw_of_several_stages_has_a_bubble_with_short_backwards(
 def test_2bw_of_several_stages_hides_some_of_a_links_latency(warmup: str, hidden: float) -> None:
     """Of a stage's forward and backward: less than of one stage on each rank, as a ring posts
     receives late."""
-    schedule = make_schedule("2bw", chunks=2, warmup=warmup)
+    schedule = make_schedule(ScheduleOptions("2bw", chunks=2, warmup=warmup))
     sizes = Sizes(4, 12, 2)
-    plan = make_plan(schedule, sizes, 0, 8, split=True)
+    plan = make_plan(find_schedule(schedule).with_options(split=True), sizes, 0, 8)
     for share, free in ((hidden, True), (hidden + 0.15, False)):
         took = simulate(plan, Costs(0.5, 1.0, latency=share * 1.5)).step_time(12)
         assert (took == pytest.approx(36)) is free, share
@@ -236,7 +261,7 @@ def test_2bw_of_several_stages_balances_uneven_blocks(
         float(ends[stop] - ends[stop - size])
         for size, stop in zip(split, accumulate(split), strict=True)
     ]
-    schedule = make_schedule("2bw", chunks=chunks - 1 and chunks, warmup="latency")
+    schedule = make_schedule(ScheduleOptions("2bw", chunks=chunks - 1 and chunks, warmup="latency"))
     sizes = Sizes(4, 8, chunks)
     plan = make_plan(schedule, sizes, 0, 8)
     took = simulate(plan, Costs(forward, [2 * each for each in forward])).step_time(8)
@@ -247,7 +272,7 @@ def test_2bw_of_several_stages_balances_uneven_blocks(
     ("m", "warmup"), [(400, "depth"), (19, "depth"), (38, "latency"), (401, "latency")]
 )
 def test_large_runs_of_2bw_are_proven_by_smaller_ones(m: int, warmup: str) -> None:
-    (report,) = prove(
+    (report,) = JobPlan(
         from_mapping(
             {
                 "model": {"num_layers": 62},
@@ -260,7 +285,7 @@ def test_large_runs_of_2bw_are_proven_by_smaller_ones(m: int, warmup: str) -> No
                 },
             }
         )
-    )
+    ).prove()
     assert max(live.versions for live in report.peaks) == 2
     assert report.sizes.num_ranks == 12
 
@@ -373,28 +398,40 @@ def test_pictures() -> None:
     [
         (lambda: Sizes(1, 4, 2), "parallel.pp", "1f1b"),
         (lambda: Sizes(2, 4, 0), "pipeline.chunks", "1"),
-        (lambda: make_schedule("1f1b", chunks=2), "pipeline.chunks", "0"),
-        (lambda: make_schedule(NAME, chunks=1), "pipeline.chunks", "0"),
-        (lambda: make_schedule(NAME, warmup="latency"), "pipeline.warmup", "depth"),
-        (lambda: SCHEDULES["pipedream"].check_sizes(Sizes(2, 4, 2)), "pipeline.chunks", "0"),
-        (lambda: make_schedule("2bw", chunks=2, warmup="bandwidth"), "pipeline.warmup", "depth"),
+        (lambda: make_schedule(ScheduleOptions("1f1b", chunks=2)), "pipeline.chunks", "0"),
+        (lambda: make_schedule(ScheduleOptions(NAME, chunks=1)), "pipeline.chunks", "0"),
         (
-            lambda: make_schedule("2bw", chunks=2, gradient_buffers=1),
+            lambda: make_schedule(ScheduleOptions(NAME, warmup="latency")),
+            "pipeline.warmup",
+            "depth",
+        ),
+        (lambda: SCHEDULES["pipedream"].check_sizes(Sizes(2, 4, 2)), "pipeline.chunks", "0"),
+        (
+            lambda: make_schedule(ScheduleOptions("2bw", chunks=2, warmup="bandwidth")),
+            "pipeline.warmup",
+            "depth",
+        ),
+        (
+            lambda: make_schedule(ScheduleOptions("2bw", chunks=2, gradient_buffers=1)),
             "pipeline.gradient_buffers",
             "0",
         ),
         (
-            lambda: make_schedule("2bw", chunks=2, early_switch=1).check_sizes(Sizes(2, 4, 2)),
+            lambda: make_schedule(ScheduleOptions("2bw", chunks=2, early_switch=1)).check_sizes(
+                Sizes(2, 4, 2)
+            ),
             "pipeline.early_switch",
             "off",
         ),
         (
-            lambda: make_schedule("2bw", chunks=2).check_sizes(Sizes(4, 2, 2)),
+            lambda: make_schedule(ScheduleOptions("2bw", chunks=2)).check_sizes(Sizes(4, 2, 2)),
             "pipeline.num_microbatches",
             "3",
         ),
         (
-            lambda: make_schedule("2bw", chunks=2, warmup="latency").check_sizes(Sizes(4, 4, 2)),
+            lambda: make_schedule(ScheduleOptions("2bw", chunks=2, warmup="latency")).check_sizes(
+                Sizes(4, 4, 2)
+            ),
             "pipeline.num_microbatches",
             "6",
         ),

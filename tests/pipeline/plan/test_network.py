@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hybridpar.pipeline.plan.action import parse_actions
 from hybridpar.pipeline.plan.network import Network, Route
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import Sizes, find_schedule
 from hybridpar.pipeline.plan.simulate import Costs, StuckError, simulate
 from hybridpar.planner.hardware import DEVICES, Cluster, Level, Link
 
@@ -63,7 +64,12 @@ def test_same_as_simulate_where_no_link_is_shared(name, p, extra, clip, tied, da
         tied=tied,
     )
     ahead = 0 if name == "pipedream" else data.draw(st.integers(0, 1))
-    plan = make_plan(name, Sizes(p, p + extra), 0, 3, clip=clip, ahead=ahead)
+    plan = make_plan(
+        replace(find_schedule(name).with_options(clip=clip), receive_ahead=ahead),
+        Sizes(p, p + extra),
+        0,
+        3,
+    )
     expected = simulate(plan, costs)
     timeline = simulate_on(links_of_their_own(p, transfer, latency), plan, costs)
     for rank in plan:
@@ -104,7 +110,7 @@ def test_blocking_exchanges_add_to_the_period(half_duplex: bool, period: float) 
     card."""
     card = Link("", 1.0, 0.0, 1.0, half_duplex=half_duplex)
     network = Cluster(DEVICES["v100-16gb"], 1, 4, card, card).network([[0], [1], [2], [3]], 2.0)
-    plan = make_plan("2bw", Sizes(4, 4), 0, 12, ahead=0)
+    plan = make_plan(replace(find_schedule("2bw"), receive_ahead=0), Sizes(4, 4), 0, 12)
     assert simulate_on(network, plan, Costs(1, 2), blocking=True).step_time(4) == pytest.approx(
         4 * period
     )
@@ -134,7 +140,7 @@ def test_half_duplex_cards_and_links_inside_a_server() -> None:
 
 
 def test_a_blocking_reduction_takes_the_ranks_time() -> None:
-    plan = make_plan("2bw", Sizes(1, 2), 0, 6, clip=False)
+    plan = make_plan(ScheduleOptions("2bw", clip=False), Sizes(1, 2), 0, 6)
     costs = Costs(1, 2, reduce=5)
     assert simulate_on(links_of_their_own(1, 1), plan, costs).step_time(2) == pytest.approx(6)
     assert simulate_on(links_of_their_own(1, 1), plan, costs, blocking=True).step_time(

@@ -17,8 +17,9 @@ from hybridpar.pipeline.plan.kinds import COMPUTE, OF_STASH, ROWS, Kind
 from hybridpar.pipeline.plan.offload import add_offload, most_away
 from hybridpar.pipeline.plan.passes import lower, make_plan
 from hybridpar.pipeline.plan.perfetto import trace_entries
-from hybridpar.pipeline.plan.predict import Ordering, free_to_leave
-from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
+from hybridpar.pipeline.plan.predict import free_to_leave, predict_timeline
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, find_schedule
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.pipeline.plan.svg import draw_svg
 
@@ -39,7 +40,7 @@ def test_who_leaves_when() -> None:
     batch."""
     actions = [
         a
-        for a in lower("1f1b", Sizes(4, 6), 0, 0, 1, offload=9)
+        for a in lower(ScheduleOptions("1f1b", offload=9), Sizes(4, 6), 0, 0, 1)
         if a.kind in COMPUTE.union(OF_STASH)
     ]
     assert text_of(actions).replace("@0v0", "").replace("@0", "") == (
@@ -56,7 +57,17 @@ def test_so_many_are_away_at_once(name: str, split: bool) -> None:
     for rank in range(6):
         in_flight = SCHEDULES[name].max_live_activations(sizes, rank)
         for away in range(9):
-            here = most_here(list(lower(name, sizes, rank, 0, 3, offload=away, split=split)))
+            here = most_here(
+                list(
+                    lower(
+                        find_schedule(name).with_options(offload=away, split=split),
+                        sizes,
+                        rank,
+                        0,
+                        3,
+                    )
+                )
+            )
             if in_flight == 3:  # its first forwards are too near their backwards
                 assert here == 3
             else:
@@ -74,13 +85,17 @@ def test_every_plan_is_right_and_changes_nothing_else(data: st.DataObject) -> No
     away = data.draw(st.integers(1, 9))
     split = data.draw(st.booleans())
     parts = data.draw(st.integers(1, 2))
-    plan = make_plan(name, sizes, 1, 3, offload=away, split=split, parts=parts)
+    plan = make_plan(
+        find_schedule(name).with_options(offload=away, split=split), sizes, 1, 3, parts=parts
+    )
     check(plan, sizes, name)
     assert {
         rank: tuple(a for a in actions if a.kind not in OF_STASH) for rank, actions in plan.items()
-    } == make_plan(name, sizes, 1, 3, split=split, parts=parts)
+    } == make_plan(find_schedule(name).with_options(split=split), sizes, 1, 3, parts=parts)
     for rank, actions in plan.items():
-        before = most_here(list(lower(name, sizes, rank, 1, 3, split=split)))
+        before = most_here(
+            list(lower(find_schedule(name).with_options(split=split), sizes, rank, 1, 3))
+        )
         assert most_here([a for a in actions if a.part == 0]) <= before
         assert before > 2 or not any(a.kind is Kind.OFFLOAD for a in actions)
 
@@ -95,7 +110,7 @@ def test_every_plan_is_right_and_changes_nothing_else(data: st.DataObject) -> No
 )
 def test_a_move_that_is_missing(kind: Kind, message: str) -> None:
     sizes = Sizes(4, 4)
-    plan = make_plan("1f1b", Sizes(4, 4), offload=2)
+    plan = make_plan(ScheduleOptions("1f1b", offload=2), Sizes(4, 4))
     wrong = {**plan, 0: tuple(a for a in plan[0] if a.kind is not kind)}
     with pytest.raises(PlanError) as caught:
         check(wrong, sizes, "1f1b")
@@ -104,7 +119,7 @@ def test_a_move_that_is_missing(kind: Kind, message: str) -> None:
 
 def test_a_move_of_what_is_not_there() -> None:
     sizes = Sizes(4, 4)
-    plan = make_plan("1f1b", Sizes(4, 4), offload=2)
+    plan = make_plan(ScheduleOptions("1f1b", offload=2), Sizes(4, 4))
     for text, message in (
         ("OFFLOAD9@0", "what it moves is not there"),
         ("OFFLOAD0@0", "EVICT0@0 comes before"),
@@ -126,7 +141,8 @@ def test_what_it_costs(offload: float, reload: float, takes: float) -> None:
     last one must be out before the first comes back, and wherever a copy takes longer than what it
     goes on beside."""
     timeline = simulate(
-        make_plan("gpipe", Sizes(1, 6), offload=4), Costs(1, 2, offload=offload, reload=reload)
+        make_plan(ScheduleOptions("gpipe", offload=4), Sizes(1, 6)),
+        Costs(1, 2, offload=offload, reload=reload),
     )
     assert timeline.makespan == takes
     assert any(timeline.item_waits(0)) == (takes > 18)
@@ -136,11 +152,11 @@ def test_what_it_costs(offload: float, reload: float, takes: float) -> None:
 def test_as_many_as_cost_no_time(takes: float) -> None:
     """One more on the rank that it was counted on last takes longer; none where a copy takes for
     ever."""
-    costs, ordering = Costs(1, 2, offload=takes, reload=takes), Ordering("gpipe")
+    costs, ordering = Costs(1, 2, offload=takes, reload=takes), ScheduleOptions("gpipe")
 
     def step(sizes: Sizes, away: tuple[int, ...]) -> float:
-        return (
-            replace(ordering, offload=away).timeline(sizes, costs).step_time(sizes.num_microbatches)
+        return predict_timeline(replace(ordering, offload=away), sizes, costs).step_time(
+            sizes.num_microbatches
         )
 
     alone = Sizes(1, 12)
@@ -167,9 +183,9 @@ def by_trial_and_error(
             for costs in (FORWARD, BACKWARD)
         )
         costs = Costs(forward, backward, update=0.2, offload=takes, reload=takes)
-        return simulate(make_plan("gpipe", sizes, 0, 12, offload=away), costs).step_time(
-            sizes.num_microbatches
-        )
+        return simulate(
+            make_plan(ScheduleOptions("gpipe", offload=away), sizes, 0, 12), costs
+        ).step_time(sizes.num_microbatches)
 
     limit = 1.02 * step((0, 0, 0))
     if step(most) <= limit:
@@ -194,7 +210,7 @@ def test_what_ranks_lose_where_any_leave_is_a_cost(
     """CUDA graphs, say. The last of these three ranks has time to spare, and may be slower at no
     cost."""
     sizes = Sizes(3, 8)
-    ordering = Ordering("gpipe")
+    ordering = ScheduleOptions("gpipe")
     resident = Costs(FORWARD, BACKWARD, update=0.2)
     costs = Costs(
         [slower * one for one in FORWARD],
@@ -244,20 +260,23 @@ def test_costs_of_some_ranks() -> None:
 
 def test_copies_that_take_the_ranks_own_time_are_not_free() -> None:
     costs = Costs(1, 2, calls={Kind.OFFLOAD: 0.5, Kind.RELOAD: 0.5})
-    assert free_to_leave(costs, Sizes(1, 12), Ordering("gpipe")) == (0,)
+    assert free_to_leave(costs, Sizes(1, 12), ScheduleOptions("gpipe")) == (0,)
 
 
 def test_each_rank_has_its_own_number() -> None:
     sizes = Sizes(4, 6)
     away = (2, 0, 0, 0)
-    for rank, actions in make_plan("gpipe", sizes, offload=away).items():
-        assert actions == tuple(lower("gpipe", sizes, rank, 0, 1, offload=away[rank]))
+    for rank, actions in make_plan(ScheduleOptions("gpipe", offload=away), sizes).items():
+        assert actions == tuple(
+            lower(ScheduleOptions("gpipe", offload=away[rank]), sizes, rank, 0, 1)
+        )
         assert any(a.kind is Kind.OFFLOAD for a in actions) == (away[rank] > 0)
 
 
 def test_it_is_drawn() -> None:
     timeline = simulate(
-        make_plan("gpipe", Sizes(1, 6), offload=4), Costs(1, 2, offload=0.5, reload=3.0)
+        make_plan(ScheduleOptions("gpipe", offload=4), Sizes(1, 6)),
+        Costs(1, 2, offload=0.5, reload=3.0),
     )
     picture = draw_svg(timeline)
     for text in (

@@ -10,7 +10,8 @@ from pipeline.plan.test_simulate import relative_step
 
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedules import WARMUPS, Sizes, make_schedule
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import WARMUPS, Sizes, find_schedule, make_schedule
 from hybridpar.pipeline.plan.simulate import Costs, simulate
 
 
@@ -72,8 +73,10 @@ def test_agrees_with_an_independent_simulation(setting, forward, backward, laten
     latency = (
         min(latency, forward, backward) / 2
     )  # a receive that is posted one action ahead is early enough for that
-    schedule = make_schedule("2bw", warmup=options["warmup"], early_switch=options["early_switch"])
-    plan = make_plan(schedule, sizes, 0, 4, clip=False)
+    schedule = make_schedule(
+        ScheduleOptions("2bw", warmup=options["warmup"], early_switch=options["early_switch"])
+    )
+    plan = make_plan(find_schedule(schedule).with_options(clip=False), sizes, 0, 4)
     timeline = simulate(plan, Costs(forward, backward, latency=latency, reduce=reduce))
     starts = {
         (rank, action.microbatch): start
@@ -97,14 +100,14 @@ CPU = {
 @pytest.mark.parametrize("where", [{}, CPU])
 @pytest.mark.parametrize("m", [16, 32, 64])
 def test_early_switch_by_one_costs_nothing(m, where):
-    schedule = make_schedule("2bw", early_switch=1)
+    schedule = make_schedule(ScheduleOptions("2bw", early_switch=1))
     assert relative_step(schedule, 8, m, reduce=1, norm=0.5, **where) == 1
     assert schedule.mean_delay(Sizes(8, m), 0) == 8 / m
 
 
 @pytest.mark.parametrize("m", [32, 64])
 def test_early_switch_by_nothing_waits_for_the_reduction(m):
-    schedule = make_schedule("2bw", early_switch=0)
+    schedule = make_schedule(ScheduleOptions("2bw", early_switch=0))
     assert relative_step(schedule, 8, m, reduce=1.5) == pytest.approx(1 + 1.5 / (3 * m))
     assert schedule.mean_delay(Sizes(8, m), 0) == 7 / m
 
@@ -112,7 +115,9 @@ def test_early_switch_by_nothing_waits_for_the_reduction(m):
 @pytest.mark.parametrize("reduce", [1.5, 3, 6])
 def test_a_later_switch_hides_a_longer_reduction(reduce):
     steps = [
-        relative_step(make_schedule("2bw", early_switch=switch), 8, 32, reduce=reduce)
+        relative_step(
+            make_schedule(ScheduleOptions("2bw", early_switch=switch)), 8, 32, reduce=reduce
+        )
         for switch in range(5)
     ]
     assert all(later <= earlier for earlier, later in pairwise(steps))
@@ -122,8 +127,10 @@ def test_a_later_switch_hides_a_longer_reduction(reduce):
 
 
 def test_one_pair_is_hidden_where_the_pipeline_is_just_full():
-    assert relative_step(make_schedule("2bw"), 8, 8, reduce=3) == 1
-    assert relative_step(make_schedule("2bw"), 8, 8, reduce=6) == pytest.approx(1.125)
+    assert relative_step(make_schedule(ScheduleOptions("2bw")), 8, 8, reduce=3) == 1
+    assert relative_step(make_schedule(ScheduleOptions("2bw")), 8, 8, reduce=6) == pytest.approx(
+        1.125
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +138,14 @@ def test_one_pair_is_hidden_where_the_pipeline_is_just_full():
 )
 def test_norm_leaves_the_slack_to_the_reduction(p, m, pairs):
     assert (
-        relative_step(make_schedule("2bw"), p, m, reduce=3 * pairs, norm=0.5, blocking_norm=True)
+        relative_step(
+            make_schedule(ScheduleOptions("2bw")),
+            p,
+            m,
+            reduce=3 * pairs,
+            norm=0.5,
+            blocking_norm=True,
+        )
         == 1
     )
 
@@ -139,8 +153,8 @@ def test_norm_leaves_the_slack_to_the_reduction(p, m, pairs):
 @pytest.mark.parametrize("latency", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize("early_switch", [None, 8])
 def test_a_longer_warmup_hides_the_latency(latency, early_switch):
-    for_latency = make_schedule("2bw", warmup="latency", early_switch=early_switch)
-    for_depth = make_schedule("2bw", early_switch=early_switch)
+    for_latency = make_schedule(ScheduleOptions("2bw", warmup="latency", early_switch=early_switch))
+    for_depth = make_schedule(ScheduleOptions("2bw", early_switch=early_switch))
     costs = {"latency": latency, "reduce": 0.5}
     assert (
         relative_step(for_latency, 8, 32, **costs)
@@ -162,19 +176,23 @@ def test_a_longer_warmup_hides_the_latency(latency, early_switch):
 def test_longer_warmups_hide_transfers_of_half_a_pair_and_of_a_whole_one(warmup, costs):
     """The most they can hide, and transfers longer than a forward: receives are posted early
     enough."""
-    assert relative_step(make_schedule("2bw", warmup=warmup), 8, 64, **costs) == 1
+    assert relative_step(make_schedule(ScheduleOptions("2bw", warmup=warmup)), 8, 64, **costs) == 1
     shorter = next(name for name, factor in WARMUPS.items() if factor == WARMUPS[warmup] - 1)
-    assert relative_step(make_schedule("2bw", warmup=shorter), 8, 64, **costs) > 1.1
+    assert (
+        relative_step(make_schedule(ScheduleOptions("2bw", warmup=shorter)), 8, 64, **costs) > 1.1
+    )
 
 
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_half_micro_batches_hide_what_whole_ones_cannot_in_fewer_samples(p):
     """A link of 0.7 W each way: 2p - 1 halves are fewer samples than the p that the ordinary
     warm-up has in flight."""
-    depth, latency = (make_schedule("2bw", warmup=warmup) for warmup in ("depth", "latency"))
+    depth, latency = (
+        make_schedule(ScheduleOptions("2bw", warmup=warmup)) for warmup in ("depth", "latency")
+    )
     whole, halves = (
         simulate(
-            make_plan(schedule, Sizes(p, m), num_batches=8, split=True),
+            make_plan(find_schedule(schedule).with_options(split=True), Sizes(p, m), num_batches=8),
             Costs(4 * p / m, 8 * p / m, latency=2.8 / 4),
         ).step_time(m)
         for schedule, m in ((depth, p * 4), (latency, p * 8))
@@ -186,7 +204,9 @@ def test_half_micro_batches_hide_what_whole_ones_cannot_in_fewer_samples(p):
 
 
 def test_a_longer_warmup_hides_latency_for_1f1b_too():
-    depth, latency = (make_schedule("1f1b", warmup=warmup) for warmup in ("depth", "latency"))
+    depth, latency = (
+        make_schedule(ScheduleOptions("1f1b", warmup=warmup)) for warmup in ("depth", "latency")
+    )
     # one round trip a batch is left of one for every warm-up
     assert relative_step(latency, 8, 32, latency=0.5) == pytest.approx((39 * 3 + 2 * 7 * 0.5) / 96)
     assert (
@@ -200,9 +220,9 @@ def test_one_gradient_buffer_waits_once_a_batch():
     one, two, flush = (
         relative_step(schedule, 8, 32, reduce=1, norm=0.5)
         for schedule in (
-            make_schedule("2bw", gradient_buffers=1),
-            make_schedule("2bw"),
-            make_schedule("1f1b"),
+            make_schedule(ScheduleOptions("2bw", gradient_buffers=1)),
+            make_schedule(ScheduleOptions("2bw")),
+            make_schedule(ScheduleOptions("1f1b")),
         )
     )
     assert two == 1
@@ -216,7 +236,7 @@ def test_an_update_takes_its_own_time_and_no_more():
     """No place for UPDATE is better: no stage of a balanced pipeline has a gap for it."""
     for options in ({}, {"early_switch": 2}, {"warmup": "latency"}):
         for gather in (False, True):
-            schedule = make_schedule("2bw", **options)
+            schedule = make_schedule(ScheduleOptions("2bw", **options))
             assert relative_step(
                 schedule, 4, 16, reduce=1, update=0.75, gather=gather
             ) == pytest.approx(1 + 0.75 / 48)

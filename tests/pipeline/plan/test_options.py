@@ -10,7 +10,14 @@ from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.check import check
 from hybridpar.pipeline.plan.liveness import Live
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.schedules import SCHEDULES, WARMUPS, Sizes, make_schedule
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import (
+    SCHEDULES,
+    WARMUPS,
+    Sizes,
+    find_schedule,
+    make_schedule,
+)
 
 
 @st.composite
@@ -37,9 +44,13 @@ def versions(schedule, sizes, stage, first_batch, num_batches):
 
 
 def test_no_options_is_the_schedule_of_the_table():
-    assert all(make_schedule(name) == schedule for name, schedule in SCHEDULES.items())
-    assert make_schedule("gpipe", gradient_buffers=1) == SCHEDULES["gpipe"]
-    assert make_schedule("2bw", gradient_buffers=2) == SCHEDULES["2bw"]
+    assert all(
+        make_schedule(ScheduleOptions(name)) == schedule for name, schedule in SCHEDULES.items()
+    )
+    for name, buffers in (("gpipe", 1), ("2bw", 2)):
+        assert SCHEDULES[name].num_gradient_buffers == buffers
+        made = make_schedule(ScheduleOptions(name, gradient_buffers=buffers))
+        assert made == SCHEDULES[name].with_options(gradient_buffers=buffers)
 
 
 OFF = {"warmup": "depth", "early_switch": None, "gradient_buffers": 0, "sync_steps": 0}
@@ -62,29 +73,29 @@ OFF = {"warmup": "depth", "early_switch": None, "gradient_buffers": 0, "sync_ste
 )
 def test_refused(name, option, value, rule):
     with pytest.raises(ConfigError) as error:
-        make_schedule(name, **{option: value})
+        make_schedule(ScheduleOptions(name, **{option: value}))
     (problem,) = error.value.problems
     assert (problem.field, problem.value) == (f"pipeline.{option}", value)
     assert problem.rule.startswith(rule)
     works = OFF[option]
     assert problem.suggestion == ("off" if works is None else str(works))
-    make_schedule(name, **{option: works})
+    make_schedule(ScheduleOptions(name, **{option: works}))
 
 
 def test_all_problems_at_once():
     with pytest.raises(ConfigError) as error:
-        make_schedule("1f1b", warmup="latency", early_switch=1, sync_steps=2)
+        make_schedule(ScheduleOptions("1f1b", warmup="latency", early_switch=1, sync_steps=2))
     assert [problem.field for problem in error.value.problems] == [
         "pipeline.early_switch",
         "pipeline.sync_steps",
     ]
     with pytest.raises(ConfigError, match="zigzag"):
-        make_schedule("zigzag")
+        make_schedule(ScheduleOptions("zigzag"))
 
 
 def test_one_buffer_stops_what_a_longer_warmup_has_in_flight():
     with pytest.raises(ConfigError, match=r"gradient_buffers = 1: must be 0 or 2 .*'latency'"):
-        make_schedule("2bw", warmup="latency", gradient_buffers=1)
+        make_schedule(ScheduleOptions("2bw", warmup="latency", gradient_buffers=1))
 
 
 @pytest.mark.parametrize(
@@ -100,13 +111,15 @@ def test_one_buffer_stops_what_a_longer_warmup_has_in_flight():
 )
 def test_sizes(p, m, options, field, works):
     with pytest.raises(ConfigError) as error:
-        make_schedule("2bw", **options).check_sizes(Sizes(p, m))
+        make_schedule(ScheduleOptions("2bw", **options)).check_sizes(Sizes(p, m))
     (problem,) = error.value.problems
     assert (problem.field, problem.suggestion) == (field, str(works))
     if field == "pipeline.num_microbatches":
-        make_schedule("2bw", **options).check_sizes(Sizes(p, works))
+        make_schedule(ScheduleOptions("2bw", **options)).check_sizes(Sizes(p, works))
     else:
-        make_schedule("2bw", **options | {"early_switch": works}).check_sizes(Sizes(p, m))
+        make_schedule(ScheduleOptions("2bw", **options | {"early_switch": works})).check_sizes(
+            Sizes(p, m)
+        )
 
 
 # Which weights are used
@@ -129,14 +142,17 @@ def test_versions_of_2bw(setting, skipped, num_batches, data):
         for i in range(1, m + 1):
             fresh = switch is not None and i > p - 1 + switch
             expected[(j - 1) * m + i - 1] = max(j - 1 if fresh else j - 2, floor)
-    assert versions(make_schedule("2bw", **options), sizes, stage, first, num_batches) == expected
+    assert (
+        versions(make_schedule(ScheduleOptions("2bw", **options)), sizes, stage, first, num_batches)
+        == expected
+    )
 
 
 @settings(deadline=None)
 @given(options_of_2bw(), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())
 def test_a_drain_changes_no_version(setting, ranges, data):
     options, sizes = setting
-    schedule = make_schedule("2bw", **options)
+    schedule = make_schedule(ScheduleOptions("2bw", **options))
     floor = options["sync_steps"]
     stage = data.draw(st.integers(0, sizes.num_stages - 1))
     drained = {}
@@ -149,23 +165,23 @@ def test_a_drain_changes_no_version(setting, ranges, data):
 
 def test_the_largest_early_switch_is_the_papers_rule():
     sizes = Sizes(4, 9)
-    classic = make_schedule("2bw")
-    assert make_plan(make_schedule("2bw", early_switch=6), sizes, 1, 4) == make_plan(
-        classic, sizes, 1, 4
-    )
-    assert make_plan(make_schedule("2bw", early_switch=5), sizes, 1, 4) != make_plan(
-        classic, sizes, 1, 4
-    )
+    classic = make_schedule(ScheduleOptions("2bw"))
+    assert make_plan(
+        make_schedule(ScheduleOptions("2bw", early_switch=6)), sizes, 1, 4
+    ) == make_plan(classic, sizes, 1, 4)
+    assert make_plan(
+        make_schedule(ScheduleOptions("2bw", early_switch=5)), sizes, 1, 4
+    ) != make_plan(classic, sizes, 1, 4)
 
 
 def test_synchronous_steps_come_first():
     """Before sync_steps a batch t uses W(t): the rule of the 1f1b that runs it."""
-    schedule = make_schedule("2bw", sync_steps=3)
+    schedule = make_schedule(ScheduleOptions("2bw", sync_steps=3))
     sizes = Sizes(2, 2)
     assert [schedule.version(sizes, 1, 2 * t, 0) for t in range(7)] == [0, 1, 2, 3, 3, 4, 5]
     with pytest.raises(AssertionError, match="batch 2 runs as 1f1b"):
         schedule.compute_actions(sizes, 0, 2)
-    pipedream = make_schedule("pipedream", sync_steps=3)
+    pipedream = make_schedule(ScheduleOptions("pipedream", sync_steps=3))
     assert list(versions(pipedream, sizes, 0, 3, 3).values()) == [3, 3, 3, 4, 4, 5]
     assert list(versions(pipedream, sizes, 1, 3, 3).values()) == [3, 3, 4, 4, 5, 5]
 
@@ -174,7 +190,7 @@ def test_delays():
     sizes = Sizes(4, 8)
 
     def of(name, **options):
-        schedule = make_schedule(name, **options)
+        schedule = make_schedule(ScheduleOptions(name, **options))
         return (
             schedule.num_stale(sizes),
             schedule.slack(sizes),
@@ -190,8 +206,8 @@ def test_delays():
     assert of("2bw", warmup="latency") == (8, 2, [1, 1, 1, 1])
     assert of("2bw", warmup="latency", early_switch=3, sync_steps=2) == (6, 0, [0.75] * 4)
     assert of("pipedream") == of("pipedream", sync_steps=4) == (3, 0, [3 / 8, 2 / 8, 1 / 8, 0])
-    assert make_schedule("pipedream").mean_delay(Sizes(4, 2), 0) == 1.5
-    assert make_schedule("2bw", early_switch=0).num_stale(Sizes(1, 4)) == 0
+    assert make_schedule(ScheduleOptions("pipedream")).mean_delay(Sizes(4, 2), 0) == 1.5
+    assert make_schedule(ScheduleOptions("2bw", early_switch=0)).num_stale(Sizes(1, 4)) == 0
 
 
 # That the plans are right
@@ -201,9 +217,11 @@ def test_delays():
 @given(options_of_2bw(), st.integers(0, 2), st.integers(1, 4), st.booleans(), st.booleans())
 def test_every_plan_is_right(setting, skipped, num_batches, clip, gather):
     options, sizes = setting
-    schedule = make_schedule("2bw", **options)
+    schedule = make_schedule(ScheduleOptions("2bw", **options))
     first = options["sync_steps"] + skipped
-    plan = make_plan(schedule, sizes, first, num_batches, clip=clip, gather=gather)
+    plan = make_plan(
+        find_schedule(schedule).with_options(clip=clip, gather=gather), sizes, first, num_batches
+    )
     report = check(plan, sizes, schedule, first, num_batches)
     ends = (
         (Kind.NORM, Kind.UPDATE) if clip else (Kind.UPDATE,)
@@ -224,8 +242,14 @@ def test_every_plan_is_right(setting, skipped, num_batches, clip, gather):
 @given(st.integers(1, 8), st.integers(1, 24), st.integers(0, 2), st.booleans())
 def test_1f1b_may_run_ahead_too(p, m, first, clip):
     sizes = Sizes(p, m)
-    schedule = make_schedule("1f1b", warmup="latency")
-    report = check(make_plan(schedule, sizes, first, 3, clip=clip), sizes, schedule, first, 3)
+    schedule = make_schedule(ScheduleOptions("1f1b", warmup="latency"))
+    report = check(
+        make_plan(find_schedule(schedule).with_options(clip=clip), sizes, first, 3),
+        sizes,
+        schedule,
+        first,
+        3,
+    )
     assert report.peaks == tuple(Live(min(2 * (p - 1 - r) + 1, m), 1, 1) for r in range(p))
 
 
@@ -234,10 +258,11 @@ def test_1f1b_may_run_ahead_too(p, m, first, clip):
 def test_updates_move_only_to_an_earlier_place(setting, clip):
     """`gather` changes nothing but where NORM and UPDATE stand, and each stands no later."""
     options, sizes = setting
-    schedule = make_schedule("2bw", **options)
+    schedule = make_schedule(ScheduleOptions("2bw", **options))
     first = options["sync_steps"]
     late, early = (
-        make_plan(schedule, sizes, first, 3, clip=clip, gather=gather) for gather in (False, True)
+        make_plan(find_schedule(schedule).with_options(clip=clip, gather=gather), sizes, first, 3)
+        for gather in (False, True)
     )
     for rank in range(sizes.num_stages):
         fixed = [

@@ -9,15 +9,16 @@ import pytest
 from planner import made
 
 from hybridpar.config import Config, from_mapping, load_toml, to_toml
+from hybridpar.config.rules import conflicts
 from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.check import check
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.order import format_order
 from hybridpar.pipeline.plan.passes import lower, make_plan
-from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.prove import prove
-from hybridpar.pipeline.plan.schedules import Sizes, make_schedule, schedule_of
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import Sizes, find_schedule, make_schedule, schedule_of
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.planner.candidates import Request, candidates
 from hybridpar.validate import problems
@@ -56,36 +57,40 @@ def test_the_order_of_a_schedule_is_that_schedule(name: str) -> None:
     order = [
         " ".join(
             f"{action.kind.value}{action.microbatch}"
-            for action in make_schedule(name).compute_actions(sizes, rank, 0, 1)
+            for action in make_schedule(ScheduleOptions(name)).compute_actions(sizes, rank, 0, 1)
         )
         for rank in range(p)
     ]
-    own = make_schedule("own", order=order)
+    own = make_schedule(ScheduleOptions("own", order=order))
     for rank in range(p):
         assert [*lower(own, sizes, rank, 0, 3)] == [*lower(name, sizes, rank, 0, 3)]
-        assert own.max_live_activations(sizes, rank) == make_schedule(name).max_live_activations(
-            sizes, rank
+        assert own.max_live_activations(sizes, rank) == make_schedule(
+            ScheduleOptions(name)
+        ).max_live_activations(sizes, rank)
+        assert own.warmup(sizes, rank) == min(
+            make_schedule(ScheduleOptions(name)).warmup(sizes, rank), m - 1
         )
-        assert own.warmup(sizes, rank) == min(make_schedule(name).warmup(sizes, rank), m - 1)
 
 
 def test_it_is_proven_simulated_and_kept_in_the_configuration(tmp_path: Any) -> None:
     config = make(ZB_H1, 3)
-    prove(config)
+    JobPlan(config).prove()
     assert not problems(config, 2)
     (tmp_path / "own.toml").write_text(to_toml(config))
     assert load_toml(tmp_path / "own.toml") == config
     sizes, costs = Sizes.of(config), Costs([1.0] * 2, [2.0] * 2)
-    plan = make_plan(schedule_of(config.pipeline), sizes, 0, 2, split=True)
-    assert str(check(plan, sizes, schedule_of(config.pipeline)))
+    plan = make_plan(find_schedule(schedule_of(config)).with_options(split=True), sizes, 0, 2)
+    assert str(check(plan, sizes, schedule_of(config)))
     compute = [str(a).partition("@")[0] for a in plan[1] if a.kind in (Kind.F, Kind.I, Kind.W)][:9]
     assert compute == ZB_H1[1].split()
     own, split = (
-        simulate(make_plan(schedule, sizes, 0, 1, split=True), costs).makespan
-        for schedule in (schedule_of(config.pipeline), "1f1b")
+        simulate(
+            make_plan(find_schedule(schedule).with_options(split=True), sizes, 0, 1), costs
+        ).makespan
+        for schedule in (schedule_of(config), "1f1b")
     )
     assert own < split, "W fills the drain"
-    assert Ordering.of(config).make().order == schedule_of(config.pipeline).order
+    assert make_schedule(ScheduleOptions.of(config)).order == schedule_of(config).order
 
 
 @pytest.mark.parametrize(
@@ -112,14 +117,16 @@ def test_it_is_proven_simulated_and_kept_in_the_configuration(tmp_path: Any) -> 
 def test_what_cannot_run_is_named(order: tuple[str, ...], m: int, text: str | None) -> None:
     sizes = Sizes(len(order), m)
     if text is None:
-        make_schedule("own", order=order).check_sizes(sizes)
+        make_schedule(ScheduleOptions("own", order=order)).check_sizes(sizes)
         with pytest.raises(
             ConfigError, match=r"must have a line for each of parallel.pp = 3 ranks"
         ):
-            make_schedule("own", order=order).check_sizes(replace(sizes, num_ranks=3))
+            make_schedule(ScheduleOptions("own", order=order)).check_sizes(
+                replace(sizes, num_ranks=3)
+            )
         return
     with pytest.raises(ConfigError, match=rf"pipeline\.order = .*{text}"):
-        make_schedule("own", order=order).check_sizes(sizes)
+        make_schedule(ScheduleOptions("own", order=order)).check_sizes(sizes)
 
 
 def test_letters_name_the_stages_of_a_rank() -> None:
@@ -127,7 +134,9 @@ def test_letters_name_the_stages_of_a_rank() -> None:
     lines = ("F0 F1 F0b B0b F1b B1b B0 B1", "F0 F0b F1 B0b F1b B0 B1b B1")
     for placement, chunks in (("v", 0), ("loop", 2)):
         sizes = Sizes(2, 2, 2, placement)
-        schedule = make_schedule("own", order=lines, chunks=chunks, placement=placement)
+        schedule = make_schedule(
+            ScheduleOptions("own", order=lines, chunks=chunks, placement=placement)
+        )
         for rank, line in enumerate(lines):
             steps = [
                 (a.kind, a.stage, a.microbatch) for a in schedule.compute_actions(sizes, rank, 0, 1)
@@ -138,27 +147,29 @@ def test_letters_name_the_stages_of_a_rank() -> None:
     with pytest.raises(
         ConfigError, match=r"of rank 0 must have F0b and either B0b or both I0b and W0b"
     ):
-        make_schedule("own", order=("F0 B0", "F0 B0"), chunks=2).check_sizes(Sizes(2, 1, 2))
+        make_schedule(ScheduleOptions("own", order=("F0 B0", "F0 B0"), chunks=2)).check_sizes(
+            Sizes(2, 1, 2)
+        )
 
 
 def test_orders_that_wait_for_each_other_are_found_before_a_run() -> None:
     from hybridpar.pipeline.plan.check import PlanError
 
     with pytest.raises(PlanError, match=r"(?i)deadlock|waits"):
-        prove(make(("F0 B0 F1 B1", "F0 F1 B0 B1"), 2))
+        JobPlan(make(("F0 B0 F1 B1", "F0 F1 B0 B1"), 2)).prove()
 
 
 def test_options_that_do_not_go_together() -> None:
     with pytest.raises(
         ConfigError, match=r"pipeline\.order = .*must name what each rank computes.*F0 F1 B0 B1"
     ):
-        make_schedule("own")
+        make_schedule(ScheduleOptions("own"))
     with pytest.raises(
         ConfigError, match=r"pipeline\.order.*schedule 1f1b has no such option, only own"
     ):
-        make_schedule("1f1b", order=("F0 B0",))
+        make_schedule(ScheduleOptions("1f1b", order=("F0 B0",)))
     config = make(ZB_H1, 3, pipeline={"split_backward": False})
-    assert any(p.field == "pipeline.split_backward" for p in config.conflicts())
+    assert any(p.field == "pipeline.split_backward" for p in conflicts(config))
 
 
 def test_a_planner_takes_other_schedules() -> None:

@@ -12,18 +12,22 @@ from hybridpar.pipeline.plan.check import PlanError, check
 from hybridpar.pipeline.plan.kinds import ROWS
 from hybridpar.pipeline.plan.parts import Division, PartCounts
 from hybridpar.pipeline.plan.passes import forward_actions, lower, make_plan
-from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, find_schedule
 from hybridpar.pipeline.plan.simulate import Costs, simulate
 
 
 def one_rank(division, num_microbatches=2, schedule="gpipe", **options):
-    text = text_of(lower(schedule, Sizes(1, num_microbatches), 0, 0, 1, parts=division, **options))
+    schedule = find_schedule(schedule).with_options(**options)
+    text = text_of(lower(schedule, Sizes(1, num_microbatches), 0, 0, 1, parts=division))
     return text.replace("@0", "").replace("v0", "")
 
 
 def test_every_action_becomes_its_parts():
     assert one_rank(3, 1) == "F0 F0.1 F0.2 B0.2 B0.1 B0 REDUCE0 NORM0 UPDATE0 UPDATE0.1 UPDATE0.2"
-    split = lower("1f1b", Sizes(2, 1), 1, 0, 1, parts=Division(2, norms=True), split=True)
+    split = lower(
+        ScheduleOptions("1f1b", split=True), Sizes(2, 1), 1, 0, 1, parts=Division(2, norms=True)
+    )
     assert text_of(split).replace("@1", "").replace("v0", "") == (
         "RECV_F0 F0 F0.1 I0.1 I0 SEND_B0 W0.1 W0 REDUCE0 NORM0.1 NORM0 UPDATE0 UPDATE0.1"
     )
@@ -92,9 +96,9 @@ def test_a_divided_plan_is_right_and_holds_and_takes_what_the_whole_one_does(
     name, p, m, seed, split, norms, late
 ):
     sizes = drawn_sizes(name, p, m)
-    whole = make_plan(name, sizes, 0, 3, split=split)
+    whole = make_plan(find_schedule(name).with_options(split=split), sizes, 0, 3)
     division = Division(lambda s: 1 + (7 * s + seed) % 4, norms=norms, late=late)
-    divided = make_plan(name, sizes, 0, 3, split=split, parts=division)
+    divided = make_plan(find_schedule(name).with_options(split=split), sizes, 0, 3, parts=division)
     one = check(whole, sizes, name)
     other = check(divided, sizes, name)
     assert one.peaks == other.peaks
@@ -113,7 +117,13 @@ def test_a_divided_plan_is_right_and_holds_and_takes_what_the_whole_one_does(
 def test_a_fault_in_a_divided_plan_is_found(name, p, m, seed, split, data):
     """Any part left out, told twice, or put before the part (or action) that it needs."""
     sizes = drawn_sizes(name, p, m)
-    plan = make_plan(name, sizes, 0, 2, split=split, parts=Division(2 + seed % 3, norms=True))
+    plan = make_plan(
+        find_schedule(name).with_options(split=split),
+        sizes,
+        0,
+        2,
+        parts=Division(2 + seed % 3, norms=True),
+    )
     rank = data.draw(st.integers(0, sizes.num_ranks - 1))
     actions = list(plan[rank])
     step = data.draw(st.sampled_from([i for i, a in enumerate(actions) if a.part]))
@@ -160,7 +170,9 @@ def test_updates_that_are_late():
     end of the range."""
 
     def text(sizes, schedule, division, **options):
-        actions = lower(schedule, sizes, 0, 0, 2, parts=division, **options)
+        actions = lower(
+            find_schedule(schedule).with_options(**options), sizes, 0, 0, 2, parts=division
+        )
         return text_of(action for action in actions if not ROWS[action.kind].side).replace("@0", "")
 
     major = text(Sizes(1, 2), "gpipe", Division(2, part_major=True, late=True))
@@ -187,11 +199,21 @@ def test_a_plan_with_a_host_is_right_and_each_part_waits_for_its_own(
     behind it."""
     sizes = drawn_sizes(name, p, m)
     division = Division(lambda s: 1 + (7 * s + seed) % 4)
-    plan = make_plan(name, sizes, 0, 4, split=split, host=host, gather=gather, parts=division)
+    plan = make_plan(
+        find_schedule(name).with_options(split=split, host=host, gather=gather),
+        sizes,
+        0,
+        4,
+        parts=division,
+    )
     report = check(plan, sizes, name)
     assert (
         report.peaks
-        == check(make_plan(name, sizes, 0, 4, split=split, gather=gather), sizes, name).peaks
+        == check(
+            make_plan(find_schedule(name).with_options(split=split, gather=gather), sizes, 0, 4),
+            sizes,
+            name,
+        ).peaks
     )
     for actions in plan.values():
         assert [a.microbatch for a in actions if a.kind is Kind.HOST] == [0, 1, 2, 3]
@@ -209,7 +231,7 @@ def test_a_plan_with_a_host_is_right_and_each_part_waits_for_its_own(
 
 
 def test_the_host_begins_a_batch_once_the_one_before_is_made():
-    plan = list(lower("2bw", Sizes(1, 2), 0, 0, 3, host=1.0))
+    plan = list(lower(ScheduleOptions("2bw", host=1.0), Sizes(1, 2), 0, 0, 3))
     host, update = (
         plan.index(Action(kind, 0, batch, batch + 1))
         for kind, batch in ((Kind.HOST, 1), (Kind.UPDATE, 0))

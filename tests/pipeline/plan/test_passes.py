@@ -19,12 +19,13 @@ from hybridpar.pipeline.plan.passes import (
     merge_backward,
     split_backward,
 )
-from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, make_schedule
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, find_schedule, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
 
 
 def without_communication(name, p, m, stage, num_batches=3, **options):
-    actions = lower(name, Sizes(p, m), stage, 0, num_batches, **options)
+    actions = lower(ScheduleOptions(name, **options), Sizes(p, m), stage, 0, num_batches)
     kinds = COMPUTE | {Kind.REDUCE, Kind.NORM, Kind.UPDATE}
     return text_of(a for a in actions if a.kind in kinds).replace(f"@{stage}", "")
 
@@ -80,12 +81,17 @@ def test_feedback_is_settled_before_the_next_batch_is_reduced():
             ("pipedream", {}),
         ),
     ):
-        schedule = make_schedule(name, **options)
+        schedule = make_schedule(ScheduleOptions(name, **options))
         sizes = Sizes(p, m)
         if m < schedule.warmup(sizes, 0):
             continue
         for host, settles in ((0.0, Kind.UPDATE), (1.0, Kind.HOST)):
-            plan = make_plan(schedule, sizes, 0, 4, feedback=True, split=split, host=host)
+            plan = make_plan(
+                find_schedule(schedule).with_options(feedback=True, split=split, host=host),
+                sizes,
+                0,
+                4,
+            )
             check(plan, sizes, schedule)
             for actions in plan.values():
                 settled = [i for i, action in enumerate(actions) if action.kind is settles]
@@ -100,7 +106,7 @@ def test_feedback_is_settled_before_the_next_batch_is_reduced():
 
 def test_one_gradient_buffer():
     # UPDATE(t) right before the first backward of batch t+1, on every stage
-    schedule = make_schedule("2bw", gradient_buffers=1)
+    schedule = make_schedule(ScheduleOptions("2bw", gradient_buffers=1))
     assert without_communication(schedule, 3, 4, 0, 2) == (
         "F0v0 F1v0 F2v0 B0v0 F3v0 B1v0 F4v0 B2v0 F5v0 B3v0 REDUCE0 F6v0 NORM0 UPDATE0 B4v0 F7v0 "
         "B5v0 B6v0 B7v0 REDUCE1 "
@@ -116,7 +122,7 @@ def test_one_gradient_buffer():
 def test_early_switch():
     # p-1+L = 3 of 5 micro-batches use the older weights, and UPDATE(t) comes right before the first
     # that does not
-    schedule = make_schedule("2bw", early_switch=1)
+    schedule = make_schedule(ScheduleOptions("2bw", early_switch=1))
     assert without_communication(schedule, 3, 5, 0, 2) == (
         "F0v0 F1v0 F2v0 B0v0 F3v0 B1v0 F4v0 B2v0 F5v0 B3v0 F6v0 B4v0 REDUCE0 F7v0 NORM0 B5v0 "
         "UPDATE0 F8v1 B6v0 F9v1 "
@@ -135,7 +141,7 @@ def test_pipedream_updates_at_once():
 
 def test_receives_are_posted_before_the_preceding_compute_action():
     # 1f1b, p=2, m=3:    F0 F1 B0 F2 B1 B2 and F0 B0 F1 B1 F2 B2
-    first, last = make_plan("1f1b", Sizes(2, 3), ahead=1).values()
+    first, last = make_plan(replace(find_schedule("1f1b"), receive_ahead=1), Sizes(2, 3)).values()
     end = " REDUCE0@{0} NORM0@{0} UPDATE0@{0}"
     assert text_of(first) == (
         "F0@0v0 SEND_F0@0 RECV_B0@0 F1@0v0 SEND_F1@0 B0@0v0 RECV_B1@0 F2@0v0 SEND_F2@0 RECV_B2@0 "
@@ -148,14 +154,14 @@ def test_receives_are_posted_before_the_preceding_compute_action():
 
 
 def test_receives_posted_late():
-    first, _ = make_plan("1f1b", Sizes(2, 2), ahead=0).values()
+    first, _ = make_plan(replace(find_schedule("1f1b"), receive_ahead=0), Sizes(2, 2)).values()
     assert text_of(first).startswith(
         "F0@0v0 SEND_F0@0 F1@0v0 SEND_F1@0 RECV_B0@0 B0@0v0 RECV_B1@0 B1@0v0 REDUCE0@0"
     )
 
 
 def test_a_split_backward_sends_before_the_gradients_of_weights():
-    first, last = make_plan("1f1b", Sizes(2, 2), split=True).values()
+    first, last = make_plan(ScheduleOptions("1f1b", split=True), Sizes(2, 2)).values()
     assert text_of(last) == (
         "RECV_F0@1 F0@1v0 RECV_F1@1 I0@1v0 SEND_B0@1 W0@1v0 F1@1v0 I1@1v0 SEND_B1@1 W1@1v0 "
         "REDUCE0@1 NORM0@1 UPDATE0@1"
@@ -177,7 +183,15 @@ def test_a_split_backward_changes_nothing_else(name, p, m, clip, gather, ahead):
     on the first stage, whose backwards stay whole, receives come before one and not after it."""
     sizes = Sizes(p, max(m, p - 1), 3 if name == "interleaved" else 1)
     whole, split = (
-        make_plan(name, sizes, 1, 3, clip=clip, gather=gather, ahead=ahead, split=split)
+        make_plan(
+            replace(
+                find_schedule(name).with_options(clip=clip, gather=gather, split=split),
+                receive_ahead=ahead,
+            ),
+            sizes,
+            1,
+            3,
+        )
         for split in (False, True)
     )
     for rank, actions in split.items():
@@ -231,9 +245,13 @@ def test_merging_costs_no_time_where_links_are_long(latency, monkeypatch):
     is late."""
     sizes = Sizes(2, 4)
     costs = Costs(latency=latency)
-    merged = simulate(make_plan("2bw", sizes, 0, 12, split=True), costs).step_time(4)
+    merged = simulate(make_plan(ScheduleOptions("2bw", split=True), sizes, 0, 12), costs).step_time(
+        4
+    )
     monkeypatch.setattr(passes, "merge_backward", lambda actions, sizes: actions)
-    assert merged == simulate(make_plan("2bw", sizes, 0, 12, split=True), costs).step_time(4)
+    assert merged == simulate(
+        make_plan(ScheduleOptions("2bw", split=True), sizes, 0, 12), costs
+    ).step_time(4)
     assert merged == pytest.approx(
         12 * max(1, (5 + 2 * latency) / 6)
     )  # W / 2 hides a link's latency
@@ -264,11 +282,29 @@ def test_without_end(name, p, m, clip, ahead):
     stage = p // 2
     sizes = Sizes(p, m)
     # pipelines deeper than the range never reach their steady state
-    finite = list(lower(name, sizes, stage, 2, 3 + -(-p // m), clip=clip, ahead=ahead))
+    finite = list(
+        lower(
+            replace(find_schedule(name).with_options(clip=clip), receive_ahead=ahead),
+            sizes,
+            stage,
+            2,
+            3 + -(-p // m),
+        )
+    )
     updates = [i for i, action in enumerate(finite) if action.kind is Kind.UPDATE]
     steady = updates[0] + 1
     assert (
-        list(islice(lower(name, sizes, stage, 2, clip=clip, ahead=ahead), steady))
+        list(
+            islice(
+                lower(
+                    replace(find_schedule(name).with_options(clip=clip), receive_ahead=ahead),
+                    sizes,
+                    stage,
+                    2,
+                ),
+                steady,
+            )
+        )
         == finite[:steady]
     )
     pending = 0

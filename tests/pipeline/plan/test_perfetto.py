@@ -7,13 +7,14 @@ from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.passes import make_plan
 from hybridpar.pipeline.plan.perfetto import trace_entries, trace_json, waits
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.pipeline.plan.schedules import Sizes
 from hybridpar.pipeline.plan.simulate import simulate
 
 COSTS = Costs(
     1, 2, update=0.5, reduce=2, norm=0.5, gather=0.25, latency=0.75, calls={Kind.SEND_F: 0.125}
 )
-TIMELINE = simulate(make_plan("2bw", Sizes(3, 4), 0, 3, gather=True), COSTS)
+TIMELINE = simulate(make_plan(ScheduleOptions("2bw", gather=True), Sizes(3, 4), 0, 3), COSTS)
 RANKS = {stage: (10 + stage, f"stage {stage}") for stage in range(3)}
 
 

@@ -1,18 +1,19 @@
+from dataclasses import replace
+
 import pytest
 
 from hybridpar.config import Config, OptimConfig, ParallelConfig, PipelineConfig, TrainConfig
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.predict import Ordering, smallest_early_switch
+from hybridpar.pipeline.plan.predict import predict_timeline, smallest_early_switch
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.pipeline.plan.schedules import Sizes
 
 
 def step_time(switch, sizes, costs):
-    return (
-        Ordering("2bw", early_switch=switch)
-        .timeline(sizes, costs)
-        .step_time(sizes.num_microbatches)
+    return predict_timeline(ScheduleOptions("2bw", early_switch=switch), sizes, costs).step_time(
+        sizes.num_microbatches
     )
 
 
@@ -21,7 +22,7 @@ def step_time(switch, sizes, costs):
 def test_the_smallest_early_switch_that_costs_no_time(p, m, reduce):
     sizes = Sizes(p, m)
     costs = Costs(1, 2, update=0.25, reduce=reduce, norm=0.5, blocking_norm=True)
-    found = smallest_early_switch(costs, sizes, Ordering("2bw"))
+    found = smallest_early_switch(costs, sizes, ScheduleOptions("2bw"))
     paper = step_time(None, sizes, costs)
     assert step_time(found, sizes, costs) <= 1.01 * paper
     assert 0 <= found <= m - p + 1
@@ -31,7 +32,7 @@ def test_the_smallest_early_switch_that_costs_no_time(p, m, reduce):
 
 def test_more_to_hide_needs_more_stale_micro_batches():
     switches = [
-        smallest_early_switch(Costs(1, 2, reduce=r, norm=0.5), Sizes(4, 16), Ordering("2bw"))
+        smallest_early_switch(Costs(1, 2, reduce=r, norm=0.5), Sizes(4, 16), ScheduleOptions("2bw"))
         for r in (0, 4, 8, 12, 40)
     ]
     assert switches == sorted(switches)
@@ -41,19 +42,19 @@ def test_more_to_hide_needs_more_stale_micro_batches():
 
 def test_orderings_of_configurations():
     grid = ParallelConfig(pp=2, dp=1)
-    assert Ordering.of(
+    assert ScheduleOptions.of(
         Config(parallel=grid, pipeline=PipelineConfig("2bw", early_switch=1))
-    ) == Ordering("2bw", early_switch=1)
-    assert Ordering.of(
+    ) == ScheduleOptions("2bw", early_switch=1)
+    assert ScheduleOptions.of(
         Config(parallel=ParallelConfig(pp=2, zero=1), pipeline=PipelineConfig("1f1b"))
     ).gather
     free = OptimConfig(clip_grad=0.0)
-    assert not Ordering.of(Config(pipeline=PipelineConfig("pipedream"), optim=free)).clip
-    assert Ordering.of(Config(pipeline=PipelineConfig("1f1b"), optim=free)).clip
+    assert not ScheduleOptions.of(Config(pipeline=PipelineConfig("pipedream"), optim=free)).clip
+    assert ScheduleOptions.of(Config(pipeline=PipelineConfig("1f1b"), optim=free)).clip
     scaled = Config(
         pipeline=PipelineConfig("pipedream"), optim=free, train=TrainConfig(dtype="fp16")
     )
-    assert Ordering.of(scaled).clip
+    assert ScheduleOptions.of(scaled).clip
 
 
 @pytest.mark.parametrize("m", [1, 4, 6])
@@ -62,12 +63,14 @@ def test_a_step_is_the_mean_over_all_that_varies(m):
         Kind.F: [[0.5, 1.5, 0.25, 1.75, 1.0, 1.0, 1.5, 0.5, 0.5, 1.5, 1.0, 1.0]],
         Kind.B: [[1.0]],
     }
-    timeline = Ordering("1f1b").timeline(Sizes(1, m), Costs(1, 2, variation=varying))
+    timeline = predict_timeline(
+        ScheduleOptions("1f1b"), Sizes(1, m), Costs(1, 2, variation=varying)
+    )
     assert timeline.step_time(m) == pytest.approx(3 * m, rel=0.03)  # the last turn may be cut off
 
 
 def test_no_norm_without_clipping():
-    timeline = Ordering("pipedream", clip=False).timeline(Sizes(2, 2), Costs(), 3)
+    timeline = predict_timeline(ScheduleOptions("pipedream", clip=False), Sizes(2, 2), Costs(), 3)
     assert not any(
         action.kind is Kind.NORM for actions in timeline.plan.values() for action in actions
     )
@@ -80,7 +83,9 @@ def test_gathers_change_no_plan_that_drains(schedule):
     sizes = Sizes(4, 10, 2 if schedule == "interleaved" else 1)
     for zero_bubble in (False, schedule != "gpipe"):
         for host in (0.0, 0.5):
-            ordering = Ordering(schedule, zero_bubble=zero_bubble, split=zero_bubble, host=host)
-            assert make_plan(ordering.make(), sizes, 0, 3, **ordering.options) == make_plan(
-                ordering.make(), sizes, 0, 3, **ordering.options | {"gather": True}
+            ordering = ScheduleOptions(
+                schedule, zero_bubble=zero_bubble, split=zero_bubble, host=host
+            )
+            assert make_plan(ordering, sizes, 0, 3) == make_plan(
+                replace(ordering, gather=True), sizes, 0, 3
             )

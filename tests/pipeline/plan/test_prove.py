@@ -7,10 +7,12 @@ from hypothesis import strategies as st
 
 from hybridpar.config import from_mapping
 from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan import passes
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.check import PlanError
-from hybridpar.pipeline.plan.prove import _MOST, _num_batches, enough, prove
+from hybridpar.pipeline.plan.prove import _MOST, _num_batches, enough
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.pipeline.plan.schedules import SCHEDULES, WARMUPS, Sizes, make_schedule
 
 
@@ -27,7 +29,7 @@ def make(schedule, pp, m, **pipeline):
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_small_plans_are_proven_themselves(schedule, split):
-    (report,) = prove(make(schedule, 4, 12, split_backward=split))
+    (report,) = JobPlan(make(schedule, 4, 12, split_backward=split)).prove()
     assert (report.schedule, report.sizes.num_ranks, report.sizes.num_microbatches) == (
         schedule,
         4,
@@ -37,7 +39,7 @@ def test_small_plans_are_proven_themselves(schedule, split):
 
 
 def test_synchronous_steps_are_proven_too():
-    before, after = prove(make("2bw", 2, 4, sync_steps=7))
+    before, after = JobPlan(make("2bw", 2, 4, sync_steps=7)).prove()
     assert (before.schedule, before.first_batch) == ("1f1b", 0)
     assert (after.schedule, after.first_batch) == ("2bw", 7)
 
@@ -61,7 +63,7 @@ def test_what_stands_for_a_large_plan_is_a_small_one_that_can_run(setting):
     name, options, p, m, chunks = setting
     try:
         sizes = Sizes(p, m, chunks)
-        schedule = make_schedule(name, **options)
+        schedule = make_schedule(ScheduleOptions(name, **options))
         schedule.check_sizes(sizes)
     except ConfigError:
         assume(False)
@@ -78,14 +80,14 @@ def test_what_stands_for_a_large_plan_is_a_small_one_that_can_run(setting):
 def test_large_plans_are_proven(setting):
     name, options, p, m, chunks = setting
     try:
-        make_schedule(name, **options).check_sizes(Sizes(p, m, chunks))
+        make_schedule(ScheduleOptions(name, **options)).check_sizes(Sizes(p, m, chunks))
     except ConfigError:
         assume(False)
     if chunks > 1:
         options = options | {"chunks": chunks}
     if options.get("early_switch", 0) is None:
         del options["early_switch"]
-    assert prove(make(name, p, m, **options))
+    assert JobPlan(make(name, p, m, **options)).prove()
 
 
 def test_a_wrong_plan_is_refused(monkeypatch):
@@ -98,4 +100,4 @@ def test_a_wrong_plan_is_refused(monkeypatch):
 
     monkeypatch.setattr(passes, "lower", without_a_receive)
     with pytest.raises(PlanError, match="RECV_B5@0 is missing"):
-        prove(make("1f1b", 2, 4))
+        JobPlan(make("1f1b", 2, 4)).prove()

@@ -10,6 +10,7 @@ from hybridpar.pipeline.plan import schedules
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.pipeline.plan.draw import draw
 from hybridpar.pipeline.plan.passes import make_plan
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.pipeline.plan.schedules import SCHEDULES, Sizes, find_schedule, make_schedule
 from hybridpar.pipeline.plan.simulate import Costs, simulate
 
@@ -25,7 +26,14 @@ def is_in_the_pages_drawing(drawn):
 )
 def test_staircase(name, num_batches):
     assert is_in_the_pages_drawing(
-        draw(make_plan(name, Sizes(3, 3), 0, num_batches, clip=name != "pipedream"))
+        draw(
+            make_plan(
+                find_schedule(name).with_options(clip=name != "pipedream"),
+                Sizes(3, 3),
+                0,
+                num_batches,
+            )
+        )
     )
 
 
@@ -38,7 +46,9 @@ def test_staircase(name, num_batches):
     ],
 )
 def test_staircase_of_an_option(option, num_stages, num_batches, transfer):
-    plan = make_plan(make_schedule("2bw", **option), Sizes(num_stages, 3), 0, num_batches)
+    plan = make_plan(
+        make_schedule(ScheduleOptions("2bw", **option)), Sizes(num_stages, 3), 0, num_batches
+    )
     assert is_in_the_pages_drawing(draw(simulate(plan, Costs(transfer=transfer))))
 
 
@@ -113,7 +123,7 @@ SIZES = st.builds(Sizes, st.integers(1, 16), st.integers(1, 64))
 )
 def test_endless_begins_like_finite(name, warmup, sizes, first_batch, data):
     schedule = make_schedule(
-        name, warmup=warmup if "warmup" in SCHEDULES[name].options else "depth"
+        ScheduleOptions(name, warmup=warmup if "warmup" in SCHEDULES[name].options else "depth")
     )
     if schedule.needs_full_pipeline:
         sizes = Sizes(sizes.num_stages, max(sizes.num_microbatches, schedule.warmup(sizes, 0)))

@@ -12,15 +12,22 @@ from hypothesis import assume, given, note, settings
 from hypothesis import strategies as st
 
 from hybridpar.config import from_mapping
+from hybridpar.config.rules import conflicts
 from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import Action, Kind, Plan
 from hybridpar.pipeline.plan.check import PlanError
 from hybridpar.pipeline.plan.kinds import ROWS
 from hybridpar.pipeline.plan.order import format_order
 from hybridpar.pipeline.plan.passes import forward_actions, make_plan
-from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.prove import prove, send_window
-from hybridpar.pipeline.plan.schedules import SCHEDULES, WARMUPS, Sizes, drained, schedule_of
+from hybridpar.pipeline.plan.schedules import (
+    SCHEDULES,
+    WARMUPS,
+    Sizes,
+    drained,
+    find_schedule,
+    schedule_of,
+)
 from hybridpar.pipeline.plan.send_window import min_send_window
 from hybridpar.verify.run import verify
 
@@ -224,30 +231,32 @@ def require_no_deadlock(pp, section):
     evaluation."""
     config = config_of(pp, section)
     try:
-        schedule = schedule_of(config.pipeline)
+        schedule = schedule_of(config)
         sizes = Sizes.of(config)
         assume(sizes.num_stages * sizes.num_microbatches < _FEW_ACTIONS // 8)
-        assume(not [*config.conflicts()])
+        assume(not [*conflicts(config)])
         schedule.check_sizes(sizes)
-        prove(config)
+        JobPlan(config).prove()
     except ConfigError:
         assume(False)
     except PlanError:
         if section["schedule"] != "own":
             raise  # a schedule of ours, whatever its sizes, has a plan that can run
         assume(False)
-    window = send_window(config)
+    window = JobPlan(config).send_window
     m = sizes.num_microbatches
     note(f"{section}, pp = {pp}: window {window}")
     assert window >= min_send_window(pp)
-    options = Ordering.of(config).options
     plans = [
         make_plan(
-            schedule, sizes, schedule.sync_steps, 2 + 2 * (m < pp and not schedule.flush), **options
+            schedule,
+            sizes,
+            schedule.options.sync_steps,
+            2 + 2 * (m < pp and not schedule.flush),
         )
     ]
-    if schedule.sync_steps:
-        plans.append(make_plan(drained(schedule), sizes, 0, 2, **options))
+    if schedule.options.sync_steps:
+        plans.append(make_plan(drained(schedule), sizes, 0, 2))
     plans += [
         {rank: tuple(forward_actions(sizes, rank, count)) for rank in range(pp)}
         for count in (m, 2 * m + 1)
@@ -287,24 +296,25 @@ def test_state_that_moves_leaves_the_order_of_messages(setting, passes):
     pp, section = setting
     config = config_of(pp, section)
     try:
-        schedule = schedule_of(config.pipeline)
+        schedule = schedule_of(config)
         sizes = Sizes.of(config)
-        assume(not [*config.conflicts()])
+        assume(not [*conflicts(config)])
         assume(sizes.num_stages * sizes.num_microbatches < _FEW_ACTIONS // 8)
         schedule.check_sizes(sizes)
+        num_parts = passes.pop("parts")
         passes["clip"] |= passes["host"] > 0
         plain = {"split": config.pipeline.split_backward}
         plans = [
             make_plan(
-                schedule,
+                schedule.with_options(**options),
                 sizes,
-                schedule.sync_steps,
+                schedule.options.sync_steps,
                 2 + 2 * (sizes.num_microbatches < pp),
-                **options,
+                parts,
             )
-            for options in (plain, plain | passes)
+            for options, parts in ((plain, 1), (plain | passes, num_parts))
         ]
-        window = send_window(config)
+        window = JobPlan(config).send_window
     except (ConfigError, PlanError):
         assume(False)
     without, moved = (
@@ -327,11 +337,11 @@ def test_a_v_of_several_passes_needs_a_wider_window(pp, chunks, m):
         pp, {"placement": "v", "split_backward": True, "chunks": chunks, "num_microbatches": m}
     )
     sizes = Sizes.of(config)
-    plan = make_plan(schedule_of(config.pipeline), sizes, 0, 2, split=True)
+    plan = make_plan(find_schedule(schedule_of(config)).with_options(split=True), sizes, 0, 2)
     assert Ranks(plan, sizes, min_send_window(pp)).run(), (
         "the ranks wait for each other with the smallest window"
     )
-    assert (window := send_window(config)) > min_send_window(pp)
+    assert (window := JobPlan(config).send_window) > min_send_window(pp)
     assert not Ranks(plan, sizes, window).run()
     assert Ranks(plan, sizes, window - 1).run(), "no wider than the plan needs"
 
@@ -339,11 +349,11 @@ def test_a_v_of_several_passes_needs_a_wider_window(pp, chunks, m):
 def test_an_order_far_ahead_needs_a_wider_window():
     config = config_of(2, {"schedule": "own", "order": AHEAD, "num_microbatches": 12})
     sizes = Sizes.of(config)
-    plan = make_plan(schedule_of(config.pipeline), sizes, 0, 2)
+    plan = make_plan(schedule_of(config), sizes, 0, 2)
     assert Ranks(plan, sizes, min_send_window(2)).run()
-    assert not Ranks(plan, sizes, send_window(config)).run()
-    (report,) = prove(config)
-    assert report.send_window == send_window(config)
+    assert not Ranks(plan, sizes, JobPlan(config).send_window).run()
+    (report,) = JobPlan(config).prove()
+    assert report.send_window == JobPlan(config).send_window
 
 
 @settings(max_examples=20)
@@ -353,11 +363,11 @@ def test_a_schedule_in_step_has_the_smallest_window(setting):
     assume(section.get("chunks", 0) <= 2 or section.get("placement") != "v")
     try:
         config = config_of(pp, section)
-        assume(not [*config.conflicts()])
-        assert send_window(config) == min_send_window(pp)
+        assume(not [*conflicts(config)])
+        assert JobPlan(config).send_window == min_send_window(pp)
         assert all(
             report.send_window == min_send_window(report.sizes.num_ranks)
-            for report in prove(config)
+            for report in JobPlan(config).prove()
         )
     except ConfigError:
         assume(False)

@@ -9,13 +9,19 @@ from hybridpar.pipeline.plan.action import Action, Kind, parse_actions
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.liveness import Live
 from hybridpar.pipeline.plan.passes import forward_actions, make_plan
-from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import Sizes, find_schedule
 from hybridpar.pipeline.plan.simulate import StuckError, _Machine, simulate
 
 
 def relative_step(name, p, m, num_batches=12, gather=False, **costs):
     """Steady-state step time, over the m (f + b) of a pipeline that is never idle; f = 1, b = 2."""
-    plan = make_plan(name, Sizes(p, m), 0, num_batches, clip=name != "pipedream", gather=gather)
+    plan = make_plan(
+        find_schedule(name).with_options(clip=name != "pipedream", gather=gather),
+        Sizes(p, m),
+        0,
+        num_batches,
+    )
     return simulate(plan, Costs(**costs)).step_time(m) / (3 * m)
 
 
@@ -83,7 +89,10 @@ def test_2bw_hides_everything_on_a_cpu_too(tied):
 
 def test_posting_early_hides_the_transfer():
     early, late = (
-        simulate(make_plan("gpipe", Sizes(4, 8), ahead=ahead), Costs(transfer=0.5)).makespan
+        simulate(
+            make_plan(replace(find_schedule("gpipe"), receive_ahead=ahead), Sizes(4, 8)),
+            Costs(transfer=0.5),
+        ).makespan
         for ahead in (1, 0)
     )
     assert early == 11 * 3 + 2 * 3 * 0.5  # once down and once up the pipeline
@@ -292,7 +301,7 @@ def test_one_core_is_never_idle_where_a_rank_can_always_go_on():
 
 
 def test_parts_of_a_backward_take_its_time_and_send_early():
-    plan = make_plan("1f1b", Sizes(2, 1), split=True)
+    plan = make_plan(ScheduleOptions("1f1b", split=True), Sizes(2, 1))
     half = times_of(simulate(plan, Costs(1, 2)))
     assert (half["I0@1v0"], half["W0@1v0"], half["B0@0v0"]) == ([2, 3, 3], [3, 4, 4], [3, 5, 5])
     measured = times_of(simulate(plan, Costs(1, [2, 3], backward_input=[0.5, 1])))
@@ -303,8 +312,11 @@ def test_parts_of_a_backward_take_its_time_and_send_early():
     )
     varying = Costs(1, 2, variation={Kind.B: [[0.5, 1.5], [1, 1]]})
     assert (
-        times_of(simulate(make_plan("1f1b", Sizes(2, 2), split=True), varying))["B1@0v0"][0] + 3
-        == simulate(make_plan("1f1b", Sizes(2, 2), split=True), varying).makespan
+        times_of(simulate(make_plan(ScheduleOptions("1f1b", split=True), Sizes(2, 2)), varying))[
+            "B1@0v0"
+        ][0]
+        + 3
+        == simulate(make_plan(ScheduleOptions("1f1b", split=True), Sizes(2, 2)), varying).makespan
     )
 
 
@@ -316,7 +328,9 @@ def test_parts_of_a_backward_take_its_time_and_send_early():
 )
 def test_split_backwards_are_never_slower(name, p, m):
     split, whole = (
-        simulate(make_plan(name, Sizes(p, m), 0, 4, split=s), Costs(1, 2)).makespan
+        simulate(
+            make_plan(find_schedule(name).with_options(split=s), Sizes(p, m), 0, 4), Costs(1, 2)
+        ).makespan
         for s in (True, False)
     )
     assert split <= whole
@@ -368,7 +382,7 @@ def test_a_host_and_two_copy_engines_by_hand():
 
     to host    3-5 5-6        host    5---9 9-11        from host    9-11 11-12
     """
-    plan = make_plan("1f1b", Sizes(1, 1), 0, 2, host=1.0, parts=2)
+    plan = make_plan(ScheduleOptions("1f1b", host=1.0), Sizes(1, 1), 0, 2, parts=2)
     assert text_of(plan[0]).startswith(
         "F0@0v0 F0@0.1v0 B0@0.1v0 B0@0v0 REDUCE0@0 NORM0@0 HOST0@0 UPDATE0@0 F1@0v1 UPDATE0@0.1 "
         "F1@0.1v1"
@@ -403,7 +417,9 @@ def test_2bw_hides_a_host_that_takes_less_than_its_slack_and_1f1b_does_not(p):
         plain = simulate(make_plan(name, Sizes(p, m), 0, 12)).step_time(m)
         for share in (0.5, 0.8, 1.5):
             host = share * 3 * pairs
-            plan = make_plan(name, Sizes(p, m), 0, 12, host=1.0, parts=parts)
+            plan = make_plan(
+                find_schedule(name).with_options(host=1.0), Sizes(p, m), 0, 12, parts=parts
+            )
             exposed = (
                 simulate(plan, Costs(to_host=host / 8, host=host, from_host=host / 8)).step_time(m)
                 - plain

@@ -9,8 +9,9 @@ from hybridpar.pipeline.plan import predict
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.kinds import Kind
 from hybridpar.pipeline.plan.passes import make_plan
-from hybridpar.pipeline.plan.predict import Ordering
-from hybridpar.pipeline.plan.schedules import Sizes
+from hybridpar.pipeline.plan.predict import predict_step_time, predict_timeline
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import Sizes, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.pipeline.plan.steady import fewer, time_of_more
 
@@ -19,7 +20,7 @@ WALKED = 5
 
 
 def walked(ordering, sizes, costs):
-    plan = make_plan(ordering.make(), sizes, 0, WALKED, **ordering.options)
+    plan = make_plan(ordering, sizes, 0, WALKED)
     starts = simulate(plan, costs).batch_starts(sizes.num_microbatches)
     return (starts[-1] - starts[-3]) / 2
 
@@ -43,7 +44,7 @@ def random_case(rng):
         sizes = Sizes(p, rng.randint(p, 3 * p), 2, "v")
         links = p - 1
     split = rng.random() < 0.4 or sizes.is_v
-    ordering = Ordering(
+    ordering = ScheduleOptions(
         schedule,
         clip=rng.random() < 0.7,
         gather=rng.random() < 0.3,
@@ -97,7 +98,7 @@ def test_steps_are_those_of_a_walk(seed, monkeypatch):
     rng = random.Random(seed)
     for _ in range(50):
         ordering, sizes, costs = random_case(rng)
-        assert ordering.step_time(sizes, costs) == pytest.approx(
+        assert predict_step_time(ordering, sizes, costs) == pytest.approx(
             walked(ordering, sizes, costs), rel=1e-9
         ), (ordering, sizes, costs)
     assert sum(each is not None for each in found) >= 5, "few micro-batches stand for many"
@@ -106,7 +107,7 @@ def test_steps_are_those_of_a_walk(seed, monkeypatch):
 def test_idle_shares_are_those_of_a_walk():
     sizes = Sizes(3, 7)
     costs = Costs([1, 2, 1], 2, [0.1, 0.5, 0.3], reduce=0.4, norm=0.2, transfer=0.3)
-    found = Ordering("1f1b").timeline(sizes, costs)
+    found = predict_timeline(ScheduleOptions("1f1b"), sizes, costs)
     assert len(found.batch_starts(7)) == 2
     step, idle = found.steady_step(7)
     long = simulate(make_plan("1f1b", sizes, 0, 8), costs)
@@ -122,13 +123,13 @@ def test_idle_shares_are_those_of_a_walk():
 def test_whole_and_split_backwards_of_a_rank_count_alike(sizes):
     """A zero bubble leaves those of the first stage whole; as few micro-batches as without it show
     the rest."""
-    ordering = Ordering("interleaved", split=True, zero_bubble=True)
+    ordering = ScheduleOptions("interleaved", split=True, zero_bubble=True)
     costs = Costs(1, 2, transfer=0.1, norm=0.1)
-    few = next(fewer(ordering.make(), sizes))
+    few = next(fewer(make_schedule(ordering), sizes))
     small = replace(sizes, num_microbatches=few)
-    plan = make_plan(ordering.make(), small, 0, 1, **ordering.options)
+    plan = make_plan(ordering, small, 0, 1)
     assert {a.kind for a in plan[0]} >= {Kind.B, Kind.I, Kind.W}
-    each = time_of_more(simulate(plan, costs), ordering.make(), small)
+    each = time_of_more(simulate(plan, costs), make_schedule(ordering), small)
     assert each == pytest.approx(3 * sizes.chunks, rel=1e-9)
 
 
@@ -137,12 +138,12 @@ def test_a_thousand_micro_batches_are_few_to_simulate(monkeypatch):
     monkeypatch.setattr(
         predict,
         "make_plan",
-        lambda schedule, sizes, *args, **options: (
+        lambda schedule, sizes, *args: (
             made.append(sizes.num_microbatches),
-            make_plan(schedule, sizes, *args, **options),
+            make_plan(schedule, sizes, *args),
         )[1],
     )
-    assert Ordering("1f1b").step_time(Sizes(8, 1001), Costs(1, 2)) == pytest.approx(
+    assert predict_step_time(ScheduleOptions("1f1b"), Sizes(8, 1001), Costs(1, 2)) == pytest.approx(
         (1001 + 7) * 3, rel=1e-12
     )
     assert max(made) < 40

@@ -15,14 +15,15 @@ from pipeline.plan.test_zero_bubble import COSTS, costs_of
 
 from hybridpar.config import from_mapping
 from hybridpar.errors import ConfigError
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan import vee
 from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.check import CheckReport, PlanError, check
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.draw import draw
 from hybridpar.pipeline.plan.passes import add_communication, add_updates, make_plan
-from hybridpar.pipeline.plan.prove import prove
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
 from hybridpar.validate import problems
 
@@ -30,17 +31,23 @@ ORDERS = ("full", "half", "min")
 
 
 def on_v(name: str, activations: str, **options: Any) -> Schedule:
-    return make_schedule(name, placement="v", activations=activations, **options)
+    return make_schedule(ScheduleOptions(name, placement="v", activations=activations, **options))
 
 
 def proven(schedule: Schedule, p: int, m: int, num_batches: int = 2, **options: Any) -> CheckReport:
     sizes = Sizes(p, m, 2, "v")
-    return check(make_plan(schedule, sizes, 0, num_batches, split=True, **options), sizes, schedule)
+    return check(
+        make_plan(
+            find_schedule(schedule).with_options(split=True, **options), sizes, 0, num_batches
+        ),
+        sizes,
+        schedule,
+    )
 
 
 def bubble(schedule: Schedule, p: int, m: int, f: float, i: float, w: float) -> float:
     """Share of the work of a batch that drains."""
-    plan = make_plan(schedule, Sizes(p, m, 2, "v"), split=True)
+    plan = make_plan(find_schedule(schedule).with_options(split=True), Sizes(p, m, 2, "v"))
     return simulate(plan, costs_of(f, i, w, 2)).makespan / (m * (f + i + w)) - 1
 
 
@@ -137,7 +144,7 @@ def test_2bw_has_no_steady_bubble(
     apart, in slots."""
     schedule = on_v("2bw", activations)
     m = 2 * p
-    plan = make_plan(schedule, Sizes(p, m, 2, "v"), 0, 8, split=True)
+    plan = make_plan(find_schedule(schedule).with_options(split=True), Sizes(p, m, 2, "v"), 0, 8)
     for (f, i, w), period in zip(COSTS, periods, strict=False):
         assert simulate(plan, costs_of(f, i, w, 2)).step_time(m) / (
             m * (f + i + w)
@@ -187,21 +194,31 @@ def test_bubble_of_few_micro_batches_and_of_more_turns(p: int, v: int) -> None:
     """(p-1)F/v at m = p, of which torch's ZB-V takes twice as much with v = 2, and with v > 2 from
     2p on, too; at the memory of 1f1b's first rank, and without a deadlock where transfers of a turn
     queue."""
-    schedule = make_schedule("1f1b", placement="v", chunks=v)
+    schedule = make_schedule(ScheduleOptions("1f1b", placement="v", chunks=v))
     for m in (p,) if v == 2 else (p, 2 * p, 2 * p + 1, 3 * p + 2):
         sizes = Sizes(p, m, v, "v")
-        found = simulate(make_plan(schedule, sizes, split=True), costs_of(1, 1, 1, v)).makespan
+        found = simulate(
+            make_plan(find_schedule(schedule).with_options(split=True), sizes), costs_of(1, 1, 1, v)
+        ).makespan
         assert found - 3 * m == pytest.approx((p - 1) / v), m
-        report = check(make_plan(schedule, sizes, 0, 2, split=True), sizes, schedule)
+        report = check(
+            make_plan(find_schedule(schedule).with_options(split=True), sizes, 0, 2),
+            sizes,
+            schedule,
+        )
         assert max(live.activations for live in report.peaks) <= p * v
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(2, 5), st.integers(1, 11), st.sampled_from([4, 6]))
 def test_every_plan_of_more_turns_is_right(p: int, m: int, v: int) -> None:
-    schedule = make_schedule("1f1b", placement="v", chunks=v)
+    schedule = make_schedule(ScheduleOptions("1f1b", placement="v", chunks=v))
     sizes = Sizes(p, m, v, "v")
-    report = check(make_plan(schedule, sizes, 0, 2, split=True, gather=True), sizes, schedule)
+    report = check(
+        make_plan(find_schedule(schedule).with_options(split=True, gather=True), sizes, 0, 2),
+        sizes,
+        schedule,
+    )
     assert max(live.activations for live in report.peaks) <= p * v
 
 
@@ -288,13 +305,15 @@ def test_no_worse_than_orders_of_torch(name: str, least: int, p: int) -> None:
         assert max(held) >= max(live.activations for live in proven(ours, p, m).peaks)
         for costs in COSTS[:3]:
             theirs = simulate(plan, costs_of(*costs, 2)).makespan
-            found = simulate(make_plan(ours, sizes, split=True), costs_of(*costs, 2)).makespan
+            found = simulate(
+                make_plan(find_schedule(ours).with_options(split=True), sizes), costs_of(*costs, 2)
+            ).makespan
             assert found <= theirs + 1e-9, (m, costs)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (3, 6)])
 def test_our_interleaved_is_no_worse_than_torchs(p: int, m: int) -> None:
-    ours = make_schedule("interleaved", zero_bubble=True)
+    ours = make_schedule(ScheduleOptions("interleaved", zero_bubble=True))
     sizes = Sizes(p, m, 2)
     plan = as_plan(torch_order("ScheduleInterleavedZeroBubble", p, m), ours, sizes)
     for costs in COSTS:
@@ -340,13 +359,15 @@ def test_large_runs_are_proven_by_smaller_ones(activations: str, sync_steps: int
             },
         }
     )
-    reports = prove(config)
+    reports = JobPlan(config).prove()
     assert len(reports) == 1 + (sync_steps > 0)
     assert max(live.versions for live in reports[-1].peaks) == 2
 
 
 def test_picture() -> None:
-    plan = make_plan(on_v("1f1b", "full"), Sizes(2, 3, 2, "v"), split=True)
+    plan = make_plan(
+        find_schedule(on_v("1f1b", "full")).with_options(split=True), Sizes(2, 3, 2, "v")
+    )
     assert draw(simulate(plan, Costs(1, 2))) == "\n".join(
         (
             "rank 0  F0- F1- F2- F0b I0b W0b F1b I1b W1b B0----- F2b I2b W2b B1----- B2-----    *",

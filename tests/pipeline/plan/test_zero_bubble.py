@@ -12,7 +12,8 @@ from hybridpar.pipeline.plan.action import Action, Kind
 from hybridpar.pipeline.plan.check import check
 from hybridpar.pipeline.plan.costs import Costs
 from hybridpar.pipeline.plan.passes import delay_weight_gradients, make_plan, split_backward
-from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, find_schedule, make_schedule
 from hybridpar.pipeline.plan.simulate import simulate
 
 COSTS = [(1, 1, 1), (1, 1.2, 0.8), (1.08, 1.2, 1), (1, 1.5, 0.5)]
@@ -21,7 +22,9 @@ longest in a layer."""
 
 
 def schedule_for(chunks: int) -> Schedule:
-    return make_schedule("1f1b" if chunks == 1 else "interleaved", zero_bubble=True)
+    return make_schedule(
+        ScheduleOptions("1f1b" if chunks == 1 else "interleaved", zero_bubble=True)
+    )
 
 
 def costs_of(f: float, i: float, w: float, v: int = 1, latency: float = 0.0) -> Costs:
@@ -51,7 +54,7 @@ def test_bubble(p: int, costs: tuple[float, float, float]) -> None:
 def test_bubble_of_a_longer_warmup(p: int) -> None:
     """ZB-H2, (p-1)(F+I-2W), none at equal costs but for the fill of the last rank, at almost twice
     the memory."""
-    schedule = make_schedule("1f1b", warmup="latency", zero_bubble=True)
+    schedule = make_schedule(ScheduleOptions("1f1b", warmup="latency", zero_bubble=True))
     m = 4 * p
     assert makespan(schedule, Sizes(p, m), 1, 1, 1) == pytest.approx(3 * m + (p - 1))
     peaks = check(make_plan(schedule, Sizes(p, m)), Sizes(p, m), schedule).peaks
@@ -66,7 +69,11 @@ def test_every_plan_is_right(sizes: Sizes, offload: int) -> None:
     """Also where the transfers of a rank on an axis queue, and where activations leave. No rank
     holds more than the first."""
     schedule = schedule_for(sizes.chunks)
-    report = check(make_plan(schedule, sizes, 0, 2, offload=offload), sizes, schedule)
+    report = check(
+        make_plan(find_schedule(schedule).with_options(offload=offload), sizes, 0, 2),
+        sizes,
+        schedule,
+    )
     peaks = [live.activations for live in report.peaks]
     assert peaks[0] == max(peaks)
     assert peaks[0] == schedule.max_live_activations(sizes, 0)
@@ -78,7 +85,7 @@ def test_memory_of_interleaved(p: int, v: int) -> None:
     """Activations of p micro-batches, where interleaved 1f1b needs (p-1)/v more."""
     sizes = Sizes(p, 4 * p, v)
     lean = schedule_for(v)
-    plain = make_schedule("interleaved")
+    plain = make_schedule(ScheduleOptions("interleaved"))
     assert lean.max_live_activations(sizes, 0) == p * v
     assert plain.max_live_activations(sizes, 0) == p * v + p - 1
 
@@ -107,7 +114,7 @@ def test_other_schedules_have_no_such_drain(name: str) -> None:
     with pytest.raises(
         ConfigError, match=r"pipeline\.zero_bubble = True: .*only 1f1b and interleaved; try false"
     ):
-        make_schedule(name, zero_bubble=True)
+        make_schedule(ScheduleOptions(name, zero_bubble=True))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +129,7 @@ def test_a_split_backward_hides_latency_under_2bw(
     sizes = Sizes(p, 2 * p)
     costs = Costs(1, 2, backward_input=1, latency=latency)
     for parts, expected in ((False, whole), (True, split)):
-        plan = make_plan("2bw", sizes, 0, 12, split=parts)
+        plan = make_plan(ScheduleOptions("2bw", split=parts), sizes, 0, 12)
         ideal = 3 * sizes.num_microbatches
         assert simulate(plan, costs).step_time(sizes.num_microbatches) / ideal == pytest.approx(
             expected, abs=5e-4
@@ -141,9 +148,13 @@ def test_no_order_of_as_many_micro_batches_hides_more(p: int, f: float, i: float
         costs = Costs(f, i + w, backward_input=i, transfer=share * w)
         floor = (p * (f + i) + w + 2 * (p - 1) * share * w) / p
         for warmup, period in (("depth", max(whole, floor)), ("latency", whole)):
-            schedule = make_schedule("2bw", warmup=warmup)
+            schedule = make_schedule(ScheduleOptions("2bw", warmup=warmup))
             took = (
-                simulate(make_plan(schedule, Sizes(p, m), 0, 8, split=True), costs).step_time(m) / m
+                simulate(
+                    make_plan(find_schedule(schedule).with_options(split=True), Sizes(p, m), 0, 8),
+                    costs,
+                ).step_time(m)
+                / m
             )
             assert took == pytest.approx(period)
             assert schedule.max_live_activations(Sizes(p, m), 0) == (

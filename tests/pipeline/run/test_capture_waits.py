@@ -12,6 +12,7 @@ from device_model import Wait, captures, stuck
 from hybridpar.pipeline.plan.action import Kind, Plan
 from hybridpar.pipeline.plan.check import check
 from hybridpar.pipeline.plan.passes import make_plan
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
 from hybridpar.pipeline.plan.schedules import Schedule, Sizes, make_schedule
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +24,7 @@ def gallery_plan(title: str, p: int, m: int) -> tuple[Plan, Schedule, Sizes]:
     ((name, options),) = [
         (name, options) for other, name, options in GALLERY["SCHEDULES"] if other == title
     ]
-    schedule = make_schedule(name, **options)
+    schedule = make_schedule(ScheduleOptions(name, **options))
     sizes = GALLERY["sizes_for"](options, name, p, m)
     return GALLERY["plan_for"](schedule, sizes, 4), schedule, sizes
 
@@ -59,7 +60,7 @@ def test_a_capture_that_waits_for_the_device_stands_still(
     name: str, p: int, stands_still: bool
 ) -> None:
     """As captures with torch.cuda.graph do, which first synchronizes the device."""
-    schedule = make_schedule(name)
+    schedule = make_schedule(ScheduleOptions(name))
     sizes = Sizes(p, 2 * p)
     plan = make_plan(schedule, sizes, 0, 4)
     left = stuck(plan, schedule, sizes, Wait.DEVICE)
@@ -68,7 +69,7 @@ def test_a_capture_that_waits_for_the_device_stands_still(
 
 def test_the_device_model_finds_what_stands_still_on_a_device() -> None:
     """The first rank sends its first activation behind the backward that follows from it."""
-    schedule = make_schedule("1f1b")
+    schedule = make_schedule(ScheduleOptions("1f1b"))
     sizes = Sizes(2, 4)
     plan = {rank: list(actions) for rank, actions in make_plan(schedule, sizes).items()}
     assert stuck(plan, schedule, sizes, Wait.NOTHING) == {}

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybridpar.config import from_mapping
 from hybridpar.config.compression_methods import MESSAGES
 from hybridpar.grid import Axis
+from hybridpar.job import JobPlan
 from hybridpar.models.build import DTYPES
 from hybridpar.pipeline.run.codecs import Codecs, through
 from hybridpar.pipeline.run.lane import Lane, Packed
@@ -91,7 +92,7 @@ def test_a_packed_activation_takes_its_gradient_and_hardly_any_memory() -> None:
 
 def test_a_head_alone_gets_exact_activations() -> None:
     codecs = Codecs.of(
-        from_mapping({"compression": {"messages": "int8", "messages_backward": "bf16"}})
+        JobPlan(from_mapping({"compression": {"messages": "int8", "messages_backward": "bf16"}}))
     )
     assert codecs.on(1, 3) == codec_of("int8")
     assert codecs.on(-1, 3) == codec_of("bf16")
@@ -101,7 +102,7 @@ def test_a_head_alone_gets_exact_activations() -> None:
 
 def test_gradients_are_those_of_the_features_that_were_sent() -> None:
     """A tenth of 33 features: 3 of a token; of the 14 tokens, tp rank 1 of 3 has 5."""
-    codecs = Codecs.of(from_mapping({"model": {"hidden_size": 64}, "compression": DCT}))
+    codecs = Codecs.of(JobPlan(from_mapping({"model": {"hidden_size": 64}, "compression": DCT})))
     forward = codecs.on(1, 3)
     backward = codecs.on(-1, 3)
     assert isinstance(forward, TopK)

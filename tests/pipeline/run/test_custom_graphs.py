@@ -18,6 +18,7 @@ from hybridpar import SequentialSpec
 from hybridpar.config import from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs, unsupported
 from hybridpar.train.engine import Engine
 
@@ -89,8 +90,8 @@ def train(
         ),
         model=Net(what),
     )
-    assert unsupported(config) is None
-    engine = Engine(config, ProcessGrid(), CPU)
+    assert unsupported(JobPlan(config)) is None
+    engine = Engine(JobPlan(config), ProcessGrid(), CPU)
     if replay:
         engine.executor.graphs = MicroBatchGraphs(
             {0: engine.stage}, engine.state.gradients, 3, CPU, distrusts=True

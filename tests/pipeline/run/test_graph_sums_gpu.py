@@ -20,6 +20,7 @@ from torch import Tensor
 from hybridpar.config import from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.state.audit import audit_replicas
 from hybridpar.state.layout import FlatLayout
 from hybridpar.train.engine import Engine
@@ -82,7 +83,7 @@ def replicas(cuda_graphs: bool) -> tuple[list[tuple[float, float]], dict[str, Te
         patch.setattr(
             FlatLayout, "buckets", lambda self, num_bytes, *group: buckets(self, 2**14, *group)
         )
-        engine = Engine(config, grid, torch.device("cuda:0"))
+        engine = Engine(JobPlan(config), grid, torch.device("cuda:0"))
     for block in engine.stage.blocks.values():
         block.register_forward_hook(
             lambda block, args, out: _Sleep.apply(out) if isinstance(out, Tensor) else out

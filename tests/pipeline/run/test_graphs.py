@@ -21,6 +21,7 @@ from torch import Tensor
 from hybridpar.config import Config, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.run import graphs
 from hybridpar.pipeline.run.graphs import MicroBatchGraphs, num_places, recorder, unsupported
 from hybridpar.pipeline.run.stage import Stage
@@ -100,8 +101,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 def test_replayed_steps_are_those_run_kernel_by_kernel(name: str) -> None:
     sections = SETTINGS[name]
     plain = make(**sections | {"train": {**sections["train"], "cuda_graphs": False}})
-    expected_losses, expected = train(Engine(plain, ProcessGrid(), CUDA))
-    engine = Engine(make(**sections), ProcessGrid(), CUDA)
+    expected_losses, expected = train(Engine(JobPlan(plain), ProcessGrid(), CUDA))
+    engine = Engine(JobPlan(make(**sections)), ProcessGrid(), CUDA)
     losses, weights = train(engine)
     assert engine.executor.graphs is not None
     assert engine.executor.graphs.num_replayed > 0
@@ -136,9 +137,9 @@ def test_what_is_replayed_takes_nothing_from_python(
     """The same on the CPU, by graphs that run again the operators that they saw: with the tensors
     of then."""
     config = make(**SETTINGS[name] | {"kernels": {}})
-    expected_losses, expected = train(Engine(config, ProcessGrid(), CPU))
+    expected_losses, expected = train(Engine(JobPlan(config), ProcessGrid(), CPU))
     fake_cuda.install(monkeypatch)
-    engine = Engine(config, ProcessGrid(), CPU)
+    engine = Engine(JobPlan(config), ProcessGrid(), CPU)
     recording = engine.executor.graphs = MicroBatchGraphs(
         {0: engine.stage}, engine.state.gradients, config.pipeline.num_microbatches, CPU
     )
@@ -209,7 +210,7 @@ def replicas(
         patch.setattr(
             FlatLayout, "buckets", lambda self, num_bytes, *group: buckets(self, 2**14, *group)
         )
-        engine = Engine(config, grid, CPU)
+        engine = Engine(JobPlan(config), grid, CPU)
         if replay:
             fake_cuda.install(patch)
             patch.setattr(GradientReducer, "_start", start_checked)
@@ -321,7 +322,7 @@ def train_grid(
     handler = StreamHandler(lines)
     getLogger("hybridpar.pipeline.run.graphs").addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
-        engine = Engine(config, grid, CPU)
+        engine = Engine(JobPlan(config), grid, CPU)
         if replay:
             fake_cuda.install(patch, f"{sections}{broken}")
             stages = {stage: whole for stage, (whole,) in engine.executor.stages.items()}
@@ -490,7 +491,7 @@ def test_a_capture_that_synchronizes_the_device_stands_still(schedule: str) -> N
     ],
 )
 def test_what_cannot_be_recorded(sections: dict[str, dict[str, Any]], reason: str | None) -> None:
-    found = unsupported(make(**sections))
+    found = unsupported(JobPlan(make(**sections)))
     assert found is None if reason is None else reason in str(found)
 
 
@@ -501,14 +502,21 @@ def test_ranks_that_keep_their_activations_are_recorded() -> None:
         pipeline={"num_microbatches": 8},
         memory={"offload_activations": [2, 0, 9, 0]},
     )
-    assert [unsupported(config, rank) is None for rank in range(4)] == [False, True, True, True]
-    assert unsupported(config) is not None
+    assert [unsupported(JobPlan(config), rank) is None for rank in range(4)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert unsupported(JobPlan(config)) is not None
     assert (
         unsupported(
-            make(
-                parallel={"pp": 2},
-                train={"graph_grids": True},
-                memory={"offload_activations": [0, 0]},
+            JobPlan(
+                make(
+                    parallel={"pp": 2},
+                    train={"graph_grids": True},
+                    memory={"offload_activations": [0, 0]},
+                )
             )
         )
         is None
@@ -520,7 +528,12 @@ def test_says_why_nothing_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         assert (
             recorder(
-                make(parallel={"tp": 2}), {0: Stage({})}, no_gradients, CUDA, [], ProcessGrid()
+                JobPlan(make(parallel={"tp": 2})),
+                {0: Stage({})},
+                no_gradients,
+                CUDA,
+                [],
+                ProcessGrid(),
             )
             is None
         )

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from hybridpar.config import from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.pipeline.plan.action import Kind
 from hybridpar.train.engine import Engine
 
@@ -41,7 +42,7 @@ def measure(schedule: str, p: int, m: int) -> tuple[int, int, int, int, int]:
             "train": {"micro_batch_size": 1},
         }
     )
-    engine = Engine(config, ProcessGrid(pp=p), torch.device("cpu"))
+    engine = Engine(JobPlan(config), ProcessGrid(pp=p), torch.device("cpu"))
     alive: weakref.WeakSet[Saved] = weakref.WeakSet()
     current = [0]
     peaks = {"versions": 0, "activations": 0}

@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridpar.config import ModelConfig, from_mapping
 from hybridpar.data.synthetic import SyntheticLoader
 from hybridpar.grid import Axis, ProcessGrid
+from hybridpar.job import JobPlan
 from hybridpar.models.blocks import MicroBatch
 from hybridpar.models.build import Recomputation, build_blocks
 from hybridpar.nn.init import initialize
@@ -114,7 +115,7 @@ def test_training_is_the_same_to_the_bit(schedule: str, recompute: str) -> None:
             }
         )
         steps: list[Any] = []
-        Engine(config, ProcessGrid(), torch.device("cpu")).train(
+        Engine(JobPlan(config), ProcessGrid(), torch.device("cpu")).train(
             SyntheticLoader(config.model, 2, 2), 3, steps.append
         )
         runs.append([(step.loss, step.grad_norm) for step in steps])

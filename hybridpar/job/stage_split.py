@@ -9,6 +9,7 @@ from math import prod
 
 from hybridpar.config import Config, ModelSpec, message_shape
 from hybridpar.errors import config_error
+from hybridpar.job.block_times import block_times
 from hybridpar.models.balance import balanced_split, even_out
 from hybridpar.models.cost import (
     KEPT_BYTES,
@@ -16,7 +17,6 @@ from hybridpar.models.cost import (
     forward_flops_per_token,
     layer_matmul_parameters,
 )
-from hybridpar.pipeline.run.block_times import block_times
 
 _STATE_BYTES = 18
 """Bytes of a parameter's state in half precision: weight 2, fp32 weight, gradient and Adam's

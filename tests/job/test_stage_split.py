@@ -16,8 +16,9 @@ import hybridpar as hp
 from hybridpar.cli.planning import resolved
 from hybridpar.config import Config, from_mapping, load_toml
 from hybridpar.errors import ConfigError
-from hybridpar.pipeline.run.block_times import block_times
-from hybridpar.pipeline.run.stage_split import inference_split, stage_split
+from hybridpar.job import JobPlan
+from hybridpar.job.block_times import block_times
+from hybridpar.job.stage_split import inference_split, stage_split
 from hybridpar.prediction import predict
 from hybridpar.validate import resolve
 
@@ -196,7 +197,7 @@ def test_predicted_memory_is_of_these_stages() -> None:
     config = resolved(from_mapping({"parallel": {"pp": 2}}, load_toml(CONFIGS / "gpt_tiny.toml")))
     given = from_mapping({"pipeline": {"split": sizes(config)}}, config)
     cpu = torch.device("cpu")
-    assert predict(config, device=cpu) == predict(given, device=cpu)
+    assert predict(JobPlan(config), device=cpu) == predict(JobPlan(given), device=cpu)
 
 
 def test_generation_balances_forward_operations() -> None:

@@ -1,0 +1,100 @@
+"""Everything that follows from a configuration, derived here and nowhere else.
+
+    Config --> JobPlan --> engine, checkpoints, memory prediction, planner, simulation, verify, check
+
+A function that needs a pipeline shape, the blocks of a stage, a schedule or a state policy takes a
+`JobPlan`, or that part of it. A test counts the derivations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybridpar.config import Config
+from hybridpar.job.stage_split import stage_split
+from hybridpar.models.build import Recomputation, recomputed_blocks
+from hybridpar.pipeline.plan.check import CheckReport
+from hybridpar.pipeline.plan.offload import num_away
+from hybridpar.pipeline.plan.prove import prove, send_window
+from hybridpar.pipeline.plan.schedule_options import ScheduleOptions
+from hybridpar.pipeline.plan.schedules import Schedule, Sizes, schedule_of
+from hybridpar.state.parts import Parts
+from hybridpar.state.policy import StatePolicy
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """A configuration (resolved: parallel.dp is known) and what follows from it.
+
+    Making one costs nothing: each property is derived when it is first asked for, and then kept.
+    A property raises ConfigError where the configuration's settings do not fit together.
+    """
+
+    config: Config
+
+    @cached_property
+    def shape(self) -> Sizes:
+        """Ranks, stages and micro-batches of the pipeline, and which rank has which stage."""
+        return Sizes.of(self.config)
+
+    @cached_property
+    def split(self) -> tuple[range, ...]:
+        """The blocks of each stage."""
+        return stage_split(self.config)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule; an early switch of "auto" counts as off until it is measured."""
+        return schedule_of(self.config)
+
+    @property
+    def options(self) -> ScheduleOptions:
+        """The schedule's options."""
+        return self.schedule.options
+
+    @cached_property
+    def recomputed(self) -> tuple[Recomputation, ...]:
+        """The blocks of each stage that its backward computes again."""
+        return recomputed_blocks(self.config.pipeline.recompute, self.config.model, self.split)
+
+    @cached_property
+    def send_window(self) -> int:
+        """The number of sends of a rank that may be unfinished.
+
+        The executor waits for its oldest send when it has more, and the memory prediction counts as
+        many.
+
+        Raises:
+            PlanError: The plan cannot run with any number.
+        """
+        return send_window(self.schedule, self.shape)
+
+    def prove(self) -> list[CheckReport]:
+        """Prove that the plan of a run of any number of steps is right.
+
+        Raises:
+            PlanError: It is not.
+        """
+        return prove(self.schedule, self.shape)
+
+    def held(self, rank: int) -> dict[int, range]:
+        """Return the blocks of each stage that a rank of the pipeline holds."""
+        return {stage: self.split[stage] for stage in self.shape.stages_of(rank)}
+
+    def segments(self, rank: int) -> Parts:
+        """Return the segments that the stages of a rank of the pipeline are cut into."""
+        return Parts.of(self.config, self.held(rank))
+
+    def num_versions(self, rank: int) -> int:
+        """Return the number of weight versions that a rank of the pipeline keeps at once."""
+        return self.schedule.max_live_versions(self.shape, rank)
+
+    def num_away(self, rank: int) -> int:
+        """Return how many micro-batches of a rank of the pipeline have their activations offloaded
+        at once."""
+        return num_away(self.schedule, self.shape, rank)
+
+    def state_policy(self, num_versions: int, num_gradient_buffers: int) -> StatePolicy:
+        """Return which state a rank keeps that has so many weight versions and gradient buffers."""
+        return StatePolicy.of(self.config, num_versions, num_gradient_buffers)

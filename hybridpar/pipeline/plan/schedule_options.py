@@ -1,0 +1,92 @@
+"""The options of a pipeline schedule and of the passes over it, made once from a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hybridpar.config import Config, PipelineConfig
+
+_BESIDE_REDUCTION = 2 / 3
+"""The host's share of the slack with several replicas, whose reduction needs the rest."""
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """A schedule's name and options, and the options of the passes that lower it.
+
+    Together with the sizes of a pipeline they decide the order of all its actions.
+
+    Args:
+        schedule: Name of the schedule, as in `pipeline.schedule`.
+        warmup: Name of the number of forwards that run ahead (`schedules.WARMUPS`).
+        early_switch: L, if only the first p-1+L micro-batches of a batch use older weights. None:
+            all of them do.
+        gradient_buffers: Batches whose gradients are alive at once. 0: as many as the schedule can
+            use.
+        clip: Each batch has a NORM, for which updates wait.
+        gather: Replicas share the update (ZeRO), and gather the new weights.
+        split: Each backward is an I and a W.
+        host: The host's share of the slack to make the new weights. 0: the rank makes them.
+        zero_bubble: The W of a batch fill the time in which the pipeline drains.
+        placement: Order of the stages on the ranks, "loop" or "v".
+        activations: On a V, how many micro-batches a rank may keep: "full", "half" or "min".
+        order: A custom schedule: what each rank computes of a batch.
+        feedback: Replicas keep what they have not sent of a batch's gradients, and add it to the
+            next batch's.
+        offload: Micro-batches whose activations are away at once, of all ranks or by rank.
+        sync_steps: Batches that run as 1f1b before the schedule begins.
+        chunks: Stages on each rank. 0: the schedule's default.
+    """
+
+    schedule: str
+    warmup: str = "depth"
+    early_switch: int | None = None
+    gradient_buffers: int = 0
+    clip: bool = True
+    gather: bool = False
+    split: bool = False
+    host: float = 0.0
+    zero_bubble: bool = False
+    placement: str = "loop"
+    activations: str = "full"
+    order: tuple[str, ...] = ()
+    feedback: bool = False
+    offload: int | tuple[int, ...] = 0
+    sync_steps: int = 0
+    chunks: int = 0
+
+    @staticmethod
+    def of(config: Config) -> ScheduleOptions:
+        """Return the options of a run with this configuration; "auto" counts as off."""
+        host_share = 1.0 if config.parallel.dp == 1 else _BESIDE_REDUCTION
+        return replace(
+            ScheduleOptions.of_pipeline(config.pipeline),
+            clip=config.norms_first,
+            gather=config.parallel.zero > 0,
+            host=host_share * config.memory.host_optimizer,
+            feedback=config.feeds_back,
+            offload=config.memory.num_away,
+        )
+
+    @staticmethod
+    def of_pipeline(pipeline: PipelineConfig) -> ScheduleOptions:
+        """Return the options that the section `pipeline` decides alone."""
+        early_switch = pipeline.early_switch
+        return ScheduleOptions(
+            pipeline.schedule,
+            warmup=pipeline.warmup,
+            early_switch=early_switch if isinstance(early_switch, int) else None,
+            gradient_buffers=pipeline.gradient_buffers,
+            split=pipeline.split_backward,
+            zero_bubble=pipeline.zero_bubble,
+            placement=pipeline.placement,
+            activations=pipeline.activations,
+            order=pipeline.order,
+            sync_steps=pipeline.sync_steps,
+            chunks=pipeline.chunks,
+        )
+
+    @property
+    def steady(self) -> ScheduleOptions:
+        """The options after the synchronous batches."""
+        return replace(self, sync_steps=0)
